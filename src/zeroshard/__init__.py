@@ -1,6 +1,6 @@
 """zeroshard: memory-efficient data-parallel training of language models in PyTorch.
 
-The public names are loaded on first use, so that ``zeroshard --help`` need not import torch.
+The public names are loaded on first use, so that ``zeroshard --help`` does not import torch.
 """
 
 from __future__ import annotations

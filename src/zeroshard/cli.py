@@ -1,7 +1,7 @@
-"""The `zeroshard` command: read the words, check them, and only then import what the verb needs.
+"""The `zeroshard` command: reads and checks the arguments, and only then imports what the verb needs.
 
-Everything that can be refused without torch is refused here, in the process that the user started, so a
-mistake costs a tenth of a second. Torch and the layers below are imported inside the verbs.
+All errors that can be found without torch are reported here, in the process that the user started, so a mistake costs a
+tenth of a second. Torch and the layers below are imported inside the verbs.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from zeroshard.verbs import VERBS, read_file, say, show_help
 from zeroshard.verbs.help_lines import named, usage, wrapped
 from zeroshard.verbs.short_help import short_help
 
-# What to do where memory runs out: in a run, and elsewhere.
+# Advice if memory runs out: in a training run, and in any other command (`_NEEDS_OTHERS_LESS`).
 _NEEDS_LESS = (
     "a higher --strategy over more ranks, --model.activation-checkpointing, a smaller --micro-batch-size or --seq-len "
     "need less, and --dry-run says how much"
 )
-_NAME_WIDTH = 15  # columns of a verb in the overview
-_AGAIN_S = 0.05  # after which a signal comes again that was swallowed
+_NAME_WIDTH = 15  # columns for a verb's name in the overview
+_AGAIN_S = 0.05  # seconds after which a swallowed signal is sent again
 _NEEDS_OTHERS_LESS = "end other programs, or use a machine with more"
 _NEEDS_HIGHER_LIMITS = "raise the limits on memory and processes (`ulimit -v`, `ulimit -u`), or start fewer ranks"
 
 
 class _TerminatedError(BaseException):
-    """SIGTERM, SIGHUP or SIGUSR1 came; no Exception, like KeyboardInterrupt: nothing on the way takes it for an error.
+    """SIGTERM, SIGHUP or SIGUSR1 arrived. Like KeyboardInterrupt no Exception: ``except Exception`` does not catch it.
 
-    ``status`` is what to exit with, ``number`` the signal's.
+    ``status`` is the exit status, ``number`` the signal's number.
     """
 
     def __init__(self, status: ExitStatus, number: int) -> None:
@@ -53,14 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit status; see `zeroshard.errors.ExitStatus`.
 
     Args:
-        argv: the words after ``zeroshard``; the process's own where None.
+        argv: the arguments after ``zeroshard``; None: those of the process.
     """
     own_process = argv is None
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         with garbage.seldom() if own_process else nullcontext(), _stop_signals_exit():
             status = _dispatch(argv)
-            sys.stdout.flush()  # here, where a reader that has gone is met, and not at the interpreter's exit
+            sys.stdout.flush()  # so that a BrokenPipeError is raised here and not at the interpreter's exit
             return status
     except BrokenPipeError:
         if not _stdout_is_gone():
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(memory_line(error, _NEEDS_LESS if argv[0] == "train" else _NEEDS_OTHERS_LESS))
         return ExitStatus.FAILED
     except ValueError as error:
-        found = re.match(r"\s*Invalid log settings: (.*?), must be", str(error))  # what torch's import says
+        found = re.match(r"\s*Invalid log settings: (.*?), must be", str(error))  # raised by the import of torch
         if found is None:
             raise
         say(f"TORCH_LOGS: torch has no such log as {found[1]!r} names; TORCH_LOGS=help lists them")
@@ -97,9 +97,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _stdout_is_gone() -> bool:
-    """Whether who read our output has stopped, as ``head`` does; then what is left of it goes nowhere."""
+    """Whether the reader of our output has stopped, as ``head`` does; if so, the rest of the output is discarded."""
     poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)  # errors alone
+    poll.register(sys.stdout.fileno(), 0)  # no events but errors
     if not poll.poll(0):
         return False
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
@@ -124,7 +124,7 @@ def _dispatch(argv: list[str]) -> int:
         raise UserError(word, "there is no such command", todo if owner else nearest(word, VERBS, todo))
     words = argv[1:]
     if verb.config is None:
-        helps_itself = word == "bench" and words[:1] != words[-1:]  # each of its kinds has flags of its own
+        helps_itself = word == "bench" and words[:1] != words[-1:]  # each bench has flags, and a help, of its own
         if {"--help", "-h"} & set(words) and verb.usage and not helps_itself:
             print(usage(f"{word} {verb.usage}"), "", *wrapped(verb.summary), sep="\n")
             return ExitStatus.OK
@@ -166,9 +166,9 @@ def _overview() -> str:
 
 @contextmanager
 def _stop_signals_exit() -> Generator[None]:
-    """SIGTERM, SIGHUP and SIGUSR1 unwind the stack like Ctrl-C does, and end in exit statuses of their own.
+    """Inside this block SIGTERM, SIGHUP and SIGUSR1 unwind the stack as Ctrl-C does, with exit statuses of their own.
 
-    What is ignored stays so: ``nohup`` has SIGHUP ignored, for a run that outlives its terminal.
+    A signal that is ignored stays ignored: ``nohup`` ignores SIGHUP, for a run that outlives its terminal.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -194,9 +194,9 @@ def _stop_signals_exit() -> Generator[None]:
 
 @contextmanager
 def _no_stop_is_swallowed() -> Generator[None]:
-    """A signal that meets a finaliser or the callback of a weak reference comes again, a moment later.
+    """Send a signal again, a moment later, if it arrived during a finaliser or the callback of a weak reference.
 
-    What its handler raises there goes nowhere: Python prints it and goes on, and the run with it.
+    Python only prints an exception that the signal's handler raises there, so the run would continue.
     """
     before = sys.unraisablehook
     over = threading.Event()
@@ -211,7 +211,7 @@ def _no_stop_is_swallowed() -> Generator[None]:
             before(unraisable)
             return
         number = error.number if isinstance(error, _TerminatedError) else signal.SIGINT
-        # Not from here: what is raised in a hook is swallowed like what it was told of.
+        # In a thread, because an exception that is raised in this hook would be swallowed too.
         threading.Thread(target=come_again, args=(number,), name="signal-again", daemon=True).start()
 
     sys.unraisablehook = hook

@@ -1,4 +1,4 @@
-"""Tables in plain text: as wide as what they hold, on a terminal and in a pipe alike, which rich's are not."""
+"""Plain-text tables as wide as their contents, on a terminal as in a pipe; rich's tables fit the terminal's width."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ def columns(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[s
     """A line for each row, with two spaces between cells; each column is as wide as its widest cell.
 
     Args:
-        rows: of as many cells each.
-        right: which columns stand to the right, counted from 0; the others stand to the left.
+        rows: rows with the same number of cells.
+        right: indices, from 0, of the columns that are aligned right; the others are aligned left.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = ["><"[place not in right] for place in range(len(widths))]
@@ -19,12 +19,12 @@ def columns(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[s
 
 
 def fitted(rows: Sequence[Sequence[str]], width: int, spare: Sequence[str]) -> list[list[str]]:
-    """``rows`` without as many columns as it takes to be at most ``width`` wide, if that can be; 0: any width will do.
+    """Remove columns from ``rows`` until the table is at most ``width`` wide, as far as ``spare`` allows.
 
     Args:
-        rows: the first has the titles.
-        width: of a line.
-        spare: titles of columns that may go, the first of them first.
+        rows: rows of cells; the first row has the titles.
+        width: most characters of a line; 0: no limit.
+        spare: titles of columns that may be removed, in the order of removal.
     """
     found = [list(row) for row in rows]
     for title in spare:
@@ -36,7 +36,7 @@ def fitted(rows: Sequence[Sequence[str]], width: int, spare: Sequence[str]) -> l
 
 
 def wrapped(text: str, width: int) -> str:
-    """``text`` with its sentences broken into lines of at most ``width``; tables, which are indented, as they are."""
+    """Wrap lines of ``text`` at ``width`` (0: never), except tables: lines that begin with a space or ``>``."""
     lines = []
     for line in text.splitlines():
         keeps = not width or len(line) <= width or line.startswith((" ", ">"))

@@ -1,7 +1,7 @@
-"""Scripts that let a shell complete `zeroshard`: shtab writes them from the classes that ``--help`` is drawn from.
+"""Completion scripts for shells: shtab makes them from the same classes of settings as ``--help``.
 
-A script holds all words itself. Asking Python at every press of the key would take a tenth of a second; so after an
-upgrade the script is to be written again.
+A script contains all words. Asking Python at each key press would take a tenth of a second; the price is that users
+must write the script again after an upgrade.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
     from zeroshard.verbs.base import Verb
 
 SHELLS = ("bash", "zsh", "fish")
-# zsh runs the script itself where it is sourced, and shtab's asks only whether `eval` does
+# lets zsh users source the script: shtab's own check only covers `eval`
 _ZSH_SOURCED = "[[ $zsh_eval_context[-1] == file ]] && { compdef _shtab_zeroshard zeroshard; return }"
-# fields whose values are places on the disk
+# settings whose values are paths
 _PATHS = frozenset({"config", "data.dir", "data.path", "out", "resume", "run", "source"})
 
 
 def script(shell: str, verbs: Mapping[str, Verb], shorthands: dict[str, str]) -> str:
-    """What ``shell`` must read to complete `zeroshard`.
+    """The script that ``shell`` must read to complete `zeroshard`.
 
     Args:
         shell: ``bash``, ``zsh`` or ``fish``.
-        verbs: by their names.
+        verbs: the verbs by name.
         shorthands: table -> the key in it that the bare table name stands for.
 
     Raises:
-        UserError: another shell.
+        UserError: ``shell`` is none of these.
     """
     if shell not in SHELLS:
         todo = nearest(shell, SHELLS, f"choose one of {', '.join(SHELLS)}")
@@ -51,7 +51,7 @@ def script(shell: str, verbs: Mapping[str, Verb], shorthands: dict[str, str]) ->
 
 
 def _add_verbs(parser: ArgumentParser, verbs: Mapping[str, Verb], shorthands: dict[str, str]) -> None:
-    """Verbs as argparse knows them. Nothing is parsed by it: it is the form in which shtab takes them."""
+    """Add verbs to an argparse parser. It never parses anything: shtab takes its input in this form."""
     subparsers = parser.add_subparsers()
     for name, verb in verbs.items():
         summary = _plain(verb.summary)
@@ -88,16 +88,16 @@ def _add_flags(parser: ArgumentParser, verb: Verb, shorthands: dict[str, str]) -
         if dotted in _PATHS:
             paths.append(action)
     for action in paths:
-        vars(action)["complete"] = shtab.FILE  # where shtab looks for it
+        vars(action)["complete"] = shtab.FILE  # the attribute that shtab reads
 
 
 def _plain(text: str) -> str:
-    """argparse formats its help with ``%``."""
+    """Escape ``%``, with which argparse formats its help."""
     return text.replace("%", "%%")
 
 
 def _values(field: FieldInfo) -> tuple[str, ...] | None:
-    """What the field may be, where that is a list of words."""
+    """The values that a field may have, if that is a list of words; else None."""
     if get_origin(field.annotation) is Literal:
         return get_args(field.annotation)
     names = [each for each in field.metadata if isinstance(each, Names)]

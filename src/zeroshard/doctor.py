@@ -1,4 +1,4 @@
-"""Plain text to paste into a bug report: versions, machine, devices, and what `auto` would choose here."""
+"""`zeroshard doctor`: text to paste into a bug report: versions, machine, devices, and what `auto` chooses here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GIB = 2**30
 
 
 def report() -> str:
-    """The whole report, one ``name  value`` a line."""
+    """The complete report, with one ``name  value`` per line."""
     rows = [("zeroshard", zeroshard.__version__), ("python", platform.python_version())]
     rows += [(name, _version(name)) for name in _requirements()]
     rows += [
@@ -41,7 +41,7 @@ def report() -> str:
 
 
 def environment() -> str:
-    """The variables that steer the network between ranks: what each is set to here, and what it does."""
+    """The environment variables that affect the network between ranks: their values here, and what each does."""
     paragraphs = [
         f"{name} {'= ' + variable(name) if variable(name) else '(not set)'}\n"
         + textwrap.fill(meaning, 100, initial_indent="    ", subsequent_indent="    ")
@@ -51,14 +51,17 @@ def environment() -> str:
 
 
 def optimizers(specs: Sequence[str] = ()) -> str:
-    """The table of `zeroshard.lab.audit.optimizers`: what torch ships, and the classes that ``module:Class`` names.
+    """The table of `zeroshard.lab.audit.optimizers` for torch's optimizers and the classes in ``specs``.
+
+    Args:
+        specs: optimizer classes, as ``module:Class``.
 
     Raises:
-        UserError: a name that leads to no optimizer class.
+        UserError: a name in ``specs`` is not that of an optimizer class.
     """
     from zeroshard.lab.audit.optimizers import load_class, measure, table, torch_optimizers
 
-    named = [load_class(spec) for spec in specs]  # first: a mistake need not wait for measurements
+    named = [load_class(spec) for spec in specs]  # first, so that a mistake is reported before the measurements
     return table(measure(cls) for cls in (*torch_optimizers(), *named))
 
 
@@ -94,7 +97,7 @@ def _kernels(device: Any) -> str:
 
 
 def _requirements() -> list[str]:
-    """The names that zeroshard itself requires, without its extras."""
+    """The names of the packages that zeroshard requires, without those of its extras."""
     required = metadata.requires("zeroshard") or []
     return [re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in required if "extra ==" not in line]
 

@@ -1,4 +1,4 @@
-"""What the user did wrong, said once and in one line; and how each ending of the program is told to the shell."""
+"""User errors as one line each, the exit statuses of the `zeroshard` command, and the classification of OS errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from enum import IntEnum
 
-# What a disk that is full or broken answers; any other refusal of a path is about the path.
+# Errors of a full or broken disk; any other error with a path is about the path itself.
 _STORAGE_FAILS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS})
 
 
@@ -19,10 +19,10 @@ class ExitStatus(IntEnum):
     OK = 0
     FAILED = 1  # the run failed; a bug of ours shows its traceback
     USAGE = 2  # the user's input is wrong: one line on stderr
-    CHECK_FAILED = 3  # the check that was asked for says no
+    CHECK_FAILED = 3  # the requested check failed, such as a plan in which nothing fits
     PEER_LOST = 4  # a peer hung or was lost
-    STORAGE = 5
-    NOT_FINITE = 6  # not finite or diverged
+    STORAGE = 5  # a disk or a folder failed, so that something was not written
+    NOT_FINITE = 6  # loss or gradients stayed NaN/Inf, or replicas diverged
     MOVED_UP = 7  # memory ran out under --strategy auto; the next start is a stage higher
     INTERRUPTED = 130  # Ctrl-C
     PREEMPTED = 138  # SIGUSR1, after a saved checkpoint
@@ -30,9 +30,9 @@ class ExitStatus(IntEnum):
 
 
 class UserError(ValueError):
-    """Input that cannot be used: which field (or word), what is wrong with it, what to do.
+    """Invalid user input: the field (or argument), what is wrong with it, and what to do.
 
-    ``str(error)`` is the one line that the command line prints after ``error: `` and exits with status 2.
+    The command prints ``str(error)``, one line, after ``error: `` and exits with status 2.
     """
 
     def __init__(self, field: str, what: str, todo: str) -> None:
@@ -44,22 +44,22 @@ class UserError(ValueError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, on a GPU (torch's OutOfMemoryError, known by its name) or a CPU."""
+    """Whether memory ran out, on a GPU (torch's OutOfMemoryError, recognised by its name) or a CPU."""
     names = {kind.__name__ for kind in type(error).__mro__}
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
-    # the last: what the loader says of a library that it has no room for
+    # the last one is the message of the loader if a library does not fit into memory
     said = ("can't allocate memory", "annot allocate memory", "failed to map segment")
     return not names.isdisjoint({"OutOfMemoryError", "MemoryError"}) or any(text in str(error) for text in said)
 
 
 def is_out_of_threads(error: BaseException) -> bool:
-    """Whether the system gave no further thread: a limit on processes, or on the memory that a stack needs."""
+    """Whether a thread could not be started: because of a limit on processes, or on memory for its stack."""
     return isinstance(error, RuntimeError) and "can't start new thread" in str(error)
 
 
 def path_line(error: OSError) -> tuple[ExitStatus, str] | None:
-    """The exit status and the one line of a path, or its disk, that the system refused; None where it names none."""
+    """The exit status and the error line for a path, or its disk, that cannot be used; None if there is no path."""
     why = error.strerror or str(error)
     if error.errno in _STORAGE_FAILS:
         where = "the disk" if error.filename is None else str(error.filename)
@@ -70,10 +70,10 @@ def path_line(error: OSError) -> tuple[ExitStatus, str] | None:
 
 
 def nearest_name(given: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
-    """The name in ``known`` that ``given`` was probably meant to be; None where none looks like it.
+    """The name in ``known`` that ``given`` was probably meant to be; None if no name is similar.
 
-    A name of the same letters in another order comes first: of ``--gpsu`` it is ``--gpus`` and not ``--gpu``, although
-    that one has more letters in the same order. ``cutoff``: as `difflib.get_close_matches` takes it.
+    Names with the same letters in another order are preferred: for ``--gpsu`` it is ``--gpus`` and not ``--gpu``,
+    although that one has more letters in the same order. ``cutoff``: as in `difflib.get_close_matches`.
     """
     known = list(known)
     reordered = [name for name in known if sorted(name) == sorted(given)]
@@ -82,7 +82,7 @@ def nearest_name(given: str, known: Iterable[str], cutoff: float = 0.5) -> str |
 
 
 def shown(value: object, longest: int = 200) -> str:
-    """``repr(value)``, the middle left out, for a message; Python refuses to write integers of thousands of digits."""
+    """``repr(value)``, shortened, for a message; never raises, although Python refuses to print very large integers."""
     try:
         return shortened(repr(value), longest)
     except (ValueError, RecursionError):
@@ -90,17 +90,17 @@ def shown(value: object, longest: int = 200) -> str:
 
 
 def shortened(value: object, longest: int = 200) -> str:
-    """``value`` as text of at most so many letters, the middle left out."""
+    """``value`` as text; if it has more than ``longest`` characters, the middle is replaced by ``...``."""
     text = str(value)
     return text if len(text) <= longest else f"{text[: longest // 2]} ... {text[-(longest // 2) :]}"
 
 
 class FirstRankStorageError(OSError):
-    """Rank 0 met an error of storage, and tells it; the other ranks raise this one."""
+    """Raised on all ranks but 0 if rank 0 had a storage error, which rank 0 itself reports."""
 
 
 def is_of_storage(error: OSError) -> bool:
-    """Whether a disk or a folder failed, and not the network or this process's own limits."""
+    """Whether an error is about a disk or a folder, and not about the network or this process's own limits."""
     elsewhere = isinstance(error, ConnectionError | TimeoutError | socket.gaierror)
     return not elsewhere and error.errno not in _NOT_OF_STORAGE
 
@@ -113,13 +113,13 @@ _NOT_OF_STORAGE = {
 
 
 def storage_line(where: object, error: OSError, then: str) -> str:
-    """The one line about a disk or a folder that failed, and what to do about it; ``then``: what to do afterwards."""
+    """The error line for a disk or a folder that failed, with what to do about it; ``then``: what to do afterwards."""
     todo = "free space" if error.errno in _FULL else "see that it is there and may be written"
     return f"{where}: {error}; {todo}, {then}"
 
 
 def memory_line(error: BaseException, todo: str) -> str:
-    """The one line about memory that ran out: how much was asked for, if the allocator said so, and what to do."""
+    """The error line for memory that ran out: the requested size, if the allocator named it, and what to do."""
     asked = re.search(r"(?:tried|unable) to allocate (?P<count>[\d.]+) (?P<unit>bytes|[KMGTPE]?i?B)", str(error), re.I)
     if asked is None:
         return f"memory: ran out; {todo}"

@@ -1,8 +1,8 @@
-"""Flags in, a nested dict of raw values out: the same shape that a TOML file gives.
+"""Parses flags into a nested dict of raw values, with the same structure as a TOML file.
 
-One parser of values is enough: what a flag says stays text here and is judged by `zeroshard.train.config.validate`,
-like the same key in a file. tyro draws ``--help`` from the same classes; its own parser is left aside because
-it reports errors only as drawn boxes, and cannot lay flags over a file before the whole is checked.
+Values of flags stay text here; `zeroshard.train.config.validate` parses and checks them, like the same key in a file.
+tyro prints ``--help`` from the same classes. Its parser is not used, because it reports errors only as drawn boxes and
+cannot merge flags over a file before everything is checked.
 
 Grammar: ``--seq-len 256``, ``--seq-len=256``, ``--data.max-tokens 9``, ``--compile`` and ``--no-compile``,
 ``--data.path a.txt b.txt``; an underscore may stand for a hyphen, ``--model NAME`` for ``--model.name NAME``.
@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from zeroshard.errors import UserError
 from zeroshard.train.config.validate import fields_by_name, nearest, no_text
 
-# What other trainers call it, which no spelling is near to: nanoGPT, transformers, peft, torchtitan, Lightning.
+# Names in other trainers (nanoGPT, transformers, peft, torchtitan, Lightning) that are not similar to our names.
 ELSEWHERE = {
     **dict.fromkeys(("--learning-rate", "--max-lr"), "--lr"),
     **dict.fromkeys(("--batch-size", "--per-device-train-batch-size", "--device-batch-size"), "--micro-batch-size"),
@@ -46,20 +46,20 @@ ELSEWHERE = {
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """Where a flag's value goes, and how many words it takes."""
+    """The path of the setting that a flag sets, and how many arguments the flag takes."""
 
     path: tuple[str, ...]
     kind: Literal["one", "many", "switch"]
-    says: bool = True  # what a switch stands for
+    says: bool = True  # the value that a switch sets
 
 
 def flags_of(config: type[BaseModel], shorthands: dict[str, str], positionals: Sequence[str] = ()) -> dict[str, Flag]:
-    """Every spelling that `read_flags` takes, by its name with hyphens.
+    """All flags that `read_flags` accepts, by name with hyphens.
 
     Args:
         config: the class whose fields become flags.
         shorthands: table -> the key in it that the bare table name stands for.
-        positionals: fields that are given without a flag.
+        positionals: fields that are given as positional arguments, and have no flag.
     """
     flags: dict[str, Flag] = {}
     for dotted, field in fields_by_name(config).items():
@@ -80,11 +80,11 @@ def flags_of(config: type[BaseModel], shorthands: dict[str, str], positionals: S
 
 
 def read_flags(argv: Sequence[str], flags: dict[str, Flag], positionals: Sequence[str] = ()) -> dict[str, Any]:
-    """Raw values by key, nested as the configuration is; what was not given is absent.
+    """Raw values by key, nested like the configuration; settings that were not given are absent.
 
     Raises:
-        UserError: an unknown flag (the nearest one is named), a flag without its value, a word that belongs
-            to none.
+        UserError: an unknown flag (the nearest one is named), a flag without its value, or an argument that belongs to
+            no flag.
     """
     values: dict[str, Any] = {}
     unnamed = list(positionals)
@@ -116,7 +116,7 @@ def read_flags(argv: Sequence[str], flags: dict[str, Flag], positionals: Sequenc
 
 
 def refuse_no_text(argv: Sequence[str]) -> None:
-    """Raise UserError for a word that is no text: it could be neither printed nor written into a run's settings."""
+    """Raise UserError for an argument that is not valid text: it could not be printed or written into a TOML file."""
     for word in argv:
         what = no_text(word)
         if what:
@@ -124,7 +124,7 @@ def refuse_no_text(argv: Sequence[str]) -> None:
 
 
 def take_option(argv: Sequence[str], name: str) -> tuple[str, list[str]]:
-    """The last value of the option `name` ("" when it is not there), and the other words."""
+    """The last value of the option ``name`` ("" if it is not given), and the other arguments."""
     value, rest, words = "", [], list(argv)
     while words:
         word = words.pop(0)
@@ -138,7 +138,7 @@ def take_option(argv: Sequence[str], name: str) -> tuple[str, list[str]]:
 
 
 def _take(name: str, flag: Flag, words: list[str]) -> Any:
-    """The value of a flag from the words after it, which it consumes."""
+    """Take the value of a flag from the arguments ``words`` after it, and remove it from them."""
     if not words or words[0].startswith("--"):
         raise UserError(name, "has no value", f"write {name} VALUE")
     if flag.kind == "one":

@@ -1,8 +1,8 @@
-"""How often Python looks for garbage: hardly ever while a command starts, as ever while a run trains.
+"""Frequency of Python's cyclic garbage collector: rare while a command starts, Python's default while a run trains.
 
-Torch's import makes half a million objects that live until the process ends. The collector goes over them several
-times on the way, and once more at the interpreter's end: a third of the time of a short command. Reference counts free
-what has no cycle all the same.
+Torch's import makes half a million objects that live until the process ends. The collector scans them several times
+during the import, and once more when the interpreter exits: a third of the time of a short command. Objects without
+reference cycles are freed by reference counts in any case.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 AS_EVER = gc.get_threshold()
-SELDOM = 100_000, 50, 1000  # objects made before the young are searched; then how many searches before the next age's
+SELDOM = 100_000, 50, 1000  # new objects before generation 0 is collected; then collections before the next generation
 
 
 @contextmanager
 def seldom() -> Generator[None]:
-    """For a process that is one command: few searches inside, and none when the interpreter ends."""
+    """For a process that runs one command: few collections inside the block, and none when the interpreter exits."""
     gc.set_threshold(*SELDOM)
     try:
         yield
@@ -26,6 +26,6 @@ def seldom() -> Generator[None]:
 
 
 def as_ever() -> None:
-    """From here on search as Python does by itself, but not through what lives already, until ``gc.unfreeze()``."""
+    """Restore Python's default frequency, but ignore the objects that live already, until ``gc.unfreeze()``."""
     gc.freeze()
     gc.set_threshold(*AS_EVER)

@@ -1,6 +1,7 @@
-"""Names that are loaded when they are first asked for, so that ``zeroshard --help`` need not import torch.
+"""Lazy imports, so that ``zeroshard --help`` does not import torch.
 
-Two kinds: the public names of a package, and addresses, ``module:name``, as rows of our tables and users write them.
+There are two kinds: the public names of a package, and addresses of the form ``module:name``, in our tables and in
+users' settings.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ _ADDRESS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
 
 def loaded(module: str, name: str) -> Any:
-    """``name`` of ``module``, for a package's ``__getattr__``.
+    """Import ``module`` and return its ``name``; for a package's ``__getattr__``.
 
     Raises:
-        ImportError: an AttributeError ended the module's import. ``from package import name`` takes one for "there is
-            no such name" and asks once more; torch's second import then fails over what the first has registered.
+        ImportError: the module's import raised an AttributeError. ``from package import name`` would take that for "no
+            such name" and try again; torch's second import would then fail because of what the first has registered.
     """
     try:
         found = import_module(module)
@@ -39,10 +40,10 @@ def is_address(text: str) -> bool:
 
 
 def at_address(address: str | Callable[..., Any], field: str) -> Any:
-    """What ``module:name`` names; modules in the current folder are found too, after all others.
+    """Import the object at ``module:name``; modules in the current folder are found too, after all others.
 
     Args:
-        address: as `is_address` knows it; what is no text is there already, and returned.
+        address: text of the form ``module:name``; an object that is not text is returned as it is.
         field: the setting that an error is about.
 
     Raises:
@@ -63,15 +64,15 @@ def at_address(address: str | Callable[..., Any], field: str) -> Any:
 
 
 def made_at(address: str | Callable[..., Any], field: str, has: Sequence[str], /, *args: Any, **kwargs: Any) -> Any:
-    """What the factory at ``address`` makes of the arguments.
+    """Call the factory at ``address`` with the arguments, and return the object that it makes.
 
     Args:
-        address: as `at_address` takes it.
+        address: as in `at_address`.
         field: the setting that an error is about.
-        has: attributes of what it must make.
+        has: attributes that the made object must have.
 
     Raises:
-        UserError: `at_address`'s, it cannot be called so, or it makes something else.
+        UserError: as `at_address`; the factory cannot be called with these arguments, or makes another kind of object.
     """
     factory = at_address(address, field)
     if not callable(factory):
@@ -82,7 +83,7 @@ def made_at(address: str | Callable[..., Any], field: str, has: Sequence[str], /
         given = ", ".join([*(type(value).__name__ for value in args), *kwargs]) or "no arguments"
         what = f"{address} cannot be called with {given} ({error})"
         raise UserError(field, what, "see docs/how-to/extend.md") from None
-    except ValueError:  # what is written in C may have no signature
+    except ValueError:  # a callable written in C may have no signature
         pass
     made = factory(*args, **kwargs)
     if missing := [name for name in has if not hasattr(made, name)]:
@@ -98,7 +99,7 @@ def _current_folder_last() -> Generator[None]:
     try:
         yield
     finally:
-        for place in range(len(sys.path) - 1, -1, -1):  # the module may have changed the list meanwhile
+        for place in range(len(sys.path) - 1, -1, -1):  # the module may have changed the list during its import
             if sys.path[place] == folder:
                 del sys.path[place]
                 break

@@ -1,11 +1,11 @@
-"""Files that somebody names, or that lie in a folder that somebody names, opened without waiting and read to a limit.
+"""Opens files that the user names, or that are in a folder that the user names, without blocking, up to a size limit.
 
-A FIFO in a file's place keeps whoever opens it waiting until somebody writes, a terminal until somebody types, and
-``/dev/zero`` never ends. So a name is opened with O_NONBLOCK, what was opened is looked at (`os.fstat`, for the name
-may lead elsewhere a moment later), and anything but a regular file is refused. What is read whole has a limit.
+If the name belongs to a FIFO, opening it blocks until somebody writes; reading a terminal blocks until somebody types;
+``/dev/zero`` never ends. So files are opened with O_NONBLOCK, and anything but a regular file is refused. The check
+uses the open descriptor (`os.fstat`), because the name may lead elsewhere a moment later. A file that is read
+completely has a size limit.
 
-All errors are OSErrors whose ``strerror`` says what is wrong, so whoever tells the user of a file that cannot be read
-tells of these too.
+All errors are OSErrors whose ``strerror`` says what is wrong, so callers that report unreadable files report these too.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from io import BufferedReader, StringIO
 from os import PathLike
 from typing import Any
 
-SETTINGS_BYTES = 16 << 20  # of files that people or their tools write: settings, descriptions of models and data
-LOG_BYTES = 4 << 30  # of what grows with a run: metrics
+SETTINGS_BYTES = 16 << 20  # limit of files that people or their tools write: settings, model and data descriptions
+LOG_BYTES = 4 << 30  # limit of files that grow with a run: metrics
 _READ_BYTES = 1 << 20
-_MOST_DIGITS = 30  # of an integer, with its sign
+_MOST_DIGITS = 30  # most digits of an integer, with its sign
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
@@ -32,12 +32,12 @@ _KINDS = {
 
 
 def open_regular(path: str | PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o666, *, follow: bool = True) -> int:
-    """A descriptor of the regular file ``path``, which the caller closes; never waits. An ``opener`` for `open`, too.
+    """Open the regular file ``path`` without blocking; the caller closes the descriptor. Also an ``opener`` for `open`.
 
     Args:
-        path: of the file.
-        flags: as of `os.open`. With O_TRUNC the file is emptied only once it is known to be one.
-        mode: of a file that O_CREAT makes.
+        path: path of the file.
+        flags: flags of `os.open`. With O_TRUNC the file is emptied only after the check that it is a regular file.
+        mode: permissions of a file that O_CREAT makes.
         follow: whether ``path`` may be a symbolic link.
 
     Raises:
@@ -46,7 +46,7 @@ def open_regular(path: str | PathLike[str], flags: int = os.O_RDONLY, mode: int 
     """
     if not follow:
         flags |= os.O_NOFOLLOW
-    _require_regular(path, _mode_of(path, follow=follow))  # to open a device may already do something
+    _require_regular(path, _mode_of(path, follow=follow))  # before opening: even opening a device may have an effect
     descriptor = os.open(path, (flags & ~os.O_TRUNC) | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, mode)
     try:
         _require_regular(path, os.fstat(descriptor).st_mode)
@@ -59,25 +59,25 @@ def open_regular(path: str | PathLike[str], flags: int = os.O_RDONLY, mode: int 
 
 
 def require_regular(path: str | PathLike[str]) -> None:
-    """Raise as `open_regular` does, for a library that opens ``path`` by itself."""
+    """Raise as `open_regular` does; call it before a library opens ``path`` by itself."""
     os.close(open_regular(path))
 
 
 def open_binary(path: str | PathLike[str]) -> BufferedReader:
-    """``path`` for reading bytes, of whatever size; raises as `open_regular`."""
+    """Open ``path`` for reading bytes, without a size limit; raises as `open_regular`."""
     return open(path, "rb", opener=open_regular)
 
 
 def read_bytes(path: str | PathLike[str], max_bytes: int = SETTINGS_BYTES) -> bytes:
-    """All of a file.
+    """The contents of a file as bytes.
 
     Raises:
-        OSError: as `open_regular`; or it has more than ``max_bytes``.
+        OSError: as `open_regular`; or the file has more than ``max_bytes``.
     """
     with open_binary(path) as file:
         parts, left = [], max_bytes - os.fstat(file.fileno()).st_size
         if left >= 0:
-            left = max_bytes  # a file of /proc has no size before it is read, and a log may grow meanwhile
+            left = max_bytes  # counted while reading: a file in /proc has size 0, and a log may grow meanwhile
             while left >= 0 and (part := file.read(min(_READ_BYTES, left + 1))):
                 parts.append(part)
                 left -= len(part)
@@ -87,21 +87,21 @@ def read_bytes(path: str | PathLike[str], max_bytes: int = SETTINGS_BYTES) -> by
 
 
 def read_text(path: str | PathLike[str], max_bytes: int = SETTINGS_BYTES) -> str:
-    """All of a UTF-8 file, with every line ending as a newline.
+    """The contents of a UTF-8 file as text, with all line endings converted to newlines.
 
     Raises:
         OSError: as `read_bytes`.
-        UnicodeDecodeError: it is not UTF-8.
+        UnicodeDecodeError: the file is not UTF-8.
     """
     return StringIO(read_bytes(path, max_bytes).decode(), newline=None).read()
 
 
 def json_of(text: str | bytes) -> Any:
-    """What a line or a file that somebody else wrote holds.
+    """Parse JSON from an untrusted line or file.
 
     Raises:
-        ValueError: it is no JSON, or nested so deeply that the parser gives up, or has an integer so large that none of
-            ours could be: Python would compute with it, until somebody wants a float.
+        ValueError: it is not JSON, or nested too deeply for the parser, or has an integer of more than `_MOST_DIGITS`
+            digits. None of ours is that large, and Python could not convert it to a float later.
     """
     try:
         return json.loads(text, parse_int=_whole_number)
@@ -110,11 +110,11 @@ def json_of(text: str | bytes) -> Any:
 
 
 def toml_of(text: str) -> dict[str, Any]:
-    """What a TOML file that somebody else wrote holds.
+    """Parse the text of an untrusted TOML file.
 
     Raises:
-        ValueError: it is no TOML (`tomllib.TOMLDecodeError`), or has an integer of more than 64 bits, which TOML does
-            not promise: it could not even be shown.
+        ValueError: it is not TOML (`tomllib.TOMLDecodeError`), or has an integer of more than 64 bits. TOML does not
+            promise those, and Python may not even be able to print them.
         RecursionError: it is nested too deeply.
     """
     found = tomllib.loads(text)
@@ -140,7 +140,7 @@ def _mode_of(path: str | PathLike[str], *, follow: bool) -> int:
     try:
         return os.stat(path, follow_symlinks=follow).st_mode
     except FileNotFoundError:
-        return stat.S_IFREG  # `os.open` may be told to make it, and else says that it is not there
+        return stat.S_IFREG  # `os.open` may create it (O_CREAT), and otherwise raises that it does not exist
     except ValueError:
         raise OSError(errno.EINVAL, "its name holds a NUL byte", os.fspath(path)) from None
 

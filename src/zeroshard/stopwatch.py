@@ -1,7 +1,7 @@
-"""Seconds by label, measured without synchronising: to measure must not make the device wait for the host.
+"""Measures seconds by label without synchronising: measuring must not make the device wait for the host.
 
-On the CPU a span is the caller's own time. On CUDA the host only queues work; a span is then the device's time between
-two events on the current stream, which are read once the device has passed them, perhaps a step later.
+On the CPU a span is the caller's wall time. On CUDA the host only launches work, so a span is the device's time between
+two events on the current stream. The events are read once the device has reached them, perhaps a step later.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 class Stopwatch:
-    """Adds up the seconds of each label. Spans may be nested, and then overlap."""
+    """Adds up the seconds of each label. Spans may be nested; nested seconds then count in both."""
 
     def __init__(self) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
@@ -23,7 +23,7 @@ class Stopwatch:
 
     @contextmanager
     def span(self, label: str, *, on_cuda: bool) -> Generator[None]:
-        """Count this block under ``label``, also where it ends by an exception."""
+        """Add the time of this block to ``label``, even if the block raises an exception."""
         if on_cuda:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
@@ -40,7 +40,7 @@ class Stopwatch:
                 self._seconds[label] += time.perf_counter() - began
 
     def take(self) -> dict[str, float]:
-        """Seconds by label since the last `take`, of what the device has passed; the rest comes with a later one."""
+        """Seconds by label since the last `take`, of spans that the device has finished; the others come later."""
         unread, self._unread = self._unread, []
         for label, start, end in unread:
             if end.query():

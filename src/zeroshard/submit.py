@@ -1,11 +1,11 @@
-"""`zeroshard submit`: a training run as a SLURM job that saves when it is pre-empted, is queued again, and goes on.
+"""`zeroshard submit`: a training run as a SLURM job that saves when it is pre-empted, is queued again, and resumes.
 
-    SLURM sends SIGUSR1 ahead of the end -> every rank saves and ends in status 138 -> submitit queues the job again
-    -> the same words with ``--resume auto``
+    SLURM sends SIGUSR1 ahead of the end -> every rank saves and exits with status 138 -> submitit queues the job again
+    -> the same command with ``--resume auto``
 
-submitit (https://github.com/facebookincubator/submitit) writes the batch file and asks for the requeue. It starts a
-`TrainJob` in each task; that starts a rank in a process of its own, because a rank must hear the signal itself and end
-in a status of its own. submitit hands the job over as a pickle of its own, of the words of the command alone.
+submitit (https://github.com/facebookincubator/submitit) writes the batch file and asks for the requeue. It runs a
+`TrainJob` in each task. The job starts a rank as a process of its own, because a rank must receive the signal itself
+and exit with a status of its own. submitit pickles the job, which consists only of the command's arguments.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from zeroshard.errors import ExitStatus, UserError
 from zeroshard.launch.environment import World, child_environment, preempt_with
 from zeroshard.train.config.sections import Config
 
-SIGNAL = signal.SIGUSR1  # what a run saves upon and ends in `ExitStatus.PREEMPTED`
+SIGNAL = signal.SIGUSR1  # on it a run saves, and exits with `ExitStatus.PREEMPTED`
 _FIRST_PORT, _NUM_PORTS = 20_000, 40_000
 
 
 class SubmitConfig(Config):
-    """What is asked of the cluster; the words of the run follow after `train`."""
+    """The resources to ask the cluster for; the arguments of the run follow after `train`."""
 
     nodes: int = Field(1, ge=1, description="Machines.")
     gpus_per_node: int = Field(0, ge=0, description="GPUs of each machine, one rank each; 0: ranks compute on CPUs.")
@@ -55,10 +55,10 @@ class SubmitConfig(Config):
 
 
 class TrainJob:
-    """One task of a job, called by submitit: runs a rank and has the job queued again when the rank was pre-empted.
+    """One task of a job, called by submitit: runs a rank, and has the job queued again if the rank was pre-empted.
 
     Args:
-        words: after ``zeroshard train``.
+        words: the arguments after ``zeroshard train``.
     """
 
     def __init__(self, words: Sequence[str]) -> None:
@@ -66,7 +66,7 @@ class TrainJob:
         self._rank: int | None = None  # process id
 
     def __call__(self) -> int:
-        """Run to the end; the exit status of a run that was not pre-empted.
+        """Run the rank to its end and return its exit status; if it was pre-empted, rank 0 does not return.
 
         Raises:
             SystemExit: the run failed, with its status.
@@ -75,17 +75,17 @@ class TrainJob:
 
         here = submitit.JobEnvironment()
         env = child_environment(None if here.cluster == "slurm" else _world(here))
-        # no child of subprocess's own class: both this frame and a signal handler above it wait for it
+        # not a subprocess.Popen, because both this frame and a signal handler that interrupts it wait for the child
         self._rank = os.posix_spawn(sys.executable, [sys.executable, "-m", "zeroshard", "train", *self.words], env)
         status = self._wait()
         if status == ExitStatus.PREEMPTED and here.global_rank == 0:
-            signal.raise_signal(SIGNAL)  # which submitit answers, through `checkpoint`; it does not return
+            signal.raise_signal(SIGNAL)  # submitit's handler calls `checkpoint`; it does not return
         if status not in (ExitStatus.OK, ExitStatus.PREEMPTED):
             raise SystemExit(status)
         return status
 
     def checkpoint(self) -> Any:
-        """What submitit is to queue: the same run, once this rank has saved. Called in a handler of `SIGNAL`."""
+        """The job to queue: the same run, returned once this rank has saved. submitit calls it on `SIGNAL`."""
         import submitit
 
         if self._rank is not None:
@@ -104,7 +104,7 @@ class TrainJob:
         return os.waitid(os.P_PID, self._rank, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None
 
     def _wait(self) -> int:
-        """The rank's exit status, which stays there to be asked for again."""
+        """Wait for the rank and return its exit status; WNOWAIT keeps the status, so it can be asked for again."""
         assert self._rank is not None
         ended = os.waitid(os.P_PID, self._rank, os.WEXITED | os.WNOWAIT)
         assert ended is not None
@@ -112,11 +112,11 @@ class TrainJob:
 
 
 def submit(config: SubmitConfig, words: Sequence[str]) -> str:
-    """Queue the run and return a line that says where.
+    """Queue the run; returns a line with the job's number and the folder of its logs.
 
     Args:
-        config: what is asked of the cluster.
-        words: after ``zeroshard train``; they were checked, and go on where they stopped (``--resume``).
+        config: the resources to ask the cluster for.
+        words: the arguments after ``zeroshard train``, checked already; with ``--resume``, so that the run can resume.
 
     Raises:
         UserError: submitit or SLURM is missing here, or SLURM refuses the job.
@@ -144,7 +144,7 @@ def submit(config: SubmitConfig, words: Sequence[str]) -> str:
 
 
 def _parameters(config: SubmitConfig) -> dict[str, Any]:
-    """As submitit calls them; what is left to the cluster is absent."""
+    """The parameters by submitit's names, without those that are left to the cluster."""
     asked: dict[str, Any] = {
         "name": config.name,
         "nodes": config.nodes,
@@ -161,7 +161,7 @@ def _parameters(config: SubmitConfig) -> dict[str, Any]:
         "qos": config.qos,
         "constraint": config.constraint,
         "setup": list(config.setup),
-        # a rank that is lost takes the others along at once, and not after their time-out
+        # if a rank is lost, the others are killed at once, and not only after their time-out
         "srun_args": ["--kill-on-bad-exit=1"],
         "additional_parameters": {"requeue": True},
     }
@@ -171,6 +171,6 @@ def _parameters(config: SubmitConfig) -> dict[str, Any]:
 
 
 def _world(here: Any) -> World:
-    """Of a task on this machine, where there is no SLURM to say it."""
+    """The world of a task of a local job, which has no variables of SLURM."""
     port = _FIRST_PORT + int(here.job_id) % _NUM_PORTS
     return World(here.global_rank, here.local_rank, here.num_tasks, "127.0.0.1", port)

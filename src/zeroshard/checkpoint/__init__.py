@@ -1,4 +1,4 @@
-"""Checkpoints: sharded, atomic, checksummed, readable at any stage and world size (see `api`)."""
+"""Checkpoints: sharded, atomic and checksummed; any stage and world size can load them (see `api`)."""
 
 from zeroshard.checkpoint.api import (
     Choice,

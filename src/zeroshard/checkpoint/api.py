@@ -1,10 +1,12 @@
 """Save and load the sharded state of a run: `save`, `load`, `newest_valid`.
 
-Every rank writes the pieces that it owns into one file, without asking for anyone else's. What each rank wrote
-reaches rank 0 through small files beside, not through collectives, so a save works under every communicator.
-Loading asks for intervals, never for a rank's file: the same code reads a checkpoint at any world size and stage.
+Every rank writes the pieces that it owns into one file and needs no other rank's pieces. The description of each rank's
+file reaches rank 0 through small files in the same folder, not through collectives, so a save works under every
+communicator. Loading asks for intervals of tensors, never for a rank's file, so the same code reads a checkpoint at any
+world size and stage.
 
-Nobody holds the whole model: a save writes from where the state lies, a load reads one piece of one tensor at a time.
+No call needs memory for the unsharded model: a save writes from the memory of the engine's state, and a load reads one
+piece of one tensor at a time.
 """
 
 from __future__ import annotations
@@ -37,77 +39,77 @@ from zeroshard.zero.transfer import send_bytes
 
 
 class Saveable(Protocol):
-    """What can be saved."""
+    """An object whose state can be saved."""
 
     @property
     def comm(self) -> Communicator:
-        """The ranks that hold the pieces."""
+        """The communicator of the ranks that own the pieces."""
         ...
 
     def named_shards(self) -> Iterable[NamedShard]:
-        """What this rank writes; over all ranks every tensor is tiled exactly once."""
+        """Return the pieces that this rank writes; over all ranks every tensor is tiled exactly once."""
         ...
 
 
 class Shardable(Saveable, Protocol):
-    """What can be saved and loaded: `Zero`, or any strategy."""
+    """An object whose state can be saved and loaded: `Zero`, or any strategy."""
 
     def load_named_shards(self, reader: ShardReader) -> None:
-        """Read whatever this rank holds."""
+        """Read every piece that this rank needs from ``reader``."""
         ...
 
 
 @runtime_checkable
 class HasParamGroups(Protocol):
-    """What can tell the settings of its optimizer too."""
+    """An object that can also report its optimizer's settings."""
 
     def named_param_groups(self) -> list[dict[str, Any]]:
-        """Param groups as JSON can hold them, ``params`` by name; the same on every rank."""
+        """Return the param groups in a form that JSON can represent, ``params`` by name; the same on every rank."""
         ...
 
 
 @runtime_checkable
 class TakesParamGroups(Protocol):
-    """What can give the settings of its optimizer back."""
+    """An object that can restore its optimizer's settings."""
 
     def load_param_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Take the settings of groups as `HasParamGroups` told them."""
+        """Restore the groups' settings as `HasParamGroups` reported them."""
         ...
 
 
 @runtime_checkable
 class Resumes(Protocol):
-    """What computes with the number of the step."""
+    """An object whose computation depends on the number of the step."""
 
     def resume_at(self, step: int) -> None:
-        """So many optimizer steps are done."""
+        """Resume as if ``step`` optimizer steps were done."""
         ...
 
 
 @runtime_checkable
 class HasTiedNames(Protocol):
-    """What can tell which names are one tensor."""
+    """An object that can report which names are one tied tensor."""
 
     def tied_names(self) -> dict[str, str]:
-        """Each further name of a tensor -> the name that it is saved under."""
+        """Return each further name of a tensor -> the name that it is saved under."""
         ...
 
 
 def save(path: str | PathLike[str], source: Saveable, *, step: int, extra: Mapping[str, Any] | None = None) -> None:
     """Save the state of ``source`` as the folder ``path``; collective, on a file system that all ranks share.
 
-    The folder appears whole or not at all; what was there under this name stays until the new one is complete.
-    `BackgroundSaver` does the same behind the training that goes on.
+    The folder appears complete or not at all; a checkpoint that had this name stays until the new one is complete.
+    `BackgroundSaver` does the same in a background thread while training continues.
 
     Args:
         path: the checkpoint's folder, for example ``runs/demo/checkpoints/step-00001000``.
         source: a `Zero` or a strategy.
         step: number of optimizer steps done.
-        extra: whatever JSON can hold (finite numbers); `load` returns it.
+        extra: any value that JSON can represent, without NaN or Inf; `load` returns it.
 
     Raises:
-        OSError: some rank could not write (every rank raises, and says why and which).
-        ValueError: the pieces of the ranks do not tile some tensor, or ``extra`` is no JSON.
+        OSError: some rank could not write; every rank raises, with the reason and the rank.
+        ValueError: the ranks' pieces do not tile some tensor, or JSON cannot represent ``extra``.
     """
     path, comm = Path(path), source.comm
     first = comm.rank == 0
@@ -127,24 +129,24 @@ def load(
 ) -> dict[str, Any]:
     """Verify the checkpoint at ``path`` and load it into ``target``; collective.
 
-    Weights, buffers, averages, the states of the optimizers that ``target`` has now, and, as with
-    ``optimizer.load_state_dict``, the settings of their param groups: ``lr``, ``weight_decay``, ``betas``. All of it is
-    verified before anything of ``target`` changes, the work shared out to the ranks.
+    It loads weights, buffers, averages, the states of the optimizers that ``target`` has now, and, as
+    ``optimizer.load_state_dict`` does, the settings of their param groups: ``lr``, ``weight_decay``, ``betas``.
+    Everything is verified before anything in ``target`` changes; the ranks share that work.
 
     Args:
         path: the checkpoint's folder.
         target: a `Zero` or a strategy, of any kind, stage and world size.
-        verified: it is known to be whole, as after `newest_valid`.
-        settings: whether param groups get the settings that were saved, where a saved group has the same parameters;
-            ``foreach``, ``fused`` and ``capturable`` stay in any case. False: the optimizer keeps its own.
+        verified: True skips verification, because the checkpoint is known to be intact, as after `newest_valid`.
+        settings: whether param groups get the saved settings, if a saved group has the same parameters; ``foreach``,
+            ``fused`` and ``capturable`` are never changed. False: the optimizer keeps its own settings.
 
     Returns:
-        What was passed as ``extra``, and ``step``.
+        The ``extra`` that was passed to `save`, and ``step``.
 
     Raises:
-        UserError: there is no complete checkpoint, or a file does not match the manifest (the file is named;
+        UserError: there is no complete checkpoint, or a file does not match the manifest (the error names the file;
             every rank raises).
-        ValueError: it was saved from a model with other tensors.
+        ValueError: the checkpoint was saved from a model with other tensors.
     """
     comm = target.comm
     with manifests.parsed_once():
@@ -164,7 +166,7 @@ def load(
 
 @dataclass(frozen=True)
 class PassedOver:
-    """A checkpoint that is not to be gone on from; ``complete`` ones are damaged, others were never finished."""
+    """A checkpoint that cannot be resumed from: if ``complete``, it is damaged; otherwise it was never finished."""
 
     path: Path
     complete: bool
@@ -173,11 +175,11 @@ class PassedOver:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which checkpoint to go on from, and which newer ones were passed over.
+    """The checkpoint to resume from, and the newer ones that cannot be used.
 
     Attributes:
-        path: the newest complete and valid one; None where there is none.
-        passed_over: newer ones, newest first.
+        path: the newest checkpoint that is complete and valid; None if there is none.
+        passed_over: the newer checkpoints, newest first.
     """
 
     path: Path | None
@@ -185,9 +187,9 @@ class Choice:
 
 
 def newest_valid(comm: Communicator, folder: str | PathLike[str]) -> Choice:
-    """The newest checkpoint ``step-N`` in ``folder`` that is complete and verified; collective.
+    """Find and verify the newest checkpoint ``step-N`` in ``folder`` that is complete and intact; collective.
 
-    Rank 0 looks which there are, all ranks verify together, and all return the same.
+    Rank 0 lists the folder, all ranks verify together, and all return the same.
     """
     found = [[each.path.name, each.complete] for each in folders.find(folder)] if comm.rank == 0 else []
     names = json.loads(send_bytes(comm, json.dumps(found).encode(), src=0))
@@ -205,7 +207,7 @@ def newest_valid(comm: Communicator, folder: str | PathLike[str]) -> Choice:
 
 
 def open_manifest(path: str | PathLike[str]) -> tuple[Path, Manifest]:
-    """The folder that holds the checkpoint ``path``, and its manifest, checked against its own sha256.
+    """Return the folder that holds the checkpoint ``path``, and its manifest, checked against its own sha256.
 
     Raises:
         UserError: there is no complete checkpoint, or its manifest is damaged.
@@ -217,16 +219,16 @@ def open_manifest(path: str | PathLike[str]) -> tuple[Path, Manifest]:
 
 
 def read_manifest(path: str | PathLike[str]) -> Manifest:
-    """The manifest of the checkpoint at ``path``; raises as `open_manifest`."""
+    """Return the manifest of the checkpoint at ``path``; raises as `open_manifest` does."""
     return open_manifest(path)[1]
 
 
-# -- the parts of a save, which `BackgroundSaver` puts together in another way ---------------------------------------
+# -- the phases of a save, which `BackgroundSaver` runs in the background ----------------------------------------------
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a manifest says beside the tensors."""
+    """The content of a manifest apart from its files, tensors and versions."""
 
     step: int
     world_size: int
@@ -236,10 +238,10 @@ class Facts:
 
 
 def facts_of(source: Saveable, step: int, extra: Mapping[str, Any] | None) -> Facts:
-    """Copied now: what ``extra`` and the optimizer's settings become later is of another step.
+    """Collect the manifest's facts as they are now, because ``extra`` and the optimizer's settings may change later.
 
     Raises:
-        ValueError: ``extra`` is not what JSON can hold.
+        ValueError: JSON cannot represent ``extra``.
     """
     try:
         as_json = json.loads(json.dumps(dict(extra or {}), allow_nan=False))
@@ -251,7 +253,7 @@ def facts_of(source: Saveable, step: int, extra: Mapping[str, Any] | None) -> Fa
 
 
 def collect(source: Saveable) -> list[NamedShard]:
-    """This rank's pieces that hold something, and empty tensors; they share the source's memory."""
+    """Return this rank's non-empty pieces, and those of empty tensors; they share the source's memory."""
     return [shard for shard in source.named_shards() if shard.interval[0] < shard.interval[1] or not prod(shard.shape)]
 
 
@@ -262,7 +264,7 @@ def write_rank(
     progress: Callable[[int], None] = lambda num_bytes: None,
     reading: store.Reading = nullcontext,
 ) -> None:
-    """Write this rank's file, and beside it a note of what is in it; `reading` as of `store.write_tensors`."""
+    """Write this rank's file, and beside it a note that describes it; `reading` as for `store.write_tensors`."""
     file = f"rank-{comm.rank:05d}-of-{comm.world_size:05d}.safetensors"
     by_key: dict[str, NamedShard] = {}
     for shard in shards:
@@ -288,7 +290,7 @@ def write_rank(
 
 
 def finish(path: Path, facts: Facts, progress: Callable[[], None] = lambda: None) -> None:
-    """Rank 0: gather what the ranks wrote down, write the manifest, give the folder its name.
+    """On rank 0: gather the ranks' notes, write the manifest, and rename the folder to its final name.
 
     ``progress`` is called after each file that was read or written.
     """
@@ -321,18 +323,18 @@ def finish(path: Path, facts: Facts, progress: Callable[[], None] = lambda: None
 
 
 def give_up(path: Path) -> None:
-    """Rank 0: free what a failed save has written, as far as that can be done; the next save does it otherwise."""
+    """On rank 0: delete what a failed save has written, as far as possible; otherwise the next save deletes it."""
     try:
         store.remove(store.temporary(path))
     except OSError:
-        return  # the failure that led here is the one to tell
+        return  # the caller reports the failure of the save itself
 
 
 # -- verifying together ----------------------------------------------------------------------------------------------
 
 
 def _open_and_verify(comm: Communicator, path: Path) -> UserError | None:
-    """What is wrong with a checkpoint, the same on every rank; collective."""
+    """Return what is wrong with a checkpoint, the same on every rank; None if it is intact. Collective."""
     opened: tuple[Path, Manifest] | None = None
     failure: UserError | None = None
     try:
@@ -346,7 +348,7 @@ def _open_and_verify(comm: Communicator, path: Path) -> UserError | None:
 
 
 def _first_damage(comm: Communicator, folder: Path, manifest: Manifest) -> UserError | None:
-    """Hash every region, each on one rank; one of the damages, the same on every rank. Collective."""
+    """Hash every region, each on one rank; return the first rank's first damage, the same on every rank. Collective."""
     regions = manifest.regions()
     own = [regions[index] for index in share(regions, comm.rank, comm.world_size)]
     found = damages(folder, manifest, own)

@@ -1,22 +1,25 @@
-"""Saving behind the training that goes on.
+"""Background checkpoint saves: a thread hashes and writes the state while training continues.
 
     step loop   copy to host | forward, backward, update | forward, ...
     writer           hash and write, flush  | rank 0: manifest, rename, delete old ones
 
-The loop stops for the copy alone; the copy's memory is kept for the next save. Where a save is wanted while one is
-still being written, the loop waits for that one first: there is never more than one copy.
+A save blocks the training loop only for the copy to the host; the copy's memory is reused by the next save. If a save
+starts while an earlier one is still being written, the loop first waits for the earlier one, so there is never more
+than one copy of the state.
 
-State on the CPU need not be copied at all where the writer may read it in place (`zeroshard.checkpoint.copy_on_write`):
+State on the CPU need not be copied at all if the writer may read it in place (`zeroshard.checkpoint.copy_on_write`):
 
     step loop   forward, backward | copy what is not read yet | update | forward, ...
     writer      hash and write, flush ...
 
-State on a GPU is copied to the host by a stream of its own. Neither the host nor what computes waits for that until the
-optimizer's step (where ``in_place``; else what computes waits for it at once); the writer does, before it reads.
+State on a GPU is copied to the host on a separate stream. The host does not wait for these copies. With ``in_place``
+the compute stream waits for them only at the optimizer's step; without it, the compute stream waits at once. The writer
+waits for them before it reads.
 
-The writer sends nothing. Communicators order their operations, so what happens in a thread must not issue any; the
-ranks agree in `poll`, which the loop calls between steps, whether all have written and whether rank 0 may complete.
-Where they wait they agree again and again, so that each rank hears that some other one gets on, however slow its disk.
+The writer thread issues no collectives: a communicator orders its operations, and a second thread would break that
+order. Instead the ranks agree in `poll`, which the loop calls between steps, whether all of them have written and
+whether rank 0 may complete the checkpoint. `wait` calls `poll` repeatedly, so each rank learns that some other rank
+makes progress, however slow that rank's disk is.
 """
 
 from __future__ import annotations
@@ -43,12 +46,12 @@ from zeroshard.comm import CONTROL, Communicator, scope
 from zeroshard.zero.state.named_shards import NamedShard
 from zeroshard.zero.streams import ByDevice
 
-_LOOK_S = 0.1  # between two looks at how far a write is
+_LOOK_S = 0.1  # between two polls of a write's progress
 
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints beside a new one stay: the ``newest`` (0: all), and multiples of ``every`` steps (0: none)."""
+    """Which complete checkpoints stay after a save: the ``newest`` newest (0: all) and multiples of ``every`` steps."""
 
     newest: int = 0
     every: int = 0
@@ -56,17 +59,18 @@ class Keep:
 
 @dataclass(frozen=True)
 class Saved:
-    """How a save went; the same on every rank but for seconds and bytes.
+    """The outcome of a save; the same on every rank except for the seconds and bytes.
 
     Attributes:
-        path: of the checkpoint.
-        step: of its state.
-        error: why it failed, with the rank; empty where the checkpoint is complete.
-        warning: what went wrong after it was complete; empty where nothing did.
-        num_bytes: that this rank wrote.
-        num_copied_bytes: of them, that had to be copied for the loop to go on.
-        stall_s: for which this rank's loop stood still: the copy, and waiting for an earlier save.
-        total_s: from the call of `BackgroundSaver.start` until the loop heard of the end.
+        path: the checkpoint's folder.
+        step: the number of optimizer steps done in the saved state.
+        error: why the save failed, with the rank; empty if the checkpoint is complete.
+        warning: what failed after the checkpoint was complete; empty if nothing did.
+        num_bytes: bytes that this rank writes.
+        num_copied_bytes: those of ``num_bytes`` that had to be copied before training could continue.
+        stall_s: seconds for which the save blocked this rank's training loop: copying state, and waiting for an earlier
+            save.
+        total_s: seconds from the call of `BackgroundSaver.start` until the loop learned the outcome.
     """
 
     path: Path
@@ -84,13 +88,13 @@ class _Pending:
     saved: Saved
     facts: Facts
     began: float
-    work: Future[str] | None = None  # this rank's part of the phase; its result is a warning
+    work: Future[str] | None = None  # this rank's part of the current phase; the result is a warning
     copy_on_write: CopyOnWrite = field(default_factory=CopyOnWrite)
     host_copies: HostCopies = field(default_factory=lambda: HostCopies(ByDevice()))
     completing: bool = False
     done_bytes: int = 0
-    num_done: int = 0  # pieces of work, of whatever size
-    num_told: int = 0  # of them, those that the ranks have agreed on
+    num_done: int = 0  # finished units of work, of any size
+    num_told: int = 0  # `num_done` when this rank last told the others
     lock: Lock = field(default_factory=Lock)
 
     def advance(self, num_bytes: int = 0) -> None:
@@ -100,16 +104,18 @@ class _Pending:
 
 
 class BackgroundSaver:
-    """Saves checkpoints of one set of ranks, one at a time. Every method but `progress` and `close` is collective.
+    """Saves checkpoints of one set of ranks, one at a time.
+
+    Collective methods, which every rank must call: `start`, `poll`, `wait`.
 
     Args:
-        comm: the ranks.
+        comm: the communicator of these ranks.
         keep: which older checkpoints ``step-N`` of the same folder stay once a new one is complete.
-        background: False writes at once in `start`, without a copy: no memory, and the loop stands still.
-        before_commit: run on rank 0 just before a checkpoint takes its name; an OSError fails the save.
-        in_place: whether the writer may read state on the CPU where it lies until `settle`, and a GPU's stream may
-            copy it until then; buffers, which a forward changes, are copied first all the same.
-        on_progress: called on every rank whenever the ranks have heard that one of them has got further.
+        background: False: `start` writes at once and without a copy, which saves memory and blocks the training loop.
+        before_commit: called on rank 0 just before the checkpoint is completed and renamed; an OSError fails the save.
+        in_place: whether the writer may read CPU state in place until `settle`, and a GPU's stream may copy GPU state
+            until then. Buffers are copied first all the same, because a forward changes them.
+        on_progress: called on every rank whenever the ranks learn that one of them has made progress.
     """
 
     def __init__(
@@ -127,7 +133,7 @@ class BackgroundSaver:
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._host, self._streams = HostMemory(), ByDevice()
         self._pending: _Pending | None = None
-        self._untold: Saved | None = None  # what a save that is over has come to
+        self._untold: Saved | None = None  # the outcome of a finished save that no call has returned yet
 
     def start(
         self,
@@ -138,21 +144,21 @@ class BackgroundSaver:
         extra: Mapping[str, Any] | None = None,
         progress: Callable[[int, int], None] = lambda done_bytes, num_bytes: None,
     ) -> Saved | None:
-        """Begin to save ``source`` as `zeroshard.checkpoint.save` does, and return once its state may change again.
+        """Begin to save ``source`` as `zeroshard.checkpoint.save` does; return as soon as its state may change again.
 
-        With ``in_place`` it may not change before `settle`, but for buffers.
+        With ``in_place`` only buffers may change when this returns; all other state must stay as it is until `settle`.
 
-        A disk that is full or may not be written raises nothing here: `poll` and `wait` tell.
+        A disk that is full or not writable raises nothing here: `poll` and `wait` report it.
 
         Args:
-            path, source, step, extra: as of `zeroshard.checkpoint.save`.
-            progress: as of `wait`, for an earlier save that must be waited for.
+            path, source, step, extra: as for `zeroshard.checkpoint.save`.
+            progress: as for `wait`; called while an earlier save is waited for.
 
         Returns:
-            How the earlier save went, where there was one to wait for.
+            The outcome of the earlier save if there was one to wait for, else None.
 
         Raises:
-            ValueError: ``extra`` is not what JSON can hold.
+            ValueError: JSON cannot represent ``extra``.
         """
         began = perf_counter()
         earlier = self.wait(progress)
@@ -174,9 +180,11 @@ class BackgroundSaver:
         return earlier
 
     def settle(self) -> None:
-        """Copy what the writer reads in place and has not written yet: call it before the optimizer's step.
+        """Copy the state that the writer has not read yet: call this before the optimizer's step.
 
-        Not collective; nothing to do where no save is under way, or where all was copied when it began.
+        State on the CPU that is not written yet is copied at once; for state on a GPU the current stream waits for the
+        copies in flight. Not collective. Does nothing if no save is in progress, or if `start` has copied all of the
+        state.
         """
         pending, began = self._pending, perf_counter()
         if pending is None or pending.work is None:
@@ -193,10 +201,10 @@ class BackgroundSaver:
         )
 
     def poll(self) -> Saved | None:
-        """How the save that is under way went, once that is known; None before, and where none is. Never waits long.
+        """Return the outcome of the save in progress once it is known, else None; never waits for a writer. Collective.
 
         Raises:
-            RuntimeError: a writer failed for another reason than the disk; on every rank.
+            RuntimeError: a writer failed for another reason than the disk; raised on every rank.
         """
         pending, comm = self._pending, self._comm
         if pending is None:
@@ -216,10 +224,10 @@ class BackgroundSaver:
         return replace(pending.saved, total_s=perf_counter() - pending.began)
 
     def wait(self, progress: Callable[[int, int], None] = lambda done_bytes, num_bytes: None) -> Saved | None:
-        """How the save that is under way went, as soon as that is known; None where there is none.
+        """Wait for the save in progress and return its outcome; None if there is none to report. Collective.
 
         Args:
-            progress: told ``(done_bytes, num_bytes)`` of this rank several times a second.
+            progress: called with this rank's ``(done_bytes, num_bytes)`` several times a second.
         """
         while self._pending is not None:
             if self._pending.work is not None:
@@ -232,22 +240,26 @@ class BackgroundSaver:
 
     @property
     def pending(self) -> bool:
-        """Whether a save is under way; the same on every rank."""
+        """Whether a save is in progress; the same on every rank."""
         return self._pending is not None
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Bytes that this rank has written of the save that is under way, and all that it has to; zeros without."""
+        """Bytes of the save in progress that this rank has written, and all that it must write; zeros if there is no
+        save.
+        """
         pending = self._pending
         return (0, 0) if pending is None else (pending.done_bytes, pending.saved.num_bytes)
 
     def close(self) -> None:
-        """Let the writer end what it has begun; a save that the ranks have not agreed on stays incomplete."""
+        """Let the writer thread finish its current work; a save that the ranks have not agreed on stays incomplete."""
         self._pool.shutdown()
         self._pending, self._host = None, HostMemory()
 
     def _hold(self, pending: _Pending, shards: Sequence[NamedShard]) -> list[NamedShard]:
-        """The same pieces, copied to the host or on their way there, or to be read in place."""
+        """Return the same shards with tensors that the writer may read: host copies, pending host copies, or the
+        originals.
+        """
         places = self._host.places([shard.tensor for shard in shards])
         copies = pending.host_copies = HostCopies(self._streams)
         held, in_place, now, later = [], [], [], []
@@ -286,7 +298,7 @@ class BackgroundSaver:
         return ""
 
     def _is_writing(self, pending: _Pending) -> bool:
-        """Whether any rank is not done with this phase; tells each of them where one has got further. Collective."""
+        """Whether any rank has not finished this phase; also reports progress to `on_progress`. Collective."""
         is_writing, num_done = pending.work is not None and not pending.work.done(), pending.num_done
         words = torch.tensor([is_writing, num_done > pending.num_told], dtype=torch.int64)
         pending.num_told = num_done
@@ -299,7 +311,7 @@ class BackgroundSaver:
         return bool(any_writes)
 
     def _agree(self, pending: _Pending) -> Saved:
-        """What became of a phase that every rank has ended."""
+        """Return the outcome of a phase that every rank has finished: the first rank's error or warning. Collective."""
         failure = None if pending.work is None else pending.work.exception()
         ours = failure is not None and not isinstance(failure, OSError)
         told = json.dumps([ours, f"{type(failure).__name__}: {failure}" if ours else str(failure)])

@@ -1,8 +1,9 @@
-"""State that a writer reads in place while training goes on: copied only where it changes before it is written.
+"""State that the writer reads in place while training continues: copied only if it changes before it is written.
 
-Between two updates weights and optimizer states stand still; a step's forward and backward only read them
-(DataStates-LLM, Maurya et al., HPDC 2024, section 4). So a writer on the same host may read them where they lie. Just
-before the update the loop copies what the writer has not come to yet, and waits for what it is reading.
+Weights and optimizer states do not change between two updates; a step's forward and backward only read them
+(DataStates-LLM, Maurya et al., HPDC 2024, section 4). So a writer thread may read CPU state in place. Just before the
+update, the training loop copies the tensors that the writer has not reached yet, and waits for those that the writer is
+reading.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from torch import Tensor
 
 
 class CopyOnWrite:
-    """Tensors that a writer may read where they lie, until `settle`.
+    """Tensors that a writer may read in place, until `settle`.
 
     Args:
-        shared: tensors on the CPU, distinct objects, each with a place for its copy.
+        shared: tensors on the CPU, distinct objects, each with the destination of its copy.
     """
 
     def __init__(self, shared: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
@@ -29,9 +30,9 @@ class CopyOnWrite:
 
     @contextmanager
     def reading(self, tensor: Tensor) -> Generator[Tensor]:
-        """The content of ``tensor`` as of the save; read it inside, each tensor once. Called by the writer's threads.
+        """Yield the content of ``tensor`` as of the start of the save; once per tensor. The writer's threads call it.
 
-        A tensor that is not among these is given back as it is.
+        A tensor that is not one of the shared ones is yielded as it is.
         """
         with self._changed:
             shared = self._unread.pop(id(tensor), None)
@@ -46,13 +47,13 @@ class CopyOnWrite:
                     self._changed.notify_all()
 
     def settle(self) -> int:
-        """Return once every tensor may change; the bytes that had to be copied for that."""
+        """Return once every tensor may change; returns the number of bytes that had to be copied for that."""
         num_bytes = 0
         while True:
             with self._changed:
                 if not self._unread:
                     break
-                key, (tensor, place) = self._unread.popitem()  # the last: the writer comes from the front
+                key, (tensor, place) = self._unread.popitem()  # the last one: the writer proceeds from the front
                 self._copies[key] = place.copy_(tensor.detach())
             num_bytes += tensor.nbytes
         with self._changed:

@@ -1,7 +1,7 @@
-"""What differs between two checkpoints, whatever strategy and number of ranks wrote them.
+"""List the differences between two checkpoints, whatever strategy and number of ranks wrote them.
 
-Values are compared as bits, a few megabytes of each side at a time, so that a difference that no comparison of numbers
-shows (-0.0, NaN) is one here.
+Values are compared bit by bit, a few megabytes of each side at a time, so differences that a numeric comparison would
+hide (-0.0, NaN) are reported too.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def differences(first: tuple[Path, Manifest], second: tuple[Path, Manifest]) -> Iterator[str]:
-    """One line for each difference: steps, what was added by the caller, param groups, tied names, tensors.
+    """Yield one line for each difference in step, ``extra``, param groups, tied names and tensors.
 
-    How many ranks wrote a checkpoint, in which pieces, and with which versions is no difference.
+    The number of ranks, the pieces and the versions that wrote a checkpoint are not compared.
 
     Args:
-        first: a checkpoint's folder and its manifest, as `open_manifest` returns them; the other as well.
-        second: what it is compared with.
+        first: a checkpoint's folder and its manifest, as `open_manifest` returns them.
+        second: the same of the checkpoint to compare with.
     """
     (folder_a, a), (folder_b, b) = first, second
     facts = [{"step": m.step, "extra": m.extra, "param_groups": list(m.param_groups), "tied": m.tied} for m in (a, b)]
@@ -54,7 +54,7 @@ def _by_key(manifest: Manifest) -> dict[tuple[str, str], TensorEntry]:
 
 
 def _compare(a: CheckpointReader, b: CheckpointReader, entry: TensorEntry) -> tuple[int, float]:
-    """How many elements have other bits, and the largest absolute difference (NaN where one is no number)."""
+    """Return how many elements differ in their bits, and the largest absolute difference (NaN if it involves a NaN)."""
     count, largest = 0, torch.zeros((), dtype=torch.float64)
     for interval in intervals(prod(entry.shape)):
         one, other = (reader.read(entry.name, entry.kind, interval) for reader in (a, b))
@@ -62,7 +62,7 @@ def _compare(a: CheckpointReader, b: CheckpointReader, entry: TensorEntry) -> tu
         if num := int(differ.sum()):
             count += num
             gap = (one[differ].double() - other[differ].double()).abs().max()
-            largest = torch.maximum(largest, gap)  # NaN wins
+            largest = torch.maximum(largest, gap)  # torch.maximum propagates NaN
     return count, float(largest)
 
 
@@ -71,7 +71,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _differences_of_facts(name: str, a: Any, b: Any) -> Iterator[str]:
-    """Line by line down nested mappings and lists of one length."""
+    """Yield a line for each difference, descending into mappings, and into lists of equal length."""
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
         a, b = ({str(index): value for index, value in enumerate(each)} for each in (a, b))
     if isinstance(a, Mapping) and isinstance(b, Mapping):

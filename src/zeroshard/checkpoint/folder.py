@@ -1,4 +1,4 @@
-"""Many checkpoints in one folder: which there are, which is the newest, which are kept."""
+"""Many checkpoints in one folder: find them, find the newest, and delete old ones."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from zeroshard.checkpoint import store
 from zeroshard.checkpoint.manifest import MANIFEST
 from zeroshard.errors import UserError
 
-RUN_FOLDER = "checkpoints"  # of a run, which holds many
+RUN_FOLDER = "checkpoints"  # subfolder of a run's folder
 BEST = "best"  # a link to the checkpoint of the lowest validation loss
 _NAME = re.compile(r"\.?step-(\d+)(\.tmp|\.old)?")
 
 
 def step_name(step: int) -> str:
-    """The folder's name of the state after ``step`` steps: ``step-00001000``."""
+    """Return the folder name of the state after ``step`` steps: ``step-00001000``."""
     return f"step-{step:08d}"
 
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint by its name; ``complete`` exactly when its manifest is there."""
+    """A checkpoint found by its name; ``complete`` exactly if its manifest exists."""
 
     path: Path
     step: int
@@ -34,7 +34,7 @@ class Found:
 
 
 def find(folder: str | PathLike[str]) -> list[Found]:
-    """Every checkpoint ``step-N`` in ``folder``, newest first, unfinished ones too; none where there is no folder."""
+    """Return every checkpoint ``step-N`` in ``folder``, newest first, also incomplete ones; empty without a folder."""
     found: dict[Path, Found] = {}
     for entry in Path(folder).glob("*step-*"):
         match = _NAME.fullmatch(entry.name)
@@ -45,15 +45,15 @@ def find(folder: str | PathLike[str]) -> list[Found]:
 
 
 def is_complete(path: str | PathLike[str]) -> bool:
-    """Whether there is a complete checkpoint called ``path``; nothing is verified."""
+    """Whether there is a complete checkpoint called ``path``; its content is not verified."""
     return store.resolve(Path(path)) is not None
 
 
 def set_aside(folder: str | PathLike[str], after: int) -> list[Path]:
-    """Rename complete checkpoints of steps after ``after`` to ``step-N.aside``, where nothing here finds them any more.
+    """Rename complete checkpoints of steps after ``after`` to ``step-N.aside``, so that `find` no longer returns them.
 
     Returns:
-        Where they lie now, oldest first.
+        Their new paths, oldest first.
 
     Raises:
         OSError: one cannot be renamed.
@@ -69,12 +69,12 @@ def set_aside(folder: str | PathLike[str], after: int) -> list[Path]:
 
 
 def latest(folder: str | PathLike[str]) -> Path | None:
-    """The newest complete checkpoint ``step-N`` in ``folder``; None where there is none. Nothing is verified."""
+    """Return the newest complete checkpoint ``step-N`` in ``folder``, or None; its content is not verified."""
     return next((each.path for each in find(folder) if each.complete), None)
 
 
 def no_checkpoint(path: str | PathLike[str]) -> UserError:
-    """What to raise where ``path`` is no complete checkpoint; a run folder's newest one is named in its place."""
+    """Return the error for a ``path`` that is no complete checkpoint; it suggests the newest one below ``path``."""
     path = Path(path)
     why = f"no {MANIFEST}" if path.exists() else "there is no such folder"
     newest = latest(path) or latest(path / RUN_FOLDER)
@@ -82,10 +82,10 @@ def no_checkpoint(path: str | PathLike[str]) -> UserError:
 
 
 def name_best(folder: str | PathLike[str], step: int) -> None:
-    """Have ``folder/best`` name the checkpoint of ``step``, if that is complete.
+    """Make the link ``folder/best`` point to the checkpoint of ``step``, if that is complete.
 
     Raises:
-        OSError: the folder cannot be written, or has no links.
+        OSError: the folder cannot be written, or its file system has no links.
     """
     folder = Path(folder)
     link, target = folder / BEST, step_name(step)
@@ -98,12 +98,12 @@ def name_best(folder: str | PathLike[str], step: int) -> None:
 
 
 def surplus(steps: Collection[int], newest: int, every: int) -> list[int]:
-    """The steps whose checkpoints go: all but the ``newest`` newest and the multiples of ``every``, in order.
+    """Return, in order, the steps to delete: all except the ``newest`` newest and the multiples of ``every``.
 
     Args:
-        steps: whose complete checkpoints there are.
-        newest: how many to keep at least; 0 keeps all.
-        every: steps; 0 keeps nothing on account of its number.
+        steps: the steps that have a complete checkpoint.
+        newest: how many of the newest to keep; 0 keeps all.
+        every: steps; 0 keeps none for being a multiple.
     """
     if not newest:
         return []
@@ -111,12 +111,12 @@ def surplus(steps: Collection[int], newest: int, every: int) -> list[int]:
 
 
 def prune(folder: Path, newest: int, every: int, progress: Callable[[], None] = lambda: None) -> list[Path]:
-    """Delete what `surplus` names, and what interrupted saves left of steps before the newest complete one.
+    """Delete the checkpoints that `surplus` names, and temporary folders of steps before the newest complete one.
 
-    ``progress`` is called after each folder. The checkpoint that ``best`` names stays.
+    The checkpoint that ``best`` points to stays. ``progress`` is called after each folder.
 
     Returns:
-        The checkpoints that were complete and are gone.
+        The complete checkpoints that were deleted.
 
     Raises:
         OSError: a folder cannot be deleted.

@@ -1,7 +1,7 @@
-"""Copies of state on the host: the memory that they lie in, and a GPU's copies under way while training goes on.
+"""Copies of state in host memory: the memory for them, and asynchronous copies from GPUs while training continues.
 
-torch rounds page-locked memory up to a power of two: one block of 10.5 GB would take 16. So it is taken in blocks that
-are powers of two themselves, into which tensors are packed, the largest first.
+torch rounds page-locked memory up to a power of two: one block of 10.5 GB would take 16 GB. So we allocate blocks whose
+sizes are powers of two, and pack tensors into them, the largest first.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import Tensor
 from zeroshard.zero.streams import NO_STREAMS, ByDevice, Mark
 
 ALIGNMENT_BYTES = 64
-BLOCK_BYTES = 1 << 30  # of page-locked memory; a larger tensor has a block of its own size, rounded up
+BLOCK_BYTES = 1 << 30  # of page-locked memory; a larger tensor gets a block of its own, rounded up
 
 
 class HostMemory:
-    """Memory on the host for copies of tensors, kept from one save to the next; what is never written costs nothing."""
+    """Host memory for copies of tensors, reused by later saves. Unless it is page-locked, unused pages cost nothing."""
 
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []
 
     def places(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Room for each of ``tensors``: contiguous, of its size and dtype, page-locked where any lies on a GPU."""
+        """Return a contiguous destination for each of ``tensors``; page-locked memory if any of them is on a GPU."""
         pinned = any(tensor.is_cuda for tensor in tensors)
         sizes = [tensor.nbytes for tensor in tensors]
         blocks, places = packed(sizes, BLOCK_BYTES if pinned else None)
@@ -40,12 +40,13 @@ class HostMemory:
 
 
 def packed(sizes: Sequence[int], block_bytes: int | None) -> tuple[list[int], list[tuple[int, int]]]:
-    """Blocks in bytes, and of each size ``(block, start)``, where ``start`` is aligned.
+    """Return the blocks' sizes in bytes, and for each of ``sizes`` its ``(block, start)``, where ``start`` is aligned.
 
     Args:
-        sizes: in bytes.
-        block_bytes: of a full block, a power of two: blocks are powers of two, and larger only where one size is. Each
-            size goes to the first block that has room, the largest size first. None: one block, of any size.
+        sizes: sizes of the tensors, in bytes.
+        block_bytes: size of a full block, a power of two. Blocks are powers of two, and larger than this only if one
+            tensor is. Each size goes to the first block that has room, the largest size first. None: one block, of any
+            size.
     """
     room = [-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes]
     if block_bytes is None:
@@ -66,15 +67,15 @@ def packed(sizes: Sequence[int], block_bytes: int | None) -> tuple[list[int], li
 
 
 def power_of_two(size: int) -> int:
-    """The least one that is not below ``size``."""
+    """Return the smallest power of two that is not below ``size``; 0 for 0."""
     return 1 << (size - 1).bit_length() if size else 0
 
 
 class HostCopies:
-    """Copies from GPUs to the host, each GPU's on a stream of its own, which waits for what it computes now.
+    """Copies from GPUs to the host, on each GPU's "save" stream, which first waits for the work queued so far.
 
     Args:
-        streams: of the devices.
+        streams: the streams of each device.
     """
 
     def __init__(self, streams: ByDevice) -> None:
@@ -82,11 +83,11 @@ class HostCopies:
         self._under_way: list[tuple[torch.device, Mark, list[Tensor]]] = []
 
     def takes(self, device: torch.device) -> bool:
-        """Whether the device has streams; what lies elsewhere is copied, or read, by who asks."""
+        """Whether copies from this device run on a stream; the caller copies or reads tensors on other devices."""
         return self._streams[device] is not NO_STREAMS
 
     def begin(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Begin to copy each first tensor to its second; the first stay as they are until `settle`."""
+        """Begin to copy the first tensor of each pair to the second; the first must not change before `settle`."""
         for device in dict.fromkeys(tensor.device for tensor, _ in pairs):
             streams, here = self._streams[device], [pair for pair in pairs if pair[0].device == device]
             with streams.on("save", streams.mark()):
@@ -95,12 +96,12 @@ class HostCopies:
                 self._under_way.append((device, streams.mark(), [tensor for tensor, _ in here]))
 
     def settle(self) -> None:
-        """Have what is queued from now on come after the copies, so that it may change what they read."""
+        """Make the current stream wait for the copies, so that work queued later may change the tensors they read."""
         for device, mark, _ in list(self._under_way):
             self._streams[device].wait(mark)
 
     def wait(self) -> None:
-        """Return when all copies are there; called by the thread that writes them."""
+        """Block until all copies have finished; called by the writer thread."""
         for _, mark, _ in self._under_way:
             mark.synchronize()
         self._under_way = []

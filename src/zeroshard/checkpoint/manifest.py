@@ -1,11 +1,12 @@
-"""The manifest of a checkpoint: which tensors there are, where their pieces lie, and what every file must hash to.
+"""The manifest of a checkpoint: which tensors it has, where their pieces lie, and the hash that each part must have.
 
-``manifest.json`` is written last, so a checkpoint is complete exactly when it is there. It carries a checksum of every
-tensor piece, of every file's header and of itself, so that each byte of each file is covered once: torch and
-safetensors alike load a flipped bit without a word.
+``manifest.json`` is written last, so a checkpoint is complete exactly if it exists. It carries a checksum of every
+tensor piece, of every file's header and of itself, so that each byte of each file is covered once. This is needed
+because torch and safetensors load a flipped bit without an error.
 
-Pieces and headers are checked by XXH128 (https://xxhash.com), which keeps up with memory where SHA-256 makes a load
-wait. Either finds damage; neither proves who wrote a checkpoint, since what changes a file can change a manifest.
+Pieces and headers are checked by XXH128 (https://xxhash.com), which is as fast as memory; SHA-256 would slow a load
+down. Either detects damage. Neither proves who wrote a checkpoint, because whoever changes a file can also change the
+manifest.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ MANIFEST = "manifest.json"
 DAMAGED_TODO = "take an older checkpoint, or restore this one from a copy"
 ITEM_BYTES = {"C64": 8, "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2} | dict.fromkeys(
     ("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1
-)  # of safetensors' dtypes
-_MOST_DIMENSIONS = 64  # as torch and numpy have
-_MOST_NAME_BYTES = 255  # of a file
+)  # bytes per element of safetensors' dtypes
+_MOST_DIMENSIONS = 64  # the limit of torch and numpy
+_MOST_NAME_BYTES = 255  # of a file's name
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,11 @@ class Piece:
     """Where ``interval`` of a flattened tensor lies: under ``key`` in ``file``, one-dimensional.
 
     Attributes:
-        interval: ``[start, stop)`` in elements of the flattened whole tensor.
-        file: a name in the checkpoint's folder.
-        key: safetensors' name of the piece.
-        offset: of the piece's first byte in the file.
-        xxh128: of the piece's bytes, in hex; `xxh128sum` prints the same.
+        interval: ``[start, stop)`` in elements of the flattened unsharded tensor.
+        file: name of a file in the checkpoint's folder.
+        key: the piece's name in the safetensors file.
+        offset: position of the piece's first byte in the file.
+        xxh128: hash of the piece's bytes, in hex; `xxh128sum` prints the same.
     """
 
     interval: Interval
@@ -72,7 +73,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A whole tensor and the pieces that tile it. ``dtype`` is safetensors' name (``"F32"``)."""
+    """An unsharded tensor and the pieces that tile it. ``dtype`` is safetensors' name (``"F32"``)."""
 
     name: str
     kind: str
@@ -83,7 +84,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What a file of the checkpoint must be: its size, and the header (safetensors') that comes before the pieces."""
+    """The size that a file must have, and the size and hash of the safetensors header that precedes its pieces."""
 
     num_bytes: int
     header_bytes: int
@@ -91,7 +92,7 @@ class FileEntry:
 
 
 class Region(NamedTuple):
-    """A stretch of a file, what it must hash to, and the tensor of which it holds elements; None: the file's header."""
+    """A byte range of a file and its expected hash; ``tensor`` is the tensor it belongs to, None for the header."""
 
     file: str
     offset: int
@@ -102,7 +103,7 @@ class Region(NamedTuple):
 
     @property
     def holds(self) -> str:
-        """What is there, in words."""
+        """A description of the content, for messages."""
         if self.tensor is None:
             return "its header"
         return f"{self.tensor.kind} of {self.tensor.name}, elements [{self.interval[0]}, {self.interval[1]})"
@@ -110,17 +111,18 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything that is known of a checkpoint without opening its files.
+    """Everything that is known about a checkpoint without opening its files.
 
     Attributes:
-        step: optimizer steps done.
-        world_size: ranks that wrote it.
-        files: what each file must be, by name.
+        step: number of optimizer steps done.
+        world_size: number of ranks that wrote it.
+        files: size and header of each file, by the file's name.
         tensors: every tensor, and where its pieces lie.
-        extra: what the caller of `save` added; a trained run's configuration and position in its data.
-        versions: of zeroshard, torch and Python, by name.
-        param_groups: the optimizer's, settings and names of ``params``; empty where the source had none to tell.
-        tied: each further name of a tensor -> the name that it is saved under.
+        extra: the caller's argument of `save`; for a training run, its configuration and its position in the data.
+        versions: the versions of zeroshard, torch and Python, by name.
+        param_groups: the optimizer's param groups, with settings and names of ``params``; empty if the source reports
+            none.
+        tied: each further name of a tied tensor -> the name that it is saved under.
     """
 
     step: int
@@ -134,11 +136,11 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files, the manifest's own not counted."""
+        """Bytes of all files except the manifest."""
         return sum(entry.num_bytes for entry in self.files.values())
 
     def header(self, file: str) -> dict[str, dict[str, Any]]:
-        """What the file's own header (safetensors') must say of the pieces in it, by key."""
+        """Return what the file's safetensors header must say about each of its pieces, by key."""
         found: dict[str, dict[str, Any]] = {}
         for entry, piece in self._by_file.get(file, ()):
             start, stop = piece.interval
@@ -159,7 +161,7 @@ class Manifest:
         return found
 
     def regions(self) -> list[Region]:
-        """Every byte of every file exactly once, in the order of files and offsets; empty pieces left out."""
+        """Return regions that cover every byte of every file exactly once, sorted by file and offset; none is empty."""
         return list(self._regions)
 
     @cached_property
@@ -183,7 +185,7 @@ _FILE = frozenset(each.name for each in dataclass_fields(FileEntry))
 
 
 def key_of(kind: str, name: str, start: int) -> str:
-    """The key in its file of a tensor's piece from element ``start`` on."""
+    """Return the key, in its file, of the piece of a tensor that begins at element ``start``."""
     return f"{kind}:{name}:{start}"
 
 
@@ -209,10 +211,10 @@ def merge(entries: list[TensorEntry]) -> tuple[TensorEntry, ...]:
 
 
 def dump(manifest: Manifest) -> str:
-    """The manifest as JSON, with its own checksum in it.
+    """Return the manifest as JSON that contains its own checksum.
 
     Raises:
-        ValueError: ``extra`` or ``param_groups`` hold what JSON cannot.
+        ValueError: JSON cannot represent ``extra`` or ``param_groups``.
     """
     facts = {each.name: getattr(manifest, each.name) for each in dataclass_fields(manifest)}
     facts["files"] = {name: vars(entry) for name, entry in manifest.files.items()}
@@ -221,11 +223,11 @@ def dump(manifest: Manifest) -> str:
 
 
 def parse(path: Path) -> Manifest:
-    """Read and check ``manifest.json``; inside `parsed_once` a second time only where its content has changed.
+    """Read and check ``manifest.json``. Inside `parsed_once`, unchanged content is not parsed again.
 
     Raises:
-        UserError: the file cannot be read, is not JSON, does not match its own checksum, contradicts itself, or is of a
-            version unknown here.
+        UserError: the file cannot be read, is not JSON, does not match its own checksum, contradicts itself, or has an
+            unknown version.
     """
     try:
         content = read_bytes(path, MOST_BYTES)
@@ -237,16 +239,16 @@ def parse(path: Path) -> Manifest:
     key = hashlib.sha256(content).digest()
     if key not in known:
         manifest = _of_content(path, content)
-        known.clear()  # one is enough, and they are large
+        known.clear()  # remember only one, because manifests are large
         known[key] = manifest
     return known[key]
 
 
 @contextmanager
 def parsed_once() -> Generator[None]:
-    """Inside, a manifest that was read is remembered, until another one is: a resumed run asks for its own four times.
+    """In this block, remember the last parsed manifest: a resumed run asks for the same one four times.
 
-    What is remembered is found by the hash of the file's bytes, never by its name or date.
+    The cache is keyed by the hash of the file's bytes, never by its name or date.
     """
     token = _parsed.set({} if (around := _parsed.get()) is None else around)
     try:
@@ -278,7 +280,7 @@ def _of_content(path: Path, content: bytes) -> Manifest:
 
 
 def _of_facts(facts: Mapping[str, Any]) -> Manifest:
-    """A `Manifest` from its JSON form; a ValueError for the first fact of another type or out of its range."""
+    """Make a `Manifest` from its JSON form; raise ValueError for the first fact with a wrong type or out of range."""
     found = fields("it", facts, _FACTS)
     groups = tuple(_param_group(group) for group in items("param_groups", found["param_groups"]))
     return Manifest(
@@ -294,16 +296,16 @@ def _of_facts(facts: Mapping[str, Any]) -> Manifest:
 
 
 def check(manifest: Manifest) -> None:
-    """Check that each tensor is there once, that pieces tile every tensor, and headers and pieces every file.
+    """Check that each tensor is listed once, that pieces tile every tensor, and headers and pieces every file.
 
     Raises:
-        ValueError: they do not, or a file's name leads out of the folder or is none.
+        ValueError: one of these does not hold, or a file's name is invalid or leads out of the folder.
     """
     _check_names(manifest)
     for entry in manifest.tensors:
         _check_tiled(entry)
         for piece in entry.pieces:
-            if piece.file not in manifest.files:  # an empty piece is in no region
+            if piece.file not in manifest.files:  # regions leave out empty pieces, so check here
                 raise ValueError(f"{piece.file!r} is not listed")
     by_file = {file: list(found) for file, found in groupby(manifest.regions(), lambda region: region.file)}
     for file, entry in manifest.files.items():
@@ -315,7 +317,7 @@ def check(manifest: Manifest) -> None:
 
 
 def tensor_entry(entry: Any) -> TensorEntry:
-    """A `TensorEntry` from its JSON form; a ValueError where it is none."""
+    """Make a `TensorEntry` from its JSON form; raise ValueError if that is invalid."""
     found = fields("a tensor", entry, _TENSOR)
     name = word("a tensor's name", found["name"])
     kind, dtype = word(f"the kind of {name}", found["kind"]), word(f"the dtype of {name}", found["dtype"])
@@ -329,7 +331,7 @@ def tensor_entry(entry: Any) -> TensorEntry:
 
 
 def file_entry(entry: Any) -> FileEntry:
-    """A `FileEntry` from its JSON form; a ValueError where it is none."""
+    """Make a `FileEntry` from its JSON form; raise ValueError if that is invalid."""
     found = fields("a file", entry, _FILE)
     return FileEntry(
         whole_number("num_bytes", found["num_bytes"]),
@@ -361,7 +363,7 @@ def _param_group(entry: Any) -> dict[str, Any]:
 
 
 def _check_names(manifest: Manifest) -> None:
-    """Each kind of a tensor once, and further names for none but what was saved."""
+    """Check that each (name, kind) is listed once, and that tied names are not saved but refer to saved names."""
     seen: set[tuple[str, str]] = set()
     for entry in manifest.tensors:
         if (entry.name, entry.kind) in seen:

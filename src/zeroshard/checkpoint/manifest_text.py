@@ -1,16 +1,16 @@
-"""A manifest as text that carries its own checksum, and as facts whose types and ranges have been checked.
+"""The manifest's text format with its own checksum, and checks of the types and ranges of the facts in it.
 
-Since version 4 the checksum is the SHA-256 of all bytes before it, so that a reader hashes what it has read:
+Since version 4 the checksum is the SHA-256 of all bytes before it, so that a reader hashes the bytes that it has read:
 
     {"format": "zeroshard-checkpoint",
     "version": 4,
     ...
     "sha256": "of the bytes up to the comma before this line"}
 
-Of version 3 it is that of the same facts written once more, with sorted keys and no blanks. The manifest of 70 billion
-parameters on 512 ranks has 24 MB, and to write it again took longer than all the rest of a load's preparations.
+In version 3 the checksum is that of the same facts serialized again, with sorted keys and no blanks. The manifest of 70
+billion parameters on 512 ranks has 24 MB, and serializing it again took longer than all other preparations of a load.
 
-A checksum says that nothing was damaged, not who wrote the manifest. So each fact has its type and its range checked
+A checksum shows that nothing was damaged, not who wrote the manifest. So the type and range of each fact are checked
 before anything is computed from it.
 """
 
@@ -25,8 +25,8 @@ from typing import Any, NoReturn
 
 FORMAT = "zeroshard-checkpoint"
 VERSION = 4
-REWRITTEN_VERSION = 3  # whose checksum is of the facts written once more
-MOST_BYTES = 1 << 30  # of a manifest; some 40 times what the largest known run writes
+REWRITTEN_VERSION = 3  # its checksum is of the facts serialized again
+MOST_BYTES = 1 << 30  # of a manifest; some 40 times the largest that a known run writes
 _ONE_PER_LINE = ("files", "tensors", "param_groups")
 _END = re.compile(rb',\n"sha256": "([0-9a-f]{64})"\}\n')
 _END_BYTES = len(',\n"sha256": ""}\n') + 64
@@ -35,10 +35,10 @@ _DEEPEST = 50
 
 
 def seal(facts: Mapping[str, Any]) -> Iterator[str]:
-    """``facts`` as JSON text with its checksum, piece by piece; what `unseal` reads.
+    """Yield ``facts`` as JSON text with its checksum, part by part; `unseal` reads it.
 
     Raises:
-        ValueError: a number is not finite, or something is no JSON.
+        ValueError: a number is NaN or Inf.
     """
     digest = hashlib.sha256()
     before = "{"
@@ -51,10 +51,10 @@ def seal(facts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def unseal(content: bytes) -> dict[str, Any]:
-    """The facts in a manifest's bytes, without the checksum.
+    """Return the facts in a manifest's bytes, without the checksum.
 
     Raises:
-        ValueError: it is no JSON object, or does not match its own checksum; says which.
+        ValueError: the content is not a JSON object, or does not match its own checksum; the message says which.
     """
     end = _END.fullmatch(content[-_END_BYTES:])
     if end is not None:
@@ -64,52 +64,55 @@ def unseal(content: bytes) -> dict[str, Any]:
         del facts["sha256"]
         return facts
     facts = _object(content)
-    # Written again it must be the same text: a changed blank would not change what is read.
+    # Version 3: serialized again it must be the same text, because changed whitespace would not change the facts.
     if facts.pop("sha256", None) != _digest_of(facts) or rewritten(facts).encode() != content:
         raise ValueError("it does not match its own checksum")
     return facts
 
 
 def rewritten(facts: Mapping[str, Any]) -> str:
-    """``facts`` and their checksum as version 3 has them."""
+    """Return ``facts`` and their checksum as text of version 3."""
     return json.dumps({**facts, "sha256": _digest_of(facts)}, indent=1, allow_nan=False) + "\n"
 
 
 def whole_number(what: str, value: Any, at_least: int = 0) -> int:
-    """``value``, an integer from ``at_least`` to what 63 bits hold; else a ValueError that begins with ``what``."""
+    """Return ``value`` if it is an integer in ``[at_least, 2**63)``; else raise ValueError beginning with ``what``."""
     if type(value) is int and at_least <= value <= _LARGEST:  # bool is an int, too
         return value
     raise ValueError(f"{what} is {_short(value)}, not a whole number from {at_least} on")
 
 
 def word(what: str, value: Any) -> str:
-    """``value``, text that can be written as UTF-8; else a ValueError that begins with ``what``."""
+    """Return ``value`` if it is text that UTF-8 can encode; else raise a ValueError that begins with ``what``."""
     if type(value) is str and (value.isascii() or _is_unicode(value)):
         return value
     raise ValueError(f"{what} is {_short(value)}, not text")
 
 
 def words(what: str, value: Any) -> dict[str, str]:
-    """``value``, an object of text; else a ValueError that begins with ``what``."""
+    """Return ``value`` if it is an object of text values; else raise a ValueError that begins with ``what``."""
     return {word(f"a name in {what}", key): word(f"{what} of {key}", each) for key, each in table(what, value).items()}
 
 
 def table(what: str, value: Any) -> dict[str, Any]:
-    """``value``, an object; else a ValueError that begins with ``what``."""
+    """Return ``value`` if it is an object; else raise a ValueError that begins with ``what``."""
     if type(value) is dict:
         return value
     raise ValueError(f"{what} is {_short(value)}, not an object")
 
 
 def items(what: str, value: Any) -> list[Any]:
-    """``value``, a list; else a ValueError that begins with ``what``."""
+    """Return ``value`` if it is a list; else raise a ValueError that begins with ``what``."""
     if type(value) is list:
         return value
     raise ValueError(f"{what} is {_short(value)}, not a list")
 
 
 def plain(what: str, value: Any) -> Any:
-    """``value``, JSON of finite numbers and text, nested to `_DEEPEST`; else a ValueError that begins with ``what``."""
+    """Return ``value`` if it is JSON of finite numbers and text, at most `_DEEPEST` levels deep; else raise ValueError.
+
+    The error begins with ``what``.
+    """
     left = [(value, 0)]
     while left:
         each, depth = left.pop()
@@ -128,7 +131,7 @@ def plain(what: str, value: Any) -> Any:
 
 
 def fields(what: str, value: Any, names: frozenset[str]) -> dict[str, Any]:
-    """``value``, an object with exactly these ``names``; else a ValueError that begins with ``what``."""
+    """Return ``value`` if it is an object with exactly ``names``; else raise a ValueError that begins with ``what``."""
     found = table(what, value)
     if found.keys() != names:
         missing, unknown = sorted(names - found.keys()), sorted(found.keys() - names)
@@ -142,12 +145,12 @@ def _object(content: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         raise ValueError("it is not JSON") from None
     if not isinstance(facts, dict):
-        raise ValueError("it does not match its own checksum")  # it has none
+        raise ValueError("it does not match its own checksum")  # not an object, so it has no checksum
     return facts
 
 
 def _lines(key: str, value: Any) -> Iterator[str]:
-    """The JSON of a value; with an element a line where a person or `diff` may want to look at single ones."""
+    """Yield the JSON of a value; `_ONE_PER_LINE` have one element per line, so that people and `diff` can read them."""
     if key not in _ONE_PER_LINE or not value or not isinstance(value, Mapping | list | tuple):
         yield json.dumps(value, allow_nan=False)
         return

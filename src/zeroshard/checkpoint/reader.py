@@ -1,4 +1,4 @@
-"""Reading a checkpoint by interval, through memory maps: only the bytes that are asked for leave the disk."""
+"""Read a checkpoint by interval, through memory maps: only the requested bytes are read from the disk."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from zeroshard.regular_files import open_binary
 
 
 class CheckpointReader:
-    """A `ShardReader` over a checkpoint's files: maps a file when a slice of it is wanted, copies that slice.
+    """A `ShardReader` over a checkpoint's files: it maps a file when a slice of it is needed, and copies that slice.
 
-    Use it as a context manager; it does not verify content (see `verify`). A file's size is checked when it is
-    mapped, because what lies beyond the end of a mapped file ends the process.
+    Use it as a context manager. It does not verify content (see `verify`), but it checks a file's size when it maps the
+    file, because a read beyond the end of a mapped file kills the process.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -33,25 +33,25 @@ class CheckpointReader:
             self._tensors.setdefault(entry.name, {})[entry.kind] = entry
 
     def names(self) -> tuple[str, ...]:
-        """Every saved tensor's name."""
+        """Names of all saved tensors."""
         return tuple(self._tensors)
 
     def kinds(self, name: str) -> Mapping[str, tuple[int, ...]]:
-        """Every saved kind of ``name`` with the whole tensor's shape; empty where nothing was saved."""
+        """Return every saved kind of ``name`` with the unsharded tensor's shape; empty if nothing was saved."""
         return {kind: entry.shape for kind, entry in self._tensors.get(name, {}).items()}
 
     def read(self, name: str, kind: str, interval: Interval) -> Tensor:
-        """The piece ``[start, stop)`` of the flattened tensor: 1-D, on the CPU, of the saved dtype, the caller's own.
+        """Return elements ``[start, stop)`` of the flattened tensor: 1-D, on the CPU, of the saved dtype; a copy.
 
         Raises:
             KeyError: nothing was saved under ``(name, kind)``.
             ValueError: the interval reaches outside of the tensor.
-            UserError: a file is not there, or has another size than the manifest says.
+            UserError: a file is missing, or its size is not the one in the manifest.
         """
         entry = self._tensors[name][kind]
         copies = plan_copies([piece.interval for piece in entry.pieces], interval)
         for copy in copies:
-            self._map(entry.pieces[copy.piece].file)  # before memory is taken for what is not there
+            self._map(entry.pieces[copy.piece].file)  # fail on a missing file before allocating memory
         target = torch.empty(interval[1] - interval[0], dtype=TORCH_DTYPES[entry.dtype])
         target_bytes, size = target.view(torch.uint8), target.element_size()
         for copy in copies:
@@ -69,7 +69,7 @@ class CheckpointReader:
                 with open_binary(path) as opened:
                     if os.fstat(opened.fileno()).st_size != expected:
                         raise UserError(str(path), f"is damaged: it has not its {expected} bytes", DAMAGED_TODO)
-                    # Private and never written: torch warns of memory that it may not write.
+                    # A private (copy-on-write) map that is never written: torch warns about read-only memory.
                     self._maps[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
             except OSError as error:
                 raise UserError(str(path), f"cannot be read ({error.strerror})", DAMAGED_TODO) from None
@@ -81,4 +81,4 @@ class CheckpointReader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._maps.clear()  # unmapped when the last tensor over it is gone
+        self._maps.clear()  # a file is unmapped when the last tensor that views it is gone

@@ -1,13 +1,13 @@
-"""Which saved bytes make up a wanted piece: intersections of intervals, and nothing else.
+"""Which saved bytes make up a wanted piece: a pure function that intersects intervals.
 
-A tensor is saved as pieces ``[start, stop)`` of its flattened form, one or more a rank. Another world size, or
-another stage, wants other pieces. Neither side knows the other's ranks:
+A tensor is saved as pieces ``[start, stop)`` of its flattened form, one or more per rank. Another world size or another
+stage needs other pieces. Neither side needs to know the other's ranks:
 
     saved     |-----0-----|-----1-----|--2--|
     wanted          |---------------|
     copies          (0, from 6, 5), (1, from 0, 10)
 
-Pure integers: no tensors, no files, no communication.
+The functions here take and return integers only: no tensors, no files, no communication.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-Interval = tuple[int, int]  # [start, stop) in elements of the flattened whole tensor
+Interval = tuple[int, int]  # [start, stop) in elements of the flattened unsharded tensor
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class Copy:
 
 
 def plan_copies(saved: Sequence[Interval], wanted: Interval) -> list[Copy]:
-    """The copies that fill ``wanted`` from the pieces ``saved``, each element exactly once, in order.
+    """Return the copies that fill ``wanted`` from the pieces ``saved``, each element exactly once, in order.
 
-    The pieces may come in any order and may overlap (replicas): the one that reaches furthest is taken.
+    The pieces may come in any order and may overlap (replicas): at each point the one that reaches furthest is used.
 
     Raises:
-        ValueError: some element of ``wanted`` is in no piece; the first missing interval is named.
+        ValueError: some element of ``wanted`` is in no piece; the error names the first missing interval.
     """
     position, stop = wanted
     order = sorted(range(len(saved)), key=lambda index: saved[index])
@@ -59,7 +59,7 @@ def check_tiling(pieces: Sequence[Interval], numel: int) -> None:
     """Check that the pieces cover ``[0, numel)`` exactly once: no gap, no overlap, nothing outside.
 
     Raises:
-        ValueError: names the first element where the tiling breaks.
+        ValueError: they do not; the error names the first element where the tiling breaks.
     """
     position = 0
     for start, stop in sorted(piece for piece in pieces if piece[0] != piece[1]):

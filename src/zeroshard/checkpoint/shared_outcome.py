@@ -1,6 +1,6 @@
-"""Ranks that work on one checkpoint agree after each phase whether it went well, and why not.
+"""Ranks that work on one checkpoint agree after each phase whether it succeeded, and if not, why.
 
-A rank that fails does not leave the others waiting: all of them raise, with the words of the first that failed.
+A rank that fails does not leave the others waiting: all ranks raise, with the message of the first rank that failed.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from zeroshard.zero.transfer import send_bytes
 
 
 def fail_together(comm: Communicator, phase: str, work: Callable[[], object]) -> None:
-    """Run this rank's part of a phase; raise on every rank when it failed on any. Collective.
+    """Run this rank's part of a phase; raise on every rank if it failed on any. Collective.
 
     Raises:
-        OSError: the phase failed with one on some rank; its own on that rank, one that names it on the others.
-        ValueError: as above; a UserError is the same one on every rank.
+        OSError: the phase raised an OSError on some rank. That rank raises its own error; the others raise one that
+            names the rank.
+        ValueError: likewise for a ValueError; a UserError is raised unchanged on every rank.
     """
     failure: OSError | ValueError | None = None
     try:
@@ -45,14 +46,14 @@ def _describe(failure: OSError | ValueError) -> list[str]:
 
 
 def first_message(comm: Communicator, words: str | None) -> tuple[int, str] | None:
-    """The first rank that has ``words``, and what they are; None where no rank has any. Collective."""
+    """Return the lowest rank whose ``words`` is not None, with its text; None if no rank has any. Collective."""
     size = comm.world_size
     first = size - largest(comm, 0 if words is None else size - comm.rank)
     return None if first == size else (first, send_bytes(comm, (words or "").encode(), first).decode())
 
 
 def largest(comm: Communicator, number: int) -> int:
-    """The largest of the ranks' numbers; also a barrier. Collective."""
+    """Return the maximum of the ranks' numbers; also acts as a barrier. Collective."""
     message = torch.tensor([number], device=comm.control_device)
     with scope(CONTROL):
         comm.all_reduce(message, op="max").wait()

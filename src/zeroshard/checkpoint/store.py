@@ -1,14 +1,13 @@
-"""A checkpoint on disk: files written and hashed in one pass, folders that appear whole or not at all.
+"""A checkpoint's files on disk: written and hashed in one pass, in folders that appear complete or not at all.
 
-A folder is filled beside its final place (``.NAME.tmp``), flushed to the disk, and renamed. Where the name is
-taken, the old folder steps aside first (``.NAME.old``) and is deleted last, so a kill at any moment leaves one
-whole checkpoint, which `resolve` finds. A folder loses its manifest before anything else, so what is being deleted
-is never taken for complete.
+A checkpoint is built in a temporary folder beside its final place (``.NAME.tmp``), flushed to the disk, and renamed. If
+the name is taken, the old folder is first renamed to ``.NAME.old`` and is deleted last. So a process that is killed at
+any moment leaves one complete checkpoint, which `resolve` finds. Deletion removes a folder's manifest first, so a
+folder that is partly deleted is never taken for complete.
 
-Files are plain safetensors (https://github.com/huggingface/safetensors, "Format"): eight bytes of header length,
-a JSON header, the tensors' bytes. We write them here because a hash can then be taken of the bytes on their way to
-the disk, and because the tensors are views of one flat buffer, which needs no copy; any safetensors reader reads
-them.
+Files are plain safetensors (https://github.com/huggingface/safetensors, "Format"): eight bytes of header length, a JSON
+header, the tensors' bytes. Any safetensors reader reads them. We write them ourselves for two reasons: we hash the
+bytes on their way to the disk, and our tensors are views of one flat buffer, which we write without a copy.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from torch import Tensor
 from zeroshard.checkpoint.manifest import MANIFEST, FileEntry
 
 CHUNK_BYTES = 1 << 22
-FLUSH_BYTES = 1 << 30  # after which what was written is flushed, behind the writers
+FLUSH_BYTES = 1 << 30  # written bytes after which a background thread flushes the file
 
 Reading = Callable[[Tensor], AbstractContextManager[Tensor]]
 
@@ -56,7 +55,7 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Written:
-    """A file that was written: what it is, and by key where each tensor lies and what it hashes to."""
+    """A file that was written: its size and header checksum, and for each tensor's key its offset and hash."""
 
     file: FileEntry
     pieces: dict[str, tuple[int, str]]  # key -> offset, xxh128
@@ -70,19 +69,20 @@ def write_tensors(
 ) -> Written:
     """Write 1-D tensors as one safetensors file, and flush it to the disk.
 
-    Tensors are hashed and written by as many threads as torch computes with here (four at the most), since one alone
-    does not keep a disk busy. Each thread copies at most one tensor at a time to the CPU, where it lies elsewhere.
+    Tensors are hashed and written by as many threads as torch uses for computation (at most four), because one thread
+    does not keep a disk busy. Each thread copies at most one tensor at a time to the CPU, if it lies on another device.
 
     Args:
-        path: of the file.
-        tensors: by key.
-        progress: told the number of bytes after each piece of some MiB, and 0 after each flush; called from several
-            threads.
-        reading: entered around the reading of each tensor, whose content it gives; called from several threads.
+        path: path of the file.
+        tensors: the tensors by their keys in the file.
+        progress: called with the number of bytes after each chunk of some MiB, and with 0 after each flush; called from
+            several threads.
+        reading: a context manager entered around the reading of each tensor; it yields the tensor to write. Called from
+            several threads.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written.
-        ValueError: a dtype that the format does not have.
+        ValueError: the format has no name for a tensor's dtype.
     """
     head = _head(tensors)
     starts = _starts(len(head), tensors)
@@ -105,7 +105,7 @@ def write_tensors(
 
 
 def _head(tensors: Mapping[str, Tensor]) -> bytes:
-    """The header of a safetensors file with these 1-D tensors one after another, and its length before it."""
+    """Return the header of a safetensors file with these 1-D tensors in order, preceded by its 8-byte length."""
     header: dict[str, object] = {}
     offset = 0
     for key, tensor in tensors.items():
@@ -123,13 +123,13 @@ def _head(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 class _Flushing:
-    """Flushes a file while it is written, each `FLUSH_BYTES`.
+    """Flushes a file from a background thread while it is written, after each `FLUSH_BYTES`.
 
-    A kernel may hold a fifth of the machine's memory in pages that are not written yet. One flush of all that takes
+    A kernel may keep a fifth of the machine's memory in pages that are not written yet. One flush of all that takes
     minutes, in which nobody can tell a slow disk from one that hangs.
 
     Raises:
-        OSError: on leaving, where a flush failed.
+        OSError: raised on leaving the context, if a flush failed.
     """
 
     def __init__(self, descriptor: int, progress: Callable[[int], None]) -> None:
@@ -142,7 +142,7 @@ class _Flushing:
         return self
 
     def wrote(self, num_bytes: int) -> None:
-        """So many bytes more are written; called from several threads."""
+        """Count ``num_bytes`` more written bytes, and schedule a flush when it is due; called from several threads."""
         with self._lock:
             self._num_bytes += num_bytes
             if self._num_bytes >= FLUSH_BYTES:
@@ -172,7 +172,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def begin(path: Path) -> Path:
-    """Make the empty temporary folder beside ``path``, after clearing what an interrupted save left there."""
+    """Create the empty temporary folder beside ``path``, after clearing what an interrupted save left there."""
     target, aside = temporary(path), _aside(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     if (aside / MANIFEST).is_file() and not (path / MANIFEST).is_file():
@@ -185,7 +185,7 @@ def begin(path: Path) -> Path:
 
 
 def commit(path: Path) -> None:
-    """Put the temporary folder in the place of ``path``."""
+    """Rename the temporary folder to ``path``, replacing a checkpoint that is there."""
     target, aside = temporary(path), _aside(path)
     _flush_folder(target)
     if path.exists():
@@ -196,25 +196,25 @@ def commit(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint's folder, its manifest first; fine where there is none."""
+    """Delete a checkpoint's folder, its manifest first; do nothing if it does not exist."""
     if path.exists():
         (path / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(path)
 
 
 def remove_named(path: Path) -> None:
-    """Delete the checkpoint called ``path``, wherever its folder lies."""
+    """Delete the checkpoint called ``path``, in whichever folder it lies (``path`` or ``.NAME.old``)."""
     remove(_aside(path))
     remove(path)
 
 
 def temporary(path: Path) -> Path:
-    """Where ``path`` is built before it takes its name."""
+    """Return the temporary folder in which ``path`` is built before the rename."""
     return path.parent / f".{path.name}.tmp"
 
 
 def resolve(path: Path) -> Path | None:
-    """The folder that holds the complete checkpoint called ``path``; None where there is none."""
+    """Return the folder that holds the complete checkpoint called ``path``; None if there is none."""
     for folder in (path, _aside(path)):
         if (folder / MANIFEST).is_file():
             return folder
@@ -222,7 +222,7 @@ def resolve(path: Path) -> Path | None:
 
 
 def num_threads() -> int:
-    """How many threads may hash at once in this process: torch's, four at the most."""
+    """Return how many threads may hash at once in this process: as many as torch uses, at most four."""
     return max(1, min(4, torch.get_num_threads()))
 
 
@@ -248,7 +248,7 @@ def _write_hashed(descriptor: int, tensor: Tensor, offset: int, progress: Callab
 
 def _write_at(descriptor: int, content: memoryview, offset: int) -> None:
     while content:
-        written = os.pwrite(descriptor, content, offset)  # less than all of it where a disk or a limit ends
+        written = os.pwrite(descriptor, content, offset)  # may write less: a full disk, a size limit
         content, offset = content[written:], offset + written
 
 

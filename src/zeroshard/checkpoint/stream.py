@@ -1,4 +1,4 @@
-"""A safetensors file written as its bytes come: its header needs shapes alone, so no tensor is there before its turn.
+"""Write a safetensors file incrementally: its header needs only shapes, so each tensor is made when its turn comes.
 
 Format: https://github.com/huggingface/safetensors, "Format".
 """
@@ -25,13 +25,13 @@ CHUNK_NUMEL = 1 << 20
 
 @dataclass(frozen=True)
 class StreamedTensor:
-    """A tensor that is not there yet.
+    """A tensor whose elements are made only when they are written.
 
     Attributes:
         name: its key in the file.
-        dtype: of the file.
-        shape: of the whole tensor.
-        parts: its elements in order, in tensors of any shape and dtype, made when they are written.
+        dtype: the dtype of its elements in the file.
+        shape: shape of the complete tensor.
+        parts: makes its elements in order, as tensors of any shape and dtype.
     """
 
     name: str
@@ -41,15 +41,15 @@ class StreamedTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Size in the file."""
+        """Size in the file, in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 def write_streamed(path: Path, tensors: Sequence[StreamedTensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write one safetensors file and flush it to the disk; one part at a time is in memory.
+    """Write one safetensors file and flush it to the disk; only one part at a time is in memory.
 
     Raises:
-        ValueError: the parts of a tensor are more or fewer elements than its shape says.
+        ValueError: the parts of a tensor have more or fewer elements than its shape says.
         OSError: the disk failed or is full.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -79,25 +79,25 @@ def write_streamed(path: Path, tensors: Sequence[StreamedTensor], metadata: Mapp
 
 
 def intervals(numel: int) -> Iterator[tuple[int, int]]:
-    """``[0, numel)`` cut into intervals of a few megabytes."""
+    """Cut ``[0, numel)`` into intervals of a few megabytes."""
     for start in range(0, numel, CHUNK_NUMEL):
         yield start, min(start + CHUNK_NUMEL, numel)
 
 
 @contextmanager
 def drafted(out: Path, field: str = "out") -> Generator[Path]:
-    """A hidden folder beside ``out``, which takes that name when the block ends well, and is gone where it does not.
+    """Yield a hidden folder beside ``out``, which is renamed to ``out`` if the block succeeds, and otherwise deleted.
 
     Raises:
-        UserError: ``out`` holds something already, or the folder cannot be made.
+        UserError: ``out`` is not empty, or the folder cannot be made.
     """
     require_new(out, field)
     draft = out.absolute().parent / f".{out.name}.tmp"
     try:
-        shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(draft, ignore_errors=True)  # left by a process that was killed
         draft.mkdir(parents=True)
         if out.exists():
-            out.rmdir()  # empty: a rename wants nothing there
+            out.rmdir()  # empty: the rename needs the name to be free
     except OSError as error:
         raise UserError(
             field, f"{out} cannot be written ({error.strerror})", "choose a folder that you may write"
@@ -110,6 +110,6 @@ def drafted(out: Path, field: str = "out") -> Generator[Path]:
 
 
 def require_new(out: Path, field: str = "out") -> None:
-    """Raise UserError where a folder that is to be written holds something already."""
+    """Raise UserError if the folder that is to be written exists and is not empty, or is a file."""
     if out.name in ("", "..") or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise UserError(field, f"{out} is there already", "name a new folder")

@@ -1,7 +1,7 @@
-"""Is a checkpoint what its manifest says? Every byte of every file is hashed, by one process or shared out to ranks.
+"""Verify that a checkpoint matches its manifest: every byte is hashed, by one process or shared among ranks.
 
-Files are read and not mapped here: a file that ends early or a disk that fails under a map kills the process without
-a word, and here it is an error with a name. What has been verified may be mapped.
+Files are read here, not mapped. If a mapped file is too short or its disk fails, the process is killed without a
+message; a read gives an error that names the file. Verified files may be mapped.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from zeroshard.checkpoint.manifest import DAMAGED_TODO, MANIFEST, Manifest, Regi
 from zeroshard.errors import UserError
 from zeroshard.regular_files import open_binary
 
-_LENGTH_BYTES = 8  # of a header, before it
-READ_BYTES = 1 << 18  # one buffer for all of a region, small enough to be hashed from the cache
-READERS = 4  # threads at least, whatever torch computes with: they wait for a disk, which serves several at once
+_LENGTH_BYTES = 8  # size of the header length, which precedes the header
+READ_BYTES = 1 << 18  # one reused buffer per region, small enough to be hashed from the CPU cache
+READERS = 4  # at least so many threads, even if torch uses fewer: a disk serves several reads at once
 
 
 @dataclass(frozen=True)
@@ -39,19 +39,19 @@ class Damage:
         return f"{self.file}: {self.what}"
 
     def error(self) -> UserError:
-        """The damage as one line for the user."""
+        """Return the damage as a one-line error for the user."""
         return UserError(str(self.file), self.what, DAMAGED_TODO)
 
 
 def verify(path: str | PathLike[str], progress: Callable[[int], None] = lambda num_bytes: None) -> tuple[Damage, ...]:
-    """Everything that is wrong with the checkpoint at ``path``; empty where it is whole. One process.
+    """Return everything that is wrong with the checkpoint at ``path``; empty if it is intact. Needs one process only.
 
     Args:
         path: the checkpoint's folder.
-        progress: told the number of bytes after each piece that was read; called from several threads.
+        progress: called with the size in bytes of each region that was checked; called from several threads.
 
     Raises:
-        UserError: there is no complete checkpoint there (no manifest), or it is of another version.
+        UserError: there is no complete checkpoint there (no manifest), or it has an unknown version.
     """
     folder = store.resolve(Path(path))
     if folder is None:
@@ -59,7 +59,7 @@ def verify(path: str | PathLike[str], progress: Callable[[int], None] = lambda n
     try:
         manifest = parse(folder / MANIFEST)
     except UserError as error:
-        if error.todo != DAMAGED_TODO:  # of a version that is not read here
+        if error.todo != DAMAGED_TODO:  # an unknown version
             raise
         return (Damage(folder / MANIFEST, error.what),)
     return damages(folder, manifest, manifest.regions(), progress)
@@ -71,7 +71,7 @@ def damages(
     regions: Sequence[Region],
     progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> tuple[Damage, ...]:
-    """What is wrong with ``regions`` and the sizes of their files, in their order."""
+    """Return what is wrong with ``regions`` and with the sizes of their files, in the order of ``regions``."""
 
     def look(region: Region) -> Damage | None:
         damage = damage_of(folder, manifest, region)
@@ -80,11 +80,11 @@ def damages(
 
     with ThreadPoolExecutor(max(READERS, store.num_threads()), "checkpoint-verify") as pool:
         found = [damage for damage in pool.map(look, regions) if damage]
-    return tuple(dict.fromkeys(found))  # a file of another size is told once
+    return tuple(dict.fromkeys(found))  # report a wrong file size once, not for each region
 
 
 def damage_of(folder: Path, manifest: Manifest, region: Region) -> Damage | None:
-    """What is wrong with a region, or with the size of its file; None where nothing is."""
+    """Return what is wrong with a region, or with the size of its file; None if it is intact."""
     path, expected = folder / region.file, manifest.files[region.file].num_bytes
     digest = xxhash.xxh3_128()
     try:
@@ -112,7 +112,7 @@ def damage_of(folder: Path, manifest: Manifest, region: Region) -> Damage | None
 
 
 def header_of(path: Path, num_bytes: int) -> Any:
-    """What the first ``num_bytes`` of a safetensors file say of its tensors; None where they cannot be read."""
+    """Return the parsed header in the first ``num_bytes`` of a safetensors file; None if it cannot be read."""
     try:
         with open_binary(path) as file:
             head = file.read(num_bytes)
@@ -122,15 +122,15 @@ def header_of(path: Path, num_bytes: int) -> Any:
 
 
 def share(regions: Sequence[Region], rank: int, world_size: int) -> list[int]:
-    """The indices of the regions that ``rank`` verifies: about as many bytes as every other rank, in order.
+    """Return the indices of the regions that ``rank`` verifies: consecutive, and about as many bytes for every rank.
 
-    The ranks that saved a checkpoint get their own files, which their machines may still hold in memory.
+    The ranks that saved a checkpoint get their own files, which may still be in their machines' page cache.
     """
     total = sum(region.num_bytes for region in regions)
     chosen: list[int] = []
     before = 0
     for index, region in enumerate(regions):
-        middle = 2 * before + region.num_bytes  # halves, so that all is whole numbers
+        middle = 2 * before + region.num_bytes  # twice the region's middle, to stay in integers
         if min(middle * world_size // max(2 * total, 1), world_size - 1) == rank:
             chosen.append(index)
         before += region.num_bytes

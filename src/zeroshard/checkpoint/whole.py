@@ -1,11 +1,12 @@
-"""Whole tensors from a checkpoint, in one process: no ranks, no process group, no model.
+"""Consolidate a checkpoint into unsharded tensors, in one process: no ranks, no process group, no model.
 
     pieces of rank 0  |-----|        |---|
     pieces of rank 1        |--|         |-----|
     consolidated      [a tensor]     [ another ]
 
-Pieces are read one by one into their places, through memory maps: beyond the result, at most a piece is held. With a
-folder to write to, not even the result is: it is written as it is read, and comes back as memory-mapped files.
+Pieces are read through memory maps and copied to their places one by one, so the peak memory is the result and one
+piece. If a folder to write to is given, not even the result is in memory: it is written as it is read, and the returned
+tensors are memory maps of the written files.
 """
 
 from __future__ import annotations
@@ -32,28 +33,29 @@ _METADATA = {"format": "pt"}
 
 
 def consolidate(path: str | PathLike[str], out: str | PathLike[str] | None = None) -> dict[str, Any]:
-    """A checkpoint's whole state, from any strategy and number of ranks; offline, one process.
+    """Return a checkpoint's unsharded state, whatever strategy and number of ranks wrote it; offline, in one process.
 
     Every file is verified first.
 
     Args:
         path: the checkpoint.
-        out: a new folder for ``model.safetensors``, ``optimizer.safetensors`` and ``ema.safetensors`` (those that hold
-            something), written as they are read; the tensors returned are then memory maps of these files. None: they
-            are in memory.
+        out: a new folder for ``model.safetensors``, ``optimizer.safetensors`` and ``ema.safetensors`` (the last two
+            only if they would not be empty), written as they are read; the returned tensors are then memory maps of
+            these files. None: the returned tensors are in memory.
 
     Returns:
-        - ``"model"``: name -> tensor, parameters and buffers, tied ones under all of their names: what
-            ``model.load_state_dict`` of the unsharded model takes.
+        - ``"model"``: name -> tensor, for parameters and buffers, with tied ones under all of their names: the argument
+            of ``model.load_state_dict`` of the unsharded model.
         - ``"optimizer"``: ``{"state": {name: {kind: tensor}}, "param_groups": [...]}``; in a group ``"params"`` are
-            names. The form of `torch.distributed.checkpoint.state_dict`. State is empty before the first step and for
-            an optimizer that has none.
-        - ``"ema"``: name -> averaged weight, where an average was saved.
+            names. This is the form of `torch.distributed.checkpoint.state_dict`. The state is empty before the first
+            step and for an optimizer that has none.
+        - ``"ema"``: name -> averaged weight, if an average was saved.
         - ``"step"``: number of optimizer steps done.
-        - ``"extra"``: what was passed to `save`.
+        - ``"extra"``: the ``extra`` that was passed to `save`.
 
     Raises:
-        UserError: there is no complete checkpoint, it is damaged, or ``out`` is there already or cannot be written.
+        UserError: there is no complete checkpoint, it is damaged, or ``out`` exists and is not empty, or cannot be
+            written.
     """
     folder, manifest = require_whole(path)
     with CheckpointReader(folder, manifest) as reader:
@@ -65,10 +67,10 @@ def consolidate(path: str | PathLike[str], out: str | PathLike[str] | None = Non
 
 
 def require_whole(path: str | PathLike[str]) -> tuple[Path, Manifest]:
-    """The folder that holds the checkpoint ``path`` and its manifest, after every byte was verified by this process.
+    """Verify every byte of the checkpoint ``path`` in this process; return the folder that holds it, and its manifest.
 
     Raises:
-        UserError: there is no complete checkpoint, or a file does not match the manifest; it is named.
+        UserError: there is no complete checkpoint, or a file does not match the manifest; the error names the file.
     """
     folder, manifest = open_manifest(path)
     for damage in damages(folder, manifest, manifest.regions()):
@@ -77,7 +79,7 @@ def require_whole(path: str | PathLike[str]) -> tuple[Path, Manifest]:
 
 
 def _streamed(reader: CheckpointReader, entry: TensorEntry, name: str) -> StreamedTensor:
-    """A saved tensor as one to be written, read a few megabytes at a time."""
+    """Return a saved tensor as one to be written incrementally, read a few megabytes at a time."""
 
     def parts() -> Any:
         return (reader.read(entry.name, entry.kind, interval) for interval in intervals(prod(entry.shape)))
@@ -90,7 +92,10 @@ def _read(reader: CheckpointReader, entry: TensorEntry) -> Tensor:
 
 
 def _of_one_process(manifest: Manifest) -> list[TensorEntry]:
-    """What one process has: without what replicas keep for their meetings, and each for itself, or what travelled."""
+    """Return the entries that a single-process run would have.
+
+    This leaves out the state of the outer optimizer of replicas, the state of single replicas, and gathered copies.
+    """
     others = OUTER_KINDS | {GATHERED}
     return [entry for entry in manifest.tensors if entry.kind not in others and not is_of_replica(entry.name)]
 

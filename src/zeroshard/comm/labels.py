@@ -1,7 +1,7 @@
-"""A label for what the caller is doing, which observers attach to each operation that they record.
+"""A label for what the caller is doing; `ObservedCommunicator` and others attach it to each operation they record.
 
-The engine names its unit and phase (``"blocks.3/weights"``); it does not know who listens. Control messages, which
-are a few bytes and no part of the training state's traffic, are labelled `CONTROL`.
+The engine labels each collective with its unit and what it moves (``"blocks.3/weights"``), and does not know whether
+anybody records it. Control messages are labelled `CONTROL`: a few bytes each, which carry no weights and no gradients.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def scope(label: str) -> Generator[None]:
 
 
 def current_scope() -> str:
-    """The innermost label, or ``""``."""
+    """Return the innermost label, or ``""`` outside of `scope`."""
     return _label.get()
 
 
 @contextmanager
 def beside() -> Generator[None]:
-    """What waits in this block, on this thread, is a stream of a device beside the one that computes."""
+    """Mark this block, on this thread: a `Work.wait` in it makes a side stream wait, not the stream that computes."""
     token = _beside.set(True)
     try:
         yield
@@ -41,5 +41,5 @@ def beside() -> Generator[None]:
 
 
 def is_beside() -> bool:
-    """Whether this is inside `beside`, so that no computation stands still for what is waited for here."""
+    """Return whether the caller is inside `beside`, so that a wait here does not block computation."""
     return _beside.get()

@@ -1,8 +1,8 @@
-"""What a reduction does with two tensors of one dtype, for every dtype that torch can hold.
+"""Sum, max, min and product of two tensors of one dtype, for every dtype that torch can hold.
 
-torch adds neither unsigned integers of 16 to 64 bits nor numbers of 8 bits on a CPU. The former are added and
-multiplied as signed integers of their width, which have the same bits, and compared with their highest bit flipped;
-the latter are computed in fp32 and rounded after each operation, as narrow dtypes are that torch does add.
+On a CPU, torch adds neither unsigned integers of 16 to 64 bits nor 8-bit floating-point numbers. The unsigned integers
+are added and multiplied as signed integers of the same width, which gives the same bits; for max and min their highest
+bit is flipped first. The 8-bit numbers are computed in fp32 and rounded after each operation, as torch does for bf16.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-Combine = Callable[..., Tensor]  # (a, b, out=c), c being a or b or neither
+Combine = Callable[..., Tensor]  # (a, b, out=c); c may be a, b or another tensor
 
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _SAME_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -50,7 +50,7 @@ COMBINE: dict[str, Combine] = {
 
 
 def as_indexable(tensor: Tensor) -> Tensor:
-    """``tensor``, or its bits in a dtype of the same width that torch can index."""
+    """Return ``tensor`` if torch can index its dtype, else a view of its bits as an integer dtype of the same width."""
     if tensor.dtype in _SIGNED or _is_narrow(tensor.dtype):
         return tensor.view(_SAME_BITS[tensor.element_size()])
     return tensor

@@ -1,8 +1,8 @@
-"""Communicators by name: what ``--comm`` and the benches may choose.
+"""Communicators by name: the values of ``--comm`` and of the benchmarks' options.
 
-A new one is a class of `zeroshard.comm.Communicator`'s methods in one file, and one row of `COMMUNICATORS`. Messages,
-``--help``, shell completion and the checks of settings read the rows, which needs no torch. ``--comm module:name`` is a
-communicator of a user's own, which has no row, and all properties at their defaults.
+To add one, write a class with the methods of `zeroshard.comm.Communicator` in one file, and add one row to
+`COMMUNICATORS`. Error messages, ``--help``, shell completion and the validation of settings read the rows, which needs
+no torch. ``--comm module:name`` names a user's own communicator: it has no row, and all properties at their defaults.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CommEntry:
-    """A row; calling it makes the communicator over torch.distributed's default group, which is initialised before.
+    """A row of `COMMUNICATORS`. Calling it makes the communicator; initialise torch.distributed's default group before.
 
     Attributes:
-        factory: ``module:name`` of a class or function that takes no arguments and returns a `Communicator`, or itself.
-            Where the communicator has a ``close``, it is called in the end.
-        cpu_only: it moves CPU tensors alone.
-        over_network: ranks of several hosts can use it, and a network that the kernel slows slows it.
-        alone: it is made in a world of one rank too; else that rank gets a `LocalCommunicator`.
+        factory: a class or function that takes no arguments and returns a `Communicator`, or its ``module:name``. If
+            the communicator has a ``close`` method, it is called at the end of the run.
+        cpu_only: whether it moves only CPU tensors.
+        over_network: whether its bytes pass through the network: ranks of several hosts can use it, and a link that is
+            slowed in the kernel (``--link.mode netns`` or ``tc``) slows it.
+        alone: whether it is also made in a world of one rank; if not, that rank gets a `LocalCommunicator`.
     """
 
     factory: str | Callable[[], Communicator]
@@ -49,10 +50,10 @@ COMMUNICATORS: dict[str, CommEntry] = {
 
 
 def comm_entry(name: str) -> CommEntry:
-    """The row of ``name``, or one with all defaults for ``module:name``; imports nothing.
+    """Return the row of ``name``, or for ``module:name`` a row with all defaults; imports nothing.
 
     Raises:
-        UserError: there is none of this name.
+        UserError: no communicator has this name.
     """
     if name in COMMUNICATORS:
         return COMMUNICATORS[name]

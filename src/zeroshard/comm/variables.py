@@ -1,4 +1,4 @@
-"""Which variables of the environment steer the network between ranks, and what each does: for `zeroshard doctor`.
+"""The environment variables that configure the network between ranks, and what each does: for `zeroshard doctor`.
 
 Sources: NCCL's user guide, https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html, and torch's pages
 "ProcessGroupNCCL Environment Variables" and "Distributed communication package".

@@ -1,4 +1,4 @@
-"""Text to token shards to batches, each a pure function of its inputs.
+"""From text to token shards to batches; each stage is a pure function of its inputs.
 
 `prepare` reads a source (`sources`), splits it (`split`), encodes it (`tokenizer`) and writes memory-mapped shards
 (`tokens`, described by `meta`); `TokenBatches` reads them back as a function of the step (`base`, `order`).

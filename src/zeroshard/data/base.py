@@ -1,4 +1,4 @@
-"""Batches as a pure function of (step, micro_step): nothing to save, nothing to replay, the same at any world size.
+"""Batches as a pure function of (step, micro_step): no state to save or replay, and the same rows at any world size.
 
 The global batch of a step has ``G = micro_batch_size * grad_accum_steps * world_size`` rows, and its row ``j`` is
 position ``step * G + j`` of the shuffled stream (`zeroshard.data.order`). Rank ``r`` takes, for micro-batch ``m``,
@@ -7,8 +7,8 @@ position ``step * G + j`` of the shuffled stream (`zeroshard.data.order`). Rank 
 
 so worlds of different sizes that agree on ``G`` train on the same rows at the same step.
 
-Shapes: B = micro_batch_size, T = seq_len. Row ``i`` of a corpus is tokens ``[i * T, i * T + T + 1)``: T inputs, and the
-same shifted by one as targets.
+Shapes: B = micro_batch_size, T = seq_len. Row ``i`` of a corpus is tokens ``[i * T, i * T + T + 1)``: the first T are
+the inputs, the last T (shifted by one) are the targets.
 """
 
 from __future__ import annotations
@@ -25,50 +25,50 @@ from torch import Tensor
 from zeroshard.data import order
 from zeroshard.errors import UserError
 
-# Tokens, targets, weight, and of packed rows positions.
+# Tokens, targets, weight; and positions if rows are packed.
 EvalBatch = tuple[Tensor, Tensor, int, *tuple[Tensor, ...]]
 
 
 def as_arguments(positions: Sequence[Tensor]) -> dict[str, Tensor]:
-    """What a model is called with beside tokens and targets: ``positions`` are what a batch has behind these."""
+    """Return the model's keyword arguments other than tokens and targets, from a batch's tensors after those two."""
     return {"positions_BT": positions[0]} if positions else {}
 
 
 class Batches(Protocol):
-    """Training batches: to resume is to call with a later step."""
+    """Training batches as a function of the step: to resume, call it with a later step."""
 
     def __call__(self, step: int, micro_step: int) -> tuple[Tensor, ...]:
-        """``(tokens_BT, targets_BT)``, int64, on the CPU; the same for the same arguments, always.
+        """Return ``(tokens_BT, targets_BT)``, int64, on the CPU; always the same for the same arguments.
 
-        Where rows hold several examples that must not see each other, a third tensor is ``positions_BT``, int64, which
-        counts from 0 in each of them: see `as_arguments`.
+        If rows contain several examples that must not attend to each other, there is a third tensor ``positions_BT``,
+        int64, which counts from 0 in each example: see `as_arguments`.
         """
         ...
 
 
 class Tokens(Protocol):
-    """A stream of token ids with random access: what batches need to know of a corpus.
+    """A stream of token ids with random access: the part of a corpus that batches depend on.
 
-    One that lies on a disk may have a method ``read_ahead(starts, lengths)``, which begins to fetch these windows and
+    A stream on a disk may also have a method ``read_ahead(starts, lengths)``, which begins to fetch these windows and
     returns at once.
     """
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the stream."""
+        """Number of tokens in the stream."""
         ...
 
     def gather(self, starts: NDArray[np.int64], length: int) -> NDArray[np.unsignedinteger]:
-        """``[len(starts), length]``: the ``length`` tokens from each start."""
+        """Return ``[len(starts), length]``: the ``length`` tokens from each start."""
         ...
 
 
 class ReadAhead:
-    """The rows of each micro-batch, and word of those of the next one: disks fetch it while this one is trained on.
+    """Computes the rows of each micro-batch and prefetches the next one's from disk, while this one is trained on.
 
     Args:
-        rows: of a step and a micro-step, a pure function.
-        grad_accum_steps: micro-steps of a step.
+        rows: returns the rows of (step, micro_step); a pure function.
+        grad_accum_steps: micro-steps per step.
         read_ahead: begins to fetch rows, and returns at once.
     """
 
@@ -79,10 +79,10 @@ class ReadAhead:
         read_ahead: Callable[[NDArray[np.int64]], None],
     ) -> None:
         self._rows, self._grad_accum_steps, self._read_ahead = rows, grad_accum_steps, read_ahead
-        self._known: dict[tuple[int, int], NDArray[np.int64]] = {}  # that are being fetched
+        self._known: dict[tuple[int, int], NDArray[np.int64]] = {}  # rows whose fetch has begun
 
     def __call__(self, step: int, micro_step: int) -> NDArray[np.int64]:
-        """The rows; all that are not yet being fetched begin to be."""
+        """Return the rows; begin to fetch them and the next micro-batch's, unless that has begun."""
         wraps = micro_step + 1 == self._grad_accum_steps
         following = (step + 1, 0) if wraps else (step, micro_step + 1)
         before, self._known = self._known, {}
@@ -129,11 +129,11 @@ class TokenBatches:
 
     @property
     def global_batch_size(self) -> int:
-        """Rows that all ranks together read per step."""
+        """Number of rows that all ranks together read per step."""
         return self.micro_batch_size * self.grad_accum_steps * self.world_size
 
     def __call__(self, step: int, micro_step: int) -> tuple[Tensor, Tensor]:
-        """``(tokens_BT, targets_BT)``, int64, on the CPU. A ValueError where ``micro_step`` is out of range."""
+        """Return ``(tokens_BT, targets_BT)``, int64, on the CPU. ValueError if ``micro_step`` is out of range."""
         if not 0 <= micro_step < self.grad_accum_steps:
             raise ValueError(f"micro_step must be in [0, {self.grad_accum_steps}), got {micro_step}")
         return _read_rows(self.tokens, self._ahead(step, micro_step), self.seq_len)
@@ -148,17 +148,19 @@ class TokenBatches:
 class EvalBatches:
     """Evaluation batches of one rank: in corpus order, never shuffled, the same rows at any world size.
 
-    The set is ``max_rows`` rows, or all that the corpus holds, spread evenly over it: neighbouring rows are often
-    alike, so that a stretch of them would stand for little. It is cut into batches of ``micro_batch_size`` rows, the
-    last one maybe shorter; rank ``r`` reads batches ``r``, ``r + world_size``, and so on.
+    The evaluation set is ``max_rows`` rows, or all rows if the corpus has fewer. The rows are spread evenly over the
+    corpus, because neighbouring rows are often alike and one contiguous stretch would not be representative. The set is
+    cut into batches of ``micro_batch_size`` rows (the last one may be shorter); rank ``r`` reads batches ``r``, ``r +
+    world_size``, and so on.
 
-    Every rank yields the same number of batches, because at stage 3 each forward is a collective: where the world
-    does not divide the set, the ranks that ran out repeat the last batch with weight 0. The mean loss of the set is
+    Every rank yields the same number of batches, because at stage 3 each forward is a collective. If the batches do not
+    divide evenly among the ranks, the ranks that have run out repeat the last batch with weight 0. The mean loss of the
+    set is
 
         sum over ranks and batches of weight * loss  /  sum of weights
 
-    Iterating yields ``(tokens_BT, targets_BT, weight)`` with ``weight`` the rows of the batch, or 0; it may be iterated
-    again and again.
+    Iterating yields ``(tokens_BT, targets_BT, weight)``, where ``weight`` is the number of rows in the batch, or 0. It
+    may be iterated repeatedly.
 
     Raises:
         ValueError: a size below 1, a rank outside its world, or fewer than ``seq_len + 1`` tokens.
@@ -185,19 +187,19 @@ class EvalBatches:
         self._rows = np.arange(self.num_rows, dtype=np.int64) * available // self.num_rows
 
     def __len__(self) -> int:
-        """Batches that each rank yields, those of weight 0 included."""
+        """Number of batches that each rank yields, including those of weight 0."""
         return -(-self.num_batches // self.world_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, int]]:
         for rows, counts in eval_turns(self._rows, self.micro_batch_size, self.rank, self.world_size):
-            read_rows_ahead(self.tokens, rows, self.seq_len)  # side by side, where a reader would wait for one by one
+            read_rows_ahead(self.tokens, rows, self.seq_len)  # fetch all rows at once; reading waits for each in turn
             yield *_read_rows(self.tokens, rows, self.seq_len), rows.size if counts else 0
 
 
 def eval_turns(
     rows: NDArray[np.int64], micro_batch_size: int, rank: int, world_size: int
 ) -> Iterator[tuple[NDArray[np.int64], bool]]:
-    """The rows of each of a rank's batches, and whether they count: ranks that ran out repeat the last batch."""
+    """Yield the rows of each batch of a rank, and whether they count: ranks that have run out repeat the last batch."""
     num_batches = -(-rows.size // micro_batch_size)
     for turn in range(-(-num_batches // world_size)):
         batch = turn * world_size + rank
@@ -206,15 +208,15 @@ def eval_turns(
 
 
 def num_rows(tokens: Tokens, seq_len: int) -> int:
-    """Whole rows of ``seq_len`` tokens and their targets in a corpus: the last target needs one token more."""
+    """Return how many complete rows of ``seq_len`` inputs a corpus has; the last row's target needs one token more."""
     return max(0, tokens.num_tokens - 1) // seq_len
 
 
 def require_enough(tokens: Tokens, seq_len: int, rows: int, *, split: str = "train") -> None:
-    """See that a corpus feeds one batch of ``rows`` rows.
+    """Check that a corpus has enough rows for one batch of ``rows`` rows.
 
     Raises:
-        UserError: it does not; the line gives both counts and the ways out.
+        UserError: it does not; the message gives both counts and possible remedies.
     """
     available = num_rows(tokens, seq_len)
     if available < rows:
@@ -234,14 +236,14 @@ def _read_rows(tokens: Tokens, rows: NDArray[np.int64], seq_len: int) -> tuple[T
 
 
 def read_rows_ahead(tokens: Tokens, rows: NDArray[np.int64], seq_len: int) -> None:
-    """Begin to fetch rows that are read soon, where the stream knows how; return at once."""
+    """Begin to fetch rows that will be read soon, if the stream can; return at once."""
     read_ahead = getattr(tokens, "read_ahead", None)
     if read_ahead is not None:
         read_ahead(rows * seq_len, seq_len + 1)
 
 
 def check_sizes(rank: int, world_size: int, **sizes: int) -> None:
-    """Raise ValueError for a size below 1, or a rank outside its world."""
+    """Raise ValueError for a size below 1, or for a rank outside its world."""
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")

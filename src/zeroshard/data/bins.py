@@ -1,12 +1,14 @@
-"""Tokens that others have written: nanoGPT's ``train.bin`` and ``val.bin``, llm.c's files with their header.
+"""Token files that other programs wrote: nanoGPT's ``train.bin`` and ``val.bin``, and llm.c's files with a header.
 
-nanoGPT: uint16 ids and nothing else. llm.c: 256 int32 (magic, version, number of tokens, zeros), then uint16 ids
-(20240520, version 1: GPT-2's) or uint32 ids (20240801, version 7: Llama 3's). Both little-endian. A file validates that
-has ``val``, ``valid`` or ``validation`` as a word of its name: ``val.bin``, ``edu_val_000.bin``, not ``retrieval.bin``.
-Files whose ids are as wide as a prepared folder's are mapped where they lie, and nothing of their size is written.
-Beside its files nanoGPT may have ``meta.pkl``, which is a tokenizer (`zeroshard.data.character_meta`).
+nanoGPT: uint16 ids without a header. llm.c: 256 int32 (magic, version, number of tokens, zeros), then uint16 ids
+(20240520, version 1: GPT-2's) or uint32 ids (20240801, version 7: Llama 3's). Both are little-endian. A file belongs to
+the validation split if its name has ``val``, ``valid`` or ``validation`` as a word: ``val.bin``, ``edu_val_000.bin``,
+not ``retrieval.bin``. If the ids have the width of a prepared folder's, the files are memory-mapped in place and not
+copied. nanoGPT may have written a ``meta.pkl`` beside its files, which is a tokenizer
+(`zeroshard.data.character_meta`).
 
-https://github.com/karpathy/nanoGPT/tree/master/data, https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py
+https://github.com/karpathy/nanoGPT/tree/master/data,
+https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py
 """
 
 from __future__ import annotations
@@ -33,15 +35,15 @@ from zeroshard.errors import UserError
 from zeroshard.regular_files import open_binary
 
 _HEADER_INTS = 256
-_LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # magic, version -> ids
+_LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # (magic, version) -> dtype of ids
 _BLOCK_TOKENS = 1 << 22
 _VALIDATES = frozenset({"val", "valid", "validation"})
-BIN_SPLIT = "words-1"  # the rule by which files validate, in `meta.json`
+BIN_SPLIT = "words-1"  # the rule that assigns files to splits, as recorded in `meta.json`
 
 
 @dataclass(frozen=True)
 class _Bin:
-    """One file and how to read it."""
+    """One file of ids, and how to read it."""
 
     facts: FileFacts
     dtype: str
@@ -56,21 +58,21 @@ class _Bin:
         return np.memmap(self.facts.path, dtype=self.dtype, mode="r", offset=self.offset_bytes)
 
     def mapped_from(self, start: int) -> MappedMeta:
-        """Where the tokens from ``start`` on lie."""
+        """Return where the tokens from ``start`` on lie, for a mapped shard."""
         path = os.path.abspath(self.facts.path)
         begin = self.offset_bytes + start * np.dtype(self.dtype).itemsize
         return MappedMeta(path, begin, self.facts.num_bytes, self.modified_ns)
 
 
 class TokenBins:
-    """Ids in files; a source without text.
+    """Token ids in files; a source without text.
 
     Args:
         paths: files, or folders with ``.bin`` files.
-        vocab_size: of the tokenizer that made them; None for one more than the largest id.
+        vocab_size: vocabulary size of the tokenizer that made them; None: one more than the largest id.
 
     Raises:
-        UserError: no file, a header that does not match its file, or an id above the vocabulary.
+        UserError: there is no file, or a header does not match its file.
     """
 
     def __init__(self, paths: Sequence[str], vocab_size: int | None) -> None:
@@ -80,7 +82,7 @@ class TokenBins:
 
     @cached_property
     def vocab_size(self) -> int:
-        """Ids are below it; reads all of them."""
+        """Number of ids; the first access reads all files. UserError if an id is too large for the given tokenizer."""
         largest = max(int(block.max()) for file in self._files for block in _blocks(file.ids()))
         if self._asked is not None and largest >= self._asked:
             todo = "say which tokenizer made them by --data.tokenizer, or none"
@@ -88,24 +90,24 @@ class TokenBins:
         return self._asked or largest + 1
 
     def fingerprint(self) -> Fingerprint:
-        """Of names, sizes, heads and tails; no documents, because there is no text."""
+        """Return a fingerprint of names, sizes, heads and tails; 0 documents, because there is no text."""
         facts = [file.facts for file in self._files]
         digest = hashlib.sha256(corpus_identity(facts).encode()).hexdigest()
         return Fingerprint(sum(each.num_bytes for each in facts), 0, digest)
 
     @property
     def earlier_rule_differs(self) -> bool:
-        """Whether a file changed sides since any ``val`` in a name made it validate."""
+        """Whether an earlier rule, ``val`` anywhere in a name, would assign some file to the other split."""
         return any(file.validates != ("val" in Path(file.facts.path).name.lower()) for file in self._files)
 
     def split(self, val_fraction: float) -> Iterator[tuple[str, NDArray[np.unsignedinteger]]]:
-        """``("train" | "val", ids)`` a block at a time; where no file validates, the last ``val_fraction`` does."""
+        """Yield ``("train" | "val", ids)`` in blocks; without validation files the last ``val_fraction`` is ``val``."""
         for split, file, start, stop in self._ranges(val_fraction):
             for block in _blocks(file.ids()[start:stop]):
                 yield split, block
 
     def can_be_mapped(self, dtype: np.dtype[Any]) -> bool:
-        """Whether each file holds ids of ``dtype``, a prepared folder's."""
+        """Whether every file's ids have ``dtype``, that of the prepared folder."""
         return all(np.dtype(file.dtype) == dtype for file in self._files)
 
     def mapped(
@@ -115,13 +117,13 @@ class TokenBins:
         shard_tokens: int,
         progress: Callable[[int], None] = lambda num_bytes: None,
     ) -> dict[str, SplitMeta]:
-        """The splits as shards that lie where they are: the tokens of `split`, and of as many as a copy would have.
+        """Describe the splits as shards that stay in their files: the same tokens as a copy would have.
 
         Args:
-            val_fraction: as of `split`.
-            limits: the most tokens of each split; None: no limit.
-            shard_tokens: in a shard; one of a file's end may have fewer.
-            progress: called with the bytes of each shard that was read, for its sha256.
+            val_fraction: as for `split`.
+            limits: maximum number of tokens per split; None: no limit.
+            shard_tokens: tokens per shard; the last shard of a file may have fewer.
+            progress: called with the bytes of each shard once it has been read for its sha256.
         """
         found: dict[str, list[ShardMeta]] = {split: [] for split in SPLITS}
         num_tokens = dict.fromkeys(SPLITS, 0)
@@ -137,7 +139,7 @@ class TokenBins:
         return {split: SplitMeta(num_tokens[split], tuple(found[split])) for split in SPLITS}
 
     def _ranges(self, val_fraction: float) -> Iterator[tuple[str, _Bin, int, int]]:
-        """Tokens ``[start, stop)`` of a file, and their split, in order."""
+        """Yield, in order, split, file, and the range of tokens ``[start, stop)`` in it."""
         sizes = [file.ids().size for file in self._files]
         if any(file.validates for file in self._files):
             for file, size in zip(self._files, sizes, strict=True):

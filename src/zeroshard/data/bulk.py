@@ -1,18 +1,18 @@
-"""Tokens of corpora that are larger than memory, by several processes, whatever interrupts them.
+"""Prepare corpora that are larger than memory, with several processes, so that an interrupted run can be resumed.
 
     corpus -> parts -> workers -> WORK/parts/00000017.bin -> joined in order -> WORK/draft/train/tokens-00000.bin
 
-A part's tokens depend on nothing but the part, and parts are joined in their order, so the bytes are the same for any
-number of workers and of interruptions. Everything lies in a hidden folder beside the one that is made:
+A part's tokens depend only on the part, and parts are joined in order. So the bytes are the same for any number of
+workers and of interruptions. All files of the work are in WORK, a hidden folder beside the final one:
 
-    lock          one process at a time; the kernel lets go of it when that ends, however it ends
-    plan.json     what is prepared: another plan never goes on with this work
-    tokenizer.json  where the tokenizer is a file, or was trained here
+    lock          makes one process work at a time; the kernel releases it when that process ends, however it ends
+    plan.json     the choices of the preparation; work that was begun with other choices is not resumed
+    tokenizer.json  the tokenizer, if it is a file or was trained here
     parts/        finished parts that are not joined yet: a bounded number
-    draft/        the folder in the making
-    state.json    how much of draft/ is good: parts joined, tokens of each split. What lies beyond is cut off
+    draft/        the folder that will be published
+    state.json    how much of draft/ is valid: parts joined, tokens of each split. Anything beyond that is truncated
 
-A part appears by a rename, and so does `state.json`, after what it speaks of is on the disk.
+A part's file appears by a rename, and so does `state.json`, after everything that it counts is on the disk.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from zeroshard.data.tokenizer import BpeTokenizer, Tokenizer, make_tokenizer, re
 from zeroshard.errors import UserError
 from zeroshard.regular_files import json_of, open_regular, read_text
 
-TRAINING_BYTES = 256 << 20  # of text that a tokenizer learns from, a character for a byte
-_SAVE_BYTES, _SAVE_S = 256 << 20, 10.0  # of work that an interruption may cost, beside parts that are finished
+TRAINING_BYTES = 256 << 20  # text on which a tokenizer is trained; a character counts as a byte
+_SAVE_BYTES, _SAVE_S = 256 << 20, 10.0  # the state is saved after so many joined bytes or seconds
 
 
 @dataclass(frozen=True)
 class Told:
-    """How far it is.
+    """The progress of a preparation.
 
     Attributes:
-        num_tokens: of both splits, joined.
-        fraction: of all there will be, in [0, 1].
-        tokens_per_s: since this process began.
+        num_tokens: tokens of both splits that are joined.
+        fraction: share of the work that is done, in [0, 1].
+        tokens_per_s: rate since this process began.
     """
 
     num_tokens: int
@@ -62,14 +62,14 @@ class Told:
 
     @property
     def left_s(self) -> float:
-        """Seconds until it is done at this pace; 0 where that is not known."""
+        """Estimated seconds until the end; 0 if no estimate is possible."""
         rate = self.num_tokens / self.fraction if self.fraction else 0.0
         return rate * (1 - self.fraction) / self.tokens_per_s if self.tokens_per_s else 0.0
 
 
 @dataclass(frozen=True)
 class Joined:
-    """What lies in ``WORK/draft``."""
+    """The content of ``WORK/draft``."""
 
     splits: dict[str, SplitMeta]
     num_documents: int
@@ -78,24 +78,24 @@ class Joined:
 
 @dataclass
 class _State:
-    """What `state.json` says."""
+    """The content of `state.json`."""
 
     next_part: int = 0
     train: int = 0
     val: int = 0
     num_documents: int = 0
     num_bytes: int = 0
-    num_read: int = 0  # bytes of the current file, as it lies
+    num_read: int = 0  # bytes read of the current file, as stored
     file: str = ""
-    num_before: int = 0  # bytes of the files before it
+    num_before: int = 0  # total bytes of the files before it
 
 
 @contextmanager
 def work_folder(out: Path, plan: dict[str, Any]) -> Generator[Path]:
-    """The hidden folder beside ``out``, held by this process; begun for ``plan`` or gone on with.
+    """Lock and yield the hidden work folder beside ``out``; begin it for ``plan``, or resume work with the same plan.
 
     Raises:
-        UserError: another process works in it, it was begun for another plan, or it cannot be written.
+        UserError: another process has locked it, it was begun with another plan, or it cannot be written.
     """
     work = out.parent / f".{out.name}.partial"
     text = json.dumps(plan, indent=2, sort_keys=True) + "\n"
@@ -120,7 +120,7 @@ def work_folder(out: Path, plan: dict[str, Any]) -> Generator[Path]:
 
 
 def tokenizer_of(name: str, tables: Tables, holdout: Holdout, work: Path) -> Tokenizer:
-    """The tokenizer; ``bpe:N`` is trained once, on the first `TRAINING_BYTES` of what trains."""
+    """Return the tokenizer; ``bpe:N`` is trained once, on the first `TRAINING_BYTES` of the training text."""
     kept = work / "tokenizer.json"
     if kept.exists():
         return read_tokenizer(kept, name if name.startswith("bpe:") else "json")
@@ -142,11 +142,11 @@ def join_parts(
     num_workers: int,
     progress: Callable[[Told], None],
 ) -> Joined:
-    """Write the shards of both splits into ``work/draft``, going on from where an earlier process was.
+    """Write the shards of both splits into ``work/draft``, resuming from the state that an earlier process saved.
 
     Raises:
         UserError: a file or a row cannot be read.
-        OSError: the disk failed or is full; what was done stays for the next time.
+        OSError: the disk failed or is full; finished work is kept and can be resumed.
     """
     draft = work / "draft"
     state = _read_state(work / "state.json")
@@ -182,18 +182,18 @@ def join_parts(
 
 
 def token_limits(max_tokens: int, val_fraction: float) -> dict[str, int | None]:
-    """The most tokens of each split, where there are ``max_tokens`` of both; None of each where that is 0."""
+    """Return the maximum tokens per split, out of ``max_tokens`` for both; None per split if that is 0."""
     num_val = int(max_tokens * val_fraction)
     return {"train": max_tokens - num_val, "val": num_val} if max_tokens else {"train": None, "val": None}
 
 
 def remove(work: Path) -> None:
-    """Take the work folder away, when what it was for is in its place."""
+    """Delete the work folder once its result is published."""
     shutil.rmtree(work, ignore_errors=True)
 
 
 class _Shards:
-    """The files of a split: as many tokens as are known to be good, and room for more."""
+    """The files of one split: keeps the tokens that the state counts as valid, truncates the rest, and appends more."""
 
     def __init__(
         self, draft: Path, split: str, dtype: np.dtype[Any], shard_tokens: int, limit: int | None, num_tokens: int
@@ -231,7 +231,7 @@ class _Shards:
             self.num_tokens += piece.size
 
     def sync(self) -> None:
-        """Wait until all that was written is on the disk."""
+        """Block until all written bytes are on the disk."""
         if self._file is not None:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -242,7 +242,7 @@ class _Shards:
             self._file = None
 
     def describe(self) -> SplitMeta:
-        """Read all files once more and hash them."""
+        """Read all files again and hash them."""
         found = []
         for number in range(-(-self.num_tokens // self._shard_tokens)):
             count = min(self._shard_tokens, self.num_tokens - number * self._shard_tokens)
@@ -252,7 +252,7 @@ class _Shards:
         return SplitMeta(self.num_tokens, tuple(found))
 
     def _require(self, path: Path, num_tokens: int) -> None:
-        """See that a file has what was said to be on the disk."""
+        """Check that a file has at least the tokens that the state says are on the disk."""
         if not path.exists() or path.stat().st_size < num_tokens * self._dtype.itemsize:
             work = self._folder.parents[1]
             raise UserError("data.dir", f"{path} has lost what was written", f"delete the folder {work}")
@@ -275,7 +275,7 @@ def _made(
 
 
 def _join(made: MadePart, shards: dict[str, _Shards], state: _State) -> int:
-    """Write a part behind those before it, and count it; returns its tokens."""
+    """Append a part's tokens to the shards and count them; return how many tokens the part has."""
     for split in SPLITS:
         shards[split].write(made.tokens[split])
     state.train, state.val = shards["train"].num_tokens, shards["val"].num_tokens
@@ -286,7 +286,7 @@ def _join(made: MadePart, shards: dict[str, _Shards], state: _State) -> int:
 
 
 def _save(state: _State, shards: dict[str, _Shards], work: Path) -> None:
-    """Have the disk hold what was joined, then say so, then take away the parts that it was joined from."""
+    """Flush the joined tokens to the disk, then save the state, then delete the parts that are joined."""
     for each in shards.values():
         each.sync()
     write_whole(work / "state.json", json.dumps(asdict(state)).encode())
@@ -308,7 +308,7 @@ def _size_of(tables: Tables, path: str) -> int:
 
 
 def at_most(texts: Iterable[str], num_chars: int) -> Iterator[str]:
-    """As many of ``texts`` as have ``num_chars`` characters, and the rest of the last one."""
+    """Yield the first texts until they have ``num_chars`` characters; the last one is not cut."""
     for text in texts:
         if num_chars <= 0:
             return
@@ -317,7 +317,7 @@ def at_most(texts: Iterable[str], num_chars: int) -> Iterator[str]:
 
 
 def _training_texts(tables: Tables, holdout: Holdout) -> Iterator[str]:
-    """What a tokenizer may learn from: never a word of validation."""
+    """Yield the text that a tokenizer may be trained on: no validation text."""
     reader = PartReader(tables.column)
     try:
         for part in tables.parts():
@@ -335,7 +335,7 @@ def _difference(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """What an earlier start wrote; nothing where there was none."""
+    """Return the JSON object that an earlier process wrote; empty if there is no file."""
     if not path.exists():
         return {}
     try:

@@ -1,8 +1,8 @@
-"""nanoGPT's ``meta.pkl``: the characters of a character-level set, and their ids.
+"""nanoGPT's ``meta.pkl``: the characters of a character-level data set, and their ids.
 
-It is a pickle, and a pickle may call whatever can be imported. So its operations are read before any is carried out,
-and all but those that make dictionaries, lists, text, numbers and truth values are refused: none of them imports,
-calls or builds an object.
+It is a pickle, and a pickle may call anything that can be imported. So we read its operations before any of them is
+executed, and refuse all except those that make dictionaries, lists, text, numbers and truth values; none of these
+imports, calls or builds an object.
 
 https://github.com/karpathy/nanoGPT/blob/master/data/shakespeare_char/prepare.py
 """
@@ -21,7 +21,7 @@ from zeroshard.regular_files import read_bytes
 if TYPE_CHECKING:
     import tokenizers
 
-_MOST_BYTES = 1 << 25  # all characters of Unicode have 17 MB
+_MOST_BYTES = 1 << 25  # a file with all characters of Unicode has 17 MB
 _CONTAINERS = {"MARK", "EMPTY_DICT", "DICT", "SETITEM", "SETITEMS", "EMPTY_LIST", "LIST", "APPEND", "APPENDS"}
 _CONTAINERS |= {"EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "NONE", "NEWTRUE", "NEWFALSE"}
 _TEXT = {"UNICODE", "SHORT_BINUNICODE", "BINUNICODE"}
@@ -31,17 +31,17 @@ _ALLOWED = _CONTAINERS | _TEXT | _NUMBERS | _MEMORY | {"PROTO", "FRAME", "STOP"}
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes no object of a class: what `_ALLOWED` has kept out already."""
+    """Refuses to make objects of classes, a second safeguard after `_ALLOWED`."""
 
     def find_class(self, module_name: str, global_name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"it holds {module_name}.{global_name}")
 
 
 def read_characters(path: Path) -> dict[str, int]:
-    """The id of each character, as ``stoi`` and ``itos`` of a ``meta.pkl`` say it.
+    """Return the id of each character, from ``stoi`` and ``itos`` of a ``meta.pkl``.
 
     Raises:
-        UserError: it cannot be read, holds more than plain values, or is no set of characters.
+        UserError: it cannot be read, contains more than plain values, or is not a set of characters.
     """
     todo = "give the meta.pkl of a character-level set of nanoGPT"
     try:
@@ -62,11 +62,11 @@ def read_characters(path: Path) -> dict[str, int]:
 
 
 def character_tokenizer(stoi: dict[str, int]) -> tokenizers.Tokenizer:
-    """Of the tokenizers library: each character is a token, and one that has no id is refused."""
+    """Return a tokenizer of the tokenizers library: each character is a token, and one without an id is an error."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
-    # The library refuses an unknown character where the token in its place is not in the vocabulary.
+    # The library refuses an unknown character if ``unk_token`` is not in the vocabulary.
     inner = tokenizers.Tokenizer(models.WordLevel(vocab=stoi, unk_token="no character"))
     inner.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
     inner.decoder = decoders.Fuse()

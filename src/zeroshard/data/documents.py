@@ -1,4 +1,4 @@
-"""Documents out of files, a chunk at a time: strict UTF-8, errors that name the file and the byte, bounded memory.
+"""Read documents from files, chunk by chunk: strict UTF-8, errors that name the file and the byte, bounded memory.
 
 A text file is one document; a ``.jsonl`` file is one document per line, under its key ``text``.
 """
@@ -15,14 +15,14 @@ from typing import BinaryIO
 from zeroshard.errors import UserError
 from zeroshard.regular_files import json_of, open_binary
 
-CHUNK_BYTES = 1 << 20  # fixed, because a trained tokenizer sees no further than the end of its chunk
+CHUNK_BYTES = 1 << 20  # fixed, because the ids depend on it: a tokenizer encodes each chunk separately
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text, possibly larger than memory: calling ``chunks`` reads it from its beginning, once more each time.
+    """One text, possibly larger than memory: each call of ``chunks`` reads it again from the beginning.
 
-    Chunks are at most a few MiB and end at line ends where there are any. ``num_bytes`` counts UTF-8.
+    Chunks are at most a few MiB and end at line ends if there are any. ``num_bytes`` counts UTF-8.
     """
 
     name: str
@@ -32,10 +32,10 @@ class Document:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What tells one corpus from another.
+    """A summary of a corpus's content that distinguishes it from others.
 
-    ``sha256`` is that of the file where there is one file, so that ``sha256sum`` answers the same; of several it is
-    the sha256 of their own sums in hexadecimal, in order, one a line.
+    If there is one file, ``sha256`` is that file's, as ``sha256sum`` prints it. For several files it is the sha256 of
+    their own sums in hexadecimal, in order, one per line.
     """
 
     num_bytes: int
@@ -44,15 +44,15 @@ class Fingerprint:
 
 
 def text_document(text: str, name: str) -> Document:
-    """A document that is in memory already."""
+    """Return a document for a text that is in memory already."""
     return Document(name, len(text.encode()), lambda: iter((text,)))
 
 
 def documents_of(files: Sequence[Path]) -> Iterator[Document]:
-    """The documents of files, in order.
+    """Yield the documents of files, in order.
 
     Raises:
-        UserError: while they are read: not UTF-8, a NUL byte, a line that is not JSON or has no ``text``.
+        UserError: raised while files are read: not UTF-8, a NUL byte, a line that is not JSON or has no ``text``.
     """
     for path in files:
         if path.suffix == ".jsonl":
@@ -62,7 +62,7 @@ def documents_of(files: Sequence[Path]) -> Iterator[Document]:
 
 
 def fingerprint_of(files: Sequence[Path]) -> Fingerprint:
-    """Read files and fingerprint their bytes; nothing is kept but one block. A UserError where one cannot be read."""
+    """Read files block by block and fingerprint their bytes; raise UserError if one cannot be read."""
     sums, num_bytes, num_documents = [], 0, 0
     for path in files:
         digest = hashlib.sha256()
@@ -81,10 +81,10 @@ def fingerprint_of(files: Sequence[Path]) -> Fingerprint:
 
 
 def read_chunks(path: Path) -> Iterator[str]:
-    """A UTF-8 file as text, about `CHUNK_BYTES` at a time, cut at line ends where there are any.
+    """Yield a UTF-8 file as text, about `CHUNK_BYTES` at a time, cut at line ends if there are any.
 
     Raises:
-        UserError: at the first byte that is not UTF-8, or is NUL; the line gives its offset.
+        UserError: a byte is not UTF-8, or is NUL; the message gives its offset.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
     offset, carry = 0, ""

@@ -1,9 +1,9 @@
-"""Documents of files as ids, by several processes: the same ids for any number of them.
+"""Encode the documents of files with several processes; the ids are the same for any number of them.
 
     documents -> pieces of text (at most a chunk each) -> tasks of about `TASK_BYTES` -> workers -> ids, in order
 
-What a tokenizer sees is a chunk (`documents.CHUNK_BYTES`), whoever encodes it. This process reads, cuts and writes; the
-others encode, which takes a hundred times as long.
+A tokenizer always sees one chunk (`documents.CHUNK_BYTES`) at a time, whichever process encodes it. This process reads,
+cuts and writes; the others encode, which takes a hundred times as long.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ TASK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Piece:
-    """Text of one document, and where in it.
+    """A piece of one document's text, and its place in the document.
 
     Attributes:
-        split: that it belongs to.
-        text: a chunk of the document; empty only where ``ends``.
-        begins, ends: whether the document begins before it, or ends after it.
-        ends_line: whether the document's last character is a newline; of a piece that ends one.
+        split: the split that it belongs to.
+        text: a chunk of the document; empty only if ``ends``.
+        begins, ends: whether the document begins before this piece, or ends after it.
+        ends_line: whether the document's last character is a newline; used only if ``ends``.
     """
 
     split: str
@@ -46,12 +46,12 @@ class Piece:
 
 
 class Encoder:
-    """Encodes texts, in a worker.
+    """Encodes texts in a worker.
 
     Args:
-        folder: whose ``tokenizer.json`` is used where it is there.
-        name: of the tokenizer.
-        dtype: of ids, as `meta.DTYPES` names it.
+        folder: a folder whose ``tokenizer.json`` is used if it exists.
+        name: name of the tokenizer.
+        dtype: dtype of ids, a key of `meta.DTYPES`.
     """
 
     def __init__(self, folder: Path, name: str, dtype: str) -> None:
@@ -60,7 +60,7 @@ class Encoder:
         self._dtype = DTYPES[dtype]
 
     def __call__(self, pieces: list[Piece]) -> list[NDArray[np.unsignedinteger]]:
-        """The ids of each piece."""
+        """Return the ids of each piece."""
         return [self._tokenizer.encode_piece(piece.text).astype(self._dtype) for piece in pieces]
 
 
@@ -73,14 +73,14 @@ def encode_pieces(
     dtype: str,
     num_workers: int,
 ) -> Iterator[Piece]:
-    """Write the ids of ``pieces`` and what joins documents; yields each piece once it is written.
+    """Write the ids of ``pieces``, and the ids that begin and end documents; yield each piece once it is written.
 
     Args:
-        pieces: in order.
-        tokenizer: of this process.
-        writers: by split.
-        folder, name, dtype: of the workers' `Encoder`.
-        num_workers: 1 for none but this process.
+        pieces: the pieces, in order.
+        tokenizer: the tokenizer for this process.
+        writers: a writer per split.
+        folder, name, dtype: arguments of the workers' `Encoder`.
+        num_workers: number of processes; 1 encodes in this process.
     """
     with ExitStack() as stack:
         if num_workers == 1:
@@ -102,7 +102,7 @@ def encode_pieces(
 
 
 def pieces_of(source: TextSource, holdout: Holdout, writers: dict[str, TokenWriter]) -> Iterator[Piece]:
-    """What is to be encoded, in order; of a split that is full, nothing."""
+    """Yield the pieces to encode, in order; none for a split that is full."""
     for document in source.documents():
         for split, side in holdout.sides(document):
             if writers[split].is_full:
@@ -115,12 +115,12 @@ def pieces_of(source: TextSource, holdout: Holdout, writers: dict[str, TokenWrit
                 begins, last = False, chunk
                 if writers[split].is_full:
                     break
-            if last:  # not a character, as of a tiny document's head: nothing to end
+            if last:  # without any character (the head of a tiny document) there is nothing to end
                 yield Piece(split, "", begins=False, ends=True, ends_line=last.endswith("\n"))
 
 
 def train_texts(source: TextSource, holdout: Holdout) -> Iterator[str]:
-    """What a tokenizer may learn from: never a word of validation."""
+    """Yield the text that a tokenizer may be trained on: no validation text."""
     for document in source.documents():
         for split, side in holdout.sides(document):
             if split == "train":
@@ -128,7 +128,7 @@ def train_texts(source: TextSource, holdout: Holdout) -> Iterator[str]:
 
 
 def keep_for_workers(folder: Path, tokenizer: Tokenizer) -> None:
-    """Put into ``folder`` what an `Encoder` there needs beside the tokenizer's name."""
+    """Write into ``folder`` the ``tokenizer.json`` that an `Encoder` there needs, if the name is not enough."""
     if isinstance(tokenizer, BpeTokenizer):
         (folder / TOKENIZER_FILE).write_text(tokenizer.to_json(), encoding="utf-8")
 

@@ -1,7 +1,8 @@
-"""Files by path or address, local or far away: opened alike, and refused within seconds where they cannot be had.
+"""Open files by local path or by address in the same way, and fail within seconds if they are unavailable.
 
-A local path is opened by Python, an address (``https://``, ``hf://``, ``s3://`` ...) by fsspec. Who asks for an address
-over HTTP is asked first whether anybody answers: loaders further down would try again and again, and say nothing.
+A local path is opened by Python, an address (``https://``, ``hf://``, ``s3://`` ...) by fsspec. For an address over
+HTTP we first check that the server answers, because the libraries below us would retry for a long time without a
+message.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from zeroshard.errors import UserError
 Result = TypeVar("Result")
 
 EDGE_BYTES = 1 << 20
-CONNECT_S, SILENCE_S = 10.0, 60.0  # a server that does not let us in; one that lets us wait for bytes
-RETRIES_S = (1.0, 3.0, 9.0)  # waits before a file at an address that failed is read again
+CONNECT_S, SILENCE_S = 10.0, 60.0  # time limits for connecting, and for a server that stops sending
+RETRIES_S = (1.0, 3.0, 9.0)  # waits before each retry of an address that failed
 _IO_PACKAGES = ("aiohttp", "httpx", "httpx2", "httpcore", "httpcore2", "huggingface_hub", "fsspec", "pyarrow")
 _CODECS = ("zlib", "zstandard", "_lzma")
-_HEADERS = {"User-Agent": "zeroshard"}  # some servers turn Python's own name away
+_HEADERS = {"User-Agent": "zeroshard"}  # some servers refuse Python's default
 
 
 @dataclass(frozen=True)
 class FileFacts:
-    """What tells a file from another without reading all of it.
+    """Facts that tell one version of a file from another without reading all of it.
 
     Attributes:
         path: a local path, or an address.
         num_bytes: its size.
-        identity: a version that the server vouches for, or the sha256 of size, head and tail.
+        identity: a version from the server (ETag or blob id), or the sha256 of size, head and tail.
     """
 
     path: str
@@ -48,21 +49,21 @@ class FileFacts:
 
 
 def is_address(path: str) -> bool:
-    """Whether ``path`` is one of fsspec's addresses and no local path."""
+    """Whether ``path`` is an address for fsspec rather than a local path."""
     return "://" in path
 
 
 def suffix_of(path: str) -> str:
-    """The last suffix in lower case, without what follows a ``?`` in an address."""
+    """Return the last suffix in lower case, without the query (``?...``) of an address."""
     return Path(urlsplit(path).path if is_address(path) else path).suffix.lower()
 
 
 def open_binary(path: str, *, whole_ranges: bool = False) -> BinaryIO:
-    """Open for reading and seeking; ``whole_ranges`` where the reader asks for exactly what it needs.
+    """Open for reading and seeking; ``whole_ranges``: the reader requests exactly the bytes that it needs.
 
     Raises:
         OSError: it cannot be opened.
-        UserError: its kind of address needs a package that is not installed.
+        UserError: this kind of address needs a package that is not installed.
     """
     if not is_address(path):
         return regular_files.open_binary(path)
@@ -75,10 +76,10 @@ def open_binary(path: str, *, whole_ranges: bool = False) -> BinaryIO:
 
 
 def facts_of(path: str) -> FileFacts:
-    """Size and identity of one file.
+    """Return the size and identity of one file.
 
     Raises:
-        UserError: it is missing, empty or not to be had; within seconds.
+        UserError: it is missing, empty or unavailable; raised within seconds.
     """
     try:
         version = ""
@@ -103,10 +104,10 @@ def facts_of(path: str) -> FileFacts:
 
 
 def answers(address: str, field: str, todo: str, *, timeout_s: float = 5.0) -> None:
-    """See that a server answers for ``address``, in ``timeout_s`` and a little more.
+    """Check that a server answers for ``address`` within about ``timeout_s``.
 
     Raises:
-        UserError: nobody answers, or with a refusal.
+        UserError: it does not answer, or it refuses.
     """
     failed: list[BaseException] = []
 
@@ -115,14 +116,14 @@ def answers(address: str, field: str, todo: str, *, timeout_s: float = 5.0) -> N
         try:
             urllib.request.urlopen(request, timeout=timeout_s).close()
         except urllib.error.HTTPError as error:
-            if error.code in (405, 501):  # whoever refuses to say only that it is there, is there
+            if error.code in (405, 501):  # the server does not support HEAD, but it answers
                 error.close()
             else:
                 failed.append(error)
         except (OSError, ValueError) as error:
             failed.append(error)
 
-    # In a thread, because looking up a name has no time limit.
+    # In a thread, because a DNS lookup has no time limit.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(timeout_s + 2)
@@ -130,15 +131,15 @@ def answers(address: str, field: str, todo: str, *, timeout_s: float = 5.0) -> N
         raise UserError(field, f"{address} does not answer within {timeout_s:g} s", todo)
     if failed:
         if isinstance(failed[0], urllib.error.HTTPError):
-            failed[0].close()  # it is the response as well, and holds its socket
+            failed[0].close()  # an HTTPError is also the response, and keeps its socket open
         raise UserError(field, f"{address} cannot be had ({_reason(failed[0])})", todo)
 
 
 def patiently(read: Callable[[], Result], path: str, todo: str) -> Result:
-    """What ``read`` returns; at an address it is called again after a failure, from its beginning.
+    """Return the result of ``read``; if ``path`` is an address, retry after a failure, each time from the beginning.
 
     Raises:
-        UserError: it failed once too often, or once where nothing else can be expected.
+        UserError: an address failed after all retries, or a local file failed once.
     """
     for wait_s in (*RETRIES_S, None):
         try:
@@ -155,13 +156,13 @@ def patiently(read: Callable[[], Result], path: str, todo: str) -> Result:
 
 
 def require_package(name: str, what: str) -> None:
-    """See that an optional package is installed; ``what`` needs it."""
+    """Check that an optional package is installed; ``what`` names the feature that needs it."""
     if find_spec(name) is None:
         raise UserError("data", f"{what} needs the package {name}", "pip install 'zeroshard[data]'")
 
 
 def _is_io(error: Exception) -> bool:
-    """Whether a file or a connection failed; libraries between us and it have errors of their own for that."""
+    """Whether the error means that a file or a connection failed; fsspec and others have their own classes for that."""
     return isinstance(error, OSError) or _package_of(error) in _IO_PACKAGES or _is_damage(error)
 
 
@@ -188,7 +189,7 @@ def _filesystem(path: str) -> tuple[Any, str]:
 
 
 def _authorization(address: str) -> dict[str, str]:
-    """The user's token, for the hub and nobody else."""
+    """Return the user's token for the hub; nothing for any other server."""
     if find_spec("huggingface_hub") is None:
         return {}
     from huggingface_hub import constants, get_token

@@ -1,10 +1,11 @@
-"""Data sets of the Hugging Face hub by name: which files they are, at which revision.
+"""Data sets of the Hugging Face hub by name: find their files, at a fixed revision.
 
 `datasets` resolves name, configuration and split to files, as it does for its own streaming; `tables` reads them, so
-that an address of the hub and a file on this disk go the same way. The files' addresses name a commit: what is read
-today is what is read when the command is run again.
+that hub addresses and local files use the same code. The files' addresses name a commit, so a later run reads the same
+content.
 
-The hub is asked once, with a short time limit, before any loader is: those try for half a minute without a word.
+The hub is contacted once, with a short time limit, before `datasets` is, because the loaders in `datasets` retry for
+half a minute without a message.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from zeroshard.data.registry import SOURCES, SourceRequest
 from zeroshard.data.tables import TABLE_SUFFIXES, Tables, is_table
 from zeroshard.errors import UserError
 
-_AS_PARQUET = "refs/convert/parquet"  # where the hub keeps its own conversion of what was a script
+_AS_PARQUET = "refs/convert/parquet"  # the hub's own conversion of data sets that are scripts
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class HubName:
 
 
 def parse_hub_name(name: str) -> HubName:
-    """The parts of a name; a UserError where it has none."""
+    """Split a name into its parts; raise UserError if it names no data set."""
     rest = (SOURCES[name].hub if name in SOURCES else name).removeprefix("hf:")
     rest, _, split = rest.partition("@")
     repo, _, configuration = rest.partition(":")
@@ -43,16 +44,16 @@ def parse_hub_name(name: str) -> HubName:
 
 
 def hub_source(asked: SourceRequest) -> Tables:
-    """`open_hub` for the table of sources."""
+    """Call `open_hub`; the factory in the table of sources."""
     return open_hub(asked.name, asked.column)
 
 
 def open_hub(name: str, column: str) -> Tables:
-    """The files of a data set on the hub.
+    """Return the files of a data set on the hub.
 
     Raises:
         UserError: `datasets` is not installed, the hub cannot be reached, there is no such data set, configuration or
-            split, or its files are of another kind than `tables` reads; within seconds.
+            split, or `tables` cannot read its kind of files; raised within seconds.
     """
     wanted = parse_hub_name(name)
     require_package("datasets", f"{name} on the Hugging Face hub")
@@ -76,14 +77,14 @@ def _require_hub(wanted: HubName) -> None:
     try:
         answers(address, "data.source", todo)
     except UserError as error:
-        if any(f"({status} " in error.what for status in (401, 403, 404)):  # the hub hides what is not for everybody
+        if any(f"({status} " in error.what for status in (401, 403, 404)):  # the hub hides private and gated data sets
             todo = "check its name, or set HF_TOKEN if it is private or gated"
             raise UserError("data.source", f"the hub shows no data set {wanted.repo} ({address})", todo) from None
         raise
 
 
 def _data_files(wanted: HubName) -> Sequence[str]:
-    """Addresses of the split's files, in order."""
+    """Return the addresses of the split's files, in order."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -95,7 +96,7 @@ def _data_files(wanted: HubName) -> Sequence[str]:
             if "script" not in str(error):
                 raise
             builder = datasets.load_dataset_builder(wanted.repo, configuration, revision=_AS_PARQUET)
-    except Exception as error:  # noqa: BLE001 -- no such configuration, above all; there is no common class
+    except Exception as error:  # noqa: BLE001 -- mostly an unknown configuration; there is no common class
         first_line = next(iter(str(error).splitlines()), "")
         todo = "write OWNER/NAME:CONFIGURATION"
         raise UserError("data.source", f"{wanted} cannot be opened ({first_line or error!r})", todo) from None
@@ -107,7 +108,7 @@ def _data_files(wanted: HubName) -> Sequence[str]:
 
 
 def _facts(path: str) -> FileFacts:
-    """An address that names a commit is its content's identity."""
+    """Return a file's facts; an address that names a commit identifies its content."""
     if not path.startswith("hf://"):
         return facts_of(path)
     from huggingface_hub import HfFileSystem

@@ -1,13 +1,15 @@
-"""How documents become one stream of ids, how a prompt begins, and how many bytes of text ids stand for.
+"""How documents are joined to one stream of ids, how a prompt begins, and how many bytes of text ids stand for.
 
     begin  ids of the document  end        begin  ids of the next  end        ...
 
-- *begin*: what the tokenizer's file puts before a text: BOS for LLaMA's, nothing for `bytes`, tiktoken's and `bpe:N`.
-- *end*: what it puts after a text, and the end-of-text id unless that is the last of them. A tokenizer that has
-  neither, such as `bytes`, ends a document with a newline unless it has one already.
+- *begin*: the ids that the tokenizer's file puts before a text: BOS for LLaMA's, none for `bytes`, tiktoken's and
+  `bpe:N`.
+- *end*: the ids that it puts after a text, and then the end-of-text id unless that is already the last of them. If a
+  tokenizer has neither, such as `bytes`, a document ends with a newline, which is added if it is missing.
 
-So a document is what the tokenizers library makes of it, and its end. A prompt has the beginning and not the end. Marks
-are predicted like other ids and count as tokens; as text they have no bytes (bits per byte, see `num_text_bytes`).
+So a document has the ids that the tokenizers library gives it, and its end. A prompt has the beginning and not the end.
+These marks are predicted like other ids and count as tokens; as text they have no bytes (bits per byte, see
+`num_text_bytes`).
 """
 
 from __future__ import annotations
@@ -19,12 +21,12 @@ from zeroshard.data.tokenizer import BpeTokenizer, ByteTokenizer, TiktokenTokeni
 
 
 def begin_ids(tokenizer: Tokenizer) -> NDArray[np.int64]:
-    """What stands before each document, [n]; mostly nothing."""
+    """Return the ids before each document, [n]; mostly none."""
     return np.asarray(tokenizer.around[0], dtype=np.int64)
 
 
 def end_ids(tokenizer: Tokenizer, *, ends_line: bool) -> NDArray[np.int64]:
-    """What stands after a document, [n]; ``ends_line``: its last character is a newline."""
+    """Return the ids after a document, [n]; ``ends_line``: the document's last character is a newline."""
     after, eos_id = list(tokenizer.around[1]), tokenizer.eos_id
     if eos_id is not None and after[-1:] != [eos_id]:
         after.append(eos_id)
@@ -34,36 +36,36 @@ def end_ids(tokenizer: Tokenizer, *, ends_line: bool) -> NDArray[np.int64]:
 
 
 def put_around(tokenizer: Tokenizer) -> list[list[int]]:
-    """What a tokenizer's file puts before and after documents; empty where that is an end-of-text id at most."""
+    """Return the ids that a tokenizer's file puts before and after documents; empty if there is only an eos_id."""
     before, after = tokenizer.around
     return [list(before), list(after)] if before or after not in ((), (tokenizer.eos_id,)) else []
 
 
 def document_ids(tokenizer: Tokenizer, text: str) -> NDArray[np.int64]:
-    """A document's ids with what begins and what ends it, [n]."""
+    """Return a document's ids with its begin and end ids, [n]."""
     has_mark = tokenizer.eos_id is not None or bool(tokenizer.around[1])
     if not has_mark and not text.endswith("\n"):
-        text += "\n"  # one text for the tokenizer, which may merge it
+        text += "\n"  # added before encoding, because the tokenizer may merge it with the text
     end = end_ids(tokenizer, ends_line=True)
     return np.concatenate([begin_ids(tokenizer), tokenizer.encode_piece(text), end])
 
 
 def prompt_ids(tokenizer: Tokenizer, text: str) -> NDArray[np.int64]:
-    """The ids of a text that is to go on, [n]: begun as a document is, and not ended."""
+    """Return the ids of a text that the model is to continue, [n]: with a document's begin ids, without its end."""
     return np.concatenate([begin_ids(tokenizer), tokenizer.encode_piece(text)])
 
 
 def marks_of(tokenizer: Tokenizer) -> list[int]:
-    """The ids that begin and end documents, and stand for no text."""
+    """Return the ids that begin and end documents and stand for no text."""
     before, after = tokenizer.around
     eos = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
     return sorted({*before, *after, *eos})
 
 
 def num_text_bytes(tokenizer: Tokenizer, ids: NDArray[np.integer]) -> int:
-    """Bytes of UTF-8 that ``ids``, [n], stand for; marks stand for none.
+    """Return the number of UTF-8 bytes that ``ids``, [n], stand for; marks stand for none.
 
-    Exact where the tokenizer works on bytes. Elsewhere documents are decoded one by one, and a character that is cut
+    It is exact if the tokenizer is byte-level. Otherwise documents are decoded one by one, and a character that is cut
     at either end of ``ids`` counts as the three bytes of U+FFFD.
     """
     lengths = _byte_lengths(tokenizer)
@@ -75,7 +77,7 @@ def num_text_bytes(tokenizer: Tokenizer, ids: NDArray[np.integer]) -> int:
 
 
 def _byte_lengths(tokenizer: Tokenizer) -> NDArray[np.int64] | None:
-    """Bytes of each id, [vocab_size]; None where they depend on what stands beside it."""
+    """Return the number of bytes of each id, [vocab_size]; None if it depends on the neighbouring ids."""
     lengths = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     if isinstance(tokenizer, ByteTokenizer):
         return lengths + 1

@@ -1,16 +1,16 @@
-"""Tables as tokens, document after document, read by many ranks at once: what comes next, and who encodes it.
+"""Tables as a stream of tokens that many ranks read together: which documents come next, and which rank encodes them.
 
-    parts of an epoch, shuffled   p0 p1 p2 p3 ...         dealt out to `NUM_LANES` lanes as cards are
+    parts of an epoch, shuffled   p0 p1 p2 p3 ...         dealt out to `NUM_LANES` lanes in turn, like cards
     lane l                        pl, pl+L, pl+2L ...     read one after another
-    a turn                        of each lane its next documents: whole ones, of so many bytes of text or a little more
+    a turn                        each lane's next documents: complete ones, with a given size of text or a little more
 
-What a lane gives in a turn follows from its place alone (how many of its parts and documents it is past), so whoever
-encodes it makes the same ids. Rank ``r`` of ``W`` encodes lanes ``r``, ``r + W`` ..., and a gather of bytes gives all
-ranks all ids of the turn: two bytes a token, a thousandth of what gradients take. So each document is fetched and
-encoded once in a world, and never before its turn but for the one turn that is encoded ahead.
+The documents of a lane's turn depend only on the lane's place (how many of its parts and documents are already read),
+so any rank that encodes them makes the same ids. Rank ``r`` of ``W`` encodes lanes ``r``, ``r + W`` ..., and a gather
+of bytes gives every rank all ids of the turn: two or four bytes per token, far less than the gradients. So each
+document is fetched and encoded once per world, at most one turn before it is needed.
 
-Where there are more ranks than lanes, ranks ``l``, ``l + L`` ... share lane ``l``: each reads its text, which is quick,
-and encodes its share of the documents. Text at an address is fetched by one rank alone.
+If there are more ranks than lanes, ranks ``l``, ``l + L`` ... share lane ``l``: each of them reads its text, which is
+fast, and encodes its share of the documents. Text at an address is fetched by only one of these ranks.
 """
 
 from __future__ import annotations
@@ -37,39 +37,40 @@ from zeroshard.data.tables import Part, PartReader, Tables, corpus_identity, cou
 from zeroshard.data.tokenizer import Tokenizer
 from zeroshard.errors import UserError
 
-NUM_LANES = 16  # parts that a turn mixes: each is an open file of the rank that reads it
-READ_THREADS = 2  # of a rank, that read and encode ahead
-_RULE = "stream-1"  # by which documents become rows, in identities
-_PIECE = struct.Struct("<5q")  # lane; documents; bytes of ids; the place after them, -1 where the lane is at its end
-_OTHERS = -1  # in place of the number of ids of a document that another rank encodes
+NUM_LANES = 16  # parts that a turn mixes; each is an open file of the rank that reads it
+READ_THREADS = 2  # threads per rank that read and encode ahead
+_RULE = "stream-1"  # version of the way in which documents become rows; part of identities
+_PIECE = struct.Struct("<5q")  # lane; documents; bytes of ids; the place after them (-1: end of the lane)
+_OTHERS = -1  # replaces the number of ids for a document that another rank encodes
 _DONE, _FAILED = b"\0", b"\1"
 
 Ids = NDArray[np.unsignedinteger]
-Pieces = list[Ids | None]  # a document each; None: another rank encodes it
+Pieces = list[Ids | None]  # one per document; None: another rank encodes it
 Gather = Callable[[bytes], list[bytes]]
 
 
 class Place(NamedTuple):
-    """How far a lane is: past so many of its parts, and past so many documents of the next one."""
+    """A position in a lane: the number of its parts already read, and of documents already read in the next part."""
 
     part: int
     document: int
 
 
-Places = tuple[Place | None, ...]  # of each lane; None: it has no more in this epoch
+Places = tuple[Place | None, ...]  # one per lane; None: the lane has no more documents in this epoch
 
 
 @dataclass(frozen=True)
 class StreamedText:
-    """A corpus that is read as it is needed.
+    """A corpus that is read during training, as it is needed.
 
     Attributes:
-        parts: all of them, in order.
-        tokenizer: makes ids.
-        column: holds the text.
-        holdout: which documents validate.
-        identity: equal where the same is trained on.
-        earlier_identity: what an earlier version said of the same text; it read other rows in another order.
+        parts: all parts, in order.
+        tokenizer: the tokenizer that makes ids.
+        column: the column that contains the text.
+        holdout: the rule that decides which documents validate.
+        identity: a hash of everything that decides the tokens of the stream.
+        earlier_identity: the identity that an earlier version gave to the same text; that version read its rows in
+            another order.
     """
 
     parts: tuple[Part, ...]
@@ -81,15 +82,15 @@ class StreamedText:
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:
-        """Of ids."""
+        """The dtype of ids."""
         return DTYPES[dtype_for(self.tokenizer.vocab_size)]
 
 
 def open_stream(tables: Tables, tokenizer: Tokenizer, tokenizer_identity: str, val_fraction: float) -> StreamedText:
-    """Look at every file and cut it into parts; reads a few documents.
+    """Open every file and cut it into parts; reads a few documents.
 
     Raises:
-        UserError: compressed lines, which can only be read from front to back; a file cannot be read.
+        UserError: a file is compressed lines, which can only be read from front to back; or a file cannot be read.
     """
     for file in tables.files:
         if suffix_of(file.path) in (".gz", ".zst"):
@@ -104,14 +105,14 @@ def open_stream(tables: Tables, tokenizer: Tokenizer, tokenizer_identity: str, v
 
 
 class Lanes:
-    """The lanes of one split, and this rank's share of the work in them.
+    """The lanes of one split, and this rank's share of reading and encoding them.
 
     Args:
         text: the corpus.
-        split: ``train`` or ``val``: the other documents are passed over.
-        seed: of the order of parts.
-        rank, world_size: of those that share the work.
-        gather: every rank's bytes in the order of ranks, a collective; None: each rank encodes everything.
+        split: ``train`` or ``val``; documents of the other split are skipped.
+        seed: seed for the order of parts.
+        rank, world_size: the ranks that share the work.
+        gather: a collective that returns every rank's bytes in rank order. None: each rank encodes everything.
     """
 
     def __init__(
@@ -130,11 +131,11 @@ class Lanes:
         self._pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="stream")
 
     def start(self) -> Places:
-        """The places at which an epoch begins."""
+        """Return the places at which an epoch begins."""
         return tuple(Place(0, 0) if number < len(self._text.parts) else None for number in range(NUM_LANES))
 
     def read_ahead(self, epoch: int, places: Places, num_bytes: int) -> None:
-        """Begin to encode this rank's share of a turn; what else was begun is dropped."""
+        """Begin to encode this rank's share of a turn; cancel reads that were begun for other turns."""
         wanted = [(epoch, number, place, num_bytes) for number in self._own if (place := places[number]) is not None]
         for key in self._ahead.keys() - set(wanted):
             self._ahead.pop(key).cancel()
@@ -148,10 +149,10 @@ class Lanes:
                 self._ahead[key] = self._pool.submit(lane.read, *key[2:])
 
     def take(self, epoch: int, places: Places, num_bytes: int) -> tuple[Ids, Places]:
-        """The ids of a turn, [n], and the places after it. Collective where there is a ``gather``.
+        """Return the ids of a turn, [n], and the places after it. Collective if there is a ``gather``.
 
         Raises:
-            UserError: a file failed, on any rank; every rank raises it.
+            UserError: a file failed on any rank; raised on every rank.
         """
         self.read_ahead(epoch, places, num_bytes)
         failure: Exception | None = None
@@ -179,7 +180,7 @@ class Lanes:
         return np.concatenate([np.empty(0, self._text.dtype), *ids]), after
 
     def close(self) -> None:
-        """Let go of threads and files; what is being read is not waited for."""
+        """Release threads and files; does not wait for reads in progress."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         for lane in self._lanes.values():
             lane.close()
@@ -187,14 +188,14 @@ class Lanes:
         self._ahead.clear()
 
     def _parts(self, epoch: int, number: int) -> list[Part]:
-        """Of a lane, in the order in which an epoch has it read them."""
+        """Return a lane's parts, in the order in which it reads them in this epoch."""
         parts = self._text.parts
         dealt = np.arange(number, len(parts), NUM_LANES) + epoch * len(parts)
         return [parts[place] for place in order.rows(self._seed, dealt, len(parts)).tolist()]
 
 
 class _Lane:
-    """Reads one lane of one epoch; goes on where it stands, or goes to where it is asked to."""
+    """Reads one lane of one epoch; continues from its current place, or seeks to the place that is asked for."""
 
     def __init__(self, text: StreamedText, split: str, parts: Sequence[Part], share: tuple[int, int]) -> None:
         self._text, self._split, self._parts = text, split, parts
@@ -205,7 +206,9 @@ class _Lane:
         self._lock, self._closed = threading.Lock(), False
 
     def read(self, place: Place, num_bytes: int) -> tuple[Pieces, Place | None]:
-        """Documents from ``place`` on until they have ``num_bytes``, and the place after them.
+        """Read documents from ``place`` on until they have ``num_bytes`` of text; return them and the place after them.
+
+        A character counts as one byte here.
 
         Raises:
             UserError: a file failed.
@@ -226,7 +229,7 @@ class _Lane:
         return pieces, at
 
     def close(self) -> None:
-        """Let go of the file, now or when what is being read has been."""
+        """Close the file, at once or when the read in progress ends."""
         self._closed = True
         if self._lock.acquire(blocking=False):
             try:
@@ -257,7 +260,7 @@ class _Lane:
                         pieces.append(ids)
                         held += len(side)
         except BaseException:
-            self._let_go()  # what is read again is opened again
+            self._let_go()  # a retry opens the file again
             raise
         return _Read(pieces, held, Place(part, document))
 
@@ -267,7 +270,7 @@ class _Lane:
 
 
 class _Read(NamedTuple):
-    """Documents of one part, how much text they have, and the place after them."""
+    """Documents of one part, the size of their text, and the place after them."""
 
     pieces: Pieces
     num_bytes: int
@@ -278,7 +281,7 @@ _AGAIN = "start again with --resume auto"
 
 
 def _work_of(text: StreamedText, rank: int, world_size: int) -> tuple[range, tuple[int, int]]:
-    """The lanes that a rank encodes, and its place among how many that share each of them."""
+    """Return the lanes that a rank encodes, its index among the ranks that share each lane, and their number."""
     if world_size <= NUM_LANES:
         return range(rank, NUM_LANES, world_size), (0, 1)
     lane, place = rank % NUM_LANES, rank // NUM_LANES
@@ -295,7 +298,7 @@ def _packed(number: int, pieces: Pieces, place: Place | None) -> bytes:
 
 
 def _lanes_in(message: bytes, dtype: np.dtype[np.unsignedinteger]) -> Iterator[tuple[int, Pieces, Place | None]]:
-    """What `_packed` put into a message, lane after lane."""
+    """Yield the lanes that `_packed` put into a message."""
     at = len(_DONE)
     while at < len(message):
         number, num_pieces, num_bytes, part, document = _PIECE.unpack_from(message, at)

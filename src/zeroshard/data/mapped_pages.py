@@ -1,8 +1,8 @@
-"""Pages of mapped files that will be read soon: the kernel is told, and fetches them while something else computes.
+"""Prefetch pages of memory-mapped files: the kernel is told which rows come next, and reads them during computation.
 
-A page of a mapped file that is not in memory is fetched when it is touched, one after another, and whoever touches it
-waits. Rows of a shuffled corpus lie anywhere, so of one larger than memory nearly every row is such a wait. The advice
-costs about a microsecond a row where the pages are there.
+Without this, a page that is not in memory is read when it is first touched, one page after another, and the reader
+waits for each. Rows of a shuffled corpus lie anywhere, so for a corpus larger than memory nearly every row is such a
+wait. If the pages are in memory already, the advice costs about a microsecond per row.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_WILL_NEED = getattr(mmap, "MADV_WILLNEED", None)  # absent where the system takes no advice
+_WILL_NEED = getattr(mmap, "MADV_WILLNEED", None)  # None if the system has no madvise
 
 
 class MappedPages:
-    """The pages that an array lies in, where it is a mapped file; of any other array none.
+    """The memory-mapped pages of an array; does nothing for an array that is not a mapped file.
 
     Args:
         array: contiguous.
@@ -31,13 +31,13 @@ class MappedPages:
         self._num_bytes = 0 if pages is None else len(pages)
 
     def read_ahead(self, starts_bytes: NDArray[np.int64], num_bytes: NDArray[np.int64]) -> None:
-        """Have the kernel fetch so many bytes of the array from each of these, [n]; returns at once."""
+        """Ask the kernel to fetch ``num_bytes`` of the array from each of ``starts_bytes``, [n]; returns at once."""
         if self._pages is None or _WILL_NEED is None:
             return
         begins = starts_bytes + self._begin
         ends = np.minimum(begins + num_bytes, self._num_bytes)
         begins -= begins % mmap.PAGESIZE
-        with suppress(OSError):  # it is advice: who reads is told what is wrong
+        with suppress(OSError):  # only advice: if something is wrong, reading reports it
             for begin, length in zip(begins.tolist(), (ends - begins).tolist(), strict=True):
                 self._pages.madvise(_WILL_NEED, begin, length)
 

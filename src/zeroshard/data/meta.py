@@ -1,13 +1,13 @@
-"""``meta.json``: what a folder of prepared tokens holds, from what it was made, and how to tell that it is whole.
+"""``meta.json``: what a folder of prepared tokens contains, how it was made, and the checksums to verify it.
 
     DIR/meta.json                 this description
     DIR/train/tokens-00000.bin    token ids, little-endian uint16 (uint32 above 65,536 ids), nothing else
     DIR/val/tokens-00000.bin
-    DIR/tokenizer.json            only where the tokenizer was trained on this source
-    (of files that hold such ids already, as nanoGPT's: no copies, but where they lie)
-    DIR/train/counts.bin, ends.bin, DIR/chat_template.json   of examples, see `zeroshard.data.examples`
+    DIR/tokenizer.json            only if the tokenizer was trained on this source, or was read from a file
+    (if the source's own files have such ids already, as nanoGPT's: no copies; the description points to them)
+    DIR/train/counts.bin, ends.bin, DIR/chat_template.jinja   of examples, see `zeroshard.data.examples`
 
-The folder appears under its name in one rename, `meta.json` and all, so a folder that has one is complete.
+The folder appears under its name in one rename, `meta.json` included, so a folder that has one is complete.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ FORMAT_VERSION = 1
 META_NAME = "meta.json"
 SPLITS = ("train", "val")
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
-_KNOWN = ConfigDict(extra="forbid")  # nothing but what is declared here
+_KNOWN = ConfigDict(extra="forbid")  # refuse undeclared fields
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
 @dataclass(frozen=True)
 class MappedMeta:
-    """Somebody's own file that is read where it lies.
+    """The place of a shard's tokens in a user's own file, which is mapped in place and not copied.
 
     Attributes:
-        path: absolute.
+        path: absolute path of the file.
         offset_bytes: where the shard's tokens begin in it.
-        num_bytes, modified_ns: of the whole file, when its tokens were read; see `zeroshard.data.tokens.check_mapped`.
+        num_bytes, modified_ns: the file's size and modification time when its tokens were read; see
+            `zeroshard.data.tokens.check_mapped`.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _KNOWN
@@ -52,7 +53,7 @@ class MappedMeta:
 
 @dataclass(frozen=True)
 class ShardMeta:
-    """One file of tokens: its path under the folder, and what it must hold; ``mapped``: it lies elsewhere."""
+    """One file of tokens: its path under the folder and its expected content; ``mapped``: the tokens are elsewhere."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _KNOWN
     file: str
@@ -72,7 +73,7 @@ class SplitMeta:
 
 @dataclass(frozen=True)
 class SourceMeta:
-    """Where the text came from. The sha256 is the truth about its content; see `documents.Fingerprint`."""
+    """Where the text came from. The sha256 identifies its content; see `documents.Fingerprint`."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _KNOWN
     description: str
@@ -83,7 +84,7 @@ class SourceMeta:
 
 @dataclass(frozen=True)
 class ExamplesMeta:
-    """Of one split that holds examples, see `zeroshard.data.examples.store`."""
+    """Counts and checksums of a split that contains examples, see `zeroshard.data.examples.store`."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _KNOWN
     num_examples: Count
@@ -94,12 +95,12 @@ class ExamplesMeta:
 
 @dataclass(frozen=True)
 class DataMeta:
-    """All of ``meta.json``.
+    """The complete content of ``meta.json``.
 
-    ``spec`` holds the choices that decide the tokens (source, tokenizer, val_fraction, ...): a folder is used again
-    only for the same ones. ``tokenizer_sha256`` is that of ``tokenizer.json``, or empty where there is none. ``eos_id``
-    ends each document; None where nothing does, or in a folder of an earlier version. ``examples`` is there where the
-    splits hold examples of a fine-tuning, and no plain text.
+    ``spec`` contains the choices that decide the tokens (source, tokenizer, val_fraction, ...): a folder is reused only
+    for the same choices. ``tokenizer_sha256`` is the hash of ``tokenizer.json``, or empty if there is none. ``eos_id``
+    ends each document; it is None if no id does, or if an earlier version made the folder. ``examples`` is set if the
+    splits contain fine-tuning examples instead of plain text.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _KNOWN
@@ -116,14 +117,14 @@ class DataMeta:
 
     @property
     def tokens_sha256(self) -> str:
-        """Of the tokens of every split, wherever they lie: the same exactly where training reads the same."""
+        """A hash of the tokens of all splits, wherever they lie: if it is equal, training reads the same data."""
         digests = [f"{name} {shard.sha256}" for name in SPLITS for shard in self.splits[name].shards]
         digests += [f"{name} {each.counts_sha256} {each.ends_sha256}" for name, each in self.examples.items()]
         return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
 def dtype_for(vocab_size: int) -> str:
-    """The narrowest dtype of token files that holds ids below ``vocab_size``."""
+    """Return the narrowest dtype of token files that can represent ids below ``vocab_size``."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
@@ -131,7 +132,7 @@ def write_meta(folder: Path, meta: DataMeta) -> None:
     """Write ``meta.json`` into ``folder``."""
     facts = asdict(meta)
     if not meta.examples:
-        del facts["examples"]  # earlier versions read plain text too
+        del facts["examples"]  # so that earlier versions can read folders of plain text
     for shard in (shard for split in facts["splits"].values() for shard in split["shards"]):
         if shard["mapped"] is None:
             del shard["mapped"]

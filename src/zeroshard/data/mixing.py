@@ -1,9 +1,9 @@
-"""Several sources with weights: of which one each row is, and which of its rows, as a pure function of the position.
+"""Mix several sources by weight: the source and the row at each training position, as a pure function of the position.
 
-The row at position ``p`` of training is of source ``i`` with probability ``w_i / sum(w)``, by a number that seed and
-``p`` alone decide. Within its source it is the next one of a shuffle that takes each row once in an epoch. How many
-rows of a source came before ``p`` is counted from those numbers, in blocks, each once; so nothing is saved, and a run
-that resumes at any number of ranks takes the same rows.
+The row at position ``p`` of training comes from source ``i`` with probability ``w_i / sum(w)``, decided by a random
+number that depends only on the seed and ``p``. Within its source it is the next row of a shuffle that takes each row
+once per epoch. The number of a source's rows before ``p`` is counted from those random numbers, in blocks, each counted
+once. So nothing has to be saved, and a run that resumes at any number of ranks takes the same rows.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from zeroshard.data import order
 from zeroshard.data.row_sets import Rows, TextRows
 
 _BLOCK = 1 << 12  # positions that are counted together
-_AT_ONCE = 1 << 8  # blocks
-_COUNTED = 1 << 22  # rows that are counted to foresee a run
+_AT_ONCE = 1 << 8  # blocks that are counted together
+_COUNTED = 1 << 22  # rows that are counted exactly; estimates for longer runs are extrapolated from them
 
 
 class JoinedRows:
@@ -42,21 +42,21 @@ class JoinedRows:
         return int(self.firsts[-1])
 
     def targets_in(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """For each of ``rows`` how many of its targets count."""
+        """Return for each of ``rows`` how many of its targets count."""
         found = np.empty(rows.shape, np.int64)
         for part, mine, local in self._shared_out(rows):
             found[mine] = part.targets_in(local)
         return found
 
     def inputs_in(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """For each of ``rows`` how many of its T tokens are no padding."""
+        """Return for each of ``rows`` how many of its T tokens are not padding."""
         found = np.empty(rows.shape, np.int64)
         for part, mine, local in self._shared_out(rows):
             found[mine] = part.inputs_in(local)
         return found
 
     def read(self, wanted: NDArray[np.int64]) -> tuple[Tensor, ...]:
-        """As of the parts."""
+        """Read ``wanted`` rows; the same tensors as the parts' `read` returns."""
         found: list[Tensor] = []
         for part, mine, local in self._shared_out(wanted):
             rows = part.read(local)
@@ -66,23 +66,23 @@ class JoinedRows:
         return tuple(found)
 
     def read_ahead(self, wanted: NDArray[np.int64]) -> None:
-        """Begin to fetch them; return at once."""
+        """Begin to fetch these rows; return at once."""
         for part, _, local in self._shared_out(wanted):
             part.read_ahead(local)
 
     def _shared_out(self, rows: NDArray[np.int64]) -> list[tuple[Rows, NDArray[np.bool_], NDArray[np.int64]]]:
-        """For each part that has some of ``rows``: which they are, and their numbers in it."""
+        """Return for each part that has some of ``rows``: a mask of those rows, and their numbers within the part."""
         part_of = np.searchsorted(self.firsts, rows, side="right") - 1
         return [(self.parts[at], part_of == at, rows[part_of == at] - self.firsts[at]) for at in np.unique(part_of)]
 
 
 class Mixture:
-    """Which row of `JoinedRows` each position of training is.
+    """Maps each training position to a row of `JoinedRows`.
 
     Args:
-        rows: of the sources.
-        weights: of each, finite, 0 or more, not all 0.
-        seed: of the run.
+        rows: the rows of all sources.
+        weights: one weight per source, finite, 0 or more, not all 0.
+        seed: the run's seed.
     """
 
     def __init__(self, rows: JoinedRows, weights: Sequence[float], seed: int) -> None:
@@ -91,11 +91,11 @@ class Mixture:
         self.rows, self.seed = rows, seed
         self.shares = np.asarray(weights, np.float64) / sum(weights)
         self._bounds = np.cumsum(self.shares)[:-1]
-        self._before = np.zeros((1, len(weights)), np.int64)  # rows of each source before each block
+        self._before = np.zeros((1, len(weights)), np.int64)  # [num_blocks, num_sources]: rows before each block
         self._last: tuple[int, NDArray[np.int64]] = (-1, np.zeros(0, np.int64))
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Rows of all sources together, [n], at ``positions``, [n]."""
+        """Return the `JoinedRows` row, [n], at each of ``positions``, [n]."""
         found = np.empty(positions.shape, np.int64)
         for block in np.unique(positions // _BLOCK).tolist():
             here = positions // _BLOCK == block
@@ -110,12 +110,12 @@ class Mixture:
         return found
 
     def counts(self, num_positions: int) -> NDArray[np.int64]:
-        """How many of the first ``num_positions`` rows are of each source, [num_sources]."""
+        """Return how many of the first ``num_positions`` rows come from each source, [num_sources]."""
         block, rest = divmod(num_positions, _BLOCK)
         return self._counted(block) + np.bincount(self._sources_of(block)[:rest], minlength=len(self.shares))
 
     def tokens(self, num_positions: int) -> list[int]:
-        """Tokens of each source, without padding, in the first ``num_positions`` rows."""
+        """Return the number of tokens of each source, without padding, in the first ``num_positions`` rows."""
         found = []
         for source, (count, part) in enumerate(zip(self.counts(num_positions).tolist(), self.rows.parts, strict=True)):
             if isinstance(part, TextRows):
@@ -128,7 +128,7 @@ class Mixture:
         return found
 
     def foreseen(self, num_positions: int) -> tuple[list[int], list[int]]:
-        """Rows and tokens of each source in the first ``num_positions`` rows; of very many what is to be expected."""
+        """Return rows and tokens of each source in the first ``num_positions`` rows; an estimate for very long runs."""
         if num_positions <= _COUNTED:
             return self.counts(num_positions).tolist(), self.tokens(num_positions)
         times = num_positions / _COUNTED
@@ -136,9 +136,9 @@ class Mixture:
         return [round(times * each) for each in counts], [round(times * each) for each in tokens]
 
     def evenly(self, num_rows: int) -> NDArray[np.int64]:
-        """About ``num_rows`` rows, shared out to the sources by weight and spread evenly over each; to evaluate on.
+        """Return about ``num_rows`` evaluation rows, divided among sources by weight and spread evenly over each.
 
-        A source has at least one, and at most all that it has.
+        Each source contributes at least one row, and at most all of its rows.
         """
         wanted = self.shares * num_rows
         counts = np.floor(wanted).astype(np.int64)
@@ -159,7 +159,7 @@ class Mixture:
         return self._last[1]
 
     def _counted(self, block: int) -> NDArray[np.int64]:
-        """Rows of each source before ``block``."""
+        """Return the number of rows of each source before ``block``."""
         while len(self._before) <= block:
             first = len(self._before) - 1
             num_blocks = min(_AT_ONCE, block - first)

@@ -1,16 +1,16 @@
-"""From a position in the training stream to a row of the corpus: a fresh shuffle each epoch, in constant memory.
+"""Map a position in the training stream to a row of the corpus: a fresh shuffle each epoch, in constant memory.
 
-The stream visits every row once per epoch. The shuffle of an epoch is a keyed pseudo-random permutation that is
-evaluated at single points, so any position of any epoch is answered without a table of rows, without replaying
-what came before, and alike on every rank. To resume is to know one integer.
+The stream visits every row once per epoch. The shuffle of an epoch is a keyed pseudo-random permutation that can be
+evaluated at single points. So any position of any epoch is answered without a table of rows and without replaying the
+positions before it, and every rank gets the same answer. Resuming needs only one integer.
 
     position = epoch * num_rows + index        row = P[seed, epoch](index)
 
-``P`` is a balanced Feistel network over the smallest power of four that holds ``num_rows`` values, with *cycle
-walking*: a value that falls outside is sent through the network again until it falls inside, which keeps the map
-a permutation of the inside (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", CT-RSA). The round
-function is the output mix of SplitMix64 (Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number
-Generators", OOPSLA). It is a shuffle, not a cipher: nothing here is secret.
+``P`` is a balanced Feistel network over the smallest power of four, 64 or more, that is at least ``num_rows``, with
+*cycle walking*: a value that falls outside ``[0, num_rows)`` is sent through the network again until it falls inside,
+which keeps the map a permutation of ``[0, num_rows)`` (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains",
+CT-RSA). The round function is the output mix of SplitMix64 (Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom
+Number Generators", OOPSLA). It is a shuffle, not a cipher: nothing here is secret.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from numpy.typing import ArrayLike, NDArray
 _NUM_ROUNDS = 6
 _MIN_HALF_BITS = 3  # fewer bits leave too few distinct networks to shuffle a handful of rows fairly
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_OF_NUMBERS = 0x5851F42D4C957F2D  # sets the keys of `uniform` apart from those of shuffles
+_OF_NUMBERS = 0x5851F42D4C957F2D  # makes the keys of `uniform` differ from those of shuffles
 _MASK_64 = (1 << 64) - 1
 
 
 def rows(seed: int, positions: ArrayLike, num_rows: int) -> NDArray[np.int64]:
-    """Rows of the corpus that the stream visits at ``positions``.
+    """Return the rows of the corpus that the stream visits at ``positions``.
 
     Args:
         seed: any integer; its low 64 bits choose the shuffle.
@@ -50,7 +50,7 @@ def rows(seed: int, positions: ArrayLike, num_rows: int) -> NDArray[np.int64]:
 
 
 def uniform(seed: int, positions: ArrayLike) -> NDArray[np.float64]:
-    """A number in [0, 1) for each of ``positions``, integers of any shape: a pure function of it and the seed."""
+    """Return a number in [0, 1) for each integer in ``positions`` (any shape): a pure function of position and seed."""
     wanted = np.asarray(positions, dtype=np.int64).astype(np.uint64)
     seed_key = _mix(np.array([(seed ^ _OF_NUMBERS) & _MASK_64], dtype=np.uint64))
     mixed = _mix(_mix(wanted.reshape(-1) * _GOLDEN + seed_key) ^ seed_key)
@@ -58,7 +58,7 @@ def uniform(seed: int, positions: ArrayLike) -> NDArray[np.float64]:
 
 
 def _round_keys(seed: int, epoch: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """One key per round and element, [num_rounds, n]: elements of one epoch share theirs."""
+    """Return one key per round and element, [num_rounds, n]; elements of the same epoch have the same keys."""
     seed_key = _mix(np.array([seed & _MASK_64], dtype=np.uint64))
     epoch_key = _mix(epoch * _GOLDEN + seed_key)
     number = np.arange(1, _NUM_ROUNDS + 1, dtype=np.uint64)
@@ -66,7 +66,7 @@ def _round_keys(seed: int, epoch: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _permute(index: NDArray[np.uint64], keys: NDArray[np.uint64], num_rows: int) -> NDArray[np.uint64]:
-    """The permutation of ``[0, num_rows)``: the network, walked until each value is inside."""
+    """Permute ``[0, num_rows)``: repeat the network on each value until it is below ``num_rows``."""
     half_bits = max(_MIN_HALF_BITS, ((num_rows - 1).bit_length() + 1) // 2)
     value = _feistel(index, keys, half_bits)
     outside = np.flatnonzero(value >= num_rows)
@@ -77,7 +77,7 @@ def _permute(index: NDArray[np.uint64], keys: NDArray[np.uint64], num_rows: int)
 
 
 def _feistel(value: NDArray[np.uint64], keys: NDArray[np.uint64], half_bits: int) -> NDArray[np.uint64]:
-    """A permutation of ``[0, 4**half_bits)`` per key, whatever the round function is."""
+    """Permute ``[0, 4**half_bits)`` for each key; it is a permutation whatever the round function is."""
     shift, unused = np.uint64(half_bits), np.uint64(64 - half_bits)
     left, right = value >> shift, value & np.uint64((1 << half_bits) - 1)
     for key in keys:
@@ -86,7 +86,7 @@ def _feistel(value: NDArray[np.uint64], keys: NDArray[np.uint64], half_bits: int
 
 
 def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's output function: 64 bits in, 64 well-stirred bits out. Arrays only: they wrap without a warning."""
+    """SplitMix64's output function, which mixes 64 bits. Takes arrays only, because they overflow without a warning."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return value ^ (value >> np.uint64(31))

@@ -1,8 +1,8 @@
-"""Finished parts of a corpus: a file of tokens each, which a worker makes and one process joins (`bulk`).
+"""Finished parts of a corpus: each is a file of tokens that a worker makes and one process joins (`bulk`).
 
-    six little-endian int64 (`_HEADER`) | ids that train | ids that validate
+    six little-endian int64 (`_HEADER`) | ids of the training split | ids of the validation split
 
-A part's tokens depend on nothing but the part. Its file appears by a rename, whole or not at all.
+A part's tokens depend only on the part. Its file appears by a rename, so it is complete or absent.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from zeroshard.data.tables import Part, PartReader
 from zeroshard.data.tokenizer import make_tokenizer, read_tokenizer
 from zeroshard.errors import UserError
 
-_HEADER = struct.Struct("<6q")  # magic; tokens that train, that validate; documents; bytes of text, bytes of the file
+_HEADER = struct.Struct("<6q")  # magic; training, validation tokens; documents; bytes of text; bytes of file read
 _MAGIC = 0x5A53_5041_5254_0001
 
 
 @dataclass(frozen=True)
 class MadePart:
-    """What is in the file of a part.
+    """The content of a part's file.
 
     Attributes:
         tokens: ids by split, [n] each, in one buffer.
-        num_documents: of both splits.
-        num_bytes: of their text, in UTF-8.
-        position: how much of the file that they came from had been read, in bytes.
+        num_documents: documents of both splits.
+        num_bytes: size of their text, in UTF-8.
+        position: how many bytes of the corpus file had been read once this part was.
     """
 
     tokens: dict[str, NDArray[np.unsignedinteger]]
@@ -46,19 +46,19 @@ class MadePart:
 
     @property
     def num_tokens(self) -> int:
-        """Of both splits."""
+        """Tokens of both splits."""
         return sum(ids.size for ids in self.tokens.values())
 
 
 class PartMaker:
-    """Makes parts, in a worker; a part that is there is not made again.
+    """Makes parts, in a worker; a part whose file exists is not made again.
 
     Args:
-        work: the folder whose ``parts`` they go into, and whose ``tokenizer.json`` is used where it is there.
-        column: of tables, that holds the text.
-        tokenizer_name: of the tokenizer, where there is no file of it.
-        dtype: of ids, as `zeroshard.data.meta.DTYPES` names it.
-        holdout: which text validates.
+        work: the folder for the ``parts`` files; its ``tokenizer.json`` is used if it exists.
+        column: the column of tables that contains the text.
+        tokenizer_name: name of the tokenizer, used if there is no ``tokenizer.json``.
+        dtype: dtype of ids, a key of `zeroshard.data.meta.DTYPES`.
+        holdout: the rule that decides which text validates.
     """
 
     def __init__(self, work: Path, column: str, tokenizer_name: str, dtype: str, holdout: Holdout) -> None:
@@ -68,7 +68,7 @@ class PartMaker:
         self._reader = PartReader(column)
 
     def __call__(self, part: Part) -> str:
-        """The path of the part's file; a UserError where the corpus cannot be read."""
+        """Return the path of the part's file; raise UserError if the corpus cannot be read."""
         path = self._work / "parts" / f"{part.index:08d}.bin"
         if not path.exists():
             todo = "run the same command again: it goes on from here"
@@ -76,14 +76,14 @@ class PartMaker:
         return str(path)
 
     def close(self) -> None:
-        """Let go of the file that was read last."""
+        """Close the file that was read last."""
         self._reader.close()
 
     def _make(self, part: Part, path: Path) -> None:
         try:
             header, ids = self._tokens(part)
         except BaseException:
-            self._reader.close()  # what is read again is opened again
+            self._reader.close()  # a retry opens the file again
             raise
         write_whole(path, header, *ids)
 
@@ -101,7 +101,7 @@ class PartMaker:
 
 
 def read_part(path: str, dtype: np.dtype[Any]) -> MadePart:
-    """The part in a file that `PartMaker` wrote; ``dtype``: of its ids.
+    """Return the part in a file that `PartMaker` wrote; ``dtype`` is the dtype of its ids.
 
     Raises:
         UserError: the file is damaged.
@@ -115,7 +115,7 @@ def read_part(path: str, dtype: np.dtype[Any]) -> MadePart:
 
 
 def write_whole(path: Path, *pieces: Any) -> None:
-    """A file that is there whole or not at all, even if the machine stops."""
+    """Write a file that is complete or absent, even if the machine stops."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with unfinished.open("wb") as file:
         for piece in pieces:

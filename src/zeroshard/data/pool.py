@@ -1,7 +1,8 @@
-"""Processes that work on tasks, so many ahead of who takes the results, in order.
+"""Worker processes that return results in the order of their tasks; only a bounded number of tasks is submitted ahead.
 
-None of them outlives this process, unlike `concurrent.futures` alone: a thread of each waits on a pipe whose other end
-goes with us, however we end. They are started afresh (spawned), because the libraries that they load keep threads.
+No worker outlives this process, which `concurrent.futures` alone does not guarantee: a thread of each worker waits on a
+pipe whose other end closes when this process ends, however it ends. Workers are spawned rather than forked, because the
+libraries that they load keep threads.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ Result = TypeVar("Result")
 
 
 class Workers(Generic[Task, Result]):
-    """``num`` processes, each of which calls ``make(*args)`` once, and what that returned for each task.
+    """``num`` processes. Each calls ``make(*args)`` once, and then calls the result with each task.
 
     Args:
-        make: a function of a module, with arguments that can be pickled; returns what takes a task.
-        args: of ``make``.
-        num: processes.
+        make: a module-level function that returns a callable which takes a task.
+        args: picklable arguments of ``make``.
+        num: number of processes.
     """
 
     def __init__(self, make: Callable[..., Callable[[Task], Result]], args: tuple[Any, ...], num: int) -> None:
@@ -42,11 +43,11 @@ class Workers(Generic[Task, Result]):
         self._num_ahead = 4 * num
 
     def in_order(self, tasks: Iterable[Task]) -> Iterator[tuple[Task, Result]]:
-        """Each task with its result, in the order of tasks; a few more than there are processes are under way.
+        """Yield each task with its result, in the order of tasks; at most four tasks per process are in flight.
 
         Raises:
-            UserError: the first that a task raised.
-            RuntimeError: a task failed otherwise, with the process's own traceback; or the process was ended.
+            UserError: a task raised it.
+            RuntimeError: a task failed otherwise (with the worker's traceback), or a worker was killed.
         """
         source = iter(tasks)
         ahead: deque[tuple[Task, Future[Result]]] = deque()
@@ -64,16 +65,16 @@ class Workers(Generic[Task, Result]):
             yield task, result
 
     def close(self) -> None:
-        """End the processes, in the middle of a task too."""
+        """End the processes, even in the middle of a task."""
         self._lifeline.close()
         self._executor.shutdown(cancel_futures=True)
 
 
-_make: Callable[[], Callable[[Any], Any]]  # in a worker: what `Workers` was given
+_make: Callable[[], Callable[[Any], Any]]  # in a worker: returns the callable for tasks
 
 
 def _begin(lifeline: Connection, make: Callable[..., Callable[[Any], Any]], args: tuple[Any, ...]) -> None:
-    """What a new process does before its first task."""
+    """Initialize a new worker process."""
     global _make
 
     def end_with_starter() -> None:
@@ -81,10 +82,10 @@ def _begin(lifeline: Connection, make: Callable[..., Callable[[Any], Any]], args
         os._exit(1)
 
     threading.Thread(target=end_with_starter, daemon=True).start()
-    for number in (signal.SIGINT, signal.SIGTERM):  # whoever started us hears of these, and ends us
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent handles these and ends its workers
         signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes are the parallelism
-    _make = cache(lambda: make(*args))  # called by the first task, because a failure of it is told like a task's
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes already run in parallel
+    _make = cache(lambda: make(*args))  # the first task calls it, so that its failure is reported like a task's
 
 
 def _work(task: Any) -> Any:

@@ -1,10 +1,10 @@
-"""Our tokenizers as ``tokenizer.json``, which the tokenizers and transformers libraries read.
+"""Convert our tokenizers to ``tokenizer.json``, which the tokenizers and transformers libraries read.
 
 All of them are byte-level: a byte is written as one printable character (GPT-2's table), and merges build on those.
 
 - ``bytes``: the 256 bytes, each its own id, and no merges.
-- ``gpt2`` and others of tiktoken: it keeps ranks of byte strings and no merges. The merge that made a string is found
-  by encoding it with the ranks below its own: two parts are left.
+- ``gpt2`` and others of tiktoken: tiktoken stores ranks of byte strings and no merges. The merge that made a string is
+  found by encoding the string with only the ranks below its own, which leaves two parts.
 - ``bpe:N``, ``json:PATH``: written as they were trained or read.
 """
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PortableTokenizer:
-    """A tokenizer for other libraries.
+    """A tokenizer in the form that other libraries read.
 
     Attributes:
         json: the content of ``tokenizer.json``.
-        eos_token: the text of the token that ends a document; None where there is none.
-        bos_token: of the one that begins it.
+        eos_token: the text of the token that ends a document; None if there is none.
+        bos_token: the text of the token that begins one; None if there is none.
     """
 
     json: str
@@ -37,10 +37,10 @@ class PortableTokenizer:
 
 
 def portable(tokenizer: Tokenizer) -> PortableTokenizer:
-    """The tokenizer in the tokenizers library's form: the same ids for the same text.
+    """Convert a tokenizer to the tokenizers library's form, with the same ids for the same text.
 
     Raises:
-        TypeError: a tokenizer of another class than ours.
+        TypeError: the tokenizer's class is not one of ours.
     """
     if isinstance(tokenizer, BpeTokenizer):
         before = tokenizer.around[0]
@@ -58,14 +58,14 @@ def portable(tokenizer: Tokenizer) -> PortableTokenizer:
 
 
 def byte_characters() -> list[str]:
-    """GPT-2's character for each byte: itself where it prints, else the next unused one from 256 on."""
+    """Return GPT-2's character for each byte: its own if that is printable, else the next unused one from 256 on."""
     printing = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printing]
     return [chr(byte) if byte in printing else chr(256 + others.index(byte)) for byte in range(256)]
 
 
 def merges_of(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """The pair whose merge gives each string of more than one byte, in the order of ranks."""
+    """Return the pair whose merge gives each string of more than one byte, in the order of ranks."""
     merges = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         if len(token) > 1:
@@ -87,7 +87,7 @@ def _encode(token: bytes, ranks: Mapping[bytes, int], below: int) -> list[bytes]
 def _byte_level(
     ranks: Mapping[bytes, int], *, words: str, specials: Mapping[str, int] | None = None
 ) -> tokenizers.Tokenizer:
-    """Byte-pair encoding by ranks, which are the ids; ``words`` matches what text is cut into before that, if any."""
+    """Byte-pair encoding with ranks as ids; ``words``: a regular expression that splits text first, if not empty."""
     import tokenizers
     from tokenizers import Regex, decoders, models, pre_tokenizers
 

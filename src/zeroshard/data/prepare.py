@@ -1,9 +1,8 @@
-"""Prepare tokens once: read a source, split it, encode it, and let the folder appear whole or not at all.
+"""Prepare tokens once: read a source, split it, encode it, and publish the folder complete or not at all.
 
-Several processes encode text, that of tables (`bulk`) and that of other files (`encode`). Of several that prepare
-the same folder at once, one wins, and the others use what it wrote (see `publish`).
-A folder that is there already is used if it was made by the same choices from the same content, by sha256; else the
-difference is an error.
+Text is encoded by several processes, both of tables (`bulk`) and of other files (`encode`). If several processes
+prepare the same folder at once, one wins, and the others use its result (see `publish`). An existing folder is reused
+if it was made with the same choices from the same content, by sha256; otherwise the difference is an error.
 """
 
 from __future__ import annotations
@@ -63,32 +62,32 @@ def prepare(
     num_workers: int = 0,
     told: Callable[[bulk.Told], None] | None = None,
 ) -> Path:
-    """Write the tokens of ``spec`` into the folder ``out``, unless they are there.
+    """Write the tokens of ``spec`` into the folder ``out``, unless they exist already.
 
-    Tables are read by several processes, and what an interruption leaves is gone on with (see `bulk`).
+    Tables are read by several processes, and an interrupted preparation is resumed (see `bulk`).
 
     Args:
         spec: what to prepare.
-        out: the folder, made with its parents.
-        progress: called now and then with ``(done, total)``: bytes of the source, or tokens of one without text.
+        out: the folder; it is made, with its parents.
+        progress: called now and then with ``(done, total)``: bytes of the source, or tokens if it has no text.
         shard_tokens: tokens per file.
-        num_workers: processes that encode; 0 for as many as there are cores, and work for. The files do not depend
-            on it.
-        told: called now and then while tables are read.
+        num_workers: processes that encode; 0 for one per core, fewer if there is little to encode. The files do not
+            depend on it.
+        told: called now and then with the progress while tables are read.
 
     Returns:
         ``out``.
 
     Raises:
-        UserError: the source cannot be read, a split would be empty, ``out`` holds something else (the line says
-            what differs) or cannot be written.
-        OSError: the disk failed or is full; nothing is left behind, but what can be gone on with.
+        UserError: the source cannot be read, a split would be empty, ``out`` has other content (the message says what
+            differs) or cannot be written.
+        OSError: the disk failed or is full; nothing is left behind except work that can be resumed.
     """
     out = Path(out)
     is_there = is_hub_name(spec.source) and (out / META_NAME).exists()
     if is_there and without_rules(read_meta(out).spec) == spec.identity():
         warn_of_earlier_rules(out, (BY_CONTENT, BY_TAIL) if spec.val_fraction else (), _around(spec))
-        return out  # without a question to the hub: a commit was read, and that does not change
+        return out  # without asking the hub: a commit was read, and a commit does not change
     source = _open(spec)
     if spec.format != "text":
         return prepare_examples(spec, source, out, shard_tokens, lambda: _open(spec))
@@ -100,7 +99,7 @@ def prepare(
         warn_of_earlier_rules(out, _rules_that_matter(spec, source, fingerprint), _around(spec))
         return out
     with draft_of(out) as draft:
-        is_encoded = source_entry(spec.source).has_text and spec.tokenizer != "bytes"  # what takes time
+        is_encoded = source_entry(spec.source).has_text and spec.tokenizer != "bytes"  # encoding is slow
         num_workers = num_workers or (_workers_for(fingerprint.num_bytes) if is_encoded else 1)
         _write(spec, source, fingerprint, draft, progress or _silent, shard_tokens, num_workers)
         if source.fingerprint() != fingerprint:
@@ -123,12 +122,12 @@ def _publish(draft: Path, out: Path, spec: DataSpec, fingerprint: Fingerprint) -
 
 
 def holdout_of(tables: Tables, val_fraction: float) -> Holdout:
-    """The rule that splits ``tables``; reads a few documents. A UserError where they cannot be read."""
+    """Return the rule that splits ``tables``; reads a few documents. Raises UserError if they cannot be read."""
     return Holdout(val_fraction, count_documents(tables, MANY_DOCUMENTS))
 
 
 def _rules_that_matter(spec: DataSpec, source: Source, fingerprint: Fingerprint) -> tuple[str, ...]:
-    """By which ``source`` would be split now; none where an earlier version split it alike."""
+    """Return the rules that might split ``source`` now; none if an earlier version would split it the same way."""
     if isinstance(source, TokenBins):
         return (BIN_SPLIT,) if source.earlier_rule_differs else ()
     few = isinstance(source, SyntheticTokens) or fingerprint.num_documents < MANY_DOCUMENTS
@@ -136,20 +135,20 @@ def _rules_that_matter(spec: DataSpec, source: Source, fingerprint: Fingerprint)
 
 
 def _around(spec: DataSpec) -> list[list[int]]:
-    """What stands around documents, see `put_around`; none where the tokenizer has yet to be trained."""
+    """Return the ids that stand around documents, see `put_around`; empty if the tokenizer is yet to be trained."""
     if not source_entry(spec.source).has_text or not spec.tokenizer.startswith("json:"):
         return []
     return put_around(read_tokenizer(Path(spec.tokenizer.removeprefix("json:"))))
 
 
 def _recorded(spec: DataSpec, rule: str, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """The choices, and the rules that nobody chose, by which text was split and documents joined."""
+    """Return the user's choices, and the rules by which text was split and documents joined, for ``meta.json``."""
     around = put_around(tokenizer) if tokenizer is not None else []
     return spec.identity() | ({"split": rule} if rule else {}) | ({"around": around} if around else {})
 
 
 def _workers_for(num_bytes: int) -> int:
-    """A process costs a second to start: for a few megabytes this one does."""
+    """Return a number of workers; a process costs a second to start, so a few megabytes are encoded in this one."""
     return min(num_cpus(), max(1, num_bytes // PART_BYTES))
 
 
@@ -169,7 +168,7 @@ def _prepare_tables(
     files = corpus_identity(tables.files).splitlines()
     plan = {**spec.identity(), "split": holdout.rule, "shard_tokens": shard_tokens, "files": files}
     with bulk.work_folder(out, plan) as work:
-        if is_prepared(spec.identity(), fingerprint, out):  # by who had the folder before us
+        if is_prepared(spec.identity(), fingerprint, out):  # by the process that had the lock before us
             bulk.remove(work)
             return out
         tokenizer = bulk.tokenizer_of(spec.tokenizer, tables, holdout, work)
@@ -200,11 +199,11 @@ def _described(spec: DataSpec, tables: Tables) -> str:
 
 
 def _untold(told: bulk.Told) -> None:
-    """Progress that nobody watches."""
+    """Ignore progress."""
 
 
 def _silent(done: int, total: int) -> None:
-    """Progress that nobody watches."""
+    """Ignore progress."""
 
 
 def _write(
@@ -259,7 +258,7 @@ def _write(
 
 
 def _follow(encoded: Iterable[Piece], num_bytes: int, progress: Progress) -> None:
-    """Tell of each piece that was encoded and written."""
+    """Report the progress of each piece that was encoded and written."""
     done = 0
     for piece in encoded:
         done += len(piece.text.encode())
@@ -274,7 +273,7 @@ def _map_bins(
     progress: Progress,
     shard_tokens: int,
 ) -> dict[str, SplitMeta]:
-    """The files as they lie, read once for their sha256."""
+    """Map the files in place; read them once for their sha256."""
     done = 0
 
     def told(num_bytes: int) -> None:
@@ -288,7 +287,7 @@ def _map_bins(
 def _write_synthetic(
     spec: DataSpec, source: SyntheticTokens, writers: dict[str, TokenWriter], progress: Progress
 ) -> None:
-    """The last ``val_fraction`` of the walk validates."""
+    """Write the walk; its last ``val_fraction`` is the validation split."""
     num_train, done = source.num_tokens - int(source.num_tokens * spec.val_fraction), 0
     for block in source.blocks():
         cut_at = min(max(num_train - done, 0), block.size)

@@ -1,4 +1,4 @@
-"""Whether a folder holds what is asked for: the same choices, the same content; and by which rules it was made."""
+"""Check whether a folder already contains what is asked for, and by which version's rules it was prepared."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from zeroshard.data.meta import META_NAME, DataMeta, read_meta
 from zeroshard.data.tables import Tables, corpus_identity
 from zeroshard.errors import UserError
 
-RULES = ("split", "around")  # of a folder: how it was split, and the ids around its documents
+RULES = ("split", "around")  # recorded in a folder: how it was split, and the ids around its documents
 
 
 def is_prepared(wanted: Mapping[str, Any], fingerprint: Fingerprint, out: Path) -> bool:
-    """Whether ``out`` holds these tokens already; a UserError where it holds something else.
+    """Whether ``out`` contains these tokens already; raises UserError if it has other content.
 
-    ``wanted``: the choices, as `prepare.DataSpec.identity` gives them.
+    ``wanted``: the choices, as `spec.DataSpec.identity` returns them.
     """
     if not (out / META_NAME).exists():
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -47,27 +47,27 @@ def is_prepared(wanted: Mapping[str, Any], fingerprint: Fingerprint, out: Path) 
 
 
 def tables_fingerprint(tables: Tables) -> Fingerprint:
-    """Of names, sizes and versions of the files; documents are not counted before they are read."""
+    """Return a fingerprint of the files' names, sizes and versions; documents are not counted before they are read."""
     digest = hashlib.sha256(corpus_identity(tables.files).encode()).hexdigest()
     return Fingerprint(tables.num_bytes, 0, digest)
 
 
 def without_rules(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """A folder's choices, without the rules that nobody chose."""
+    """Return a folder's choices without the rules, which the user does not choose."""
     return {key: value for key, value in spec.items() if key not in RULES}
 
 
 def rule_of(meta: DataMeta) -> str:
-    """The rule that split a folder's text: `Holdout.rule`; empty for one of an earlier version, or no text."""
+    """Return the rule that split a folder's text (`Holdout.rule`); empty for an earlier version, or without text."""
     return meta.spec.get("split", "")
 
 
 def warn_of_earlier_rules(out: Path, splits: Sequence[str], around: Sequence[Sequence[int]] = ()) -> None:
-    """Say on stderr, in a line, that a folder is used although its documents were split or joined by earlier rules.
+    """Warn on stderr, in one line, if a folder is used although earlier rules split or joined its documents.
 
     Args:
         out: the folder.
-        splits: the rules that might split its source now; none where it does not matter.
+        splits: the rules that might split its source now; empty if the rule makes no difference.
         around: the ids that would stand around its documents now.
     """
     meta = read_meta(out)
@@ -81,5 +81,5 @@ def warn_of_earlier_rules(out: Path, splits: Sequence[str], around: Sequence[Seq
 
 
 def say(line: str) -> None:
-    """Warn on stderr, in a line."""
+    """Print a one-line warning on stderr."""
     print(f"warning: {line}", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""A folder that appears under its name whole or not at all, whoever else is making the same one.
+"""Publish a folder under its name atomically, even if several processes make the same one.
 
 It is written under a hidden name beside the final one, flushed to disk and renamed. A rename never replaces a folder
-that holds something, so of several writers the first wins and the others learn that they lost.
+that is not empty, so of several writers the first wins and the others learn that they lost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zeroshard.errors import UserError
 
 @contextmanager
 def draft_of(out: Path) -> Generator[Path, None, None]:
-    """A new hidden folder beside ``out``, gone afterwards unless it was published.
+    """Yield a new hidden folder beside ``out``; delete it afterwards unless it was published.
 
     Raises:
         UserError: it cannot be made: no permission, no space, a parent that is a file.
@@ -41,7 +41,7 @@ def publish(draft: Path, out: Path, complete_mark: str) -> bool:
     """Flush a draft to disk and rename it to ``out``.
 
     Returns:
-        True, or False where another writer was first: ``out`` holds a file ``complete_mark`` already.
+        True; False if another writer was first: ``out`` already contains a file ``complete_mark``.
 
     Raises:
         OSError: the disk failed, or something else is in the way.

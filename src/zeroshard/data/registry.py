@@ -1,8 +1,8 @@
-"""Data sources by name: what ``--data`` may choose beside data sets of the Hugging Face hub.
+"""Data sources by name: the values of ``--data``, apart from data sets of the Hugging Face hub.
 
 A new source is one file in this folder and one row of `SOURCES`. Messages, ``--help`` and shell completion read the
-rows, which needs neither torch nor numpy. ``--data module:name`` is a source of a user's own, which has no row, and all
-properties at their defaults.
+rows, which needs neither torch nor numpy. ``--data module:name`` is a user's own source: it has no row, and all its
+properties have their default values.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zeroshard.lazily import made_at
 
 @dataclass(frozen=True)
 class SyntheticSize:
-    """What the synthetic source needs to know."""
+    """The settings of the synthetic source."""
 
     vocab_size: int
     num_tokens: int
@@ -25,14 +25,14 @@ class SyntheticSize:
 
 @dataclass(frozen=True, slots=True)
 class SourceRequest:
-    """What a source is made from.
+    """The arguments from which a source is made.
 
     Attributes:
-        name: that was asked for.
-        paths: of ``--data.path``.
-        synthetic: what the source ``synthetic`` needs to know.
-        column: of tables, that holds the text.
-        vocab_size: of tokens which others wrote, where it is known.
+        name: the name that the user asked for.
+        paths: the paths of ``--data.path``.
+        synthetic: the settings of the source ``synthetic``.
+        column: the column of tables that contains the text.
+        vocab_size: vocabulary size of ids that another program wrote; None if it is unknown.
     """
 
     name: str
@@ -44,14 +44,15 @@ class SourceRequest:
 
 @dataclass(frozen=True, slots=True)
 class SourceEntry:
-    """A row; calling it makes the source.
+    """A row of `SOURCES`; calling it makes the source.
 
     Attributes:
-        factory: ``module:name`` of a class or function, or itself, that takes a `SourceRequest` and returns a source: a
-            `TextSource`, or `Tables`.
-        paths: how many ``--data.path`` it takes: none, at most one, at least one ("some"), or as it likes ("any").
-        has_text: False for token ids, which no tokenizer makes here.
-        hub: the data set of the Hugging Face hub that the name stands for; empty: none.
+        factory: ``module:name`` of a class or function that takes a `SourceRequest` and returns a source (a
+            `TextSource`, or `Tables`); or that class or function itself.
+        paths: how many ``--data.path`` it takes: none, at most one ("one"), at least one ("some"), or any number
+            ("any").
+        has_text: False if the source has token ids instead of text, so that nothing is encoded.
+        hub: the data set of the Hugging Face hub that the name stands for; empty if it is none.
     """
 
     factory: str | Callable[[SourceRequest], Any]
@@ -78,14 +79,14 @@ SOURCES: dict[str, SourceEntry] = {
 
 
 def source_entry(name: str) -> SourceEntry:
-    """The row of ``name``; one with all defaults for ``module:name``, the hub's for its data sets."""
+    """Return the row for ``name``: the hub's for its data sets, one with default properties for ``module:name``."""
     if name in SOURCES:
         return SOURCES[name]
     return SourceEntry(HUB, "none") if is_hub_name(name) else SourceEntry(name)
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether ``name`` is one of the hub's: a row with ``hub``, ``OWNER/NAME``, or anything after ``hf:``."""
+    """Whether ``name`` is a data set of the hub: a row with ``hub``, ``OWNER/NAME``, or anything after ``hf:``."""
     if name in SOURCES:
         return bool(SOURCES[name].hub)
     return name.startswith("hf:") or name.partition(":")[0].count("/") == 1

@@ -1,4 +1,4 @@
-"""Rows of a run's length, whatever they are cut from, by their numbers: what shuffled and mixed batches read.
+"""Rows of ``seq_len`` tokens with random access by number: the interface that shuffled and mixed batches read from.
 
 Shapes: B rows, T = seq_len.
 """
@@ -20,28 +20,28 @@ class Rows(Protocol):
 
     @property
     def num_rows(self) -> int:
-        """Rows."""
+        """Number of rows."""
         ...
 
     def targets_in(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """For each of ``rows`` how many of its targets count."""
+        """Return for each of ``rows`` how many of its targets count."""
         ...
 
     def inputs_in(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """For each of ``rows`` how many of its T tokens are no padding."""
+        """Return for each of ``rows`` how many of its T tokens are not padding."""
         ...
 
     def read(self, wanted: NDArray[np.int64]) -> tuple[Tensor, ...]:
-        """``(tokens_BT, targets_BT)``, int64, and of packed rows ``positions_BT``."""
+        """Return ``(tokens_BT, targets_BT)``, int64; for packed rows also ``positions_BT``."""
         ...
 
     def read_ahead(self, wanted: NDArray[np.int64]) -> None:
-        """Begin to fetch rows that are read soon; return at once."""
+        """Begin to fetch rows that will be read soon; return at once."""
         ...
 
 
 class TextRows:
-    """Rows of plain text, cut from a stream of tokens every T; implements `Rows`.
+    """Rows of plain text: a stream of tokens cut every T tokens; implements `Rows`.
 
     Args:
         tokens: the stream.
@@ -53,22 +53,22 @@ class TextRows:
 
     @property
     def num_rows(self) -> int:
-        """Whole rows."""
+        """Number of complete rows."""
         return num_rows(self.tokens, self.seq_len)
 
     def targets_in(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """T for each: every target counts."""
+        """Return T for each row: every target counts."""
         return np.full(rows.shape, self.seq_len)
 
     def inputs_in(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """T for each: nothing is padding."""
+        """Return T for each row: there is no padding."""
         return np.full(rows.shape, self.seq_len)
 
     def read(self, wanted: NDArray[np.int64]) -> tuple[Tensor, ...]:
-        """``(tokens_BT, targets_BT)``, int64."""
+        """Return ``(tokens_BT, targets_BT)``, int64."""
         window = self.tokens.gather(wanted * self.seq_len, self.seq_len + 1).astype(np.int64)  # [B, T + 1]
         return torch.from_numpy(window[:, :-1].copy()), torch.from_numpy(window[:, 1:].copy())
 
     def read_ahead(self, wanted: NDArray[np.int64]) -> None:
-        """Begin to fetch them; return at once."""
+        """Begin to fetch these rows; return at once."""
         read_rows_ahead(self.tokens, wanted, self.seq_len)

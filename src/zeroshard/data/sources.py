@@ -1,15 +1,16 @@
-"""Where text comes from. Each source gives documents, or tokens where there is no text, and a fingerprint of both.
+"""Sources of text. Each yields documents (or tokens, if it has no text) and a fingerprint of its content.
 
 python-stdlib    the running interpreter's own standard library, read in place: some 10 MB of real text
-python-docs      what its `help()` says of Python's topics: half a megabyte of English
+python-docs      the text of Python's `help()` on its topics: half a megabyte of English
 text             the user's files: a file, a folder, a glob, or several
 tinyshakespeare  1.1 MB of plays, downloaded or from a local file, checked by sha256
 synthetic        seeded token ids with a known entropy: no text, no tokenizer
-bin              tokens that nanoGPT or llm.c wrote
+bin              token files written by nanoGPT or llm.c
 fineweb-edu, openwebtext, OWNER/NAME[:CONFIGURATION][@SPLIT]   data sets of the Hugging Face hub
 
-Of ``text``, files with a text in each row (``.parquet``, ``.jsonl``, also compressed) and addresses (``https://``) are
-`tables`, like those of the hub, and the others documents. In a folder with tables nothing else is looked at.
+For ``text``, files with one text per row (``.parquet``, ``.jsonl``, also compressed) and addresses (``https://``)
+become `tables`, like data sets of the hub; other files become documents. In a folder that contains tables, all other
+files are ignored.
 """
 
 from __future__ import annotations
@@ -47,29 +48,29 @@ TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl")
 
 
 class TextSource(Protocol):
-    """Documents in a stable order."""
+    """A source of documents in a stable order."""
 
     @property
     def description(self) -> str:
-        """One line for ``meta.json``."""
+        """One line that describes the source, for ``meta.json``."""
         ...
 
     def fingerprint(self) -> Fingerprint:
-        """Of the content as it is now. Files are read for it: their size and date are no proof."""
+        """Return the fingerprint of the current content. It reads the files, because size and date prove nothing."""
         ...
 
     def documents(self) -> Iterator[Document]:
-        """All documents; the same ones in the same order each time."""
+        """Yield all documents; the same ones in the same order each time."""
         ...
 
 
 class TextFiles:
-    """Files, folders and globs. A folder gives its `TEXT_SUFFIXES` files in sorted order, hidden folders left out.
+    """Files, folders and globs. A folder gives its `TEXT_SUFFIXES` files in sorted order, without hidden folders.
 
-    A file that is named, or matched by a glob, is taken whatever its suffix; one that is named twice is read once.
+    A file that is named, or matched by a glob, is taken whatever its suffix; a file that is named twice is read once.
 
     Raises:
-        UserError: no path, a path that is missing, empty, or without text files.
+        UserError: no path, a path that is missing or empty, or a folder without text files.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
@@ -83,18 +84,18 @@ class TextFiles:
         self.files = list(by_identity.values())
 
     def fingerprint(self) -> Fingerprint:
-        """Of the bytes of all files."""
+        """Return the fingerprint of the bytes of all files."""
         return fingerprint_of(self.files)
 
     def documents(self) -> Iterator[Document]:
-        """One per text file, one per line of a ``.jsonl`` file."""
+        """Yield one document per text file, and one per line of a ``.jsonl`` file."""
         return documents_of(self.files)
 
 
 class PythonStdlib:
     """The ``.py`` files of the running interpreter's standard library, without its tests and installed packages.
 
-    Empty files and the few that are not UTF-8 (on purpose: they test decoders) are skipped.
+    Empty files are skipped, and so are the few that are not UTF-8 (on purpose: they test decoders).
     """
 
     SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
@@ -105,23 +106,23 @@ class PythonStdlib:
 
     @cached_property
     def files(self) -> list[Path]:
-        """The files in sorted order; a UserError where the interpreter has no sources on disk."""
+        """The files in sorted order; raises UserError if the interpreter has no sources on disk."""
         files = [file for file in _walk(self.folder, (".py",), self.SKIPPED_FOLDERS) if _is_text(file)]
         if not files:
             raise UserError("data.source", f"{self.folder} holds no .py files", "use --data text --data.path FILE")
         return files
 
     def fingerprint(self) -> Fingerprint:
-        """Of the bytes of all files."""
+        """Return the fingerprint of the bytes of all files."""
         return fingerprint_of(self.files)
 
     def documents(self) -> Iterator[Document]:
-        """One per file."""
+        """Yield one document per file."""
         return documents_of(self.files)
 
 
 class PythonDocs:
-    """What ``help()`` says of Python's own topics: half a megabyte of English, which every Python has.
+    """The text of ``help()`` on Python's own topics: half a megabyte of English, which every Python has.
 
     Raises:
         UserError: this Python was installed without it.
@@ -137,17 +138,17 @@ class PythonDocs:
         self._texts = {name: _unwrapped(topics[name]) for name in sorted(topics)}
 
     def fingerprint(self) -> Fingerprint:
-        """Of all topics, one after the other."""
+        """Return the fingerprint of all topics, one after the other."""
         whole = "".join(self._texts.values()).encode()
         return Fingerprint(len(whole), len(self._texts), hashlib.sha256(whole).hexdigest())
 
     def documents(self) -> Iterator[Document]:
-        """One per topic."""
+        """Yield one document per topic."""
         return (text_document(text, f"topic {name}") for name, text in self._texts.items())
 
 
 def _unwrapped(text: str) -> str:
-    """``text`` with each paragraph of prose in one line; code, grammar and tables stay as they are."""
+    """Return ``text`` with each paragraph of prose joined to one line; code, grammar and tables stay as they are."""
     paragraphs = []
     for paragraph in text.strip().split("\n\n"):
         lines = paragraph.split("\n")
@@ -158,9 +159,9 @@ def _unwrapped(text: str) -> str:
 
 
 class TinyShakespeare:
-    """The tiny-shakespeare text of Karpathy's char-rnn, from ``path`` or, where that is None, from the network.
+    """The tiny-shakespeare text of Karpathy's char-rnn, read from ``path``, or downloaded if ``path`` is None.
 
-    The content is pinned by its sha256, so a prepared folder is recognised without either.
+    Its sha256 is fixed, so a prepared folder is recognised without reading or downloading the text.
     """
 
     URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -171,11 +172,11 @@ class TinyShakespeare:
         self.description = "tiny-shakespeare (github.com/karpathy/char-rnn)"
 
     def fingerprint(self) -> Fingerprint:
-        """The pinned one: other content never gets through `documents`."""
+        """Return the fixed fingerprint; `documents` refuses any other content."""
         return self.FINGERPRINT
 
     def documents(self) -> Iterator[Document]:
-        """One document; a UserError where it cannot be had or is not that text."""
+        """Yield the one document; UserError if it is unavailable or is another text."""
         yield text_document(self._text, "tinyshakespeare")
 
     @cached_property
@@ -195,11 +196,11 @@ class TinyShakespeare:
 
 
 class SyntheticTokens:
-    """Seeded token ids that a model can learn, and whose best possible loss is known: a random walk on a circle.
+    """Seeded token ids that a model can learn and whose lowest possible loss is known: a random walk on a circle.
 
         token[t + 1] = (token[t] + offset[k]) mod vocab_size        k = 0, 1, 2, 3 with probability 1/2, 1/4, 1/8, 1/8
 
-    The four offsets are drawn from the seed and differ where the vocabulary has room for four.
+    The four offsets are drawn from the seed, and differ if the vocabulary has at least four ids.
     """
 
     _BLOCK_TOKENS = 1 << 20
@@ -208,7 +209,7 @@ class SyntheticTokens:
     def __init__(self, vocab_size: int, num_tokens: int, seed: int) -> None:
         self.vocab_size, self.num_tokens, self.seed = vocab_size, num_tokens, seed
         self.description = f"random walk over {vocab_size} ids, seed {seed}"
-        # Raw bits, because numpy keeps those the same in all its versions, and its distributions not.
+        # Raw bits, because numpy keeps those stable across versions, but not its distributions.
         raw = np.random.PCG64(seed).random_raw(64).tolist()
         distinct = list(dict.fromkeys(bits % vocab_size for bits in raw))
         spare = [id_ for id_ in range(min(vocab_size, 8)) if id_ not in distinct]
@@ -216,19 +217,19 @@ class SyntheticTokens:
 
     @property
     def entropy(self) -> float:
-        """The lowest mean loss of any model, in nats per token."""
+        """The lowest mean loss that any model can reach, in nats per token."""
         odds: dict[int, float] = {}
         for offset, chance in zip(self.offsets.tolist(), (0.5, 0.25, 0.125, 0.125), strict=True):
             odds[offset] = odds.get(offset, 0.0) + chance
         return -sum(chance * math.log(chance) for chance in odds.values())
 
     def fingerprint(self) -> Fingerprint:
-        """Of the choices that decide the tokens; ``num_bytes`` is 0, as there is no text."""
+        """Return the fingerprint of the settings that decide the tokens; ``num_bytes`` is 0 for lack of text."""
         choices = f"walk-1 {self.vocab_size} {self.num_tokens} {self.seed}"
         return Fingerprint(0, 1, hashlib.sha256(choices.encode()).hexdigest())
 
     def blocks(self) -> Iterator[NDArray[np.int64]]:
-        """The ids, a block at a time."""
+        """Yield the ids, block by block."""
         generator = np.random.PCG64(self.seed + 1)
         last = 0
         for start in range(0, self.num_tokens, self._BLOCK_TOKENS):
@@ -242,7 +243,7 @@ Source = TextSource | SyntheticTokens | Tables | TokenBins
 
 
 def check_source(name: str, paths: Sequence[str]) -> None:
-    """See that a source exists and takes these paths, without touching them; else a UserError."""
+    """Check that a source exists and accepts these paths, without opening them; raise UserError otherwise."""
     if is_hub_name(name):
         parse_hub_name(name)
     elif name not in SOURCES and not is_module_address(name):
@@ -266,50 +267,50 @@ def open_source(
     column: str = "text",
     vocab_size: int | None = None,
 ) -> Source:
-    """The source of that name; UserErrors as `check_source`, and where files are missing or empty.
+    """Return the source called ``name``; raises UserError as `check_source` does, and if files are missing or empty.
 
-    ``column`` is that of tables; ``vocab_size`` that of tokens which others wrote, where it is known.
+    ``column`` is the text column of tables; ``vocab_size`` is that of ids that another program wrote, if it is known.
     """
     check_source(name, paths)
     return source_entry(name)(SourceRequest(name, tuple(paths), synthetic, column, vocab_size))
 
 
 def python_stdlib(asked: SourceRequest) -> PythonStdlib:
-    """The source ``python-stdlib``."""
+    """Return the source ``python-stdlib``."""
     return PythonStdlib()
 
 
 def python_docs(asked: SourceRequest) -> PythonDocs:
-    """The source ``python-docs``."""
+    """Return the source ``python-docs``."""
     return PythonDocs()
 
 
 def text_or_tables(asked: SourceRequest) -> Tables | TextFiles:
-    """The source ``text``."""
+    """Return the source ``text``."""
     return _tables_of(asked.paths, asked.column) or TextFiles(asked.paths)
 
 
 def tiny_shakespeare(asked: SourceRequest) -> TinyShakespeare:
-    """The source ``tinyshakespeare``."""
+    """Return the source ``tinyshakespeare``."""
     return TinyShakespeare(*asked.paths)
 
 
 def synthetic_tokens(asked: SourceRequest) -> SyntheticTokens:
-    """The source ``synthetic``."""
+    """Return the source ``synthetic``."""
     size = asked.synthetic
     return SyntheticTokens(size.vocab_size, size.num_tokens, size.seed)
 
 
 def token_bins(asked: SourceRequest) -> TokenBins:
-    """The source ``bin``."""
+    """Return the source ``bin``."""
     return TokenBins(asked.paths, asked.vocab_size)
 
 
 def _tables_of(paths: Sequence[str], column: str) -> Tables | None:
-    """The tables that ``paths`` name; None where they name none.
+    """Return the tables that ``paths`` name; None if they name none.
 
     Raises:
-        UserError: they name tables and other files; a file is missing or empty.
+        UserError: they name both tables and other files, or a file is missing or empty.
     """
     found: list[str] = []
     others: list[str] = []
@@ -328,7 +329,7 @@ def _tables_of(paths: Sequence[str], column: str) -> Tables | None:
             files = [str(file) for file in _files_of(path)]
         (found if is_table(files[0]) else others).extend(files)
     if not found or (others and all(file.endswith(".jsonl") for file in found)):
-        return None  # a line of .jsonl is a document among others too
+        return None  # `TextFiles` can read .jsonl beside other files
     if others:
         todo = "prepare them apart"
         raise UserError("data.path", f"{found[0]} has a text in each row and {others[0]} has not", todo)
@@ -356,7 +357,7 @@ def _files_of(path: str) -> list[Path]:
 
 
 def _walk(folder: Path, suffixes: tuple[str, ...], skipped: frozenset[str]) -> Iterator[Path]:
-    """Files with text in sorted order, depth first."""
+    """Yield the non-empty files with these suffixes in sorted order, depth first."""
     for where, folders, names in os.walk(folder):
         folders[:] = sorted(each for each in folders if each not in skipped and not each.startswith("."))
         for name in sorted(names):
@@ -375,8 +376,8 @@ def _is_text(file: Path) -> bool:
 
 
 def _download(url: str, timeout_s: float, max_bytes: int) -> bytes:
-    """Fetch a small file; a UserError in one line where that fails, within seconds."""
-    deadline_s = time.monotonic() + 6 * timeout_s  # a server may also answer, and then trickle
+    """Download a small file; raise a one-line UserError within seconds if that fails."""
+    deadline_s = time.monotonic() + 6 * timeout_s  # a server may also answer, and then send very slowly
     content = bytearray()
     try:
         with urllib.request.urlopen(url, timeout=timeout_s) as response:
@@ -386,9 +387,9 @@ def _download(url: str, timeout_s: float, max_bytes: int) -> bytes:
                     break
                 if time.monotonic() > deadline_s:
                     raise TimeoutError("too slow")
-    except OSError as error:  # URLError, HTTPError and time-outs are all of this kind
+    except OSError as error:  # URLError, HTTPError and timeouts are all OSErrors
         if isinstance(error, urllib.error.HTTPError):
-            error.close()  # it is the response as well, and holds its socket
+            error.close()  # an HTTPError is also the response, and keeps its socket open
         reason = getattr(error, "reason", None) or error
         raise UserError("data.source", f"cannot download {url} ({reason})", "pass --data.path FILE") from None
     return bytes(content)

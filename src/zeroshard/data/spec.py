@@ -1,4 +1,4 @@
-"""What to prepare, which of it decides the tokens, and where they are kept by default."""
+"""What to prepare (`DataSpec`), which of its choices decide the tokens, and the default folder for the result."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class DataSpec:
 
     Args:
         source: one of `SOURCES`, or a data set of the Hugging Face hub.
-        paths: files, folders or globs of ``text`` and ``bin``; one file, or none, of ``tinyshakespeare``.
-        tokenizer: ``bytes``, ``gpt2``, ``bpe:N`` or ``json:PATH``; not used by ``synthetic``, which has no text; of
-            ``bin`` the one that made its tokens, or ``none``.
-        val_fraction: share of the text that validates, in [0, 1); see `zeroshard.data.split`.
-        vocab_size, num_tokens, seed: of ``synthetic`` alone.
+        paths: files, folders or globs for ``text`` and ``bin``; at most one file for ``tinyshakespeare``.
+        tokenizer: ``bytes``, ``gpt2``, ``bpe:N`` or ``json:PATH``. ``synthetic`` has no text and does not use it; for
+            ``bin`` it is the tokenizer that made the tokens, or ``none``.
+        val_fraction: share of the text used for validation, in [0, 1); see `zeroshard.data.split`.
+        vocab_size, num_tokens, seed: used by ``synthetic`` only.
         max_tokens: stop after so many tokens of both splits together; 0 means no limit.
-        column: of tables, that holds the text.
-        format: ``text``; or examples of a fine-tuning, ``chat`` or ``prompt``, see `zeroshard.data.examples`.
-        template: of ``chat``, see `zeroshard.data.examples.template.find_template`.
-        messages, prompt, completion: columns of examples.
+        column: the column of tables that contains the text.
+        format: ``text``, or a format of fine-tuning examples: ``chat`` or ``prompt``; see `zeroshard.data.examples`.
+        template: the chat template for ``chat``; see `zeroshard.data.examples.template.find_template`.
+        messages, prompt, completion: the columns of examples.
 
     Raises:
-        UserError: a value that cannot be; files are looked at later, by `prepare`.
+        UserError: a value is invalid; files are checked later, by `prepare`.
     """
 
     source: str = "python-stdlib"
@@ -71,11 +71,11 @@ class DataSpec:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Of examples: what each row must have."""
+        """The columns that each row of examples must have."""
         return (self.messages,) if self.format == "chat" else (self.prompt, self.completion)
 
     def identity(self) -> dict[str, Any]:
-        """The choices that decide the tokens, beside the source's content: equal identities give equal files."""
+        """Return the choices that, with the source's content, decide the tokens: equal identities give equal files."""
         shared: dict[str, Any] = {
             "source": self.source,
             "val_fraction": self.val_fraction,
@@ -92,13 +92,13 @@ class DataSpec:
 
 
 def data_dir(spec: DataSpec, root: Path | str = "data") -> Path:
-    """The folder that a spec is prepared in by default, such as ``data/python-stdlib-bytes``.
+    """Return the default folder for a spec, such as ``data/python-stdlib-bytes``.
 
-    A spec of the user's files or with anything else than the defaults gets 8 digits of a hash besides, so that
+    The name ends with 8 digits of a hash if the spec names the user's files or differs from the defaults, so that
     different specs have different folders.
     """
     parts = [spec.source]
-    # Where tiny-shakespeare was read does not matter: its content is pinned.
+    # The path of tiny-shakespeare does not matter, because its content is fixed by a checksum.
     paths = () if spec.source == "tinyshakespeare" else spec.paths
     if paths:
         parts.append(Path(paths[0]).stem)

@@ -1,16 +1,17 @@
-"""Which text trains and which validates: one rule for what is prepared and what is streamed, decided by content alone.
+"""The split into training and validation text: one rule for prepared and for streamed data, decided by content alone.
 
-Of a corpus of many documents whole documents go to validation: those with
+In a corpus of many documents (`MANY_DOCUMENTS` or more), complete documents are held out for validation: those with
 
     BLAKE2b-64(the document's UTF-8, keyed by the rule's name) < val_fraction * 2^64
 
-So it matters neither where a document lies nor who reads it or when: copies of a document go to one side, a part of the
-corpus is split as the whole is, and what validates at a fraction also validates at a larger one. A run that is streamed
-never trains on what validates in a folder that was prepared with the same fraction or a smaller one. The fraction is
-met as closely as chance has it. In a table a row is a document: a text that is spread over rows lies on both sides.
+So the split depends neither on where a document lies nor on who reads it or when. Copies of a document are in the same
+split, a part of the corpus is split as the complete corpus is, and a document that validates at one fraction also
+validates at every larger one. A streamed run never trains on text that validates in a folder that was prepared with the
+same or a smaller fraction. The fraction is met only approximately. In a table each row is a document, so a text that
+spans several rows may be in both splits.
 
-Of a corpus of few documents that would be too coarse: there the last ``val_fraction`` of *each* goes to validation,
-cut at a line end where there is one.
+For a corpus of few documents this rule would be too coarse. There the last ``val_fraction`` of *each* document is held
+out, cut at a line end if there is one.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ from dataclasses import dataclass
 from zeroshard.data.documents import Document, text_document
 
 MANY_DOCUMENTS = 64
-BY_CONTENT, BY_TAIL = "documents-1", "tails-1"  # the rules, in `meta.json`
+BY_CONTENT, BY_TAIL = "documents-1", "tails-1"  # the rules' names in `meta.json`
 
 
 @dataclass(frozen=True)
 class Holdout:
-    """The rule for one corpus.
+    """The splitting rule for one corpus.
 
     Attributes:
-        val_fraction: in [0, 1); 0 means that everything trains.
-        num_documents: of the corpus, counted as far as `MANY_DOCUMENTS`: it chooses between whole documents and tails.
+        val_fraction: in [0, 1); 0 means no validation.
+        num_documents: documents of the corpus, counted up to `MANY_DOCUMENTS`: decides whether complete documents or
+            tails are held out.
     """
 
     val_fraction: float
@@ -39,11 +41,11 @@ class Holdout:
 
     @property
     def rule(self) -> str:
-        """Its name."""
+        """The rule's name."""
         return BY_CONTENT if self.num_documents >= MANY_DOCUMENTS else BY_TAIL
 
     def sides(self, document: Document) -> Iterator[tuple[str, Document]]:
-        """``("train" | "val", document)``; one, or the two that it was cut into."""
+        """Yield ``("train" | "val", document)``: the document, or the two parts that it is cut into."""
         if self.val_fraction == 0:
             yield "train", document
         elif self.rule == BY_CONTENT:
@@ -54,7 +56,7 @@ class Holdout:
             yield "val", tail
 
     def texts(self, text: str) -> Iterator[tuple[str, str]]:
-        """As `sides`, of a document that is in memory; no empty texts."""
+        """Like `sides`, for a document that is in memory; yields no empty texts."""
         if self.val_fraction == 0:
             yield "train", text
         elif self.rule == BY_CONTENT:
@@ -66,7 +68,7 @@ class Holdout:
 
 
 def validates(chunks: Iterable[str], val_fraction: float) -> bool:
-    """Whether the document with this content validates, of a corpus of many."""
+    """Whether the document with this content validates, in a corpus of many documents."""
     digest = hashlib.blake2b(digest_size=8, key=BY_CONTENT.encode())
     for chunk in chunks:
         digest.update(chunk.encode("utf-8", "surrogatepass"))
@@ -74,14 +76,14 @@ def validates(chunks: Iterable[str], val_fraction: float) -> bool:
 
 
 def cut(document: Document, at_byte: int) -> tuple[Document, Document]:
-    """Head and tail that together are the document: cut at the last line end at or before ``at_byte`` in its chunk.
+    """Cut a document into head and tail, at the last line end at or before ``at_byte`` in that byte's chunk.
 
-    Where that chunk has none, the cut is at the character that ``at_byte`` falls into. Neither
-    reads anything until its chunks are asked for.
+    If that part of the chunk has no line end, the cut is at the character that ``at_byte`` falls into. Neither part
+    reads anything until its chunks are requested.
     """
 
     def side(is_tail: bool) -> Iterator[str]:
-        """The chunks of one of the two, read from the document anew."""
+        """Yield the chunks of one of the two parts, read from the document anew."""
         left = at_byte
         for chunk in document.chunks():
             num_bytes = len(chunk) if chunk.isascii() else len(chunk.encode())

@@ -1,22 +1,24 @@
-"""Training straight from tables, local or far: exact epochs at any world size, with nothing prepared.
+"""Train directly from tables, local or remote, without preparing them: exact epochs at any world size.
 
-The documents that train are read in *turns* (`lanes`): each brings the next documents of up to 16 parts that lie far
-from each other. Their tokens, after what the turn before left over, are cut into rows, and the rows are shuffled:
+Training documents are read in *turns* (`lanes`). A turn reads the next documents of up to 16 parts that lie far from
+each other. Their tokens, after the tokens left over from the previous turn, are cut into rows, and the rows are
+shuffled:
 
     turn    | left over | lane 0's documents | lane 1's ... |   -> rows of T + 1 tokens, in a shuffled order
     run     | turn 0    | turn 1        | turn 2            |   -> row ``step * G + j`` is the j-th of a step
 
-So an epoch has each row once, as many as the same text has when it is prepared: only its last tokens, too few for a
-row, are left out, others in each epoch. Turns know nothing of ranks or batches, so a step has the same rows at any
-world size, and the rows of all steps follow each other whatever a step takes.
+So an epoch has each row once, and as many rows as the same text has when it is prepared. Only the epoch's last tokens,
+too few for a row, are left out; they are different ones in each epoch. Turns do not depend on ranks or batches, so a
+step has the same rows at any world size, and consecutive steps take consecutive rows whatever the batch size is.
 
-Early turns are small (a run begins with 16 KiB of text from each lane), later ones grow to 256 KiB a lane, which is the
-reach of the shuffle: 4 MiB of text from 16 parts.
+Early turns are small (a run begins with 16 KiB of text from each lane). Later ones grow to 256 KiB per lane, so rows
+are shuffled within 4 MiB of text from 16 parts.
 
-How long a turn is, is known when its text was encoded. So a batch is a function of (seed, step), but it takes reading
-all turns before it; a checkpoint therefore keeps where its turn began (`StreamBatches.position`): epoch, the place of
-each lane, the tokens left over. It fits any world. Without it the turns are read again: slower, and the same rows. A
-run that goes on with another batch size goes on at the next row.
+The number of rows of a turn is known only once its text is encoded. So a batch is a pure function of (seed, step), but
+computing it requires reading all turns before it. A checkpoint therefore stores where its turn begins
+(`StreamBatches.position`): the epoch, the place of each lane, and the tokens left over. It can be loaded at any world
+size. Without it the turns are read again, which is slower and gives the same rows. A run that resumes with another
+batch size continues at the next row.
 """
 
 from __future__ import annotations
@@ -35,22 +37,22 @@ from zeroshard.data.lanes import Gather, Ids, Lanes, Place, Places, StreamedText
 from zeroshard.data.tokens import TokenDataset
 from zeroshard.errors import UserError
 
-FIRST_BYTES, MOST_BYTES = 16 << 10, 256 << 10  # of text, from each lane in a turn
+FIRST_BYTES, MOST_BYTES = 16 << 10, 256 << 10  # text from each lane in the first turn, and in late ones
 _GOLDEN = 0x9E3779B97F4A7C15
 _VAL_SEED = 0  # every run validates on the same text
 
 
 @dataclass(frozen=True)
 class Beginning:
-    """Where a turn begins: all that it takes to read on from there, in any world.
+    """The place where a turn begins: all that is needed to read on from there, at any world size.
 
     Attributes:
-        epoch: from 0.
-        turn: from the beginning of the run.
-        first_row: of the turn, from the beginning of the run.
-        epoch_row: the epoch's first.
-        places: of the lanes.
-        left_over: tokens that the turn before has not made rows of, [n].
+        epoch: number of the epoch, from 0.
+        turn: number of the turn, counted from the beginning of the run.
+        first_row: the turn's first row, counted from the beginning of the run.
+        epoch_row: the epoch's first row, counted likewise.
+        places: the places of the lanes.
+        left_over: tokens of the previous turn that are in none of its rows, [n].
     """
 
     epoch: int
@@ -62,13 +64,13 @@ class Beginning:
 
     @property
     def num_bytes(self) -> int:
-        """Text that the turn takes from each lane."""
+        """Size of the text that the turn takes from each lane."""
         return min(FIRST_BYTES << min(self.turn, 32), MOST_BYTES)
 
 
 @dataclass(frozen=True)
 class _Turn:
-    """A turn that was read: its rows are ``[begin.first_row, end_row)``."""
+    """A turn that has been read: its rows are ``[begin.first_row, end_row)``."""
 
     begin: Beginning
     tokens: TokenDataset
@@ -78,8 +80,8 @@ class _Turn:
 class StreamBatches:
     """Training batches of one rank, read as they are needed; implements `zeroshard.data.Batches`.
 
-    With a ``gather`` all ranks call it for the same steps in the same order, as a training loop does: the first call
-    for a step may be a collective.
+    With a ``gather`` all ranks must ask for the same steps in the same order, as a training loop does, because the
+    first call for a step may be a collective.
 
     Raises:
         ValueError: a size below 1, or a rank outside its world.
@@ -104,15 +106,15 @@ class StreamBatches:
         self._rank, self._world_size = rank, world_size
         self._lanes = Lanes(text, "train", seed, rank, world_size, gather)
         self._origin = self._next = self._start()
-        self._turns: list[_Turn] = []  # that follow each other, up to `_next`
+        self._turns: list[_Turn] = []  # consecutive turns, up to `_next`
         self._base_step = self._base_row = 0
 
     def __call__(self, step: int, micro_step: int) -> tuple[Tensor, Tensor]:
-        """``(tokens_BT, targets_BT)``, int64, on the CPU; the same for the same arguments, always.
+        """Return ``(tokens_BT, targets_BT)``, int64, on the CPU; always the same for the same arguments.
 
         Raises:
-            ValueError: ``micro_step`` is out of range, or ``step`` before the one that the run went on from.
-            UserError: a file failed, or the text that trains is less than a row.
+            ValueError: ``micro_step`` is out of range, or ``step`` is before the step from which the run resumed.
+            UserError: a file failed, or the training text has fewer tokens than one row.
         """
         if not 0 <= micro_step < self._grad_accum_steps:
             raise ValueError(f"micro_step must be in [0, {self._grad_accum_steps}), got {micro_step}")
@@ -132,7 +134,7 @@ class StreamBatches:
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
     def position(self, step: int) -> dict[str, Any]:
-        """Where the rows of ``step`` begin, as JSON holds it: what `go_on` takes."""
+        """Return, as JSON values, where the rows of ``step`` begin; the argument of `go_on`."""
         row = self._row_of(step)
         begins = [self._origin, *(turn.begin for turn in self._turns), self._next]
         begin = max((each for each in begins if each.first_row <= row), key=lambda each: each.first_row)
@@ -149,14 +151,15 @@ class StreamBatches:
         }
 
     def go_on(self, saved: Mapping[str, Any] | None, step: int) -> None:
-        """Have the rows of ``step`` be those that a run was to take next when it was saved.
+        """Resume: make ``step`` begin at the row that a saved run was to take next.
 
         Args:
-            saved: what `position` gave, of the same text in any world; None: all turns before are read again.
-            step: the first that will be asked for.
+            saved: the result of `position` for the same text, at any world size; None: all earlier turns are read
+                again.
+            step: the first step that will be asked for.
 
         Raises:
-            UserError: ``saved`` is damaged, or of another seed.
+            UserError: ``saved`` is damaged, or was made with another seed.
         """
         if saved is None:
             return
@@ -174,18 +177,18 @@ class StreamBatches:
         if seed != self._seed:
             raise UserError("seed", f"the stream's order was drawn from {seed}, not {self._seed}", f"use --seed {seed}")
         if seq_len != self._seq_len:
-            row = begin.first_row  # rows are cut anew, from where the turn began
+            row = begin.first_row  # rows have another length now: cut them again from the beginning of the turn
         self._origin = self._next = begin
         self._turns = []
         self._base_step, self._base_row = step, row
 
     def close(self) -> None:
-        """Let go of threads and files; what is being read is not waited for."""
+        """Release threads and files; does not wait for reads in progress."""
         self._lanes.close()
         self._turns = []
 
     def _row_of(self, step: int) -> int:
-        """The first row of a step."""
+        """Return the first row of a step."""
         rows = self._micro_batch_size * self._grad_accum_steps * self._world_size
         if step < self._base_step:
             raise ValueError(f"step {step} is before step {self._base_step}, which the stream went on from")
@@ -195,9 +198,9 @@ class StreamBatches:
         return Beginning(0, 0, 0, 0, self._lanes.start(), np.empty(0, self._text.dtype))
 
     def _hold(self, first: int, end: int) -> None:
-        """Have `_turns` cover rows ``[first, end)``, and few others."""
+        """Read turns until `_turns` covers rows ``[first, end)``, and drop the turns before them."""
         if first < (self._turns[0].begin if self._turns else self._next).first_row:
-            self._turns, self._next = [], self._origin  # an earlier step is read again
+            self._turns, self._next = [], self._origin  # an earlier step: read again from the origin
         while self._next.first_row < end:
             self._turns.append(self._read_turn())
             self._turns = [turn for turn in self._turns if turn.end_row > first]
@@ -226,9 +229,9 @@ class StreamBatches:
 def validation_tokens(
     text: StreamedText, num_tokens: int, rank: int = 0, world_size: int = 1, gather: Gather | None = None
 ) -> TokenDataset:
-    """At least ``num_tokens`` tokens of what validates, from parts far from each other, or all of them; collective.
+    """Return at least ``num_tokens`` validation tokens from parts far from each other, or all there are; collective.
 
-    At a small ``val_fraction`` much is read to find them: the others' text, which is not encoded.
+    If ``val_fraction`` is small, much text is read to find them; training text is read but not encoded.
 
     Raises:
         UserError: a file failed.
@@ -246,7 +249,7 @@ def validation_tokens(
 
 
 def global_batch(ranks: Sequence[StreamBatches], step: int, grad_accum_steps: int) -> tuple[Tensor, Tensor]:
-    """All rows of a step in order, [G, T] each, of every rank of a world without a gather: for tests."""
+    """Return all rows of a step in order, [G, T] each, from every rank of a world without a gather: for tests."""
     micro = [batches(step, micro_step) for micro_step in range(grad_accum_steps) for batches in ranks]
     tokens, targets = zip(*micro, strict=True)
     return torch.cat(tokens), torch.cat(targets)

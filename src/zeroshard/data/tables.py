@@ -1,11 +1,11 @@
-"""Files with a text in each row, cut into parts that any worker can read alone: the same parts on every machine.
+"""Files with one text per row, cut into parts that workers read independently; the parts are the same on every machine.
 
     .parquet                  row groups, so many together that they hold about `PART_BYTES`
     .jsonl                    lines that begin in a range of `PART_BYTES`
-    .jsonl.gz, .jsonl.zst     the same of what they hold uncompressed; who reads parts in order reads the file once
+    .jsonl.gz, .jsonl.zst     the same ranges of the uncompressed content; reading parts in order reads the file once
 
-A part is all that a process needs to know to make its tokens, so tokens depend neither on who makes them nor on when.
-Rows that are null or empty are no documents.
+A part contains all that a process needs to make its tokens, so tokens depend neither on who makes them nor on when.
+Rows that are null or empty are not documents.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from zeroshard.regular_files import json_of
 if TYPE_CHECKING:
     import pyarrow.parquet
 
-PART_BYTES = 8 << 20  # of text
+PART_BYTES = 8 << 20  # target size of a part's text
 ROW_BATCH = 256
 TABLE_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst", ".ndjson")
-_MOST_COMPRESSED = 16  # times that a compressed file may grow before its last part becomes longer than the others
+_MOST_COMPRESSED = 16  # assumed maximum of the compression ratio; any text beyond that is in the last part
 _BLOCK_BYTES = 1 << 20
 
 
@@ -38,9 +38,10 @@ class Part:
     """Consecutive rows of one file.
 
     Attributes:
-        index: its place among all parts of the corpus.
-        file: whose rows.
-        begin, end: row groups of a ``.parquet``, else bytes that lines begin in; ``end`` -1: to the end of the file.
+        index: its position among all parts of the corpus.
+        file: the file that contains the rows.
+        begin, end: for ``.parquet`` a range of row groups, else a range of bytes in which the lines begin; ``end`` -1
+            means the end of the file.
     """
 
     index: int
@@ -50,28 +51,28 @@ class Part:
 
 
 def is_table(path: str) -> bool:
-    """Whether a path names a file with a text in each row."""
+    """Whether a path names a file with one text per row."""
     name = Path(path).name.lower().partition("?")[0] if is_address(path) else path.lower()
     return name.endswith(TABLE_SUFFIXES)
 
 
 @dataclass(frozen=True)
 class Tables:
-    """A corpus of files in a stable order; ``column`` holds the text."""
+    """A corpus of files in a stable order; ``column`` contains the text."""
 
     files: tuple[FileFacts, ...]
     column: str = "text"
 
     @property
     def num_bytes(self) -> int:
-        """Of all files, as they lie."""
+        """Total size of all files, compressed if they are."""
         return sum(file.num_bytes for file in self.files)
 
     def parts(self) -> Iterator[Part]:
-        """All parts, file after file; a file is looked at when its turn comes.
+        """Yield all parts, file after file; a file is opened only when its turn comes.
 
         Raises:
-            UserError: a file cannot be read, or has no such column.
+            UserError: a file cannot be read, or lacks the column.
         """
         index = 0
         for file in self.files:
@@ -82,20 +83,20 @@ class Tables:
 
 @dataclass
 class PartReader:
-    """Reads parts, best in order: the file of the last part stays open."""
+    """Reads parts. Reading them in order is fastest, because the file of the last part stays open."""
 
     column: str = "text"
     _path: str = ""
     _stack: ExitStack = field(default_factory=ExitStack)
     _table: Any = None  # pyarrow's ParquetFile
-    _raw: BinaryIO | None = None  # what _lines are read from, as it lies
+    _raw: BinaryIO | None = None  # the file that _lines read, still compressed if it is
     _lines: _Lines | None = None
 
     def texts(self, part: Part) -> Iterator[str]:
-        """The documents of a part.
+        """Yield the documents of a part.
 
         Raises:
-            UserError: a row cannot be read, or is no text.
+            UserError: a row cannot be read, or is not text.
             OSError: the file failed.
         """
         if part.file.path != self._path:
@@ -106,12 +107,12 @@ class PartReader:
             yield from self._json_lines(part)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._stack.close()
         self._path, self._table, self._raw, self._lines = "", None, None, None
 
     def position(self, part: Part) -> int:
-        """Bytes of the file, as it lies, that are read when ``part`` is: for those who wait."""
+        """Return about how many bytes of the stored file have been read up to the end of ``part``; for progress."""
         if self._table is not None:
             return part.file.num_bytes * part.end // self._table.metadata.num_row_groups
         return min(self._raw.tell(), part.file.num_bytes) if self._raw is not None else 0
@@ -138,7 +139,7 @@ class PartReader:
                 if not isinstance(text, str | None):
                     raise TypeError(f"{self.column} is {type(text).__name__}, not a string")
                 if text and not text.isascii():
-                    text.encode()  # half of a surrogate pair is no text
+                    text.encode()  # refuse half of a surrogate pair
             except (ValueError, KeyError, TypeError, IndexError) as error:
                 what = f"has no key {self.column!r}" if isinstance(error, KeyError) else f"cannot be read ({error})"
                 todo = 'write each line as {"text": "..."}, or name its key by --data.column'
@@ -154,11 +155,11 @@ class _Lines:
         self._file, self._position, self._no_line_from = file, 0, 0
 
     def can_reach(self, begin: int) -> bool:
-        """Whether all lines that begin at ``begin`` or later are still ahead."""
+        """Whether the stream has not yet passed any line that begins at ``begin`` or later."""
         return self._no_line_from <= begin
 
     def within(self, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
-        """Lines that begin in ``[begin, end)``, with where they begin; ``end`` -1 has no end."""
+        """Yield the lines that begin in ``[begin, end)``, each with its position; ``end`` -1 has no end."""
         if self._position < begin:
             self._skip_to(begin)
         while end < 0 or self._position < end:
@@ -170,7 +171,7 @@ class _Lines:
             yield position, line
 
     def _skip_to(self, begin: int) -> None:
-        """To the first line that begins at ``begin`` or later."""
+        """Skip to the first line that begins at ``begin`` or later."""
         before = begin - 1  # the byte that ends a line, if one begins at ``begin``
         if self._file.seekable() and not isinstance(self._file, gzip.GzipFile):
             self._file.seek(before)
@@ -183,7 +184,7 @@ class _Lines:
 
 
 def count_documents(tables: Tables, at_most: int) -> int:
-    """How many documents there are, and ``at_most`` where there are more: no more than that are read.
+    """Return the number of documents, or ``at_most`` if there are more: no more than that are read.
 
     Raises:
         UserError: a file or a row cannot be read.
@@ -208,7 +209,7 @@ def open_parquet(path: str) -> pyarrow.parquet.ParquetFile:
     """Open a parquet file.
 
     Raises:
-        UserError: it is none, or is damaged.
+        UserError: it is not a parquet file, or is damaged.
     """
     require_package("pyarrow", "a .parquet file")
     import pyarrow
@@ -255,7 +256,7 @@ def _row_groups(path: str, column: str) -> Iterable[tuple[int, int]]:
 
 
 def uncompressed(path: str, raw: BinaryIO, stack: ExitStack) -> BinaryIO:
-    """What the file at ``path`` holds, read from ``raw``; ``stack`` closes what it takes."""
+    """Return a stream of the uncompressed content of the file at ``path``, read from ``raw``; ``stack`` closes it."""
     suffix = suffix_of(path)
     if suffix == ".gz":
         return cast(BinaryIO, stack.enter_context(gzip.GzipFile(fileobj=raw)))
@@ -269,5 +270,5 @@ def uncompressed(path: str, raw: BinaryIO, stack: ExitStack) -> BinaryIO:
 
 
 def corpus_identity(files: Sequence[FileFacts]) -> str:
-    """One string for the content of files in order, wherever they lie."""
+    """Return one string that identifies the content of files in order, whatever folder they are in."""
     return "\n".join(f"{Path(file.path).name} {file.num_bytes} {file.identity}" for file in files)

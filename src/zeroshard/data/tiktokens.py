@@ -1,4 +1,4 @@
-"""OpenAI's vocabularies, by tiktoken. Tables come from the network at first use: within a time limit, or one line."""
+"""OpenAI's vocabularies, by tiktoken. It downloads the tables at first use; we limit the time for that."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zeroshard.errors import UserError
 if TYPE_CHECKING:
     import tiktoken
 
-# tiktoken's name -> ids, end of text; known here, because tables are fetched from the network
+# tiktoken's name -> number of ids, end-of-text id; listed here so that no download is needed to know them
 TIKTOKEN = {
     "gpt2": (50_257, 50_256),
     "r50k_base": (50_257, 50_256),
@@ -29,10 +29,10 @@ class TiktokenTokenizer:
 
     Args:
         name: a key of `TIKTOKEN`; ``gpt2`` is GPT-2's 50,257 ids (Radford et al. 2019).
-        timeout_s: for the download.
+        timeout_s: time limit of the download.
 
     Raises:
-        UserError: tiktoken is not installed, or the tables cannot be fetched within ``timeout_s``.
+        UserError: tiktoken is not installed, or the tables cannot be downloaded within ``timeout_s``.
     """
 
     around: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
@@ -43,28 +43,28 @@ class TiktokenTokenizer:
         self.vocab_size, self.eos_id = self._encoding.n_vocab, self._encoding.eot_token
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """Ids of ``text``, [n]."""
+        """Return the ids of ``text``, [n]."""
         return np.asarray(self._encoding.encode_ordinary(text), dtype=np.int64)
 
     encode_piece = encode
 
     @property
     def ranks(self) -> Mapping[bytes, int]:
-        """The byte string of each id but the special ones."""
+        """The id of each byte string, without the special tokens."""
         return self._encoding._mergeable_ranks
 
     @property
     def pattern(self) -> str:
-        """The regular expression whose matches are encoded one by one."""
+        """The regular expression that splits text into the pieces that are encoded separately."""
         return self._encoding._pat_str
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
-        """The ids that no text has."""
+        """The ids of special tokens, which plain text never gets."""
         return self._encoding._special_tokens
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
-        """The text of ids."""
+        """Return the text of ids."""
         return self._encoding.decode(np.asarray(ids, dtype=np.int64).tolist())
 
 

@@ -1,8 +1,10 @@
-"""Text to ids and back: ``bytes`` (our own), ``gpt2`` and others of tiktoken, ``bpe:N`` (trained on the train split),
-``json:PATH`` (somebody else's ``tokenizer.json``, such as an imported model's, or ``meta.pkl`` of nanoGPT).
+"""Tokenizers: text to ids and back.
 
-A ``tokenizer.json`` may say what it puts around a text (its post-processor: LLaMA's begin with BOS): `encode` follows
-it and `encode_piece` leaves it out. How documents are joined stands in `zeroshard.data.joining`.
+``bytes`` (our own), ``gpt2`` and others of tiktoken, ``bpe:N`` (trained on the train split), ``json:PATH`` (an existing
+``tokenizer.json``, such as an imported model's, or ``meta.pkl`` of nanoGPT).
+
+A ``tokenizer.json`` may put ids around a text (its post-processor: LLaMA's begin with BOS). `encode` adds them and
+`encode_piece` does not. `zeroshard.data.joining` describes how documents are joined.
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ from zeroshard.regular_files import read_bytes, require_regular
 if TYPE_CHECKING:
     import tokenizers
 
-_JSON_BYTES = 1 << 30  # of a tokenizer.json; those of 256,000 entries have 33 MB
+_JSON_BYTES = 1 << 30  # limit for a tokenizer.json; those with 256,000 entries have 33 MB
 TOKENIZERS = ("bytes", *TIKTOKEN, "bpe:N", "json:PATH")
-TOKENIZER_CONFIG = "tokenizer_config.json"  # beside it, where transformers has written it
+TOKENIZER_CONFIG = "tokenizer_config.json"  # transformers writes it beside tokenizer.json
 TOKENIZER_FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
-_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # what others call it
-_MOST_PROBES = 100  # texts to learn from what a file puts around one
-_MIN_BPE, _MAX_BPE = 257, 1 << 20  # 256 bytes and the end-of-text id; more than a million is a slip of the finger
+_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # spellings of it in other vocabularies
+_MOST_PROBES = 100  # texts that are encoded to find the ids that a file puts around a text
+_MIN_BPE, _MAX_BPE = 257, 1 << 20  # 256 bytes and the end-of-text id; more than a million is surely a typo
 
 Ids = Sequence[int] | NDArray[np.integer]
 
@@ -44,7 +46,7 @@ class Tokenizer(Protocol):
 
     @property
     def name(self) -> str:
-        """As in ``data.tokenizer``."""
+        """The name, as in ``data.tokenizer``."""
         ...
 
     @property
@@ -54,7 +56,7 @@ class Tokenizer(Protocol):
 
     @property
     def eos_id(self) -> int | None:
-        """The id that ends a document, where there is one."""
+        """The id that ends a document; None if there is none."""
         ...
 
     @property
@@ -63,20 +65,20 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """Ids of ``text``, [n], with those `around` it. Text that spells a special token is text."""
+        """Return the ids of ``text``, [n], with those `around` it. Text that spells a special token is plain text."""
         ...
 
     def encode_piece(self, text: str) -> NDArray[np.int64]:
-        """Ids of a piece of text, [n], with nothing around them."""
+        """Return the ids of a piece of text, [n], with nothing around them."""
         ...
 
     def decode(self, ids: Ids) -> str:
-        """The text of ids; what is not UTF-8 shows as U+FFFD."""
+        """Return the text of ids; invalid UTF-8 becomes U+FFFD."""
         ...
 
 
 class ByteTokenizer:
-    """Each byte of UTF-8 is its own id."""
+    """A tokenizer in which each byte of UTF-8 is its own id."""
 
     name = "bytes"
     vocab_size = 256
@@ -84,31 +86,33 @@ class ByteTokenizer:
     around: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """Ids of ``text``, [num_bytes]."""
+        """Return the ids of ``text``, [num_bytes]."""
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
 
     encode_piece = encode
 
     def decode(self, ids: Ids) -> str:
-        """The text of ids; ValueError for an id above 255."""
+        """Return the text of ids; raise ValueError for an id above 255."""
         return bytes(np.asarray(ids, dtype=np.int64).tolist()).decode(errors="replace")
 
 
 class BpeTokenizer:
-    """By the tokenizers library: byte-level byte-pair encoding (Sennrich et al. 2016; bytes as in GPT-2) where we
-    trained it, whatever it is where it was read.
+    """A tokenizer of the tokenizers library: trained by us, or read from a file.
+
+    If we trained it, it is byte-level byte-pair encoding (Sennrich et al. 2016; bytes as in GPT-2). A file may have any
+    other kind.
 
     Args:
-        inner: the library's.
-        name: of what was read; None for what was trained here, ``bpe:N``.
+        inner: the library's tokenizer.
+        name: the name, if it was read from a file; None if it was trained here, as ``bpe:N``.
     """
 
     def __init__(self, inner: tokenizers.Tokenizer, name: str | None = None) -> None:
         self._inner = inner
         self._inner.encode_special_tokens = True  # a document that spells <|endoftext|> does not end there
-        self._inner.no_truncation()  # a file may say so, and would cut each document after so many ids
+        self._inner.no_truncation()  # a file may set it, and would cut each document after so many ids
         self._inner.no_padding()
-        # Ids of what was read may have holes.
+        # The ids of a file may have gaps.
         self.vocab_size = max(inner.get_vocab().values()) + 1 if name else inner.get_vocab_size()
         self.name = name or f"bpe:{self.vocab_size}"
         self.eos_token = next((text for text in _ENDS if inner.token_to_id(text) is not None), None)
@@ -116,25 +120,25 @@ class BpeTokenizer:
         self.around = self._find_around()
 
     def end_with(self, token: str | None) -> None:
-        """Have documents end with the token that is spelled so; one that it does not have changes nothing."""
+        """Make documents end with ``token``; changes nothing if the vocabulary does not have it."""
         id_ = None if token is None else self._inner.token_to_id(token)
         if id_ is not None:
             self.eos_token, self.eos_id = token, id_
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """Ids of ``text``, [n], as the file says: with what its post-processor puts around them."""
+        """Return the ids of ``text``, [n], with those that the file's post-processor puts around them."""
         return self._encode(text, add_special_tokens=True)
 
     def encode_piece(self, text: str) -> NDArray[np.int64]:
-        """Ids of a piece of text, [n]."""
+        """Return the ids of a piece of text, [n], with nothing around them."""
         return self._encode(text, add_special_tokens=False)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> NDArray[np.int64]:
-        # The batch of one has no use for where each token lies in the text, and takes half the time.
+        # `encode_batch_fast` with a batch of one skips the tokens' offsets, and takes half the time.
         try:
             (encoded,) = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except Exception as error:
-            if "[UNK]" not in str(error):  # the library's words, in an exception of no class of its own
+            if "[UNK]" not in str(error):  # the library has no exception class for it, only this message
                 raise
             unknown = sorted(set(text) - self._inner.get_vocab().keys())
             what = f"it has no token for the characters {shown(''.join(unknown), 80)}"
@@ -142,7 +146,7 @@ class BpeTokenizer:
         return np.asarray(encoded.ids, dtype=np.int64)
 
     def _find_around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        for probe in ("a", *islice(self.ordinary_tokens, _MOST_PROBES)):  # one that is no mark, whatever there is
+        for probe in ("a", *islice(self.ordinary_tokens, _MOST_PROBES)):  # texts that are not special tokens
             try:
                 piece, whole = self.encode_piece(probe).tolist(), self.encode(probe).tolist()
             except UserError:  # it has no such character
@@ -157,31 +161,31 @@ class BpeTokenizer:
         raise UserError("data.tokenizer", what, "give another tokenizer.json")
 
     def decode(self, ids: Ids) -> str:
-        """The text of ids."""
+        """Return the text of ids."""
         return self._inner.decode(np.asarray(ids, dtype=np.int64).tolist(), skip_special_tokens=False)
 
     def token(self, id_: int) -> str | None:
-        """How the token of an id is spelled; None where there is none."""
+        """Return the spelling of an id's token; None if there is none."""
         return self._inner.id_to_token(id_)
 
     @property
     def is_byte_level(self) -> bool:
-        """Whether a token is a string of bytes, each spelled as one character."""
+        """Whether tokens are byte strings, with each byte spelled as one character."""
         return type(self._inner.decoder).__name__ == "ByteLevel"
 
     @property
     def ordinary_tokens(self) -> Mapping[str, int]:
-        """The tokens that text is made of, as they are spelled; not those that mark something."""
+        """The tokens that make up text, by their spelling; without special and added tokens."""
         added = {token.content for token in self._inner.get_added_tokens_decoder().values()}
         return {text: id_ for text, id_ in self._inner.get_vocab().items() if text not in added}
 
     def to_json(self) -> str:
-        """The content of ``tokenizer.json``, which the tokenizers and transformers libraries read too."""
+        """Return the content of ``tokenizer.json``, which the tokenizers and transformers libraries can read too."""
         return self._inner.to_str(pretty=True)
 
 
 def check_tokenizer(name: str) -> None:
-    """See that a tokenizer of that name exists; else a UserError. Loads and fetches nothing."""
+    """Check that a tokenizer of that name exists, else raise UserError. Loads and downloads nothing."""
     if name.startswith("bpe:"):
         size = name.removeprefix("bpe:")
         if not (size.isascii() and size.isdigit() and _MIN_BPE <= int(size) <= _MAX_BPE):
@@ -200,7 +204,7 @@ def check_tokenizer(name: str) -> None:
 
 
 def make_tokenizer(name: str, texts: Iterable[str]) -> Tokenizer:
-    """The tokenizer of that name; ``bpe:N`` is trained on ``texts``, which the others leave unread."""
+    """Return the tokenizer called ``name``; ``bpe:N`` is trained on ``texts``, which the others do not read."""
     check_tokenizer(name)
     if name == "bytes":
         return ByteTokenizer()
@@ -210,10 +214,10 @@ def make_tokenizer(name: str, texts: Iterable[str]) -> Tokenizer:
 
 
 def known_vocab_size(name: str) -> int:
-    """Ids of a tokenizer that need not be trained; fetches nothing.
+    """Return the vocabulary size of a tokenizer that need not be trained; downloads nothing.
 
     Raises:
-        UserError: no such tokenizer, or one that is trained.
+        UserError: there is no such tokenizer, or it must be trained first.
     """
     check_tokenizer(name)
     if name.startswith("json:"):
@@ -225,12 +229,12 @@ def known_vocab_size(name: str) -> int:
 
 
 def eos_id_of(name: str) -> int | None:
-    """The id that ends a document, of a tokenizer that its name says all about; None for others."""
+    """Return the id that ends a document, if the tokenizer's name alone decides it; else None."""
     return TIKTOKEN[name][1] if name in TIKTOKEN else None
 
 
 def load_tokenizer(folder: Path | str) -> Tokenizer:
-    """The tokenizer that a prepared folder was made with.
+    """Return the tokenizer that made a prepared folder's tokens.
 
     Raises:
         UserError: the folder is not a prepared one or is damaged, or its tokens were never text.
@@ -255,15 +259,15 @@ def keep_tokenizer(
     spec: Mapping[str, Any] | None = None,
     sha256: str = "",
 ) -> None:
-    """Make ``folder`` what `load_tokenizer` reads: a prepared folder with no tokens.
+    """Make ``folder`` a prepared folder without tokens, from which `load_tokenizer` reads the tokenizer.
 
     Args:
-        folder: is made.
-        tokenizer: what it will give back.
-        vocab_size: of the model; at least the tokenizer's.
+        folder: the folder; it is made.
+        tokenizer: the tokenizer to keep.
+        vocab_size: the model's vocabulary size; at least the tokenizer's.
         description: where the tokenizer comes from.
-        spec: the choices by which text was split, where there was any.
-        sha256: of that text.
+        spec: the choices by which text was split, if any was.
+        sha256: sha256 of that text.
     """
     folder.mkdir()
     digest = ""
@@ -276,25 +280,25 @@ def keep_tokenizer(
 
 
 def write_tokenizer(folder: Path, tokenizer: BpeTokenizer) -> str:
-    """Write `TOKENIZER_FILE` into ``folder``; returns its sha256."""
+    """Write `TOKENIZER_FILE` into ``folder``; return its sha256."""
     content = tokenizer.to_json().encode()
     (folder / TOKENIZER_FILE).write_bytes(content)
     return hashlib.sha256(content).hexdigest()
 
 
 def read_tokenizer(path: Path, name: str = "json") -> BpeTokenizer:
-    """The tokenizer in a ``tokenizer.json``, or in a ``meta.pkl`` of nanoGPT.
+    """Read the tokenizer in a ``tokenizer.json``, or in a ``meta.pkl`` of nanoGPT.
 
     Args:
-        path: of the file; one that ends in ``.pkl`` is nanoGPT's.
-        name: under which it is known; ``bpe:N`` is one that was trained here.
+        path: path of the file; one that ends in ``.pkl`` is nanoGPT's.
+        name: name of the tokenizer; ``bpe:N`` means that it was trained here.
 
     Raises:
-        UserError: the tokenizers library cannot read the file, or it is none of nanoGPT's.
+        UserError: the tokenizers library cannot read the file, or it is not nanoGPT's.
     """
     if path.suffix == ".pkl":
         return BpeTokenizer(character_tokenizer(read_characters(path)), name)
-    import tokenizers  # here, as it is needed for such vocabularies alone
+    import tokenizers  # here, because only these tokenizers need it
 
     try:
         require_regular(path)
@@ -305,7 +309,7 @@ def read_tokenizer(path: Path, name: str = "json") -> BpeTokenizer:
 
 
 def read_byte_level(vocabulary: Path, merges: Path) -> BpeTokenizer:
-    """The tokenizer in GPT-2's ``vocab.json`` and ``merges.txt``.
+    """Read the tokenizer in GPT-2's ``vocab.json`` and ``merges.txt``.
 
     Raises:
         UserError: the tokenizers library cannot read them.
@@ -326,7 +330,7 @@ def read_byte_level(vocabulary: Path, merges: Path) -> BpeTokenizer:
 
 
 def tokenizer_identity(name: str) -> str:
-    """What decides the ids: the name, and for ``json:PATH`` the file's content in place of its path."""
+    """Return a string that decides the ids: the name; for ``json:PATH`` a hash of the file replaces its path."""
     if not name.startswith("json:"):
         return name
     path = name.removeprefix("json:")
@@ -338,10 +342,10 @@ def tokenizer_identity(name: str) -> str:
 
 
 def train_bpe(vocab_size: int, texts: Iterable[str]) -> BpeTokenizer:
-    """Learn ``vocab_size`` entries: 256 bytes, end of text, and merges. The same texts give the same entries.
+    """Train ``vocab_size`` entries: 256 bytes, end of text, and merges. The same texts give the same entries.
 
     Raises:
-        UserError: the texts hold fewer pairs to merge than that takes.
+        UserError: the texts have too few pairs to merge for that size.
     """
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers

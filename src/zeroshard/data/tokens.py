@@ -1,7 +1,7 @@
-"""Token shards: a stream of ids in memory-mapped files, with random access across their borders.
+"""Token shards: a stream of ids in memory-mapped files, with random access across shard boundaries.
 
-Reading costs no memory that the page cache could not give back; a batch is one gather from the map. Writing keeps
-one block in memory at a time.
+Reading uses only page-cache memory, which the system can reclaim; a batch is one gather from the map. Writing keeps one
+block in memory at a time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TokenDataset:
 
     def __init__(self, shards: Sequence[NDArray[np.unsignedinteger]], vocab_size: int) -> None:
         self._pages = [MappedPages(shard) for shard in shards if shard.size]
-        # np.asarray drops the memmap subclass, whose every slice would cost a Python call.
+        # np.asarray drops the memmap subclass, which makes a Python call for every slice.
         self._shards = [np.asarray(shard) for shard in shards if shard.size] or [np.empty(0, np.uint16)]
         self._bounds = np.cumsum([0, *(shard.size for shard in self._shards)])  # [num_shards + 1]
         self.vocab_size = vocab_size
@@ -44,8 +44,8 @@ class TokenDataset:
         """Map the files of one split of a prepared folder.
 
         Raises:
-            UserError: the folder is not a prepared one, or a file is missing or not of the size that ``meta.json``
-                gives, or a mapped one was changed; the line names the file.
+            UserError: the folder is not a prepared one, a file is missing or has another size than ``meta.json`` gives,
+                or a mapped file was changed; the message names the file.
             ValueError: a split that is neither ``train`` nor ``val``.
         """
         if split not in SPLITS:
@@ -66,11 +66,11 @@ class TokenDataset:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the stream."""
+        """Number of tokens in the stream."""
         return int(self._bounds[-1])
 
     def window(self, start: int, length: int) -> NDArray[np.unsignedinteger]:
-        """Tokens ``[start, start + length)``, [length], a copy; ValueError where that is outside the stream."""
+        """Return a copy of tokens ``[start, start + length)``, [length]; ValueError if they are outside the stream."""
         if start < 0 or length < 0 or start + length > self.num_tokens:
             raise ValueError(f"tokens [{start}, {start + length}) are outside [0, {self.num_tokens})")
         out = np.empty(length, self._shards[0].dtype)
@@ -84,7 +84,7 @@ class TokenDataset:
         return out
 
     def gather(self, starts: ArrayLike, length: int) -> NDArray[np.unsignedinteger]:
-        """``[len(starts), length]``: a window from each start, in one indexing operation per shard that is touched.
+        """Return ``[len(starts), length]``: the window at each start, by one indexing operation per touched shard.
 
         Raises:
             ValueError: a window is not inside the stream, or ``length`` < 1.
@@ -100,33 +100,33 @@ class TokenDataset:
         for shard in np.unique(index[~crosses]).tolist():
             inside = (index == shard) & ~crosses
             out[inside] = self._windows(shard, length)[first[inside] - self._bounds[shard]]
-        for row in np.flatnonzero(crosses).tolist():  # few: a border between shards is a rare place
+        for row in np.flatnonzero(crosses).tolist():  # few, because shard boundaries are rare
             out[row] = self.window(int(first[row]), length)
         return out
 
     def read_ahead(self, starts: ArrayLike, lengths: ArrayLike) -> None:
-        """Have the kernel fetch windows of so many tokens from these starts, which are read soon; returns at once."""
+        """Ask the kernel to fetch ``lengths`` tokens from each start, which will be read soon; returns at once."""
         first, itemsize = np.asarray(starts, dtype=np.int64), self._shards[0].itemsize
         sizes = np.broadcast_to(np.asarray(lengths, dtype=np.int64) * itemsize, first.shape)
         index = np.searchsorted(self._bounds, first, side="right") - 1
         for shard in set(index.tolist()):
-            inside = index == shard  # up to the shard's end: few windows go on in the next one
+            inside = index == shard  # only up to the shard's end: few windows continue in the next shard
             self._pages[shard].read_ahead((first[inside] - self._bounds[shard]) * itemsize, sizes[inside])
 
     def _windows(self, shard: int, length: int) -> NDArray[np.unsignedinteger]:
-        """Every window of a shard as a view, [size - length + 1, length]: no copy before it is indexed."""
+        """Return every window of a shard as a view, [size - length + 1, length]; only indexing it copies anything."""
         return sliding_window_view(self._shards[shard], length)
 
 
 class TokenWriter:
-    """Appends ids to a split's files, opening the next file when one is full.
+    """Appends ids to a split's files; opens the next file when one is full.
 
     Args:
-        folder: the prepared folder in the making; files go into ``folder/split``.
+        folder: the prepared folder in the making; files are written to ``folder/split``.
         split: ``train`` or ``val``.
         dtype: a key of `meta.DTYPES`.
         shard_tokens: tokens per file.
-        max_tokens: what comes after so many is dropped; None means no limit.
+        max_tokens: all tokens after so many are dropped; None means no limit.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class TokenWriter:
         self._shard_tokens, self._max_tokens = shard_tokens, max_tokens
         self._shards: list[ShardMeta] = []
         self._file = None
-        self._room = 0  # tokens that the open file still takes
+        self._room = 0  # tokens that still fit into the open file
         self._hash = hashlib.sha256()
         self.num_tokens = 0
         (folder / split).mkdir()
@@ -158,7 +158,7 @@ class TokenWriter:
 
     @property
     def is_full(self) -> bool:
-        """Whether ``max_tokens`` are written."""
+        """Whether ``max_tokens`` tokens have been written."""
         return self._max_tokens is not None and self.num_tokens >= self._max_tokens
 
     def write(self, ids: NDArray[np.integer]) -> None:
@@ -196,7 +196,7 @@ def verify(folder: Path | str) -> None:
     """Read every file of a prepared folder and compare it with its sha256 in ``meta.json``.
 
     Raises:
-        UserError: a file is missing, or of the wrong size or content; the line names it.
+        UserError: a file is missing, or has another size or content; the message names it.
     """
     meta = read_meta(Path(folder))
     itemsize = DTYPES[meta.dtype].itemsize
@@ -215,12 +215,12 @@ def verify(folder: Path | str) -> None:
 
 
 def check_mapped(shard: ShardMeta, itemsize: int, *, read: bool = False) -> None:
-    """See that the tokens of a mapped shard are those that were prepared; else a UserError that names the file.
+    """Check that a mapped shard still has the tokens that were prepared; else raise a UserError that names the file.
 
     Args:
-        shard: with ``mapped``.
-        itemsize: bytes of an id.
-        read: read them in any case; else only where the file was written to since.
+        shard: a shard with ``mapped``.
+        itemsize: bytes per id.
+        read: True reads and hashes the tokens always; False only if the file was modified since.
     """
     mapped = shard.mapped
     assert mapped is not None
@@ -234,7 +234,7 @@ def check_mapped(shard: ShardMeta, itemsize: int, *, read: bool = False) -> None
 
 
 def sha256_of(ids: NDArray[np.generic]) -> str:
-    """Of the bytes of a 1-D array, a block at a time."""
+    """Return the sha256 of a 1-D array's bytes, hashed block by block."""
     digest = hashlib.sha256()
     for start in range(0, ids.size, _BLOCK):
         digest.update(np.ascontiguousarray(ids[start : start + _BLOCK]).tobytes())
@@ -242,7 +242,7 @@ def sha256_of(ids: NDArray[np.generic]) -> str:
 
 
 def check_sha256(path: Path, wanted: str) -> None:
-    """See that a file of a prepared folder has the content it was written with; else a UserError that names it."""
+    """Check that a file of a prepared folder has its original content; else raise a UserError that names it."""
     try:
         with open_binary(path) as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
@@ -255,7 +255,7 @@ def check_sha256(path: Path, wanted: str) -> None:
 
 
 def check_size(path: Path, wanted_bytes: int) -> None:
-    """See that a file of a prepared folder has the size that it was written with; else a UserError that names it."""
+    """Check that a file of a prepared folder has its original size; else raise a UserError that names it."""
     try:
         num_bytes = path.stat().st_size
     except FileNotFoundError:

@@ -1,1 +1,1 @@
-"""A trained model at work: validation loss, text, benchmarks of others."""
+"""Uses a trained model: validation loss, text generation, and tasks of lm-evaluation-harness."""

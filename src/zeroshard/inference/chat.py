@@ -1,7 +1,7 @@
-"""A message for a model of conversations, put to it by its chat template, and where its answer ends.
+"""Renders a message with a model's chat template, and finds the text that ends the model's answer.
 
-<|im_start|>user\n{message}<|im_end|>\n<|im_start|>assistant\n      ids as in training and as `transformers` has them
-The answer.<|im_end|>                                               what is written, up to the mark of a turn's end
+<|im_start|>user\n{message}<|im_end|>\n<|im_start|>assistant\n      the prompt; ids as in training and `transformers`
+The answer.<|im_end|>                                               the answer, up to the template's end of a turn
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from zeroshard.train.config.command_settings import GenerateConfig
 from zeroshard.train.setup.hugging_face import kept_folder
 from zeroshard.train.setup.run_folder import tokenizer_folder
 
-_ANSWER = "zeroshard-answer"  # in whose place an answer stands while it is looked for what follows it
+_ANSWER = "zeroshard-answer"  # stands for an answer: the template's text after it is the end of a turn
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation that waits for an answer.
+    """A conversation whose next turn is the model's answer.
 
     Attributes:
-        ids: of the conversation, [T], int64.
-        end: the text with which the template ends an answer; empty: with none.
+        ids: token ids of the conversation, [T], int64.
+        end: the text with which the template ends an answer; empty if it has none.
     """
 
     ids: Tensor
@@ -41,10 +41,10 @@ class Chat:
 
 
 def chat_of(config: GenerateConfig, tokenizer: Tokenizer) -> Chat:
-    """What ``config.message`` becomes.
+    """Render ``config.message`` with the model's chat template, and tokenize it.
 
     Raises:
-        UserError: the model has no chat template, or one that refuses the message.
+        UserError: the model has no chat template, or the template refuses the message.
     """
     messages = [{"role": "system", "content": config.system}] if config.system else []
     messages.append({"role": "user", "content": config.message})
@@ -61,7 +61,7 @@ def chat_of(config: GenerateConfig, tokenizer: Tokenizer) -> Chat:
 
 
 def until(pieces: Iterable[str], end: str) -> Iterator[str]:
-    """``pieces`` up to the text ``end``, which may lie over several of them; all of them where ``end`` is empty."""
+    """Yield ``pieces`` up to the text ``end``, which may span several of them; all of them if ``end`` is empty."""
     held = ""
     for piece in pieces:
         held += piece
@@ -76,7 +76,7 @@ def until(pieces: Iterable[str], end: str) -> Iterator[str]:
 
 
 def _template(config: GenerateConfig) -> ChatTemplate:
-    """The template that was asked for, else the run's, else that of the model that the run was started from."""
+    """The template that ``config`` names, else the run's, else that of the model that the run was started from."""
     if is_hugging_face(config.run):
         files = text_files(source_of(config.run))
         folders = [files[0].parent] if files else []

@@ -2,8 +2,8 @@
 
 loss            mean negative log-likelihood of a token, nats
 perplexity      exp(loss)
-bits_per_byte   loss * tokens / (ln 2 * bytes of text): alike for every tokenizer, so it compares models that have
-                different ones (Gao et al., "The Pile", 2020, https://arxiv.org/abs/2101.00027, section 3.1)
+bits_per_byte   loss * tokens / (ln 2 * bytes of text): independent of the tokenizer, so it compares models with
+                different tokenizers (Gao et al., "The Pile", 2020, https://arxiv.org/abs/2101.00027, section 3.1)
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ from zeroshard.train.setup.ranks import join
 from zeroshard.train.setup.run_folder import tokenizer_folder
 from zeroshard.train.state.weights_alone import WeightsAlone
 
-MOST_EXPONENT = 709.0  # of what a double can hold e to the power of
+MOST_EXPONENT = 709.0  # the exponential of a larger number overflows a double
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What came out.
+    """The results of an evaluation.
 
     Attributes:
-        loss: nats per token.
-        perplexity: its exponential.
-        bits_per_byte: of text; None where tokens stand for no text, or for examples of a fine-tuning.
-        num_tokens: that were predicted; of examples those that count.
-        num_bytes: of text that they stand for; 0 where for none.
-        step: of the checkpoint; None for a Hugging Face folder.
+        loss: mean loss in nats per token.
+        perplexity: exponential of the loss; infinite if it overflows.
+        bits_per_byte: bits per byte of text; None if there is no tokenizer, and for fine-tuning examples.
+        num_tokens: number of predicted tokens; of fine-tuning examples only those that count in the loss.
+        num_bytes: bytes of text of these tokens; 0 if ``bits_per_byte`` is None.
+        step: step of the checkpoint; None for a Hugging Face folder.
     """
 
     loss: float
@@ -70,7 +70,7 @@ class Scores:
 
 
 def run_eval(config: EvalConfig) -> int:
-    """Evaluate and print, from rank 0; returns the exit status. One call per rank.
+    """Evaluate, and print the scores on rank 0; returns the exit status. Every rank calls it.
 
     Raises:
         UserError: there is no run, no checkpoint, no data, or they do not fit together.
@@ -125,7 +125,7 @@ def score(config: EvalConfig, comm: Communicator, device: torch.device) -> Score
 
 
 def in_words(scores: Scores) -> str:
-    """``loss 2.0461  perplexity 7.74  bits_per_byte 2.9519  tokens 12,345  bytes 12,345``."""
+    """Format scores: ``loss 2.0461  perplexity 7.74  bits_per_byte 2.9519  tokens 12,345  bytes 12,345``."""
     words = [f"loss {scores.loss:.4f}", f"perplexity {scores.perplexity:.4g}"]
     if scores.bits_per_byte is not None:
         words.append(f"bits_per_byte {scores.bits_per_byte:.4f}")
@@ -140,7 +140,7 @@ def in_words(scores: Scores) -> str:
 def _model(
     config: EvalConfig, trained: TrainConfig | None, comm: Communicator, device: torch.device
 ) -> tuple[LanguageModel, int | None, int]:
-    """The model with its weights, the step they are of, and the length of sequences it was trained on."""
+    """The model with its weights, the step of the checkpoint (or None), and the sequence length to evaluate with."""
     folder = Path(config.run)
     if trained is None and is_hugging_face(config.run) and config.strategy != "none":
         _last_weights_alone(config)
@@ -191,7 +191,7 @@ def _tokens_folder(config: EvalConfig, trained: TrainConfig | None) -> Path:
 
 
 def _tokenizer(folder: Path, comm: Communicator) -> Tokenizer | None:
-    """What the folder was prepared with; None, and a line, where its tables cannot be fetched here."""
+    """The tokenizer of the prepared folder; None, with a warning, if its tables cannot be fetched here."""
     try:
         return load_tokenizer(folder)
     except UserError as error:
@@ -203,7 +203,7 @@ def _tokenizer(folder: Path, comm: Communicator) -> Tokenizer | None:
 
 
 def _require_same_tokenizer(folder: Path, tokens_folder: Path, vocab_size: int, model: LanguageModel) -> None:
-    """Ids of another tokenizer would be scored without complaint, and the score be nonsense."""
+    """Raise UserError if the text was prepared with another tokenizer: its ids would give a meaningless score."""
     kept = tokenizer_folder(folder)
     todo = "prepare the text with the model's tokenizer"
     if kept.is_dir():
@@ -224,7 +224,10 @@ def _require_same_tokenizer(folder: Path, tokens_folder: Path, vocab_size: int, 
 
 
 def _warn_of_overlap(folder: Path, tokens_folder: Path) -> None:
-    """Say in a line where the run may have trained on what validates in another folder of the same text."""
+    """Print a warning if the run may have trained on the validation split of ``tokens_folder``.
+
+    This can happen if both come from the same text, or the run was streamed, and they hold out different parts of it.
+    """
     kept = tokenizer_folder(folder)
     if not kept.is_dir():
         return
@@ -244,7 +247,7 @@ def _warn_of_overlap(folder: Path, tokens_folder: Path) -> None:
 
 
 def _known_ids(batches: Iterable[EvalBatch], vocab_size: int, folder: Path) -> Iterator[EvalBatch]:
-    """The batches; a UserError at the first that holds an id beyond the model's, as a damaged file does."""
+    """Yield the batches; raises UserError at the first with an id outside the model's vocabulary (a damaged file)."""
     for batch in batches:
         largest = max(int(tokens_BT.max()) for tokens_BT in batch[:2])
         if largest >= vocab_size:
@@ -254,7 +257,7 @@ def _known_ids(batches: Iterable[EvalBatch], vocab_size: int, folder: Path) -> I
 
 
 def _text_bytes(tokenizer: Tokenizer, batches: EvalBatches, tokens: TokenDataset, seq_len: int) -> int:
-    """Bytes of all targets of all ranks."""
+    """Bytes of text of all ranks' targets."""
     everything = EvalBatches(tokens, seq_len, batches.micro_batch_size, batches.num_rows)
     total = 0
     for _, targets_BT, _ in everything:
@@ -263,5 +266,5 @@ def _text_bytes(tokenizer: Tokenizer, batches: EvalBatches, tokens: TokenDataset
 
 
 def local_score(config: EvalConfig) -> Scores:
-    """The scores, in this process alone."""
+    """The scores, computed by this process alone."""
     return score(config, LocalCommunicator(), choose_device("auto", 0))

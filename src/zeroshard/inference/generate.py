@@ -1,4 +1,4 @@
-"""Text from a trained run or a Hugging Face folder: one process, one token at a time, said as it is drawn.
+"""Generates text with a trained run or a Hugging Face folder: one process, token by token, printed as it is drawn.
 
 Top-k sampling: Fan et al., "Hierarchical Neural Story Generation", 2018, https://arxiv.org/abs/1805.04833.
 Top-p: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2019, https://arxiv.org/abs/1904.09751.
@@ -34,15 +34,15 @@ from zeroshard.zero.state.named_shards import NamedShard, ShardReader, read_whol
 
 
 def run_generate(config: GenerateConfig, loaded: Callable[[], None] = lambda: None) -> int:
-    """Print the prompt and ``max_new_tokens`` more, as they are drawn; returns the exit status.
+    """Print the prompt and up to ``max_new_tokens`` further tokens as they are drawn; returns the exit status.
 
     Args:
-        config: what to write, and from which run.
-        loaded: called once the model is there, before anything is printed.
+        config: settings of `zeroshard generate`.
+        loaded: called once the model is loaded, before anything is printed.
 
     Raises:
         UserError: there is no run and no Hugging Face model, no complete checkpoint or no tokenizer, or the checkpoint
-            is damaged or has not the weights that were asked for.
+            is damaged or does not have the weights that were asked for.
     """
     model, tokenizer, ids, end = load_with_prompt(config)
     generator = torch.Generator(ids.device).manual_seed(config.seed)
@@ -56,7 +56,7 @@ def run_generate(config: GenerateConfig, loaded: Callable[[], None] = lambda: No
 
 
 def load_with_prompt(config: GenerateConfig) -> tuple[LanguageModel, Tokenizer, Tensor, str]:
-    """The model, its tokenizer, the ids of the prompt or message, [T], on the model's device, and the text to end at.
+    """The model, its tokenizer, the ids [T] of the prompt or message on the model's device, and the text to stop at.
 
     Raises:
         UserError: as `run_generate`.
@@ -66,13 +66,13 @@ def load_with_prompt(config: GenerateConfig) -> tuple[LanguageModel, Tokenizer, 
     if config.message:
         chat = chat_of(config, tokenizer)
         return model, tokenizer, chat.ids.to(device), chat.end if config.stop else ""
-    begin = prompt_ids(tokenizer, config.prompt)  # of no prompt: what begins a document
+    begin = prompt_ids(tokenizer, config.prompt)  # without a prompt: the ids that begin a document, if any
     ids = torch.from_numpy(begin if begin.size else tokenizer.encode_piece("\n"))
     return model, tokenizer, ids.to(device), ""
 
 
 def options_of(config: GenerateConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What `sample` is told of how to draw."""
+    """Keyword arguments of `sample` that say how to draw."""
     return {
         "temperature": config.temperature,
         "top_k": config.top_k,
@@ -83,7 +83,7 @@ def options_of(config: GenerateConfig, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def nothing_in(folder: Path) -> UserError:
-    """What to raise where neither a run nor a model lies."""
+    """The error for a ``folder`` that has neither a run nor a model."""
     if (folder / ADAPTER_CONFIG).is_file():
         return only_adapters("run", str(folder), folder / ADAPTER_CONFIG)
     what = f"{folder} holds no run (no config.toml) and no Hugging Face model"
@@ -107,7 +107,7 @@ def load_for_text(folder: Path, weights: str = "last", dtype: str = "float32") -
     if not (folder / "config.toml").is_file():
         if (folder / "config.json").is_file():
             _last_alone(folder, weights)
-            from zeroshard.interop.hf_import import load_hf  # what reads other formats; a run needs none of it
+            from zeroshard.interop.hf_import import load_hf  # readers of other formats, which a run does not need
 
             model, tokenizer = load_hf(folder, choose_device("auto", 0))
             return in_dtype(model, dtype), tokenizer
@@ -130,10 +130,10 @@ def _last_alone(folder: Path, weights: str) -> None:
 
 
 def checkpoint_of(folder: Path, weights: str) -> Path:
-    """The checkpoint of the run ``folder`` that has these weights: the newest, or the best.
+    """The checkpoint of the run in ``folder``: the best if ``weights`` is ``"best"``, else the newest.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such checkpoint.
     """
     kept = checkpoint_folder(folder)
     if weights == "best":
@@ -147,7 +147,7 @@ def checkpoint_of(folder: Path, weights: str) -> Path:
 
 
 def in_dtype(model: LanguageModel, dtype: str) -> LanguageModel:
-    """``model``, whose parameters compute in ``dtype``; buffers stay, as under the engine."""
+    """Convert the parameters of ``model`` to ``dtype`` in place; buffers keep their dtype, as with the engine."""
     for param in model.parameters():
         param.data = param.data.to(DTYPES[dtype])
     return model
@@ -159,9 +159,9 @@ def load_weights(
     """The model of a run with the weights of one of its checkpoints, in evaluation mode.
 
     Raises:
-        UserError: the checkpoint is damaged, or has not the weights that were asked for.
+        UserError: the checkpoint is damaged, or does not have the weights that were asked for.
     """
-    # The kernels that it was trained with may not be had here.
+    # The kernels that the run was trained with may not be available here.
     model = make_model(trained.model_copy(update={"kernels": "auto"}), vocab_size, "meta")
     materialize(model, choose_device("auto", 0), draw=False)
     kind = EMA if weights == "ema" else "param"
@@ -186,19 +186,19 @@ def sample(
     num_ids: int | None = None,
     use_cache: bool = True,
 ) -> Iterator[int]:
-    """Draw tokens one after the other; each sees as much of what came before as the model can.
+    """Draw tokens one by one; each is drawn from as much of the preceding text as fits into the model's context.
 
     Args:
-        model: its logits are asked for in evaluation mode.
+        model: the model, which is put into evaluation mode.
         prompt_T: token ids [T], int64, T >= 1, on the model's device.
-        num_tokens: how many to draw.
+        num_tokens: number of tokens to draw.
         temperature: divides the logits; 0 takes the likeliest token.
-        top_k: draw from the k likeliest; 0 from all.
-        top_p: draw from the likeliest that together have this probability; 1 from all.
-        generator: of the draws, on the model's device.
-        stop: end after this token; None goes on.
-        num_ids: draw tokens below it; those above stand for no text where a vocabulary is padded. None: all.
-        use_cache: keep keys and values while all tokens fit into the model; off, each token reads all again.
+        top_k: draw from the k likeliest tokens; 0: from all.
+        top_p: draw from the likeliest tokens that together have this probability; 1: from all.
+        generator: random generator on the model's device; None: the default one.
+        stop: end after this token; None: never end early.
+        num_ids: draw only ids below it, because the ids above only pad the vocabulary. None: draw all.
+        use_cache: cache keys and values while all tokens fit into the context; if not, each token recomputes all.
 
     Raises:
         ValueError: an empty prompt.
@@ -212,7 +212,7 @@ def sample(
         context_T = context_T[-model.config.seq_len :]
         if cache is None and use_cache and len(context_T) < model.config.seq_len:
             cache = model.new_cache()
-        # A window that slides gives every token another position: then nothing can be kept.
+        # Once the context window slides, every token's position changes, so the cache is useless.
         if cache is not None and cache.num_tokens < len(context_T):
             logits_V = model(context_T[None, cache.num_tokens :], cache=cache)[0, -1].float()
         else:
@@ -228,7 +228,7 @@ def sample(
 
 
 def _document(tokens_T: Tensor, eos_id: int | None) -> Tensor:
-    """What a model that keeps documents apart still sees of ``tokens_T``."""
+    """The last document in ``tokens_T``: with ``eos_id``, attention does not reach further back."""
     if eos_id is None:
         return tokens_T
     begins = (tokens_T == eos_id).nonzero()
@@ -236,7 +236,7 @@ def _document(tokens_T: Tensor, eos_id: int | None) -> Tensor:
 
 
 def draw(logits_V: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None) -> Tensor:
-    """One token [1] of the logits [V]; arguments of `sample`."""
+    """Draw one token [1] from the logits [V]; the other arguments are those of `sample`."""
     if temperature == 0.0:
         return logits_V.argmax(keepdim=True)
     if 0 < top_k < logits_V.numel():
@@ -245,19 +245,19 @@ def draw(logits_V: Tensor, temperature: float, top_k: int, top_p: float, generat
     chances_V = torch.softmax(logits_V / temperature, dim=-1)
     if top_p < 1.0:
         sorted_V, places_V = chances_V.sort(descending=True)
-        # A token is out where those before it suffice; so the likeliest is always in.
+        # A token is excluded if the likelier ones already reach top_p; so the likeliest is always included.
         chances_V = chances_V.index_fill(0, places_V[sorted_V.cumsum(0) - sorted_V >= top_p], 0.0)
     return torch.multinomial(chances_V, 1, generator=generator)
 
 
 def decoded(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
-    """Text as tokens come; a character that lies in several tokens comes with its last one."""
+    """Yield text as tokens arrive; a character that spans several tokens is yielded with its last token."""
     ids: list[int] = []
     said = ""
     for token in tokens:
         ids.append(token)
         text = tokenizer.decode(ids)
-        if text.endswith("\ufffd"):  # the rest may be in the next one
+        if text.endswith("\ufffd"):  # an incomplete character: the next token may complete it
             continue
         yield text[len(said) :]
         said = text
@@ -266,9 +266,9 @@ def decoded(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
 
 
 class WeightsOnly:
-    """A model's weights as something that a checkpoint can be loaded into: without the optimizer's state.
+    """Loads only a model's weights from a checkpoint, without optimizer state: a target of `checkpoint.load`.
 
-    ``kind`` says which: ``"param"``, or ``"ema"`` for their average.
+    ``kind`` chooses the weights: ``"param"``, or ``"ema"`` for their moving average.
     """
 
     comm: Communicator = LocalCommunicator()
@@ -278,17 +278,17 @@ class WeightsOnly:
         self._kind = kind
 
     def named_shards(self) -> Iterable[NamedShard]:
-        """Nothing is saved from here."""
+        """Nothing: this object is only loaded into, never saved."""
         return ()
 
     @torch.no_grad()
     def load_named_shards(self, reader: ShardReader) -> None:
-        """Read weights and buffers."""
+        """Copy weights and buffers from the checkpoint into the model."""
         for kind, tensors in (
             (self._kind, self._model.named_parameters()),
             ("buffer", self._model.named_buffers()),
         ):
             for name, tensor in tensors:
-                if kind == "buffer" and kind not in reader.kinds(name):  # one that is no part of the state
+                if kind == "buffer" and kind not in reader.kinds(name):  # a buffer that is not saved (persistent=False)
                     continue
                 tensor.copy_(read_whole(reader, name, kind, tuple(tensor.shape)))

@@ -1,7 +1,8 @@
 """Our models in EleutherAI's lm-evaluation-harness: ``zeroshard eval RUN --tasks hellaswag arc_easy``.
 
-The harness asks three things: how likely a continuation is after a context, how likely a text is as a whole, and what
-follows a context until some words come. See https://github.com/EleutherAI/lm-evaluation-harness, docs/model_guide.md.
+The harness makes three kinds of requests: the likelihood of a continuation after a context, the likelihood of a
+complete text, and a generated continuation up to given stop strings.
+See https://github.com/EleutherAI/lm-evaluation-harness, docs/model_guide.md.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from zeroshard.train.config.command_settings import EvalConfig
 
 
 def run_tasks(config: EvalConfig) -> int:
-    """Run the harness's tasks on a model and print what came out; returns the exit status.
+    """Run tasks of the harness on a model and print their results; returns the exit status.
 
     Raises:
-        UserError: the harness is not installed, there is no such task, or the model cannot be had.
+        UserError: the harness is not installed, there is no such task, or the model cannot be loaded.
     """
     if find_spec("lm_eval") is None:
         raise UserError("tasks", "they need the package lm-eval", "pip install 'zeroshard[lm-eval]'")
     harness: Any = import_module("lm_eval")
     tasks: Any = import_module("lm_eval.tasks")
-    # A task may be a file of one's own; its folder is searched then.
+    # A task may be the user's own .yaml file; the harness then searches its folder.
     folders = [str(Path(task).parent) for task in config.tasks if task.endswith(".yaml")]
     names = [Path(task).stem if task.endswith(".yaml") else task for task in config.tasks]
     manager = tasks.TaskManager(include_path=folders or None)
@@ -49,32 +50,32 @@ def run_tasks(config: EvalConfig) -> int:
         bootstrap_iters=0,
         log_samples=False,
     )
-    assert found is not None  # on rank 0 it never is
+    assert found is not None  # it is None only on ranks other than 0
     print(json.dumps(found["results"]) if config.json_line else _in_words(found["results"]))
     return int(ExitStatus.OK)
 
 
 def harness_model(model: LanguageModel, tokenizer: Tokenizer, batch_size: int = 8) -> Any:
-    """A model as the harness wants it, of its class ``TemplateLM``.
+    """Wrap a model for the harness, as a subclass of its ``TemplateLM``.
 
     Args:
-        model: in evaluation mode.
-        tokenizer: its own.
+        model: the model, in evaluation mode.
+        tokenizer: the model's tokenizer.
         batch_size: sequences in one forward pass.
     """
     utils: Any = import_module("lm_eval.utils")
     base: Any = import_module("lm_eval.api.model").TemplateLM
 
     class HarnessModel(base):
-        """Made here, because the harness is imported where it is asked for and nowhere else."""
+        """The wrapped model. The class is defined in this function, because the harness is only imported when used."""
 
         @property
         def eot_token_id(self) -> int:
-            """What a text begins after: the end of the one before it, else a line break."""
+            """The token before the beginning of a text: the end of a document, or a newline if there is no such id."""
             return tokenizer.eos_id if tokenizer.eos_id is not None else int(tokenizer.encode_piece("\n")[-1])
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-            """Ids of a text, as the harness has Hugging Face's give them: with nothing around unless asked for."""
+            """Token ids of a text, without special tokens unless asked for, as in the harness's Hugging Face model."""
             return (tokenizer.encode if add_special_tokens else tokenizer.encode_piece)(string).tolist()
 
         def _loglikelihood_tokens(self, requests: list[Any], **kwargs: Any) -> list[tuple[float, bool]]:
@@ -82,7 +83,7 @@ def harness_model(model: LanguageModel, tokenizer: Tokenizer, batch_size: int = 
             return loglikelihoods(model, pairs, batch_size)
 
         def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-            """Of whole texts, each token after as much as the model can see."""
+            """Log-likelihoods of complete texts; each token is predicted from as much context as the model can take."""
             totals = []
             for (text,) in (request.args for request in requests):
                 ids = self.tok_encode(text)
@@ -93,7 +94,7 @@ def harness_model(model: LanguageModel, tokenizer: Tokenizer, batch_size: int = 
             return totals
 
         def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-            """What follows each context, up to the first of the words that end it."""
+            """The generated continuation of each context, up to the first of its stop strings."""
             asked = (request.args for request in requests)
             return [
                 _continuation(model, tokenizer, self.tok_encode(context) or [self.eot_token_id], settings)
@@ -104,7 +105,7 @@ def harness_model(model: LanguageModel, tokenizer: Tokenizer, batch_size: int = 
 
 
 def _continuation(model: LanguageModel, tokenizer: Tokenizer, ids: list[int], settings: dict[str, Any]) -> str:
-    """What follows the context ``ids``, with the harness's settings of a generation."""
+    """Generate a continuation of the context ``ids`` with the harness's generation settings."""
     until = settings.get("until") or []
     until = [until] if isinstance(until, str) else until
     heat = float(settings.get("temperature", 0.0)) if settings.get("do_sample") else 0.0
@@ -127,10 +128,10 @@ def _continuation(model: LanguageModel, tokenizer: Tokenizer, ids: list[int], se
 def loglikelihoods(
     model: LanguageModel, pairs: Sequence[tuple[list[int], list[int]]], batch_size: int
 ) -> list[tuple[float, bool]]:
-    """For each (context, continuation) the continuation's log-likelihood, nats, and whether it is the likeliest.
+    """For each (context, continuation): the continuation's log-likelihood in nats, and whether it is the greedy one.
 
-    A context that is too long for the model loses its beginning. Sequences are padded at the end, which nothing before
-    it sees, and the longest come first, so that memory is found wanting at once.
+    A context that is too long for the model loses its beginning. Sequences are padded at the end, which causal
+    attention does not see. The longest come first, so that a lack of memory shows at the first batch.
     """
     rows = []
     for context, continuation in pairs:

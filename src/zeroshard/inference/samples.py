@@ -1,4 +1,4 @@
-"""Several texts that go on from one prompt, drawn side by side: a forward for all of them, not for each."""
+"""Draws several continuations of one prompt as a batch: one forward pass for all of them, not one for each."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def run_samples(config: GenerateConfig, loaded: Callable[[], None] = lambda: Non
     """Print ``config.samples`` texts, each below a line that names its seed; returns the exit status.
 
     Args:
-        config: what to write, and from which run.
-        loaded: called once the texts are there, before anything is printed.
+        config: settings of `zeroshard generate`.
+        loaded: called once all texts are drawn, before anything is printed.
 
     Raises:
         UserError: as `zeroshard.inference.generate.run_generate`.
@@ -49,14 +49,14 @@ def samples(
     stop: int | None = None,
     num_ids: int | None = None,
 ) -> list[list[int]]:
-    """The tokens of each text, in the order of ``generators``: each is what `sample` draws with that generator.
+    """The tokens of each text, in the order of ``generators``: the same that `sample` draws with that generator.
 
-    A text that has ended waits for the others. Where attention stays inside documents, texts begin anew at different
-    places, and are drawn one after the other.
+    A text that has ended stays in the batch until all have ended; its further tokens are discarded. If the model's
+    attention stays inside documents, texts begin new documents at different positions, so they are drawn one by one.
 
     Args:
-        model, prompt_T, num_tokens, temperature, top_k, top_p, stop, num_ids: as of `sample`.
-        generators: of each text's draws, on the model's device.
+        model, prompt_T, num_tokens, temperature, top_k, top_p, stop, num_ids: as in `sample`.
+        generators: random generators, one for each text, on the model's device.
 
     Raises:
         ValueError: an empty prompt.
@@ -76,7 +76,7 @@ def samples(
         context_BT = context_BT[:, -model.config.seq_len :]
         if cache is not None and cache.num_tokens < context_BT.shape[1]:
             logits_BTV = model(context_BT[:, cache.num_tokens :], cache=cache)
-        else:  # a window that slides gives every token another position
+        else:  # once the context window slides, every token's position changes, so the cache is useless
             cache, logits_BTV = None, model(context_BT)
         rows = logits_BTV[:, -1, :num_ids].float()
         tokens_B = torch.cat(

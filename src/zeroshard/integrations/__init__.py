@@ -1,6 +1,6 @@
-"""The engine in other people's training loops: Accelerate, `transformers.Trainer`, Lightning.
+"""Uses the engine in the training loops of Accelerate, `transformers.Trainer` and Lightning.
 
-Each module needs the package that it is named after, and is imported by whoever uses it; nothing in zeroshard does.
+Each module needs the package that it is named after. Users import it themselves; nothing in zeroshard imports it.
 
 - `zeroshard.integrations.accelerate`: an `Accelerator` whose ``prepare`` shards.
 - `zeroshard.integrations.lightning`: a strategy for Lightning's `Trainer`.

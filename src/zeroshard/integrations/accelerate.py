@@ -1,7 +1,7 @@
-"""`Accelerator`: Hugging Face Accelerate's, whose ``prepare`` shards a model and its optimizer by `zeroshard.Zero`.
+"""`Accelerator`: Hugging Face Accelerate's, but ``prepare`` shards a model and its optimizer with `zeroshard.Zero`.
 
-A loop written for Accelerate changes one line, its import. ``prepare`` returns the model itself and not a wrapper: its
-parameters keep their names and identity, and an optimizer that was made before becomes the engine's.
+A loop written for Accelerate changes one line, the import. ``prepare`` returns the model itself, not a wrapper: its
+parameters keep their names and identity, and the engine takes over an optimizer that was made before.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from zeroshard.integrations.plugin import ZeroPlugin, engine_of
 from zeroshard.zero import Zero
 from zeroshard.zero.optimizers.adoption import take_over
 
-SHARDS = "zero"  # the folder of the engine's checkpoint inside one of Accelerate's or the Trainer's
+SHARDS = "zero"  # the folder of the engine's checkpoint inside a checkpoint of Accelerate or the Trainer
 _OURS = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
 
 
 class Accelerator(accelerate.Accelerator):
-    """`accelerate.Accelerator` with `Zero` in the place of DDP.
+    """`accelerate.Accelerator` with `Zero` in place of DDP.
 
     ``prepare``, ``backward``, ``accumulate``, ``no_sync``, ``clip_grad_norm_``, ``save_state``, ``load_state`` and
-    ``get_state_dict`` do what they do in Accelerate. ``save_state`` writes one sharded checkpoint for each model, which
-    any stage and number of ranks loads.
+    ``get_state_dict`` work as in Accelerate. ``save_state`` writes one sharded checkpoint for each model, which can be
+    loaded at any stage and on any number of ranks.
 
     Args:
         zero_plugin: how to shard; None: stage 3.
-        **kwargs: Accelerate's own.
+        **kwargs: arguments of `accelerate.Accelerator`.
 
     Raises:
-        UserError: DeepSpeed, FSDP or another parallelism is asked for too.
+        UserError: DeepSpeed, FSDP, another parallelism or a dynamo plugin is asked for too.
     """
 
     zero_plugin: ZeroPlugin
@@ -55,7 +55,7 @@ class Accelerator(accelerate.Accelerator):
 
     @classmethod
     def in_place_of(cls, accelerator: accelerate.Accelerator, zero_plugin: ZeroPlugin) -> Accelerator:
-        """Turn an `accelerate.Accelerator` that has prepared nothing into one of these: who made it keeps its methods.
+        """Change an `accelerate.Accelerator` that has prepared nothing into this class; references to it stay valid.
 
         Raises:
             UserError: as the constructor.
@@ -84,7 +84,7 @@ class Accelerator(accelerate.Accelerator):
         """The engine of a prepared model.
 
         Raises:
-            ValueError: it was not prepared.
+            ValueError: the model was not prepared.
         """
         found = engine_of(model)
         if found is None:
@@ -92,7 +92,7 @@ class Accelerator(accelerate.Accelerator):
         return found
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """As in Accelerate; then the optimizers among ``args`` are the engine's, and can be saved and loaded."""
+        """As in Accelerate; the engines take over optimizers among ``args``, so that these can be saved and loaded."""
         found = super().prepare(*args, **kwargs)
         for each in found if isinstance(found, tuple) else (found,):
             if isinstance(each, AcceleratedOptimizer):
@@ -102,7 +102,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """The model, on its device, with an engine. Collective."""
+        """Move the model to its device and make its engine. Collective."""
         if engine_of(model) is not None:
             if not any(each is model for each in self._models):
                 self._models.append(model)
@@ -115,7 +115,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Generator[None]:
-        """A micro-batch after which no step comes: it adds up as the engine's ``accumulate`` says."""
+        """Wrap a micro-batch that no step follows: its gradients accumulate as the engine's ``accumulate`` says."""
         engine = engine_of(model)
         if engine is None:
             with super().no_sync(model):
@@ -125,7 +125,10 @@ class Accelerator(accelerate.Accelerator):
                 yield
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """The norm over all ranks and shards before clipping: of a whole model, the same bits at every stage."""
+        """Clip gradients; returns their norm over all ranks and shards before clipping.
+
+        If ``parameters`` are all of a model's, the norm is bit-identical at every stage.
+        """
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for model in self._models:
             engine = engine_of(model)
@@ -142,7 +145,7 @@ class Accelerator(accelerate.Accelerator):
         return super().get_state_dict(model, unwrap) if engine is None else engine.state_dict()
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As in Accelerate, with the engines' models and optimizers as sharded checkpoints. Collective."""
+        """As in Accelerate, but models and optimizers with an engine are saved as sharded checkpoints. Collective."""
         kept: list[str] = []
         hook = self.register_save_state_pre_hook(lambda models, weights, folder: kept.append(folder))
         engines = self._engines()
@@ -156,7 +159,7 @@ class Accelerator(accelerate.Accelerator):
         return found
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """What `save_state` wrote, at any stage and number of ranks. Collective.
+        """Load what `save_state` wrote, even at another stage or on another number of ranks. Collective.
 
         Raises:
             UserError: a checkpoint is missing or damaged.
@@ -178,7 +181,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def _without_ours(self) -> Generator[None]:
-        """Models and optimizers that have no engine alone: Accelerate would save every rank's whole state."""
+        """Hide models and optimizers that have an engine from Accelerate, which would save them unsharded itself."""
         models, optimizers = self._models, self._optimizers
         ours = {id(param) for engine in self._engines() for param in engine.model.parameters()}
         self._models = [model for model in models if engine_of(model) is None]

@@ -1,11 +1,11 @@
-"""`ZeroStrategy`: Lightning's Trainer shards, accumulates, clips, saves and resumes through `zeroshard.Zero`.
+"""`ZeroStrategy`: with it Lightning's Trainer shards, accumulates, clips, saves and resumes through `zeroshard.Zero`.
 
     Trainer(strategy=ZeroStrategy(ZeroPlugin(stage=3)), devices=8)
 
-The engine is given a module around the user's, so that each of ``training_step`` and its like is a forward that the
-engine hears of; the optimizers of ``configure_optimizers`` become the engine's. A checkpoint is a folder in the place
-of a file: ``meta.ckpt`` with what Lightning keeps of loops, schedulers and callbacks, and ``zero/`` with master weights
-and optimizer states in shards, which any stage and number of ranks loads.
+The engine gets a module that wraps the user's, so that ``training_step`` and the like are forwards of the wrapper,
+which the engine's hooks see. The engine takes over the optimizers of ``configure_optimizers``. A checkpoint is a folder
+instead of a file: ``meta.ckpt`` with Lightning's state of loops, schedulers and callbacks, and ``zero/`` with master
+weights and optimizer states in shards, which can be loaded at any stage and on any number of ranks.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from zeroshard.zero import Zero
 from zeroshard.zero.buffers.unit_choice import choose_units
 from zeroshard.zero.optimizers.adoption import take_over
 
-SHARDS, META = "zero", "meta.ckpt"  # in a checkpoint's folder
-_AROUND = "_zeroshard_around"  # on a module that has an engine: the `_Around` that the engine was given
+SHARDS, META = "zero", "meta.ckpt"  # names inside a checkpoint's folder
+_AROUND = "_zeroshard_around"  # attribute of a module that has an engine: its wrapper `_Around`, the engine's model
 _OF_WHOLE_FILES = ("state_dict", "optimizer_states")
 _COMPUTES = {"bf16-mixed": "bf16", "32-true": "no", "bf16-true": "no", "64-true": "no"}
 _OPTIONS = frozenset(
@@ -47,23 +47,23 @@ _OPTIONS = frozenset(
 
 
 class _Around(nn.Module):
-    """A module in a module: `ZeroStrategy` calls it, and the user's methods may call the inner one as they like."""
+    """Wraps the user's module: `ZeroStrategy` calls the wrapper, and the user's methods may call the inner module."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The inner one's."""
+        """Call the inner module."""
         return self.inner(*args, **kwargs)
 
 
 class ZeroStrategy(DDPStrategy):
-    """Lightning's `DDPStrategy` with `Zero` in the place of DDP.
+    """Lightning's `DDPStrategy` with `Zero` in place of DDP.
 
     Args:
         zero_plugin: how to shard; None: stage 3.
-        **options: of `DDPStrategy`, those that are not of DDP itself: ``process_group_backend``, ``timeout``,
+        **options: options of `DDPStrategy` that are not passed on to DDP: ``process_group_backend``, ``timeout``,
             ``start_method`` and the plugins.
 
     Raises:
@@ -90,7 +90,7 @@ class ZeroStrategy(DDPStrategy):
     # -- setting up -------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer) -> None:
-        """As in Lightning, with the module's engine in the place of DDP. Collective."""
+        """As in Lightning, with the module's engine in place of DDP. Collective."""
         assert self.accelerator is not None
         precision = str(self.precision_plugin.precision)
         if precision not in _COMPUTES:
@@ -129,7 +129,7 @@ class ZeroStrategy(DDPStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Forward, backward and clipping, and then the step, which in Lightning calls them."""
+        """Run ``closure`` (forward, backward, clipping), then the step; Lightning runs the closure inside the step."""
         module: Any = model or self.lightning_module
         result = self.precision_plugin._wrap_closure(module, optimizer, closure)
         optimizer.step(**kwargs)
@@ -137,7 +137,7 @@ class ZeroStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None]:
-        """A micro-batch after which no step comes: it adds up as the engine's ``accumulate`` says."""
+        """Wrap a micro-batch that no step follows: its gradients accumulate as the engine's ``accumulate`` says."""
         assert self.engine is not None
         with self.engine.micro_batch(last=False):
             yield
@@ -146,24 +146,24 @@ class ZeroStrategy(DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """The engine reads a checkpoint, so it must be there."""
+        """True: the engine loads the checkpoint, so it must be made first."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Of shards the engine restores optimizers, of a file that one process wrote Lightning."""
+        """Whether Lightning restores optimizers: yes from its own file; no from shards, which the engine loads."""
         return not self._loaded_shards
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Nothing: weights are in the shards."""
+        """Empty: the weights are saved in the shards."""
         return {}
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Nothing: states are in the shards."""
+        """Empty: optimizer states are saved in the shards."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """A folder with what Lightning keeps and the engine's shards. Collective."""
+        """Write a folder with Lightning's own state and the engine's shards. Collective."""
         engine = self.engine
         assert engine is not None
         path = Path(self.broadcast(str(filepath)))
@@ -174,7 +174,7 @@ class ZeroStrategy(DDPStrategy):
         save(path / SHARDS, engine, step=int(checkpoint["global_step"]))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """What `save_checkpoint` wrote, at any stage and number of ranks; or a file of Lightning's own. Collective.
+        """Load what `save_checkpoint` wrote, at any stage and on any number of ranks, or Lightning's file. Collective.
 
         Raises:
             UserError: the shards are missing or damaged.
@@ -188,13 +188,13 @@ class ZeroStrategy(DDPStrategy):
         return {**self.checkpoint_io.load_checkpoint(path / META, weights_only=weights_only), "state_dict": {}}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Weights of a file of Lightning's own; those of shards are there already."""
+        """Load weights from Lightning's own file; weights from shards are loaded already."""
         if not self._loaded_shards:
             assert self.engine is not None
             self.engine.load_state_dict({f"inner.{name}": value for name, value in checkpoint["state_dict"].items()})
 
     def teardown(self) -> None:
-        """As in Lightning, but nothing moves: the engine's buffers hold the weights."""
+        """As in Lightning, but the model is not moved to the CPU: the engine's buffers hold the weights."""
         assert self.accelerator is not None
         assert self.cluster_environment is not None
         self.cluster_environment.teardown()

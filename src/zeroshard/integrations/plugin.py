@@ -1,4 +1,4 @@
-"""`ZeroPlugin`: how a model is to be sharded, told to a library that makes the engine itself."""
+"""`ZeroPlugin`: the sharding settings that a user passes to an integration, which then makes the engine itself."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from zeroshard.zero.engine import Accumulate
 from zeroshard.zero.runtime.module_buffers import BufferSync
 from zeroshard.zero.strategy import ShardingStrategy
 
-_ENGINE = "_zeroshard_engine"  # on a model that has one, and lives as long as it
+_ENGINE = "_zeroshard_engine"  # attribute of a model that has an engine; it lives as long as the model
 _COMPUTES = {"bf16": torch.bfloat16, "no": None, None: None}
 
 
 @dataclass(frozen=True)
 class ZeroPlugin:
-    """What `zeroshard.Zero` is given for each model.
+    """Arguments of `zeroshard.Zero` for each model that the library prepares.
 
     Attributes:
         stage: 0, 1, 2 or 3, or a `ShardingStrategy`.
-        units: as of `Zero`; ``"auto"``: a Hugging Face model's blocks.
-        precision: None: with ``mixed_precision="bf16"`` weights are gathered and compute in bf16, with fp32 master
-            weights; else they keep their dtype.
+        units: as in `Zero`; ``"auto"``: a Hugging Face model's blocks.
+        precision: dtypes as in `Zero`. None: if the library's ``mixed_precision`` is ``"bf16"``, weights are gathered
+            and compute in bf16, with fp32 master weights; else they keep their dtype.
         prefetch: how many units ahead weights are gathered at stage 3.
-        accumulate: how the backwards of one step add up; None: as the stage says.
-        shard_size: over how many neighbouring ranks state is sharded; None: all.
-        buffers: what becomes of buffers that a forward changes.
+        accumulate: how gradients of several backwards before one step accumulate, as in `Zero`; None: by the stage.
+        shard_size: number of neighbouring ranks over which training state is sharded; None: all ranks.
+        buffers: how ranks synchronise buffers that a forward changes, as in `Zero`.
     """
 
     stage: int | ShardingStrategy = 3
@@ -41,12 +41,12 @@ class ZeroPlugin:
     buffers: BufferSync = "broadcast"
 
     def engine(self, model: nn.Module, mixed_precision: str | None = None) -> Zero:
-        """The engine of ``model``, made by the first call. Collective.
+        """The engine of ``model``, which the first call makes. Making it is collective.
 
         Args:
-            model: on the device where it trains.
-            mixed_precision: of the library: ``"bf16"``, ``"no"``; where it is another, weights keep their dtype, and
-                the library's autocast computes.
+            model: the model, on the device where it trains.
+            mixed_precision: the library's setting, ``"bf16"`` or ``"no"``. With any other, weights keep their dtype,
+                and the library's autocast chooses the compute dtype.
         """
         found = engine_of(model)
         if found is None:
@@ -66,5 +66,5 @@ class ZeroPlugin:
 
 
 def engine_of(model: nn.Module) -> Zero | None:
-    """The engine that an integration made for ``model``."""
+    """The engine that an integration made for ``model``; None if there is none."""
     return vars(model).get(_ENGINE)

@@ -1,10 +1,10 @@
-"""`ZeroTrainer`: `transformers.Trainer` that shards, accumulates, clips, saves and resumes through `zeroshard.Zero`.
+"""`ZeroTrainer`: a `transformers.Trainer` that shards, accumulates, clips, saves and resumes through `zeroshard.Zero`.
 
-The script stays as it is, but for the class's name. The Trainer asks its accelerator for everything that is
-distributed, so ours stands there (`zeroshard.integrations.accelerate`); what the Trainer itself does with unsharded
-weights, saving and loading, is done here. A checkpoint is the folder that the Trainer writes, ``model.safetensors``
-in it, without ``optimizer.pt``: its ``zero/`` holds master weights and optimizer states in shards, which any stage and
-number of ranks loads.
+A script changes only the name of the class. The Trainer delegates everything distributed to its accelerator, which is
+replaced by ours (`zeroshard.integrations.accelerate`). Saving and loading, which the Trainer itself does with unsharded
+weights, are overridden here. A checkpoint is the Trainer's folder with ``model.safetensors``, but without
+``optimizer.pt``: its ``zero/`` has master weights and optimizer states in shards, which can be loaded at any stage and
+on any number of ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from zeroshard.integrations.accelerate import SHARDS, Accelerator
 from zeroshard.integrations.plugin import ZeroPlugin, engine_of
 from zeroshard.zero import Zero
 
-_Trainer: Any = object  # a mixin's base: the Trainer that it is mixed into
+_Trainer: Any = object  # base of the mixin for the type checker: at run time the Trainer comes after it in the MRO
 
 _IN_BACKWARD = ("lomo", "adalomo", "layerwise")  # optimizers that step inside of backward
 _REFUSED = {
@@ -47,15 +47,15 @@ _REFUSED = {
 
 
 class ZeroTrainerMixin(_Trainer):
-    """Puts the engine into `transformers.Trainer` or a subclass: ``class Mine(ZeroTrainerMixin, Seq2SeqTrainer)``.
+    """Adds the engine to `transformers.Trainer` or a subclass of it: ``class Mine(ZeroTrainerMixin, Seq2SeqTrainer)``.
 
     Args:
         zero_plugin: how to shard; None: stage 3.
-        *args: the Trainer's own.
-        **kwargs: likewise.
+        *args: arguments of the Trainer.
+        **kwargs: keyword arguments of the Trainer.
 
     Raises:
-        UserError: a setting that cannot work with the engine; the line says which, and what to do.
+        UserError: a setting that cannot work with the engine; the message says which, and what to do.
     """
 
     zero_plugin: ZeroPlugin
@@ -66,7 +66,7 @@ class ZeroTrainerMixin(_Trainer):
 
     @property
     def engine(self) -> Zero | None:
-        """The model's engine; None before it trains or evaluates."""
+        """The model's engine; None before the first training or evaluation."""
         return engine_of(self.model)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -78,7 +78,7 @@ class ZeroTrainerMixin(_Trainer):
     # -- saving -----------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """A folder for ``from_pretrained``. Collective: call it on every rank; the first one writes."""
+        """Save a folder for ``from_pretrained``. Collective: call it on every rank; rank 0 writes."""
         if self.engine is None:
             super().save_model(output_dir, _internal_call)
             return
@@ -101,7 +101,7 @@ class ZeroTrainerMixin(_Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if (Path(resume_from_checkpoint) / SHARDS).exists():
-            return  # the engine reads them, when it is there
+            return  # the engine loads the shards once it is made
         with self._loads_through_engine():
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -120,7 +120,7 @@ class ZeroTrainerMixin(_Trainer):
 
     @contextmanager
     def _loads_through_engine(self) -> Generator[None]:
-        """``model.load_state_dict`` gives each rank its shard in this block."""
+        """Inside this block ``model.load_state_dict`` loads through the engine, so that each rank gets its shard."""
         engine = self.engine
         if engine is None:
             yield
@@ -134,7 +134,7 @@ class ZeroTrainerMixin(_Trainer):
 
 
 def _require_possible(args: transformers.TrainingArguments) -> None:
-    """Refuse, before anything is built, what would train something else, or fail later."""
+    """Raise UserError, before anything is built, for settings that would train something else or fail later."""
     for field, (what, todo) in _REFUSED.items():
         if getattr(args, field, None):
             raise UserError(field, what, todo)
@@ -146,4 +146,4 @@ def _require_possible(args: transformers.TrainingArguments) -> None:
 
 
 class ZeroTrainer(ZeroTrainerMixin, transformers.Trainer):
-    """`transformers.Trainer` under `zeroshard.Zero`; see `ZeroTrainerMixin` for its one argument more."""
+    """`transformers.Trainer` with `zeroshard.Zero`; see `ZeroTrainerMixin` for its additional argument."""

@@ -1,1 +1,1 @@
-"""Settings and weights of other programs as ours, and ours as theirs."""
+"""Import of other programs' settings and weights, and export of ours in their formats."""

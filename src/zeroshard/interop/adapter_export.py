@@ -1,8 +1,8 @@
-"""The adapters of a run as a folder that `peft.PeftModel.from_pretrained` opens, beside their base model.
+"""Export a run's adapters as a folder that `peft.PeftModel.from_pretrained` loads on top of their base model.
 
-OUT/adapter_config.json         peft's own, with the base model's folder or name
+OUT/adapter_config.json         peft's configuration, with the base model's folder or name
 OUT/adapter_model.safetensors   A and B of each adapted layer
-OUT/tokenizer.json              and whatever else the model says of text
+OUT/tokenizer.json              and the model's other text files
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from zeroshard.models import LanguageModel
 from zeroshard.models.adapters import ADAPTER, is_adapter
 from zeroshard.models.hugging_face.model import INNER, HuggingFaceModel
 
-_PREFIX = "base_model.model."  # before the names of a model inside of peft's
+_PREFIX = "base_model.model."  # prefix that peft adds to the base model's names
 
 
 def write_adapters(
     draft: Path, model: HuggingFaceModel, reader: checkpoint.CheckpointReader, kind: str, dtype: torch.dtype
 ) -> int:
-    """Write configuration and weights of the adapters into the folder ``draft``; returns the bytes of the weights.
+    """Write configuration and weights of the adapters into ``draft``, and return the weights' size in bytes.
 
     Args:
-        draft: a folder.
-        model: with adapters, and without values.
-        reader: of a checkpoint of it.
-        kind: of the weights.
-        dtype: of the weights in the file.
+        draft: an existing folder.
+        model: model with adapters, without values.
+        reader: reader of a checkpoint of the model.
+        kind: kind of the saved weights, such as ``"param"``.
+        dtype: dtype of the weights in the file.
     """
     tensors = []
     for name in sorted(name for name, _ in model.named_parameters() if is_adapter(name)):
@@ -50,7 +50,7 @@ def write_adapters(
 
 
 def base_of(model: LanguageModel) -> str:
-    """The base model as `peft` is to find it: a folder by its whole path, or the name of the hub."""
+    """Return where `peft` finds the base model: the absolute path of a folder, or a name on the hub."""
     assert isinstance(model, HuggingFaceModel)
     source = model.config.source
     folder = Path(source).expanduser()

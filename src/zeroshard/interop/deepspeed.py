@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON as ours: https://www.deepspeed.ai/docs/config-json/"""
+"""Convert DeepSpeed's JSON configuration to our settings: https://www.deepspeed.ai/docs/config-json/"""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ SAME = {
 
 
 def read_deepspeed(words: Sequence[str]) -> Migration:
-    """``FILE.json`` as settings of ours.
+    """Convert ``FILE.json`` to our settings.
 
     Raises:
-        UserError: no file, no JSON object, or an optimizer that the trainer has not.
+        UserError: there is no such file, it is not a JSON object, a value has the wrong type, or the optimizer is not
+            available in the trainer.
     """
     if len(words) != 1:
         raise UserError("import-config", "deepspeed takes one file", "write import-config deepspeed FILE.json")
@@ -56,7 +57,7 @@ def read_deepspeed(words: Sequence[str]) -> Migration:
     flat = by_dotted_name(theirs)
     for key, value in flat.items():
         _require_type(key, value)
-    to = Migration(f"DeepSpeed: {path}", values={"dtype": "float32"})  # what it computes in where nobody says
+    to = Migration(f"DeepSpeed: {path}", values={"dtype": "float32"})  # DeepSpeed's dtype if the file sets none
     for key, value in flat.items():
         if value == "auto":
             to.ignore(key, value, _AUTO)
@@ -77,7 +78,7 @@ def read_deepspeed(words: Sequence[str]) -> Migration:
 
 
 def _require_type(key: str, value: Any) -> None:
-    """Raise UserError for a value that is neither ``auto`` nor what DeepSpeed takes there; unknown keys take any."""
+    """Raise UserError if a value is neither ``auto`` nor of DeepSpeed's type for the key; unknown keys take any."""
     if value == "auto" or key not in _TYPES:
         return
     fits, kind = _TYPES[key]
@@ -98,7 +99,7 @@ def _is_pair(value: Any) -> bool:
 
 
 def _fit_steps(to: Migration) -> None:
-    """DeepSpeed need not know how long a run is; ours does."""
+    """Set ``max_steps`` if the file has none and the warm-up is long: our trainer must know the length of a run."""
     warmup = to.values.get("warmup_steps", 0)
     if "max_steps" not in to.values and warmup > 500:
         to.set("max_steps", 10 * warmup)

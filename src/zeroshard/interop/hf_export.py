@@ -1,11 +1,11 @@
-"""A run's weights as a folder that Hugging Face's `transformers` opens: ``zeroshard export``.
+"""``zeroshard export``: write a run's weights as a folder that Hugging Face's `transformers` opens.
 
-    OUT/config.json              the model's shape
+    OUT/config.json              the model's configuration
     OUT/model.safetensors        or model-00001-of-00003.safetensors ... and model.safetensors.index.json
-    OUT/tokenizer.json           and tokenizer_config.json, where the run has text
+    OUT/tokenizer.json           and tokenizer_config.json, if the run has a tokenizer
 
-Tensors go from the checkpoint's files to the new ones one after the other; the model is never whole in memory, and
-`transformers` is not needed.
+Tensors are copied from the checkpoint's files to the new ones one at a time, so the model is never in memory as a
+whole. `transformers` is needed only to export a run of an ``hf:`` model.
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ _EMBEDDINGS = ("wte.weight", "embed_tokens.weight")
 
 @dataclass(frozen=True)
 class _Source:
-    """What is exported."""
+    """The checkpoint that is exported, and what belongs to it."""
 
     folder: Path
     manifest: Manifest
     model: GPT2Config | LlamaConfig | HuggingFaceModel
     run: Path
     tokenizer: Tokenizer | None
-    kind: str  # of the weights
+    kind: str  # kind of the saved weights: "param", or `EMA` for their moving average
     lora: Lora | None = None
     transposed: frozenset[str] = frozenset()
 
 
 def run_export(config: ExportConfig) -> int:
-    """Write the Hugging Face folder that ``config`` asks for and say so; returns the exit status.
+    """Write the Hugging Face folder that ``config`` asks for, print a summary, and return the exit status.
 
     Raises:
-        UserError: there is no run or checkpoint, it is damaged or holds no weights of the kind or no model that can be
-            exported, or ``out`` is there already.
+        UserError: there is no run or checkpoint; the checkpoint is damaged, or has no weights of the requested kind or
+            no model that can be exported; or ``out`` exists already.
     """
     source = _open(config)
     out, dtype = Path(config.out), _DTYPES[config.dtype]
@@ -106,7 +106,7 @@ def _export_adapters(
 
 
 def _describe(draft: Path, source: _Source, dtype: str) -> None:
-    """Write what the folder says of the model and of text."""
+    """Write the folder's ``config.json`` and the files of the tokenizer."""
     model, tokenizer = source.model, source.tokenizer
     if isinstance(model, HuggingFaceModel):
         _write_json(draft / "config.json", hf_folder_export.config_json(model, dtype))
@@ -123,7 +123,7 @@ def _describe(draft: Path, source: _Source, dtype: str) -> None:
 
 
 def split_by_size(tensors: Iterable[StreamedTensor], max_bytes: int) -> dict[str, list[StreamedTensor]]:
-    """Tensors in order in files of at most ``max_bytes``, by file name; a larger tensor has a file of its own."""
+    """Assign tensors, in order, to files of at most ``max_bytes``, by file name; a larger tensor gets its own file."""
     groups: list[list[StreamedTensor]] = [[]]
     room = max_bytes
     for tensor in tensors:
@@ -169,7 +169,7 @@ def _open(config: ExportConfig) -> _Source:
 
 
 def _checkpoint_of(source: Path) -> tuple[Path, Path]:
-    """The checkpoint that is meant, and the run folder that it would belong to."""
+    """Return the checkpoint in ``source`` (a run's latest, or ``source`` itself), and the run folder it belongs to."""
     if not (source / "config.toml").is_file():
         return source, source.parent.parent
     path = checkpoint.latest(checkpoint_folder(source))

@@ -1,10 +1,11 @@
-"""A run of a Hugging Face model as a folder of the same kind: what came in by ``--model hf:`` goes out as it came.
+"""Export a run of a Hugging Face model (``--model hf:``) as a folder in the format that it was loaded from.
 
-    OUT/config.json              what the run was started from, with the dtype that is written
+    OUT/config.json              the original model's, with the dtype of the new files
     OUT/model.safetensors        or several with an index; names and forms are those that `transformers` writes
-    OUT/tokenizer.json           and the chat template and whatever else the model says of text
+    OUT/tokenizer.json           and the chat template and the model's other text files
 
-Tensors go from the checkpoint's files to the new ones one after the other, experts of a mixture one by one.
+Tensors are copied from the checkpoint's files to the new ones one at a time; each expert of a mixture is copied by
+itself if `transformers` stores it by itself.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from zeroshard.zero.state.named_shards import ShardReader
 
 
 def model_of(trained: TrainConfig) -> HuggingFaceModel:
-    """The model of a run, without values."""
+    """Build the model of a run, without values."""
     model = make_model(trained, 1, "meta")
     assert isinstance(model, HuggingFaceModel)
     return model
@@ -41,10 +42,10 @@ def model_of(trained: TrainConfig) -> HuggingFaceModel:
 def streamed_tensors(
     model: HuggingFaceModel, reader: ShardReader, kind: str, dtype: torch.dtype
 ) -> list[StreamedTensor]:
-    """The tensors of the new files, read when they are written.
+    """Return the tensors of the new files; each is read from the checkpoint when it is written.
 
     Raises:
-        UserError: the checkpoint is none of this model.
+        UserError: the checkpoint is not one of this model.
     """
     buffers = {name for name, _ in model.hf.named_buffers()}
     tensors = []
@@ -66,14 +67,14 @@ def _streamed(reader: ShardReader, part: FilePart, kind: str, dtype: torch.dtype
 
 
 def config_json(model: HuggingFaceModel, dtype: str) -> dict[str, Any]:
-    """What ``config.json`` says of the exported model."""
+    """Return the content of the exported model's ``config.json``."""
     raw = json.loads(model.config.config_json)
     raw["torch_dtype" if "torch_dtype" in raw else "dtype"] = dtype
     return {**raw, "architectures": [type(model.hf).__name__]}
 
 
 def copy_text_files(run: Path, out: Path, tokenizer: Tokenizer | None) -> bool:
-    """Copy what the model said of text; whether it did, which is not so where the run has another tokenizer."""
+    """Copy the model's text files; return False, without a copy, if the run has none or another tokenizer."""
     kept = kept_folder(run)
     if not kept.is_dir() or not any(kept.iterdir()):
         return False

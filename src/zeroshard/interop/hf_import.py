@@ -1,8 +1,8 @@
-"""A GPT-2 or LLaMA that Hugging Face's `transformers` wrote, as a run at step 0: ``zeroshard import``.
+"""``zeroshard import``: make a run at step 0 from a GPT-2 or LLaMA in the format of Hugging Face's `transformers`.
 
-The run can be trained on, with any strategy and number of ranks (``zeroshard train --config RUN/config.toml --resume
-auto --data text --data.path FILES``) at the learning rate of a fine-tuning, and asked for text (``zeroshard generate
-RUN``). Weights keep the dtype of the files, and are read through memory maps; pickles (``pytorch_model.bin``) are never
+Training resumes from the run with any strategy and number of ranks, at a learning rate for fine-tuning (``zeroshard
+train --config RUN/config.toml --resume auto --data text --data.path FILES``); ``zeroshard generate RUN`` generates
+text. Weights keep the dtype of the files, and are read through memory maps. Pickles (``pytorch_model.bin``) are never
 read, and `transformers` is not needed.
 """
 
@@ -46,16 +46,16 @@ from zeroshard.train.setup.assemble import model_table
 from zeroshard.train.setup.run_folder import tokenizer_folder
 from zeroshard.zero.state.named_shards import NamedShard
 
-_SEQ_LEN = 1024  # of the run's own configuration, at most
+_SEQ_LEN = 1024  # largest sequence length in the run's configuration
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def run_import(config: ImportConfig) -> int:
-    """Make the run folder and say what is in it; returns the exit status.
+    """Create the run folder, print a summary, and return the exit status; a file of nanoGPT: see `import_nanogpt`.
 
     Raises:
-        UserError: the folder is not a whole GPT-2 or LLaMA with safetensors, or one that our models cannot compute; or
-            ``out`` is there already. A file of nanoGPT's: as `import_nanogpt`.
+        UserError: the folder is not a complete GPT-2 or LLaMA with safetensors, our models cannot compute it, or
+            ``out`` exists already.
     """
     source, out = Path(config.source), Path(config.out)
     if is_nanogpt(source):
@@ -71,7 +71,7 @@ def run_import(config: ImportConfig) -> int:
         data = DataConfig(source=UNNAMED)
         if tokenizer is not None:
             _keep_tokenizer(tokenizer_folder(draft), tokenizer, model.vocab_size, source)
-            for name in TEMPLATE_FILES:  # how a conversation is put to the model
+            for name in TEMPLATE_FILES:  # the chat template
                 if (source / name).is_file():
                     shutil.copyfile(source / name, tokenizer_folder(draft) / name)
             data = DataConfig(source=UNNAMED, tokenizer=f"json:{tokenizer_folder(out) / TOKENIZER_FILE}")
@@ -90,10 +90,10 @@ def _next(out: Path) -> str:
 
 
 def load_hf(folder: Path, device: torch.device) -> tuple[LanguageModel, BpeTokenizer]:
-    """The model and tokenizer of a Hugging Face folder, weights in float32; in evaluation mode.
+    """Load the model and tokenizer of a Hugging Face folder: weights in float32, the model in evaluation mode.
 
     Raises:
-        UserError: as `run_import`, or there is no tokenizer that we read.
+        UserError: as `run_import`, or there is no tokenizer that we can read.
     """
     config = from_hf_config(_read_json(folder / "config.json"))
     tokenizer = _tokenizer(folder)
@@ -107,18 +107,18 @@ def load_hf(folder: Path, device: torch.device) -> tuple[LanguageModel, BpeToken
         params = dict(model.named_parameters(remove_duplicate=False))
         for shard in weights.named_shards():
             params[shard.name].copy_(shard.tensor.view(shard.shape))
-        for tied, name in weights.tied_names().items():  # to_empty made two of one
+        for tied, name in weights.tied_names().items():  # to_empty made two parameters of a tied one
             model.get_submodule(tied.rpartition(".")[0]).register_parameter("weight", model.get_parameter(name))
     return model.eval(), tokenizer
 
 
 class _Weights:
-    """The files' tensors as something that can be saved, under our names and in our shapes."""
+    """The files' tensors under our names and in our shapes, in the form that `zeroshard.checkpoint.save` takes."""
 
     comm: Communicator = LocalCommunicator()
 
     def __init__(self, model: GPT2Config | LlamaConfig, files: Mapping[str, Any]) -> None:
-        """``files``: for each tensor's name safetensors' handle of its file."""
+        """``files``: by the name of each tensor, the opened safetensors file that contains it."""
         shapes = {}
         for name, file in files.items():
             piece = file.get_slice(name)
@@ -131,7 +131,7 @@ class _Weights:
         self.num_params = sum(prod(weight.shape) for weight in self._found.values())
 
     def named_shards(self) -> Iterable[NamedShard]:
-        """Every tensor whole; one that need not be transposed is a memory map."""
+        """Yield every tensor, unsharded; one that need not be transposed is a memory map."""
         for name, weight in self._found.items():
             assert weight.name is not None
             tensor = self._files[name].get_tensor(name)
@@ -139,11 +139,11 @@ class _Weights:
             yield NamedShard(weight.name, "param", weight.shape, (0, flat.numel()), flat)
 
     def tied_names(self) -> dict[str, str]:
-        """The output head, where it is the embedding."""
+        """Return the names of the output head and of the embedding if they are tied, otherwise nothing."""
         return self._tied
 
     def _take_tied_head(self, model: GPT2Config | LlamaConfig) -> dict[str, str]:
-        """Leave out a head that the files have although it is tied; where it differs it is not."""
+        """Drop a tied head that the files contain too; raise UserError if it differs from the embedding."""
         if isinstance(model, LlamaConfig) and not model.tie_embeddings:
             return {}
         embedding = "wte.weight" if isinstance(model, GPT2Config) else "embed_tokens.weight"
@@ -158,7 +158,7 @@ class _Weights:
 
 
 def _open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """For each tensor's name the open file that holds it."""
+    """Return for each tensor's name the opened file that contains it."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         places = _read_json(index).get("weight_map")
@@ -190,7 +190,7 @@ def _open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
 
 
 def _tokenizer(folder: Path) -> BpeTokenizer | None:
-    """The model's tokenizer: its ``tokenizer.json``, or GPT-2's older pair of files; None where it has neither."""
+    """Read the model's ``tokenizer.json``, or GPT-2's older pair of tokenizer files; None if it has neither."""
     if (folder / TOKENIZER_FILE).is_file():
         tokenizer = read_tokenizer(folder / TOKENIZER_FILE)
         told = folder / TOKENIZER_CONFIG
@@ -202,7 +202,7 @@ def _tokenizer(folder: Path) -> BpeTokenizer | None:
 
 
 def _keep_tokenizer(folder: Path, tokenizer: BpeTokenizer, vocab_size: int, source: Path) -> None:
-    """As a prepared folder keeps it, with no tokens."""
+    """Write the tokenizer into ``folder``, in the form of a prepared data folder without tokens."""
     if tokenizer.vocab_size > vocab_size:
         what = f"has {tokenizer.vocab_size} tokens, the model {vocab_size}"
         raise UserError(TOKENIZER_FILE, what, "take model and tokenizer from one folder")

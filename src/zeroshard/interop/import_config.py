@@ -1,10 +1,10 @@
-"""``zeroshard import-config``: somebody else's settings as ours, and what became of each of them.
+"""``zeroshard import-config``: convert another program's settings to ours, and report what each of them became.
 
     zeroshard import-config nanogpt config/train_gpt2.py --batch_size=8 > run.toml
     zeroshard import-config deepspeed ds_config.json > run.toml
 
-What is printed is TOML that `zeroshard train --config` takes, under a table of comments: each of their keys with what
-it became, and why where that is not the same. Files are read and never executed.
+It prints TOML for `zeroshard train --config`, below a table in comments: each key of the other program, what it became,
+and the reason if its meaning changed. Files are parsed and never executed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ KINDS: dict[str, Callable[[Sequence[str]], Migration]] = {"nanogpt": read_nanogp
 
 
 def run_import_config(words: Sequence[str]) -> int:
-    """``KIND FILE [--key=value ...]``: print what it becomes; returns the exit status.
+    """Convert the settings in ``KIND FILE [--key=value ...]``, print the result, and return the exit status.
 
     Raises:
-        UserError: no such kind, no such file, or one that cannot be read; values that do not go together.
+        UserError: there is no such kind or file, the file cannot be read, or values contradict each other.
     """
     if not words or words[0] not in KINDS:
         what = f"{words[0]!r} is none of what is read" if words else "whose settings to read is missing"

@@ -1,4 +1,4 @@
-"""What somebody else's settings became: a run of ours in the making, and the table that says so key by key."""
+"""The result of converting another program's settings: ours, and a table of what each key became."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ Fate = Literal["mapped", "changed", "ignored"]
 
 @dataclass(frozen=True)
 class Row:
-    """One of their keys.
+    """What one key of the other program became.
 
     Attributes:
-        key: theirs, with dots.
-        value: theirs.
-        fate: mapped: means the same here. changed: means something else, see why. ignored: means nothing here.
-        ours: keys of ours that it set.
-        why: what is to be known.
+        key: the other program's key, with dots.
+        value: the key's value there.
+        fate: ``mapped`` if it means the same here; ``changed`` if it means something else, see ``why``; ``ignored`` if
+            it has no effect here.
+        ours: the keys of ours that it set.
+        why: an explanation for the user; may be empty.
     """
 
     key: str
@@ -36,14 +37,14 @@ class Row:
 
 @dataclass
 class Migration:
-    """Settings of ours in the making, and the table of how they came about."""
+    """Our settings, which are filled in key by key, and the table of how they came about."""
 
     source: str
     rows: list[Row] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
 
     def set(self, ours: str, value: Any) -> None:
-        """One of our keys, with dots."""
+        """Set one of our keys, given with dots."""
         table = self.values
         *path, leaf = ours.split(".")
         for name in path:
@@ -51,21 +52,21 @@ class Migration:
         table[leaf] = value
 
     def map(self, key: str, value: Any, ours: Mapping[str, Any], why: str = "", *, same: bool = True) -> None:
-        """``key`` became ``ours``; where it does not mean the ``same``, ``why`` says so."""
+        """Set ``ours``, and record that ``key`` became them; unless ``same``, ``why`` explains the difference."""
         for name, ours_value in ours.items():
             self.set(name, ours_value)
         self.rows.append(Row(key, value, "mapped" if same else "changed", ", ".join(ours), why))
 
     def ignore(self, key: str, value: Any, why: str) -> None:
-        """``key`` became nothing."""
+        """Record that ``key`` has no effect here, and ``why``."""
         self.rows.append(Row(key, value, "ignored", "", why))
 
     def config(self) -> TrainConfig:
-        """The run that it makes; a UserError where values do not go together."""
+        """Return the configuration of a run with these settings; raises UserError if values contradict each other."""
         return validate(TrainConfig, self.values)
 
     def text(self) -> str:
-        """The table and the TOML."""
+        """Return the table, in comments, and the settings as TOML."""
         lines = [f"# From {self.source}, by `zeroshard import-config`.", "#"]
         cells = [("", "theirs", "value", "ours", "")]
         cells += [(row.fate, row.key, _short(row.value), row.ours, row.why) for row in self.rows]

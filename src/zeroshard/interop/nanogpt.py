@@ -1,7 +1,8 @@
-"""nanoGPT's settings and weights as ours: https://github.com/karpathy/nanoGPT
+"""Convert nanoGPT's settings to ours: https://github.com/karpathy/nanoGPT
 
-Its configurations are Python files of assignments over the defaults of ``train.py``, and flags ``--key=value`` over
-both. They are read as a syntax tree: numbers, text, names that were assigned before, and arithmetic; never executed.
+Its configurations are Python files whose assignments override the defaults of ``train.py``; flags ``--key=value``
+override both. Files are parsed into a syntax tree and never executed. Values may be literals, names that were assigned
+before, and arithmetic. `zeroshard.interop.nanogpt_weights` imports weights.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from zeroshard.regular_files import read_text
 from zeroshard.train.config.sizes import LARGEST
 from zeroshard.train.config.validate import nearest
 
-# nanoGPT's train.py, in its order.
+# Defaults of nanoGPT's train.py, in its order.
 DEFAULTS: Mapping[str, Any] = {
     "out_dir": "out", "eval_interval": 2000, "log_interval": 1, "eval_iters": 200, "eval_only": False,
     "always_save_checkpoint": True, "init_from": "scratch", "wandb_log": False, "wandb_project": "owt",
@@ -46,7 +47,7 @@ SAME = {
     "grad_clip": "grad_clip",
     "compile": "compile",
 }
-GPT2_IDS, PADDED_IDS = 50_257, 50_304  # the tokenizer's, and nanoGPT's table for them
+GPT2_IDS, PADDED_IDS = 50_257, 50_304  # ids of GPT-2's tokenizer, and nanoGPT's padded vocabulary for them
 _OPERATIONS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -58,10 +59,10 @@ _OPERATIONS: dict[type, Callable[[Any, Any], Any]] = {
 
 
 def read_nanogpt(words: Sequence[str]) -> Migration:
-    """``[FILE.py] [--key=value ...]`` as settings of ours.
+    """Convert ``[FILE.py] [--key=value ...]`` to our settings; a value that is not constant is recorded as ignored.
 
     Raises:
-        UserError: a file that is no Python, a key that nanoGPT has not, a value that is no constant.
+        UserError: a file is not Python, nanoGPT has no such key, a flag has no value, or a value has the wrong type.
     """
     given: dict[str, Any] = {}
     files = [word for word in words if not word.startswith("--")]
@@ -83,7 +84,7 @@ def read_nanogpt(words: Sequence[str]) -> Migration:
 
 
 def _require_type(key: str, value: Any) -> None:
-    """Raise UserError where nanoGPT too would refuse, or fail over, a value of another type than its default's."""
+    """Raise UserError for a value of another type than its default's, if nanoGPT too would refuse it or fail."""
     default = DEFAULTS[key]
     fits = {
         bool: isinstance(value, int) and value in (0, 1),
@@ -133,7 +134,7 @@ def _block_size(key: str, value: Any, theirs: dict[str, Any], to: Migration) -> 
 def _data(key: str, value: Any, theirs: dict[str, Any], to: Migration) -> None:
     meta = Path("data", str(value), "meta.pkl")
     if meta.is_file():
-        read_characters(meta)  # or a line that says why not
+        read_characters(meta)  # raises UserError if the file cannot be used
         ours = {"data.source": "bin", "data.path": [str(meta.parent)], "data.tokenizer": f"json:{meta}"}
         to.map(key, value, ours, "its train.bin and val.bin, with the characters of its meta.pkl")
     elif value == "openwebtext":
@@ -237,18 +238,18 @@ _SPECIAL: dict[str, Callable[[str, Any, dict[str, Any], Migration], None]] = {
 
 
 class _Unknown:
-    """What an expression that we do not compute would have given."""
+    """Placeholder for the value of an expression that we do not evaluate, with its line and source text."""
 
     def __init__(self, line: int, source: str) -> None:
         self.line, self.source = line, source
 
 
 class _NotConstantError(Exception):
-    """The setting of this name was asked for, and nobody knows it."""
+    """The setting of this name was read, and its value is not a constant."""
 
 
 class _Known(dict[str, Any]):
-    """Settings, of which those that are no constants are not given out."""
+    """nanoGPT's settings; reading one whose value is not a constant raises `_NotConstantError`."""
 
     def __getitem__(self, key: str) -> Any:
         value = super().__getitem__(key)
@@ -265,7 +266,7 @@ def _assignments(path: Path) -> dict[str, Any]:
         raise UserError(str(path), f"cannot be read ({error.strerror})", "give one of nanoGPT's config files") from None
     except (SyntaxError, ValueError) as error:
         raise UserError(str(path), f"is no Python ({error})", "give one of nanoGPT's config files") from None
-    except (RecursionError, MemoryError):  # the parser's own limit says MemoryError
+    except (RecursionError, MemoryError):  # the parser raises MemoryError at its own limit
         raise UserError(str(path), "is nested too deeply", "give one of nanoGPT's config files") from None
     found: dict[str, Any] = {}
     for statement in tree.body:
@@ -284,7 +285,7 @@ def _value(node: ast.expr, known: Mapping[str, Any], text: str) -> Any:
     unknown = _Unknown(node.lineno, ast.get_source_segment(text, node) or "?")
     try:
         return ast.literal_eval(node)
-    except (ValueError, TypeError):  # the latter: of a set of lists
+    except (ValueError, TypeError):  # TypeError: for example for a set of lists
         pass
     if isinstance(node, ast.Name):
         return known.get(node.id, DEFAULTS.get(node.id, unknown))
@@ -295,13 +296,13 @@ def _value(node: ast.expr, known: Mapping[str, Any], text: str) -> Any:
                 result = _OPERATIONS[type(node.op)](left, right)
             except (ArithmeticError, ValueError):
                 return unknown
-            # each product may have twice the digits of its factors: beyond 64 bits none is a setting
+            # repeated products would double the digits each time, and no setting needs more than 64 bits
             return result if abs(result) < LARGEST else unknown
     return unknown
 
 
 def _literal(text: str) -> Any:
-    """A flag's value as nanoGPT reads it: a literal, else text."""
+    """Parse a flag's value as nanoGPT does: a Python literal, else text."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):

@@ -1,8 +1,8 @@
-"""nanoGPT's ``ckpt.pt`` as a run at step 0: ``zeroshard import out/ckpt.pt runs/NAME``.
+"""Import nanoGPT's ``ckpt.pt`` as a run at step 0: ``zeroshard import out/ckpt.pt runs/NAME``.
 
-The file is a pickle; it is read as tensors and plain values alone (``weights_only``), so nothing in it is executed, and
-what else it holds is refused. Its matrices are ``nn.Linear``'s, as ours are; only names differ. Optimizer states are
-not taken over.
+The file is a pickle. Only tensors and plain values are read from it (``weights_only``): nothing in it is executed, and
+a file with other objects is refused. Its matrices are ``nn.Linear``'s, as ours are; only names differ. Optimizer states
+are not imported.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _SIZES = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
 
 
 def is_nanogpt(path: Path) -> bool:
-    """Whether a path names a file of nanoGPT's."""
+    """Whether ``path`` is taken for a checkpoint of nanoGPT: a file with the suffix ``.pt``."""
     return path.is_file() and path.suffix == ".pt"
 
 
 def import_nanogpt(path: Path, out: Path) -> str:
-    """Make the run folder ``out``; what is in it, in words.
+    """Create the run folder ``out``, and return a description of its content.
 
     Raises:
-        UserError: the file is none of nanoGPT's, holds more than tensors and plain values, or is damaged.
+        UserError: the file is not nanoGPT's, contains more than tensors and plain values, or is damaged.
     """
     found = _read(path)
     model = _config(path, found.get("model_args"))
@@ -74,7 +74,7 @@ def _read(path: Path) -> dict[str, Any]:
         first_line = next(iter(str(error).splitlines()), "")
         what = f"{path} holds more than tensors and plain values ({first_line})"
         raise UserError("source", what, "save its model and model_args alone") from None
-    except Exception as error:  # torch's reader and the unpickler raise whatever damaged bytes lead them to
+    except Exception as error:  # damaged bytes may make torch's reader and the unpickler raise anything
         if is_out_of_memory(error):
             raise
         first_line = next(iter(str(error).splitlines()), "")
@@ -93,7 +93,7 @@ def _config(path: Path, args: Any) -> GPT2Config:
 
 
 class _Weights:
-    """The file's tensors as something that can be saved, under our names."""
+    """The file's tensors under our names, in the form that `zeroshard.checkpoint.save` takes."""
 
     comm: Communicator = LocalCommunicator()
 
@@ -103,7 +103,7 @@ class _Weights:
         if not all(isinstance(name, str) and _is_weight(tensor) for name, tensor in found.items()):
             raise UserError("source", f"{path}: `model` holds more than weights by name", "give a ckpt.pt of nanoGPT")
         self._tensors = {_our_name(name): tensor for name, tensor in found.items() if not name.endswith(".attn.bias")}
-        self._tensors.pop("lm_head.weight", None)  # the embedding once more
+        self._tensors.pop("lm_head.weight", None)  # the tied embedding under its second name
         for name in sorted(wanted.keys() | self._tensors.keys()):
             shape = tuple(self._tensors[name].shape) if name in self._tensors else None
             if name not in wanted or shape != tuple(wanted[name]):
@@ -112,13 +112,13 @@ class _Weights:
         self.num_params = sum(tensor.numel() for tensor in self._tensors.values())
 
     def named_shards(self) -> Iterable[NamedShard]:
-        """Every tensor whole."""
+        """Yield every tensor, unsharded."""
         for name, tensor in self._tensors.items():
             flat = tensor.detach().reshape(-1)
             yield NamedShard(name, "param", tuple(tensor.shape), (0, flat.numel()), flat)
 
     def tied_names(self) -> dict[str, str]:
-        """The output head is the embedding."""
+        """Return the names of the output head and of the embedding that it is tied to."""
         return {"lm_head.weight": "wte.weight"}
 
 
@@ -127,18 +127,21 @@ def _is_weight(found: Any) -> bool:
 
 
 def _our_name(name: str) -> str:
-    name = name.removeprefix("_orig_mod.").removeprefix("transformer.")  # torch.compile's, and nanoGPT's
+    name = name.removeprefix("_orig_mod.").removeprefix("transformer.")  # prefixes of torch.compile and of nanoGPT
     return f"blocks.{name.removeprefix('h.')}" if name.startswith("h.") else name
 
 
 def _keep_tokenizer(folder: Path, vocab_size: int, path: Path, config: Any) -> str:
-    """As a prepared folder keeps it; where it was found, ``gpt2`` for those whose number of ids is GPT-2's, or nothing.
+    """Find the model's tokenizer, and write it into ``folder`` in the form of a prepared data folder.
 
     Args:
-        folder: is made, where there is one.
-        vocab_size: of the model.
-        path: of the checkpoint; a ``meta.pkl`` beside it is taken, else that of the data set which it was trained on.
-        config: what the checkpoint says of its run.
+        folder: the folder to create if there is a tokenizer.
+        vocab_size: number of the model's ids.
+        path: the checkpoint's path; a ``meta.pkl`` beside it is used, else that of the data set that it was trained on.
+        config: the run's settings as stored in the checkpoint.
+
+    Returns:
+        The path of the ``meta.pkl``; ``gpt2`` if the number of ids is GPT-2's; empty if no tokenizer was found.
     """
     if vocab_size in (GPT2_IDS, PADDED_IDS):
         folder.mkdir()

@@ -1,8 +1,8 @@
 """Triton kernels for the operations of a language model, each beside its reference in plain PyTorch.
 
-One file an operation, in one order: reference, kernels, launchers, `autograd.Function`, public function (those of the
-norms are so long that kernels and launchers have a file of their own). The reference is the specification;
-`zeroshard.kernels.dispatch` says which of the two serves a call.
+Each operation has one file, in this order: reference, kernels, launchers, `autograd.Function`, public function. Long
+kernels and their launchers have a file of their own, such as `norm_kernels`. The reference is the specification;
+`zeroshard.kernels.dispatch` chooses the backend of each call.
 """
 
 from zeroshard.kernels.adamw import AdamWOptions, adamw

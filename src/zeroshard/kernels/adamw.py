@@ -1,26 +1,27 @@
 """AdamW over any number of pieces of parameters in one launch.
 
-    g = grad * grad_scale                                    (clipping, or loss scaling, at no extra pass)
+    g = grad * grad_scale                                    (clipping, or loss scaling, without an extra pass)
     p = p - lr * weight_decay * p
     m = beta1 m + (1 - beta1) g,  v = beta2 v + (1 - beta2) g^2
     p = p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
-    copy = p, in bf16 say                                    (the weights that compute, beside their fp32 master)
+    copy = p, for example in bf16                            (the compute weights, beside the fp32 master weights)
 
-Decoupled Weight Decay Regularization, Loshchilov and Hutter 2019, arXiv:1711.05101. Bytes that must move for fp32
-pieces: 28 an element (four read, three written), 30 with a bf16 copy.
+Decoupled Weight Decay Regularization, Loshchilov and Hutter 2019, arXiv:1711.05101. Least memory traffic for fp32
+pieces: 28 bytes per element (four numbers read, three written), 30 with a bf16 copy.
 
-The kernel takes the steps that torch's fused CUDA kernel takes, with the same fused multiply-adds and the same
-hyper-parameters rounded to fp32, so that the two give the same bits where the power in the bias corrections agrees.
-The reference takes those of `torch.optim.AdamW(foreach=False)`, whose corrections are in double.
+The kernel performs the operations of torch's fused CUDA kernel, with the same fused multiply-adds and the same
+hyper-parameters rounded to fp32. So the two give the same bits if the powers in the bias corrections agree. The
+reference performs those of `torch.optim.AdamW(foreach=False)`, whose bias corrections are in float64.
 
 [Note: Addresses]
-    Pieces lie anywhere: several units' shards, gaps between the parameters of a group. The kernel is given a table of
-    their addresses, and for each of its programs a piece and a place in it. Tables are kept on the device, and sent
-    again, from pinned memory and without waiting, when a piece has moved.
+    Pieces may be anywhere in memory: in the shards of several units, with gaps between the parameters of a group. The
+    kernel gets a table of their addresses, and for each of its programs a piece and an offset in it. The tables stay on
+    the device. If a piece has moved, they are copied again from pinned memory, without blocking the host.
 
 [Note: Stochastic rounding]
-    To a bf16 number below or above with the probability that makes the mean right: a random number of 16 bits is added
-    below the 16 bits that stay (Zamirai et al. 2020, arXiv:2010.06192). Bits are a function of (seed, piece, element).
+    An fp32 number becomes the bf16 number below or above it, with probabilities that make the mean exact: a random
+    16-bit number is added to the 16 bits that are then cut off (Zamirai et al. 2020, arXiv:2010.06192). The random bits
+    are a function of (seed, piece, element).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from zeroshard.kernels.dispatch import Choice, choose
 from zeroshard.kernels.launch import device_of, jit, next_power_of_2, tl
 
 BLOCK = 2048  # elements of a program: 8 of each array in each of 256 threads
-SERVED = (torch.float32, torch.bfloat16, torch.float16)  # by the kernel, which computes in fp32
+SERVED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that the kernel takes; it computes in fp32
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def adamw_reference(
 
 
 def round_stochastically(wide: Tensor, seed: int) -> Tensor:
-    """fp32 numbers as bf16, up or down at random; what bf16 holds already, and what is not finite, stays."""
+    """Round fp32 numbers to bf16, up or down at random; numbers that bf16 represents exactly, NaN and Inf stay."""
     generator = torch.Generator(wide.device).manual_seed(seed)
     noise = torch.randint(2**16, wide.shape, generator=generator, device=wide.device, dtype=torch.int32)
     bits = (wide.float().view(torch.int32) + noise) & ~0xFFFF
@@ -113,7 +114,7 @@ def round_stochastically(wide: Tensor, seed: int) -> Tensor:
 
 @jit
 def _rounded(x, offsets, segment, seed, STOCHASTIC: tl.constexpr, DTYPE: tl.constexpr):
-    """x as DTYPE; see [Note: Stochastic rounding]."""
+    """Return x in DTYPE; see [Note: Stochastic rounding]."""
     if STOCHASTIC and DTYPE == tl.bfloat16:  # noqa: SIM300 -- only the constexpr knows how to compare
         element = offsets.to(tl.uint32)
         words, _, _, _ = tl.philox(seed, element, element * 0 + segment.to(tl.uint32), element * 0, element * 0)
@@ -153,7 +154,7 @@ def _update(
 
 @jit
 def _pointer(table_ptr, segment, ROLE: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    # A row of the table: parameter, gradient, m, v, copy.
+    # A row of the table has five addresses, in order of ROLE: parameter, gradient, m, v, copy.
     pointer = tl.load(table_ptr + segment * 5 + ROLE).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -197,16 +198,16 @@ def _adamw_kernel(
 
 @dataclass
 class Pieces:
-    """Tables of pieces of one dtype on one device, on that device; see [Note: Addresses]."""
+    """Tables of the addresses and sizes of pieces on one device, stored on that device; see [Note: Addresses]."""
 
     addresses: list[int] = field(default_factory=list)
     numels: list[int] = field(default_factory=list)
     block: int = BLOCK
-    tables: tuple[Tensor, Tensor, Tensor] | None = None  # numels [n]; piece and start of each program
+    tables: tuple[Tensor, Tensor, Tensor] | None = None  # numels [n]; piece of each program; its start in the piece
     address_table: Tensor | None = None
 
     def update(self, columns: Sequence[Sequence[Tensor]]) -> None:
-        """``columns``: the tensors of each role, as many in each; the tables change only where these have moved."""
+        """Bring the tables up to date if pieces have moved or changed in size; ``columns``: tensors of each role."""
         device = columns[0][0].device
         numels = [tensor.numel() for tensor in columns[0]]
         if numels != self.numels:
@@ -245,7 +246,7 @@ def _launch(
     has_copy: bool,
     rounding_seed: int | None,
 ) -> None:
-    """columns: params, grads, exp_avgs, exp_avg_sqs, copies (params again where there are none)."""
+    """columns: params, grads, exp_avgs, exp_avg_sqs, copies (params again if there are none)."""
     pieces.update(columns)
     assert pieces.tables is not None
     assert pieces.address_table is not None
@@ -286,7 +287,7 @@ def _launch(
 
 
 def _corrections(step: int, options: AdamWOptions) -> tuple[float, float]:
-    """Step size, and the root of the second correction, in fp32 throughout, as in torch's fused kernel."""
+    """Return the step size and the root of the second bias correction, both in fp32 as in torch's fused kernel."""
     one, count = np.float32(1), np.float32(step)
     size = np.float32(options.lr) / (one - np.float32(options.beta1) ** count)
     return float(size), float(np.sqrt(one - np.float32(options.beta2) ** count))
@@ -314,23 +315,23 @@ def adamw(
     pieces: Pieces | None = None,
     kernels: Choice | None = None,
 ) -> None:
-    """Update ``params``, ``exp_avgs`` and ``exp_avg_sqs`` in place; one launch, whatever their number.
+    """Update ``params``, ``exp_avgs`` and ``exp_avg_sqs`` in place; the Triton backend launches one kernel for all.
 
     Args:
-        params: contiguous tensors of one dtype on one device, or one of them; fp32, bf16 or fp16 (fp64: reference).
+        params: contiguous tensors of one dtype on one device, or one tensor; fp32, bf16 or fp16 (fp64: reference).
         grads: one for each parameter, its shape, all of one dtype.
         exp_avgs: m, one for each parameter, its shape, all of one dtype.
         exp_avg_sqs: v, as m.
         step: t, the number of this update, from 1; one for all, or one for each parameter.
         options: hyper-parameters.
-        grad_scale: 0-dim fp32 on the same device, by which gradients are multiplied as they are read; None: 1.
-        copies: where the new parameters are written too, in a dtype of their own; None: nowhere.
-        rounding_seed: round parameters and copies in bf16 up or down at random; None: to the nearest.
-        pieces: tables from an earlier call on the same tensors, brought up to date; None: made anew.
-        kernels: who computes it; see `zeroshard.kernels.use_kernels`. Where nothing is said, fp64 is the reference's.
+        grad_scale: 0-dim fp32 on the same device; gradients are multiplied by it as they are read; None: 1.
+        copies: tensors to which the new parameters are written too, in a dtype of their own; None: no copies.
+        rounding_seed: seed of stochastic rounding for bf16 parameters and copies; None: round to nearest.
+        pieces: tables from an earlier call, which are brought up to date; None: new tables are built.
+        kernels: backend; see `zeroshard.kernels.use_kernels`. Unless it is ``"triton"``, fp64 uses the reference.
 
     Raises:
-        ValueError: an argument that does not fit, by its name.
+        ValueError: an invalid argument; the message begins with its name.
 
     Source: Loshchilov and Hutter 2019, arXiv:1711.05101.
     """
@@ -354,7 +355,7 @@ def adamw(
 
 
 def _backend(columns: dict[str, list[Tensor]], kernels: Choice | None) -> str:
-    """Who computes it; a dtype that Triton does not serve is the reference's, unless Triton was asked for by name."""
+    """Return the backend: for a dtype outside `SERVED` the reference, or ValueError if ``kernels`` is ``"triton"``."""
     backend = choose("adamw", columns["params"][0].device, kernels)
     unserved = [(name, tensors[0].dtype) for name, tensors in columns.items() if tensors[0].dtype not in SERVED]
     if backend != "triton" or not unserved:

@@ -1,33 +1,36 @@
-"""Block-wise quantisation: floating-point numbers as small codes, with one fp32 scale for each block of neighbours.
+"""Block-wise quantisation: floating-point numbers as small codes, with one fp32 scale per block of elements.
 
-What travels between ranks may be narrower than what computes. A block of ``block`` neighbours shares a scale,
-``max |x| / largest code``, and each element becomes the code nearest to ``x / scale``, or one of the two around it:
+Collectives send numbers in these formats to move fewer bytes between ranks. A block of ``block`` consecutive elements
+shares a scale, ``max |x| / largest code``. Each element becomes the code nearest to ``x / scale``, or with stochastic
+rounding one of the two codes around it:
 
     packed   | scale 0 | scale 1 | ... | codes of block 0 | codes of block 1 | ... | to a multiple of 16 bytes
     int8     codes -127 .. 127, a byte each
     int4     codes -7 .. 7, two a byte: the block's first half in the low four bits, its second in the high four
     e4m3     8-bit floating point, largest 448 (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433)
 
-With scale s an integer code is off by at most s / 2 rounded to nearest, and by less than s rounded stochastically.
-e4m3 keeps four significant bits: by at most 2^-4 of the number itself, 2^-10 s near zero; stochastically by twice as
-much. A block that holds a NaN or Inf has a NaN for its scale, so that all of it is NaN when it arrives: nobody
-downstream takes clamped garbage for numbers. A scale is never below 2^-126, so what is smaller than half of that is 0.
+Let s be the scale. The error of an integer code is at most s / 2 with rounding to nearest, and less than s with
+stochastic rounding. e4m3 keeps four significant bits: its error is at most 2^-4 of the number itself, or 2^-10 s near
+zero, and at most twice that with stochastic rounding. A block that contains a NaN or Inf gets NaN as its scale, so that
+all of its elements arrive as NaN: no receiver takes clamped garbage for numbers. A scale is never below 2^-126, so
+rounding to the nearest integer code turns a magnitude below half of that into 0.
 
 [Note: Noise]
-    Stochastic rounding makes the mean of many roundings the number itself. The noise is a function of a key and of the
-    element's place. A table has the odd multiples of 2^-17 between -1/2 and 1/2 in the order that a hash of 16 bits
-    gives them. Element j of block i takes entry ``o_i + j``, past the table's end from its beginning, and ``o_i`` is
-    the highest 16 bits of ``(a i + c) mod 2^64``, whose a and c are hashes of the key: strongly universal
-    multiply-shift hashing (Dietzfelbinger 1996, "Universal hashing and k-wise independent random variables via integer
-    arithmetic without primes"). So each noise is uniform, and two of different blocks are independent. Two of one block
-    are as independent as 2^16 pairs of a table show: that both are below two given numbers is as probable as it should
-    be but for 0.005 in blocks of 256, and 0.03 in larger ones. A run repeats its bits, on any device and in any order.
-    On a CPU a block's noise is one copy from a table that a cache holds. A mean is off by at most 2^-17 s, and what a
-    code holds exactly keeps its value. The three largest entries are as large as the fourth, of either sign: so
-    ``x / scale``, which may be above the largest code in its last bits, is not rounded to one that there is not.
+    Stochastic rounding makes the mean of many roundings equal the number itself. The noise is a function of a key and
+    of the element's index. A table has the odd multiples of 2^-17 between -1/2 and 1/2, in an order given by a 16-bit
+    hash. Element j of block i takes entry ``o_i + j``, modulo the table's length. ``o_i`` is the highest 16 bits of
+    ``(a i + c) mod 2^64``, where a and c are hashes of the key: strongly universal multiply-shift hashing
+    (Dietzfelbinger 1996, "Universal hashing and k-wise independent random variables via integer arithmetic without
+    primes"). So each noise is uniform, and noises of different blocks are independent. Within a block independence is
+    approximate, because a table has only 2^16 pairs of entries at a given distance: the probability that two noises are
+    below two given numbers is off by at most 0.005 in blocks of 256, and 0.03 in larger ones. A run gives the same bits
+    again, on any device and in any order. On a CPU, a block's noise is one copy from a table that fits in a cache. The
+    mean is off by at most 2^-17 s, and a number that a code represents exactly keeps its value. The three largest
+    entries of either sign are replaced by the fourth largest: so ``x / scale``, which may exceed the largest code in
+    its last bits, is not rounded to a code that does not exist.
 
 Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", https://arxiv.org/abs/2110.02861, section 2.1;
-the formats on the wire: Wang et al. 2023, ZeRO++, https://arxiv.org/abs/2306.10209.
+the formats between ranks: Wang et al. 2023, ZeRO++, https://arxiv.org/abs/2306.10209.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ from zeroshard.kernels.checks import check_floating
 from zeroshard.kernels.dispatch import Choice, choose
 from zeroshard.wire_formats import BLOCK, LARGEST, MOST_IN_BLOCK, SCALE_BYTES, BlockFormat, DtypeFormat, Format
 
-_CHUNK = 1 << 17  # elements that the reference quantises at a time: what a cache holds
+_CHUNK = 1 << 17  # elements that the reference quantises at a time: they fit in a cache
 _NUM_NOISES = 1 << 16
 _MASK = 2**64 - 1
 
@@ -52,7 +55,7 @@ _MASK = 2**64 - 1
 
 
 class _Place(NamedTuple):
-    """Blocks of one width that are computed at a time: the first of them, how many, and how many elements each has."""
+    """Blocks of one width that are processed together: index of the first, number of blocks, elements of each."""
 
     block: int
     count: int
@@ -60,7 +63,7 @@ class _Place(NamedTuple):
 
 
 def quantise_reference(values: Tensor, packed: Tensor, form: BlockFormat, key: int | None = None) -> None:
-    """`quantise` in PyTorch, a cache's worth at a time."""
+    """`quantise` in PyTorch, in pieces that fit in a cache."""
     numel, device = values.numel(), values.device
     _clear_rest(packed, numel, form)
     places = _places(numel, form.block, _CHUNK)
@@ -77,14 +80,14 @@ def quantise_reference(values: Tensor, packed: Tensor, form: BlockFormat, key: i
 
 
 def dequantise_reference(packed: Tensor, values: Tensor, form: BlockFormat) -> None:
-    """`dequantise` in PyTorch, a cache's worth at a time."""
+    """`dequantise` in PyTorch, in pieces that fit in a cache."""
     for place in _places(values.numel(), form.block, _CHUNK):
         rows = _rows(values, place.block * form.block, place)
         _dequantise_rows(*_parts(packed, values.numel(), form, place), rows, form)
 
 
 def sum_reference(rows: Tensor, own: Tensor, rank: int, target: Tensor, form: Format) -> None:
-    """`dequantised_sum` in PyTorch, a cache's worth at a time."""
+    """`dequantised_sum` in PyTorch, in pieces that fit in a cache."""
     block = form.block if isinstance(form, BlockFormat) else BLOCK
     places = _places(own.numel(), block, _CHUNK // 2)
     length = places[0].count * places[0].width
@@ -101,7 +104,7 @@ def sum_reference(rows: Tensor, own: Tensor, rank: int, target: Tensor, form: Fo
                 part = _rows(own, start, place)
             else:
                 part = _rows(scratch, 2 * length, place).copy_(_rows(own, start, place))
-            # `target` may be `own`: it is written when all has been read.
+            # `target` may be `own`, so it is written only after all rows have been read.
             last = index == len(rows) - 1 and target.dtype == torch.float32
             found = part if found is None else torch.add(found, part, out=there if last else total)
         if found is not None and found is not there:
@@ -109,7 +112,7 @@ def sum_reference(rows: Tensor, own: Tensor, rank: int, target: Tensor, form: Fo
 
 
 def _received(packed: Tensor, numel: int, form: Format, place: _Place, out: Tensor) -> None:
-    """``out [count, width]`` fp32 becomes what a packed row has at ``place``."""
+    """Write the numbers that a packed row has at ``place`` into ``out [count, width]`` fp32."""
     if isinstance(form, BlockFormat):
         _dequantise_rows(*_parts(packed, numel, form, place), out, form)
     else:
@@ -117,7 +120,7 @@ def _received(packed: Tensor, numel: int, form: Format, place: _Place, out: Tens
 
 
 def _places(numel: int, block: int, most: int) -> list[_Place]:
-    """What covers ``numel`` elements, at most ``most`` or a block at a time; the first is the largest."""
+    """Split ``numel`` elements into places of at most ``most`` elements, or of one block; the first is the largest."""
     whole, rest = divmod(numel, block)
     step = max(most // block, 1)
     places = [_Place(first, min(step, whole - first), block) for first in range(0, whole, step)]
@@ -125,12 +128,12 @@ def _places(numel: int, block: int, most: int) -> list[_Place]:
 
 
 def _rows(flat: Tensor, start: int, place: _Place) -> Tensor:
-    """View of ``flat [n]``, ``[count, width]``, from element ``start`` on; one call of torch's, for slices take two."""
+    """View ``flat [n]`` from element ``start`` on as ``[count, width]``, by one call of torch: slicing takes two."""
     return flat.as_strided((place.count, place.width), (place.width, 1), flat.storage_offset() + start)
 
 
 def _parts(packed: Tensor, numel: int, form: BlockFormat, place: _Place) -> tuple[Tensor, Tensor]:
-    """Views of ``packed``: the scales ``[count, 1]`` fp32 and the codes ``[count, code bytes of width]`` int8."""
+    """Return views of ``packed``: scales ``[count, 1]`` fp32 and codes ``[count, code bytes of width]`` int8."""
     words, codes = packed.view(torch.float32), packed.view(torch.int8)
     scales = words.as_strided((place.count, 1), (1, 1), words.storage_offset() + place.block)
     start = SCALE_BYTES * form.num_blocks(numel) + place.block * form.code_bytes(form.block)
@@ -138,7 +141,7 @@ def _parts(packed: Tensor, numel: int, form: BlockFormat, place: _Place) -> tupl
 
 
 def _clear_rest(packed: Tensor, numel: int, form: BlockFormat) -> None:
-    """What pads ``packed`` to whole rows of 16 bytes is zeros."""
+    """Zero the bytes that pad ``packed`` to a multiple of 16."""
     filled = SCALE_BYTES * form.num_blocks(numel) + form.code_bytes(numel)
     if filled < len(packed):
         packed[filled:].zero_()
@@ -149,7 +152,7 @@ def _quantise_rows(
 ) -> None:
     """rows [b, w] of any floating dtype -> scales [b, 1] fp32, codes [b, code bytes of w] int8.
 
-    noise: [b, w] fp32 by [Note: Noise], or None: to the nearest. scaled: memory for b w fp32 numbers.
+    noise: [b, w] fp32 by [Note: Noise]; None: round to nearest. scaled: scratch memory for b w fp32 numbers.
     """
     largest = LARGEST[form.name]
     rows = rows.float()
@@ -161,11 +164,11 @@ def _quantise_rows(
     if form.name == "e4m3":
         rounded = scaled if noise is None else _up_or_down(scaled, noise)
         codes.copy_(rounded.clamp_(-largest, largest).to(torch.float8_e4m3fn).view(torch.int8))
-        codes.masked_fill_(codes == -128, 0)  # one zero
+        codes.masked_fill_(codes == -128, 0)  # -0 becomes +0
         return
     if noise is not None:
         scaled.add_(noise)
-    scaled.round_()  # at most the largest code: x / scale is above it by its last bits at most
+    scaled.round_()  # never above the largest code: x / scale exceeds it in its last bits at most
     if form.name == "int8":
         codes.copy_(scaled)
         return
@@ -189,9 +192,9 @@ def _dequantise_rows(scales: Tensor, codes: Tensor, rows: Tensor, form: BlockFor
 
 @cache
 def _noise_table(device: torch.device) -> Tensor:
-    """``[2^16, MOST_IN_BLOCK]`` fp32, the noise from each place on: a view of little more than 2^16 numbers."""
+    """Return ``[2^16, MOST_IN_BLOCK]`` fp32: in row o the noise from entry o on; a view of little over 2^16 numbers."""
     word = torch.arange(_NUM_NOISES, dtype=torch.int64, device=device)
-    for factor, bits in NOISE_HASH:  # one to one, step by step
+    for factor, bits in NOISE_HASH:  # each step is one to one
         word = word * factor & (_NUM_NOISES - 1)
         word = word ^ word >> bits
     odd = (word * 2 + 1 - _NUM_NOISES).clamp_(-LARGEST_NOISE, LARGEST_NOISE)
@@ -200,14 +203,14 @@ def _noise_table(device: torch.device) -> Tensor:
 
 
 def _offsets(key: int, num_blocks: int, device: torch.device) -> Tensor:
-    """``[num_blocks]`` int64: where in the table each block's noise begins: [Note: Noise]."""
+    """Return ``[num_blocks]`` int64: the entry of the table at which each block's noise begins, see [Note: Noise]."""
     factor, term = _signed(_hash(key)), _signed(_hash(key + GOLDEN & _MASK))
     words = torch.arange(num_blocks, device=device).mul_(factor).add_(term)
     return words.bitwise_right_shift_(48).bitwise_and_(_NUM_NOISES - 1)
 
 
 def _hash(word: int) -> int:
-    """64 bits: splitmix64 (Steele, Lea and Flood, 2014)."""
+    """Hash 64 bits to 64 bits, as splitmix64 does (Steele, Lea and Flood, 2014)."""
     word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     word = (word ^ (word >> 27)) * 0x94D049BB133111EB & _MASK
     return word ^ (word >> 31)
@@ -218,9 +221,9 @@ def _signed(word: int) -> int:
 
 
 def _up_or_down(scaled: Tensor, noise: Tensor) -> Tensor:
-    """fp32 numbers up to 448 as numbers of e4m3, up or down at random."""
+    """Round fp32 numbers of magnitude up to 448 to numbers of e4m3, up or down at random."""
     odd = (noise * 2.0**17).to(torch.int32)
-    bits = scaled.view(torch.int32) + ((odd & 0x1FFFF) << 3)  # fp32 has 20 bits more of a mantissa
+    bits = scaled.view(torch.int32) + ((odd & 0x1FFFF) << 3)  # fp32's mantissa has 20 bits more than e4m3's
     normal = (bits & ~0xFFFFF).view(torch.float32)
     small = (scaled * 512).add_(noise).round_() / 512
     return torch.where(scaled.abs() < 2.0**-6, small, normal)
@@ -233,19 +236,20 @@ def _up_or_down(scaled: Tensor, noise: Tensor) -> Tensor:
 def quantise(
     values: Tensor, packed: Tensor, form: Format, key: int | None = None, *, kernels: Choice | None = None
 ) -> None:
-    """``packed`` becomes what ``values`` are in a format.
+    """Write ``values`` into ``packed``, in the format ``form``.
 
-    On the meta device nothing happens. The reference takes a MiB for a moment.
+    On the meta device nothing happens. The reference allocates about a MiB temporarily.
 
     Args:
-        values: ``[n]`` contiguous, fp16, bf16, fp32 or fp64, which is rounded to fp32 first.
-        packed: ``[form.num_bytes(n)]`` uint8, aligned to 4 bytes.
+        values: ``[n]`` contiguous, fp16, bf16, fp32 or fp64; fp64 is rounded to fp32 first.
+        packed: output ``[form.num_bytes(n)]`` uint8, aligned to 4 bytes.
         form: the format.
-        key: round stochastically, with the noise of this `rounding_key`; None: to the nearest. Block formats alone.
-        kernels: who computes it; see `zeroshard.kernels.use_kernels`.
+        key: key of stochastic rounding, from `zeroshard.wire_formats.rounding_key`; None: round to nearest. A
+            `DtypeFormat` always rounds to nearest.
+        kernels: backend; see `zeroshard.kernels.use_kernels`.
 
     Raises:
-        ValueError: an argument that does not fit, by its name.
+        ValueError: an invalid argument; the message begins with its name.
     """
     _check(values, packed, form)
     if values.is_meta or not values.numel():
@@ -263,7 +267,7 @@ def quantise(
 
 @torch.no_grad()
 def dequantise(packed: Tensor, values: Tensor, form: Format, *, kernels: Choice | None = None) -> None:
-    """``values`` become what `quantise` packed, which is read alone; arguments and errors as there."""
+    """Write the numbers that `quantise` packed into ``values``; ``packed`` is only read. Arguments, errors as there."""
     _check(values, packed, form)
     if values.is_meta or not values.numel():
         return
@@ -280,18 +284,18 @@ def dequantise(packed: Tensor, values: Tensor, form: Format, *, kernels: Choice 
 def dequantised_sum(
     rows: Tensor, own: Tensor, rank: int, target: Tensor, form: Format, *, kernels: Choice | None = None
 ) -> None:
-    """``target`` becomes the sum, in fp32 and in their order, of packed rows and of ``own`` in the place of one.
+    """Write the sum of packed rows, in fp32 and in their order, into ``target``; ``own`` replaces row ``rank``.
 
     Args:
         rows: ``[world_size, form.num_bytes(n)]`` uint8; row ``rank`` is not read.
         own: ``[n]`` contiguous, any floating dtype.
-        rank: its place.
-        target: ``[n]``; it may be ``own``.
-        form: of the rows.
+        rank: index of the row that ``own`` replaces.
+        target: output ``[n]``; may be ``own``.
+        form: format of the rows.
         kernels: as in `quantise`.
 
     Raises:
-        ValueError: an argument that does not fit, by its name.
+        ValueError: an invalid argument; the message begins with ``values`` for ``own``, with ``packed`` for ``rows``.
     """
     _check(own, rows[rank], form)
     if own.is_meta or not own.numel():

@@ -1,6 +1,7 @@
-"""Triton kernels of `zeroshard.kernels.block_formats`, whose reference is their specification, to the bit.
+"""Triton kernels of `zeroshard.kernels.block_formats`, whose reference is their specification, bit for bit.
 
-A program has `ROWS` blocks, each as two halves beside each other, as int4 packs them. A block is read once.
+A program processes `ROWS` blocks. It loads a block as two halves, because int4 packs an element of each half into one
+byte. A block is read once.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ from zeroshard.kernels.launch import jit, next_power_of_2, opaque, tl
 
 TINY = 2.0**-126  # the smallest scale: the reciprocal of a smaller one would be infinite
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
-NOISE_HASH = ((0x9E37, 8), (0x88B5, 7), (0xDB2D, 9))  # by what a word of 16 bits is multiplied, and shifted then
+NOISE_HASH = ((0x9E37, 8), (0x88B5, 7), (0xDB2D, 9))  # steps of the 16-bit hash: factor, and bits of the shift after it
 LARGEST_NOISE = 2**16 - 7  # in units of 2^-17
-TILE = 2048  # elements of a program, at the least one block
+TILE = 2048  # elements of a program, which has at least one block
 
 
 @jit
 def _nearest_whole(x):
-    return (x + 12582912.0) - 12582912.0  # 1.5 x 2^23: halves to even, for |x| < 2^22
+    return (x + 12582912.0) - 12582912.0  # adding 1.5 x 2^23 rounds to an integer, halves to even, for |x| < 2^22
 
 
 @jit
 def _hash(word):
-    """64 bits of 64."""
+    """Hash 64 bits to 64 bits, as `block_formats` does."""
     word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9
     word = (word ^ (word >> 27)) * 0x94D049BB133111EB
     return word ^ (word >> 31)
@@ -32,7 +33,7 @@ def _hash(word):
 
 @jit
 def _noise(rows, places, key):
-    """[ROWS, HALF] int32, odd, in units of 2^-17; [Note: Noise] in `block_formats`."""
+    """Return the noise [ROWS, HALF], odd int32 in units of 2^-17; see [Note: Noise] in `block_formats`."""
     factor, term = _hash(key.to(tl.uint64)), _hash(key.to(tl.uint64) + 0x9E3779B97F4A7C15)
     starts = ((rows.to(tl.uint64) * factor + term) >> 48).to(tl.uint32)
     word = (starts[:, None] + places.to(tl.uint32)) & 0xFFFF
@@ -45,7 +46,7 @@ def _noise(rows, places, key):
 
 @jit
 def _to_e4m3(x, noise, STOCHASTIC: tl.constexpr):
-    """fp32 numbers as the bytes of e4m3."""
+    """Round fp32 numbers to e4m3 and return the bytes."""
     bits = x.to(tl.int32, bitcast=True)
     small = x * 512.0
     if STOCHASTIC:
@@ -77,7 +78,7 @@ def _quantise_kernel(
     ROWS: tl.constexpr, INT4: tl.constexpr, E4M3: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    width = tl.minimum(numel - rows * BLOCK, BLOCK).to(tl.int32)[:, None]  # of 32 bits, and so what follows
+    width = tl.minimum(numel - rows * BLOCK, BLOCK).to(tl.int32)[:, None]  # 32 bits, as all that follows
     half = (width + 1) // 2
     low = tl.arange(0, HALF)[None, :] + width * 0
     high = low + half
@@ -122,7 +123,7 @@ def _dequantise_kernel(
     INT4: tl.constexpr, E4M3: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    width = tl.minimum(numel - rows * BLOCK, BLOCK).to(tl.int32)[:, None]  # of 32 bits, and so what follows
+    width = tl.minimum(numel - rows * BLOCK, BLOCK).to(tl.int32)[:, None]  # 32 bits, as all that follows
     half = (width + 1) // 2
     low = tl.arange(0, HALF)[None, :] + width * 0
     high = low + half
@@ -145,7 +146,7 @@ def _dequantise_kernel(
 
 
 def _shape(numel: int, block: int) -> tuple[int, int, int]:
-    """Blocks, elements of half a block to a power of two, blocks of a program."""
+    """Return the number of blocks, half a block's elements (rounded up to a power of two), and blocks of a program."""
     half = next_power_of_2(block // 2)
     return -(-numel // block), half, max(TILE // (2 * half), 1)
 
@@ -154,7 +155,7 @@ def _shape(numel: int, block: int) -> tuple[int, int, int]:
 def quantise_blocks(
     values: Tensor, packed: Tensor, name: str, block: int, largest: float, key: int, stochastic: bool
 ) -> None:
-    """values [n], packed as `BlockFormat` says; ``key`` is looked at where ``stochastic``."""
+    """values [n], packed as `BlockFormat` says; ``key`` is used only if ``stochastic``."""
     num_blocks, half, rows = _shape(values.numel(), block)
     scales, codes = packed[: 4 * num_blocks].view(torch.float32), packed[4 * num_blocks :]
     _quantise_kernel[(-(-num_blocks // rows),)](

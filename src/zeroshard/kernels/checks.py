@@ -1,4 +1,4 @@
-"""The checks of arguments that all operations share; each failure is a ValueError that begins with the argument."""
+"""Checks of arguments that all operations share; a failure is a ValueError that begins with the argument's name."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_floating(name: str, tensor: Tensor) -> None:
-    """Raise where ``tensor`` has another dtype than fp16, bf16, fp32 or fp64."""
+    """Raise ValueError if ``tensor`` has another dtype than fp16, bf16, fp32 or fp64."""
     if tensor.dtype not in FLOATING:
         raise ValueError(f"{name}: {tensor.dtype} is not served; give float16, bfloat16, float32 or float64")
 
 
 def check_device(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
-    """Raise where two tensors are on different devices."""
+    """Raise ValueError if two tensors are on different devices."""
     if tensor.device != other.device:
         raise ValueError(f"{name}: on {tensor.device}, and {other_name} is on {other.device}; move it there")
 
 
 def check_alike(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
-    """Raise where two tensors differ in shape, dtype or device."""
+    """Raise ValueError if two tensors differ in shape, dtype or device."""
     if tensor.shape != other.shape:
         raise ValueError(f"{name}: shape {tuple(tensor.shape)} is not {other_name}'s {tuple(other.shape)}")
     if tensor.dtype != other.dtype:

@@ -1,17 +1,18 @@
-"""Both losses in plain PyTorch by chunks of rows: what serves where no Triton kernel does, the CPU first of all.
+"""Both losses in plain PyTorch, computed by chunks of rows: used when the Triton kernels are not, above all on the CPU.
 
     for each chunk of rows:   x = h W^T;   loss, and g = dloss/dx in x's own memory;   dh = g W;   dW += g^T h
 
-`torch.nn.functional.cross_entropy` holds the logits three times, with their log-softmax and its gradient. Here a chunk
-of them lives at a time, and the row-wise part goes through it in blocks that stay in a cache, in place. The
-formulas are `zeroshard.kernels.cross_entropy`'s; the references beside the public functions stay the specification.
+`torch.nn.functional.cross_entropy` needs memory for three tensors of the logits' size: logits, log-softmax, gradient.
+Here one chunk of logits exists at a time, and the row-wise part processes it in place, in blocks that fit in a cache.
+The formulas are `zeroshard.kernels.cross_entropy`'s; the references beside the public functions are the specification.
 
-Of given logits (`_RowLosses`) only their gradient is made beside them, in backward, as a block at a time.
+If the logits are given (`_RowLosses`), their gradient is the only large tensor; backward computes it block by block.
 
 [Note: Gradients made in forward]
-    Forward leaves behind the gradients for an upstream gradient of 1. The first backward multiplies them in place and
-    gives them away, so the weight's [vocab, width] exists once. A further backward (``retain_graph``) makes them again,
-    and ``create_graph`` differentiates the reference: both from the inputs, which are saved as `linear`'s would be.
+    Forward computes and keeps the gradients for an upstream gradient of 1. The first backward multiplies them by the
+    upstream gradient, in place if dtypes allow, and returns them, so the weight's gradient [vocab, width] exists once.
+    A further backward (``retain_graph``) computes them again, and ``create_graph`` differentiates the reference: both
+    from the inputs, which are saved as `torch.nn.functional.linear` would save them.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from zeroshard.kernels.dispatch import Choice, asked_for
 from zeroshard.kernels.launch import accumulator_dtype
 from zeroshard.kernels.losses import Reduction, cross_entropy_reference, mean_scale, split_scale
 
-CHUNK_BYTES = 2**26  # of logits at once on the CPU: large products, and a small share of what all logits would take
+CHUNK_BYTES = 2**26  # of logits in a chunk on the CPU: large matrix products, and a small part of all logits
 CUDA_CHUNK_BYTES = 2**29
-BLOCK_BYTES = 2**23  # of logits in fp32 that the row-wise part works on at once, in a cache
-ROW_MULTIPLE = 16  # rows of a chunk
+BLOCK_BYTES = 2**23  # of fp32 logits that the row-wise part processes at once on the CPU: they fit in a cache
+ROW_MULTIPLE = 16  # the number of rows of a chunk is a multiple of it
 
 
 _all_logits: ContextVar[bool] = ContextVar("all_logits", default=False)
@@ -41,7 +42,7 @@ _all_logits: ContextVar[bool] = ContextVar("all_logits", default=False)
 
 @contextmanager
 def all_logits() -> Generator[None]:
-    """Inside, on this thread, losses without our kernels are the references: what other people's code would hold."""
+    """In this block, on this thread, compute losses by the references, which materialize all logits, not by chunks."""
     token = _all_logits.set(True)
     try:
         yield
@@ -50,11 +51,11 @@ def all_logits() -> Generator[None]:
 
 
 def serves(kernels: Choice | None, *tensors: Tensor) -> bool:
-    """Whether these are computed by chunks; where not, the reference keeps PyTorch's own rules.
+    """Whether to compute a loss of these tensors by chunks; if not, use the reference, with PyTorch's own behaviour.
 
-    It does on a GPU where it is asked for by name (``kernels``), under torch.compile, which fuses in its own way,
-    inside transforms of `torch.func` and forward-mode automatic differentiation, and for tensors that wrap others, such
-    as `DTensor`.
+    The reference is used on a GPU if it was requested by name (``kernels``); under torch.compile, which fuses in its
+    own way; inside transforms of `torch.func` and forward-mode automatic differentiation; for tensors that wrap others,
+    such as `DTensor`; and inside `all_logits`.
     """
     if torch.compiler.is_compiling() or _all_logits.get():
         return False
@@ -66,7 +67,7 @@ def serves(kernels: Choice | None, *tensors: Tensor) -> bool:
 
 
 def rows_at_once(num_rows: int, vocab: int, itemsize: int, *, on_cuda: bool) -> int:
-    """Rows of a chunk: chunks of one size, of at most about so many bytes of logits."""
+    """Return the rows of a chunk: chunks of equal size, each of about `CHUNK_BYTES` (`CUDA_CHUNK_BYTES`) at most."""
     most = max(1, (CUDA_CHUNK_BYTES if on_cuda else CHUNK_BYTES) // (vocab * itemsize))
     num_chunks = max(1, -(-num_rows // most))
     return max(1, -(-num_rows // num_chunks // ROW_MULTIPLE) * ROW_MULTIPLE)
@@ -85,15 +86,15 @@ def _losses_and_gradient(
     label_smoothing: float,
     z_loss: float,
 ) -> None:
-    """Rows of losses and of gradients, block after block.
+    """Write the losses of rows and, if wanted, their gradients, block after block.
 
     Args:
-        logits: [rows, vocab]; written over where they are ``grad``.
+        logits: [rows, vocab]; overwritten if ``grad`` is the same tensor.
         targets: [rows] int64.
-        losses: [rows] in the accumulator's dtype, written: 0 where the target is ignored.
-        grad: [rows, vocab] in the logits' dtype: the gradient of ``scale`` times the sum of losses is written there.
+        losses: output [rows] in the accumulator's dtype; 0 for an ignored target.
+        grad: output [rows, vocab] in the logits' dtype: the gradient of ``scale`` times the sum of losses.
         scale: 0-dim; None: no gradient is wanted.
-        ignore_index, label_smoothing, z_loss: as in `zeroshard.kernels.cross_entropy`.
+        ignore_index, label_smoothing, z_loss: options as in `zeroshard.kernels.cross_entropy`.
     """
     vocab, dtype = logits.shape[1], losses.dtype
     block_bytes = CUDA_CHUNK_BYTES if logits.is_cuda else BLOCK_BYTES
@@ -117,7 +118,7 @@ def _block(
     label_smoothing: float,
     z_loss: float,
 ) -> None:
-    """``x`` [rows, vocab] wide becomes its own gradient where there is a ``scale``; ``losses`` [rows] are written."""
+    """Write ``losses`` [rows] of ``x`` [rows, vocab], which is overwritten: with its gradient if ``scale`` is given."""
     ignored = (targets == ignore_index).unsqueeze(1)
     targets = targets.unsqueeze(1).masked_fill(ignored, 0)
     peak = x.amax(1, keepdim=True)
@@ -140,7 +141,7 @@ def _block(
 
 
 def _at(x: Tensor, targets: Tensor) -> Tensor:
-    """x [rows, vocab], targets [rows, 1] -> the targets' logits [rows, 1]; a wrong one raises on the CPU."""
+    """x [rows, vocab], targets [rows, 1] -> the targets' logits [rows, 1]; an invalid target raises on the CPU."""
     try:
         return x.gather(1, targets)
     except RuntimeError:
@@ -155,7 +156,7 @@ def _at(x: Tensor, targets: Tensor) -> Tensor:
 
 
 class _RowLosses(torch.autograd.Function):
-    """The loss, 0-dim, of logits [..., vocab] and targets [...]; their gradient is made in backward."""
+    """The loss, 0-dim, of logits [..., vocab] and targets [...]; backward computes the logits' gradient."""
 
     @staticmethod
     def forward(
@@ -194,7 +195,7 @@ class _RowLosses(torch.autograd.Function):
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, *options: Any) -> Tensor:
-    """The loss of checked arguments; ``options`` are ignore_index, label_smoothing, z_loss and reduction."""
+    """Return the loss; arguments must be checked; ``options``: ignore_index, label_smoothing, z_loss, reduction."""
     return _RowLosses.apply(logits, targets, *options)
 
 
@@ -212,7 +213,10 @@ def _forward(
     options: tuple[int, float, float],
     chunk_rows: int,
 ) -> None:
-    """hidden, d_hidden [rows, width]; weight [vocab, width]; targets, losses [rows]; d_weight [vocab, width] wide."""
+    """Write ``losses`` [rows] and the wanted gradients, chunk by chunk.
+
+    hidden, d_hidden [rows, width]; weight [vocab, width]; targets [rows]; d_weight [vocab, width] in losses' dtype.
+    """
     num_rows, wanted = hidden.shape[0], d_hidden is not None or d_weight is not None
     if num_rows == 0 and d_weight is not None:
         d_weight.zero_()
@@ -230,14 +234,14 @@ def _forward(
 
 
 def _add_product(out: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
-    """out += a @ b, or out = a @ b for the first; sums of chunks are in ``out``'s dtype."""
+    """out += a @ b, or out = a @ b for the first chunk; chunks are summed in ``out``'s dtype."""
     if out.dtype == a.dtype:
         torch.addmm(out, a, b, beta=int(not first), out=out)
     elif a.is_cuda:
         torch.addmm(out, a, b, out_dtype=out.dtype, beta=int(not first), out=out)
-    elif a.dtype == torch.float16:  # whose range is too small for a product of scaled gradients
+    elif a.dtype == torch.float16:  # fp16's range is too small for a product of scaled gradients
         torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=int(not first), out=out)
-    elif first:  # on the CPU no product has an output wider than its inputs, and narrow ones are much faster
+    elif first:  # the CPU has no product with an output wider than its inputs, and narrow products are much faster
         out.copy_(a @ b)
     else:
         out.add_(a @ b)
@@ -284,7 +288,10 @@ class _LinearLoss(torch.autograd.Function):
 
 
 def _loss_and_gradients(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
-    """The loss, and (d_hidden [rows, width] | None, d_weight wide | None, what they still miss | None)."""
+    """Return the loss, and d_hidden, d_weight and the factor by which backward must still multiply them, or None each.
+
+    d_hidden [rows, width] is in hidden's dtype, d_weight [vocab, width] in the accumulator's.
+    """
     *options, reduction = ctx.options
     ctx.shape, ctx.weight_dtype = hidden.shape, weight.dtype
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), targets.flatten()
@@ -300,14 +307,14 @@ def _loss_and_gradients(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tenso
 
 
 def _times(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``grad * factor`` in ``dtype``, in place where it is the one of both; a narrow factor would be rounded."""
+    """Return ``grad * factor`` in ``dtype``: in place if all dtypes agree; computed in factor's dtype otherwise."""
     if grad.dtype == dtype == factor.dtype:
         return grad.mul_(factor)
     return grad.to(factor.dtype).mul_(factor).to(dtype) if grad.dtype != factor.dtype else grad.mul(factor).to(dtype)
 
 
 def _differentiated(ctx: Any, d_loss: Tensor) -> list[Tensor | None]:
-    """The gradients of hidden and weight as a graph of their own."""
+    """Return the gradients of hidden and weight with a graph of their own, for ``create_graph``."""
     hidden, weight, targets = ctx.saved_tensors
     inputs = [x for x, needed in zip((hidden, weight), ctx.needs_input_grad, strict=False) if needed]
     loss = cross_entropy_reference(torch.nn.functional.linear(hidden, weight), targets, *ctx.options)
@@ -318,7 +325,7 @@ def _differentiated(ctx: Any, d_loss: Tensor) -> list[Tensor | None]:
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *options: Any, chunk_rows: int | None
 ) -> Tensor:
-    """The loss of checked arguments; ``options`` as of `cross_entropy` here."""
+    """Return the loss; arguments must be checked; ``options`` as in this file's `cross_entropy`."""
     sizes = (targets.numel(), weight.shape[0], hidden.element_size())
     rows = chunk_rows or rows_at_once(*sizes, on_cuda=hidden.is_cuda)
     return _LinearLoss.apply(hidden, weight, targets, *options, rows)

@@ -1,18 +1,18 @@
-"""Cross-entropy over a vocabulary in one pass for the loss and, in place of the logits, its gradient.
+"""Cross-entropy over a vocabulary: one pass computes the loss and, in place of the logits, its gradient.
 
 For a row x of logits with target t, V of them, smoothing s and z-loss weight z, with L = log sum exp(x):
 
     loss = L - (1 - s) x_t - s <x> + z L^2
     dx   = softmax(x) (1 + 2 z L) - (1 - s) onehot(t) - s / V
 
-L is found online, with a running maximum (Milakov and Gimelshein 2018, arXiv:1805.02867); label smoothing: Szegedy et
-al. 2015, arXiv:1512.00567, section 7; z-loss: PaLM, arXiv:2204.02311, section 5.
+L is computed online, with a running maximum (Milakov and Gimelshein 2018, arXiv:1805.02867); label smoothing: Szegedy
+et al. 2015, arXiv:1512.00567, section 7; z-loss: PaLM, arXiv:2204.02311, section 5.
 
-Bytes that must move, for 2-byte logits, loss and gradient together: 4 a logit in place. A row is read from memory once;
-the second look, for the gradient, finds it in L2. Not in place, the gradient is made in the backward pass instead,
-from the logits, which are then as they were: 6 a logit, and `backward` may run again.
+Least memory traffic, for 2-byte logits, loss and gradient together: 4 bytes per logit in place. A row is read from
+memory once; the second read, for the gradient, finds it in L2. If not in place, backward computes the gradient from
+the unchanged logits: 6 bytes per logit, and `backward` may run again.
 
-The reference is in `losses`, the kernels are in `cross_entropy_kernels`, and what serves without them in
+The reference is in `losses`, the kernels are in `cross_entropy_kernels`, and the implementation without Triton is in
 `chunked_losses`.
 """
 
@@ -44,8 +44,8 @@ from zeroshard.kernels.losses import (
 class _CrossEntropy(torch.autograd.Function):
     """The loss, 0-dim, of logits [..., vocab] and targets [...].
 
-    ``inplace``: forward leaves the gradient where the logits were, and backward returns that memory. Else it keeps the
-    logits and two numbers a row, and backward makes the gradient.
+    ``inplace``: forward overwrites the logits with the gradient, and backward returns that memory. Otherwise forward
+    saves the logits and two numbers per row, and backward computes the gradient.
     """
 
     @staticmethod
@@ -69,7 +69,7 @@ class _CrossEntropy(torch.autograd.Function):
         if ctx.in_place:
             at_once, later = split_scale(scale, logits.dtype)
             losses_and_gradient(rows, targets, losses, None, rows, at_once, *options)
-            increment_version(logits)  # whoever kept the logits for their own backward is told
+            increment_version(logits)  # so that autograd raises if another operation saved the logits for backward
             ctx.save_for_backward(logits, later)
         else:
             stats = torch.empty(rows.shape[0], 2, dtype=dtype, device=logits.device)
@@ -83,13 +83,13 @@ class _CrossEntropy(torch.autograd.Function):
         """d_loss 0-dim -> the logits' gradient, [..., vocab] in their dtype, and None for all else.
 
         Raises:
-            RuntimeError: a second backward of logits that were written over.
+            RuntimeError: a second backward after the logits were overwritten.
         """
         if ctx.in_place:
             logits, later = ctx.saved_tensors
             grad = logits.detach()
             scale_in_place(rows_of(grad), d_loss if later is None else d_loss * later)
-            increment_version(grad)  # it is given away now: a second backward raises
+            increment_version(grad)  # the caller owns the gradient now: a second backward raises
         else:
             rows, targets, stats, scale = ctx.saved_tensors
             grad = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
@@ -113,27 +113,27 @@ def cross_entropy(
     check_targets: bool = True,
     kernels: Choice | None = None,
 ) -> Tensor:
-    """Cross-entropy in nats of ``targets`` under the softmax of ``logits``, over the targets that count.
+    """Return the cross-entropy in nats of ``targets`` under the softmax of ``logits``, over the targets that count.
 
     Args:
         logits: [..., vocab], fp16, bf16, fp32 or fp64, any strides.
         targets: [...], int64.
-        ignore_index: the target that does not count.
-        label_smoothing: s in [0, 1]: this share of the target's probability is spread over the vocabulary.
-        z_loss: weight of the squared log-partition function, which keeps it near 0.
-        reduction: ``"mean"`` over the targets that count (NaN without any, as in torch), or ``"sum"``.
-        inplace: our kernels may write the gradient over the logits: half the memory and two thirds of the traffic.
-            The logits are then gone after this call, and backward runs once; autograd raises where either is used
+        ignore_index: target value that does not count.
+        label_smoothing: s in [0, 1]: the part of the target's probability that is spread over the vocabulary.
+        z_loss: weight of the squared log-partition function, which keeps that function near 0.
+        reduction: ``"mean"`` over the targets that count (NaN if there are none, as in torch), or ``"sum"``.
+        inplace: let our kernels overwrite the logits with the gradient: half the memory, two thirds of the traffic.
+            The logits are then lost after this call, and backward can run only once; autograd raises if either is used
             again. Not for a leaf.
-        check_targets: look for targets outside the vocabulary, and wait for the device to do so. False: such a target
-            makes loss and gradient NaN on a GPU.
-        kernels: who computes it; see `zeroshard.kernels.use_kernels`.
+        check_targets: check for targets outside the vocabulary, which waits for the device. False: such a target makes
+            loss and gradient NaN in our kernels.
+        kernels: backend; see `zeroshard.kernels.use_kernels`.
 
     Returns:
         0-dim, fp32 (fp64 for fp64 logits).
 
     Raises:
-        ValueError: an argument that does not fit, by its name.
+        ValueError: an invalid argument; the message begins with its name.
 
     Sources: arXiv:1805.02867 (online softmax), arXiv:1512.00567 (smoothing), arXiv:2204.02311 (z-loss).
     """
@@ -141,7 +141,7 @@ def cross_entropy(
     options = (ignore_index, label_smoothing, z_loss, reduction)
     check_loss_options(targets, logits.shape, *options, check_targets=check_targets)
     backend = choose("cross_entropy", logits.device, kernels)
-    if not torch.is_grad_enabled():  # autograd tells a function what takes gradients elsewhere, not whether any is due
+    if not torch.is_grad_enabled():  # needs_input_grad would say True even though grad mode is off
         logits = logits.detach()
     if backend == "reference" and chunked_losses.serves(kernels, logits):
         return chunked_losses.cross_entropy(logits, targets, *options)
@@ -149,7 +149,7 @@ def cross_entropy(
         return cross_entropy_reference(logits, targets, *options)
     if backend == "liger":
         return liger.cross_entropy(logits, targets, *options)
-    inplace = inplace and not torch.compiler.is_compiling()  # there the compiler decides what lies where
+    inplace = inplace and not torch.compiler.is_compiling()  # a compiler plans memory itself
     if inplace and logits.requires_grad:
         _check_writable(logits)
     return _CrossEntropy.apply(logits, targets, ignore_index, float(label_smoothing), float(z_loss), reduction, inplace)
@@ -163,7 +163,7 @@ def _check(logits: Tensor, targets: Tensor) -> None:
 
 
 def _check_writable(logits: Tensor) -> None:
-    """Raise ValueError where the gradient cannot take the place of these logits."""
+    """Raise ValueError if the gradient cannot be written over these logits."""
     if logits.is_leaf:
         raise ValueError("logits: a leaf that requires a gradient cannot be written over; leave inplace out")
     if rows_of(logits).data_ptr() != logits.data_ptr():

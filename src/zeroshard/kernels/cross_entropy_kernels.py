@@ -1,8 +1,9 @@
-"""Triton kernels of cross-entropy, and what launches them; `zeroshard.kernels.cross_entropy` has the formulas.
+"""Triton kernels of cross-entropy, and their launchers; `zeroshard.kernels.cross_entropy` has the formulas.
 
 [Note: One more factor]
-    In place, the gradient is written before the upstream gradient is known. Backward multiplies it in place unless the
-    factor is 1, and decides that on the device: a host that asked would wait for all that is queued.
+    With ``inplace``, forward writes the gradient before the upstream gradient is known. Backward multiplies it by that
+    factor, in place, unless the factor is 1. The kernel compares on the device: a host that read the factor would wait
+    for all queued work.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from zeroshard.kernels.launch import accumulator, jit, next_power_of_2, opaque, tl
 
-BLOCK = 8192  # logits at a time; 16 in each of 512 threads
+BLOCK = 8192  # logits that a program processes at a time: 16 in each of 512 threads
 
 # ------------------------------------------------------------------------------------------------------ kernels
 
@@ -27,12 +28,12 @@ def _write_gradient(
     logits_ptr, grad_ptr, target, highest, log_sum, scale, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr,
     VOCAB: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """One row; ``grad_ptr`` may be ``logits_ptr``. WHOLE columns come in full blocks, whose loads need no mask."""
+    """Write one row's gradient; ``grad_ptr`` may be ``logits_ptr``. WHOLE columns form full blocks, loaded unmasked."""
     dtype = grad_ptr.dtype.element_ty
-    # Not exp(x - lse): of a large lse fp32 has no digits left after the point.
+    # Not exp(x - lse): fp32 has no digits left after the point for a large lse.
     factor = tl.exp(-log_sum) * (1.0 + 2.0 * Z_LOSS * (highest + log_sum))
     if WHOLE > 0:
-        # Fetched ahead: where gradient and logits are one, no compiler may move a load over a store.
+        # Prefetch the next block: if gradient and logits share memory, the compiler may not move a load over a store.
         x_next = tl.load(logits_ptr + tl.arange(0, BLOCK), eviction_policy="evict_first")
         for start in range(0, WHOLE, BLOCK):
             cols = start + tl.arange(0, BLOCK)
@@ -61,7 +62,7 @@ def _statistics(
     logits_ptr, SMOOTHING: tl.constexpr, VOCAB: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
     TAIL: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Of one row x, in one pass: its maximum, the sum of exp(x - maximum), and where labels are smoothed that of x."""
+    """Return a row's maximum, the sum of exp(x - maximum) and, with label smoothing, the sum of x, in one pass."""
     highest = tl.full([], float("-inf"), ACC)
     sum_exp = tl.full([], 0.0, ACC)
     sum_x = tl.full([], 0.0, ACC)
@@ -110,7 +111,7 @@ def _loss_kernel(
     else:
         highest, sum_exp, sum_x = _statistics(logits_ptr, SMOOTHING, VOCAB, WHOLE, BLOCK, TAIL, ACC)
         log_sum = tl.log(sum_exp)
-        # A target that is none makes loss and gradient NaN: there is no right number.
+        # A target outside the vocabulary makes loss and gradient NaN, because no number would be right.
         exists = (target >= 0) & (target < VOCAB)
         x_target = tl.load(logits_ptr + target, mask=exists, other=float("nan")).to(ACC)
         loss = (highest - x_target) + log_sum
@@ -123,7 +124,7 @@ def _loss_kernel(
             tl.store(stats_ptr + 2 * row, highest)
             tl.store(stats_ptr + 2 * row + 1, log_sum)
         if WRITES_GRAD:
-            tl.debug_barrier()  # every thread has the target's logit before one of them writes over it
+            tl.debug_barrier()  # every thread must have read the target's logit before any thread overwrites it
             scale = tl.where(exists, tl.load(scale_ptr), float("nan"))
             _write_gradient(
                 logits_ptr, grad_ptr, target, highest, log_sum, scale, SMOOTHING, Z_LOSS, VOCAB, WHOLE, BLOCK, TAIL, ACC
@@ -169,7 +170,7 @@ def _scale_kernel(grad_ptr, factor_ptr, stride, VOCAB: tl.constexpr, BLOCK: tl.c
 def _blocks(vocab: int) -> dict[str, int]:
     whole = vocab // BLOCK * BLOCK
     tail = next_power_of_2(vocab - whole) if vocab > whole else 0
-    # A vocabulary below one block is all tail; the block is then what zeros are written by.
+    # A vocabulary below one block is all tail; BLOCK is then the number of zeros that `_fill_zeros` writes at a time.
     return {"VOCAB": vocab, "WHOLE": whole, "TAIL": tail, "BLOCK": BLOCK if whole else tail}
 
 
@@ -189,9 +190,10 @@ def losses_and_gradient(
     label_smoothing: float,
     z_loss: float,
 ) -> None:
-    """logits, grad [rows, vocab], rows strided, perhaps the same memory; targets, losses [rows]; scale 0-dim.
+    """Write losses and, if given, stats and grad.
 
-    stats [rows, 2]: each row's maximum, and the logarithm of its sum of exponentials above that.
+    logits, grad [rows, vocab] with strided rows, possibly the same memory; targets, losses [rows]; scale 0-dim.
+    stats [rows, 2]: each row's maximum, and the logarithm of the sum of exp(x - maximum).
     """
     num_rows, vocab = logits.shape
     if num_rows == 0:
@@ -228,7 +230,7 @@ def gradient_of_logits(
     label_smoothing: float,
     z_loss: float,
 ) -> None:
-    """As `losses_and_gradient`; grad contiguous."""
+    """Write grad, which is contiguous, by the saved stats; arguments as in `losses_and_gradient`."""
     num_rows, vocab = logits.shape
     if num_rows == 0:
         return
@@ -251,7 +253,7 @@ def gradient_of_logits(
 
 @opaque("cross_entropy_scaling", "grad")
 def scale_in_place(grad: Tensor, factor: Tensor) -> None:
-    """grad [rows, vocab] *= factor (0-dim); nothing moves where that is 1. See [Note: One more factor]."""
+    """grad [rows, vocab] *= factor (0-dim); if that is 1, nothing is read or written. See [Note: One more factor]."""
     if grad.shape[0]:
         block = min(BLOCK, next_power_of_2(grad.shape[1]))
         acc = accumulator(grad.dtype)

@@ -1,10 +1,10 @@
-"""Who serves an operation: plain PyTorch, our Triton kernels, or Liger-Kernel.
+"""Choose the backend of an operation: plain PyTorch (the reference), our Triton kernels, or Liger-Kernel.
 
-The choice is explicit. It is an argument of each function and module (``kernels=``); where that is None, what
-`use_kernels` says around the call; else ``"auto"``: Triton on a CUDA device where it is installed, else the reference.
-What was asked for by name is served or refused, never replaced. A call inside a recomputed block (activation
-checkpointing) runs again on a thread of autograd's, which does not see `use_kernels`: give the argument there, as the
-models do.
+The choice is explicit. It is the argument ``kernels=`` of each function and module; if that is None, the choice of the
+surrounding `use_kernels`; without one, ``"auto"``: Triton on a CUDA device if it is installed, else the reference. A
+backend that was requested by name is used, or an error is raised. The one exception: ``"liger"`` means ``"auto"`` for
+an operation that Liger-Kernel lacks. A call inside a recomputed block (activation checkpointing) runs again on a thread
+of autograd, which does not see `use_kernels`: pass the argument there, as the models do.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Operation:
     """A row of `OPERATIONS`.
 
     Attributes:
-        name: as runs and reports show it.
-        liger: whether Liger-Kernel has a form of it, which `zeroshard.kernels.liger` calls; where it has none,
-            ``"liger"`` is served as ``"auto"`` is.
+        name: name of the operation in runs and reports.
+        liger: whether Liger-Kernel has the operation, which `zeroshard.kernels.liger` calls; if not, ``"liger"`` means
+            ``"auto"``.
     """
 
     name: str
@@ -63,10 +63,10 @@ _HAS_LIGER = find_spec("liger_kernel") is not None
 
 @contextmanager
 def use_kernels(choice: Choice) -> Generator[None]:
-    """Calls in this block, on this thread, that do not say which kernels they want get these.
+    """Choose the backend of calls in this block, on this thread, whose ``kernels`` argument is None.
 
     Raises:
-        ValueError: no such choice.
+        ValueError: there is no such choice.
     """
     check_choice(choice)
     token = _choice.set(choice)
@@ -77,26 +77,26 @@ def use_kernels(choice: Choice) -> Generator[None]:
 
 
 def check_choice(choice: str) -> None:
-    """Raise UserError, a ValueError, where ``choice`` is none of `CHOICES`."""
+    """Raise UserError, a ValueError, if ``choice`` is not one of `CHOICES`."""
     if choice not in CHOICES:
         raise UserError("kernels", f"{choice!r} is unknown", f"choose {', '.join(CHOICES)}")
 
 
 def asked_for(kernels: Choice | None) -> Choice:
-    """``kernels``; where it is None, what `use_kernels` says around the call."""
+    """Return ``kernels``, or if it is None the choice of the surrounding `use_kernels` (``"auto"`` without one)."""
     return _choice.get() if kernels is None else kernels
 
 
 def choose(operation: str, device: torch.device, kernels: Choice | None = None) -> Backend:
-    """Who serves ``operation`` for tensors on ``device``.
+    """Return the backend of ``operation`` for tensors on ``device``.
 
     Args:
         operation: a key of `OPERATIONS`.
-        device: of the tensors.
-        kernels: None: as `use_kernels` says, else ``"auto"``.
+        device: device of the tensors.
+        kernels: the caller's choice; None: that of `use_kernels`, or ``"auto"`` without one.
 
     Raises:
-        UserError: a ValueError; what was asked for by name cannot be had here, or there is no such choice.
+        UserError: a ValueError; the backend that was requested by name is not available, or there is no such choice.
     """
     choice = asked_for(kernels)
     if choice == "reference":
@@ -130,10 +130,10 @@ def choose(operation: str, device: torch.device, kernels: Choice | None = None) 
 def describe(
     device: torch.device, kernels: Choice | None = None, operations: Iterable[str] | None = None
 ) -> dict[str, Backend]:
-    """Who serves each of ``operations`` (None: all) on ``device``, by the operation's name as in ``LayerNorm``.
+    """Return the backend of each of ``operations`` (None: all) on ``device``, by display name such as ``LayerNorm``.
 
     Raises:
-        UserError: as `choose`; no such operation.
+        UserError: as `choose`; or there is no such operation.
     """
     wanted = OPERATIONS if operations is None else operations
     return {_operation(operation).name: choose(operation, device, kernels) for operation in wanted}

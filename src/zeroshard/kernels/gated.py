@@ -1,11 +1,11 @@
-"""Gated feed-forward activations, the gate's nonlinearity and its product with the other branch in one pass.
+"""Gated feed-forward activations: the gate's nonlinearity and its product with the other branch, in one pass.
 
     swiglu:  y = silu(gate) * up,  silu(x) = x sigmoid(x)
     geglu:   y = gelu(gate) * up,  gelu(x) = x sigmoid(2 u) with u = sqrt(2 / pi) (x + 0.044715 x^3), the tanh form
 
-GLU Variants Improve Transformer, Shazeer 2020, arXiv:2002.05202. Backward computes the nonlinearity again: to keep it
-would cost as many bytes as the whole forward pass. Bytes that must move, for 2-byte elements: 6 an element forward,
-10 backward.
+GLU Variants Improve Transformer, Shazeer 2020, arXiv:2002.05202. Backward recomputes the nonlinearity from the gate,
+which it reads anyway: saving the result would cost memory and traffic. Least memory traffic, for 2-byte elements: 6
+bytes per element forward, 10 backward.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ def _sigmoid(x):
 
 @jit
 def _activation(x, GELU: tl.constexpr):
-    """f(x) and f'(x)."""
+    """Return f(x) and f'(x)."""
     if GELU:
         slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)  # of 2 u
         share = _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     else:
         slope = 1.0
         share = _sigmoid(x)
-    # share * (1 - share) first: far out it is 0, and x * slope alone may not be finite
+    # share * (1 - share) first: for large |x| it is 0, while x * slope alone may be Inf
     return x * share, share + (share * (1.0 - share)) * slope * x
 
 
 @jit
 def _place(blocks, BLOCK: tl.constexpr):
-    """This program's row, and its columns; a row has ``blocks`` blocks, counted where integers do not overflow."""
+    """Return this program's row and columns; the host counted a row's ``blocks``, because 32 bits could overflow."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     return row, (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
 
@@ -99,21 +99,21 @@ def _backward_kernel(
 
 
 def _as_one_row(*tensors: Tensor) -> list[Tensor]:
-    """``[rows, cols]`` tensors as one long row each, if all of them lie in one piece."""
+    """Return ``[rows, cols]`` tensors as one long row each if all of them are contiguous, otherwise unchanged."""
     if all(tensor.is_contiguous() for tensor in tensors):
         return [tensor.view(1, -1) for tensor in tensors]
     return list(tensors)
 
 
 def _grid(rows: Tensor) -> tuple[int, int]:
-    """Blocks of a row, and elements of a block."""
+    """Return the number of blocks in a row, and of elements in a block."""
     block = min(BLOCK, max(16, next_power_of_2(rows.shape[1])))
     return -(-rows.shape[1] // block), block
 
 
 @opaque("gated_forward", "y")
 def _forward(gate: Tensor, up: Tensor, y: Tensor, gelu: bool) -> None:
-    """gate, up [rows, cols], rows strided; y contiguous."""
+    """gate, up [rows, cols] with strided rows; y contiguous."""
     if y.numel() == 0:
         return
     gate, up, y = _as_one_row(gate, up, y)
@@ -125,7 +125,7 @@ def _forward(gate: Tensor, up: Tensor, y: Tensor, gelu: bool) -> None:
 
 @opaque("gated_backward", "d_gate", "d_up")
 def _backward(dy: Tensor, gate: Tensor, up: Tensor, d_gate: Tensor, d_up: Tensor, gelu: bool) -> None:
-    """dy, gate, up [rows, cols], rows strided; d_gate, d_up contiguous."""
+    """dy, gate, up [rows, cols] with strided rows; d_gate, d_up contiguous."""
     if dy.numel() == 0:
         return
     tensors = _as_one_row(dy, gate, up, d_gate, d_up)
@@ -140,7 +140,7 @@ def _backward(dy: Tensor, gate: Tensor, up: Tensor, d_gate: Tensor, d_up: Tensor
 
 
 class _Gated(torch.autograd.Function):
-    """y [..., width] of gate and up, which it keeps; ``gelu`` tells geglu from swiglu."""
+    """gate, up -> y [..., width]; it saves gate and up; ``gelu``: geglu, otherwise swiglu."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
@@ -170,15 +170,15 @@ def swiglu(gate: Tensor, up: Tensor, *, kernels: Choice | None = None) -> Tensor
     """``silu(gate) * up``, element by element.
 
     Args:
-        gate: [..., width], fp16, bf16, fp32 or fp64, any strides: halves of one projection, say.
+        gate: [..., width], fp16, bf16, fp32 or fp64, any strides (such as one half of a joint projection).
         up: gate's shape and dtype.
-        kernels: who computes it; see `zeroshard.kernels.use_kernels`.
+        kernels: backend; see `zeroshard.kernels.use_kernels`.
 
     Returns:
         [..., width] in gate's dtype, rounded once (PyTorch's two operations round twice).
 
     Raises:
-        ValueError: an argument that does not fit, by its name.
+        ValueError: an invalid argument; the message begins with its name.
 
     Source: Shazeer 2020, arXiv:2002.05202.
     """

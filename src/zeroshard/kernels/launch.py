@@ -1,18 +1,19 @@
-"""What every Triton kernel here needs around it: Triton itself or its absence, rows, sizes, and torch.compile.
+"""Support code of all Triton kernels here: the optional import of Triton, launchers, row views and tile sizes.
 
-Triton is optional: where it is not installed ``triton`` and ``tl`` are None, `jit` leaves a function as it is, and
-`zeroshard.kernels.dispatch` never chooses it. Triton decides when a kernel is *decorated* whether it will be compiled
-or interpreted, so ``TRITON_INTERPRET=1`` must be set before this package is imported.
+Triton is optional. If it is not installed, ``triton`` and ``tl`` are None, `jit` returns a function unchanged, and
+`zeroshard.kernels.dispatch` chooses Triton only inside `traced`, where nothing is launched. Triton decides when a
+kernel is *decorated* whether to compile or interpret it, so ``TRITON_INTERPRET=1`` must be set before this package is
+imported.
 
 [Note: Launchers]
-    A launcher is a plain function that is given all inputs and all outputs, launches kernels and returns nothing. In
-    eager mode it is called as it stands (a custom operator would cost 35 us a call); under `torch.compile` it is one
-    opaque node that writes to the named outputs, so the compiler neither traces Triton's code nor breaks its graph.
+    A launcher is a plain function that takes all inputs and all outputs, launches kernels and returns nothing. In eager
+    mode it is called directly (a custom operator would cost 35 us per call). Under `torch.compile` it is one opaque
+    node that writes to the named outputs, so the compiler neither traces Triton's code nor breaks its graph.
 
 [Note: Bits]
-    Tile shapes are functions of sizes and dtypes alone, never of a timing, and no kernel adds with atomics: the same
-    inputs on the same kind of device give the same bits. The number of persistent programs, and with it the order in
-    which partial weight gradients are added, depends on the number of multiprocessors.
+    Tile shapes depend on sizes and dtypes alone, never on a timing, and no kernel adds with atomics: the same inputs on
+    the same kind of device give the same bits. The number of persistent programs, and with it the order in which
+    partial weight gradients are added, depends on the number of multiprocessors.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch import Tensor
 
 
 def _optional(name: str) -> Any:
-    """A module of Triton's; None where it is not installed: not every platform has it, torch's CPU build neither."""
+    """Import a module of Triton; None if Triton is not installed, as on some platforms and with torch's CPU build."""
     return import_module(name) if find_spec("triton") is not None else None
 
 
@@ -39,7 +40,7 @@ tl = _optional("triton.language")
 
 HAS_TRITON = triton is not None
 INTERPRETED = HAS_TRITON and bool(triton.knobs.runtime.interpret)
-INTERPRETED_PROGRAMS = 3  # where "multiprocessors" are a loop in Python: enough for every path of a persistent kernel
+INTERPRETED_PROGRAMS = 3  # of a persistent kernel under Triton's interpreter: enough to reach every path of it
 
 Launcher = Callable[..., None]
 Traced = Callable[[str, tuple[Any, ...]], None]
@@ -48,9 +49,9 @@ _traced: ContextVar[Traced | None] = ContextVar("traced", default=None)
 
 @contextmanager
 def traced(instead: Traced) -> Generator[None]:
-    """Calls in this block, on this thread, do on tensors without values what they would do on a GPU that has Triton.
+    """In this block, on this thread, run operations on tensors without values as if on a GPU with Triton.
 
-    They allocate what they would; ``instead`` of a launch is called with the launcher's name and its arguments.
+    They allocate the same tensors. Instead of a launch, ``instead`` is called with the launcher's name and arguments.
     """
     token = _traced.set(instead)
     try:
@@ -60,25 +61,25 @@ def traced(instead: Traced) -> Generator[None]:
 
 
 def is_traced() -> bool:
-    """Whether this is inside `traced`."""
-    return not torch.compiler.is_compiling() and _traced.get() is not None  # the compiler cannot read such a variable
+    """Whether this code runs inside `traced`; False under `torch.compile`."""
+    return not torch.compiler.is_compiling() and _traced.get() is not None  # the compiler cannot read a ContextVar
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """`triton.jit`, or the function itself where there is no Triton."""
+    """Apply `triton.jit`, or return the function unchanged if Triton is not installed."""
     return triton.jit(function) if HAS_TRITON else function
 
 
 def opaque(name: str, *writes: str) -> Callable[[Launcher], Launcher]:
-    """Make a launcher one node of a compiled graph; see [Note: Launchers].
+    """Make a launcher one opaque node of a compiled graph; see [Note: Launchers].
 
     Args:
-        name: of that node, ``zeroshard::name``.
-        writes: names of the tensors that the launcher writes to.
+        name: name of that node, which is ``zeroshard::name``.
+        writes: names of the launcher's arguments that it writes to.
     """
 
     def decorate(launcher: Launcher) -> Launcher:
-        """``launcher`` in eager mode; under `torch.compile` its node, inside `traced` what stands in for it."""
+        """Wrap ``launcher``: `torch.compile` records its node, `traced` calls its substitute, eager mode calls it."""
         launch = on_its_device(launcher)
         operator = torch.library.custom_op(f"zeroshard::{name}", launch, mutates_args=writes)
         operator.register_fake(lambda *args, **kwargs: None)
@@ -98,7 +99,7 @@ def opaque(name: str, *writes: str) -> Callable[[Launcher], Launcher]:
 
 
 def on_its_device(launcher: Launcher) -> Launcher:
-    """``launcher`` on the device of its first CUDA tensor."""
+    """Make ``launcher`` run with its first CUDA tensor's device as the current device."""
 
     @wraps(launcher)
     def launch(*args: Any) -> None:
@@ -109,7 +110,7 @@ def on_its_device(launcher: Launcher) -> Launcher:
 
 
 def device_of(*args: Any) -> AbstractContextManager[Any]:
-    """A block in which the first CUDA tensor's device is the current one: Triton launches on whichever is."""
+    """Return a context in which the first CUDA tensor's device is current: Triton launches on the current device."""
     device = next((each.device for each in args if isinstance(each, Tensor) and each.is_cuda), None)
     if device is None or device.index == torch.cuda.current_device():
         return nullcontext()
@@ -117,17 +118,17 @@ def device_of(*args: Any) -> AbstractContextManager[Any]:
 
 
 def accumulator(dtype: torch.dtype) -> Any:
-    """The Triton dtype that sums are taken in: fp32, and fp64 for fp64."""
+    """Return the Triton dtype in which sums are accumulated: fp64 for fp64, otherwise fp32."""
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """As `accumulator`, for torch."""
+    """Return `accumulator` as a dtype of torch."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def rows_of(tensor: Tensor) -> Tensor:
-    """``[rows, width]`` with neighbours in a row next to each other in memory: a view where there is one, else a copy.
+    """Return ``tensor`` as ``[rows, width]`` with rows that are contiguous in memory: a view if possible, else a copy.
 
     Args:
         tensor: ``[..., width]``, width >= 1, any strides.
@@ -137,12 +138,12 @@ def rows_of(tensor: Tensor) -> Tensor:
 
 
 def next_power_of_2(number: int) -> int:
-    """The smallest power of two that is at least ``number`` >= 1."""
+    """Return the smallest power of two that is at least ``number`` >= 1."""
     return 1 << (number - 1).bit_length()
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    """How many programs of a persistent kernel run side by side, at one a multiprocessor."""
+    """Return the number of multiprocessors: persistent programs that run at the same time, at one each."""
     if device.type != "cuda":
         return INTERPRETED_PROGRAMS
     return _num_multiprocessors(device)

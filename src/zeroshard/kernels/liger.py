@@ -1,6 +1,7 @@
-"""Liger-Kernel's functions under our signatures, for ``kernels="liger"``: a baseline to hold ours against.
+"""Liger-Kernel's functions under our signatures, for ``kernels="liger"``: a baseline to compare our kernels with.
 
-Hsu et al. 2024, arXiv:2410.10989. Imported when first called; it needs a GPU. What it cannot do is refused.
+It is imported on the first call, and needs a GPU. A call that it does not support raises an error. Hsu et al. 2024,
+arXiv:2410.10989.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def _function(module: str, name: str) -> Any:
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """As `zeroshard.kernels.layer_norm` without a residual; it has no form without a weight."""
+    """As `zeroshard.kernels.layer_norm` without a residual; a weight is required."""
     if weight is None:
         raise UserError("kernels", "liger has no layer_norm without a weight", "give a weight, or use auto")
     bias = torch.zeros_like(weight) if bias is None else bias
@@ -27,32 +28,32 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """As `zeroshard.kernels.rms_norm` without a residual; the gradient is not written over its own input."""
+    """As `zeroshard.kernels.rms_norm` without a residual; backward does not overwrite the upstream gradient."""
     return _function("rms_norm", "LigerRMSNormFunction")(x, weight, eps, 0.0, "gemma", False)
 
 
 def cross_entropy(
     logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, z_loss: float, reduction: str
 ) -> Tensor:
-    """As `zeroshard.kernels.cross_entropy`; the gradient is always written over the logits."""
+    """As `zeroshard.kernels.cross_entropy`, but the gradient always overwrites the logits."""
     rows = logits.reshape(-1, logits.shape[-1])
     options = (None, ignore_index, z_loss, label_smoothing, reduction)
     return _function("cross_entropy", "LigerCrossEntropyFunction")(rows, targets.flatten(), *options)[0]
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """As `zeroshard.kernels.rope`; its tables hold each angle twice."""
+    """As `zeroshard.kernels.rope`; Liger-Kernel's tables contain each angle twice."""
     tables = (torch.cat((table, table), dim=-1)[None] for table in (cos, sin))
     return _function("rope", "LigerRopeFunction")(q, k, *tables)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """As `zeroshard.kernels.swiglu`; the gradients are written over the inputs."""
+    """As `zeroshard.kernels.swiglu`, but the gradients overwrite the inputs."""
     return _function("swiglu", "LigerSiLUMulFunction")(gate, up)
 
 
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
-    """As `zeroshard.kernels.geglu`; the gradients are written over the inputs."""
+    """As `zeroshard.kernels.geglu`, but the gradients overwrite the inputs."""
     return _function("geglu", "LigerGELUMulFunction")(gate, up)
 
 
@@ -65,7 +66,7 @@ def linear_cross_entropy(
     z_loss: float,
     reduction: str,
 ) -> Tensor:
-    """As `zeroshard.kernels.linear_cross_entropy`, the weight's gradient summed in fp32 too."""
+    """As `zeroshard.kernels.linear_cross_entropy`; here too the weight's gradient is accumulated in fp32."""
     rows = hidden.reshape(-1, hidden.shape[-1])
     function = _function("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction")
     options = (None, None, ignore_index, z_loss, label_smoothing, reduction, None, False, torch.float32)

@@ -1,12 +1,12 @@
-"""The output projection and the cross-entropy after it, by chunks of rows, so that the logits never exist at once.
+"""The output projection fused with cross-entropy, by chunks of rows, so that the logits never exist all at once.
 
     loss = cross_entropy(hidden @ weight.T, targets)
 
 For each chunk of rows: logits = h W^T; their loss and, in place, their gradient g; then dh = g W and dW += g^T h, both
-summed in fp32. Forward leaves the two gradients behind, and backward multiplies them by the upstream gradient. Memory
-is one chunk of logits and dW, instead of several times [tokens x vocab]; the products are the same ones that separate
-forward and backward passes would take, so time is too. Fused losses by chunks: Hsu et al. 2024, Liger-Kernel,
-arXiv:2410.10989, section 3.2; Wijmans et al. 2024, arXiv:2411.09009, go on to keep even a chunk on the chip.
+accumulated in fp32. Forward keeps the two gradients, and backward multiplies them by the upstream gradient. Memory is
+one chunk of logits and dW, instead of several times [tokens x vocab]. The matrix products are the same as in separate
+forward and backward passes, and so is the time. Fused losses by chunks: Hsu et al. 2024, Liger-Kernel,
+arXiv:2410.10989, section 3.2; Wijmans et al. 2024, arXiv:2411.09009, keep even a chunk on the chip.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from zeroshard.kernels.losses import (
     split_scale,
 )
 
-CHUNK_BYTES = 2**29  # of logits at once: large products, and a small share of what all logits would take
-ROW_MULTIPLE = 128  # rows of a chunk: a tile of a matrix product
-VOCAB_MULTIPLE = 64  # a row of logits starts at a multiple of this many: aligned loads for any vocabulary
+CHUNK_BYTES = 2**29  # of logits in a chunk: large matrix products, and a small part of all logits
+ROW_MULTIPLE = 128  # the number of rows of a chunk is a multiple of it: a tile of a matrix product
+VOCAB_MULTIPLE = 64  # rows of logits are padded to a multiple of it: aligned loads for any vocabulary
 
 # ---------------------------------------------------------------------------------------------------- reference
 
@@ -57,7 +57,7 @@ def linear_cross_entropy_reference(
 
 
 def rows_at_once(num_rows: int, vocab: int, itemsize: int) -> int:
-    """Rows of a chunk: chunks of one size, of at most about `CHUNK_BYTES` of logits."""
+    """Return the rows of a chunk: chunks of equal size, each of about `CHUNK_BYTES` of logits at most."""
     most = max(1, CHUNK_BYTES // (vocab * itemsize))
     num_chunks = max(1, -(-num_rows // most))
     return -(-num_rows // num_chunks // ROW_MULTIPLE) * ROW_MULTIPLE
@@ -77,7 +77,10 @@ def _forward(
     z_loss: float,
     chunk_rows: int,
 ) -> None:
-    """hidden, d_hidden [rows, width]; weight [vocab, width]; targets, losses [rows]; d_weight [vocab, width] wide."""
+    """Write ``losses`` [rows] and the wanted gradients, chunk by chunk.
+
+    hidden, d_hidden [rows, width]; weight [vocab, width]; targets [rows]; d_weight [vocab, width] in losses' dtype.
+    """
     num_rows, vocab = hidden.shape[0], weight.shape[0]
     if num_rows == 0 and d_weight is not None:
         d_weight.zero_()
@@ -100,12 +103,12 @@ def _forward(
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
-    """out = a @ b, or out += a @ b, with nothing rounded to less than ``out``'s dtype on the way."""
+    """out = a @ b, or out += a @ b, without rounding intermediate results to a dtype narrower than ``out``'s."""
     if out.dtype == a.dtype:
         torch.addmm(out, a, b, beta=int(add), out=out)
     elif a.device.type == "cuda":
         torch.addmm(out, a, b, out_dtype=out.dtype, beta=int(add), out=out)
-    else:  # only CUDA's product has an output wider than its inputs
+    else:  # only CUDA has a product with an output wider than its inputs
         torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=int(add), out=out)
 
 
@@ -115,8 +118,8 @@ def _product(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
 class _LinearCrossEntropy(torch.autograd.Function):
     """The loss, 0-dim, of hidden [..., width], weight [vocab, width] and targets [...].
 
-    Forward makes both gradients, each only where it is wanted: hidden's in its dtype, the weight's in fp32 (fp64 for
-    fp64). Backward multiplies them by the upstream gradient.
+    Forward computes the gradients that are needed: hidden's in its dtype, the weight's in fp32 (fp64 for fp64).
+    Backward multiplies them by the upstream gradient.
     """
 
     @staticmethod
@@ -153,7 +156,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_hidden, d_weight, later = ctx.saved_tensors
         if later is not None:
             d_loss = d_loss * later
-        if d_hidden is not None:  # in d_loss's dtype: a narrow one would round the factor, or not hold it
+        if d_hidden is not None:  # in d_loss's dtype: the factor could be rounded or overflow in a narrower one
             d_hidden = (d_hidden.to(d_loss.dtype) * d_loss).to(d_hidden.dtype).view(ctx.shape)
         if d_weight is not None:
             scaled = torch.empty(d_weight.shape, dtype=ctx.weight_dtype, device=d_weight.device)
@@ -179,28 +182,28 @@ def linear_cross_entropy(
 ) -> Tensor:
     """`cross_entropy` of the logits ``hidden @ weight.T``, which never exist all at once.
 
-    But where PyTorch's own rules are kept: see `zeroshard.kernels.chunked_losses.serves`.
+    The exceptions, in which the reference materializes them: see `zeroshard.kernels.chunked_losses.serves`.
 
-    Where a gradient is wanted it is computed with the loss, in forward; `backward` may run again. Under `torch.no_grad`
-    and `torch.inference_mode` none is wanted, and no memory is taken for one.
+    If a gradient is needed, forward computes it together with the loss; `backward` may run again. Under `torch.no_grad`
+    and `torch.inference_mode` none is needed, and no memory is allocated for one.
 
     Args:
-        hidden: [..., width], fp16, bf16, fp32 or fp64; under `torch.autocast` the two are cast to its dtype.
+        hidden: [..., width], fp16, bf16, fp32 or fp64; under `torch.autocast` hidden and weight are cast to its dtype.
         weight: [vocab, width], hidden's dtype: that of an `nn.Linear` without bias.
         targets: [...], int64.
-        ignore_index: the target that does not count.
+        ignore_index: target value that does not count.
         label_smoothing: as in `cross_entropy`.
         z_loss: as in `cross_entropy`.
-        reduction: ``"mean"`` over the targets that count (NaN without any), or ``"sum"``.
-        chunk_rows: rows whose logits exist at once, >= 1; None: as many as take about half a GiB, or 64 MiB on a CPU.
+        reduction: ``"mean"`` over the targets that count (NaN if there are none), or ``"sum"``.
+        chunk_rows: rows whose logits exist at once, >= 1; None: about half a GiB of logits, or 64 MiB on a CPU.
         check_targets: as in `cross_entropy`.
-        kernels: who computes it; see `zeroshard.kernels.use_kernels`.
+        kernels: backend; see `zeroshard.kernels.use_kernels`.
 
     Returns:
         0-dim, fp32 (fp64 for fp64 hidden states).
 
     Raises:
-        ValueError: an argument that does not fit, by its name.
+        ValueError: an invalid argument; the message begins with its name.
 
     Source: Hsu et al. 2024, arXiv:2410.10989.
     """
@@ -208,7 +211,7 @@ def linear_cross_entropy(
     _check(hidden, weight, targets, chunk_rows)
     options = (ignore_index, label_smoothing, z_loss, reduction)
     check_loss_options(targets, (*hidden.shape[:-1], weight.shape[0]), *options, check_targets=check_targets)
-    if not torch.is_grad_enabled():  # autograd tells a function what takes gradients elsewhere, not whether any is due
+    if not torch.is_grad_enabled():  # needs_input_grad would say True even though grad mode is off
         hidden, weight = hidden.detach(), weight.detach()
     backend = choose("linear_cross_entropy", hidden.device, kernels)
     if backend == "reference" and chunked_losses.serves(kernels, hidden, weight):
@@ -223,7 +226,7 @@ def linear_cross_entropy(
 
 
 def _autocast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in the dtype of `torch.autocast`, where it is on: as for any other product of matrices."""
+    """Cast both to the dtype of `torch.autocast` if it is enabled, as for any other matrix product."""
     on = hidden.device.type
     if not (torch.amp.is_autocast_available(on) and torch.is_autocast_enabled(on)):
         return hidden, weight

@@ -1,9 +1,9 @@
-"""What both losses (`cross_entropy`, `linear_cross_entropy`) have in common: reference, options, scale of gradients.
+"""The common parts of both losses (`cross_entropy`, `linear_cross_entropy`): reference, checks, scale of gradients.
 
 [Note: Small gradients]
-    A gradient that is made before the upstream one is known must not already be as small as the mean over all rows
-    makes it: fp16 would lose it, and a loss that is scaled up to prevent that comes too late. In fp16 it is made for
-    `FP16_SCALE` times the sum of the losses, and what is missing joins the upstream gradient.
+    Some gradients are computed before the upstream gradient is known. If they were divided by the number of rows (mean)
+    at that point, they would underflow in fp16, and loss scaling would come too late to prevent it. So in fp16 they are
+    computed for `FP16_SCALE` times the sum of the losses, and backward applies the rest of the factor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Reduction = Literal["mean", "sum"]
-FP16_SCALE = 1024.0  # of gradients of at most about 1: ten bits more below, and far from 65504 above
+FP16_SCALE = 1024.0  # gradients of a sum are at most about 1: this gains ten bits, and stays far below 65504
 
 
 def cross_entropy_reference(
@@ -27,7 +27,7 @@ def cross_entropy_reference(
     z_loss: float = 0.0,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """`cross_entropy` in PyTorch; half-precision logits are widened to fp32 first."""
+    """`cross_entropy` in PyTorch; half-precision logits are cast to fp32 first."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).reshape(-1, logits.shape[-1])
     targets = targets.flatten()
     loss = F.cross_entropy(
@@ -41,17 +41,17 @@ def cross_entropy_reference(
 
 
 def mean_scale(targets: Tensor, ignore_index: int, reduction: Reduction, dtype: torch.dtype) -> Tensor:
-    """0-dim, on the targets' device: one over how many of them count, or 1 for a sum; inf where none does."""
+    """Return 1 / (number of targets that count), or 1 for a sum; 0-dim, on the targets' device; inf if none counts."""
     if reduction == "sum":
         return torch.ones((), dtype=dtype, device=targets.device)
     return (targets != ignore_index).sum().to(dtype).reciprocal()
 
 
 def split_scale(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """What a gradient of ``dtype`` is multiplied by as it is made, and what in backward: [Note: Small gradients]."""
+    """Split ``scale`` into a gradient's factors in forward and in backward (None: 1); see [Note: Small gradients]."""
     if dtype != torch.float16:
         return scale, None
-    return torch.full_like(scale, FP16_SCALE), scale.nan_to_num(posinf=0.0) / FP16_SCALE  # no target: no gradient
+    return torch.full_like(scale, FP16_SCALE), scale.nan_to_num(posinf=0.0) / FP16_SCALE  # inf: no target counts
 
 
 def check_loss_options(
@@ -64,13 +64,13 @@ def check_loss_options(
     *,
     check_targets: bool,
 ) -> None:
-    """Raise ValueError for arguments of a loss that do not fit.
+    """Raise ValueError for invalid arguments of a loss.
 
     Args:
         targets: [...], int64.
-        shape: [..., vocab], of the logits.
-        ignore_index, label_smoothing, z_loss, reduction: as in `zeroshard.kernels.cross_entropy`.
-        check_targets: whether to look for targets outside the vocabulary too, which waits for the device.
+        shape: shape of the logits, [..., vocab].
+        ignore_index, label_smoothing, z_loss, reduction: options as in `zeroshard.kernels.cross_entropy`.
+        check_targets: whether to check for targets outside the vocabulary too, which waits for the device.
     """
     if targets.dtype != torch.int64:
         raise ValueError(f"targets: {targets.dtype} is not int64; cast them")

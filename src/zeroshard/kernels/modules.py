@@ -16,11 +16,11 @@ class LayerNorm(nn.LayerNorm):
     A subclass, so that code which looks for torch's norms (weight decay, initial values) finds this one too.
 
     Args:
-        normalized_shape: the width, as an int or a sequence of one.
+        normalized_shape: the width, as an int or a sequence of one int.
         eps: added to the variance.
         elementwise_affine: whether there are a weight and a bias.
         bias: whether there is a bias.
-        kernels: who computes it; None: as `zeroshard.kernels.use_kernels` says, else auto.
+        kernels: backend; None: that of `zeroshard.kernels.use_kernels`, or auto without one.
 
     Raises:
         ValueError: ``normalized_shape`` has more than one dimension.
@@ -50,10 +50,10 @@ class RMSNorm(nn.RMSNorm):
     """`torch.nn.RMSNorm` over one dimension, computed by `zeroshard.kernels.rms_norm`.
 
     Args:
-        normalized_shape: the width, as an int or a sequence of one.
+        normalized_shape: the width, as an int or a sequence of one int.
         eps: added to the mean square.
         elementwise_affine: whether there is a weight.
-        kernels: who computes it; None: as `zeroshard.kernels.use_kernels` says, else auto.
+        kernels: backend; None: that of `zeroshard.kernels.use_kernels`, or auto without one.
 
     Raises:
         ValueError: ``normalized_shape`` has more than one dimension.

@@ -1,6 +1,6 @@
 """LayerNorm and RMSNorm over the last dimension, forward and backward, with the residual addition fused in.
 
-    h = x + residual                                                     where a residual is given
+    h = x + residual                                                     if a residual is given
     layer_norm:  y = (h - mean(h)) / sqrt(var(h) + eps) * weight + bias
     rms_norm:    y = h / sqrt(mean(h^2) + eps) * weight
 
@@ -11,8 +11,8 @@ With z the normalised row, g = dy * weight, and averages <.> over a row:
 
 Layer Normalization, Ba et al. 2016, arXiv:1607.06450; RMSNorm, Zhang and Sennrich 2019, arXiv:1910.07467.
 
-Bytes that must move, for 2-byte elements: 4 an element forward (8 with the residual), 6 backward. `norm_kernels` has
-the kernels and their launchers.
+Least memory traffic, for 2-byte elements: 4 bytes per element forward (8 with the residual), 6 backward.
+`norm_kernels` has the kernels and their launchers.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 class _Norm(torch.autograd.Function):
-    """Of x [..., width]: (y, h), or y alone without a residual; ``centred`` tells layer_norm from rms_norm.
+    """x [..., width] -> (y, h), or y alone without a residual; ``centred``: layer_norm, otherwise rms_norm.
 
-    It keeps h, not x, and a mean and a deviation of each row in fp32 (fp64 for fp64).
+    It saves h, not x, and each row's 1 / deviation (with ``centred`` its mean too) in fp32 (fp64 for fp64).
     """
 
     @staticmethod
@@ -89,7 +89,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, d_summed: Tensor | None = None) -> Any:
-        """dy, d_summed [..., width], None where unused -> gradients of x, weight, bias and residual, where wanted."""
+        """dy, d_summed [..., width], None if unused -> gradients of x, weight, bias and residual, each if needed."""
         x, weight, mean, rstd = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, needs_residual = ctx.needs_input_grad[:4]
         if dy is None:  # y was not used
@@ -126,21 +126,21 @@ def layer_norm(
 ) -> Any:
     """``(h - mean(h)) / sqrt(var(h) + eps) * weight + bias`` over the last dimension, h = x or x + residual.
 
-    Statistics are taken in fp32 (fp64 for fp64), from h as it is rounded to x's dtype.
+    Statistics are computed in fp32 (fp64 for fp64), from h rounded to x's dtype.
 
     Args:
         x: [..., width], fp16, bf16, fp32 or fp64, any strides; 1 <= width <= 65536.
         weight: [width], x's dtype or fp32; None: ones.
-        bias: [width], weight's dtype, only beside a weight; None: zeros.
+        bias: [width], weight's dtype, only together with a weight; None: zeros.
         eps: added to the variance.
         residual: x's shape and dtype; None: nothing is added.
-        kernels: who computes it; see `zeroshard.kernels.use_kernels`.
+        kernels: backend; see `zeroshard.kernels.use_kernels`.
 
     Returns:
-        y [..., width] in x's dtype; with a residual the pair (y, h), where h is what the next residual adds to.
+        y [..., width] in x's dtype; with a residual the pair (y, h), where h is the input of the next residual sum.
 
     Raises:
-        ValueError: an argument that does not fit, by its name.
+        ValueError: an invalid argument; the message begins with its name.
 
     Source: Ba et al. 2016, arXiv:1607.06450.
     """

@@ -1,7 +1,7 @@
-"""The Triton kernels of `norm` and what launches them; the formulas are there.
+"""The Triton kernels of `norm` and their launchers; `norm` has the formulas.
 
-A row is read once and held in registers; one that is too wide for that is read again from L2. Weight gradients: a
-persistent program adds up its rows in registers and writes one partial row, and a second kernel adds the partial rows
+A row is read once and kept in registers; a row that is too wide for that is read again from L2. Weight gradients: each
+persistent program sums over its rows in registers and writes one row of partial sums; a second kernel adds these rows
 in order.
 """
 
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from zeroshard.kernels.launch import accumulator, jit, next_power_of_2, num_multiprocessors, opaque, tl
 
-HELD_FORWARD = 16384  # widest row that forward holds in registers
-HELD_BACKWARD = 8192  # backward holds two rows and their sums
-STRIP = 8192  # columns at a time of a wider row
+HELD_FORWARD = 16384  # widest row that forward keeps in registers
+HELD_BACKWARD = 8192  # the same for backward, which keeps two rows and their sums
+STRIP = 8192  # columns of a wider row that are processed at a time
 
 # ------------------------------------------------------------------------------------------------------ kernels
 
@@ -34,7 +34,7 @@ def _forward_held(
     x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + rows[:, None] * residual_stride + cols[None, :], mask=mask, other=0.0)
-        summed = (x + residual.to(ACC)).to(summed_ptr.dtype.element_ty)  # what is normalised is what is handed on
+        summed = (x + residual.to(ACC)).to(summed_ptr.dtype.element_ty)  # the rounded sum is returned and normalised
         tl.store(summed_ptr + rows[:, None] * WIDTH + cols[None, :], summed, mask=mask)
         x = summed.to(ACC)
     if CENTRED:
@@ -53,7 +53,7 @@ def _forward_held(
 
 @jit
 def _load_sum(x_ptr, residual_ptr, cols, WIDTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACC: tl.constexpr):
-    """A strip of a row of x + residual, rounded as it is handed on."""
+    """Load a strip of a row of x + residual, rounded as the returned sum is."""
     x = tl.load(x_ptr + cols, mask=cols < WIDTH, other=0.0)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + cols, mask=cols < WIDTH, other=0.0)
@@ -70,7 +70,7 @@ def _forward_strips(
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     residual_ptr += row * residual_stride
-    # Strips' means and sums of squares are merged (Chan, Golub, LeVeque 1979): no difference of large sums.
+    # Merge the strips' means and sums of squares (Chan, Golub, LeVeque 1979): no cancellation between large sums.
     mean = tl.full([], 0.0, ACC)
     squares = tl.full([], 0.0, ACC)
     for start in range(0, WIDTH, BLOCK):
@@ -93,7 +93,7 @@ def _forward_strips(
     tl.store(rstd_ptr + row, rstd)
     for start in range(0, WIDTH, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        # Added again from x and residual, and not read back: another thread may have stored that element of the sum.
+        # Add x and residual again rather than read the sum back: another thread may have stored that element.
         y = (_load_sum(x_ptr, residual_ptr, cols, WIDTH, HAS_RESIDUAL, ACC).to(ACC) - mean) * rstd
         if HAS_WEIGHT:
             y *= tl.load(weight_ptr + cols, mask=cols < WIDTH, other=0.0).to(ACC)
@@ -106,7 +106,7 @@ def _forward_strips(
 def _load_rows(
     x_ptr, dy_ptr, mean_ptr, rstd_ptr, rows, cols, mask, num_rows, x_stride, dy_stride, CENTRED: tl.constexpr
 ):
-    """x and dy [ROWS, BLOCK], mean and rstd [ROWS] in their own dtypes; zeros past the last row."""
+    """Load x and dy [ROWS, BLOCK], mean and rstd [ROWS] in their own dtypes; zeros past the last row."""
     x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0)
     dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0)
     rstd = tl.load(rstd_ptr + rows, mask=rows < num_rows, other=0.0)
@@ -131,7 +131,7 @@ def _backward_held(
         d_weight = tl.zeros((ROWS, BLOCK), ACC)
     if NUM_GRADS > 1:
         d_bias = tl.zeros((ROWS, BLOCK), ACC)
-    # The next tile is on its way while this one is worked on: a program's loads and sums would else take turns.
+    # Prefetch the next tile while this one is processed: otherwise a program would alternate between loads and sums.
     rows = program * ROWS + tl.arange(0, ROWS)
     mask = (rows < num_rows)[:, None] & in_row
     x_next, dy_next, mean_next, rstd_next = _load_rows(
@@ -175,7 +175,7 @@ def _load_strip(
     dy_ptr, x_ptr, weight_ptr, row, dy_stride, x_stride, cols, HAS_WEIGHT: tl.constexpr, WIDTH: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
-    """A strip of a row: the gradient of the normalised x, which is dy times the weight, and x."""
+    """Load a strip of a row: the gradient of the normalised x, which is dy times the weight, and x."""
     g = tl.load(dy_ptr + row * dy_stride + cols, mask=cols < WIDTH, other=0.0).to(ACC)
     x = tl.load(x_ptr + row * x_stride + cols, mask=cols < WIDTH, other=0.0).to(ACC)
     if HAS_WEIGHT:
@@ -216,7 +216,7 @@ def _partial_grads(
     dy_ptr, x_ptr, mean_ptr, rstd_ptr, parts_ptr, num_rows, dy_stride, x_stride, CENTRED: tl.constexpr,
     NUM_GRADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Partial weight gradients of rows too wide to be held: columns by blocks, rows by turns."""
+    """Partial weight gradients for rows too wide for registers: programs split the columns, and alternate in rows."""
     program = tl.program_id(1).to(tl.int64)
     num_programs = tl.num_programs(1)
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -258,7 +258,7 @@ def _add_parts(
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program works on at a time: ``rows`` x ``block`` elements, by ``num_warps`` warps."""
+    """What one program processes at a time: ``rows`` x ``block`` elements, by ``num_warps`` warps."""
 
     rows: int
     block: int
@@ -266,9 +266,9 @@ class Tile:
 
 
 def tile_for(width: int, numel: int, per_thread: int) -> Tile:
-    """Rows of ``width`` held whole, ``numel`` elements together where they are narrow, ``per_thread`` in a thread.
+    """Return the tile for complete rows of ``width`` in registers, with about ``per_thread`` elements in a thread.
 
-    Narrow rows are taken several at a time, so that they keep as many bytes in flight as wide ones.
+    A program takes several narrow rows, about ``numel`` elements, to keep as many bytes in flight as with wide rows.
     """
     block = max(16, next_power_of_2(width))
     rows = max(1, min(64, numel // block))
@@ -287,7 +287,7 @@ def norm_forward(
     rstd: Tensor,
     eps: float,
 ) -> None:
-    """x, residual [rows, width], rows strided; y, summed contiguous; mean (None: rms_norm) and rstd [rows]."""
+    """x, residual [rows, width] with strided rows; y, summed contiguous; mean (None: rms_norm) and rstd [rows]."""
     num_rows, width = x.shape
     if num_rows == 0:
         return
@@ -300,7 +300,7 @@ def norm_forward(
         "WIDTH": width,
         "ACC": accumulator(x.dtype),
     }
-    # An absent tensor's pointer is never read; any valid one stands in its place.
+    # The pointer of an absent tensor is never read: any valid pointer replaces it.
     tensors = (x, _or(residual, x), _or(weight, x), _or(bias, x), y, _or(summed, y), _or(mean, rstd), rstd)
     strides = (x.stride(0), _or(residual, x).stride(0))
     if width <= HELD_FORWARD:
@@ -324,7 +324,7 @@ def norm_backward(
     dx: Tensor | None,
     grads: Tensor | None,
 ) -> None:
-    """dy, d_summed, x [rows, width], rows strided; dx contiguous; grads [1 or 2, width]: of weight, of bias."""
+    """dy, d_summed, x [rows, width] with strided rows; dx contiguous; grads [1 or 2, width]: of weight, of bias."""
     num_rows, width = x.shape
     if num_rows == 0:
         if grads is not None:
@@ -339,12 +339,12 @@ def norm_backward(
     multiprocessors = num_multiprocessors(x.device)
     held = width <= HELD_BACKWARD
     tile = tile_for(width, numel=2048, per_thread=16) if held else Tile(4, 1024, 8)
-    # As many programs as a multiprocessor has registers for, at 128 (8 warps and more) to 160 a thread.
+    # As many programs as fit in a multiprocessor's registers, at 128 (8 warps and more) to 160 registers per thread.
     num_parts = min(-(-num_rows // tile.rows), multiprocessors * {16: 1, 8: 2, 4: 3}.get(tile.num_warps, 6))
     parts = torch.empty(num_grads, num_parts, width, dtype=rstd.dtype, device=x.device)
     shapes = {"NUM_GRADS": num_grads, "ROWS": tile.rows, "BLOCK": tile.block, "num_warps": tile.num_warps}
     if held:
-        shapes |= {"NEEDS_DX": dx is not None, "num_stages": 1}  # the kernel fetches ahead itself
+        shapes |= {"NEEDS_DX": dx is not None, "num_stages": 1}  # the kernel prefetches itself
         tensors = (dy, _or(d_summed, dy), *saved, _or(dx, dy), parts if num_grads else rstd)
         _backward_held[(num_parts,)](*tensors, num_rows, *strides, **common, **flags, **shapes)
     elif dx is not None:

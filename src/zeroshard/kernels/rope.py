@@ -1,9 +1,9 @@
-"""Rotary positions on queries and keys together: one launch, in place if wanted.
+"""Rotary position embeddings (RoPE) of queries and keys together: one launch, in place if wanted.
 
     (a, b) -> (a cos - b sin, b cos + a sin)        for each pair (a, b) = (x_i, x_(i + D / 2)) of a head
 
-The gradient is the same turn by the opposite angle. RoFormer, Su et al. 2021, arXiv:2104.09864; the pairs are those of
-Hugging Face's LLaMA. A program takes one position and turns all its heads by the angles that it has loaded once.
+The gradient is the rotation by the opposite angle. A program processes one position: it loads the angles once and
+rotates all heads. RoFormer, Su et al. 2021, arXiv:2104.09864; the pairs are those of Hugging Face's LLaMA.
 
 Shape legend: B batch, H query heads, K key heads, T sequence, D width of a head.
 """
@@ -26,9 +26,9 @@ from zeroshard.kernels.launch import accumulator, jit, next_power_of_2, opaque, 
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + D / 2) of a head by its position's angle: [B, H, T, D] -> [B, H, T, D].
+    """Rotate each pair (i, i + D / 2) of a head by its position's angle: [B, H, T, D] -> [B, H, T, D].
 
-    The products are taken in the wider of the two dtypes, the result has ``x``'s.
+    The products are computed in the wider of the two dtypes; the result has ``x``'s.
     """
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -83,7 +83,7 @@ def _rope_kernel(
 
 @opaque("rope", "q_out", "k_out")
 def _rope(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:
-    """q, q_out [B, H, T, D], k, k_out [B, K, T, D], any strides, an output perhaps its input; cos, sin [T, D / 2]."""
+    """q, q_out [B, H, T, D], k, k_out [B, K, T, D], any strides; an output may be its input; cos, sin [T, D / 2]."""
     num_batch, q_heads, num_positions, width = q.shape
     if q.numel() + k.numel() == 0:
         return
@@ -119,20 +119,20 @@ def _rope(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos: Tensor, sin: 
 
 
 class _Rope(torch.autograd.Function):
-    """q [B, H, T, D] and k [B, K, T, D], turned by the angles of cos and sin [T, D / 2]; backward turns them back.
+    """Rotates q [B, H, T, D] and k [B, K, T, D] by the angles of cos and sin [T, D / 2]; backward rotates back.
 
-    ``inplace``: forward writes over q and k, and backward over their gradients, unless these share memory.
+    ``inplace``: forward overwrites q and k, and backward overwrites their gradients, unless these share memory.
     """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inplace: bool) -> tuple[Tensor, Tensor]:
-        """q [B, H, T, D] and k [B, K, T, D], any strides -> both turned, in their dtypes; cos, sin [T, D / 2]."""
+        """q [B, H, T, D] and k [B, K, T, D], any strides -> both rotated, in their dtypes; cos, sin [T, D / 2]."""
         cos, sin = _angles(cos), _angles(sin)
         q_out, k_out = (q, k) if inplace else (torch.empty_like(q), torch.empty_like(k))
         _rope(q, k, q_out, k_out, cos, sin, False)
         if inplace:
             for x in (q, k):
-                increment_version(x)  # whoever kept it for their own backward is told
+                increment_version(x)  # so that autograd raises if another operation saved x for backward
         ctx.save_for_backward(cos, sin)
         ctx.inplace = inplace
         return q_out, k_out
@@ -140,7 +140,7 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> Any:
-        """Gradients of the turned q and k -> of q and k, in the same shapes: turned by the negative angles."""
+        """Gradients of the rotated q and k -> of q and k, in the same shapes: rotated by the negative angles."""
         cos, sin = ctx.saved_tensors
         inplace = ctx.inplace and not any(_overlaps(x) for x in (dq, dk)) and not _begin_together(dq, dk)
         dq_out, dk_out = (dq, dk) if inplace else (torch.empty_like(dq), torch.empty_like(dk))
@@ -169,24 +169,24 @@ def rope(
     inplace: bool = False,
     kernels: Choice | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Turn each pair (i, i + D / 2) of every head of ``q`` and ``k`` by its position's angle.
+    """Rotate each pair (i, i + D / 2) of every head of ``q`` and ``k`` by its position's angle.
 
     Args:
         q: queries [B, H, T, D], fp16, bf16, fp32 or fp64, any strides, D even.
         k: keys [B, K, T, D], q's dtype.
-        cos: of the angles [T, D / 2], floating.
-        sin: of the angles [T, D / 2], floating.
-        inplace: our kernels may write over ``q`` and ``k``, and in backward over the gradients of what is returned.
-            Use the returned tensors from then on, each in one place that makes a gradient of its own, as attention
-            does; autograd raises where the old values were kept. Not for a leaf, and not for what selective
-            checkpointing (`torch.utils.checkpoint`) keeps for its second run: there nobody raises.
-        kernels: who computes it; see `zeroshard.kernels.use_kernels`.
+        cos: cosines of the angles [T, D / 2], floating.
+        sin: sines of the angles [T, D / 2], floating.
+        inplace: let our kernels overwrite ``q`` and ``k``, and in backward the gradients of the returned tensors. Use
+            only the returned tensors afterwards, each in one operation whose backward makes a new gradient tensor, as
+            attention does; autograd raises if the old values were saved. Not for a leaf, and not for tensors that
+            selective checkpointing (`torch.utils.checkpoint`) keeps for its second run: that raises no error.
+        kernels: backend; see `zeroshard.kernels.use_kernels`.
 
     Returns:
-        The turned queries and keys, in their own dtype; the products are taken in fp32 (fp64 for fp64).
+        The rotated queries and keys, in their own dtype; the products are computed in fp32 (fp64 for fp64).
 
     Raises:
-        ValueError: an argument that does not fit, by its name.
+        ValueError: an invalid argument; the message begins with its name.
 
     Source: Su et al. 2021, arXiv:2104.09864.
     """
@@ -196,7 +196,7 @@ def rope(
         return rotate(q, cos, sin), rotate(k, cos, sin)
     if backend == "liger":
         return liger.rope(q, k, cos, sin)
-    inplace = inplace and not torch.compiler.is_compiling()  # there the compiler decides what lies where
+    inplace = inplace and not torch.compiler.is_compiling()  # a compiler plans memory itself
     if inplace:
         for name, x in (("q", q), ("k", k)):
             if x.is_leaf and x.requires_grad:
@@ -209,7 +209,7 @@ def rope(
 
 
 def _begin_together(q: Tensor, k: Tensor) -> bool:
-    """Whether they begin at one place of one memory; asked without addresses, which fake tensors have not."""
+    """Whether q and k begin at the same element of one storage; fake tensors have no addresses to compare."""
     same_memory = q.untyped_storage()._cdata == k.untyped_storage()._cdata
     return same_memory and q.storage_offset() == k.storage_offset()
 

@@ -1,8 +1,8 @@
 """The sum of squares of a flat shard in one pass, for the global gradient norm.
 
-Two stages in fixed order: a fixed number of programs each adds up its blocks, lane by lane in fp32 and then in fp64;
-one program adds the programs' sums. So the bits do not depend on the device's size either. A lane adds
-numel / (1024 x 4096) squares, at most a few hundred for billions of elements: the relative error stays below 1e-6.
+Two stages in a fixed order: up to `MAX_PROGRAMS` programs each sum their blocks, per lane in fp32, then over lanes in
+fp64; one program adds the programs' sums. So the bits do not depend on the device's number of multiprocessors. A lane
+adds numel / (1024 x 4096) squares, a few hundred for billions of elements: the relative error stays below 1e-6.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _add_sums(sums_ptr, out_ptr, num_sums, BLOCK: tl.constexpr):
 @opaque("sum_of_squares", "out")
 def _launch(flat: Tensor, out: Tensor) -> None:
     """flat [numel] contiguous; out 0-dim float64."""
-    num_blocks = -(-flat.numel() // BLOCK)  # in the kernel it would overflow for numels just below 2^31
+    num_blocks = -(-flat.numel() // BLOCK)  # the kernel's 32-bit arithmetic would overflow for numel just below 2^31
     num_programs = min(MAX_PROGRAMS, num_blocks)
     sums = torch.empty(num_programs, dtype=torch.float64, device=flat.device)
     sizes, acc = (flat.numel(), num_blocks), accumulator(flat.dtype)
@@ -68,17 +68,17 @@ def _launch(flat: Tensor, out: Tensor) -> None:
 
 @torch.no_grad()
 def sum_of_squares(flat: Tensor, *, kernels: Choice | None = None) -> Tensor:
-    """The sum of the squares of all elements, the same bits each time.
+    """Return the sum of the squares of all elements, with the same bits each time.
 
     Args:
         flat: contiguous, any shape, fp16, bf16, fp32 or fp64.
-        kernels: who computes it; see `zeroshard.kernels.use_kernels`.
+        kernels: backend; see `zeroshard.kernels.use_kernels`.
 
     Returns:
-        0-dim, float64, on the same device: nobody waits for it.
+        0-dim, float64, on the same device: the host does not wait for it.
 
     Raises:
-        ValueError: an argument that does not fit, by its name.
+        ValueError: an invalid argument; the message begins with its name.
     """
     check_floating("flat", flat)
     if not flat.is_contiguous():

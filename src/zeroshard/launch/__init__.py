@@ -1,1 +1,1 @@
-"""How ranks are started, find each other, and end."""
+"""Starting ranks, their rendezvous, and how they end."""

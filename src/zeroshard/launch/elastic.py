@@ -1,15 +1,15 @@
-"""Torch's elastic agent, driven from Python: when one rank ends it ends the others, and restarts all of them.
+"""Drives torch's elastic agent from Python: when one rank fails, it ends the others, and restarts all of them.
 
-torchrun restarts a run whatever it died of: three times after a wrong flag, and after the run was asked to stop. Here
-the root cause decides. A restarted rank resumes by itself: it finds `environment.num_restarts` above 0 and loads the
-last good checkpoint.
+torchrun restarts a run whatever the cause of its end: three times after a wrong flag, and even after the run was asked
+to stop. Here the root cause decides. A restarted rank resumes by itself: it sees that `environment.num_restarts` is
+above 0, and loads the last good checkpoint.
 
-Ranks are forked: those of a launcher that is alone from this process, before it serves the store at which they meet
-(`forked`, `one_host`); where machines come and go from a server beside it (`fork_server`, `many_hosts`).
+Ranks are forked. With one machine, the launcher forks them before it serves their rendezvous store (`forked`,
+`one_host`). With several machines, a separate process forks them (`fork_server`, `many_hosts`).
 
 [Note: A rank that was killed]
-    Its peers can neither go on nor save: a checkpoint is written by all. So the launcher ends the ranks that are left
-    at once, where it would else wait until each has found out and told what it knows of the loss, for seconds.
+    Its peers can neither continue nor save, because all ranks write a checkpoint together. So the launcher kills the
+    remaining ranks at once. Otherwise it would wait for seconds until each has noticed and reported the loss.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ from zeroshard.launch.one_host import OneHost
 from zeroshard.launch.rounds import MACHINE_CAME
 
 MONITOR_INTERVAL_S = 0.1
-SAVING_GRACE_S = 300  # that ranks have for a checkpoint when a machine comes; replicas take theirs where they meet next
+# How long ranks may take to save a checkpoint when a machine comes; replicas save when they synchronise next.
+SAVING_GRACE_S = 300
 Fork = Callable[[Sequence[str], Mapping[str, str]], ForkedRank]
 WORTH_A_RESTART = frozenset({int(ExitStatus.FAILED), int(ExitStatus.PEER_LOST)})
 
@@ -62,21 +63,25 @@ def run_elastic(
     grace_s: int,
     run_id: str,
 ) -> Ending:
-    """Run ``python -m zeroshard WORDS`` as ``nproc`` ranks on this machine, again after a loss, and wait for them.
+    """Run ``python -m zeroshard WORDS`` as ``nproc`` ranks on this machine, wait for them, restart them after a loss.
 
-    Where other machines take part, each starts its own ranks again, and all meet anew: those that are lost stay away,
-    and one that comes later has the others start again, from the checkpoint that they write when they are asked to end.
+    If other machines take part, each restarts its own ranks, and all of them meet in a new round without the machines
+    that were lost. When another machine comes, the ranks of all are asked to end. They write a checkpoint, and are
+    restarted from it together with those of the new machine.
 
     A signal to this process is passed on to the ranks. Call it from the main thread.
 
     Args:
-        words: after ``zeroshard``.
-        nproc: ranks.
+        words: the words after ``zeroshard``.
+        nproc: how many ranks to start on this machine.
         meeting: where the ranks meet, on this machine or among several; port 0: any free one.
-        max_restarts: how often all are started again after one has failed or was lost.
-        max_moves: how often beside that, after one has ended as `ExitStatus.MOVED_UP`.
-        grace_s: from asking a rank to stop to SIGKILL.
-        run_id: of this launch, the same on each machine.
+        max_restarts: how often all ranks are started again after one failed or was lost.
+        max_moves: how often they are also started again after one has ended with `ExitStatus.MOVED_UP`.
+        grace_s: seconds from asking a rank to stop until SIGKILL.
+        run_id: id of this launch, the same on each machine.
+
+    Returns:
+        The exit status of the root cause, and the line to print about it.
     """
     one_host = meeting.max_nodes == 1
     with ExitStack() as stack:
@@ -118,7 +123,7 @@ def _run(agent: _Agent, handler: OneHost | ManyHosts, meeting: Meeting) -> Endin
 
 
 def _why_not_met(error: Exception, meeting: Meeting) -> str:
-    """One line for a user whose machines did not meet, or met no more."""
+    """Return one line for the user: why the machines did not meet, or can meet no more."""
     if isinstance(error, RendezvousTimeoutError):
         what = f"fewer than {meeting.min_nodes} machines came to {meeting.endpoint} within {JOIN_TIMEOUT_S} s"
         return f"nnodes: {what}; start the others too"
@@ -130,16 +135,16 @@ def _why_not_met(error: Exception, meeting: Meeting) -> str:
 
 @contextmanager
 def _ended_where_cut_off(meeting: Meeting, log_dir: str) -> Generator[None]:
-    """Inside, this launcher ends, and its ranks with it, once the meeting cannot be reached any more.
+    """Inside, end this launcher and with it its ranks once the meeting can no longer be reached.
 
-    It removes ``log_dir`` before, since it then ends at once.
+    The process then ends at once, without cleanup, so ``log_dir`` is removed before.
     """
     if meeting.max_nodes == 1:
         yield
         return
 
     def end() -> None:
-        """Say so and end this process, on the watching thread."""
+        """Print why and end this process; called on the thread of `watch`."""
         what = f"{meeting.endpoint} has not answered for {UNREACHABLE_AFTER_S:.0f} s"
         line = f"error: rdzv_endpoint: {what}; start again with --resume auto once it can be reached"
         shutil.rmtree(log_dir, ignore_errors=True)
@@ -154,18 +159,18 @@ def _ended_where_cut_off(meeting: Meeting, log_dir: str) -> Generator[None]:
 
 
 class _Agent(LocalElasticAgent):
-    """Torch's agent, which restarts ranks only after failures that a restart can mend, and prints why it does."""
+    """Torch's agent, except that it restarts ranks only after failures that a restart may fix, and prints why."""
 
     restarts_left = moves_left = 0
     alone = True  # no other machine takes part
-    words: tuple[str, ...] = ()  # after `zeroshard`
+    words: tuple[str, ...] = ()  # the words after `zeroshard`
 
     fork: Fork | None = None  # None: ranks are spawned
 
     def _assign_worker_ranks(
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """As the round says, where torch's agents would ask each other."""
+        """Number the ranks as the round says; torch's agents would exchange their numbers through the store."""
         handler = spec.rdzv_handler
         if not isinstance(handler, ManyHosts):
             return super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
@@ -226,7 +231,7 @@ class _Agent(LocalElasticAgent):
 
 
 class _ForkedContext(SubprocessContext):
-    """Ranks forked from this process, watched as torch's agent watches those that it spawns."""
+    """Forked ranks, monitored as torch's agent monitors the ranks that it spawns."""
 
     fork: Fork = staticmethod(fork_command)
 
@@ -244,19 +249,19 @@ class _ForkedContext(SubprocessContext):
 
 
 class _Handler(SubprocessHandler):
-    """A forked rank as `SubprocessContext` knows it."""
+    """A forked rank, with the interface that `SubprocessContext` expects."""
 
-    def __init__(self, local_rank: int, rank: ForkedRank) -> None:  # it has started already: nothing is inherited
+    def __init__(self, local_rank: int, rank: ForkedRank) -> None:  # not super().__init__, which would start a process
         self.local_rank_id = local_rank
         self.proc = rank  # ty: ignore[invalid-assignment]
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
-        """Ask it to end."""
+        """Send the rank ``death_sig``, by default SIGTERM."""
         self.proc.send_signal(death_sig or signal.SIGTERM)
 
 
 def _environment(group: WorkerGroup, worker: Worker, restarts: int) -> dict[str, str]:
-    """What torchrun tells a rank by its environment."""
+    """Return the environment variables that torchrun sets for a rank."""
     return {
         "RANK": str(worker.global_rank),
         "LOCAL_RANK": str(worker.local_rank),
@@ -308,7 +313,7 @@ def _ending(failures: Mapping[int, Any]) -> Ending:
 
 
 def _said(failure: Any) -> str:
-    """What the rank left for us to print; where that is nothing, torch puts words of its own there."""
+    """Return the message that the rank left for us to print; empty if torch put its own placeholder there."""
     message = failure.error_file_data.get("message", "")
     if not isinstance(message, str):
         return failure.message

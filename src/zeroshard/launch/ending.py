@@ -1,4 +1,4 @@
-"""Why a group of ranks ended: where one rank fails the others fail after it, and only its failure is reported."""
+"""Why a group of ranks ended: after one rank fails the others fail too, and only the first failure is reported."""
 
 from __future__ import annotations
 
@@ -10,28 +10,31 @@ from zeroshard.errors import ExitStatus
 
 _SIGNAL_TODO = {
     "SIGKILL": "look for a lack of memory here",
-    # the kernel's only word for a mapped page that has no file behind it any more
+    # the kernel sends SIGBUS when a mapped page is read that has no file behind it any more
     "SIGBUS": "a token file was cut off while it was read, or its disk failed: prepare the data again, then resume",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a group of workers ended: the status to pass on, and the line to print (may be empty)."""
+    """How a group of ranks ended: the exit status to pass on, and the line to print (may be empty)."""
 
     status: int
     line: str = ""
 
 
 def root_cause(failures: Mapping[int, tuple[int, str]]) -> Ending:
-    """The ending of a group from rank -> (exit code, negative for a signal; message).
+    """Find the ending of a group, from its ranks' failures.
 
-    A rank that was killed comes first: its peers fail after it, and because of it. A user error comes next.
+    A rank that was killed takes precedence: its peers fail after it, and because of it. A user error comes next.
+
+    Args:
+        failures: by rank, its exit code (negative for a signal) and its message.
     """
     for code, message in failures.values():
         if code == ExitStatus.MOVED_UP:
             return Ending(code, message)
-    if (ExitStatus.PEER_LOST, "") in failures.values():  # it has spoken: see `end_as_peer_lost`
+    if (ExitStatus.PEER_LOST, "") in failures.values():  # that rank has printed why itself: see `end_as_peer_lost`
         return Ending(ExitStatus.PEER_LOST)
     for rank, (code, _) in sorted(failures.items()):
         if code < 0 and -code not in (signal.SIGTERM, signal.SIGINT):
@@ -41,12 +44,12 @@ def root_cause(failures: Mapping[int, tuple[int, str]]) -> Ending:
     for _, (code, message) in sorted(failures.items()):
         if code == ExitStatus.USAGE:
             return Ending(code, message)
-    # A rank that lost a peer ended because of another, and so may one that was asked to: the agent asks all who are
-    # left once one has ended. Neither is the cause while there is a better one.
+    # A rank that lost a peer ended because of another rank. So may one that was sent SIGTERM: once a rank has ended,
+    # the agent sends it to all others. Both count as the cause only if there is no other candidate.
     asked = (ExitStatus.TERMINATED, -signal.SIGTERM)
     for consequences in ((ExitStatus.PEER_LOST, *asked), (ExitStatus.PEER_LOST,)):
         causes = [failure for _, failure in sorted(failures.items()) if failure[0] not in consequences]
         if causes:
-            code, message = max(causes)  # of two alike, one that has left word
+            code, message = max(causes)  # of two with the same code, one that has left a message
             return Ending(code if code > 0 else 128 - code, message if code == ExitStatus.FAILED else "")
     return Ending(ExitStatus.PEER_LOST, next(message for _, (_, message) in sorted(failures.items())))

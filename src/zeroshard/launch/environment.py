@@ -1,8 +1,8 @@
-"""Where this process stands among the ranks, as its environment says, and what it tells the processes that it starts.
+"""Environment variables: this process's rank and world, and what it passes on to the processes that it starts.
 
-The only reader of the environment in the package; `zeroshard.process` sets what others read. Worlds are recognised as
-torchrun and torch's elastic agent announce them (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), else as srun
-does (SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS).
+Other modules read variables through this one, except `zeroshard.process`, which sets those that libraries read. A world
+is recognised by the variables of torchrun and torch's elastic agent (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR,
+MASTER_PORT), else by those of srun (SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from dataclasses import asdict, dataclass
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.process import num_cpus
 
-_LAUNCHER = "ZEROSHARD_LAUNCHER_PID"  # set for the workers of `launch_workers`
-_RESTARTS = "ZEROSHARD_NUM_RESTARTS"  # set there too, after the first
-_NODES = "ZEROSHARD_NODES"  # theirs too, where they are put in network namespaces
+_LAUNCHER = "ZEROSHARD_LAUNCHER_PID"  # set for the ranks of `launch_workers`
+_RESTARTS = "ZEROSHARD_NUM_RESTARTS"  # set for them too, once they have been restarted
+_NODES = "ZEROSHARD_NODES"  # set for them too, if they are to enter network namespaces
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """One process among `world_size`; ``world_size == 1`` needs no address."""
+    """This process's place among `world_size` processes; ``world_size == 1`` needs no address."""
 
     rank: int = 0
     local_rank: int = 0
@@ -39,13 +39,13 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Network namespaces of this machine that stand for nodes.
+    """Network namespaces of this machine that simulate nodes.
 
     Attributes:
-        names: of the namespaces, by node, as ``ip netns`` lists them.
-        interface: what each of them has, and its ranks talk through.
-        address: at which this process is reached from all of them.
-        node_size: neighbouring ranks in each.
+        names: names of the namespaces, by node, as ``ip netns`` lists them.
+        interface: name of the network interface, the same in each of them, through which ranks communicate.
+        address: address at which this process can be reached from all of them.
+        node_size: how many neighbouring ranks are in each.
     """
 
     names: tuple[str, ...]
@@ -55,13 +55,13 @@ class Nodes:
 
 
 def world_from_env(env: Mapping[str, str] | None = None) -> World | None:
-    """The world that a launcher has put this process in; None where nobody did.
+    """Return the world that a launcher has put this process in; None if no launcher did.
 
     Args:
-        env: variables to read; the process's own where None.
+        env: variables to read; None: the process's own.
 
     Raises:
-        UserError: a variable that is half there, is no number, or contradicts another.
+        UserError: a variable is missing, is no number, or contradicts another.
     """
     env = os.environ if env is None else env
     if "RANK" in env or "WORLD_SIZE" in env:
@@ -70,12 +70,12 @@ def world_from_env(env: Mapping[str, str] | None = None) -> World | None:
     elif env.get("SLURM_NTASKS", "1") != "1" and "SLURM_PROCID" in env:
         names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
         addr = env.get("MASTER_ADDR") or _first_host(env.get("SLURM_JOB_NODELIST", ""))
-        # every rank must choose alike, and two jobs on one machine differently
+        # every rank must choose the same port, and two jobs on one machine different ones
         port = env.get("MASTER_PORT") or str(20_000 + _number(env, "SLURM_JOB_ID", "0") % 40_000)
     else:
         return None
     rank, world_size = _number(env, names[0]), _number(env, names[2])
-    # where nobody says otherwise, one machine holds all ranks
+    # without a local rank we assume that all ranks are on one machine
     local_rank = _number(env, names[1], str(rank))
     if not 0 <= rank < world_size:
         raise UserError(names[0], f"{rank} is outside a world of {world_size}", f"set it below {names[2]}")
@@ -85,15 +85,15 @@ def world_from_env(env: Mapping[str, str] | None = None) -> World | None:
 
 
 def variable(name: str) -> str:
-    """The value of an environment variable; empty where it is not set."""
+    """Return the value of an environment variable; empty if it is not set."""
     return os.environ.get(name, "")
 
 
 def child_environment(world: World | None) -> dict[str, str]:
-    """The environment for a rank that this process starts, and that ends with it.
+    """Return the environment for a rank that this process starts, and that ends with this process.
 
     Args:
-        world: where the rank is to stand; None: where this process does.
+        world: the rank's place in the world; None: this process's own.
     """
     env = with_starter(os.environ)
     if world is None or world.world_size == 1:
@@ -108,63 +108,63 @@ def child_environment(world: World | None) -> dict[str, str]:
 
 
 def with_starter(env: Mapping[str, str]) -> dict[str, str]:
-    """The environment ``env`` for a process that this one starts, and that ends with it."""
+    """Return ``env`` extended so that the process that gets it can end with this one; see `end_with_starter`."""
     return {**env, _LAUNCHER: str(os.getpid())}
 
 
 def preempt_with(number: signal.Signals) -> None:
-    """Have submitit ask for, and jobs that it starts answer, that signal. Call it before submitit is imported."""
+    """Set the signal by which submitit has its jobs preempted, and that they handle. Call it before importing it."""
     os.environ["SUBMITIT_PREEMPT_SIGNAL"] = number.name.removeprefix("SIG")
 
 
 def num_restarts() -> int:
-    """How often an elastic agent has started this rank's world anew; 0 without one.
+    """Return how often an elastic agent has restarted this rank's world; 0 without an agent.
 
-    A machine that came later has seen fewer of them than the others.
+    The number is lower on a machine that joined later.
     """
     return int(os.environ.get(_RESTARTS, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
 
 
 def count_restart() -> None:
-    """In a launcher: the ranks that it starts from now on are a world started anew, for whatever reason.
+    """In a launcher, increment `num_restarts` of the ranks that it starts from now on, whatever the reason.
 
-    torch's agent counts those after a failure alone, not those after a machine has come or gone.
+    torch's agent counts only restarts after a failure, not those after a machine has come or gone.
     """
     os.environ[_RESTARTS] = str(int(os.environ.get(_RESTARTS, "0")) + 1)
 
 
 def set_for_workers(nproc: int, *, nodes: Nodes | None, interface: str) -> None:
-    """Set what the ranks that this process starts will read, and torch's agent in this process. Call it before torch.
+    """Set the variables that the ranks and torch's agent in this process read. Call it before torch is imported.
 
     Args:
-        nproc: ranks on this machine.
-        nodes: where they enter by `enter_node`; None: nowhere.
-        interface: that gloo talks through where nobody has said another; empty: gloo chooses.
+        nproc: how many ranks this machine has.
+        nodes: network namespaces that they enter by `enter_node`; None: they enter none.
+        interface: network interface for gloo, unless ``GLOO_SOCKET_IFNAME`` is set; empty: gloo chooses.
     """
     if nodes is not None:
         os.environ[_NODES] = json.dumps(asdict(nodes))
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    hang_up = "" if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else ",SIGHUP"  # nohup has it ignored
+    hang_up = "" if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else ",SIGHUP"  # under nohup it is ignored
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = f"SIGTERM,SIGINT,SIGQUIT,SIGUSR1{hang_up}"
     os.environ[_LAUNCHER] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cpus() // nproc)))  # before torch, which reads it then
 
 
 def use_deterministic_cublas() -> None:
-    """Have cuBLAS use memory of its own for each stream; call it before the first product on a GPU."""
+    """Configure cuBLAS's workspaces so that its results are deterministic; call it before the first matmul on a GPU."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def has_launcher() -> bool:
-    """Whether a launcher of ours has started this process."""
+    """Return whether a launcher of ours has started this process."""
     return _LAUNCHER in os.environ
 
 
 def enter_node(local_rank: int) -> None:
-    """Bring this process into its node's network namespace, for good; call it before anything is connected.
+    """Move this process into its node's network namespace, for good; call it before it opens any connection.
 
-    Threads that are there already stay outside.
+    Only the calling thread moves, and threads that it starts later; existing threads stay outside.
 
     Raises:
         UserError: no launcher of ours has made namespaces.
@@ -182,10 +182,10 @@ def enter_node(local_rank: int) -> None:
 
 
 def use_interface(name: str) -> None:
-    """Have gloo talk through a network interface of this host.
+    """Have gloo, and our ring, communicate through a network interface of this host.
 
     Raises:
-        UserError: there is none of this name.
+        UserError: the host has no interface of this name.
     """
     known = [interface for _, interface in socket.if_nameindex()]
     if name not in known:
@@ -199,12 +199,12 @@ def end_with_starter() -> None:
     if starter and sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        if os.getppid() != int(starter):  # it died before the line above
+        if os.getppid() != int(starter):  # the starter died before the line above
             os._exit(ExitStatus.PEER_LOST)
 
 
 def tell_launcher(line: str) -> bool:
-    """Leave `line` for `launch_workers` to print once; False where it did not start this process."""
+    """Leave `line` for `launch_workers` to print once; return False if `launch_workers` did not start this process."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not has_launcher() or not path:
         return False
@@ -222,6 +222,6 @@ def _number(env: Mapping[str, str], name: str, default: str = "") -> int:
 
 
 def _first_host(nodelist: str) -> str:
-    """The first host of SLURM's ``node[03-04,07],other`` notation: ``node03``."""
+    """Return the first host of a node list in SLURM's notation: ``node03`` for ``node[03-04,07],other``."""
     match = re.match(r"([^,\[]*)(?:\[(\d+))?", nodelist)
     return "" if match is None else match[1] + (match[2] or "")

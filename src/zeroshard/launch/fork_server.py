@@ -1,10 +1,11 @@
-"""A process with one thread that forks ranks for a launcher that has several threads.
+"""A single-threaded process that forks ranks for a launcher that has several threads.
 
-Where machines come and go, a launcher posts its heartbeat from a thread and serves stores, which have threads of their
-own, so it must not fork ([Note: What a fork copies] in `forked`). It forks this server before all of that, once
-everything that ranks import has been imported; from then on a rank is there in milliseconds, after each loss too.
+A launcher of several machines posts its heartbeat from a thread, and serves stores, which have threads too. So it must
+not fork ([Note: What a fork copies] in `forked`). It forks this server before it starts those threads, and after it has
+imported everything that ranks import. From then on a rank starts in milliseconds, also after a loss.
 
-The ranks are the server's children. The kernel ends the server with the launcher, and the ranks with the server.
+The ranks are children of the server. The kernel kills the server when the launcher ends, and the ranks when the server
+ends.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from zeroshard.launch.forked import ForkedRank, exit_code_of_child, fork_command
 
 
 class ForkServerLostError(RuntimeError):
-    """The process that forks ranks has ended: it was killed, and its ranks with it."""
+    """The process that forks ranks was killed, and its ranks with it."""
 
 
 class ForkServer:
-    """Fork a server from this process, which must have one thread; see `zeroshard.launch.forked.can_fork`."""
+    """Forks a server from this process, which must have a single thread; see `zeroshard.launch.forked.can_fork`."""
 
     def __init__(self) -> None:
         here, there = socket.socketpair()
@@ -41,7 +42,7 @@ class ForkServer:
         self._socket, self._lines = here, here.makefile("rb")
 
     def fork(self, words: Sequence[str], env: Mapping[str, str]) -> ForkedRank:
-        """Run ``python -m zeroshard WORDS`` with the environment ``env`` and no other.
+        """Fork a rank that runs ``python -m zeroshard WORDS``; ``env`` is its complete environment.
 
         Raises:
             ForkServerLostError: the server has been killed.
@@ -49,7 +50,7 @@ class ForkServer:
         return ForkedRank(self._ask({"words": list(words), "env": dict(env)}), self._exit_code)
 
     def close(self) -> None:
-        """End the server; its ranks have ended."""
+        """End the server. Call it once its ranks have ended."""
         self._lines.close()
         self._socket.close()
         os.waitpid(self.pid, 0)
@@ -58,7 +59,7 @@ class ForkServer:
         try:
             return self._ask({"pid": pid})
         except ForkServerLostError:
-            return -signal.SIGKILL  # the kernel has ended its ranks too
+            return -signal.SIGKILL  # the kernel has killed the server's ranks too
 
     def _ask(self, question: Mapping[str, Any]) -> Any:
         try:
@@ -72,10 +73,10 @@ class ForkServer:
 
 
 def _serve(asked: socket.socket, mask: Iterable[int]) -> NoReturn:
-    """Answer until the launcher closes its end, with the launcher's signal mask."""
+    """Answer requests until the launcher closes its end of the socket; ``mask`` is the launcher's signal mask."""
     status = 1
     try:
-        os.setsid()  # signals to the launcher's group are the launcher's
+        os.setsid()  # signals to the launcher's process group shall not reach the server
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         end_with_starter()
         for line in asked.makefile("rb"):

@@ -1,16 +1,17 @@
-"""Ranks that the launcher forks from itself, so that torch is imported once and not by every rank.
+"""Forks ranks from the launcher, so that torch is imported once and not by every rank.
 
-`import torch` and what an optimizer step imports cost five seconds of processor time. A launcher that has imported both
-forks a rank in twenty milliseconds, and the ranks share the pages. A forked rank is set up as if it had been executed:
-a session of its own, default signal handlers, an environment of its own, no open file but the standard streams; then it
+`import torch` and the imports of an optimizer step cost five seconds of CPU time. A launcher that has done both forks a
+rank in twenty milliseconds, and the ranks share the memory pages. A forked rank is set up as if it had been executed:
+it has its own session and environment, default signal handlers, and no open files but the standard streams. Then it
 runs ``python -m zeroshard`` and ends without returning into the launcher's code.
 
 [Note: What a fork copies]
     A fork copies one thread and every lock. A lock that another thread held at that moment stays locked in the child
-    for ever. So ranks are forked while the launcher has one thread of its own: before the store in which ranks meet is
-    served (`zeroshard.launch.one_host`), and after the store of an earlier attempt was closed. (OpenBLAS's idle threads
-    do no harm: OpenBLAS ends them itself before a fork.) CUDA must not have been initialised either, and is not: a
-    launcher touches no device. Where one of this does not hold, `can_fork` says so and ranks are spawned.
+    for ever. So ranks are forked while the launcher has only its main thread: before it serves the ranks' rendezvous
+    store (`zeroshard.launch.one_host`), and after the store of an earlier attempt was closed. (OpenBLAS's idle threads
+    do no harm: OpenBLAS ends them itself before a fork.) CUDA must not have been initialised either, and is not,
+    because a launcher uses no device. If one of these conditions does not hold, `can_fork` is False and ranks are
+    spawned.
 """
 
 from __future__ import annotations
@@ -32,19 +33,21 @@ from typing import NoReturn
 
 FIRST_FD = 3  # after the standard streams
 POLL_S = 0.01
-EXIT_BROKEN_PIPE = 120  # the interpreter's own
+EXIT_BROKEN_PIPE = 120  # as the interpreter exits when it cannot flush its standard streams
 
 
 def exit_code_of_child(pid: int) -> int | None:
-    """Of a child of this process: its exit code, negative for a signal; None while it runs."""
+    """Return the exit code of a child of this process, negative for a signal; None while it runs."""
     ended, status = os.waitpid(pid, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if ended else None
 
 
 class ForkedRank:
-    """A forked process, as far as torch's agent asks `subprocess.Popen` for more than that.
+    """A forked process, with the methods of `subprocess.Popen` that torch's agent uses.
 
-    ``exit_code`` is asked for the exit code of its process until there is one.
+    Args:
+        pid: id of the process.
+        exit_code: returns the exit code of the process with this id; None while it runs.
     """
 
     def __init__(self, pid: int, exit_code: Callable[[int], int | None] = exit_code_of_child) -> None:
@@ -52,16 +55,16 @@ class ForkedRank:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit code, negative for a signal; None while it runs."""
+        """Return the exit code, negative for a signal; None while the process runs."""
         if self.returncode is None:
             self.returncode = self._exit_code(self.pid)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code, once it has ended.
+        """Wait until the process has ended; return its exit code.
 
         Raises:
-            subprocess.TimeoutExpired: it has not after ``timeout`` seconds.
+            subprocess.TimeoutExpired: it still runs after ``timeout`` seconds.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
@@ -71,16 +74,16 @@ class ForkedRank:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to it and to what it has started, unless it has ended."""
+        """Send a signal to the process and those that it has started, unless it has ended."""
         if self.poll() is None:
             try:
                 os.killpg(self.pid, number)
-            except ProcessLookupError:  # forked a moment ago, and not yet the leader of a group
+            except ProcessLookupError:  # it was forked a moment ago and does not lead a process group yet
                 os.kill(self.pid, number)
 
 
 def can_fork() -> bool:
-    """Whether this process may fork ranks: [Note: What a fork copies]."""
+    """Return whether this process may fork ranks: [Note: What a fork copies]."""
     cuda = sys.modules.get("torch.cuda")
     return (
         sys.platform == "linux"
@@ -91,14 +94,17 @@ def can_fork() -> bool:
 
 
 def import_all(modules: Sequence[str]) -> None:
-    """Import what every rank would import, and keep the garbage collector from touching, and so copying, its pages."""
+    """Import ``modules``, which every rank needs, and exempt all objects from garbage collection.
+
+    The collector would write to their memory pages, and a forked process gets its own copy of each page that changes.
+    """
     for name in modules:
         import_module(name)
     gc.freeze()
 
 
 def fork_command(words: Sequence[str], env: Mapping[str, str]) -> ForkedRank:
-    """Run ``python -m zeroshard WORDS`` in a forked process, with the environment ``env`` and no other."""
+    """Run ``python -m zeroshard WORDS`` in a forked process; ``env`` is its complete environment."""
     sys.stdout.flush()
     sys.stderr.flush()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # until the child has handlers of its own
@@ -112,10 +118,11 @@ def fork_command(words: Sequence[str], env: Mapping[str, str]) -> ForkedRank:
 
 
 def as_executed(env: Mapping[str, str]) -> None:
-    """In a forked process: leave behind what a program started anew would not have.
+    """Bring a forked process into the state of a newly executed program with the environment ``env``.
 
-    That is signal handlers, open files but the standard streams, the environment, and what the parent wants done at its
-    own end (a temporary folder removed, say). Threads of torch are as many as the environment says.
+    It resets signal handlers, closes all files but the standard streams, replaces the environment, and drops the
+    finalizers that the parent has registered for its own exit (to remove a temporary folder, say). torch gets as many
+    threads as ``OMP_NUM_THREADS`` says.
     """
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN, None):
@@ -133,13 +140,16 @@ def as_executed(env: Mapping[str, str]) -> None:
 
 
 def run_main(main: Callable[[], object]) -> int:
-    """The exit status of a program that ``main`` is, its last output written: what the interpreter does at its end."""
+    """Run ``main`` as a program; return its exit status.
+
+    As the interpreter does at exit, it prints an uncaught exception, runs exit functions and flushes the output.
+    """
     try:
         main()
         status = 0
     except SystemExit as stop:
         status = _status(stop.code)
-    except BaseException as error:  # noqa: BLE001 -- told as the interpreter tells it
+    except BaseException as error:  # noqa: BLE001 -- printed as the interpreter prints it
         sys.excepthook(type(error), error, error.__traceback__)
         status = 1
     threading._shutdown()  # ty: ignore[missing-attribute]
@@ -147,7 +157,7 @@ def run_main(main: Callable[[], object]) -> int:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except BrokenPipeError:  # who read it has gone
+        except BrokenPipeError:  # the process that read our output has ended
             status = status or EXIT_BROKEN_PIPE
     return status
 

@@ -1,7 +1,7 @@
-"""How ranks are started on this machine, and other programs that must not outlive this process.
+"""Starts ranks on this machine, and other programs that must not outlive this process.
 
-`launch_workers` drives torch's elastic agent from Python, because torchrun turns every failure into exit status 1, and
-the root cause's own status is what a script needs to know.
+`launch_workers` drives torch's elastic agent from Python. torchrun turns every failure into exit status 1, whereas
+`launch_workers` reports the exit status of the root cause, which scripts need.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def launch_workers(
     Args:
         argv: the words after ``zeroshard``.
         nproc: ranks to start on this machine, 1 or more.
-        port: where they meet on the loopback interface; 0: any free one.
-        max_restarts: how often they are started again after one was lost; see `zeroshard.launch.elastic`.
-        max_moves: how often beside that, after one has ended as `ExitStatus.MOVED_UP`.
-        meeting: where they meet those of other machines; then ``port`` plays no part.
-        nodes: where the ranks enter by `enter_node`; None: they stay here.
-        imports: modules that every rank will import: they are imported here, once, and ranks are forked.
-        while_importing: entered for that time; it leaves no thread behind.
+        port: port of their rendezvous on the loopback interface; 0: any free one.
+        max_restarts: how often they are started again after one failed or was lost; see `zeroshard.launch.elastic`.
+        max_moves: how often they are also started again after one has ended with `ExitStatus.MOVED_UP`.
+        meeting: where they meet the ranks of other machines; ``port`` is then ignored.
+        nodes: network namespaces that the ranks enter by `enter_node`; None: they stay in this one.
+        imports: modules that every rank will import; they are imported here, once, and ranks are forked afterwards.
+        while_importing: a context that is entered during these imports; it must leave no thread behind.
 
     Raises:
         UserError: the port is in use.
@@ -56,7 +56,7 @@ def launch_workers(
         address = nodes.address if nodes else _LOOPBACK
         require_free_port(port, address)
         meeting = Meeting(address, port, own_address=address)
-    # of one machine it is the loopback interface, which no other reaches
+    # with one machine it is the loopback interface, which other machines cannot reach
     interface = meeting.interface if nodes is None else ""
     set_for_workers(nproc, nodes=nodes, interface=interface)
     with while_importing or nullcontext():
@@ -77,16 +77,16 @@ def launch_workers(
 
 
 def _silence_elastic_loggers() -> None:
-    """Their banner says less than our one line."""
+    """Silence the agent's loggers: their banner says less than our one line."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):  # each has a level of its own
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def start_child(words: Sequence[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
-    """Start ``zeroshard WORDS``, or another program that calls `end_with_starter`, so that it does not outlive us.
+    """Start ``zeroshard``, or a program that calls `end_with_starter`, so that it does not outlive this process.
 
-    Call it from the main thread, whose end the kernel waits for.
+    Call it from the main thread: the kernel kills the child when the thread that started it ends.
     """
     env = child_environment(None)
     return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env)
@@ -95,7 +95,7 @@ def start_child(words: Sequence[str], output: IO[bytes]) -> subprocess.Popen[byt
 def require_free_port(port: int, address: str = _LOOPBACK) -> None:
     """Raise UserError if something listens on `port` of `address`; 0 is always free."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one just closed is free
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just closed counts as free
         try:
             probe.bind((address, port))
         except OSError as error:

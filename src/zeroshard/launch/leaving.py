@@ -1,8 +1,8 @@
 """How a rank ends: with its launcher, soon after Ctrl-C, or at once with a message.
 
 [Note: nothing is left behind] A rank may be blocked in a collective, in C++, where Python runs no signal handler. So
-three mechanisms end it. The agent signals every rank, and kills those that are still there after `SHUTDOWN_GRACE_S`.
-After Ctrl-C, and after SIGTERM or SIGHUP where nothing is to be saved yet, a watching thread ends its own process
+three mechanisms end it. The agent signals every rank, and kills those that still run after `SHUTDOWN_GRACE_S`. After
+Ctrl-C, and after SIGTERM or SIGHUP if there is no checkpoint to write first, a watching thread ends its own process
 within `INTERRUPT_GRACE_S`. And the kernel kills a rank whose launcher has died, or that hangs in its own exit.
 """
 
@@ -23,18 +23,18 @@ from typing import NoReturn
 from zeroshard.errors import ExitStatus
 from zeroshard.launch.environment import end_with_starter, tell_launcher
 
-INTERRUPT_GRACE_S = 2.0  # from Ctrl-C to the end of a rank, wherever it is
+INTERRUPT_GRACE_S = 2.0  # from Ctrl-C to the end of a rank, whatever it is doing
 _saves_first = threading.Event()
 
 
 @contextmanager
 def ended_with_launcher() -> Generator[None]:
-    """Inside, this rank dies with its launcher, and soon after Ctrl-C: [Note: nothing is left behind]."""
+    """Inside, this rank ends with its launcher, and soon after Ctrl-C: [Note: nothing is left behind]."""
     end_with_starter()
-    if threading.current_thread() is not threading.main_thread():  # only there can a signal be waited for
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may install signal handlers
         yield
         return
-    # Python's handler needs the main thread; the C handler writes to this descriptor whatever that thread does
+    # Python runs its handlers on the main thread, which may block; the C handler writes to this descriptor at once
     heard, told = socket.socketpair()
     told.setblocking(False)
     before = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
@@ -56,7 +56,7 @@ def ended_with_launcher() -> Generator[None]:
 
 @contextmanager
 def saves_before_end() -> Generator[None]:
-    """Inside, SIGTERM and SIGHUP do not end this rank soon: it has a checkpoint to write first."""
+    """Inside, SIGTERM and SIGHUP do not end this rank within `INTERRUPT_GRACE_S`: it writes a checkpoint first."""
     _saves_first.set()
     try:
         yield
@@ -65,9 +65,9 @@ def saves_before_end() -> Generator[None]:
 
 
 def end_as_peer_lost(line: str, speak: bool) -> NoReturn:
-    """End this process now, from whichever thread: another one may sit in a collective for ever.
+    """End this process now, from any thread: the main thread may be blocked in a collective for ever.
 
-    With ``speak`` it says why at once, since the launcher speaks only when all ranks have ended.
+    With ``speak`` it prints ``line`` at once, because the launcher prints only when all ranks have ended.
     """
     tell_launcher("")
     if speak:
@@ -76,14 +76,14 @@ def end_as_peer_lost(line: str, speak: bool) -> NoReturn:
 
 
 def end_at_once(line: str, status: ExitStatus) -> NoReturn:
-    """End this process now with a status of its own, and have the launcher print ``line``, or print it."""
+    """End this process now with ``status``; its launcher prints ``line``, or this process if it has no launcher."""
     if not tell_launcher(line):
         print(line, file=sys.stderr, flush=True)
     os._exit(status)
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
-    """Ctrl-C as ever, in a process that ends soon: where this runs, the watching thread may never get Python's lock."""
+    """Raise KeyboardInterrupt, and have the kernel end this process soon: the watching thread may never get the GIL."""
     end_by_kernel(INTERRUPT_GRACE_S + 0.5, ExitStatus.INTERRUPTED)
     raise KeyboardInterrupt
 
@@ -101,7 +101,7 @@ def _end_after_interrupt(heard: socket.socket, left: threading.Event) -> None:
 
 
 class _Event(ctypes.Structure):
-    """``struct sigevent`` of Linux on 64 bits, as ``SIGEV_THREAD`` reads it: 64 bytes."""
+    """Linux's ``struct sigevent`` on 64 bits, with the fields that ``SIGEV_THREAD`` uses: 64 bytes."""
 
     _fields_ = (
         ("value", ctypes.c_size_t),
@@ -114,17 +114,17 @@ class _Event(ctypes.Structure):
 
 
 class _Times(ctypes.Structure):
-    """``struct itimerspec``: of an interval, and of the first time, each in seconds and nanoseconds."""
+    """Linux's ``struct itimerspec``: interval and first expiration, each in seconds and nanoseconds."""
 
     _fields_ = tuple((name, ctypes.c_long) for name in ("every_s", "every_ns", "first_s", "first_ns"))
 
 
 def end_by_kernel(after_s: float, status: int) -> None:
-    """Have this process end with ``status`` after so many seconds, whatever holds Python's lock then.
+    """Have this process end with ``status`` after ``after_s`` seconds, whichever thread holds Python's lock then.
 
-    An interpreter that is stuck in its own shutdown runs no thread of Python's and no handler. So a timer of the
-    kernel's calls C's ``_exit`` with the status, in a thread that the C library makes for it (``timer_create(2)``,
-    ``SIGEV_THREAD``). Where there is none, SIGALRM ends the process a little later, with the status 142.
+    An interpreter that hangs in its own shutdown runs neither Python threads nor signal handlers. So a kernel timer
+    calls C's ``_exit`` with the status, on a thread that the C library makes for it (``timer_create(2)``,
+    ``SIGEV_THREAD``). On systems without such timers SIGALRM ends the process a second later, with status 142.
     """
     signal.setitimer(signal.ITIMER_REAL, after_s + 1.0)
     libc = ctypes.CDLL(None)

@@ -1,7 +1,7 @@
-"""Temporary folders whose owner may be killed: the next start removes what it left, and nothing that is in use.
+"""Temporary folders that are removed even if their owner is killed: the next start removes those that nobody uses.
 
-A folder is made under a hidden name, a file in it is locked, and only then it takes its name. The kernel drops the lock
-when its owner ends, however it ends. So a folder of that name whose lock can be had belongs to nobody.
+A folder is made under a hidden name, a file in it is locked, and only then is it renamed to its final name. The kernel
+drops the lock when the owner ends, however it ends. So a folder with a final name whose lock is free has no owner.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ _OWNER = "owner.lock"
 
 @contextmanager
 def owned_folder(prefix: str) -> Generator[str]:
-    """A new temporary folder, removed on the way out; those of the same ``prefix`` whose owners have died go first.
+    """Make a temporary folder and remove it at the end of the context.
+
+    Before that, remove folders of the same ``prefix`` whose owners have died.
 
     Args:
-        prefix: of its name, of a launcher's alone.
+        prefix: beginning of the folder's name; no other kind of folder may use it.
     """
     place = Path(tempfile.gettempdir())
     remove_unowned(place, prefix)
@@ -44,14 +46,14 @@ def owned_folder(prefix: str) -> Generator[str]:
 
 
 def remove_unowned(place: Path, prefix: str) -> list[Path]:
-    """Remove this user's folders ``prefix*`` in ``place`` whose owners have died; which they were."""
+    """Remove this user's folders ``prefix*`` in ``place`` whose owners have died; return those."""
     removed = []
     for path in sorted(place.glob(f"{prefix}*")):
         try:
             if path.is_symlink() or path.stat().st_uid != os.geteuid():
                 continue
             lock = open_regular(path / _OWNER, os.O_RDWR, follow=False)
-        except OSError:  # no folder of ours, or just gone
+        except OSError:  # not a folder of ours, or just removed
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,9 +1,10 @@
-"""Several machines in one world: how many may take part, where they meet, and as whom this one comes.
+"""Several machines in one world: how many may take part, where they meet, and the address of this one.
 
-Each machine runs the same command with the same ``HOST:PORT``. Whoever has the address HOST serves the meeting there,
-through torch's c10d rendezvous; the others come. torch guesses by host names which of them that is and over which
-interface gloo talks, and guesses wrong where names resolve to loopback or a machine has several networks. Here the
-kernel is asked: an address is ours if a socket can be bound to it, and our own address is that of a route to it.
+Each machine runs the same command with the same ``HOST:PORT``. The machine that has the address HOST serves the meeting
+there; the others connect. torch's c10d rendezvous guesses by host names which machine that is, and over which interface
+gloo communicates. It guesses wrong if names resolve to loopback, or if a machine has several networks. We ask the
+kernel instead: an address is this machine's if a socket can be bound to it, and this machine's own address is the
+source address of the route to HOST.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import psutil
 from zeroshard.errors import UserError
 
 DEFAULT_PORT = 29400  # torchrun's
-PROBE_S = 5.0  # between two looks at the meeting, and for each of them
-UNREACHABLE_AFTER_S = 30.0
+PROBE_S = 5.0  # between two attempts to connect to the meeting, and the timeout of each
+UNREACHABLE_AFTER_S = 30.0  # after so long without a connection the meeting counts as unreachable
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +29,12 @@ class Meeting:
     """Where the machines of a world meet.
 
     Attributes:
-        host, port: of whoever serves the meeting.
-        min_nodes: machines without which a world is not started.
-        max_nodes: machines that it takes at most; more may come and wait.
-        own_address: of this machine, on the network that leads to ``host``.
-        serves: whether this process is to serve the meeting.
+        host: name or address of the machine that serves the meeting.
+        port: the port there.
+        min_nodes: the least number of machines with which a world is started.
+        max_nodes: the most machines in a world; further ones may come and wait.
+        own_address: address of this machine, on the network that leads to ``host``.
+        serves: whether this process should serve the meeting.
     """
 
     host: str = "127.0.0.1"
@@ -49,7 +51,7 @@ class Meeting:
 
     @property
     def interface(self) -> str:
-        """The network interface that has ``own_address``; empty where none is found."""
+        """The network interface that has ``own_address``; empty if none is found."""
         for name, addresses in psutil.net_if_addrs().items():
             if any(each.address == self.own_address for each in addresses):
                 return name
@@ -57,10 +59,10 @@ class Meeting:
 
 
 def meeting_at(endpoint: str, min_nodes: int, max_nodes: int) -> Meeting:
-    """This machine's view of the meeting at ``endpoint``, which is ``HOST`` or ``HOST:PORT``.
+    """Return the meeting at ``endpoint``, which is ``HOST`` or ``HOST:PORT``, with this machine's own address.
 
     Raises:
-        UserError: ``endpoint`` is neither, or HOST cannot be found.
+        UserError: ``endpoint`` is neither, or HOST cannot be resolved or reached.
     """
     host, colon, digits = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", str(DEFAULT_PORT))
     if not host or not digits.isdecimal() or not 0 < int(digits) < 65536:
@@ -76,10 +78,10 @@ def meeting_at(endpoint: str, min_nodes: int, max_nodes: int) -> Meeting:
 
 
 def watch(meeting: Meeting, ended: threading.Event, on_unreachable: Callable[[], None]) -> None:
-    """Call ``on_unreachable`` once nothing has answered at the meeting for `UNREACHABLE_AFTER_S`, unless ``ended``.
+    """Call ``on_unreachable`` if nothing answers at the meeting for `UNREACHABLE_AFTER_S`; return once ``ended``.
 
-    Where a link is down nothing fails: torch's client of the meeting's store waits for an answer until TCP gives up, a
-    quarter of an hour later, and holds whoever asked. So another thread looks whether a connection can still be made.
+    If a link is down, torch's client of the meeting's store blocks until TCP gives up, a quarter of an hour later. So a
+    separate thread runs this function, which tests whether a connection can still be made.
     """
     answered = time.monotonic()
     while not ended.wait(PROBE_S):
@@ -99,7 +101,7 @@ def _address_towards(address: str, port: int) -> str:
 
 
 def _can_serve(address: str, port: int) -> bool:
-    """Whether the address is this machine's and nobody serves there yet."""
+    """Return whether the address is this machine's and nothing listens on the port yet."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,8 +1,9 @@
-"""Where the ranks of several machines meet: rounds, for torch's elastic agent.
+"""The rendezvous of several machines, for torch's elastic agent.
 
-Each launcher has a thread that posts its heartbeat; that of the launcher which serves the meeting also forms the rounds
-(`zeroshard.launch.rounds`), and serves the store at which the ranks of a round meet. Each round has a new store. One
-that outlives a restart still has the keys of the ranks that died, and 5 of 10 restarts after a crash hung with it.
+Each launcher has a thread that posts its heartbeat. The launcher that serves the meeting also forms the rounds
+(`zeroshard.launch.rounds`), and serves the store through which the ranks of a round connect. Each round has a new
+store. A store that outlives a restart still has the keys of the ranks that died; with one, 5 of 10 restarts after a
+crash hung.
 """
 
 from __future__ import annotations
@@ -26,21 +27,24 @@ from zeroshard.launch.machines import Meeting
 from zeroshard.launch.meeting_store import open_store
 from zeroshard.launch.rounds import LOOK_S, Entry, Leader, Round, RoundStore
 
-JOIN_TIMEOUT_S = 600  # that a machine waits for the least number of others
-READ_TIMEOUT_S = 60  # of a machine's question to the meeting
-STORE_TIMEOUT_S = 600.0  # of a rank's question to the store of its round
+JOIN_TIMEOUT_S = 600  # how long a machine waits until enough others have come
+READ_TIMEOUT_S = 60  # timeout of a launcher's requests to the store of the meeting
+STORE_TIMEOUT_S = 600.0  # timeout of a rank's requests to the store of its round
 
 
 class ManyHosts(RendezvousHandler):
-    """The rendezvous of a launcher that is one of several.
+    """The rendezvous handler of a launcher that is one of several.
 
     Args:
-        meeting: of the machines.
-        num_ranks: of this one.
-        run_id: of this launch, the same on each machine.
+        meeting: where the machines meet.
+        num_ranks: how many ranks this machine starts.
+        run_id: id of this launch, the same on each machine.
+
+    Attributes:
+        current: the round that this machine is in, or was in last; None before the first.
 
     Raises:
-        RendezvousConnectionError: nobody answers at the meeting's address, or its port is taken by another program.
+        RendezvousConnectionError: nobody answers at the meeting's address, or another program uses its port.
     """
 
     def __init__(self, meeting: Meeting, num_ranks: int, run_id: str) -> None:
@@ -65,12 +69,12 @@ class ManyHosts(RendezvousHandler):
         self._thread.start()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """This machine's place in a round that is newer than the one it was in.
+        """Wait for a round that is newer than this machine's last one and includes it; return its place in that round.
 
         Raises:
             RendezvousClosedError: the run has ended.
             RendezvousConnectionError: the store does not answer any more.
-            RendezvousTimeoutError: there were too few machines for `JOIN_TIMEOUT_S`.
+            RendezvousTimeoutError: no round was under way for `JOIN_TIMEOUT_S`, because too few machines came.
         """
         wants = 1 if self.current is None else self.current.number + 1
         self._want(wants)
@@ -85,21 +89,21 @@ class ManyHosts(RendezvousHandler):
                 wants = newest.number + 1
                 self._want(wants)
             if newest is not None and not newest.over:
-                deadline = time.monotonic() + JOIN_TIMEOUT_S  # others train, and this machine is spare
+                deadline = time.monotonic() + JOIN_TIMEOUT_S  # the others train; this machine waits as a spare
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError
             time.sleep(LOOK_S)
 
     def why_over(self) -> str:
-        """Why the ranks of this machine's round should not go on; empty where they should."""
+        """Return why the ranks of this machine's round should stop; empty if they should continue."""
         newest = self._newest()
         if newest is None or self.current is None:
             return ""
         return newest.over or ("the others go on without this machine" if newest.number > self.current.number else "")
 
     def leave(self) -> None:
-        """Let the others know that this machine ends."""
-        with suppress(RuntimeError, OSError):  # where the store is gone, nobody is left to be told
+        """Tell the other machines that this one ends, and stop its heartbeat."""
+        with suppress(RuntimeError, OSError):  # if the store is gone, nobody is left to be told
             self._post(left=True)
         self._left.set()
         self._thread.join()
@@ -113,7 +117,7 @@ class ManyHosts(RendezvousHandler):
 
     @property
     def first_rank(self) -> int:
-        """Of this machine, in its round."""
+        """The global rank of this machine's first rank, in its round."""
         assert self.current is not None, "this machine is in no round"
         return self.current.first_rank(self._own)
 
@@ -142,17 +146,17 @@ class ManyHosts(RendezvousHandler):
             self._board.post(self._own, self._entry)
 
     def _send_heartbeats(self) -> None:
-        """Post heartbeats until this machine leaves, and form rounds where it serves them; runs on the thread."""
+        """Post heartbeats until this machine leaves, and form rounds if it serves the meeting; runs on the thread."""
         try:
             while not self._left.wait(LOOK_S):
                 self._post()
                 if self._leader is not None:
                     self._leader.look()
         except (RuntimeError, OSError) as error:
-            self._lost = error  # for whoever asks next
+            self._lost = error  # the next call of another thread raises it
 
     def _serve(self) -> tuple[str, int]:
-        self._ranks_store = None  # of the round before: its port is closed
+        self._ranks_store = None  # closes the store of the previous round
         self._ranks_store = open_store(self._address, 0, serves=True, timeout_s=STORE_TIMEOUT_S)
         return self._address, self._ranks_store.port
 
@@ -160,34 +164,34 @@ class ManyHosts(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Rank 0 opens no store: that of the round is the ranks'."""
+        """True: ranks use the store of the round, and rank 0 opens none."""
         return True
 
     def get_backend(self) -> str:
-        """What torch's logs call it."""
+        """Return the name of this rendezvous in torch's logs."""
         return "many-hosts"
 
     def get_run_id(self) -> str:
-        """Of this launch."""
+        """Return the id of this launch."""
         return self._run_id
 
     def is_closed(self) -> bool:
-        """Whether the run has ended."""
+        """Return whether the run has ended."""
         try:
             return self._board.closed()
         except (RuntimeError, OSError) as error:
             self._raise(error)
 
     def set_closed(self) -> None:
-        """No machine meets here any more."""
+        """End the run: there will be no further round."""
         self._board.close()
 
     def num_nodes_waiting(self) -> int:
-        """More than 0 where this machine's round is over."""
+        """Return 1 if this machine's round is over, so that the agent restarts the ranks; else 0."""
         return int(bool(self.why_over()))
 
     def shutdown(self) -> bool:
-        """The run has ended, on all machines."""
+        """End the run on all machines, and leave."""
         with suppress(RuntimeError, OSError):  # as in `leave`
             self._board.close()
         self.leave()
@@ -195,7 +199,7 @@ class ManyHosts(RendezvousHandler):
 
 
 def _open(meeting: Meeting) -> tuple[dist.TCPStore, bool]:
-    """The store at the meeting's address, and whether it is served from here."""
+    """Open the store at the meeting's address; return it, and whether this process serves it."""
     host, port = meeting.host, meeting.port
     try:
         try:

@@ -1,12 +1,13 @@
-"""A TCP store that listens at one address.
+"""A `TCPStore` that listens at one address only.
 
-torch's `TCPStore` listens on all interfaces of its machine and asks nobody who they are: whoever reaches the port reads
-and writes what ranks leave for each other, the secrets of the ring's connections included. So its socket is made here,
-bound to the address at which ranks are told to meet: ranks of one machine meet on the loopback interface, which no
-other machine reaches, those of several on the network that leads to all of them.
+torch's `TCPStore` listens on all interfaces of its machine and has no authentication: any process that reaches the port
+can read and write all keys, including the secrets of the ring's connections. So we make its listening socket ourselves,
+bound to the address at which ranks are told to meet. Ranks of one machine meet on the loopback interface, which other
+machines cannot reach; ranks of several machines meet on the network that connects them.
 
-A name that leads to a loopback address on its own machine, as distributions have it in ``/etc/hosts``, says nothing of
-where others look for it. Only then does the store listen everywhere, and says so.
+Distributions often map a machine's own name to a loopback address in ``/etc/hosts``. Such a name does not tell at which
+address other machines look for the store. In that case, and if the address belongs to no interface here, the store
+listens on all interfaces and prints a warning.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-_BACKLOG = 2048  # connections of ranks that all come at once
+_BACKLOG = 2048  # enough for all ranks to connect at once
 
 
 def open_store(host: str, port: int, *, serves: bool, timeout_s: float, world_size: int | None = None) -> dist.TCPStore:
-    """The store at ``host:port``.
+    """Open the store at ``host:port``: serve it in this process, or connect to another process that does.
 
     Args:
         host: a name or address; with ``serves`` one of this machine.
-        port: of the store; 0 with ``serves``: any free one.
-        serves: whether it lives in this process; else it is another's, which is waited for.
-        timeout_s: how long whoever asks the store for something waits for it.
-        world_size: how many processes will come; None: nobody knows.
+        port: port of the store; 0 with ``serves``: any free one.
+        serves: whether this process serves the store; if not, wait for the process that does.
+        timeout_s: timeout of requests to the store.
+        world_size: how many processes will connect; None: unknown.
 
     Raises:
-        OSError: the port is taken, or the name leads nowhere.
+        OSError: the port is taken, or the name cannot be resolved.
         RuntimeError: nobody answers there (`torch.distributed.DistNetworkError`, `DistStoreError`).
     """
     timeout = timedelta(seconds=timeout_s)
@@ -70,7 +71,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _is_loopback_itself(host: str) -> bool:
-    """Whether ``host`` means the loopback interface on every machine, and not just here."""
+    """Return whether ``host`` means the loopback interface on every machine, and not just here."""
     if host == "localhost":
         return True
     try:
@@ -82,7 +83,7 @@ def _is_loopback_itself(host: str) -> bool:
 def _bound(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
     server = socket.socket(family, socket.SOCK_STREAM)
     try:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one just closed is free
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just closed counts as free
         server.bind((address, port))
         server.listen(_BACKLOG)
     except BaseException:

@@ -1,10 +1,10 @@
-"""Where the ranks of one host meet: a store in the launcher, on one address of this host, new for each attempt.
+"""The rendezvous of ranks on one host: a store in the launcher, on one address of this host, new for each attempt.
 
-torch's c10d rendezvous serves its store on every network interface and from before the first rank is started until
-after the last one. Here the launcher opens the listening socket on the address that it was given (the loopback
-interface, or a bridge to network namespaces), so that no other host reaches it; it then forks the ranks, whose
-connections wait in the socket's queue, and only then serves the store: at the fork there is no thread of the store
-([Note: What a fork copies] in `forked`). A restarted world gets another socket and an empty store.
+torch's c10d rendezvous serves its store on every network interface, and already when ranks are started. Here the
+launcher opens the listening socket only on the address that it was given (the loopback interface, or a bridge to
+network namespaces), so that no other host can reach it. It then forks the ranks, whose connections wait in the socket's
+queue. Only then does it serve the store, so that the store's thread does not exist at the fork
+([Note: What a fork copies] in `forked`). A restarted world gets a new socket and an empty store.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from zeroshard.launch.forked import FIRST_FD
 
-BACKLOG = 4096  # connections that wait until the store is served
+BACKLOG = 4096  # how many connections can wait until the store is served
 STORE_TIMEOUT_S = 600.0
 
 
 class OneHost(RendezvousHandler):
-    """The rendezvous of a launcher whose ranks are all on this host.
+    """The rendezvous handler of a launcher whose ranks are all on this host.
 
     Args:
-        address: of this host, where the store listens.
-        port: there; 0: any free one.
-        run_id: of this launch.
+        address: address of this host at which the store listens.
+        port: port of the store; 0: any free one.
+        run_id: id of this launch.
     """
 
     def __init__(self, address: str, port: int, run_id: str) -> None:
@@ -37,7 +37,7 @@ class OneHost(RendezvousHandler):
         self._closed = False
 
     def serve(self) -> None:
-        """Serve the store, once the ranks have been forked."""
+        """Serve the store. Call it once the ranks have been forked."""
         assert self._listening is not None, "the ranks have not met"
         port = self._listening.getsockname()[1]
         self._store = dist.TCPStore(
@@ -57,7 +57,7 @@ class OneHost(RendezvousHandler):
             self._listening = None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """This host alone, with a socket that listens and no store behind it yet."""
+        """Open a listening socket, with no store behind it yet; return a world of this host alone."""
         self._end_attempt()
         listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -70,27 +70,27 @@ class OneHost(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Rank 0 opens no store: the launcher's is theirs."""
+        """True: ranks use the launcher's store, and rank 0 opens none."""
         return True
 
     def get_backend(self) -> str:
-        """What torch's logs call it."""
+        """Return the name of this rendezvous in torch's logs."""
         return "one-host"
 
     def get_run_id(self) -> str:
-        """Of this launch."""
+        """Return the id of this launch."""
         return self._run_id
 
     def is_closed(self) -> bool:
-        """Whether `set_closed` was called."""
+        """Return whether `set_closed` was called."""
         return self._closed
 
     def set_closed(self) -> None:
-        """No rank meets here any more."""
+        """Mark the rendezvous as closed."""
         self._closed = True
 
     def num_nodes_waiting(self) -> int:
-        """No other host may join."""
+        """Return 0: no other host can join."""
         return 0
 
     def shutdown(self) -> bool:

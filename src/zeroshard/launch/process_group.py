@@ -1,4 +1,4 @@
-"""How a rank joins the others and leaves them: the store where they meet, and torch.distributed's default group."""
+"""How a rank joins and leaves the others: the rendezvous store, and torch.distributed's default group."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ COLLECTIVE_TIMEOUT_S = 600.0
 
 
 def meet(world: World, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> dist.Store:
-    """The store at which the ranks of `world` meet, before they have a process group.
+    """Return the store at which the ranks of `world` meet, before they have a process group.
 
     Args:
-        world: whose rank this is; its address where it has more than one.
-        timeout_s: how long this rank waits for what another one leaves there.
+        world: this rank's place in the world, with the address of the store if there are several ranks.
+        timeout_s: timeout of requests to the store, which may wait for a key that another rank sets.
     """
     import torch.distributed as dist
 
@@ -28,12 +28,12 @@ def meet(world: World, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> dist.Store:
 
     if world.world_size == 1:
         return dist.HashStore()
-    # under an elastic agent the store at this address may be the agent's, and rank 0 must not open another
+    # an elastic agent may serve the store at this address; then rank 0 must not open another
     agent_has_it = variable("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = world.rank == 0 and not agent_has_it
     address = world.master_addr, world.master_port
     store = open_store(*address, serves=serves, timeout_s=timeout_s, world_size=world.world_size)
-    # the store may have served an earlier attempt; ranks of our own launcher have a new one each time
+    # the store may have keys of an earlier attempt, hence the prefix; our own launcher makes a new store each time
     attempt = 0 if has_launcher() else num_restarts()
     return dist.PrefixStore(f"zeroshard/{attempt}", store)
 
@@ -41,13 +41,13 @@ def meet(world: World, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> dist.Store:
 def init_process_group(
     world: World, device: torch.device, timeout_s: float = COLLECTIVE_TIMEOUT_S, store: dist.Store | None = None
 ) -> dist.Store:
-    """Join the ranks of `world` as torch.distributed's default group, also where there is but one.
+    """Join the ranks of `world` in torch.distributed's default group, even if there is only one rank.
 
     Args:
-        world: whose rank this is; its address where it has more than one.
-        device: where the model lives. CUDA: NCCL for its tensors and gloo for the CPU's; else gloo.
-        timeout_s: after which a collective that a peer never joined fails.
-        store: where the ranks have met; None: they do so now.
+        world: this rank's place in the world, with the address of the store if there are several ranks.
+        device: the model's device. On CUDA, NCCL moves CUDA tensors and gloo CPU tensors; else gloo moves all.
+        timeout_s: seconds after which a collective that a peer never joins fails.
+        store: the store at which the ranks have met; None: call `meet` now.
 
     Returns:
         The store at which the ranks have met.
@@ -70,8 +70,8 @@ def init_process_group(
 def shutdown() -> None:
     """Leave the default group, if there is one.
 
-    gloo's worker threads abort the process at exit if anything still holds their work: collecting before and
-    after is what keeps the exit clean.
+    gloo's worker threads abort the process at exit if anything still references their work handles. To prevent that,
+    garbage is collected before and after.
     """
     import torch.distributed as dist
 

@@ -1,6 +1,6 @@
 """Language models, each a complete definition in one file; they know nothing of sharding.
 
-Names are loaded on first use: what a command line reads needs no torch.
+Names are imported on first use, so that the command line can read configurations without importing torch.
 """
 
 from __future__ import annotations

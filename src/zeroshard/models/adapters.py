@@ -1,23 +1,23 @@
-"""Which adapters a model is given, and the names that parameters have with them; `zeroshard.models.lora` adds them."""
+"""LoRA settings, and parameter names in a model with adapters; `zeroshard.models.lora` adds the adapters."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-ADAPTER = "default"  # the only one; peft's own name for it
+ADAPTER = "default"  # name of our only adapter: `peft`'s default
 _A, _B, _BASE = ".lora_A.", ".lora_B.", ".base_layer."
 
 
 @dataclass(frozen=True)
 class Lora:
-    """Which adapters a model is given.
+    """Settings of a model's LoRA adapters.
 
     Attributes:
-        rank: of each, r of the paper.
-        alpha: they are scaled by ``alpha / rank``; 0: twice the rank.
+        rank: rank of each adapter, r of the paper.
+        alpha: numerator of the adapters' scale, ``alpha / rank``; 0: twice the rank.
         dropout: probability that an input of an adapter is dropped in training.
-        targets: names of linear layers, or the ends of such names; ``all-linear``: all in the blocks. None: those that
-            `peft` takes for the architecture.
+        targets: names of linear layers, or the last parts of such names; ``all-linear``: all linear layers in the
+            blocks. Empty: `peft`'s default targets for the architecture.
     """
 
     rank: int
@@ -27,32 +27,35 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """What the product of A and B is multiplied by."""
+        """Factor of the product of A and B."""
         return (self.alpha or 2 * self.rank) / self.rank
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name is one of an adapter."""
+    """Whether the parameter of this name belongs to an adapter."""
     return _A in name or _B in name
 
 
 def starts_at_zero(name: str) -> bool:
-    """Whether a parameter of this name is the second factor of an adapter."""
+    """Whether the parameter of this name is an adapter's B, whose initial value is zero."""
     return _B in name
 
 
 def base_name(name: str) -> str:
-    """A parameter's name in the model without adapters, from its name in one with them."""
+    """Turn a parameter's name in a model with adapters into its name in the model without adapters."""
     return name.replace(_BASE, ".")
 
 
 def adapted_name(name: str) -> str:
-    """A parameter's name in a model that has an adapter on its layer, from its name in one without."""
+    """Turn a parameter's name in a model without adapters into its name if its layer has an adapter."""
     layer, _, leaf = name.rpartition(".")
     return f"{layer}{_BASE}{leaf}"
 
 
 def adapters_of(name: str) -> tuple[str, str]:
-    """The names of A and B for the adapted weight ``name``, a name with adapters; of others they are no names."""
+    """Return the names of A and B of the adapted weight ``name``, which is a name in the model with adapters.
+
+    For a parameter whose layer has no adapter, there are no parameters of the returned names.
+    """
     layer = name.rpartition(_BASE)[0]
     return f"{layer}{_A}{ADAPTER}.weight", f"{layer}{_B}{ADAPTER}.weight"

@@ -1,4 +1,4 @@
-"""Causal attention by the kernels that a device has for it.
+"""Causal attention by PyTorch's fused kernels, called so that none of them materializes the attention scores.
 
 Shape legend: B batch, H query heads, K key and value heads (H is a multiple), T queries, S keys, D width of a head.
 """
@@ -14,20 +14,20 @@ from torch import Tensor
 from zeroshard.kernels.launch import is_traced
 
 _FIRST_WITH_FLASH = (8, 0)  # compute capability: Ampere
-_WIDEST_FLASH = 192  # heads wider than that take gradients by flash attention on some devices alone
+_WIDEST_FLASH = 192  # for wider heads, flash attention has a backward pass on some devices only
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, dropout: float = 0.0) -> Tensor:
-    """Each query's mean of the values it may see, [B, H, T, D].
+    """Return for each query the softmax-weighted mean of the values that it may attend to, [B, H, T, D].
 
-    Grouped queries (K < H) share a key where the kernel can. On CUDA only flash attention can, which takes no mask, no
-    fp32, no very wide heads, and no GPU before Ampere. Else PyTorch would fall back to a kernel that holds the scores,
-    [B, H, T, S]: keys and values are repeated instead, for one that does not.
+    Grouped queries (K < H) share keys and values without copies if the kernel supports it. On CUDA only flash attention
+    does; it takes no mask, no fp32, no heads wider than 192, and no GPU before Ampere. Otherwise PyTorch would fall
+    back to a kernel that materializes the scores [B, H, T, S], so keys and values are repeated for another kernel.
 
     Args:
         q: [B, H, T, D].
         k, v: [B, K, S, D].
-        mask: bool, broadcast to [B, H, T, S], true where a query may see a key; None: causal where S == T, else all.
+        mask: bool, broadcast to [B, H, T, S], true if a query may attend to a key; None: causal if S == T, else all.
         dropout: probability with which a weight is zeroed.
     """
     causal = mask is None and q.shape[2] == k.shape[2]
@@ -41,7 +41,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, dropo
 
 
 def _by_flash(q: Tensor, mask: Tensor | None) -> bool:
-    """Whether flash attention serves these queries on a GPU."""
+    """Whether flash attention can compute these queries' attention on a GPU."""
     narrow = q.dtype in (torch.bfloat16, torch.float16)
     return mask is None and narrow and q.shape[-1] <= _WIDEST_FLASH and (not q.is_cuda or _has_flash(q.device))
 
@@ -51,10 +51,11 @@ def _has_flash(device: torch.device) -> bool:
     return _capability(device) >= _FIRST_WITH_FLASH
 
 
-vars(_has_flash)["_dynamo_marked_constant"] = True  # torch.compiler's own decorator would import the compiler
+# The effect of `torch.compiler.assume_constant_result`, which would import the compiler.
+vars(_has_flash)["_dynamo_marked_constant"] = True
 
 
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
-    """A GPU's compute capability; where there is no GPU, and only shapes are wanted, as if it were a new one."""
+    """Return a GPU's compute capability; without a GPU, when only shapes are computed, that of Ampere."""
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else _FIRST_WITH_FLASH

@@ -1,10 +1,10 @@
-"""What a language model is to the rest of the system, and how its parameters get their first values.
+"""`LanguageModel`, the interface through which the rest of the system uses a model, and parameter initialization.
 
 A model is an ``nn.Module`` with repeated ``blocks``, a ``forward`` that returns the loss, and a rule that
-gives each parameter its initial values from its *name* alone. That rule is why a sharded run starts exactly
-where one process would: values depend on (seed, name, shape), never on the world size, the device, or the
-order in which parameters are made. So a model may be built on the meta device, where it costs no memory, and
-its parameters made one at a time by whoever shards them; no rank ever has to hold the whole of it.
+gives each parameter its initial values from its *name* alone. Values depend on (seed, name, shape), never on
+the world size, the device, or the order in which parameters are created. So a sharded run starts from exactly
+the same weights as a single process. A model may be built on the meta device, where it takes no memory; an
+engine then creates and shards one parameter at a time, and no rank ever needs the unsharded model in memory.
 
 Shape legend: B batch, T sequence, V vocabulary.
 """
@@ -32,18 +32,18 @@ IGNORED_TARGET = -100  # a target that adds nothing to the loss, as in torch's c
 
 
 DRAWN_AT_ONCE = 1 << 16
-"""Elements of a parameter that one generator draws."""
+"""Elements of a parameter that one random generator draws."""
 
 
 Draw = Callable[[Tensor, torch.Generator], object]
 
 
 class Part(NamedTuple):
-    """Some of a flattened parameter's elements.
+    """A contiguous range of a flattened parameter; the tensor that is passed with it has the range's length.
 
     Attributes:
-        start: the first of them.
-        numel: of the whole parameter.
+        start: index of the range's first element.
+        numel: number of elements of the unsharded parameter.
     """
 
     start: int
@@ -51,29 +51,29 @@ class Part(NamedTuple):
 
 
 class LanguageModel(nn.Module, ABC):
-    """The interface of every model here; it holds no implementation beyond the length check.
+    """The interface of every model here, with the little that all models compute in the same way.
 
-    It is an abstract class and no Protocol, because callers also need all of ``nn.Module``, and Python's
-    types have no word for "this protocol and that class".
+    It is an abstract class rather than a Protocol, because callers also need all of ``nn.Module``, and
+    Python's types cannot express "this protocol and that class".
 
     Attributes:
-        blocks: the repeated part, in order; each block is compiled and recomputed by itself.
+        blocks: the repeated blocks, in order of execution; each block is compiled and recomputed separately.
         num_multiplied_params: N of :func:`flops_per_token`; counted when the model is built, so that it stays
-            right after an engine has taken the parameters apart.
-        seed: of the initial values.
-        kernels: who computes the ``operations``; see `zeroshard.kernels.dispatch`.
-        operations: what it has kernels for, as in `zeroshard.kernels.OPERATIONS`.
-        eos_id: the id between documents that attention does not cross, see `zeroshard.models.documents`; None: it
-            sees all that came before.
-        packs: whether ``forward`` also takes ``positions_BT`` [B, T], int64, from 0 in each of several examples in a
-            row, and keeps attention inside each: see `zeroshard.models.documents.mask_of`.
-        smooths: whether it gives its loss the `loss_options`.
-        label_smoothing, z_loss: of the loss in training mode, as `zeroshard.kernels.cross_entropy` takes them; in
-            evaluation mode it is without.
-        lora: the adapters that alone are trained, see `zeroshard.models.lora`; None: there are none.
-        lora_config: `peft`'s configuration of these.
-        num_frozen_multiplied_params: of ``num_multiplied_params``, those that are not trained.
-        architecture: as `transformers` calls the model; empty: it knows none.
+            right after an engine has sharded the parameters.
+        seed: seed of the initial values.
+        kernels: backend of the ``operations``; see `zeroshard.kernels.dispatch`.
+        operations: keys of `zeroshard.kernels.OPERATIONS`: the operations with kernels that the model uses.
+        eos_id: token id that separates documents; attention does not cross it, see `zeroshard.models.documents`.
+            None: a position attends to all earlier ones.
+        packs: whether ``forward`` also takes ``positions_BT`` [B, T], int64, which restart at 0 in each of several
+            examples in a row, and keeps attention inside each example: see `zeroshard.models.documents.mask_of`.
+        smooths: whether the model's loss takes the `loss_options`.
+        label_smoothing, z_loss: options of the loss in training mode, as in `zeroshard.kernels.cross_entropy`; in
+            evaluation mode the loss has neither.
+        lora: settings of the adapters, which alone are trained, see `zeroshard.models.lora`; None: no adapters.
+        lora_config: `peft`'s configuration of the adapters.
+        num_frozen_multiplied_params: number of the ``num_multiplied_params`` that are not trained.
+        architecture: name of the model's architecture in `transformers`; empty: it has none there.
     """
 
     blocks: nn.ModuleList
@@ -93,28 +93,28 @@ class LanguageModel(nn.Module, ABC):
 
     @property
     def adapted(self) -> nn.Module:
-        """The module whose layers adapters are added to; it has them by their published names."""
+        """The module whose layers get the adapters; targets of adapters are names of layers inside it."""
         return self
 
     @property
     def units(self) -> list[nn.Module]:
-        """What is gathered, freed and reduced together, in the order in which it runs: the blocks.
+        """Modules whose parameters an engine gathers, frees and reduces together, in order of execution: the blocks.
 
-        A model whose embedding and head are modules that forward *calls* adds them, with
+        A model whose forward *calls* its embedding and its head as modules adds these two, with
         `zeroshard.models.head.with_embedding_and_head`.
         """
         return list(self.blocks)
 
     @property
     def loss_options(self) -> dict[str, float]:
-        """What the loss is told now."""
+        """Keyword arguments of the loss: label smoothing and z-loss in training mode, none in evaluation mode."""
         return {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss} if self.training else {}
 
     def take_loss_options(self, label_smoothing: float, z_loss: float) -> None:
-        """Have the loss in training mode be with these.
+        """Set the label smoothing and z-loss that the loss uses in training mode.
 
         Raises:
-            UserError: the model computes a loss that takes none.
+            UserError: the model computes a loss of its own, which takes neither.
         """
         for name, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss)):
             if value and not self.smooths:
@@ -129,12 +129,13 @@ class LanguageModel(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
-        """The mean loss where targets are given, else the logits.
+        """Return the mean loss if targets are given, else the logits.
 
         Args:
             tokens_BT: token ids [B, T], int64.
             targets_BT: the token that follows each one [B, T], int64; -100 marks a position without a target.
-            cache: has seen what came before ``tokens_BT``, and sees them too; without gradients and ``eos_id``.
+            cache: keys and values of the tokens before ``tokens_BT``; forward appends those of ``tokens_BT``. Use it
+                without gradients; ``eos_id`` has no effect with a cache.
 
         Returns:
             With targets: :func:`next_token_loss`, a scalar. Without: logits [B, T, V] in the model's dtype.
@@ -145,15 +146,16 @@ class LanguageModel(nn.Module, ABC):
         """Write a parameter's initial values into ``param``, in place.
 
         Args:
-            name: as in ``named_parameters()`` of the whole model; all names of a tied one give the same.
-            param: a tensor of the parameter's whole shape, or by ``part`` one-dimensional; any device and floating
-                dtype; may be a view.
-            seed: the model's own ``seed`` where None.
-            part: which elements of the parameter ``param`` is; None: all of them.
+            name: the parameter's name in ``named_parameters()`` of the unsharded model; all names of a tied parameter
+                give the same values.
+            param: a tensor of the parameter's unsharded shape, or one-dimensional if there is a ``part``; any device
+                and floating dtype; may be a view.
+            seed: seed of the values; None: the model's own ``seed``.
+            part: range of the flattened parameter that ``param`` is; None: all of it.
         """
 
     def initial_value(self, name: str, param: Tensor, part: Part | None = None) -> None:
-        """`init_parameter` with the model's own seed, of adapters too."""
+        """Write initial values with the model's own seed, as `init_parameter` does, but of adapters too."""
         if self.lora is None:
             self.init_parameter(name, param, part=part)
         elif not is_adapter(name):
@@ -169,25 +171,25 @@ class LanguageModel(nn.Module, ABC):
             fill_drawn_(param, draw, self.seed, name, part)
 
     def check_initial_values(self) -> None:
-        """Raise UserError where `init_parameter` could not be answered: weights that lie in files may be missing."""
+        """Raise UserError if `init_parameter` reads values from files, and these lack a weight."""
 
     def new_cache(self) -> KVCache:
-        """Keys and values of no token as yet, for as many as the model takes; ``forward`` is given it."""
+        """Return an empty key-value cache for ``config.seq_len`` tokens, to be passed to ``forward``."""
         return KVCache(len(self.blocks), self.config.seq_len)
 
     def num_flops_per_token(self, seq_len: int) -> int:
-        """Forward and backward FLOPs a token, in sequences of ``seq_len`` tokens: :func:`flops_per_token`."""
+        """Forward and backward FLOPs per token, in sequences of ``seq_len`` tokens: :func:`flops_per_token`."""
         config = self.config
-        saved = 2 * self.num_frozen_multiplied_params  # whose own gradients nobody computes
+        saved = 2 * self.num_frozen_multiplied_params  # backward computes no gradients of frozen weights
         return flops_per_token(self.num_multiplied_params, config.n_layer, config.n_embd, seq_len) - saved
 
     def num_recomputed_flops_per_token(self, seq_len: int) -> int:
-        """FLOPs a token that activation checkpointing adds: one more forward of each block that runs again.
+        """FLOPs per token that activation checkpointing adds: one more forward of each recomputed block.
 
-        With ``selective`` products of matrices are kept, and nothing that counts here runs again. Korthikanti et al.
-        2022, https://arxiv.org/abs/2205.05198, appendix A: with all blocks it is a third of :func:`flops_per_token`,
-        less the output head's part. With ``selective:2`` every second product of a block runs again, but for its last
-        operation, whose result nobody needs.
+        With ``full`` this is a third of :func:`flops_per_token`, without the output head's part (Korthikanti et al.
+        2022, https://arxiv.org/abs/2205.05198, appendix A). With ``selective`` matrix products are kept, and nothing
+        that counts here runs again. With ``selective:2`` every second matrix product of a block runs again, except the
+        block's last operation: backward does not need its result.
         """
         config = self.config
         if config.activation_checkpointing == "selective":
@@ -201,7 +203,7 @@ class LanguageModel(nn.Module, ABC):
         return num_again * (2 * in_blocks // config.n_layer + 4 * config.n_embd * seq_len)
 
     def check_seq_len(self, seq_len: int) -> None:
-        """Raise UserError where ``seq_len`` tokens are none, or more than ``config.seq_len``."""
+        """Raise UserError if ``seq_len`` is below 1 or above ``config.seq_len``."""
         if seq_len < 1:
             raise UserError("seq_len", f"{seq_len} is not a length", "give 1 or more tokens")
         if seq_len > self.config.seq_len:
@@ -210,11 +212,11 @@ class LanguageModel(nn.Module, ABC):
 
 
 def flops_per_token(num_multiplied_params: int, n_layer: int, n_embd: int, seq_len: int) -> int:
-    """6 N + 12 L d T: model FLOPs for each token, forward and backward (PaLM, appendix B, arXiv:2204.02311).
+    """Return 6 N + 12 L d T: model FLOPs per token, forward and backward (PaLM, appendix B, arXiv:2204.02311).
 
     Each parameter that multiplies costs a multiply and an add forward, and twice that backward: 6 N.
     Attention's two products, queries with keys and weights with values, cost 4 d T forward in each layer,
-    12 d T with the backward pass; a causal mask is not credited, by convention, nor is recomputation.
+    12 d T with the backward pass. By convention a causal mask lowers nothing, and recomputation adds nothing.
 
     Args:
         num_multiplied_params: N, each parameter counted once and without the tables that are only looked up:
@@ -227,16 +229,16 @@ def flops_per_token(num_multiplied_params: int, n_layer: int, n_embd: int, seq_l
 
 
 def next_token_loss(logits_BTV: Tensor, targets_BT: Tensor, kernels: Choice | None = None, **options: Any) -> Tensor:
-    """Mean cross-entropy in nats over the positions that have a target.
+    """Return the mean cross-entropy in nats over the positions that have a target.
 
     Args:
         logits_BTV: [B, T, V], any floating dtype.
         targets_BT: [B, T], int64; -100 is left out of the mean.
-        kernels: who computes it.
+        kernels: backend; see `zeroshard.kernels.use_kernels`.
         options: ``label_smoothing`` and ``z_loss``, see `zeroshard.kernels.cross_entropy`.
 
     Returns:
-        A scalar in fp32, in float64 where the logits are. NaN where no position has a target.
+        A scalar in fp32, or in float64 if the logits are. NaN if no position has a target.
     """
     return cross_entropy(
         logits_BTV, targets_BT, ignore_index=IGNORED_TARGET, check_targets=False, kernels=kernels, **options
@@ -246,34 +248,34 @@ def next_token_loss(logits_BTV: Tensor, targets_BT: Tensor, kernels: Choice | No
 def projected_loss(
     hidden_BTC: Tensor, weight_VC: Tensor, targets_BT: Tensor, kernels: Choice | None = None, **options: Any
 ) -> Tensor:
-    """`next_token_loss` of the logits ``hidden @ weight.T``, which need not exist all at once.
+    """Return `next_token_loss` of the logits ``hidden @ weight.T``, which are not materialized all at once.
 
-    ``options``: ``label_smoothing`` and ``z_loss``, see `zeroshard.kernels.cross_entropy`.
+    Exceptions: `zeroshard.kernels.linear_cross_entropy`. ``options``: ``label_smoothing`` and ``z_loss``.
     """
-    # Looking for targets outside the vocabulary would wait for the device: there they make the loss NaN instead.
+    # Checking targets would wait for the device. Unchecked, one outside the vocabulary makes our kernels' loss NaN.
     return linear_cross_entropy(
         hidden_BTC, weight_VC, targets_BT, ignore_index=IGNORED_TARGET, check_targets=False, kernels=kernels, **options
     )
 
 
 def fill_normal_(param: Tensor, std: float, seed: int, name: str, part: Part | None = None) -> None:
-    """Draw ``param`` from N(0, std^2); arguments as of `fill_drawn_`."""
+    """Fill ``param`` with draws from N(0, std^2); other arguments as in `fill_drawn_`."""
     fill_drawn_(param, lambda drawn, generator: drawn.normal_(0.0, std, generator=generator), seed, name, part)
 
 
 @torch.no_grad()
 def fill_drawn_(param: Tensor, draw: Draw, seed: int, name: str, part: Part | None = None) -> None:
-    """Draw ``param``: each element a pure function of (seed, name, numel, place).
+    """Fill ``param`` with random numbers; each is a pure function of (seed, name, numel, index in the parameter).
 
-    Drawn on the CPU in fp32 and then copied, so each device and dtype gets the same numbers, rounded. Each
-    `DRAWN_AT_ONCE` elements have a generator of their own, so that who keeps a part draws little more than that part.
+    Numbers are drawn on the CPU in fp32 and then copied, so each device and dtype gets the same ones, rounded. Each
+    `DRAWN_AT_ONCE` elements have a generator of their own, so a rank that needs its shard draws little more than that.
 
     Args:
-        param: any device and floating dtype, written in place: the whole parameter, or [n] by ``part``.
-        draw: fills a tensor [n], in fp32 on the CPU, by a generator.
-        seed: of the whole model.
-        name: the parameter's name in the whole model.
-        part: which elements of the flattened parameter ``param`` is; None: all of them.
+        param: the unsharded parameter, or its ``part`` [n]; any device and floating dtype, written in place.
+        draw: function that fills a tensor [n], in fp32 on the CPU, with draws of the given generator.
+        seed: seed of the model.
+        name: the parameter's name in the unsharded model.
+        part: range of the flattened parameter that ``param`` is; None: all of it.
     """
     start, numel = part or Part(0, param.numel())
     stop = start + param.numel()
@@ -297,20 +299,20 @@ def fill_constant_(param: Tensor, value: float) -> None:
 
 
 class InitialValues:
-    """The initial values of a model's parameters, for an engine that asks each rank for what it keeps.
+    """The initial values of a model's parameters, for an engine in which each rank draws only its shard.
 
-    ``Zero(model, init=InitialValues(model))``; see `zeroshard.zero.DrawsParts`.
+    Use it as ``Zero(model, init=InitialValues(model))``; see `zeroshard.zero.DrawsParts`.
     """
 
     def __init__(self, model: LanguageModel) -> None:
         self._model = model
 
     def __call__(self, name: str, param: Tensor) -> None:
-        """Write the whole of a parameter; see `LanguageModel.init_parameter`."""
+        """Write the initial values of an unsharded parameter; see `LanguageModel.init_parameter`."""
         self._model.initial_value(name, param)
 
     def part(self, name: str, values: Tensor, start: int, numel: int) -> None:
-        """Write ``values [n]``, the elements from ``start`` of a flattened parameter of ``numel``."""
+        """Write ``values [n]``: the elements from ``start`` of a flattened parameter of ``numel`` elements."""
         self._model.initial_value(name, values, Part(start, numel))
 
 
@@ -326,17 +328,17 @@ class _NothingDrawn(TorchFunctionMode):
 
 @contextmanager
 def shapes_only() -> Generator[None]:
-    """Modules made inside lie on the meta device, and torch's own initial values are not even asked for."""
+    """In this block, modules are created on the meta device, and the functions of `torch.nn.init` do nothing."""
     with torch.device("meta"), _NothingDrawn():
         yield
 
 
 def materialize(model: LanguageModel, device: torch.device | str, *, draw: bool = True) -> None:
-    """Move a model from the meta device to ``device``, made and initialised one parameter at a time.
+    """Move a model from the meta device to ``device``: allocate and initialize one parameter at a time.
 
-    Tied parameters stay tied. On ``"meta"`` nothing happens: there is nowhere to put values yet.
+    Tied parameters stay tied. If ``device`` is ``"meta"``, nothing happens.
 
-    ``draw``: False leaves NaN where initial values would be, for what is loaded or received over them.
+    ``draw``: False fills parameters with NaN, because the caller will overwrite them with loaded or received values.
     """
     if torch.device(device).type == "meta":
         return

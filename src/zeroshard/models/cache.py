@@ -1,6 +1,6 @@
-"""Keys and values of the tokens that a model has seen, so that one more token costs one more token.
+"""Key-value cache: keys and values of earlier tokens, so that generating a token computes that token alone.
 
-Shape legend: B batch, K key and value heads, T tokens of this call, S tokens so far, D width of a head.
+Shape legend: B batch, K key and value heads, T tokens of this call, S tokens so far with these, D width of a head.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from torch import Tensor
 
 
 class LayerCache:
-    """Of one block; memory is taken when it is first used, for ``max_tokens``."""
+    """Key-value cache of one block; the first use allocates memory for ``max_tokens`` tokens."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens, self._keys, self._values = max_tokens, None, None
         self.num_tokens = 0
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Add keys and values [B, K, T, D].
+        """Append keys and values [B, K, T, D].
 
         Returns:
-            All of them [B, K, S, D], views of the cache; and who of the T sees whom of the S, [T, S], as
-            `zeroshard.models.attention.attend` takes it: None for the first tokens, and for a single one.
+            All keys and values [B, K, S, D], views of the cache; and the mask [T, S] for
+            `zeroshard.models.attention.attend`, which needs none (None) for the first tokens and for a single one.
         """
         batch, heads, num_new, width = k.shape
         if self._keys is None or self._values is None:
@@ -37,7 +37,7 @@ class LayerCache:
 
 
 class KVCache:
-    """Of a whole model, for sequences of at most ``max_tokens``; give it to ``forward`` with tokens that are new."""
+    """Key-value cache of a model, for at most ``max_tokens`` tokens; ``forward`` takes it with the new tokens only."""
 
     def __init__(self, num_layers: int, max_tokens: int) -> None:
         self.layers = [LayerCache(max_tokens) for _ in range(num_layers)]
@@ -45,5 +45,5 @@ class KVCache:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that it has seen."""
+        """Number of tokens in the cache."""
         return self.layers[0].num_tokens

@@ -1,6 +1,6 @@
-"""What every model's configuration says, and the checks that each runs on itself when it is made.
+"""The interface of model configurations (`ModelConfig`), and the checks that each runs when it is created.
 
-A wrong shape is refused here, in one line that names the field, long before a tensor exists.
+A wrong size raises a UserError here, one line that names the field, before any tensor is allocated.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from zeroshard.errors import UserError
 if TYPE_CHECKING:
     from zeroshard.kernels import Choice
 
-# Beyond the sizes of any model, and small enough for each of its tensors, and all of them, to be counted in 64 bits.
+# Upper limits: above the sizes of any model, and small enough that the elements of a model can be counted in 64 bits.
 MOST: Mapping[str, int] = MappingProxyType(
     {
         "vocab_size": 2**27,
@@ -30,7 +30,7 @@ MOST: Mapping[str, int] = MappingProxyType(
 
 
 class ModelConfig(Protocol):
-    """What every model's configuration says; a frozen dataclass that checks itself when it is made."""
+    """Interface of every model's configuration: a frozen dataclass that checks itself when it is created."""
 
     @property
     def vocab_size(self) -> int:
@@ -39,7 +39,7 @@ class ModelConfig(Protocol):
 
     @property
     def seq_len(self) -> int:
-        """Most tokens that one sequence may have."""
+        """Largest number of tokens in a sequence."""
         ...
 
     @property
@@ -63,12 +63,12 @@ class ModelConfig(Protocol):
         ...
 
     def build(self, seed: int = 0, kernels: Choice = "auto") -> Any:
-        """The `LanguageModel` of this configuration, on the default device; see there for the arguments."""
+        """Build the `LanguageModel` of this configuration on the default device; arguments: see its attributes."""
         ...
 
 
 def check_counts(config: ModelConfig, *names: str) -> None:
-    """Raise UserError for the first of these fields of ``config`` that is below 1, or above `MOST`."""
+    """Raise UserError for the first of these fields of ``config`` that is below 1, or above its limit in `MOST`."""
     for name in names:
         value = getattr(config, name)
         if value < 1:
@@ -77,14 +77,14 @@ def check_counts(config: ModelConfig, *names: str) -> None:
 
 
 def check_most(config: ModelConfig, name: str) -> None:
-    """Raise UserError where a field of ``config`` is above `MOST`."""
+    """Raise UserError if a field of ``config`` is above its limit in `MOST`."""
     value, most = getattr(config, name), MOST[name]
     if value > most:
         raise UserError(f"model.{name}", f"{value} is above {most:,}", "give a size that a model has")
 
 
 def check_divides(config: ModelConfig, divisor: str, dividend: str) -> None:
-    """Raise UserError where one field of ``config`` does not divide another, and name values that would."""
+    """Raise UserError if one field of ``config`` does not divide another, and name values that would."""
     part, whole = getattr(config, divisor), getattr(config, dividend)
     if whole % part:
         fitting = [n for n in range(1, whole + 1) if whole % n == 0]
@@ -96,7 +96,7 @@ def check_divides(config: ModelConfig, divisor: str, dividend: str) -> None:
 def check_types(config: ModelConfig) -> None:
     """Raise UserError for a field of ``config`` whose value is not of its declared type: int, float, bool or str.
 
-    An integer may stand for a float; a bool is no integer.
+    An int is accepted for a float. A bool is accepted for neither an int nor a float.
     """
     for field in fields(config):  # ty: ignore[invalid-argument-type]
         value, wanted = getattr(config, field.name), str(field.type)

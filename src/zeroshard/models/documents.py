@@ -1,9 +1,9 @@
-"""Attention that stays inside a document, where a sequence holds several.
+"""Document masks: attention stays inside a document when one sequence contains several documents.
 
-Documents are told apart by the id that ends one and so begins the next: a position attends to that id and what came
-after it. The id's own target is the first token of what it begins, so no position loses its target, and a text that
-is written after that id alone (as GPT-2's are) is what was trained on. Examples that were packed into a row say by
-their positions where they begin: 0.
+The id ``eos_id`` separates documents. It counts as the first token of the document that follows it: a position attends
+to that id and to the tokens after it. The id's target is the first token of its document, so no position loses its
+target. Generation that starts from that id alone (as GPT-2's does) sees what training saw. Examples that were packed
+into a row have no such id: each begins where its positions restart at 0.
 
 Shape legend: B batch, T sequence.
 """
@@ -15,21 +15,21 @@ from torch import Tensor
 
 
 def separate(tokens_BT: Tensor, eos_id: int) -> tuple[Tensor, Tensor]:
-    """Positions inside documents, and who attends to whom.
+    """Return positions inside documents, and the mask that keeps attention inside documents.
 
     Args:
         tokens_BT: token ids [B, T].
-        eos_id: begins a document, wherever it stands.
+        eos_id: the id that begins a document at each of its occurrences.
 
     Returns:
-        Positions [B, T], int64, from 0 in each document; and a mask [B, 1, T, T], true where a query (row) may see a
-        key (column): causal, and of the same document.
+        Positions [B, T], int64, from 0 in each document; and a mask [B, 1, T, T], true if a query (row) may attend to a
+        key (column): the key is not later than the query and in the same document.
     """
     return positions(tokens_BT, eos_id), _mask(tokens_BT == eos_id)
 
 
 def mask_of(positions_BT: Tensor) -> Tensor:
-    """Who attends to whom where positions begin at 0 in each example: [B, 1, T, T] as of `separate`."""
+    """Return the mask [B, 1, T, T] of `separate` for packed examples, each of which begins at a position 0."""
     return _mask(positions_BT == 0)
 
 
@@ -39,8 +39,8 @@ def _mask(begins_BT: Tensor) -> Tensor:
 
 
 def positions(tokens_BT: Tensor, eos_id: int) -> Tensor:
-    """Positions [B, T], int64, from 0 in each document."""
+    """Return positions [B, T], int64, from 0 in each document."""
     place_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-    # where the document of each position begins
+    # index at which the document of each position begins
     first_BT = torch.where(tokens_BT == eos_id, place_T, 0).cummax(1).values
     return place_T - first_BT

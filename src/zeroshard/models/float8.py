@@ -1,12 +1,12 @@
-"""Matrix products of a model's blocks in 8-bit floating point, by `torchao`: what ``--dtype fp8`` means.
+"""``--dtype fp8``: `torchao` computes the matrix products of a model's blocks in 8-bit floating point.
 
-    y = fp8(s_x x) fp8(s_w w)^T / (s_x s_w)        s: one scale a tensor, 448 / max |x| (57344 for e5m2)
+    y = fp8(s_x x) fp8(s_w w)^T / (s_x s_w)        s: one scale per tensor, 448 / max |x| (57344 for e5m2)
 
-Inputs and weights are e4m3, gradients of outputs e5m2, and every product is cast for itself, so that nothing of it
-stays: parameters keep names, shapes and dtype, a sharding engine sees those of the plain model, and so do checkpoints.
-Embeddings, norms, attention and the output head compute in the dtype that they are given, which the trainer makes bf16.
-The layers are `torchao`'s own, with the scales that it calls tensorwise: https://docs.pytorch.org/ao, "Quantized
-Training". The formats: Micikevicius et al. 2022, "FP8 Formats for Deep Learning", https://arxiv.org/abs/2209.05433.
+Inputs and weights are cast to e4m3, gradients of outputs to e5m2. Each product casts its own operands, so parameters
+keep names, shapes and dtype: a sharding engine and checkpoints see the parameters of the plain model. Embeddings,
+norms, attention and the output head compute in the dtype of their inputs, which the trainer makes bf16. The layers are
+`torchao`'s, with the scales that it calls tensorwise: https://docs.pytorch.org/ao, "Quantized Training". The formats:
+Micikevicius et al. 2022, "FP8 Formats for Deep Learning", https://arxiv.org/abs/2209.05433.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from zeroshard.models.adapters import is_adapter
 from zeroshard.models.base import LanguageModel
 from zeroshard.models.quiet_import import quiet_import
 
-MULTIPLE = 16  # of both sizes of a matrix: what the hardware's products take
+MULTIPLE = 16  # both sizes of a matrix must be multiples of it: the hardware's fp8 products require that
 _FIRST_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
 _AMD = ("gfx94", "gfx95")  # MI300, MI350
 _TODO = "use bfloat16, or a GPU that has: H100, H200, B200, L4, L40S, RTX 40 and 50, MI300"
 
 
 def require_float8(device: torch.device, *, package: bool = True) -> None:
-    """Raise UserError where ``device`` has no 8-bit floating-point products, or the ``package`` torchao is missing."""
+    """Raise UserError if ``device`` cannot multiply 8-bit floats, or (with ``package``) if torchao is not installed."""
     if device.type != "cuda":
         raise UserError("dtype", f"fp8 needs a GPU with products of 8-bit floats, and the device is {device}", _TODO)
     if not _has_products(device):
@@ -45,30 +45,32 @@ def _has_products(device: torch.device) -> bool:
 
 
 def use_float8(model: LanguageModel, *, emulate: bool = False) -> None:
-    """Have linear layers inside ``model``'s blocks multiply in 8 bits, in place; before anything compiles the blocks.
+    """Make the linear layers inside ``model``'s blocks multiply in 8 bits, in place; call it before `torch.compile`.
 
-    Those whose sizes are no multiples of `MULTIPLE` stay as they are, and so do adapters, whose products are narrow,
-    and subclasses of `torch.nn.Linear`, of which nobody knows whether they call themselves.
+    Layers whose sizes are not multiples of `MULTIPLE` stay unchanged. So do adapters, whose products are narrow, and
+    subclasses of `torch.nn.Linear`, whose weights a parent module may use without calling the layer.
 
     Args:
-        model: on any device.
-        emulate: multiply the rounded numbers in fp32, on any device: what a product comes to, and none of its speed.
+        model: a model on any device.
+        emulate: multiply the rounded numbers in fp32, on any device: it gives an fp8 product's result, not its speed.
 
     Raises:
-        UserError: there is no such layer, or `torchao` is not installed.
+        UserError: no layer can be converted, or `torchao` is not installed.
     """
     float8 = _torchao()
     chosen, _ = float8_layers(model)
-    # Tokens are summed over in the weight's gradient, and 16 need not divide them: the rest is zeros.
+    # The weight gradient sums over tokens, whose number need not be a multiple of 16: torchao pads it with zeros.
     config = float8.Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
     float8.convert_to_float8_training(model.blocks, module_filter_fn=lambda _, name: name in chosen, config=config)
 
 
 def float8_layers(model: LanguageModel) -> tuple[frozenset[str], int]:
-    """The linear layers that `use_float8` takes, by their names inside ``model.blocks``, and of how many.
+    """Return the names inside ``model.blocks`` of the layers that `use_float8` converts, and the number of candidates.
+
+    Candidates are all linear layers there that are neither adapters nor of a subclass, whatever their sizes.
 
     Raises:
-        UserError: there is none.
+        UserError: no layer can be converted.
     """
     modules = model.blocks.named_modules()
     layers = {name: each for name, each in modules if type(each) is nn.Linear and not is_adapter(f"{name}.")}

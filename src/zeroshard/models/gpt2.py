@@ -1,11 +1,11 @@
-"""GPT-2, whole: embeddings, pre-norm blocks, tied head, initial values.
+"""The complete GPT-2 model: embeddings, pre-norm blocks, tied head, initial values.
 
     x = wte[tokens] + wpe[0..T-1]
     x = x + attn(ln_1(x));  x = x + mlp(ln_2(x))        n_layer times
     logits = ln_f(x) @ wte.T
 
 "Language Models are Unsupervised Multitask Learners", Radford et al. 2019. Parameter names are GPT-2's own,
-with ``blocks`` for ``h``; the matrices are ``nn.Linear``'s, so transposed against the published checkpoint's.
+with ``blocks`` for ``h``. Matrices are ``nn.Linear``'s, so they are the transposes of the published ones.
 
 Shape legend: B batch, T sequence, C width, H heads, D width of a head, V vocabulary; example sizes are those
 of gpt2-124m with a batch of 8.
@@ -42,17 +42,17 @@ LAYER_NORM_EPS = 1e-5
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """Shape of a GPT-2; the defaults of the switches are GPT-2's, but for dropout.
+    """Sizes of a GPT-2; the defaults are GPT-2's, except for dropout.
 
     Attributes:
         vocab_size: number of token ids.
-        seq_len: rows of the position table, so the longest sequence.
+        seq_len: number of rows of the position table, and so the longest sequence.
         n_layer: number of blocks.
         n_head: attention heads of a block; divides ``n_embd``.
         n_embd: width of the residual stream.
         bias: whether matrices and layer norms have biases.
-        dropout: probability in [0, 1) on embeddings, attention weights and residual branches. GPT-2 took 0.1;
-            a model that sees each token about once wants 0.
+        dropout: probability in [0, 1) on embeddings, attention weights and residual branches. GPT-2 used 0.1;
+            use 0 for a model that sees each token about once.
         activation_checkpointing: which blocks recompute activations in backward instead of keeping them: ``none``,
             ``full``, ``selective``, ``selective:2`` or ``every:N``; see `zeroshard.models.recompute`.
 
@@ -78,7 +78,7 @@ class GPT2Config:
             raise UserError("model.dropout", f"{self.dropout} is outside [0, 1)", "give a probability below 1")
 
     def build(self, seed: int = 0, kernels: Choice = "auto") -> GPT2:
-        """The model of this configuration."""
+        """Build the model of this configuration."""
         return GPT2(self, seed, kernels)
 
 
@@ -93,7 +93,7 @@ class Attention(nn.Module):
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
-        """Mix each position with those before it, or of those with the ones in ``mask``: [B, T, C] -> [B, T, C]."""
+        """Attend from each position to itself and earlier ones, or as ``mask`` allows: [B, T, C] -> [B, T, C]."""
         B, T, _ = x.shape  # (8, 1024, 768)
         qkv = self.c_attn(x).view(B, T, 3 * self.n_head, self.head_dim)  # (8, 1024, 36, 64)
         q, k, v = qkv.transpose(1, 2).chunk(3, dim=1)  # each [B, H, T, D]: (8, 12, 1024, 64)
@@ -114,12 +114,12 @@ class MLP(nn.Module):
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Work on each position alone: [B, T, C] -> [B, T, 4 C] -> [B, T, C]."""
+        """Transform each position separately: [B, T, C] -> [B, T, 4 C] -> [B, T, C]."""
         return self.drop(self.c_proj(F.gelu(self.c_fc(x), approximate="tanh")))
 
 
 class Block(nn.Module):
-    """A residual layer pair, each branch normalised at its entrance."""
+    """A pre-norm residual block: attention, then the feed-forward layer."""
 
     def __init__(self, config: GPT2Config, kernels: Choice) -> None:
         super().__init__()
@@ -131,15 +131,16 @@ class Block(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
         """[B, T, C] -> [B, T, C]; ``mask`` from `zeroshard.models.documents.separate`."""
         mixed = self.attn(self.ln_1(x), mask, cache)
-        normed, x = self.ln_2(mixed.to(x.dtype), x)  # x + mixed on the way; autocast makes mixed narrower than x
+        # the norm also computes x + mixed and returns it; under autocast mixed is narrower than x
+        normed, x = self.ln_2(mixed.to(x.dtype), x)
         return x + self.mlp(normed)
 
 
 class GPT2(LanguageModel):
     """A GPT-2 language model.
 
-    Built on the default device; under ``torch.device("meta")`` it has shapes and no values, and
-    :meth:`init_parameter` gives each parameter the values that it would have had.
+    It is built on the default device. Under ``torch.device("meta")`` parameters have shapes but no values;
+    :meth:`init_parameter` writes the values that a parameter would have had.
 
     ``lm_head.weight`` *is* ``wte.weight``: one parameter under two names (arXiv:1608.05859).
     """
@@ -178,7 +179,7 @@ class GPT2(LanguageModel):
         cache: KVCache | None = None,
         positions_BT: Tensor | None = None,
     ) -> Tensor:
-        """Loss where targets are given, else logits; see :meth:`LanguageModel.forward`.
+        """Return the loss if targets are given, else logits; see :meth:`LanguageModel.forward`.
 
         Raises:
             UserError: for sequences longer than the position table.
@@ -201,7 +202,7 @@ class GPT2(LanguageModel):
         return head_loss(self.lm_head, x, targets_BT, self.kernels, **self.loss_options)
 
     def init_parameter(self, name: str, param: Tensor, seed: int | None = None, part: Part | None = None) -> None:
-        """GPT-2's initial values, by name; see :meth:`LanguageModel.init_parameter`.
+        """Write GPT-2's initial values, by name; see :meth:`LanguageModel.init_parameter`.
 
         Biases 0, norm weights 1, matrices and embeddings N(0, 0.02^2), and the projections back into the
         residual stream smaller by 1 / sqrt(2 n_layer), because so many of them add up there.

@@ -1,11 +1,11 @@
-"""The output layer of a language model: logits, or the loss of them, inside of one module.
+"""The output head of a language model: one module that computes the logits, or directly their loss.
 
     logits = hidden @ weight.T        loss = cross_entropy(logits, targets)
 
-The loss needs the weights and not all logits at once. Were it computed from ``head.weight`` outside of the head's own
-forward, an engine that gathers weights when a module is called (ours, FSDP2's) would not hear of it. So the head is
-given the targets too, and may be a unit of its own: its gradient, which comes first in backward, is then reduced behind
-the backward of all blocks, and freed.
+The loss needs the weights, but not all logits at once. If it were computed from ``head.weight`` outside the head's own
+forward, an engine that gathers weights when a module is called (ours, FSDP2) would not gather them. So the head's
+forward takes the targets too, and the head may be a unit of its own. Its gradient is the first in backward: the engine
+reduces it while the backward of the blocks runs, and frees it.
 
 Shape legend: B batch, T sequence, C width, V vocabulary.
 """
@@ -22,7 +22,7 @@ from zeroshard.models.base import next_token_loss, projected_loss
 
 
 class Head(nn.Linear):
-    """An `nn.Linear` without bias, of the same parameter names, that also computes the loss of its logits."""
+    """An `nn.Linear` without bias, with the same parameter name, that can also compute the loss of its logits."""
 
     def __init__(self, width: int, vocab_size: int, device: Any = None) -> None:
         super().__init__(width, vocab_size, bias=False, device=device)
@@ -30,7 +30,7 @@ class Head(nn.Linear):
     def forward(
         self, input: Tensor, targets_BT: Tensor | None = None, kernels: Choice | None = None, **options: Any
     ) -> Tensor:
-        """Logits [B, T, V] of ``input`` [B, T, C]; with targets [B, T] their mean loss: `base.projected_loss`."""
+        """Return the logits [B, T, V] of ``input`` [B, T, C]; with targets [B, T] their mean loss: `projected_loss`."""
         if targets_BT is None:
             return super().forward(input)
         return projected_loss(input, self.weight, targets_BT, kernels, **options)
@@ -39,9 +39,9 @@ class Head(nn.Linear):
 def head_loss(
     head: nn.Module, hidden_BTC: Tensor, targets_BT: Tensor, kernels: Choice | None = None, **options: Any
 ) -> Tensor:
-    """The mean loss of ``head``'s logits; where it is a `Head`, they need not exist all at once.
+    """Return the mean loss of ``head``'s logits; a `Head` need not materialize all of them at once.
 
-    Another module stands there where adapters have wrapped the head: the weights alone are then not what it computes.
+    ``head`` is another module if adapters wrap it: the logits then depend on more than ``head.weight``.
     """
     if isinstance(head, Head):
         return head(hidden_BTC, targets_BT, kernels, **options)
@@ -51,10 +51,10 @@ def head_loss(
 def with_embedding_and_head(
     model: nn.Module, embedding: nn.Module | None, blocks: Sequence[nn.Module], head: nn.Module | None
 ) -> list[nn.Module]:
-    """``[embedding, *blocks, head]``, each a unit of its own, without those that share a parameter with another module.
+    """Return the units ``[embedding, *blocks, head]``, without an embedding or head that shares a parameter.
 
-    A matrix that embedding and head share is used at both ends of a forward: it belongs to the root unit, which stays
-    unsharded from the one to the other. None: there is none.
+    A matrix that embedding and head share is used at both ends of forward: it belongs to the root unit, which stays
+    unsharded in between. ``embedding`` or ``head`` is None if the model has none.
     """
     holders: dict[int, int] = {}
     for module in model.modules():

@@ -1,10 +1,10 @@
-"""LoRA: a model's matrices stay as they are, and each of some has a product of two narrow ones added to it.
+"""LoRA: the model's matrices are frozen, and some of them get a trained product of two narrow matrices added.
 
     y = x W^T + (alpha / rank) x A^T B^T        A [rank, in], B [out, rank]
 
-A and B alone are trained, so gradients, fp32 master weights and optimizer states are those of a few parameters in a
-hundred. The layers are `peft`'s, unchanged, and so are the names of A and B in a checkpoint. B starts at zero, A
-uniformly in +-1 / sqrt(in), each element by its name and place alone, as all initial values here.
+Only A and B are trained, so gradients, fp32 master weights and optimizer states exist for a few percent of the
+parameters. The layers are `peft`'s, unchanged, and so are the names of A and B in a checkpoint. B starts at zero, A
+uniform in +-1 / sqrt(in). Each element depends on seed, name and index alone, as all initial values here do.
 
 Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", https://arxiv.org/abs/2106.09685
 """
@@ -29,7 +29,7 @@ ALL_LINEAR = "all-linear"
 
 
 def built_with_lora(build: Callable[[], LanguageModel], lora: Lora) -> LanguageModel:
-    """What ``build`` makes, with adapters; on the default device, or without values where that is ``"meta"``.
+    """Call ``build`` and add adapters to its model; on the default device, or without values if that is ``"meta"``.
 
     Raises:
         UserError: as `add_lora`.
@@ -43,10 +43,10 @@ def built_with_lora(build: Callable[[], LanguageModel], lora: Lora) -> LanguageM
 
 
 def add_lora(model: LanguageModel, lora: Lora) -> None:
-    """Give ``model``, which lies on the meta device, adapters, and freeze all else; in place.
+    """Add adapters to ``model``, which must be on the meta device, and freeze all other parameters; in place.
 
     Raises:
-        UserError: `peft` is not installed, or a target is no linear layer of the model.
+        UserError: `peft` is not installed, or a target is not a linear layer of the model.
     """
     peft = _peft()
     named = dict(model.adapted.named_modules())
@@ -61,7 +61,7 @@ def add_lora(model: LanguageModel, lora: Lora) -> None:
         fan_in_fan_out=True in transposed,
         task_type="CAUSAL_LM",
     )
-    with shapes_only():  # and not peft's own way, which replaces a method of all modules of the process
+    with shapes_only():  # not peft's own option for this, which patches a method of nn.Module in the whole process
         peft.inject_adapter_in_model(config, model.adapted, ADAPTER)
     model.lora, model.lora_config = lora, config
     added = [param for name, param in model.named_parameters() if is_adapter(name)]
@@ -72,7 +72,7 @@ def add_lora(model: LanguageModel, lora: Lora) -> None:
 
 
 def initial_adapters(model: LanguageModel) -> dict[str, Tensor]:
-    """The initial values of all adapters by name, in fp32 on the CPU: a few parameters in a hundred."""
+    """Return the initial values of all adapters by name, in fp32 on the CPU: a few percent of the model's size."""
     found = {}
     for name, param in model.named_parameters():
         if is_adapter(name):
@@ -99,7 +99,7 @@ def _default_targets(model: LanguageModel) -> Iterable[str]:
 
 
 def _layers(model: LanguageModel, named: dict[str, nn.Module], targets: list[str]) -> list[str]:
-    """The full names of the layers that ``targets`` mean."""
+    """Return the full names of the layers that ``targets`` select."""
     chosen: list[str] = []
     for target in targets:
         if target == ALL_LINEAR:

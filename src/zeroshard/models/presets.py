@@ -1,13 +1,13 @@
-"""Models by name: one table of shapes, and the way from a name and a few changes to a model.
+"""Models by name: `PRESETS`, a table of sizes, and functions that turn a name and a few changes into a model.
 
 A new model is one file in this folder, with a configuration class and a `LanguageModel`, and one row of `PRESETS`.
-Messages, ``--help``, shell completion and the checks of settings read the rows, which needs no torch. ``--model
-module:Class`` is a configuration class of a user's own, made with its defaults; ``hf:FOLDER_OR_NAME`` is a model that
-`transformers` builds, see `zeroshard.models.hugging_face`.
+Error messages, ``--help``, shell completion and the checks of settings read the rows, without importing torch.
+``--model module:Class`` is a user's own configuration class, created with its defaults. ``hf:FOLDER_OR_NAME`` is a
+model that `transformers` builds, see `zeroshard.models.hugging_face`.
 
-Shapes of GPT-2: Radford et al. 2019, as released (350m: "medium"); 7b: LLaMA, arXiv:2302.13971, table 2;
-8b: Llama 3, arXiv:2407.21783, table 3; 1b: Llama 3.2's published configuration, without its stretching of
-rotary wavelengths beyond 8,192 tokens. The demo and the smaller LLaMAs are ours.
+Sizes of GPT-2: Radford et al. 2019, as released (350m: "medium"); 7b: LLaMA, arXiv:2302.13971, table 2;
+8b: Llama 3, arXiv:2407.21783, table 3; 1b: Llama 3.2's published configuration, without its RoPE scaling
+beyond 8,192 tokens. The demo and the smaller LLaMAs are ours.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A row: a configuration class, and the values that it is made with.
+    """A row of `PRESETS`: a configuration class, and the arguments that it is created with.
 
     Attributes:
         factory: ``module:Class`` of the configuration, or the class itself; see `zeroshard.models.config.ModelConfig`.
-        sizes: its arguments.
+        sizes: keyword arguments of the factory.
     """
 
     factory: str | Callable[..., ModelConfig]
@@ -43,7 +43,7 @@ class Preset:
 
     @property
     def config(self) -> ModelConfig:
-        """The configuration, made anew; it checks itself."""
+        """A new configuration, which checks itself."""
         return made_at(self.factory, "model", ("build", "vocab_size", "n_layer", "__dataclass_fields__"), **self.sizes)
 
 
@@ -57,7 +57,7 @@ def _llama(**sizes: object) -> Preset:
 
 # fmt: off
 PRESETS: dict[str, Preset] = {
-    # bytes as tokens: learns on two CPU cores in minutes
+    # for bytes as tokens: learns on two CPU cores in minutes
     "gpt2-demo": _gpt2(vocab_size=256, seq_len=128, n_layer=4, n_head=4, n_embd=128),
     "gpt2-124m": _gpt2(vocab_size=50257, seq_len=1024, n_layer=12, n_head=12, n_embd=768),
     "gpt2-350m": _gpt2(vocab_size=50257, seq_len=1024, n_layer=24, n_head=16, n_embd=1024),
@@ -85,17 +85,17 @@ def model_config(
     seq_len: int | None = None,
     overrides: Mapping[str, object] = MappingProxyType({}),
 ) -> ModelConfig:
-    """A preset's configuration with a few fields changed, checked, and no model built.
+    """Return a preset's configuration with a few fields changed. It is checked, and no model is built.
 
     Args:
         name: a key of ``PRESETS``, ``hf:FOLDER_OR_NAME`` or ``module:Class``.
-        vocab_size: number of token ids, from the tokenizer; the preset's where None. A Hugging Face model keeps its
-            own, which must suffice.
-        seq_len: the longest sequence; the preset's where None.
+        vocab_size: number of token ids, from the tokenizer; None: the preset's. A Hugging Face model keeps its own
+            number, which must be at least this one.
+        seq_len: the longest sequence; None: the preset's.
         overrides: other fields of the preset's configuration, by name; they win over the two above.
 
     Raises:
-        UserError: no such preset or field (the nearest is named), or values that do not go together.
+        UserError: there is no such preset or field (the message names the nearest), or values contradict each other.
     """
     if is_hugging_face(name):
         return _hugging_face().config_of(name, _given(None, seq_len, overrides), vocab_size)
@@ -111,9 +111,9 @@ def model_config(
 
 
 def nearest_preset(config: ModelConfig) -> tuple[str, dict[str, object]]:
-    """A preset's name and what to change in it for ``config``: the preset with the fewest changes.
+    """Find the preset that needs the fewest changes to become ``config``; return its name and the changes.
 
-    ``model_config(name, overrides=changes)`` is ``config`` again.
+    ``model_config(name, overrides=changes)`` equals ``config``.
     """
     if type(config).__name__ == "HuggingFaceConfig":
         return _hugging_face().name_and_changes(config)
@@ -140,10 +140,10 @@ def build_model(
     kernels: Choice = "auto",
     lora: Lora | None = None,
 ) -> LanguageModel:
-    """A preset's model on the default device, or without values under ``torch.device("meta")``.
+    """Build a preset's model on the default device, or without values under ``torch.device("meta")``.
 
-    Arguments and errors are :func:`model_config`'s; ``seed`` is that of the initial values, ``kernels`` says who
-    computes what has a kernel, ``lora`` which adapters are trained in the place of the model's own weights.
+    Arguments and errors are :func:`model_config`'s. ``seed`` is the seed of the initial values. ``kernels`` is the
+    backend of operations that have kernels. ``lora`` adds adapters, which are trained instead of the model's weights.
     """
     config = model_config(name, vocab_size=vocab_size, seq_len=seq_len, overrides=overrides)
     if lora is None:

@@ -1,4 +1,4 @@
-"""Imports of packages that log what they look for and do not find."""
+"""Import packages without the warnings that they log about optional dependencies."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 def quiet_import(name: str) -> Any:
-    """The module ``name``; warnings that it logs while it is imported are no news of a run.
+    """Import and return the module ``name``; warnings that it logs meanwhile are suppressed.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: the module is not installed.
     """
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)

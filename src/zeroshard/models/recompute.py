@@ -1,18 +1,18 @@
 """Activation checkpointing: which blocks drop their activations and run forward again in backward.
 
-| `activation_checkpointing` | kept between forward and backward                                                |
-|----------------------------|----------------------------------------------------------------------------------|
-| `none`                     | every activation                                                                 |
-| `full`                     | each block's inputs                                                              |
-| `every:N`                  | inputs of the first block of each N; all of the others'                          |
-| `selective`                | inputs, and what matrix products and attention gave: only cheap work is repeated |
-| `selective:2`              | the same of every second matrix product only, which torchtitan calls "selective" |
+| `activation_checkpointing` | kept between forward and backward                                                 |
+|----------------------------|-----------------------------------------------------------------------------------|
+| `none`                     | every activation                                                                  |
+| `full`                     | each block's inputs                                                               |
+| `every:N`                  | inputs of one block in N, every activation of the other blocks                    |
+| `selective`                | inputs, and outputs of matrix products and attention: only cheap work runs again  |
+| `selective:2`              | as `selective`, but every second matrix product only: torchtitan's "selective"    |
 
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174; selective:
 Korthikanti et al. 2022, "Reducing Activation Recomputation", https://arxiv.org/abs/2205.05198.
 
-The block's ``forward`` is wrapped, not its call: hooks on the block (a sharding engine's, say) run once, outside of
-what runs again, and `torch.compile` may wrap the result.
+Checkpointing wraps the block's ``forward``, not its ``__call__``. So hooks on the block (such as a sharding engine's)
+run once and are not recomputed, and `torch.compile` may wrap the result.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from zeroshard.errors import UserError
 
 _aten: Any = torch.ops.aten
-# What costs more to repeat than to keep. Attention is a kernel of its own on each kind of device.
+# Operations whose outputs cost more to recompute than to keep. Each kind of device has its own operator for attention.
 EXPENSIVE = [
     _aten.mm.default,
     _aten.addmm.default,
     _aten.bmm.default,
     _aten.baddbmm.default,
-    _aten._scaled_mm.default,  # in 8 bits, compiled; eager ones are an mm of tensors that know their scales
+    _aten._scaled_mm.default,  # compiled fp8 products; an eager one is an mm of tensors that carry their scales
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
@@ -45,7 +45,7 @@ PRODUCTS = EXPENSIVE[:5]
 
 
 def recomputed_blocks(how: str, num_blocks: int) -> list[int]:
-    """The places of the blocks that run again.
+    """Return the indices of the blocks that run forward again in backward.
 
     Raises:
         UserError: ``how`` is not none, full, selective, selective:2, or every:N with N from 1.
@@ -65,12 +65,12 @@ def recomputed_blocks(how: str, num_blocks: int) -> list[int]:
 
 
 def recompute_blocks(blocks: Iterable[nn.Module], how: str, *, random: bool) -> None:
-    """Have ``blocks`` keep what ``how`` says, in place.
+    """Make ``blocks`` keep only the activations that ``how`` says, in place.
 
     Args:
-        blocks: each takes tensors, and whatever else by name, and returns a tensor.
+        blocks: modules whose forward takes tensors by position, anything else by keyword, and returns a tensor.
         how: see the table above.
-        random: whether a block draws random numbers, so that the generator's state must be kept for its second run.
+        random: whether a block draws random numbers, so that its second run must restore the generator's state.
 
     Raises:
         UserError: as `recomputed_blocks`.
@@ -78,13 +78,13 @@ def recompute_blocks(blocks: Iterable[nn.Module], how: str, *, random: bool) -> 
     blocks = list(blocks)
     for place in recomputed_blocks(how, len(blocks)):
         block = blocks[place]
-        # A partial and no closure: a copy of the model then runs its own blocks.
+        # A partial rather than a closure: deepcopy copies the block that it is bound to as well.
         kept = {"selective": _every_product, "selective:2": _every_second_product}.get(how)
         block.forward = partial(_run, block.forward, kept, random)
 
 
 def keep_random_state(blocks: Iterable[nn.Module]) -> None:
-    """Have blocks that run again draw the same random numbers again, where they have come to draw some; in place."""
+    """Make recomputed blocks draw the same random numbers in both runs, in place: for dropout that was added later."""
     for block in blocks:
         forward = block.forward
         if isinstance(forward, partial) and forward.func is _run:
@@ -97,7 +97,7 @@ def _every_product() -> Any:
 
 
 def _every_second_product() -> Any:
-    """A count for the first run and one for the second, so that both keep the same."""
+    """Return contexts that keep every second product; each run counts by itself, so that both keep the same ones."""
     counts = {False: 0, True: 0}
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -1,4 +1,4 @@
-"""What a training loop needs around an optimizer: parameter groups, the learning-rate schedule, the loss's scale."""
+"""Optimizers, and what a training loop needs beside one: param groups, learning-rate schedule, loss scaling."""
 
 from zeroshard.optim.fused_adamw import FusedAdamW
 from zeroshard.optim.groups import decay_groups

@@ -1,7 +1,7 @@
-"""AdamW as a torch optimizer on `zeroshard.kernels.adamw`: one launch a group, clipping and 16-bit weights folded in.
+"""AdamW as a torch optimizer on `zeroshard.kernels.adamw`: one launch per group, with clipping and casts fused in.
 
-Its states have the names, shapes and dtypes of `torch.optim.AdamW`'s, so either loads what the other saved, and a
-checkpoint does not tell which of them wrote it.
+Its states have the names, shapes and dtypes of `torch.optim.AdamW`'s. So each of the two can load the other's states,
+and their checkpoints look alike.
 """
 
 from __future__ import annotations
@@ -23,30 +23,32 @@ NOT_SERVED = ("amsgrad", "maximize")  # of `torch.optim.AdamW`'s options; a load
 class FusedAdamW(Optimizer):
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), all parameters of a group in one kernel launch.
 
-    On the CPU, and wherever the reference serves, an update has the bits of ``torch.optim.AdamW(foreach=False)``. On a
-    GPU it differs from that by the rounding of hyper-parameters to fp32: relative 5e-5 of an update in the first
-    steps, less later; torch's own fused optimizer rounds alike.
+    On the CPU, and wherever the reference implementation is used, an update has the bits of
+    ``torch.optim.AdamW(foreach=False)``. On a GPU it differs from that by the rounding of hyper-parameters to fp32: by
+    5e-5 of an update in the first steps, less later; torch's own fused optimizer rounds in the same way.
 
-    Under `zeroshard.Zero` it saves three passes over memory: the engine has it add up squares for the gradient norm,
-    multiply gradients by the clipping factor as it reads them, and write the 16-bit weights beside their masters.
+    Under `zeroshard.Zero` it saves three passes over memory: the engine has it sum the squares for the gradient norm,
+    multiply gradients by the clipping factor as it reads them, and write 16-bit weights in the pass that updates their
+    fp32 master weights.
 
     Args:
         params: parameters or param groups; contiguous, dense, floating.
         lr: learning rate, a number >= 0.
-        betas: decay of the mean gradient and of the mean square.
+        betas: decay rates of the averages of gradients and of squared gradients.
         eps: added to the denominator.
-        weight_decay: decoupled, >= 0.
-        stochastic_rounding: round parameters that are bf16 themselves, with no fp32 master, up or down at random, so
-            that small updates are kept in the mean. Which way is a function of the seed, the step, and the place of an
-            element among the pieces that this optimizer was given.
-        seed: of that rounding.
-        kernels: who computes it; None: as `zeroshard.kernels.use_kernels` says, else auto.
+        weight_decay: decoupled weight decay, >= 0.
+        stochastic_rounding: round parameters that are themselves bf16, without fp32 master weights, up or down at
+            random, so that small updates are kept on average. The direction is a function of the seed, the step, and
+            the position of an element among the tensors that this optimizer was given.
+        seed: seed of the stochastic rounding.
+        kernels: which implementation computes it; None: the one that `zeroshard.kernels.use_kernels` chose, else auto.
 
     Raises:
-        ValueError: a hyper-parameter outside its range; a parameter or gradient that does not fit.
+        ValueError: a hyper-parameter outside its range; a parameter or gradient that the kernel cannot take.
     """
 
-    zero_scope = "element-wise"  # for `zeroshard.Zero`, which cannot try kernels that run on GPUs alone
+    # Tells `zeroshard.Zero` that updates are element-wise. It tries other optimizers out, but cannot run GPU kernels.
+    zero_scope = "element-wise"
 
     def __init__(
         self,
@@ -70,7 +72,7 @@ class FusedAdamW(Optimizer):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, "_pieces": {}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in torch; its hyper-parameters are checked."""
+        """Add a group, as in torch, and check its hyper-parameters."""
         super().add_param_group(param_group)
         try:
             _options(self.param_groups[-1])
@@ -79,7 +81,7 @@ class FusedAdamW(Optimizer):
             raise
 
     def write_copies(self, copies: Mapping[Tensor, Tensor]) -> None:
-        """From now on each step writes these parameters, and no others, into these tensors too, in the same pass.
+        """Have each later step also write these parameters, and no others, into these tensors, in the same pass.
 
         Args:
             copies: parameter -> a contiguous tensor of its shape on its device, in any of fp32, bf16 and fp16.
@@ -93,10 +95,10 @@ class FusedAdamW(Optimizer):
                 raise ValueError(f"copies: a tensor of shape {tuple(param.shape)} is no parameter of this optimizer")
             if copy.shape != param.shape:
                 raise ValueError(f"copies: shape {tuple(copy.shape)} is not its parameter's {tuple(param.shape)}")
-        self._copies = dict(copies)  # others are let go: weights that were laid out anew
+        self._copies = dict(copies)  # drops earlier copies: the engine may have laid out its weights anew
 
     def sum_of_squares(self, flat: Tensor) -> Tensor:
-        """`zeroshard.kernels.sum_of_squares`, by the kernels of this optimizer: 0-dim, float64."""
+        """Return `zeroshard.kernels.sum_of_squares` by this optimizer's choice of kernels: 0-dim, float64."""
         return ops.sum_of_squares(flat, kernels=self._kernels)
 
     @torch.no_grad()
@@ -106,13 +108,13 @@ class FusedAdamW(Optimizer):
         Args:
             closure: evaluates the model again and returns the loss.
             grad_scale: 0-dim fp32 on the parameters' device, by which gradients are multiplied as they are read:
-                ``(max_norm / (norm + 1e-6)).clamp(max=1)`` clips them without a pass of its own. None: 1.
+                ``(max_norm / (norm + 1e-6)).clamp(max=1)`` clips them without a separate pass. None: 1.
 
         Returns:
-            What ``closure`` returned.
+            The loss that ``closure`` returned; None without a closure.
 
         Raises:
-            ValueError: a gradient that is sparse; hyper-parameters that were set outside their range.
+            ValueError: a gradient is sparse; a hyper-parameter was set to a value outside its range.
         """
         loss = None
         if closure is not None:
@@ -158,12 +160,12 @@ class FusedAdamW(Optimizer):
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
             state["exp_avg"] = torch.zeros_like(param, memory_format=torch.contiguous_format)
             state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.contiguous_format)
-        elif state["step"].is_cuda:  # as torch's fused optimizer saved it; on the CPU, reading it waits for nothing
+        elif state["step"].is_cuda:  # torch's fused optimizer saved it; on the CPU it can be read without synchronising
             state["step"] = state["step"].cpu()
         return state
 
     def _rounding_seed(self, group: int, step: int) -> int:
-        """Another one for each step; pieces and elements are told apart by the kernel."""
+        """Return a seed for this group and step; the kernel also mixes in the tensor's and the element's position."""
         return (self._seed * 1_000_003 + step * 1_009 + group) % 2**31
 
 

@@ -1,7 +1,7 @@
-"""Which parameters decay: matrices and embeddings do, biases, norm weights and scalars do not.
+"""Param groups with and without weight decay: matrices and embeddings decay; biases, norm weights and scalars do not.
 
-Decay keeps matrices small; a vector that scales or shifts each channel has few values, and pulling those to
-zero only works against the norm that they belong to (arXiv:1812.01187, section 3.1, "no bias decay").
+Decay keeps matrices small. A vector that scales or shifts each channel has few values, and decaying those only works
+against the normalisation that they belong to (arXiv:1812.01187, section 3.1, "no bias decay").
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ MIN_DECAYED_NDIM = 2
 def decay_groups(named_params: Iterable[tuple[str, Tensor]], weight_decay: float) -> list[dict[str, Any]]:
     """Split parameters into a group that decays and one that does not, for any torch optimizer.
 
-    The number of dimensions of the *original* parameter decides, so give ``model.named_parameters()``, whose
-    tensors keep their shapes when an engine shards them underneath. A parameter under two names is taken
-    once, by its first name; a frozen one is left out. Order within a group is that of ``named_params``.
+    The number of dimensions of the *original* parameter decides. So give ``model.named_parameters()``, whose tensors
+    keep their shapes when an engine shards them. A parameter with two names is taken once, under its first name; frozen
+    parameters are left out. The order within a group is that of ``named_params``.
 
     Args:
         named_params: (name, parameter) pairs.
-        weight_decay: of the group that decays, >= 0.
+        weight_decay: weight decay of the group that decays, >= 0.
 
     Returns:
-        One or two dicts with ``"params"``, ``"weight_decay"`` and ``"param_names"``, torch's own key for the
-        names of a group's parameters; a group without parameters is left out.
+        One or two dicts with ``"params"``, ``"weight_decay"`` and ``"param_names"`` (torch's own key for the names of a
+        group's parameters); a group without parameters is left out.
 
     Raises:
-        ValueError: ``weight_decay`` is negative or not finite, or no parameter is trainable.
+        ValueError: ``weight_decay`` is negative, NaN or Inf, or no parameter is trainable.
     """
     if not (isfinite(weight_decay) and weight_decay >= 0):
         raise ValueError(f"weight_decay: {weight_decay} is not a finite number >= 0")

@@ -1,12 +1,13 @@
-"""Dynamic loss scaling, agreed among ranks: what float16 needs and bfloat16 does not.
+"""Dynamic loss scaling with one scale for all ranks. Training in float16 needs it; training in bfloat16 does not.
 
-Small gradients vanish in float16, so the loss is multiplied by a scale before backward and the gradients are divided
-by it after. A scale that is too large makes some of them overflow: then no rank takes that step, and the scale is
-halved; after a number of steps without an overflow it is doubled. Micikevicius et al. 2018, "Mixed Precision
-Training", section 3.2, https://arxiv.org/abs/1710.03740.
+Small gradients underflow in float16. So the loss is multiplied by a scale before backward, and gradients are divided by
+it afterwards. If the scale is too large, some gradients overflow: then no rank takes that step, and the scale is
+halved. After a number of steps without an overflow it is doubled. Micikevicius et al. 2018, "Mixed Precision Training",
+section 3.2, https://arxiv.org/abs/1710.03740.
 
-`torch.amp.GradScaler` decides from the gradients of its own process. A sharded optimizer shows each rank others, so an
-overflow would be seen on one rank and the weights would part; here the ranks take the maximum of one flag.
+`torch.amp.GradScaler` decides from the gradients of its own process. With a sharded optimizer each rank has other
+gradients, so only one rank might see an overflow and skip the step, and the weights would diverge. Here the ranks
+all-reduce the maximum of an overflow flag.
 
     loss = model(tokens, targets)
     scaler.scale_loss(loss).backward()
@@ -29,7 +30,7 @@ from torch.optim import Optimizer
 
 from zeroshard.comm import CONTROL, Communicator, scope
 
-GROWTH, BACKOFF = 2.0, 0.5  # powers of two: scaling changes no bit of a gradient that neither over- nor underflows
+GROWTH, BACKOFF = 2.0, 0.5  # powers of two: scaling causes no rounding error unless a gradient over- or underflows
 SMALLEST_SCALE = 1.0
 
 
@@ -38,13 +39,13 @@ class LossScaler:
 
     Args:
         comm: the ranks that train together.
-        scale: to start with, above 0.
+        scale: initial scale, above 0.
         growth_interval: steps in a row without an overflow after which the scale is doubled, 1 or more.
-        divided_by: what losses are divided by beside what their mean asks for; gradients are multiplied by it.
+        divided_by: a further factor by which losses were divided; `unscale_` multiplies gradients by it.
 
     Attributes:
-        scale: of the next step.
-        num_skipped: steps that were not taken, so far.
+        scale: scale of the next step.
+        num_skipped: how many steps were skipped so far because of an overflow.
 
     Raises:
         ValueError: a scale or interval that makes no sense.
@@ -65,7 +66,7 @@ class LossScaler:
         self._finite: bool | None = None
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss to call ``backward`` on, in fp32 where it is narrower: a scaled loss is seldom below 65504."""
+        """Return the scaled loss, on which to call ``backward``; in fp32 or wider, because it often exceeds 65504."""
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.scale
 
     @torch.no_grad()
@@ -73,7 +74,7 @@ class LossScaler:
         """Divide the gradients that ``optimizer`` would use by the scale, in place. Collective.
 
         Returns:
-            Whether all of them are finite on every rank: the same answer everywhere. False: do not step.
+            Whether no gradient is NaN/Inf on any rank; the same on all ranks. If False, do not step.
         """
         by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for grad in _local_grads(optimizer):
@@ -81,7 +82,7 @@ class LossScaler:
         overflowed = torch.zeros(1, device=self.comm.control_device)
         for (device, _), grads in by_kind.items():
             found = torch.zeros(1, device=device)
-            # The fused check and multiplication that torch's own scaler is made of.
+            # The fused check and multiplication that torch's own GradScaler uses.
             inverse = torch.full((1,), self.divided_by / self.scale, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inverse)
             overflowed = torch.maximum(overflowed, found.to(overflowed.device))
@@ -91,10 +92,10 @@ class LossScaler:
         return self._finite
 
     def update(self) -> None:
-        """Count the step that `unscale_` judged, and choose the scale of the next one.
+        """Choose the scale of the next step by the result of `unscale_`.
 
         Raises:
-            RuntimeError: nothing was judged since the last `update`.
+            RuntimeError: `unscale_` was not called since the last `update`.
         """
         if self._finite is None:
             raise RuntimeError("update: call unscale_(optimizer) first, once a step")
@@ -109,11 +110,11 @@ class LossScaler:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the scale has become so small that overflows cannot be its fault."""
+        """Whether the scale is so small that it cannot be the cause of overflows."""
         return self.scale < SMALLEST_SCALE
 
     def state_dict(self) -> dict[str, float | int]:
-        """What a resumed run needs, as JSON can hold it."""
+        """Return the state that a resumed run needs, in a form for JSON."""
         return {
             "scale": self.scale,
             "num_since_overflow": self._num_since_overflow,
@@ -121,14 +122,17 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`'s values."""
+        """Resume from the values of `state_dict`."""
         self.scale = float(state["scale"])
         self._num_since_overflow = int(state["num_since_overflow"])
         self.num_skipped = int(state["num_skipped"])
 
 
 def _local_grads(optimizer: Optimizer) -> Iterator[Tensor]:
-    """The gradients in this process's memory; of a `DTensor`, whose import takes most of a second, its part of it."""
+    """Yield the gradients of ``optimizer``'s parameters; of a `DTensor` its local part.
+
+    A `DTensor` is recognised by its method, because importing the class takes most of a second.
+    """
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.grad is not None:

@@ -1,9 +1,9 @@
-"""Muon for the matrices inside a model and AdamW for all else, as one optimizer.
+"""Muon for the matrices inside a model's blocks and AdamW for all other parameters, as one optimizer.
 
-Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) makes the update of a matrix orthogonal, which
-suits matrices that map activations to activations, and neither embeddings, output heads nor vectors. So a run that uses
-it needs two update rules; a schedule, a scaler and a checkpoint want one optimizer. Both rules are torch's own: its
-`torch.optim.Muon` and `torch.optim.AdamW` step on the param groups and the state of this one.
+Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) orthogonalises the update of a matrix. This suits
+matrices that map activations to activations, but not embeddings, output heads or vectors. So a run with Muon needs two
+update rules, while schedule, loss scaler and checkpoint expect one optimizer. Both rules are torch's own:
+`torch.optim.Muon` and `torch.optim.AdamW` step on the param groups and the state of this optimizer.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ class MuonAdamW(Optimizer):
     https://arxiv.org/abs/2502.16982, section 2.2), so that both rules go by one learning rate and one weight decay.
 
     Args:
-        params: parameters or group dicts, as every optimizer takes them. A group may set what its own rule knows.
-        lr: learning rate of both.
-        betas, eps: AdamW's.
-        momentum: Muon's.
-        weight_decay: of groups that do not say.
-        fused: AdamW's fused kernel.
+        params: parameters or group dicts, as in every optimizer. A group may set the options of its own rule.
+        lr: learning rate of both rules.
+        betas: AdamW's betas.
+        eps: AdamW's eps.
+        momentum: Muon's momentum.
+        weight_decay: weight decay of groups that do not set their own.
+        fused: whether to use AdamW's fused kernel.
 
     Raises:
-        ValueError: a setting out of its range, or a group of matrices with a parameter that is none.
+        ValueError: a setting is outside its range, or a group of matrices has a parameter that is not 2-D.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class MuonAdamW(Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, _MARK: False})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, with the settings of its rule; ``"matrices": True`` makes that Muon."""
+        """Add a group and complete it by its rule's defaults; the rule is Muon if it has ``"matrices": True``."""
         rule = self._rules[bool(param_group.get(_MARK, False))]
         super().add_param_group({**rule.defaults, **self.defaults, **param_group})
         if isinstance(rule, Muon):
@@ -67,7 +68,7 @@ class MuonAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update; returns what ``closure`` does."""
+        """Update all parameters once; return the loss that ``closure`` returns, None without a closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -82,15 +83,15 @@ class MuonAdamW(Optimizer):
 def muon_groups(
     named_params: Iterable[tuple[str, Tensor]], weight_decay: float, blocks: Iterable[str]
 ) -> list[dict[str, Any]]:
-    """Param groups for `MuonAdamW`: the matrices of the blocks, then what `decay_groups` makes of the rest.
+    """Return param groups for `MuonAdamW`: the blocks' matrices for Muon, then `decay_groups` of all others for AdamW.
 
     Args:
         named_params: (name, parameter) pairs.
-        weight_decay: of matrices and embeddings.
-        blocks: the blocks' names; what lies below them and has two dimensions is Muon's.
+        weight_decay: weight decay of matrices and embeddings.
+        blocks: names of the blocks; Muon updates the 2-D parameters inside them.
 
     Raises:
-        ValueError: as `decay_groups`.
+        ValueError: as in `decay_groups`.
     """
     prefixes = tuple(f"{name}." for name in blocks)
     named = list(named_params)

@@ -1,12 +1,12 @@
-"""The learning rate as a pure function of the step, so that to resume a run is to know one integer.
+"""The learning rate as a pure function of the step: a resumed run needs no scheduler state, only the step number.
 
     lr |    /----\\            linear warm-up, then half a cosine (or a line, or nothing, or wsd) down to min_lr
        |   /      \\___
        |  /           \\____    0 .. warmup_steps .. max_steps
        +--------------------
 
-WSD (warm-up, stable, decay) stays at the peak and comes down by a line in its last steps; from before them a run can be
-prolonged. MiniCPM, arXiv:2404.06395; a line, over a fifth of the run: Hägele et al. 2024, arXiv:2405.18392.
+WSD (warm-up, stable, decay) stays at the peak and decays linearly in its last steps; a run can be prolonged from any
+step before the decay. MiniCPM, arXiv:2404.06395; linear, over a fifth of the run: Hägele et al. 2024, arXiv:2405.18392.
 Cosine: SGDR, arXiv:1608.03983, equation 5, without restarts. Warm-up, and 10 % of the peak as ``min_lr``:
 GPT-3, arXiv:2005.14165, appendix B.
 """
@@ -29,24 +29,26 @@ def learning_rate(
     decay: Decay = "cosine",
     decay_share: float = 0.2,
 ) -> float:
-    """The learning rate of step ``step``, counted from 0.
+    """Return the learning rate of step ``step``, counted from 0.
 
-    Warm-up: step 0 has ``lr / warmup_steps``, never 0, and step ``warmup_steps - 1`` has ``lr``. Decay starts
-    from ``lr`` at step ``warmup_steps`` and reaches ``min_lr`` at step ``max_steps``, the first that a run of
-    ``max_steps`` steps does not take; later steps stay there. A run shorter than its warm-up ends within it.
+    Warm-up: step 0 has ``lr / warmup_steps``, never 0, and step ``warmup_steps - 1`` has ``lr``. Cosine and linear
+    decay start from ``lr`` at step ``warmup_steps``, WSD's later. All reach ``min_lr`` at step ``max_steps``, the first
+    that a run of ``max_steps`` steps does not take; later steps stay there. A run that is shorter than its warm-up ends
+    during it.
 
     Args:
-        step: >= 0.
-        lr: the peak.
-        min_lr: the end of the decay, at most ``lr``.
-        warmup_steps: 0 for none.
-        max_steps: steps of the whole run, warm-up included.
+        step: the step, >= 0.
+        lr: the peak learning rate.
+        min_lr: the learning rate at the end of the decay, at most ``lr``.
+        warmup_steps: how many steps warm up; 0 for none.
+        max_steps: how many steps the run has, including warm-up.
         decay: ``"cosine"``, ``"linear"``, ``"wsd"``, or ``"constant"``, which stays at ``lr`` and ignores ``min_lr``.
-        decay_share: of ``max_steps``, the last ones, in which ``"wsd"`` comes down; rounded to whole steps, at least 1.
+        decay_share: the share of ``max_steps``, at the end, in which ``"wsd"`` decays; rounded to whole steps, at least
+            1.
 
     Raises:
-        ValueError: a rate negative or not finite, ``min_lr`` above ``lr``, a count negative, no such decay, a share
-            outside (0, 1].
+        ValueError: a rate is negative, NaN or Inf; ``min_lr`` is above ``lr``; a count is negative; the decay is
+            unknown; the share is outside (0, 1].
     """
     for name, rate in (("lr", lr), ("min_lr", min_lr)):
         if not (isfinite(rate) and rate >= 0):
@@ -67,6 +69,6 @@ def learning_rate(
     if step >= max_steps:
         return min_lr
     begin = max(warmup_steps, max_steps - max(1, round(decay_share * max_steps))) if decay == "wsd" else warmup_steps
-    progress = max(0.0, (step - begin) / (max_steps - begin))  # 0 where decay begins, 1 at max_steps
+    progress = max(0.0, (step - begin) / (max_steps - begin))  # 0 when decay begins, 1 at max_steps
     peak_share = (1 + cos(pi * progress)) / 2 if decay == "cosine" else 1 - progress
     return peak_share * lr + (1 - peak_share) * min_lr

@@ -1,6 +1,7 @@
 """Data-parallel strategies by name: ours (``zero0`` to ``zero3``) and PyTorch's own.
 
-`zeroshard.parallel.registry` has the table. Classes are loaded on first use: what a command line reads needs no torch.
+`zeroshard.parallel.registry` has the table. Classes are loaded on first use, so that the command line can be parsed
+without importing torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One interface over every way to train data-parallel, ours and PyTorch's.
+"""One interface for every data-parallel strategy, ours and PyTorch's.
 
-The training loop and the checkpoints know this and nothing more; a new strategy is one file here and one line in
-the table of `zeroshard.parallel.registry`.
+The training loop and the checkpoints use only this interface. To add a strategy, write one file here and add one row to
+the table in `zeroshard.parallel.registry`.
 """
 
 from __future__ import annotations
@@ -23,36 +23,40 @@ from zeroshard.zero.state.named_shards import NamedShard, ShardReader
 
 @dataclass(frozen=True)
 class Setup:
-    """What every strategy is built from.
+    """The arguments from which every strategy is built.
 
     Attributes:
-        model: the module to train; with ``init`` it may lie on the meta device, where weights are not kept whole by
-            the strategy (`StrategyEntry.from_meta`).
-        units: modules whose parameters travel together, in the order in which they run: embedding, blocks, head.
-        comm: the ranks; None for ``torch.distributed`` where initialised, else this process alone.
+        model: the module to train. With ``init`` it may be on the meta device, if the strategy can allocate its
+            parameters (`StrategyEntry.from_meta`).
+        units: modules whose parameters are communicated together, in the order in which they run: embedding, blocks,
+            head.
+        comm: the communicator; None: ``torch.distributed`` if it is initialised, else this process alone.
         optimizer_cls: any ``torch.optim`` optimizer.
-        param_groups: from the model to the optimizer's groups of its parameters. A function, because a strategy that
-            makes the parameters of a model on the meta device makes new ones.
+        param_groups: function from the model to the optimizer's param groups. It is called after the strategy has
+            built its model, because a strategy may replace the parameters of a model on the meta device.
         optimizer_kwargs: the optimizer's defaults (``lr``, ``betas``, ...).
-        compute_dtype: dtype of forward and backward; masters, optimizer states and reductions stay fp32.
-        init: fills parameter ``name`` of a model on the meta device; as `zeroshard.Zero` takes it.
+        compute_dtype: dtype of forward and backward; master weights and optimizer states stay fp32, and so do
+            reductions unless ``reduce_dtype`` says otherwise.
+        init: fills parameter ``name`` of a model on the meta device; as in `zeroshard.Zero`.
         device: where the parameters are placed; None leaves them where they are.
-        shard_size: over how many neighbouring ranks state is sharded; None for all (ZeRO strategies only).
-        reshard_after_forward: where weights are sharded, free the unsharded ones between forward and backward; False
-            keeps them: less traffic, more memory.
-        find_unused_parameters: for those that stand on DDP, which must be told where some parameters may take no part
-            in a forward, and then walks the graph after each; ours and FSDP2 need not be.
-        reduce_dtype: dtype in which gradients add up and travel; None: the masters' (ZeRO strategies only).
-        accumulate, prefetch: as `zeroshard.Zero` takes them (ZeRO strategies only).
-        wire: what travels in another form than it computes in: arguments of `zeroshard.zero.MixedPrecision` (ZeRO
-            strategies only).
-        secondary_shard_size: over how many neighbouring ranks a second copy of sharded weights lies; None: there is
-            none (stage 3 alone).
-        replicas: how groups of ``shard_size`` ranks that take local steps meet; None: all ranks take each step together
-            (ZeRO strategies only).
-        leaves: the most ranks that may ever train it, with the same bits on any number; None: no matter (ZeRO
-            strategies only).
-        ema_decay: of a moving average of the weights; None for no average.
+        shard_size: over how many neighbouring ranks state is sharded; None: all (ZeRO strategies only).
+        reshard_after_forward: if weights are sharded, whether to free the unsharded ones between forward and backward;
+            False keeps them: less traffic, more memory.
+        find_unused_parameters: whether some parameters may take no part in a forward, for strategies that use DDP. DDP
+            then traverses the graph after each forward. Our strategies and FSDP2 do not need this.
+        reduce_dtype: dtype in which gradients accumulate and are reduced; None: the master weights' (ZeRO strategies
+            only).
+        accumulate: as in `zeroshard.Zero` (ZeRO strategies only).
+        prefetch: as in `zeroshard.Zero` (ZeRO strategies only).
+        wire: further arguments of `zeroshard.zero.MixedPrecision`: the formats in which weights and gradients are
+            communicated, if not in the dtype of computation (ZeRO strategies only).
+        secondary_shard_size: over how many neighbouring ranks a secondary copy of sharded weights is sharded; None:
+            there is no such copy (stage 3 only).
+        replicas: schedule and outer optimizer of groups of ``shard_size`` ranks that take local steps; None: all ranks
+            take each step together (ZeRO strategies only).
+        leaves: compute the same bits on any number of ranks up to this one; None: bits may differ (ZeRO strategies
+            only).
+        ema_decay: decay of a moving average of the weights; None: no average.
     """
 
     model: nn.Module
@@ -78,11 +82,11 @@ class Setup:
 
 
 class Strategy(Protocol):
-    """A model and its optimizer, spread over ranks in some way."""
+    """A model and its optimizer, replicated or sharded over ranks."""
 
     @property
     def model(self) -> nn.Module:
-        """What the loop calls: ``model(tokens_BT, targets_BT)``."""
+        """The module that the training loop calls: ``model(tokens_BT, targets_BT)``."""
         ...
 
     @property
@@ -92,36 +96,36 @@ class Strategy(Protocol):
 
     @property
     def ema(self) -> Ema | None:
-        """The moving average of the weights, saved and loaded with them; None where `Setup` asked for none."""
+        """The moving average of the weights, saved and loaded with them; None if `Setup` asked for none."""
         ...
 
     @property
     def comm(self) -> Communicator:
-        """The ranks."""
+        """The communicator of the ranks that train together."""
         ...
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Around forward and backward: accumulate gradients without communication."""
+        """Wrap forward and backward: gradients accumulate without communication."""
         ...
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of one of a step's micro-batches; communicates when the strategy must."""
+        """Wrap forward and backward of one micro-batch; reduce gradients after the last, or earlier if needed."""
         ...
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the averaged gradients by their global norm; returns the norm before clipping, 0-dim, fp32."""
+        """Clip the averaged gradients by their global norm; return the norm before clipping, 0-dim, fp32."""
         ...
 
     def tied_names(self) -> dict[str, str]:
-        """Each further name of a tied tensor -> the name that it is saved under."""
+        """Map each further name of a tied tensor to the name under which it is saved."""
         ...
 
     def named_shards(self) -> Iterable[NamedShard]:
-        """What this rank saves; over all ranks every tensor is tiled exactly once."""
+        """Yield the pieces of tensors that this rank saves; over all ranks every tensor is covered exactly once."""
         ...
 
     def named_param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's param groups as JSON can hold them, ``params`` by their ordinary names; on every rank."""
+        """Return the optimizer's param groups in a form for JSON, ``params`` by ordinary names; on every rank."""
         ...
 
     def load_named_shards(self, reader: ShardReader) -> None:
@@ -129,13 +133,13 @@ class Strategy(Protocol):
         ...
 
     def full_params(self) -> AbstractContextManager[None]:
-        """Unsharded weights under their ordinary names inside the context."""
+        """Return a context in which weights are unsharded, under their ordinary names."""
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The whole model's weights, on the CPU, with ordinary names; collective."""
+        """Return the model's unsharded weights on the CPU, with ordinary names; collective."""
         ...
 
     def memory_bytes(self) -> dict[str, int]:
-        """Resident bytes of this rank by category: params, grads, master, optimizer, and ema where there is one."""
+        """Return this rank's resident bytes by category: params, grads, master, optimizer, and ema if there is one."""
         ...

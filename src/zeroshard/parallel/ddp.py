@@ -1,4 +1,4 @@
-"""PyTorch's own ``DistributedDataParallel`` behind our interface: the yardstick that everything else is held to."""
+"""PyTorch's own ``DistributedDataParallel`` behind our interface: the baseline for all other strategies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from zeroshard.parallel.replica import Replica
 
 
 class Ddp(Replica):
-    """Whole weights, gradients and optimizer state on every rank; gradients averaged while backward runs.
+    """Replicates weights, gradients and optimizer state on every rank; averages gradients while backward runs.
 
     Raises:
         ValueError: several ranks without ``torch.distributed``, or a model on the meta device.

@@ -1,8 +1,8 @@
 """PyTorch's own stage 3: ``torch.distributed.fsdp.fully_shard`` on each unit, then on the model.
 
-A parameter is a `DTensor` cut into blocks of whole rows: of n rows on W ranks, rank r holds ``ceil(n / W)`` from row
-``r * ceil(n / W)``, the last ranks fewer or none. Flattened, a block of rows is one interval, so that a checkpoint
-knows it as well as any other piece.
+A parameter is a `DTensor` that is sharded by rows: of n rows on W ranks, rank r has ``ceil(n / W)`` rows from row
+``r * ceil(n / W)`` on; the last ranks may have fewer or none. In the flattened parameter these rows are one interval,
+so a checkpoint saves them like any other piece.
 
 Zhao et al. 2023, "PyTorch FSDP", https://arxiv.org/abs/2304.11277; its second version is described in
 https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
@@ -42,14 +42,14 @@ from zeroshard.zero.state.training_state import persistent_buffers
 
 
 class Fsdp2:
-    """Weights, gradients and optimizer state sharded by rows; whole weights while a unit runs.
+    """Shards weights, gradients and optimizer state by rows; a unit's weights are unsharded while it runs.
 
-    Training starts from rank 0's parameters and buffers, which `fully_shard` alone leaves to the caller. A model on
-    the meta device is sharded first and filled then, one parameter at a time.
+    Training starts from rank 0's parameters and buffers; `fully_shard` by itself does not broadcast them. A model on
+    the meta device is sharded first and filled afterwards, one parameter at a time.
 
     Raises:
-        ValueError: no process group (one of a single process will do); some but not all parameters, or a buffer, on
-            the meta device; meta parameters without ``init``.
+        ValueError: there is no process group (a group of one process is enough); some but not all parameters, or a
+            buffer, are on the meta device; meta parameters without ``init``.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -69,14 +69,14 @@ class Fsdp2:
         mesh = init_device_mesh(device.type, (self.comm.world_size,))
         self._reshard_after_forward = setup.reshard_after_forward
         units = set(setup.units)
-        # Backward begins with what forward ended with: to free that in between would be one more gather, and exposed.
+        # Backward begins with the unit that ended forward: resharding it in between would cost another exposed gather.
         self._kept = {model, *list(setup.units)[-1:]}
-        for module in reversed(list(model.modules())):  # what is inside comes first
+        for module in reversed(list(model.modules())):  # inner modules first
             if module in units and module is not model:
                 policy = _policy(setup.compute_dtype, cast_inputs=False)
                 frees = setup.reshard_after_forward and module not in self._kept
                 fully_shard(module, mesh=mesh, reshard_after_forward=frees, mp_policy=policy)
-        # The root's weights are wanted again at once when backward begins: None keeps them.
+        # Backward needs the root's weights at once: None keeps them unsharded.
         fully_shard(
             model,
             mesh=mesh,
@@ -87,10 +87,10 @@ class Fsdp2:
         self._master_is_copy = setup.compute_dtype != torch.float32
         if on_meta:
             kept = {name: buffer.to(device) for name, buffer in model.named_buffers() if not buffer.is_meta}
-            model.to_empty(device=device)  # buffers too
+            model.to_empty(device=device)  # it also replaces buffers, whose values we copy back below
             for name, buffer in kept.items():
                 model.get_buffer(name).copy_(buffer)
-        # While a unit runs its module has whole tensors in their place, so they are kept here.
+        # While a unit runs, its module has unsharded tensors in place of the DTensors, so we keep those here.
         self._params: dict[str, DTensor] = dict(model.named_parameters())  # ty: ignore[invalid-assignment]
         self._by_every_name: dict[str, DTensor] = dict(model.named_parameters(remove_duplicate=False))  # ty: ignore[invalid-assignment]
         if on_meta and setup.init is not None:
@@ -100,7 +100,7 @@ class Fsdp2:
         self.ema: Ema | None = None if decay is None else Ema(self._params.values(), decay, self._masters_replaced)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulate whole gradients on each rank, without communication."""
+        """Accumulate unsharded gradients on each rank, without communication."""
         return self._without_sync()
 
     @contextmanager
@@ -112,7 +112,7 @@ class Fsdp2:
             self._root.set_requires_gradient_sync(True)
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """Reduce every micro-batch into the shard, as our stages 2 and 3 do: whole gradients never accumulate."""
+        """Wrap one micro-batch; each reduces its gradients into the shard, as our stages 2 and 3 do."""
         return nullcontext()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -122,7 +122,7 @@ class Fsdp2:
 
     @contextmanager
     def full_params(self) -> Generator[None]:
-        """Whole weights, in the dtype that computes, inside the context; collective."""
+        """Return a context in which weights are unsharded, in the compute dtype; collective."""
         units = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         self._root.set_reshard_after_forward(False)
         for unit in units:
@@ -135,7 +135,7 @@ class Fsdp2:
                 unit.reshard()
 
     def state_dict(self) -> OrderedDict[str, Tensor]:
-        """The whole model's weights, on the CPU, with ordinary names; collective. One is whole at a time."""
+        """Return the model's unsharded weights on the CPU, with ordinary names; gathers one at a time. Collective."""
         whole: dict[int, Tensor] = {}
         for param in self._params.values():
             whole[id(param)] = param.full_tensor().detach().to("cpu", copy=True)
@@ -146,11 +146,11 @@ class Fsdp2:
         return state
 
     def tied_names(self) -> dict[str, str]:
-        """Each further name of a tied tensor -> the name that it is saved under."""
+        """Map each further name of a tied tensor to the name under which it is saved."""
         return tied_names({**named_state(self.model), **self._by_every_name})
 
     def named_shards(self) -> Iterator[NamedShard]:
-        """This rank's rows of every tensor; scalars and buffers on rank 0."""
+        """Yield this rank's rows of every tensor; on rank 0 also scalars and buffers."""
         averages: Mapping[Tensor, Mapping[str, Any]] = {}
         if self.ema is not None:
             self.ema.require_away("named_shards")
@@ -168,19 +168,19 @@ class Fsdp2:
                 yield _whole(name, "buffer", buffer)
 
     def named_param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's param groups, ``params`` by their ordinary names."""
+        """Return the optimizer's param groups, ``params`` by their ordinary names."""
         return named_groups(self.optimizer, self._params)
 
     def load_param_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Give the optimizer's groups the settings of `named_param_groups`, where those have the same parameters."""
+        """Apply the settings of ``saved`` (see `named_param_groups`) to the groups that have the same parameters."""
         restore_groups(self.optimizer, self._params, saved)
 
     def load_named_shards(self, reader: ShardReader) -> None:
         """Read this rank's rows of every tensor; an average that was not saved starts from the weights.
 
         Raises:
-            ValueError: a parameter was not saved, or has another shape; a state has neither its parameter's shape
-                nor is one number.
+            ValueError: a parameter was not saved, or has another shape; a state is neither a scalar nor of its
+                parameter's shape.
         """
         if self.ema is not None:
             self.ema.require_away("load_named_shards")
@@ -213,10 +213,10 @@ class Fsdp2:
         self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
 
     def memory_bytes(self) -> dict[str, int]:
-        """Resident bytes of this rank by category; rows that are padded to the first rank's number count whole.
+        """Return this rank's resident bytes by category, including the padding of shards that have fewer rows.
 
-        As with our stages, shards of another dtype than the weights that compute are ``master``, not ``params``.
-        Whole weights that outlive a forward count as ``params``; those of a running unit are not seen.
+        As in our stages, shards count as ``master`` if computation uses another dtype, else as ``params``. Unsharded
+        weights that outlive a forward count as ``params``; those of a unit that is running are not counted.
         """
         params = list(self._params.values())
         whole = [param for param in self.model.parameters() if not isinstance(param, DTensor)]
@@ -238,7 +238,7 @@ class Fsdp2:
         return self.model
 
     def _masters_replaced(self) -> None:
-        """Free whole weights that are left from an evaluation: they are old now."""
+        """Reshard all units: unsharded weights that an evaluation has left are out of date now."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -251,7 +251,10 @@ class Fsdp2:
 
     @torch.no_grad()
     def _fill(self, init: Callable[[str, Tensor], None], device: torch.device) -> None:
-        """Each rank keeps its rows of values that do not depend on the world's size; who cannot draw rows is rank 0."""
+        """Fill this rank's rows; the values do not depend on the world size.
+
+        If ``init`` cannot draw a part of a tensor, rank 0 draws the unsharded tensor and broadcasts it.
+        """
         for name, param in self._params.items():
             if init is loaded_later:
                 loaded_later(name, param.to_local())
@@ -269,7 +272,7 @@ class Fsdp2:
     # -- rows -------------------------------------------------------------------------------------------------
 
     def _interval(self, tensor: DTensor) -> tuple[int, int]:
-        """The elements of the flattened whole tensor that this rank holds."""
+        """Return start and stop of this rank's shard in the flattened unsharded tensor."""
         if tensor.placements != (Shard(0),):
             raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is placed as {tensor.placements}, not by rows")
         num_rows, row_numel = tensor.shape[0], prod(tensor.shape[1:])
@@ -285,7 +288,7 @@ class Fsdp2:
             yield NamedShard(name, kind, tuple(tensor.shape), (start, stop), tensor.to_local().detach().reshape(-1))
 
     def _read(self, reader: ShardReader, name: str, kind: str, like: DTensor) -> Tensor:
-        """This rank's rows of a saved tensor with the shape of ``like``, on the CPU."""
+        """Return this rank's rows of a saved tensor with the shape of ``like``, on the CPU."""
         return reader.read(name, kind, self._interval(like)).view(like.to_local().shape)
 
     def _read_state(self, reader: ShardReader, name: str, kind: str, shape: tuple[int, ...], param: DTensor) -> Tensor:
@@ -301,7 +304,7 @@ class Fsdp2:
 
 
 def _policy(compute_dtype: torch.dtype, *, cast_inputs: bool) -> MixedPrecisionPolicy:
-    """Ours: fp32 reductions, and only what enters the model is cast, so that a block's fp32 tables stay exact."""
+    """Return our policy: fp32 reductions; only the root casts its inputs, so that a block's fp32 tables stay exact."""
     if compute_dtype == torch.float32:
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=cast_inputs)
@@ -330,7 +333,7 @@ def _whole(name: str, kind: str, tensor: Tensor) -> NamedShard:
 
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the memory that tensors lie in, each piece of it once."""
+    """Return the bytes of the tensors' storages, each counted once."""
     locals_ = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     storages = [tensor.untyped_storage() for tensor in locals_]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

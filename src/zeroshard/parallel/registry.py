@@ -1,8 +1,8 @@
-"""Strategies by name: where each is built, and what the trainer must know of it before it builds it.
+"""Strategies by name: their factories, and the properties that the trainer must know before it builds one.
 
-A new strategy is one file in this folder and one row of `STRATEGIES`. Messages, ``--help``, shell completion and the
-checks of settings read the rows, which needs no torch. ``--strategy module:name`` is a strategy of a user's own, which
-has no row, and all properties at their defaults.
+To add a strategy, write one file in this folder and add one row to `STRATEGIES`. Error messages, ``--help``, shell
+completion and the validation of settings read the rows, which needs no torch. ``--strategy module:name`` names a user's
+own strategy: it has no row, and all properties at their defaults.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StrategyEntry:
-    """A row; calling it builds the strategy.
+    """A row of `STRATEGIES`; calling it builds the strategy.
 
     Attributes:
-        factory: ``module:name`` of a class or function that takes a `Setup` and returns a `Strategy`, or itself.
-        stage: the ZeRO stage that takes as much memory, for predictions.
-        planned: a stage of our engine: its steps are planned to the byte, and its shards can be sized.
-        over_torch: it communicates through torch.distributed's default group, whatever communicator it is given for
-            messages.
-        needs_group: it needs that group even in a world of one, where DDP is the plain module.
-        from_meta: it makes the parameters of a model on the meta device; else it is given the whole model.
-        frees_weights: it has unsharded weights to free between forward and backward, or to keep.
-        our_optimizers: its optimizer is given plain tensors, matrices whole or at stages of ours, in the groups that
-            it was asked for: what `FusedAdamW` and `MuonAdamW` need.
-        evaluates: `zeroshard eval` may spread weights with it.
+        factory: a class or function that takes a `Setup` and returns a `Strategy`, or its ``module:name``.
+        stage: the ZeRO stage that needs as much memory, for predictions.
+        planned: whether it is a stage of our engine. Then its memory and traffic are predicted to the byte, and the
+            engine's own settings (``shard_size``, for example) apply.
+        over_torch: whether it communicates through torch.distributed's default group, also if it is given a
+            communicator over something else.
+        needs_group: whether it needs that group even in a world of one rank. (DDP does not: it uses the plain module.)
+        from_meta: whether it allocates the parameters of a model on the meta device; if not, it must be given a model
+            on a real device.
+        frees_weights: whether it can free unsharded weights between forward and backward (``reshard_after_forward``).
+        our_optimizers: whether `FusedAdamW` and `MuonAdamW` work with it. They need plain tensors, the param groups as
+            given, and matrices that are unsharded or owned by our engine.
+        evaluates: whether `zeroshard eval` accepts it.
     """
 
     factory: str | Callable[[Setup], Strategy]
@@ -48,7 +50,7 @@ class StrategyEntry:
 
     @property
     def module(self) -> str:
-        """The module of the factory; empty where that needs no import."""
+        """The module of the factory; empty if the factory is an object already, and needs no import."""
         return self.factory.partition(":")[0] if isinstance(self.factory, str) else ""
 
     def __call__(self, setup: Setup) -> Strategy:
@@ -76,17 +78,17 @@ STRATEGIES: dict[str, StrategyEntry] = {
 }
 
 
-# What holds for ``--strategy auto`` before one of our stages is chosen.
+# The row of ``--strategy auto`` before one of our stages is chosen: the properties that all of them share.
 _AUTO = StrategyEntry("", planned=True, from_meta=True)
 
 
 def strategy_entry(name: str) -> StrategyEntry:
-    """The row of ``name``, or one with all defaults for ``module:name``; for ``auto`` what is true of all our stages.
+    """Return the row of ``name``; for ``module:name`` a row with all defaults, for ``auto`` what all our stages share.
 
     Imports nothing.
 
     Raises:
-        UserError: there is none of this name.
+        UserError: no strategy has this name.
     """
     if name == "auto":
         return _AUTO
@@ -98,18 +100,18 @@ def strategy_entry(name: str) -> StrategyEntry:
 
 
 def strategies_with(prop: str) -> tuple[str, ...]:
-    """The names whose rows have this property."""
+    """Return the names of the strategies whose rows have the property ``prop``."""
     return tuple(name for name, entry in STRATEGIES.items() if getattr(entry, prop))
 
 
 def build_strategy(name: str, setup: Setup) -> Strategy:
-    """Build the strategy called ``name``, or that ``module:name`` names.
+    """Build the strategy ``name``, which may be a ``module:name``.
 
     Raises:
-        UserError: there is none of this name.
+        UserError: no strategy has this name.
     """
     if name == "auto":
-        raise _unknown(name)  # whoever trains chooses a stage first
+        raise _unknown(name)  # the caller must have chosen a stage
     return strategy_entry(name)(setup)
 
 

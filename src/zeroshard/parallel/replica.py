@@ -1,6 +1,6 @@
-"""A whole model on every rank, its gradients averaged by PyTorch's `DistributedDataParallel` while backward runs.
+"""The common base of `ddp` and `zero1-torch`, which differ only in their optimizer.
 
-`ddp` and `zero1-torch` differ in their optimizer alone; this is the rest of them.
+Every rank has the unsharded model. PyTorch's `DistributedDataParallel` averages gradients while backward runs.
 
 Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020,
 https://arxiv.org/abs/2006.15704
@@ -34,16 +34,16 @@ from zeroshard.zero.state.training_state import persistent_buffers
 
 
 class Replica:
-    """Whole weights and gradients on every rank. A subclass makes `optimizer`.
+    """Replicates weights and gradients on every rank. A subclass makes `optimizer`.
 
-    In a world of one process without a process group the model is the plain module.
+    Without a process group, which one rank alone does not need, the model is the plain module and not in DDP.
 
     Attributes:
-        module: what was given, on its device.
-        model: what the loop calls.
-        optimizer: what the loop steps.
-        comm: the ranks.
-        ema: the average of the whole weights, the same on every rank; None where none was asked for.
+        module: the module of the `Setup`, on its device.
+        model: the module that the training loop calls: ``module`` in DDP, under autocast if compute is not fp32.
+        optimizer: the optimizer that the training loop steps.
+        comm: the communicator of the ranks that train together.
+        ema: moving average of the unsharded weights, the same on every rank; None if none was asked for.
 
     Raises:
         ValueError: several ranks without ``torch.distributed``, or a model on the meta device.
@@ -76,23 +76,23 @@ class Replica:
         return self._ddp.no_sync() if self._ddp else nullcontext()
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """Communicate in the last micro-batch of a step only."""
+        """Wrap one micro-batch; only the last of a step reduces gradients."""
         return nullcontext() if last else self.no_sync()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip by the global norm; gradients are the same on every rank, so nothing is sent."""
+        """Clip by the global norm. Gradients are the same on every rank, so this needs no communication."""
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
 
     def full_params(self) -> AbstractContextManager[None]:
-        """Weights are always whole."""
+        """Return a context that does nothing: weights are always unsharded."""
         return nullcontext()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The model's weights, copied to the CPU, with ordinary names."""
+        """Return a copy of the model's weights on the CPU, with ordinary names."""
         return {name: value.detach().to("cpu", copy=True) for name, value in self.module.state_dict().items()}
 
     def named_shards(self) -> Iterator[NamedShard]:
-        """An even share of every flattened parameter, buffer and average; of optimizer states what this rank writes."""
+        """Yield this rank's even share of each flattened parameter, buffer and average, and its part of the states."""
         if self.ema is not None:
             self.ema.require_away("named_shards")
         for name, kind, tensor in self._tensors():
@@ -105,15 +105,15 @@ class Replica:
 
     @property
     def _local_optimizer(self) -> Optimizer:
-        """The optimizer whose states lie on this rank."""
+        """The optimizer that has this rank's states."""
         return self.optimizer
 
     def _state_pieces(self, name: str, kind: str, tensor: Tensor) -> Iterator[NamedShard]:
-        """What this rank writes of one of those states."""
+        """Yield the pieces that this rank saves of one of its optimizer states."""
         yield from self.even_share(name, kind, tensor)
 
     def even_share(self, name: str, kind: str, tensor: Tensor) -> Iterator[NamedShard]:
-        """This rank's part of a tensor that every rank holds; nothing where the tensor is shorter than the world."""
+        """Yield this rank's slice of a tensor that all ranks have; nothing if the slice of a short tensor is empty."""
         numel, rank, world_size = tensor.numel(), self.comm.rank, self.comm.world_size
         start, stop = numel * rank // world_size, numel * (rank + 1) // world_size
         if start < stop or (rank == 0 and numel == 0):
@@ -121,7 +121,7 @@ class Replica:
             yield NamedShard(name, kind, tuple(tensor.shape), (start, stop), piece)
 
     def states(self, state: Mapping[Any, Mapping[str, Any]]) -> Iterator[tuple[str, str, Tensor]]:
-        """``(parameter's name, kind, whole tensor)`` of what an optimizer or average has in ``state`` on this rank."""
+        """Yield ``(parameter's name, kind, tensor)`` for each entry of ``state``, of an optimizer or an average."""
         for name, param in self.module.named_parameters():
             per_param = state.get(param, {})
             for kind, value in per_param.items():
@@ -129,19 +129,19 @@ class Replica:
                     yield name, kind, torch.as_tensor(value)
 
     def named_param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's param groups, ``params`` by their ordinary names."""
+        """Return the optimizer's param groups, ``params`` by their ordinary names."""
         return named_groups(self.optimizer, dict(self.module.named_parameters()))
 
     def load_param_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Give the optimizer's groups the settings of `named_param_groups`, where those have the same parameters."""
+        """Apply the settings of ``saved`` (see `named_param_groups`) to the groups that have the same parameters."""
         restore_groups(self.optimizer, dict(self.module.named_parameters()), saved)
 
     def tied_names(self) -> dict[str, str]:
-        """Each further name of a tied tensor -> the name that it is saved under."""
+        """Map each further name of a tied tensor to the name under which it is saved."""
         return tied_names(named_state(self.module))
 
     def load_named_shards(self, reader: ShardReader) -> None:
-        """Read parameters, buffers, averages and this rank's optimizer states whole.
+        """Read parameters, buffers, averages and this rank's optimizer states, unsharded.
 
         An average that was not saved starts from the weights.
 
@@ -172,11 +172,11 @@ class Replica:
             saved = {kind: shape for kind, shape in reader.kinds(name).items() if kind not in MODEL_KINDS}
             if saved:
                 state[index] = {kind: read_whole(reader, name, kind, shape) for kind, shape in saved.items()}
-        # torch's own loading casts and places each state as this optimizer wants it
+        # torch's own load_state_dict casts each state and moves it to the right device
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
     def memory_bytes(self) -> dict[str, int]:
-        """Resident bytes of this rank by category."""
+        """Return this rank's resident bytes by category."""
         params = list(self.module.parameters())
         states = [state for per_param in self._local_optimizer.state.values() for state in per_param.values()]
         total = {
@@ -193,7 +193,7 @@ class Replica:
 
 
 def is_grouped() -> bool:
-    """Whether `torch.distributed` has a default group."""
+    """Return whether `torch.distributed` has a default group."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -217,18 +217,18 @@ class _Autocast(nn.Module):
         self._dtype = dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own, under `torch.autocast` of its device."""
+        """Call the module under `torch.autocast` of its device."""
         device_type = next(self.module.parameters()).device.type
         with torch.autocast(device_type, dtype=self._dtype):
             return self.module(*args, **kwargs)
 
 
 def _settle_buckets(ddp: DistributedDataParallel) -> None:
-    """Have DDP lay out its buckets for good, in the reversed order of parameters; collective.
+    """Have DDP rebuild its buckets now, in the reversed order of parameters; collective.
 
-    It does so once, by the order in which the first backward yields gradients, so that the first step of a process
-    adds up in another order than all that follow. From three ranks on these are other bits, and a resumed run would
-    not be the run that went on. A backward of zeros takes that step's place.
+    DDP rebuilds its buckets once, after the first backward, by the order in which that produced gradients. So the first
+    step of a process sums gradients in another order than all later steps. With three ranks or more this changes bits:
+    a resumed run would differ from one that was not interrupted. Here a backward of zeros takes the place of that step.
     """
     forward = ddp.module.forward
 

@@ -1,4 +1,4 @@
-"""Our own engine, at any ZeRO stage, behind the common interface."""
+"""Our own engine, `zeroshard.zero.Zero`, at any ZeRO stage, behind the common interface."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zeroshard.zero.state.named_shards import NamedShard, ShardReader
 
 
 class ZeroStrategy:
-    """`Zero` with its optimizer: nothing is added, so what the loop measures is the engine."""
+    """`Zero` with its optimizer. It only forwards calls, so what the training loop measures is the engine."""
 
     def __init__(self, setup: Setup, stage: int) -> None:
         self._reshard_after_forward, self._secondary = setup.reshard_after_forward, setup.secondary_shard_size
@@ -45,7 +45,7 @@ class ZeroStrategy:
 
     @property
     def comm(self) -> Communicator:
-        """The ranks."""
+        """The communicator of the ranks that train together."""
         return self.zero.comm
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -53,7 +53,7 @@ class ZeroStrategy:
         return self.zero.no_sync()
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """Communicate when the stage's gradients column says so."""
+        """Wrap one micro-batch; reduce its gradients if it is the last, or if the engine accumulates sharded ones."""
         return self.zero.micro_batch(last)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -61,11 +61,11 @@ class ZeroStrategy:
         return self.zero.clip_grad_norm_(max_norm, norm_type)
 
     def tied_names(self) -> dict[str, str]:
-        """Each further name of a tied tensor -> the name that it is saved under."""
+        """Map each further name of a tied tensor to the name under which it is saved."""
         return self.zero.tied_names()
 
     def restage(self, stage: int) -> None:
-        """Change to another stage between steps; see `Zero.restage`. Collective."""
+        """Change to another ZeRO stage between steps; see `Zero.restage`. Collective."""
         self.zero.restage(self._row(stage))
 
     def _row(self, stage: int) -> ShardingStrategy:
@@ -74,19 +74,19 @@ class ZeroStrategy:
         return replace(STAGES[stage], reshard_after_forward=reshards, secondary_shard_size=secondary)
 
     def named_shards(self) -> Iterable[NamedShard]:
-        """What this rank saves."""
+        """Yield the pieces of tensors that this rank saves."""
         return self.zero.named_shards()
 
     def resume_at(self, step: int) -> None:
-        """So many optimizer steps are done: what is rounded at random is rounded as in the run that did them."""
+        """Continue after ``step`` optimizer steps: stochastic rounding then draws as in a run that took those steps."""
         self.zero.resume_at(step)
 
     def named_param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's param groups, ``params`` by their ordinary names."""
+        """Return the optimizer's param groups, ``params`` by their ordinary names."""
         return self.zero.named_param_groups()
 
     def load_param_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Give the optimizer's groups the settings of `named_param_groups`."""
+        """Apply the settings of ``saved`` param groups, as `named_param_groups` returned them, to the optimizer's."""
         self.zero.load_param_groups(saved)
 
     def load_named_shards(self, reader: ShardReader) -> None:
@@ -94,24 +94,24 @@ class ZeroStrategy:
         self.zero.load_named_shards(reader)
 
     def full_params(self) -> AbstractContextManager[None]:
-        """Unsharded weights inside the context; collective."""
+        """Return a context in which weights are unsharded; collective."""
         return self.zero.full_params()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The whole model's weights, on the CPU, with ordinary names; collective."""
+        """Return the model's unsharded weights on the CPU, with ordinary names; collective."""
         return self.zero.state_dict()
 
     def memory_bytes(self) -> dict[str, int]:
-        """Resident bytes of this rank by category."""
+        """Return this rank's resident bytes by category."""
         return self.zero.memory_bytes()
 
     def holdings(self) -> Iterator[Holding]:
-        """Each tensor that the engine holds on this rank now, and what it is for."""
+        """Yield each tensor that the engine keeps on this rank now, with its category."""
         return self.zero.holdings()
 
 
 def at_stage(stage: int) -> Callable[[Setup], ZeroStrategy]:
-    """The factory of the strategy ``zero{stage}``."""
+    """Return the factory of the strategy ``zero{stage}``."""
     return lambda setup: ZeroStrategy(setup, stage)
 
 

@@ -1,7 +1,7 @@
 """PyTorch's own stage 1: ``DistributedDataParallel`` with ``torch.distributed.optim.ZeroRedundancyOptimizer``.
 
-Each rank updates some of the parameters, whole ones, and broadcasts them to the others; gradients are whole
-everywhere.
+The parameters are divided among the ranks, without cutting any. Each rank updates its own ones and broadcasts them to
+the others. Gradients are replicated.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from zeroshard.parallel.base import Setup
 from zeroshard.parallel.replica import Replica, require_group
 from zeroshard.zero.state.named_shards import NamedShard
 
-with warnings.catch_warnings():  # the package compiles optimizers that nobody asked for, in a way it deprecates
+with warnings.catch_warnings():  # the import compiles torch's functional optimizers by torch.jit, which is deprecated
     warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
 
 class ZeroRedundancy(Replica):
-    """Whole weights and gradients on every rank, each parameter's optimizer state on one.
+    """Replicates weights and gradients on every rank; each parameter's optimizer state is on one rank only.
 
     Raises:
-        ValueError: no process group (one of a single process will do), a model on the meta device, or an optimizer
-            that is wrong on a part of the parameters.
+        ValueError: there is no process group (a group of one process is enough), the model is on the meta device, or
+            the optimizer (LBFGS) needs all parameters at once.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -40,7 +40,7 @@ class ZeroRedundancy(Replica):
         self._sharded = ZeroRedundancyOptimizer(
             setup.param_groups(self.module),
             optimizer_class=setup.optimizer_cls,
-            parameters_as_bucket_view=True,  # one broadcast a rank, not one a parameter
+            parameters_as_bucket_view=True,  # one broadcast for each rank instead of one for each parameter
             **setup.optimizer_kwargs,
         )
         self.optimizer = self._sharded

@@ -1,1 +1,1 @@
-"""What the hardware could do, and what a run made of it."""
+"""The hardware's limits, and measurements of a run against them: time, overlap, memory, FLOPs, traces."""

@@ -1,4 +1,4 @@
-"""How long the parts of a step take on their device; see `zeroshard.stopwatch`."""
+"""Measures how long the parts of a step take on their device; see `zeroshard.stopwatch`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from zeroshard.stopwatch import Stopwatch
 
 
 class Clock:
-    """Adds up seconds by name. Spans of one name add up; they may be nested and then overlap.
+    """Adds up seconds by name. Spans may be nested; their times then overlap.
 
     Args:
-        device: whose time is meant.
-        enabled: False: every span costs a call and leaves nothing.
+        device: the device whose time is measured.
+        enabled: False: spans record nothing, and cost only a call.
     """
 
     def __init__(self, device: torch.device | str, *, enabled: bool = True) -> None:
@@ -23,9 +23,9 @@ class Clock:
         self._watch = Stopwatch()
 
     def span(self, name: str) -> AbstractContextManager[None]:
-        """Count this block under ``name``; also where it ends by an exception."""
+        """Return a context whose time counts under ``name``, even if it ends by an exception."""
         return self._watch.span(name, on_cuda=self._on_cuda) if self.enabled else nullcontext()
 
     def take(self) -> dict[str, float]:
-        """Seconds by name since the last `take`, of what the device has passed; the rest comes with a later one."""
+        """Return the seconds by name since the last `take`, of spans that the device has passed; others come later."""
         return self._watch.take()

@@ -1,24 +1,24 @@
-"""What devices can do, from their makers' data sheets: the one table that MFU and the planner read.
+"""Memory, FLOP/s and bandwidth of devices, from data sheets: the one table that MFU and the planner read.
 
-Rates are dense (NVIDIA prints the Ada, Hopper and Blackwell ones with sparsity: twice these), products of matrices of
-16-bit numbers add up in fp32, and ``float32`` is without TF32, which torch does not use unless asked to.
+FLOP/s are dense (NVIDIA prints those of Ada, Hopper and Blackwell with sparsity: twice these). 16-bit matmuls
+accumulate in fp32, and ``float32`` is without TF32, which torch does not use by default.
 
-Memory is what torch reports, the "total capacity" of its out-of-memory errors, in GiB; not what a data sheet calls GB,
-nor what nvidia-smi prints (81559 MiB of an H100, of which 79.11 GiB may be used; 81920, 46068, 23034, 23028 and 15360
-MiB of an A100, L40S, L4, A10 and T4: modal-labs/modal-client, pull request 2797). Read in users' reports: A100 39.50
-and 79.25, H100 79.11, H100 NVL 93.00, H100 of 96 GB 95.0, B200 178.35, L40S 44.40, A10 21.99, RTX 4090 23.52, RTX 3090
-23.69, RTX 5090 31.36, RTX A6000 47.54, RTX 6000 Ada 47.4, A40 44.35, A10G 22.03, V100 15.78 and 31.74, T4 14.56, MI300X
-191.98 (AMD's GB are GiB). Of those that come in several sizes the least. Nobody's report was found of an H200 NVL, L4,
-MI325X and MI250X: taken as the H200, as the A10, and in AMD's GB. B300 267.69, GB200 184.31, GB300 276.50, RTX PRO 6000
-94.97, MI355X 287.98, H20 95.1; an H800, an A800 and an L20 as an H100, an A100 and an L40S, of which nvidia-smi prints
-the same.
+Memory is what torch reports as "total capacity" in its out-of-memory errors, in GiB. It is neither the GB of a data
+sheet nor what nvidia-smi prints (for an H100 81559 MiB, of which 79.11 GiB can be used; for an A100, L40S, L4, A10 and
+T4 81920, 46068, 23034, 23028 and 15360 MiB: modal-labs/modal-client, pull request 2797). From users' reports: A100
+39.50 and 79.25, H100 79.11, H100 NVL 93.00, H100 of 96 GB 95.0, B200 178.35, L40S 44.40, A10 21.99, RTX 4090 23.52, RTX
+3090 23.69, RTX 5090 31.36, RTX A6000 47.54, RTX 6000 Ada 47.4, A40 44.35, A10G 22.03, V100 15.78 and 31.74, T4 14.56,
+MI300X 191.98 (AMD's GB are GiB), B300 267.69, GB200 184.31, GB300 276.50, RTX PRO 6000 94.97, MI355X 287.98, H20 95.1.
+If reports differ, we take the smallest. We found no report of these and assume: H200 NVL as the H200, L4 as the A10,
+MI325X and MI250X as in AMD's data sheets; H800, A800 and L20 as H100, A100 and L40S, for which nvidia-smi prints the
+same.
 
-Boards of one chip that are sold with fewer links (H800, A800) sustain what that chip does.
+Boards of one chip that are sold with fewer links (H800, A800) sustain the same FLOP/s as that chip's other boards.
 
-Nobody computes at the peak. ``matmul_share`` is what large products of matrices reach: Bekman, "Machine Learning
-Engineering", table of maximum achievable matmul FLOPS, bf16, where a row has a share of its own, else a round figure
-of ours. ``memory_share`` is what a copy reaches of the memory's rate, and ``kernel_s`` what a small kernel takes: both
-round figures for all GPUs.
+No kernel reaches the peak. ``matmul_share`` is the share of it that large matmuls reach: if a row has one of its own,
+it is from Bekman, "Machine Learning Engineering", table of maximum achievable matmul FLOPS, bf16; else it is a round
+figure of ours. ``memory_share`` is the share of the memory bandwidth that a copy reaches, and ``kernel_s`` the time of
+a small kernel: both are round figures for all GPUs.
 """
 
 from __future__ import annotations
@@ -28,44 +28,45 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 TERA, GIGA = 10**12, 10**9
-# Of a device without a file of `zeroshard bench device`. Through PyTorch 2.11 one H100 and one H200 (SXM) ran a bf16
-# product of 8192 cubed at 0.80 of their data sheet, and copied at 0.90 of their memory's rate; layers are smaller.
+# For devices that `zeroshard bench device` has not measured. With PyTorch 2.11 an H100 and an H200 (SXM) ran a bf16
+# matmul of 8192 cubed at 0.80 of their data sheet, and copied at 0.90 of their memory bandwidth. Layers are smaller.
 MATMUL_SHARE = 0.75
-ATTENTION_SHARE = 0.55  # of that: FlashAttention-2 reaches 35-40% of an H100 and 50-73% of an A100, arXiv:2307.08691
+# Of the matmul rate: FlashAttention-2 reaches 35-40% of an H100 and 50-73% of an A100, arXiv:2307.08691.
+ATTENTION_SHARE = 0.55
 MEMORY_SHARE = 0.9
-# Devices of which no published run calibrates a row in `zeroshard.lab.predict.rates`: what is sustained in training of
-# what large products reach alone. An A100 sustains 0.88 of it, an H100 0.75.
+# For devices without a row in `zeroshard.lab.predict.rates`, which published runs calibrate: the share of the rate of
+# large matmuls by themselves that training sustains. An A100 sustains 0.88 of it, an H100 0.75.
 TRAINING_SHARE = 0.8
 KERNEL_S = 4e-6  # from the start of one small kernel to the start of the next
 
 
 @dataclass(frozen=True)
 class Device:
-    """One device, as it is sold or as it was measured.
+    """One device, by its data sheet or as it was measured.
 
     Attributes:
-        name: as `zeroshard plan --gpu` takes it.
-        memory_bytes: what a rank may use.
-        matmul_flops_per_s: FLOP/s of products of matrices by dtype (``float32``, ``bfloat16``, ``float16``); a dtype
-            that is not there is not served.
-        bytes_per_s: of its memory, reads and writes together.
+        name: name of the device, as `zeroshard plan --gpu` takes it.
+        memory_bytes: memory that a rank may use.
+        matmul_flops_per_s: FLOP/s of matmuls by dtype (``float32``, ``bfloat16``, ``float16``); a dtype that is missing
+            is not supported.
+        bytes_per_s: memory bandwidth, reads and writes together.
         source: the data sheet, or how it was measured.
-        matmul_share: of those FLOP/s, what large products reach; 1.0 where they were measured.
-        attention_share: likewise, fused attention kernels.
-        memory_share: of ``bytes_per_s``, likewise.
-        kernel_s: the least time that an operation takes, however little it does.
+        matmul_share: share of those FLOP/s that large matmuls reach; 1.0 if the FLOP/s were measured.
+        attention_share: share of those FLOP/s that fused attention kernels reach.
+        memory_share: share of ``bytes_per_s`` that operations reach.
+        kernel_s: the least time that an operation takes, however small it is.
         link: name of the links between the devices of a node, in `zeroshard.lab.predict.hardware.LINKS`; empty:
-        unknown.
-        driver_name: words that the name has which a driver reports; empty: none is known.
-        device_type: torch's word for it, ``"cuda"`` or ``"cpu"``; ``"tpu"``, on which nothing of ours runs.
-        sustained: its row in `zeroshard.lab.predict.rates.SUSTAINED`, which the shares above then give way to; empty:
-            the shares hold, as on a device that was measured.
-        clock_share: of the clock that products run at without a lower limit of its power.
-        conversions: of what travels, as ``int8 quantise``: seconds of a call and of an element, as
-            `zeroshard.lab.predict.conversions` reads them; others take their bytes over the memory's rate.
-        gelu_s: what an element of a GELU by tanh takes on a CPU, forward or backward; 0: no longer than its bytes.
-        hook_s: what the engine's hooks take on a CPU for each parameter that has a gradient.
-        in_step: how much longer a CPU's operations take in a step than alone, caches, autograd and Python included.
+            unknown.
+        driver_name: words that are all in the device name which the driver reports; empty: unknown.
+        device_type: torch's device type, ``"cuda"`` or ``"cpu"``; or ``"tpu"``, for plans only.
+        sustained: its row in `zeroshard.lab.predict.rates.SUSTAINED`, which then replaces the shares above; empty: the
+            shares apply.
+        clock_share: clock of matmuls under this board's power limit, relative to the usual limit; 1.0: the usual one.
+        conversions: by quantisation (``int8 quantise``, say), seconds for each call and for each element; see
+            `zeroshard.lab.predict.conversions`. Any other takes its bytes divided by the memory's rate.
+        gelu_s: seconds of a tanh GELU on a CPU for each element, forward or backward; 0: its bytes are the bottleneck.
+        hook_s: seconds that the engine's hooks take on a CPU for each parameter that has a gradient.
+        in_step: by which factor a CPU's operations are slower in a step than alone: caches, autograd and Python.
     """
 
     name: str
@@ -99,7 +100,11 @@ def _sold(
     share: float = MATMUL_SHARE,
     power: float = 1.0,
 ) -> Device:
-    """``tflops``: float32, bfloat16, float16; 0: not served. ``power``: of the usual limit, what a board is given."""
+    """Make a `Device` from its data sheet.
+
+    ``tflops``: float32, bfloat16, float16; 0: not supported. ``power``: the board's power limit as a share of the usual
+    one. ``share``: the share of the peak that large matmuls by themselves reach.
+    """
     rates = zip(("float32", "bfloat16", "float16"), tflops, strict=True)
     sustained = _like(name)
     share *= 1.0 if sustained else TRAINING_SHARE
@@ -121,7 +126,7 @@ def _sold(
 
 
 def _like(name: str) -> str:
-    """The row of `zeroshard.lab.predict.rates.SUSTAINED` for a device by its name."""
+    """Return the row of `zeroshard.lab.predict.rates.SUSTAINED` for the device ``name``; empty if it has none."""
     return next((_CHIPS.get(row, row) for row in _SUSTAINED if name.startswith(row)), "")
 
 
@@ -129,10 +134,10 @@ _CHIPS = {"a800": "a100", "h800": "h100"}
 _SUSTAINED = ("a100", "a800", "h100", "h200", "h800", "b200", "b300", "gb200", "gb300", "mi300x", "mi325x", "mi355x")
 
 
-# A device is found by the name that its driver reports where each word of `driver_name` is a word of it; the first row
-# that fits wins, so narrower rows stand first.
+# A row matches the name that a driver reports if each word of its `driver_name` is a word of that name. The first match
+# wins, so more specific rows come first.
 _TABLE = (
-    # 72 GPUs of a rack are one node by NVLink: --gpus-per-node 72
+    # NVLink joins the 72 GPUs of a rack, so they are one node: --gpus-per-node 72
     _sold("gb300-279gb", 276.5, (80, 2500, 2500), 8000, "nvlink5", "NVIDIA GB300 NVL72 data sheet", "GB300"),
     _sold("gb200-186gb", 184.3, (80, 2500, 2500), 8000, "nvlink5", "NVIDIA GB200 NVL72 data sheet", "GB200"),
     _sold("b300-270gb", 267.6, (75, 2250, 2250), 8000, "nvlink5", "NVIDIA HGX and DGX B300 data sheets", "B300"),
@@ -281,11 +286,11 @@ _OTHER_DEVICES = {
     "Max",
     "PCIE",
     "3e",
-}  # a slice of a device, or a smaller one under nearly the same name
+}  # words in the names of other devices: a slice of one (MIG), or a smaller one with nearly the same name
 
 
 def device_by_driver_name(reported: str) -> Device | None:
-    """The device that a driver calls ``reported``, under that name; None where it is not in the table."""
+    """Return the device that a driver calls ``reported``, under that name; None if it is not in the table."""
     words = set(re.split(r"[^A-Za-z0-9]+", reported))
     if words & _OTHER_DEVICES:
         return None

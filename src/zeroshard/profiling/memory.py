@@ -1,20 +1,20 @@
-"""Bytes of a rank by what they are for: exactly, from who holds them; at their peak, from every operation's tensors.
+"""A rank's memory by category: the engine's resident bytes, and the peak of a step with activations and temporaries.
 
-Three ways to look, from cheap to thorough:
+Three ways to measure, from cheap to thorough:
 
-* `held_bytes` adds up what an engine says that it holds (`zeroshard.zero.buffers.holdings`). Each storage counts once.
-* `reconciled` lays that beside what CUDA's caching allocator says: what nobody claims is activations and temporaries
-  inside a step, and workspaces (cuBLAS) between steps.
-* `AllocationRecorder` sees every operation of a thread, follows each storage that one reads or writes until it is gone,
-  and keeps the moment at which most bytes were alive. It makes Python visit every operation, so it is there for one
-  step when somebody asks, on any device. What an operation takes and gives back inside one kernel, it cannot see.
+* `held_bytes` adds up the tensors that an engine lists (`zeroshard.zero.buffers.holdings`). Each storage counts once.
+* `reconciled` compares them with the numbers of CUDA's caching allocator. Bytes that no category claims are activations
+  and temporaries inside a step, and workspaces (cuBLAS) between steps.
+* `AllocationRecorder` sees every operation of a thread, tracks each storage that one reads or writes until it is freed,
+  and records the peak. It runs Python code for every operation, so it is meant for a single step, on request; it works
+  on any device. It cannot see memory that an operation allocates and frees inside one kernel.
 
 [Note: Activations and temporaries]
-    What nobody claims is an *activation* if a forward made it and it outlived that forward: autograd holds it for
-    backward. All else is a *temporary*: an operation's output that is used at once, a gradient of an activation, what
-    backward recomputes.
+    Bytes that the engine does not claim are an *activation* if a forward made them and they outlived that forward:
+    autograd keeps them for backward. All others are *temporaries*: an operation's output that is used at once, a
+    gradient of an activation, an activation that backward recomputes.
 
-Bytes are those of storages as they were asked for; CUDA's allocator hands out multiples of 512.
+Bytes are those that were requested for each storage; CUDA's allocator rounds them up to multiples of 512.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-STATE = ("params", "grads", "master", "optimizer", "ema")  # between steps
+STATE = ("params", "grads", "master", "optimizer", "ema")  # also resident between steps
 IN_A_STEP = ("unit_buffers", "prefetch", "activations", "temporaries")
-COMM_BUFFERS = "comm_buffers"  # what communicators keep for themselves
-OTHERS = "others"  # what was there before and belongs to nobody: a model's buffers, a batch
+COMM_BUFFERS = "comm_buffers"  # the communicators' own buffers
+OTHERS = "others"  # tensors that existed before and that nobody claims: a model's buffers, a batch
 CATEGORIES = (*STATE, *IN_A_STEP, COMM_BUFFERS, OTHERS)
 
 POINTS = ("initialised", "before_step", "after_step")
 
-Holdings = Callable[[], Iterable[tuple[str, str, Tensor]]]  # category, unit, tensor; as `Zero.holdings`
+Holdings = Callable[[], Iterable[tuple[str, str, Tensor]]]  # yields category, unit, tensor; as `Zero.holdings`
 Bytes = dict[str, int]  # by category
 
 
 def held_bytes(holdings: Iterable[tuple[str, str, Tensor]]) -> Bytes:
-    """Bytes by category; a storage that several tensors share counts once, as the first one's."""
+    """Return bytes by category; a storage that several tensors share counts once, in the first one's category."""
     total: defaultdict[str, int] = defaultdict(int)
     for category, storage in _storages(holdings).values():
         total[category] += storage.nbytes()
@@ -52,20 +52,20 @@ def held_bytes(holdings: Iterable[tuple[str, str, Tensor]]) -> Bytes:
 
 
 def in_order(num_bytes: Mapping[str, int]) -> Bytes:
-    """The same in the order of `CATEGORIES`, without those that are empty; unknown ones come last."""
+    """Sort bytes by category into the order of `CATEGORIES`, without empty known ones; unknown ones come last."""
     known = [category for category in CATEGORIES if num_bytes.get(category)]
     return {category: num_bytes[category] for category in [*known, *(set(num_bytes) - set(CATEGORIES))]}
 
 
 @dataclass(frozen=True)
 class Reconciled:
-    """What a rank's categories come to, beside what CUDA's allocator counts; in bytes.
+    """A rank's bytes by category, compared with those that CUDA's allocator counts.
 
     Attributes:
-        held: by category.
-        requested: what tensors asked for and still hold.
-        allocated: the blocks that they were given.
-        reserved: what the allocator has taken from the device.
+        held: bytes of the engine's tensors, by category.
+        requested: bytes that live allocations had requested.
+        allocated: bytes of the blocks that these allocations got.
+        reserved: bytes that the allocator has reserved from the device.
     """
 
     held: Mapping[str, int]
@@ -75,26 +75,26 @@ class Reconciled:
 
     @property
     def unclaimed(self) -> int:
-        """Requested, and in no category."""
+        """Bytes that were requested but are in no category."""
         return self.requested - sum(self.held.values())
 
     @property
     def rounding(self) -> int:
-        """Given beyond what was asked for."""
+        """Bytes that were allocated in addition to those requested."""
         return self.allocated - self.requested
 
     @property
     def cached(self) -> int:
-        """Reserved, and in no tensor."""
+        """Bytes that are reserved but not allocated."""
         return self.reserved - self.allocated
 
 
 def reconciled(held: Mapping[str, int], stats: Mapping[str, int] | None = None) -> Reconciled:
-    """``held`` beside the allocator's numbers for the current device.
+    """Compare ``held`` with the allocator's numbers for the current device.
 
     Args:
-        held: by category, on that device.
-        stats: as `torch.cuda.memory_stats` gives them; None: now.
+        held: bytes by category, on that device.
+        stats: the result of `torch.cuda.memory_stats`; None: call it now.
     """
     stats = torch.cuda.memory_stats() if stats is None else stats
     requested, allocated, reserved = (
@@ -106,14 +106,14 @@ def reconciled(held: Mapping[str, int], stats: Mapping[str, int] | None = None) 
 class ThreePoints:
     """Bytes at the three points that users compare: after initialisation, before the first update and after it.
 
-    Before the first update gradients are there and, with most optimizers, no state; after it everything is.
+    Before the first update gradients exist but, with most optimizers, no states; after it everything exists.
 
     Args:
-        optimizer: whose first update is meant.
-        account: bytes by category, now.
+        optimizer: the optimizer whose first update is observed.
+        account: returns the current bytes by category.
 
     Attributes:
-        bytes: by point and category.
+        bytes: bytes by point (one of `POINTS`) and category.
     """
 
     def __init__(self, optimizer: Optimizer, account: Callable[[], Mapping[str, int]]) -> None:
@@ -124,7 +124,7 @@ class ThreePoints:
         self._see("initialised")
 
     def _see(self, point: str) -> None:
-        if "after_step" in self.bytes:  # torch takes no hook that removes itself, unless it is the last one
+        if "after_step" in self.bytes:  # the post hook stays: torch does not allow a hook to remove itself as it runs
             return
         self.bytes[point] = dict(self._account())
         if point == "after_step":
@@ -133,13 +133,13 @@ class ThreePoints:
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment at which most bytes were alive.
+    """The peak: the moment at which most bytes were alive.
 
     Attributes:
-        num_bytes: all together, without what communicators keep for themselves.
-        by_category: the same, in the order of `CATEGORIES`.
+        num_bytes: bytes of all categories, without the communicators' own buffers.
+        by_category: the same bytes by category, in the order of `CATEGORIES`.
         phase: ``"forward"``, ``"backward"`` or ``"update"``.
-        operation: after which it was seen.
+        operation: the operation after which the peak was seen.
     """
 
     num_bytes: int
@@ -159,15 +159,15 @@ class _Seen:
 
 
 class AllocationRecorder(TorchDispatchMode):
-    """Inside ``with recorder:`` every operation of this thread is seen; see the module's docstring.
+    """Tracks memory through every operation of this thread, inside ``with recorder:``; see the module's docstring.
 
     Args:
-        holdings: who claims which storage, now. What it claims at the beginning counts from then on, and may change
-            its size without an operation, as an engine's buffers do.
-        without_values: whether tensors on the meta device count like others; else they are shapes, and no memory.
+        holdings: returns the engine's current tensors with their categories. Those that it returns at construction
+            count from the beginning, and may be resized outside of any operation, as an engine's buffers are.
+        without_values: whether tensors on the meta device count as if they had memory.
 
     Attributes:
-        live_bytes: of all storages that were seen and are not gone.
+        live_bytes: bytes of all storages that were seen and are not freed.
     """
 
     def __init__(self, holdings: Holdings = tuple, *, without_values: bool = False) -> None:
@@ -179,17 +179,17 @@ class AllocationRecorder(TorchDispatchMode):
         self._ignored: dict[int, UntypedStorage] = {}
         self._phase = "forward"
         self._peak: tuple[int, Bytes, list[_Seen], str, str] = (0, {}, [], "", "")
-        self._rising = ""  # the operation after which the most bytes so far were alive, until any of them go
-        self._claimed: dict[int, str] = {}  # category by storage, when it was last asked for
+        self._rising = ""  # operation that reached a new peak, until `_remember` has recorded it; else empty
+        self._claimed: dict[int, str] = {}  # category by storage, as of the last `_remember`
         self._handles: list[Any] = []
         claimed = _storages(holdings())
         for _, storage in claimed.values():
             self._see(storage, OTHERS)
-        # An engine frees and takes storages of these without an operation.
+        # An engine resizes these storages (to 0 and back) outside of any operation.
         self._resized = [storage for category, storage in claimed.values() if category != "optimizer"]
 
     def follow(self, model: nn.Module, optimizer: Optimizer) -> Self:
-        """Know the phase by the events of these two; until `remove`."""
+        """Track the current phase by hooks on ``model`` and ``optimizer``, until `remove`."""
         self._handles += [
             model.register_forward_pre_hook(lambda *_: self._enter("forward"), prepend=True),
             model.register_forward_hook(lambda *_: self._enter("backward")),
@@ -198,19 +198,19 @@ class AllocationRecorder(TorchDispatchMode):
         return self
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
-        """Count none of these, which were there before and stay."""
+        """Do not count these tensors, which existed before and stay alive."""
         for storage in (tensor.untyped_storage() for tensor in tensors):
             self._ignored[storage._cdata] = storage
 
     def remove(self) -> None:
-        """Let go of what `follow` was given."""
+        """Remove the hooks that `follow` has registered."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     @property
     def peak(self) -> Peak:
-        """The largest moment so far."""
+        """The peak so far."""
         self._remember()
         num_bytes, held, unclaimed, phase, operation = self._peak
         total: defaultdict[str, int] = defaultdict(int, held)
@@ -222,10 +222,10 @@ class AllocationRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operation and see its tensors."""
+        """Run the operation and track its tensors."""
         kwargs = kwargs or {}
         for tensor in self._tensors((args, kwargs)):
-            self._see(tensor.untyped_storage(), OTHERS)  # not made by an operation that was seen: there before
+            self._see(tensor.untyped_storage(), OTHERS)  # if it is new to us, it existed before we began to record
         result = func(*args, **kwargs)
         for tensor in self._tensors(result):
             self._see(tensor.untyped_storage(), self._phase)
@@ -250,7 +250,7 @@ class AllocationRecorder(TorchDispatchMode):
         def gone(_: object, key: int = key) -> None:
             self._remember()
             self.live_bytes -= self._seen.pop(key).num_bytes
-            self._claimed.pop(key, None)  # the next storage may have its place, and another holder
+            self._claimed.pop(key, None)  # a later storage may get the same key, and another category
 
         seen = self._seen[key] = _Seen(weakref.ref(storage, gone), storage.nbytes(), phase)
         self.live_bytes += seen.num_bytes
@@ -264,15 +264,15 @@ class AllocationRecorder(TorchDispatchMode):
             seen.num_bytes = num_bytes
 
     def _remember(self) -> None:
-        """Who holds what, while the most bytes so far are still alive.
+        """Record the categories at the peak so far, while its storages are still alive: just before any is freed.
 
-        Not at each operation that adds to them: an update that makes thousands of states would ask thousands of times
-        about thousands of storages.
+        It is not done after each operation that raises the peak, because an optimizer step that makes thousands of
+        states would then look up the categories of thousands of storages thousands of times.
         """
         if not self._rising:
             return
         operation, self._rising = self._rising, ""
-        # A storage that is just going has no holder any more: it counts as what it was.
+        # Nobody claims a storage any more that is being freed: it keeps its last category.
         claimed = self._claimed | {key: category for key, (category, _) in _storages(self._holdings()).items()}
         self._claimed = {key: category for key, category in claimed.items() if key in self._seen}
         held: defaultdict[str, int] = defaultdict(int)
@@ -293,7 +293,7 @@ class AllocationRecorder(TorchDispatchMode):
 
 
 def _storages(holdings: Iterable[tuple[str, str, Tensor]]) -> dict[int, tuple[str, UntypedStorage]]:
-    """Category and storage by the storage's identity."""
+    """Return category and storage of each holding, by the storage's identity."""
     found: dict[int, tuple[str, UntypedStorage]] = {}
     for category, _, tensor in holdings:
         storage = tensor.untyped_storage()

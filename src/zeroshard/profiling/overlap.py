@@ -1,17 +1,18 @@
-"""How much of communication computation hides: the rest is all that it costs.
+"""How much of the communication overlaps with computation; only the rest, the exposed part, costs time.
 
-Operations of a rank begin in the order in which they were issued, and several may be under way. Each is given the time
-from its own issue, or from the end of the one before it where that is later, to its end:
+A rank's operations begin in the order in which they were issued, and several may be in flight at the same time. To each
+we attribute the time until its end, from its own issue or from the end of the previous operation, whichever is later:
 
     issued      1  2        3
     under way   |---- 1 ----|-- 2 --|      |- 3 -|
                             ^ 1 ended
 
-So the shares of all operations add up to the time in which any was under way: the *total*. What of it computation stood
-still for is *exposed* (`zeroshard.comm.wrappers.exposed` measures it, label by label); the rest was *hidden*. A rank
-that comes late to a collective has the others wait: that counts as communication, on them.
+So the times of all operations add up to the time in which any was in flight: the *total*. The part of it for which
+computation waited is *exposed* (`zeroshard.comm.wrappers.exposed` measures it, label by label); the rest is *hidden*.
+If a rank is late to a collective, the others wait for it, and on them this counts as communication.
 
-A label is ``UNIT/WHAT/PHASE``: ``blocks.3/weights/backward`` is what was issued, or waited for, in backward.
+A label is ``UNIT/WHAT/PHASE``. ``blocks.3/weights/backward`` is block 3's weights; for the total, the operation was
+issued in backward, and for the exposed part, it was waited for in backward.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TimedOperation:
-    """One operation: what it was for, when it was issued, and when it had ended; seconds on one clock."""
+    """One operation: its label, when it was issued, and when it had ended; seconds on one clock."""
 
     label: str
     issued_s: float
@@ -35,8 +36,8 @@ class Overlap:
     """Seconds of communication.
 
     Attributes:
-        total_s: in which an operation was under way.
-        exposed_s: for which computation stood still.
+        total_s: seconds in which an operation was in flight.
+        exposed_s: seconds for which computation waited for operations (exposed communication).
     """
 
     total_s: float
@@ -44,7 +45,7 @@ class Overlap:
 
     @property
     def hidden_s(self) -> float:
-        """Total less exposed; never below 0, though the two are measured apart."""
+        """Total minus exposed; clamped at 0, because the two are measured independently."""
         return max(self.total_s - self.exposed_s, 0.0)
 
     def __add__(self, other: Overlap) -> Overlap:
@@ -52,7 +53,10 @@ class Overlap:
 
 
 def under_way(operations: Iterable[TimedOperation]) -> dict[str, float]:
-    """Seconds by label; together the time in which any operation was under way. ``operations`` in order of issue."""
+    """Return seconds by label, which add up to the time in which any operation was in flight.
+
+    ``operations`` must be in the order of issue.
+    """
     seconds: defaultdict[str, float] = defaultdict(float)
     last_end = float("-inf")
     for operation in operations:
@@ -63,13 +67,13 @@ def under_way(operations: Iterable[TimedOperation]) -> dict[str, float]:
 
 
 def overlap(total_s: Mapping[str, float], exposed_s: Mapping[str, float]) -> dict[str, Overlap]:
-    """Both by label; the one with the most exposed time first."""
+    """Combine total and exposed seconds by label; sorted by exposed time, longest first."""
     labels = sorted({*total_s, *exposed_s}, key=lambda label: (-exposed_s.get(label, 0.0), label))
     return {label: Overlap(total_s.get(label, 0.0), exposed_s.get(label, 0.0)) for label in labels}
 
 
 def table(found: Mapping[str, Overlap]) -> str:
-    """Plain text: milliseconds by label, and their sum."""
+    """Return a plain-text table of milliseconds by label, and their sum."""
     total = sum(found.values(), Overlap(0.0, 0.0))
     rows = [*found.items(), ("all", total)]
     width = max(len(label) for label, _ in rows)

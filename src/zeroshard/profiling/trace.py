@@ -1,21 +1,22 @@
-"""One Chrome trace for all ranks: what each did, on one clock, with the units' names on the spans.
+"""One Chrome trace of all ranks, on one clock, with spans named after the model's units.
 
-Open it in https://ui.perfetto.dev or chrome://tracing: a process for each rank, under it the rank's threads, and in a
-track of its own the communication that was under way, whoever waited for it or not.
+Open it in https://ui.perfetto.dev or chrome://tracing. Each rank is a process with the rank's threads. A track of its
+own shows the collectives that were in flight, whether or not anybody waited for them.
 
     rank 0   main       | forward blocks.0 | forward blocks.1 | ... | backward blocks.1 | ...
              under way     |--- all_gather blocks.1/weights ---|        |-- reduce_scatter blocks.1/grads --|
 
 [Note: One clock]
-    torch's profiler stamps events with the host's wall clock, and `time.perf_counter` with another that knows no date:
-    `wall_minus_monotonic_s` ties the two. Ranks of one host then agree. Between hosts, `clock_offsets` takes what each
-    rank read after the same barriers: nobody leaves one before all have come, so that readings differ by the clocks'
-    offset and by how long the news took. The median over rounds is as good as a barrier is fast.
+    torch's profiler stamps events by the host's wall clock. `time.perf_counter` has another origin;
+    `wall_minus_monotonic_s` gives the difference. After that the times of ranks on one host agree. Between hosts,
+    `clock_offsets` compares the times that all ranks read after the same barriers. No rank leaves a barrier before all
+    have come, so these readings differ only by the clocks' offset and by the barrier's latency. The median over several
+    rounds is as precise as a barrier is fast.
 
 [Note: Names of units]
-    A module's own hooks tell when its forward begins and ends; hooks on the gradients of its outputs tell when its
-    backward begins. One backward span ends where the next begins, so that they tile the backward pass, in the order in
-    which autograd goes, whether or not anything needs the gradients of a unit's inputs.
+    Hooks on a module mark the begin and end of its forward; a hook on the gradient of its output marks the begin of its
+    backward. A backward span ends where the next one begins. So the spans cover the backward pass without gaps, in
+    autograd's order, whether or not a unit's inputs need gradients.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from zeroshard.profiling.overlap import TimedOperation
 from zeroshard.regular_files import LOG_BYTES, read_text
 
 Trace = dict[str, Any]
-UNDER_WAY = 1 << 20  # the thread id of the track of communication, which no thread has
-_RANK_STRIDE = 1_000_000_000  # between ids of flows of two ranks
+UNDER_WAY = 1 << 20  # thread id of the communication track; no real thread has it
+_RANK_STRIDE = 1_000_000_000  # offset between the flow ids (arrows) of neighbouring ranks
 _US = 1e6
 
 
 def wall_minus_monotonic_s() -> float:
-    """What to add to `time.perf_counter` to have the host's wall clock; the best of several readings."""
+    """Return the seconds to add to `time.perf_counter` to get the host's wall clock; the best of several readings."""
     readings = []
     for _ in range(9):
         before, wall, after = time.perf_counter(), time.time(), time.perf_counter()
@@ -52,10 +53,10 @@ def wall_minus_monotonic_s() -> float:
 
 
 def clock_offsets(readings: Sequence[Sequence[float]]) -> list[float]:
-    """Seconds that each rank's wall clock is ahead of rank 0's. See [Note: One clock].
+    """Return by how many seconds each rank's wall clock is ahead of rank 0's. See [Note: One clock].
 
     Args:
-        readings: for each round, what every rank read after a barrier.
+        readings: for each round, the wall clocks that the ranks read after a barrier, by rank.
     """
     by_rank = zip(*([reading - round_[0] for reading in round_] for round_ in readings), strict=True)
     return [statistics.median(differences) for differences in by_rank]
@@ -63,7 +64,7 @@ def clock_offsets(readings: Sequence[Sequence[float]]) -> list[float]:
 
 @contextmanager
 def named_units(units: Iterable[tuple[str, nn.Module]]) -> Generator[None]:
-    """In this block, each unit's forward and backward are spans of torch's profiler. See [Note: Names of units]."""
+    """Inside, each unit's forward and backward are spans in torch's profiler. See [Note: Names of units]."""
     spans = _Spans()
     handles: list[Any] = []
     for name, module in units:
@@ -78,14 +79,14 @@ def named_units(units: Iterable[tuple[str, nn.Module]]) -> Generator[None]:
 
 
 class _Spans:
-    """The spans that are open now, innermost last."""
+    """The profiler spans that are open now, the innermost last."""
 
     def __init__(self) -> None:
         self._forward: list[Any] = []
         self._backward: Any = None
 
     def forward_begins(self, name: str) -> Any:
-        """The forward pre-hook of the module that the trace calls ``name``."""
+        """Return a forward pre-hook, for the module called ``name`` in the trace."""
 
         def hook(module: nn.Module, args: Any) -> None:
             if not _in_backward():
@@ -94,7 +95,7 @@ class _Spans:
         return hook
 
     def forward_ends(self, name: str) -> Any:
-        """The forward hook of that module; its backward begins when its output's gradient comes."""
+        """Return a forward hook for that module; its backward span begins when its output's gradient is computed."""
 
         def backward_begins(grad: Tensor) -> None:
             if self._backward is None:
@@ -120,7 +121,7 @@ class _Spans:
     def end_all(self) -> None:
         """Close all spans that are open."""
         self._end_backward()
-        while self._forward:  # of a forward that an exception ended
+        while self._forward:  # a forward that an exception ended has left them open
             self._forward.pop().__exit__(None, None, None)
 
 
@@ -135,11 +136,11 @@ def _in_backward() -> bool:
 
 
 class RankTrace:
-    """Torch's profiler around some steps of one rank.
+    """Runs torch's profiler for some steps of one rank.
 
     Args:
-        units: names and modules, for the spans.
-        device: cpu, or the one whose kernels are traced too.
+        units: names and modules of the units, for the spans.
+        device: the rank's device; if it is a CUDA device, its kernels are traced too.
     """
 
     def __init__(self, units: Iterable[tuple[str, nn.Module]], device: torch.device) -> None:
@@ -150,16 +151,16 @@ class RankTrace:
         self._names = named_units(units)
 
     def start(self) -> None:
-        """Begin to record."""
+        """Start recording."""
         self._profile.__enter__()
         self._names.__enter__()
 
     def stop(self, path: Path, operations: Iterable[TimedOperation] = ()) -> None:
-        """End, and write this rank's events to ``path``.
+        """Stop recording, and write this rank's events to ``path``.
 
         Args:
-            path: of a file for this rank alone.
-            operations: what was under way, by `time.perf_counter`.
+            path: path of a file for this rank only.
+            operations: the collectives that were in flight, with times of `time.perf_counter`, in the order of issue.
         """
         self._names.__exit__(None, None, None)
         self._profile.__exit__(None, None, None)
@@ -169,7 +170,7 @@ class RankTrace:
 
 
 def with_operations(trace: Trace, operations: Iterable[TimedOperation], wall_minus_monotonic: float) -> Trace:
-    """``trace`` with a track of what was under way; its own time base is kept."""
+    """Add a track of ``operations`` to ``trace``, and return it; the trace's time base stays the same."""
     base_s = trace.get("baseTimeNanoseconds", 0) / 1e9
     pid = next((event["pid"] for event in trace["traceEvents"] if isinstance(event.get("pid"), int)), 0)
     events: list[dict[str, Any]] = [
@@ -189,11 +190,11 @@ def with_operations(trace: Trace, operations: Iterable[TimedOperation], wall_min
 
 
 def merged(traces: Mapping[int, Trace], offsets_s: Sequence[float] = ()) -> Trace:
-    """One trace of all ranks, each a process of its own, in order; it begins with their first event.
+    """Merge the ranks' traces into one that has a process for each rank, and begins at the first event of any rank.
 
     Args:
-        traces: by rank, as torch's profiler writes them.
-        offsets_s: by rank, what `clock_offsets` found; empty: all clocks agree.
+        traces: the ranks' traces, by rank, as torch's profiler writes them.
+        offsets_s: the result of `clock_offsets`, by rank; empty: all clocks agree.
     """
     bases_ns = {rank: int(trace.get("baseTimeNanoseconds", 0)) for rank, trace in traces.items()}
     first_ns = min(bases_ns.values(), default=0)
@@ -211,7 +212,7 @@ def merged(traces: Mapping[int, Trace], offsets_s: Sequence[float] = ()) -> Trac
                 names += [moved] if event["name"].startswith("thread_") else []
                 continue
             moved["ts"] = float(event["ts"]) + shift_us
-            if event["ph"] in ("s", "t", "f"):  # an arrow belongs to its rank
+            if event["ph"] in ("s", "t", "f"):  # arrows: keep the ids of different ranks apart
                 moved["id"] = int(event["id"]) + rank * _RANK_STRIDE
             events.append(moved)
     events.sort(key=lambda event: event["ts"])
@@ -223,7 +224,7 @@ def merged(traces: Mapping[int, Trace], offsets_s: Sequence[float] = ()) -> Trac
 
 
 def merge_files(paths: Mapping[int, Path], target: Path, offsets_s: Sequence[float] = ()) -> None:
-    """Write `merged` of the ranks' files to ``target``, and remove them."""
+    """Merge the ranks' files into ``target`` (see `merged`), and remove them."""
     traces = {rank: json.loads(read_text(path, LOG_BYTES)) for rank, path in paths.items()}
     unfinished = target.with_suffix(".tmp")
     unfinished.write_text(json.dumps(merged(traces, offsets_s)), encoding="utf-8")
@@ -233,7 +234,7 @@ def merge_files(paths: Mapping[int, Path], target: Path, offsets_s: Sequence[flo
 
 
 def _one_after_another(operations: Iterable[TimedOperation]) -> list[TimedOperation]:
-    """A track shows one thing at a time: each begins where the one before it has ended, as in `overlap`."""
+    """Move each operation's start to the end of the one before it, if that is later: a track cannot show overlaps."""
     shown: list[TimedOperation] = []
     for operation in operations:
         start = max(operation.issued_s, shown[-1].ended_s) if shown else operation.issued_s

@@ -1,1 +1,1 @@
-"""The trainer: configuration, the one training loop, evaluation, generation, records."""
+"""The trainer: configuration, run setup, the training loop, run state (checkpoints, resuming) and records."""

@@ -1,4 +1,4 @@
-"""What `zeroshard` can be asked to do: a table of words. Torch is imported inside the verbs, once all is checked."""
+"""The table of commands (verbs) of `zeroshard`. Verbs import torch themselves, after all settings are checked."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = ["VERBS", "Verb", "read_file", "say", "show_help"]
 
 
 def look_around(config: None, words: Sequence[str]) -> int:
-    """What `zeroshard.doctor` finds."""
+    """Run `zeroshard doctor`: prints what `zeroshard.doctor` reports."""
     from zeroshard import doctor
 
     if not words:
@@ -50,7 +50,7 @@ def look_around(config: None, words: Sequence[str]) -> int:
 
 
 def complete(verbs: Mapping[str, Verb], words: Sequence[str]) -> int:
-    """A shell's completion script."""
+    """Run `zeroshard completion`: prints a shell's completion script."""
     from zeroshard import completion
 
     if len(words) != 1:

@@ -1,4 +1,4 @@
-"""What a verb is, and how it speaks: its help, and the one line on stderr that an error gets."""
+"""`Verb`, the entry of a command in the table of commands; the full help of a verb; and one-line errors on stderr."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.toml import read_toml
 from zeroshard.train.config.validate import validate
 
-LONGEST_LINE = 1500  # letters of an error's line; a word of it may have 200
+LONGEST_LINE = 1500  # most characters of an error's line; a single word has at most 200
 
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """A word after `zeroshard`, the class of its settings, and what it does with them."""
+    """A command after `zeroshard`: its summary, the class of its settings, and the function that runs it."""
 
     summary: str
     run: Callable[[Any, Sequence[str]], int]
     config: type[BaseModel] | None = None
     positionals: tuple[str, ...] = ()
-    reads_file: bool = False  # takes --config
-    usage: str = ""  # of the words that a verb without settings takes
-    words: tuple[str, ...] = ()  # those of them that a shell may complete
-    common: Mapping[str, Sequence[str]] = field(default_factory=dict)  # what the short help names, in groups
-    before: str = ""  # another verb, with its words, follows after this one's own
+    reads_file: bool = False  # whether it takes --config
+    usage: str = ""  # for a verb without settings: its arguments, as the usage line shows them
+    words: tuple[str, ...] = ()  # the fixed words among them, which a shell completes
+    common: Mapping[str, Sequence[str]] = field(default_factory=dict)  # heading -> settings that the short help shows
+    before: str = ""  # another verb that follows this one's own arguments, with arguments of its own
 
 
 def show_help(name: str, verb: Verb, raw: dict[str, Any]) -> None:
-    """Print each setting of ``zeroshard NAME``, its unit and its default, which ``raw`` may replace."""
+    """Print each setting of ``zeroshard NAME`` with its unit and its default; values in ``raw`` replace defaults."""
     import tyro
 
     assert verb.config is not None
@@ -47,7 +47,7 @@ def show_help(name: str, verb: Verb, raw: dict[str, Any]) -> None:
         if table in verb.config.model_fields:
             text += f" --{table} NAME stands for --{table}.{key} NAME."
     markers = (tyro.conf.PositionalRequiredArgs,)
-    # what has no default has no instance to show defaults from
+    # a required positional has no default, so there is no instance to show defaults from
     default = tyro.MISSING_NONPROP if verb.positionals else validate(verb.config, raw)
     prog = f"zeroshard {name}"
     with _returns_from_help():
@@ -56,7 +56,7 @@ def show_help(name: str, verb: Verb, raw: dict[str, Any]) -> None:
 
 @contextmanager
 def _returns_from_help() -> Generator[None]:
-    """tyro exits after its help; a verb returns."""
+    """Suppress the SystemExit with which tyro ends after its help, so that the verb returns."""
     try:
         yield
     except SystemExit as stop:
@@ -65,7 +65,11 @@ def _returns_from_help() -> Generator[None]:
 
 
 def say(line: str, *, all_ranks: bool = False) -> None:
-    """One line on stderr, from one rank: the launcher prints for its workers, else rank 0 does, if it still can."""
+    """Print one error line on stderr, once for all ranks.
+
+    If our launcher started this rank, the launcher prints the line. Otherwise rank 0 prints it, or every rank if
+    ``all_ranks``.
+    """
     from zeroshard.launch import environment
 
     line = shortened(" ".join(map(shortened, line.split())), LONGEST_LINE)
@@ -79,11 +83,11 @@ def say(line: str, *, all_ranks: bool = False) -> None:
     if world is None or world.rank == 0 or all_ranks:
         print(f"error: {line}", file=sys.stderr, flush=True)
     else:
-        time.sleep(1.0)  # a launcher ends the others when one exits: let rank 0 speak first
+        time.sleep(1.0)  # a launcher ends all ranks when one exits: give rank 0 time to print
 
 
 def read_file(path: str, kind: type[BaseModel]) -> dict[str, Any]:
-    """Raw values for `kind`; a training run's file serves other commands too, which take their part."""
+    """Raw settings for ``kind`` from a TOML file; another command than ``train`` takes its part of a run's file."""
     raw = read_toml(path)
     if kind is not TrainConfig:
         validate(TrainConfig, raw)

@@ -1,4 +1,4 @@
-"""Lines of help that fit the terminal."""
+"""Formats help texts so that their lines fit the terminal."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import shutil
 import textwrap
 from collections.abc import Iterable
 
-_WIDEST, _NARROWEST = 100, 40  # columns; longer lines are hard to read, and shorter ones hold no word beside a flag
+_WIDEST, _NARROWEST = 100, 40  # columns; longer lines are hard to read, shorter ones have no room beside a flag
 
 
 def help_width() -> int:
-    """Columns of a help: the terminal's, 80 in a pipe, `_WIDEST` at the most."""
+    """Width of a help text in columns: the terminal's, or 80 in a pipe; from `_NARROWEST` to `_WIDEST`."""
     return max(_NARROWEST, min(_WIDEST, shutil.get_terminal_size().columns))
 
 
 def wrapped(text: str, indent: int = 0) -> list[str]:
-    """``text`` in lines of `help_width`, all but the first after ``indent`` spaces."""
+    """Wrap ``text`` into lines of `help_width`; all but the first are indented by ``indent`` spaces."""
     return textwrap.wrap(text, help_width(), subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
 def named(items: Iterable[tuple[str, str]], name_width: int) -> list[str]:
-    """Lines of names in ``name_width`` columns and, wrapped beside them, what they are; two spaces before all."""
+    """Lines of names, ``name_width`` columns wide, with their descriptions wrapped beside them; indented by two."""
     lines: list[str] = []
     for name, text in items:
         start, rest = f"  {name:<{name_width}}", " " * (name_width + 2)
@@ -29,5 +29,5 @@ def named(items: Iterable[tuple[str, str]], name_width: int) -> list[str]:
 
 
 def usage(words: str) -> str:
-    """``usage: zeroshard WORDS``, wrapped below its first word."""
+    """``usage: zeroshard WORDS``, wrapped, with further lines indented below ``zeroshard``."""
     return "\n".join(wrapped(f"usage: zeroshard {words}", indent=len("usage: ")))

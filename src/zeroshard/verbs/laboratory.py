@@ -1,4 +1,4 @@
-"""Verbs of the lab: before a run, beside it, after it."""
+"""The verbs of the lab: plan, bench, sweep, report, dashboard and lab (slow networks)."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ SWEEP = "Train once for each combination of settings, and compare."
 
 
 def plan(config: PlanConfig, argv: Sequence[str]) -> int:
-    """What `zeroshard.lab.planner.plan` foresees."""
+    """Run `zeroshard plan`: prints the predictions of `zeroshard.lab.planner.plan`."""
     from zeroshard.lab.planner.plan_cache import PlanAnswer, answered
 
     def compute(config: PlanConfig) -> PlanAnswer:
         with working("planning"):
-            from zeroshard.lab.planner.command import answer_plan  # with torch; what is kept is answered without
+            from zeroshard.lab.planner.command import answer_plan  # imports torch; a cached answer does not need it
 
             return answer_plan(config, width)
 
@@ -44,7 +44,7 @@ def plan(config: PlanConfig, argv: Sequence[str]) -> int:
 
 
 def bench(config: None, words: Sequence[str]) -> int:
-    """What `zeroshard.lab.bench` measures."""
+    """Run `zeroshard bench`: measures with one of the benches of `zeroshard.lab.bench`."""
     process.prepare_torch()
     from zeroshard.lab.bench.settings import BENCHES
 
@@ -70,12 +70,15 @@ def bench(config: None, words: Sequence[str]) -> int:
 
 
 def sweep(config: None, words: Sequence[str]) -> int:
-    """``base`` and ``axes`` have the flags of a training run: ``--base.max-steps 30 --axes.strategy zero0 zero3``."""
+    """Run `zeroshard sweep`.
+
+    ``base`` and ``axes`` have the flags of a training run: ``--base.max-steps 30 --axes.strategy zero0 zero3``.
+    """
     from zeroshard.lab.sweep.cases import SweepConfig
     from zeroshard.lab.sweep.sweep import run_sweep
 
     def predicted(*asked: Any) -> int:
-        from zeroshard.lab.planner.micro_batch_size import largest_micro_batch  # with torch, which no other sweep needs
+        from zeroshard.lab.planner.micro_batch_size import largest_micro_batch  # imports torch; other sweeps need none
 
         return largest_micro_batch(*asked)
 
@@ -111,7 +114,7 @@ def _sweep_help(kind: type[BaseModel]) -> str:
 
 
 def report(config: None, words: Sequence[str]) -> int:
-    """A page and figures."""
+    """Run `zeroshard report`: writes a page and figures of runs or sweeps."""
     folders, out = _folders_and_out(words)
     from zeroshard.lab.report.command import run_report
 
@@ -119,7 +122,7 @@ def report(config: None, words: Sequence[str]) -> int:
 
 
 def dashboard(config: None, words: Sequence[str]) -> int:
-    """A live page, until Ctrl-C."""
+    """Run `zeroshard dashboard`: serves a live page until Ctrl-C."""
     host, words = take_option(words, "--host")
     port, words = take_option(words, "--port")
     if len(words) != 1 or words[0].startswith("--"):
@@ -137,7 +140,7 @@ def dashboard(config: None, words: Sequence[str]) -> int:
 
 
 def _folders_and_out(words: Sequence[str]) -> tuple[list[str], str]:
-    """Words without a flag, and what ``--out`` says."""
+    """Split arguments into folders and the value of ``--out``; raises UserError for any other flag."""
     out, rest = take_option(words, "--out")
     flags = [word for word in rest if word.startswith("--")]
     if flags:
@@ -146,7 +149,7 @@ def _folders_and_out(words: Sequence[str]) -> tuple[list[str], str]:
 
 
 def lab(config: None, words: Sequence[str]) -> int:
-    """Networks: removed, or shaped."""
+    """Run `zeroshard lab`: removes leftover networks, or shapes a network interface."""
     from zeroshard.lab.network.command import OPTIONS, WORDS, run_lab
 
     flags = {"--yes": Flag(("yes",), "switch"), **{f"--{name}": Flag((name,), "one") for name in OPTIONS}}

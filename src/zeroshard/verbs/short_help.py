@@ -1,6 +1,6 @@
-"""The first level of ``--help``: the settings that most people use, in groups; ``--help all`` names every one.
+"""The short ``--help``: the settings that most people use, in groups; ``--help all`` shows every setting.
 
-Where its output goes to a file or another program, which looks for a name in it, all others follow.
+If the output goes to a file or another program (which may search it, as grep does), all other settings follow.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _INDENT = 4
 
 
 def short_help(name: str, verb: Verb, raw: dict[str, Any], *, every: bool = False) -> str:
-    """The settings of ``verb.common``, or all: values, meaning, and defaults, which ``raw`` may replace.
+    """The settings of ``verb.common`` (all settings if that is empty): values, meaning and defaults.
 
-    ``every``: all other settings follow, by their tables.
+    Values in ``raw`` replace defaults. ``every``: all other settings follow, grouped by table.
     """
     assert verb.config is not None
     fields, width = fields_by_name(verb.config), help_width()
-    # what has no default has no instance to show defaults from, and takes no file
+    # a verb with required positionals has no instance to show defaults from, and takes no file
     defaults = None if verb.positionals else validate(verb.config, raw)
     words = [name, *map(str.upper, verb.positionals), *["[--config FILE.toml]"] * verb.reads_file, "[FLAGS]"]
     words += [verb.before, "[FLAGS]"] if verb.before else []
@@ -68,14 +68,14 @@ def short_help(name: str, verb: Verb, raw: dict[str, Any], *, every: bool = Fals
 
 
 def _all(verb: Verb, fields: Iterable[str]) -> dict[str, Sequence[str]]:
-    """Groups of a verb that has few settings: what stands without a flag, and the flags."""
+    """Groups of a verb that has few settings: its positional arguments, and its flags."""
     settings = [name for name in fields if name not in verb.positionals]
     groups: dict[str, Sequence[str]] = {"what to give": verb.positionals, "settings": settings}
     return {heading: group for heading, group in groups.items() if group}
 
 
 def _others(fields: Iterable[str], verb: Verb) -> dict[str, list[str]]:
-    """The settings that ``verb.common`` has not, by a heading for each table."""
+    """The settings that are not in ``verb.common``, with a heading for each table."""
     common = {*chain(*verb.common.values())}
     found: dict[str, list[str]] = {"all other settings": []}
     for dotted in fields:
@@ -91,13 +91,13 @@ def _flag(dotted: str) -> str:
 
 
 def _off(flag: str) -> str:
-    """What turns a switch off: ``--no-fused``, ``--data.no-packing``."""
+    """The flag that turns a switch off: ``--no-fused``, ``--data.no-packing``."""
     table, dot, key = flag.removeprefix("--").rpartition(".")
     return f"--{table}{dot}no-{key}"
 
 
 def values_in_words(annotation: Any) -> str:
-    """What may stand after a flag: one of a few words, or the kind of value; nothing after a switch."""
+    """The value that follows a flag, for its help: the choices, or the kind of value; empty for a switch."""
     if annotation is bool:
         return ""
     if get_origin(annotation) is Literal:
@@ -115,7 +115,7 @@ def _default(defaults: BaseModel, dotted: str) -> str:
 
 
 def default_in_words(value: Any) -> str:
-    """A default as a help says it: a switch is ``yes`` or ``no``, an empty list ``none``."""
+    """Format a default for help: a switch is ``yes`` or ``no``, an empty list ``none``, an empty string ``empty``."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     return " ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value) or "empty"

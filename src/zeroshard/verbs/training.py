@@ -1,4 +1,4 @@
-"""Verbs of the trainer: a run, its data, what becomes of its weights."""
+"""The verbs for training: runs and their data, and generation, evaluation, export and import of models."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from zeroshard.launch.environment import Nodes
 
 NUM_STAGES = 4
-# What a rank imports anyhow. torch's optimizers import torch._dynamo at their first step, in seconds.
+# Modules that each rank imports in any case. torch's optimizers import torch._dynamo at their first step: seconds.
 TRAINS = ("zeroshard.train.loop.loop", "torch._dynamo")
-LEAST_BYTES_OF_A_RANK = 32 * 2**20  # of its own, even where it was forked from a process that has imported torch
+LEAST_BYTES_OF_A_RANK = 32 * 2**20  # private memory, even of a rank forked from a process that has imported torch
 
 
 def train(config: TrainConfig, argv: Sequence[str]) -> int:
-    """A training run: this rank's part of it, or the launcher of all."""
+    """Run `zeroshard train`: as a rank, or as the launcher that starts the ranks."""
     from zeroshard.launch import environment, launch, leaving, machines
 
     require_data(config.data)
@@ -73,7 +73,7 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
             f"{config.nproc} ranks in a world of {world.world_size}",
             "leave --nproc out under a launcher",
         )
-    faulthandler.enable(2)  # what ends in C, as a mapped file that was cut off does, says at least where
+    faulthandler.enable(2)  # a crash in C code, such as reading a truncated mapped file, at least prints a traceback
     with leaving.ended_with_launcher():
         from zeroshard.comm import PeerError
         from zeroshard.train.loop.loop import run_training
@@ -87,13 +87,13 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
 
 
 def _of_strategy(name: str) -> tuple[str, ...]:
-    """The module that a rank imports for a strategy of ours; a user's own is left to the ranks."""
+    """The modules that ranks import for a built-in strategy; a user's own strategy is imported by the ranks."""
     entry = STRATEGIES.get("zero0" if name == "auto" else name)
     return (entry.module,) if entry and entry.module else ()
 
 
 def require_room(nproc: int) -> None:
-    """Raise UserError for more ranks than this machine could hold if they did nothing but start."""
+    """Raise UserError if ``nproc`` ranks need more memory than this machine has just to start."""
     there = psutil.virtual_memory().total + psutil.swap_memory().total
     most = max(1, there // LEAST_BYTES_OF_A_RANK)
     if nproc > most:
@@ -102,7 +102,7 @@ def require_room(nproc: int) -> None:
 
 
 def _nodes(config: TrainConfig) -> AbstractContextManager[Nodes | None]:
-    """Where the ranks of a run live: in namespaces, if its links are to be slow so."""
+    """The network namespaces in which a run's ranks start, if ``link.mode`` is ``netns``; else None."""
     if config.link.mode != "netns":
         return nullcontext()
     from zeroshard.lab.network.network import nodes
@@ -131,14 +131,14 @@ def _predict(job: Any) -> Any:
 
 
 def prepare(config: PrepareConfig, argv: Sequence[str]) -> int:
-    """Tokens on disk."""
+    """Run `zeroshard prepare`: writes tokens to disk."""
     from zeroshard.train.setup.prepare_data import run_prepare
 
     return written(config.data.dir or "data", lambda: run_prepare(config.data))
 
 
 def generate(config: GenerateConfig, argv: Sequence[str]) -> int:
-    """Text, as it comes."""
+    """Run `zeroshard generate`: prints text as it is drawn; several samples once all are drawn."""
     with ExitStack() as stack:
         stack.enter_context(working("loading the model"))
         if config.samples > 1:
@@ -151,7 +151,7 @@ def generate(config: GenerateConfig, argv: Sequence[str]) -> int:
 
 
 def evaluate(config: EvalConfig, argv: Sequence[str]) -> int:
-    """Loss, perplexity and bits per byte, or scores of tasks."""
+    """Run `zeroshard eval`: prints loss, perplexity and bits per byte, or scores of tasks."""
     from zeroshard.launch import environment, launch, leaving
 
     process.prepare_torch()
@@ -163,13 +163,13 @@ def evaluate(config: EvalConfig, argv: Sequence[str]) -> int:
         return run_tasks(config)
     if environment.world_from_env() is None and config.nproc > 1:
         require_room(config.nproc)
-        with cursor_given_back():  # which a rank that is ended at once has not shown again
+        with cursor_given_back():  # a rank that is killed while it shows a spinner leaves the cursor hidden
             ending = launch.launch_workers(
                 argv,
                 config.nproc,
                 config.port,
                 imports=("zeroshard.inference.evaluation",),
-                while_importing=working("evaluating", moves=False),  # ranks are forked from here: no thread
+                while_importing=working("evaluating", moves=False),  # no thread, because ranks are forked from here
             )
         if ending.line:
             say(ending.line)
@@ -184,7 +184,7 @@ def evaluate(config: EvalConfig, argv: Sequence[str]) -> int:
 
 
 def export(config: ExportConfig, argv: Sequence[str]) -> int:
-    """A Hugging Face folder of a run."""
+    """Run `zeroshard export`: writes a Hugging Face folder from a run."""
     with working("exporting"):
         from zeroshard.interop.hf_export import run_export
 
@@ -192,7 +192,7 @@ def export(config: ExportConfig, argv: Sequence[str]) -> int:
 
 
 def import_model(config: ImportConfig, argv: Sequence[str]) -> int:
-    """A run of somebody else's weights."""
+    """Run `zeroshard import`: makes a run from a Hugging Face or nanoGPT model."""
     with working("importing"):
         from zeroshard.interop.hf_import import run_import
 
@@ -200,12 +200,12 @@ def import_model(config: ImportConfig, argv: Sequence[str]) -> int:
 
 
 def written(out: str, write: Callable[[], int]) -> int:
-    """What ``write`` returns; a path that cannot be used and a disk that fails are told in a line."""
+    """Call ``write`` and return its status; report a bad path or a failing disk in a line (`ExitStatus.STORAGE`)."""
     try:
         return write()
     except OSError as error:
         refused = path_line(error)
-        if refused is not None and refused[0] == ExitStatus.USAGE:  # of the path, and not of its disk
+        if refused is not None and refused[0] == ExitStatus.USAGE:  # the path is wrong, not the disk
             say(refused[1])
         else:
             say(f"{out}: it was not written ({error.strerror or error}); free space, or name another folder")
@@ -213,28 +213,28 @@ def written(out: str, write: Callable[[], int]) -> int:
 
 
 def look_at_checkpoints(config: None, words: Sequence[str]) -> int:
-    """What `zeroshard.train.state.checkpoints` answers."""
+    """Run `zeroshard checkpoint`: prints the output of `zeroshard.train.state.checkpoints`."""
     try:
         with working("reading"):
             from zeroshard.train.state.checkpoints import run_checkpoint
 
             status = run_checkpoint(words)
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads has seen enough, as `head` does; what is left goes nowhere
+    except BrokenPipeError:  # the reader stopped early, as `head` does: discard the rest of the output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitStatus.OK
     return status
 
 
 def import_config(config: None, words: Sequence[str]) -> int:
-    """Our settings of somebody else's."""
+    """Run `zeroshard import-config`: prints nanoGPT's or DeepSpeed's settings as ours."""
     from zeroshard.interop.import_config import run_import_config
 
     return run_import_config(words)
 
 
 def submit(config: SubmitConfig, argv: Sequence[str]) -> int:
-    """Jobs of a cluster."""
+    """Run `zeroshard submit`: checks the run's settings, and queues it as a job on a cluster."""
     from zeroshard.submit import submit
 
     words = list(argv[1:])

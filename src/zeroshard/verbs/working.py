@@ -1,4 +1,4 @@
-"""A command that takes seconds says on a terminal that it works; in a pipe, and in a log, nothing is added."""
+"""A spinner on the terminal for commands that take seconds; pipes and logs get no extra output."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from contextlib import contextmanager
 REFRESHES_PER_S = 8
 
 
-SHOW_CURSOR = "\r\x1b[2K\x1b[?25h"  # and erase the line of a spinner
+SHOW_CURSOR = "\r\x1b[2K\x1b[?25h"  # escape sequences: erase the spinner's line, show the cursor
 
 
 @contextmanager
 def working(what: str, *, moves: bool = True) -> Generator[None]:
-    """A spinner and ``what`` on stderr, where that is a terminal, until the block ends; nothing of it stays.
+    """Show a spinner and ``what`` on stderr while the block runs, if stderr is a terminal; then erase it.
 
-    What is printed meanwhile goes above it. Where the block may end the process at once, whoever started the process
-    says `cursor_given_back`.
+    Lines that are printed meanwhile appear above it. If the block may kill the process, the parent process should use
+    `cursor_given_back`.
 
     Args:
-        what: is under way.
-        moves: by a thread of its own; without, the first picture stays, in a process that must have no other thread.
+        what: the text beside the spinner.
+        moves: whether a background thread animates it; use False in a process that must have no other thread.
     """
     if not sys.stderr.isatty():
         yield
@@ -31,7 +31,7 @@ def working(what: str, *, moves: bool = True) -> Generator[None]:
     from rich.spinner import Spinner
 
     console = Console(file=sys.stderr, soft_wrap=True, highlight=False)
-    on_terminal = sys.stdout.isatty()  # else what is printed goes where it was sent
+    on_terminal = sys.stdout.isatty()  # a redirected stdout is left alone
     spinner = Spinner("dots", what)
     with Live(
         spinner,
@@ -46,7 +46,7 @@ def working(what: str, *, moves: bool = True) -> Generator[None]:
 
 @contextmanager
 def cursor_given_back() -> Generator[None]:
-    """After the block a terminal has its cursor, also where a process that showed a spinner was ended at once."""
+    """Show the terminal's cursor after the block, even if a process was killed while it showed a spinner."""
     try:
         yield
     finally:

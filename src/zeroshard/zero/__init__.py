@@ -1,4 +1,4 @@
-"""The engine: ZeRO stages 0-3 for any module, and any optimizer that can do with a part of the tensors."""
+"""The engine: ZeRO stages 0-3 for any module, and any optimizer that works on a part of the elements or tensors."""
 
 from zeroshard.zero.buffers.initial import loaded_later
 from zeroshard.zero.buffers.layout import FlatLayout, Piece, Slot

@@ -1,4 +1,4 @@
-"""How an engine comes to be: which models it takes, and how their parameters become units of flat buffers."""
+"""Construction of an engine: check its arguments, and move the model's parameters into units of flat buffers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OTHER_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 def check_arguments(model: nn.Module, prefetch: int, accumulate: str | None) -> None:
-    """Raise TypeError or ValueError for a model that no engine can take, or a setting that none knows."""
+    """Raise TypeError or ValueError for a model that an engine cannot train, or an unknown setting."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: {type(model).__name__} is not an nn.Module")
     around = next((part for part in model.modules() if isinstance(part, _OTHER_WRAPPERS)), None)
@@ -46,7 +46,7 @@ def check_arguments(model: nn.Module, prefetch: int, accumulate: str | None) -> 
 
 
 def default_communicator() -> Communicator:
-    """`torch.distributed`'s if it is initialised, else of one process."""
+    """Return the communicator of `torch.distributed` if it is initialised, else one of a single process."""
     return TorchCommunicator() if dist.is_available() and dist.is_initialized() else LocalCommunicator()
 
 
@@ -60,7 +60,7 @@ def levels_of(
     leaves: int | None,
     accumulate: str | None,
 ) -> Levels:
-    """The levels of an engine of these arguments, those of `zeroshard.Zero`, if they fit each other. Collective."""
+    """Return the levels of an engine with these arguments of `zeroshard.Zero`, once they are checked. Collective."""
     check_levels(strategy, shard_size, precision, local_steps=local_steps, leaves=leaves, accumulate=accumulate)
     return Levels.of(comm, shard_size, strategy.secondary_shard_size, precision.node_size, leaves)
 
@@ -74,7 +74,7 @@ def build_units(
     init: Init | None,
     device: torch.device | str | None,
 ) -> tuple[Unit, list[Unit]]:
-    """The root unit and the others, of rank 0's parameters, with rank 0's buffers in the model. Collective.
+    """Return the root unit and the others, with initial weights; the model gets rank 0's buffers. Collective.
 
     Arguments and errors are those of `zeroshard.Zero`.
     """
@@ -100,7 +100,7 @@ def build_units(
 
 
 def _check_lookups(model: nn.Module, levels: Levels) -> None:
-    """Raise ValueError where a forward writes into weights what depends on the rank's own rows."""
+    """Raise ValueError for an embedding whose forward rescales rows in place, because ranks look up different rows."""
     for name, part in model.named_modules():
         if levels.world.world_size > 1 and isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm:
             raise ValueError(
@@ -124,7 +124,7 @@ def _default_device(device: torch.device | str | None) -> torch.device:
 
 
 def ordinary_weights(groups: Iterable[FlatGroup]) -> dict[nn.Parameter, Tensor]:
-    """Each parameter's own whole, current values, in the masters' dtype, for when there is no engine. Collective."""
+    """Return unsharded, current weights for a model without an engine, in the original dtypes. Collective."""
     weights: dict[nn.Parameter, Tensor] = {}
     for group in groups:
         views = group.params.layout.views(group.params.gather_master())

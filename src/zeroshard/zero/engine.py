@@ -1,8 +1,8 @@
 """`Zero`: one engine for ZeRO stages 0-3.
 
-It reads a row of the stage table and makes any `nn.Module` train with it in place: parameters become views of flat
-buffers, hooks move weights and gradients, and the optimizer is given the pieces that this rank owns. The training
-loop stays as it was.
+It makes any `nn.Module` train, in place, as a row of the stage table says: parameters become views of flat buffers,
+hooks gather weights and reduce gradients, and the optimizer updates only the pieces that this rank owns. The training
+loop does not change.
 """
 
 from __future__ import annotations
@@ -50,39 +50,40 @@ class Zero:
     and stays the object to call; its parameters keep their identity, unless they were on the meta device.
 
     Args:
-        model: any module. Parameters on the meta device are made here, unit by unit, and filled by ``init``.
+        model: any module. Parameters on the meta device are allocated here, unit by unit, and filled by ``init``.
         stage: 0, 1, 2 or 3, or a `ShardingStrategy`.
-        units: submodules whose parameters travel together, in the order in which they run; each must be called as a
-            module. A list of them, a class or its name (``"LlamaDecoderLayer"``), several of these, or a path
-            (``"model.layers"``). ``"auto"``: a Hugging Face model's blocks, else the largest list of one class.
-            None: the elements of the outermost `nn.ModuleList`s. The logger ``zeroshard.zero`` says what was chosen.
-        comm: among which ranks; None: `torch.distributed` if it is initialised, else one process.
-        precision: None: every parameter computes and travels in its own dtype.
-        init: ``init(name, tensor)`` fills what was on the meta device, in place: buffers, and on rank 0, whose values
-            the others receive, parameters in their masters' dtype. With a method ``part`` (`DrawsParts`) each rank
-            draws its own shard. Before a load: `zeroshard.zero.loaded_later`.
+        units: submodules whose parameters are gathered and reduced together, in the order in which they run; each must
+            be called as a module. A list of them, a class or its name (``"LlamaDecoderLayer"``), several of these, or
+            a path (``"model.layers"``). ``"auto"``: a Hugging Face model's blocks, else the largest list of one class.
+            None: the elements of the outermost `nn.ModuleList`s. The logger ``zeroshard.zero`` reports the choice.
+        comm: the ranks that train together; None: `torch.distributed` if it is initialised, else one process.
+        precision: dtypes and wire formats; None: every parameter computes and is sent in its own dtype.
+        init: ``init(name, tensor)`` fills in place each tensor that was on the meta device: buffers on every rank, and
+            parameters, in their own dtype, on rank 0, which broadcasts them. If it has a method ``part``
+            (`DrawsParts`), each rank draws its own shard. Before a load: `zeroshard.zero.loaded_later`.
         prefetch: how many units ahead weights are gathered at stage 3.
-        accumulate: how several backwards before one step add up: ``"local"``, whole gradients on each rank and one
-            reduction at the last, or ``"sharded"``, each at once; see `micro_batch`. None: as the `grads` column says.
-        device: where meta parameters are made; None: the current CUDA device if there is one, else the CPU.
-        shard_size: over how many neighbouring ranks (a node's, say) training state is sharded; the world is as many
-            replicas as that leaves. None: over all ranks. See `zeroshard.zero.levels`.
-        buffers: what becomes of buffers that a forward changes, such as running statistics, at the end of each backward
-            that reduces: every rank takes rank 0's (``"broadcast"``, as DDP does), or the mean over ranks
-            (``"average"``; rank 0's of integers), or each keeps its own (``"keep"``), of which rank 0's are saved.
-        replicas: have the groups of ``shard_size`` ranks meet every so many steps; see `zeroshard.zero.replicas`.
-        secondary_shard_size: as `ShardingStrategy` has it, for a ``stage`` that is a number.
-        leaves: have the same bits on 1, 2, 4, ... up to so many ranks, a power of two; each step adds up as many
-            micro-batches, or a multiple, over all ranks. See `zeroshard.zero.buffers.leaves`.
+        accumulate: how gradients of several backwards before one step accumulate: ``"local"``, unsharded, reduced after
+            the last; or ``"sharded"``, reduced after each. See `micro_batch`. None: as the `grads` column says.
+        device: where meta parameters are allocated; None: the current CUDA device if there is one, else the CPU.
+        shard_size: number of neighbouring ranks (a node's, say) over which training state is sharded; the world then
+            has ``world_size / shard_size`` replicas. None: all ranks. See `zeroshard.zero.levels`.
+        buffers: how ranks synchronise buffers that a forward changes, such as running statistics, after each backward
+            that reduces. ``"broadcast"``: every rank takes rank 0's, as DDP does. ``"average"``: the mean over ranks
+            (integers: rank 0's). ``"keep"``: each rank keeps its own, and rank 0's are saved.
+        replicas: let the groups of ``shard_size`` ranks take local steps; see `zeroshard.zero.replicas`.
+        secondary_shard_size: as in `ShardingStrategy`, if ``stage`` is a number.
+        leaves: compute the same bits on 1, 2, 4, ... up to this many ranks, a power of two. Each step must add up this
+            many micro-batches, or a multiple, over all ranks. See `zeroshard.zero.buffers.leaves`.
 
     Attributes:
         levels: the ranks that shard together, and those that hold the same shard.
-        replicas: those that take local steps, whose `step` follows each step of the optimizer; None where none do.
+        replicas: if replicas take local steps, the object whose `step` is called after each optimizer step; else None.
 
     Raises:
         ValueError: an unknown stage; a unit that is not the model's, or a name that occurs nowhere in it; a model that
             has an engine already; meta parameters without ``init``; a ``shard_size`` that does not divide the world, or
-            at stage 0 without ``replicas``; ``replicas`` without a ``shard_size``; ``leaves`` beside what rounds sums.
+            at stage 0 without ``replicas``; ``replicas`` without a ``shard_size``; ``leaves`` with a setting that
+            rounds partial sums.
         TypeError: ``model`` is not a module.
 
     Weights are unsharded and current inside the model's forward, its backward and `full_params`. Other methods of the
@@ -144,33 +145,33 @@ class Zero:
     def optimizer(
         self, optimizer_cls: type[Optimizer], params: Iterable[Any] | None = None, **kwargs: Any
     ) -> Optimizer:
-        """An ``optimizer_cls`` over this rank's pieces of the parameters.
+        """Make an ``optimizer_cls`` that updates this rank's pieces of the parameters.
 
         It is a real `torch.optim.Optimizer` of exactly that class, whose ``param_groups`` hold the model's parameters:
-        schedulers, hooks, clipping, `torch.amp.GradScaler` and edits of settings work on it. ``state`` is by `pieces`.
+        schedulers, hooks, clipping, `torch.amp.GradScaler` and edits of settings work. ``state`` has `pieces` as keys.
 
-        A class that works element by element, such as `torch.optim.AdamW`, is given 1-D slices. For one that looks at
-        whole tensors, such as `torch.optim.Muon`, its parameters move to a layout in which each tensor lies on one
+        A class that works element by element, such as `torch.optim.AdamW`, is given 1-D slices. For a class that needs
+        whole tensors, such as `torch.optim.Muon`, the parameters move to a layout in which each tensor lies on one
         rank. That is collective, and must happen before the first step of another optimizer of the same units. What a
-        class needs is in a table for torch's own, may be declared by the class (``zero_scope``), and is otherwise
-        found out on tiny tensors (`zeroshard.zero.optimizers.requirements`).
+        class needs is looked up in a table for torch's own classes, declared by the class (``zero_scope``), or else
+        found by a probe on tiny tensors (`zeroshard.zero.optimizers.requirements`).
 
         Args:
             optimizer_cls: the class.
             params: parameters of the model, named or not, or group dicts of them; None: all.
-            **kwargs: for the class, ``fused`` and ``foreach`` too.
+            **kwargs: the class's arguments, ``fused`` and ``foreach`` included.
 
         Raises:
-            TypeError: no optimizer class; ``params`` is a tensor or a set.
-            ValueError: a class that no layout suits (named, with the reason); a parameter that is not the model's or
+            TypeError: ``optimizer_cls`` is no optimizer class; ``params`` is a tensor or a set.
+            ValueError: a class that works in no layout (the error says why); a parameter that is not the model's or
                 is given twice; an empty list.
-            RuntimeError: weights must be laid out anew, but gradients or another optimizer's state are in the way.
+            RuntimeError: the layout must change, but gradients wait, or another optimizer has state in the old layout.
         """
         return self._stepping.optimizer(optimizer_cls, self.model.parameters() if params is None else params, kwargs)
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
-        """Backwards here accumulate unsharded gradients, without communication; with ``leaves`` they reduce."""
+        """In this block backwards accumulate unsharded gradients and do not reduce; with ``leaves`` they still do."""
         before, self._runtime.sync = self._runtime.sync, self.levels.leaves is not None
         try:
             yield
@@ -178,13 +179,13 @@ class Zero:
             self._runtime.sync = before
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """Around the forward and backward of one micro-batch of a step: accumulate as this engine is set to."""
+        """Wrap the forward and backward of one micro-batch: gradients accumulate as `accumulate` says."""
         return nullcontext() if last or self.accumulate == "sharded" else self.no_sync()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients so that their global norm is at most ``max_norm``. Collective.
 
-        An optimizer that `SavesPasses` multiplies gradients as it reads them; until then its ``grad``s are unscaled.
+        A `SavesPasses` optimizer applies the factor as it reads gradients; until its step ``grad`` is unscaled.
 
         Args:
             max_norm: the bound; as in torch, gradients are multiplied by ``max_norm / (norm + 1e-6)`` if that is < 1.
@@ -195,24 +196,24 @@ class Zero:
             never; 0.0 without gradients. The same bits on each rank and at each stage.
 
         Raises:
-            RuntimeError: gradients under `no_sync` still wait for their reduction.
+            RuntimeError: gradients that accumulated under `no_sync` have not been reduced yet.
             ValueError: ``norm_type`` is not positive.
         """
         return self._stepping.clip_grad_norm_(max_norm, norm_type)
 
     def full_grads(self) -> dict[str, Tensor | None]:
-        """Each parameter's gradient, averaged over ranks, in its own shape; None where there is none. Collective.
+        """Return each parameter's gradient, averaged over ranks, in its own shape; None without one. Collective.
 
-        Between backward and step. The tensors are copies on the parameters' device, in the masters' dtype.
+        Call it between backward and step. It copies, on the parameters' device, in `MixedPrecision.reduced_dtype`.
         """
         self._runtime.require_reduced("full_grads")
         return full_state.full_grads(self.model, self._runtime)
 
     def ema(self, decay: float = 0.999) -> Ema:
-        """A moving average of the weights, sharded like the masters, saved and loaded with the rest.
+        """Make a moving average of the weights: sharded like the master weights, saved and loaded with them.
 
-        Call ``update()`` on it after each step; inside ``with ema.weights():`` the module computes with it, and
-        `full_params` and `state_dict` show it.
+        Call ``update()`` on it after each step; inside ``with ema.weights():`` the module computes with the average,
+        and `full_params` and `state_dict` show it.
 
         Args:
             decay: how much of the old average an update keeps, in [0, 1).
@@ -228,17 +229,17 @@ class Zero:
 
     @property
     def accumulate(self) -> Accumulate:
-        """How several backwards before one step add up."""
+        """How gradients of several backwards before one step accumulate; see the argument of `Zero`."""
         return self._accumulate or ("local" if self.strategy.grads is REPLICATE else "sharded")
 
     def restage(self, stage: int | ShardingStrategy) -> None:
-        """Change the stage between steps, in memory and exactly, with optimizer states and averages. Collective.
+        """Change the stage between steps, in memory and to the bit, with optimizer states and averages. Collective.
 
         Parameters, optimizers and schedulers stay the same objects, and the next step has the bits that an engine built
-        at that stage would give. At most one unit's state exists twice at a time.
+        at that stage would give. At the memory peak, one unit's state exists twice.
 
         Raises:
-            ValueError: an unknown stage, or stage 0 with a ``shard_size``.
+            ValueError: an unknown stage; stage 0 with a ``shard_size``; a stage that the wire format does not support.
             RuntimeError: inside `full_params` or `Ema.weights`, or while gradients wait for a step.
         """
         strategy = resolve_strategy(stage)
@@ -251,17 +252,17 @@ class Zero:
         self._stepping.show_what_travels("by nothing")
 
     def resume_at(self, step: int) -> None:
-        """Round what travels, and have new replicas meet, as after ``step`` steps; `checkpoint.load` calls it."""
+        """Continue stochastic rounding, and new replicas, as after ``step`` steps; `checkpoint.load` calls it."""
         self._stepping.resume_at(step)
 
-    # -- whole state ------------------------------------------------------------------------------------------
+    # -- unsharded state --------------------------------------------------------------------------------------
 
     @contextmanager
     def full_params(self, *, write_back: bool = False) -> Generator[None]:
-        """Unshard the module's parameters in this block, in the dtype that computes. Collective.
+        """Unshard the module's parameters in this block, in the compute dtype. Collective.
 
         Args:
-            write_back: whether what the block writes becomes the training state; every rank must write the same.
+            write_back: whether values that the block writes become training state; every rank must write the same ones.
         """
         if write_back:
             self._stepping.require_common("full_params(write_back=True)")
@@ -274,16 +275,16 @@ class Zero:
                 self._stepping.weights_replaced()
 
     def state_dict(self, *, rank0_only: bool = False) -> OrderedDict[str, Tensor]:
-        """The model's whole state on the CPU, by its ordinary names, in the masters' dtype. Collective.
+        """Return the model's full state dict on the CPU, with the weights' original names and dtypes. Collective.
 
-        Equal to what ``model.state_dict()`` of the unsharded model would hold, buffers and tied names included, extra
-        state (`nn.Module.get_extra_state`) not. One unit at a time is unsharded on the device. With ``rank0_only`` the
-        other ranks return an empty dict. Of replicas with local steps each returns its own, and inside `anchors` those.
+        It equals ``model.state_dict()`` of the unsharded model, with buffers and tied names but without extra state
+        (`nn.Module.get_extra_state`). One unit at a time is unsharded on the device. With ``rank0_only`` other ranks
+        return an empty dict. Replicas with local steps return their own weights; inside `anchors`, the anchors.
         """
         return full_state.state_dict(self.model, self._runtime, keep=not rank0_only or self.comm.rank == 0)
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> Any:
-        """Load the full state, the same on every rank (replicas: the first's); optimizer states do not change.
+        """Load a full state dict, the same on every rank (replicas take the first's); optimizer states do not change.
 
         Returns:
             ``missing_keys`` and ``unexpected_keys``, as `nn.Module.load_state_dict`.
@@ -298,16 +299,16 @@ class Zero:
         return result
 
     def optim_state_dict(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
-        """The whole state of an optimizer on the CPU, as the unsharded optimizer's ``state_dict()``. Collective.
+        """Return the full state dict of an optimizer on the CPU, as the unsharded optimizer has it. Collective.
 
         Save it beside `state_dict`; ``optimizer.load_state_dict`` takes it, at any stage and world size, and so does
-        the same class over the unsharded model. One group of parameters at a time is whole on the device.
+        the same class over the unsharded model. One group of parameters at a time is unsharded on the device.
 
         Args:
-            optimizer: one of this engine's; None: the only one.
+            optimizer: an optimizer of this engine; None: the only one.
 
         Raises:
-            ValueError: it is not this engine's, or there are several and none is named.
+            ValueError: it is not this engine's; it is None, and the engine has none or several.
             RuntimeError: inside `Ema.weights`.
         """
         self._stepping.require_weights("optim_state_dict")
@@ -317,22 +318,22 @@ class Zero:
         return whole_state(piecewise, groups)
 
     def pieces(self, optimizer: Optimizer | None = None) -> list[nn.Parameter]:
-        """What of its parameters ``optimizer`` updates on this rank; its ``state`` is by these.
+        """Return the tensors that ``optimizer`` updates on this rank, which are the keys of its ``state``.
 
-        1-D views of the masters, or whole tensors for a class that needs them; arguments and errors of
-        `optim_state_dict`.
+        They are 1-D views of the master weights, or whole tensors for a class that needs them. Arguments and errors are
+        those of `optim_state_dict`.
         """
         return [piece for pieces in self._stepping.known(optimizer, "pieces").pieces for piece in pieces]
 
     def tied_names(self) -> dict[str, str]:
-        """Each further name of a tied tensor -> the name that it is saved under."""
+        """Map each further name of a tied tensor to the name under which it is saved."""
         return full_state.tied_names(full_state.named_state(self.model))
 
     def named_shards(self) -> Iterator[NamedShard]:
-        """What this rank writes to a checkpoint: over all ranks each tensor is tiled exactly once, by one replica.
+        """Yield what this rank writes to a checkpoint; one replica's ranks together cover each tensor exactly once.
 
-        Parameters (kind ``"param"``, the masters), the state of every optimizer made here, the average (kind
-        ``"ema"``) where there is one, and on rank 0 buffers.
+        These are parameters (kind ``"param"``, the master weights), the state of every optimizer made here, the average
+        (kind ``"ema"``) if there is one, and on rank 0 buffers.
 
         Raises:
             RuntimeError: inside `Ema.weights`.
@@ -340,16 +341,16 @@ class Zero:
         yield from self._stepping.named_shards(self.model)
 
     def named_param_groups(self) -> list[dict[str, Any]]:
-        """Every optimizer's param groups as JSON can hold them, with the parameters' ordinary names; on every rank."""
+        """Return every optimizer's param groups as JSON can hold them, with names of parameters; alike on all ranks."""
         return [named_group(group, names) for group, names in self._stepping.param_groups()]
 
     def load_param_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Give the optimizers' groups the settings of `named_param_groups`, where those have the same parameters."""
+        """Restore the settings that `named_param_groups` returned, to each group that has the same parameters."""
         groups = self._stepping.param_groups()
         restore_settings([group for group, _ in groups], [names for _, names in groups], saved)
 
     def load_named_shards(self, reader: ShardReader) -> None:
-        """Take this rank's part of parameters, optimizer states, averages and buffers from ``reader``.
+        """Load this rank's part of parameters, optimizer states, averages and buffers from ``reader``.
 
         An average that was not saved starts from the loaded weights.
 
@@ -367,24 +368,23 @@ class Zero:
         return self._runtime.all_units()
 
     def memory_bytes(self) -> dict[str, int]:
-        """Resident bytes of training state on this rank, now: params, grads, master, optimizer; ema, outer.
+        """Return resident bytes of training state on this rank now: params, grads, master, optimizer; ema, outer.
 
-        ``master`` counts masters of another dtype than the weights that compute; a master of the same dtype is (a
+        ``master`` counts master weights whose dtype is not the compute dtype; a master of the compute dtype is (a
         shard of) the weights and counts as ``params``. ``outer``: anchors and momentum of replicas with local steps.
         """
         return resident_bytes(self.units, self._stepping.optimizers, self._stepping.ema, self.replicas)
 
     def holdings(self) -> Iterator[Holding]:
-        """Each tensor that the engine holds on this rank now, in the middle of a step too, and what it is for."""
+        """Yield each tensor that is resident on this rank now, also in the middle of a step, with its category."""
         return holdings(self.units, self._stepping.optimizers, self._stepping.ema, self.replicas)
 
-    # -- the end ----------------------------------------------------------------------------------------------
+    # -- removal ----------------------------------------------------------------------------------------------
 
     def remove(self) -> None:
-        """Make the module an ordinary one again: unsharded, current weights of its own, no hooks. Collective.
+        """Remove the engine: the module gets unsharded, current weights of its own, and no hooks. Collective.
 
-        Weights have the masters' dtype, the one that they had before the engine came. Of replicas that take local
-        steps they are the anchors.
+        Weights have the dtype that they had before the engine was built. With local steps they are the anchors.
         """
         if self.replicas is not None:
             self.replicas.keep_anchors()

@@ -1,16 +1,16 @@
-"""A world of two levels: training state is sharded over a few ranks, and every such group holds all of it.
+"""Two levels of ranks: training state is sharded over a few ranks, and each such group is a full replica of it.
 
-Ranks of one node reach each other faster than ranks of two. So ``shard_size`` neighbouring ranks, a node's, share out
+Ranks of one node communicate faster than ranks of two nodes. So ``shard_size`` neighbouring ranks, a node's, shard
 parameters, gradients and optimizer states among themselves, and the groups are replicas of each other::
 
                  shard 0   shard 1
     replica 0    rank 0    rank 1        weights are gathered along a row;
     replica 1    rank 2    rank 3        gradients are reduced along a row, then the shard along its column
 
-Along a row travels what a world of ``shard_size`` would send. Along a column travels one shard of the gradients, once
-for each reduction: ``1 / shard_size`` of the model is all that crosses from node to node.
+Along a row, ranks send what a world of ``shard_size`` ranks would send. Along a column, ranks all-reduce one shard of
+the gradients, once per reduction: only ``1 / shard_size`` of the model crosses between nodes.
 
-Where replicas take local steps (`zeroshard.zero.replicas`), nothing travels along a column but at their meetings.
+If replicas take local steps (`zeroshard.zero.replicas`), ranks communicate along a column only at their meetings.
 
 Zhang et al. 2022, "MiCS: Near-linear Scaling for Training Gigantic Model on Public Cloud",
 https://arxiv.org/abs/2205.00119, section 3; FSDP calls it hybrid sharding.
@@ -27,11 +27,11 @@ from zeroshard.zero.strategy import SHARD, ShardingStrategy
 
 @dataclass(frozen=True)
 class Nodes:
-    """Nodes of equally many ranks, as one rank sees them, where gradients are added up inside a node first.
+    """Nodes of equally many ranks, as one rank sees them, for gradients that are summed inside a node first.
 
     Attributes:
-        inside: the ranks of its node.
-        between: the ranks at its place in every node, in order.
+        inside: the ranks of this rank's node.
+        between: the ranks that have this rank's place in each node, in the order of nodes.
     """
 
     inside: Communicator
@@ -40,15 +40,15 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Levels:
-    """The ranks, as one of them sees them.
+    """Communicators over the groups of ranks that one rank belongs to.
 
     Attributes:
-        world: all of them.
-        shard: those among which training state is sharded; this rank owns the shard of its rank there.
-        replicas: those that own the same shard.
-        node: those among which a second copy of weights is sharded; None where there is none.
-        nodes: over which gradients travel in two steps; None where they do in one.
-        leaves: in how many parts all ranks together sum and cut what they own; None: in one for each rank. See
+        world: all ranks.
+        shard: the ranks among which training state is sharded; this rank owns the shard with its rank's number there.
+        replicas: the ranks that own the same shard.
+        node: the ranks among which a second copy of weights is sharded; None without a second copy.
+        nodes: the nodes, if gradients are reduced in two steps, first inside a node; None: in one step.
+        leaves: number of parts into which shards are cut, over all ranks; None: one per rank. See
             `zeroshard.zero.buffers.leaves`.
     """
 
@@ -68,13 +68,13 @@ class Levels:
         node_size: int | None = None,
         leaves: int | None = None,
     ) -> Levels:
-        """The levels of a world whose state is sharded over ``shard_size`` ranks, None: over all. Collective.
+        """Return the levels of a world whose state is sharded over ``shard_size`` ranks, None: over all. Collective.
 
-        ``secondary_shard_size``: as `ShardingStrategy` has it; ``node_size``: as `MixedPrecision` has it; ``leaves``:
-        as `Zero` has it.
+        ``secondary_shard_size``: as in `ShardingStrategy`; ``node_size``: as in `MixedPrecision`; ``leaves``: as in
+        `Zero`.
 
         Raises:
-            ValueError: the world cannot be shared out so, or ``comm`` has no parts.
+            ValueError: the world cannot be divided so, or ``comm`` cannot be split.
         """
         world_size = comm.world_size
         if shard_size is not None:
@@ -99,32 +99,32 @@ class Levels:
 
     @property
     def inside(self) -> Levels:
-        """What one replica sees as its whole world: the levels of an engine whose replicas take local steps."""
+        """The levels inside one replica, as if it were the world: for an engine whose replicas take local steps."""
         return Levels(world=self.shard, shard=self.shard, replicas=LocalCommunicator(), node=self.node)
 
     @property
     def parts(self) -> int:
-        """Parts of each shard, at whose borders the optimizer's pieces and partial norms end."""
+        """Number of parts of each shard; the optimizer's pieces and partial norms end at the borders of parts."""
         return 1 if self.leaves is None else self.leaves // self.world.world_size
 
     @property
     def writes(self) -> bool:
-        """Whether this rank is of the replica that speaks for all, where all hold the same."""
+        """Whether this rank is in the first replica, which writes and draws the state that all replicas share."""
         return self.replicas.rank == 0
 
 
 def _rows(world_size: int, length: int) -> list[list[int]]:
-    """Neighbours, so many in each."""
+    """Group ``length`` neighbouring ranks each."""
     return [list(range(first, first + length)) for first in range(0, world_size, length)]
 
 
 def _columns(world_size: int, length: int) -> list[list[int]]:
-    """Of rows of so many neighbours, those at each place."""
+    """Group the ranks that have the same place in each row of ``length`` neighbours."""
     return [list(range(first, world_size, length)) for first in range(length)]
 
 
 def check_node_size(size: int, world_size: int, shard_size: int | None) -> None:
-    """Raise ValueError unless ``world_size`` ranks, which shard together, fall into several nodes of ``size``."""
+    """Raise ValueError unless all ``world_size`` ranks shard together and divide into several nodes of ``size``."""
     if shard_size not in (None, world_size):
         what = f"with a shard_size of {shard_size} gradients are added up inside these ranks before they travel further"
         raise ValueError(f"node_size: {what}; leave it out")
@@ -135,7 +135,7 @@ def check_node_size(size: int, world_size: int, shard_size: int | None) -> None:
 
 
 def check_secondary(size: int, num_shards: int) -> None:
-    """Raise ValueError unless ``num_shards`` ranks fall into several groups of ``size``, each of several ranks."""
+    """Raise ValueError unless ``num_shards`` ranks divide into several groups of ``size``, each of several ranks."""
     sizes = [each for each in range(2, num_shards) if num_shards % each == 0]
     if isinstance(size, bool) or size not in sizes:
         todo = f"choose one of {', '.join(map(str, sizes))}" if sizes else "leave it out"
@@ -144,7 +144,7 @@ def check_secondary(size: int, num_shards: int) -> None:
 
 
 def check_shard_size(shard_size: int, world_size: int) -> None:
-    """Raise ValueError unless ``world_size`` ranks can be shared out to groups of ``shard_size``."""
+    """Raise ValueError unless ``world_size`` ranks divide into groups of ``shard_size``."""
     sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
     if isinstance(shard_size, bool) or shard_size not in sizes:
         choices = ", ".join(map(str, sizes))
@@ -152,7 +152,7 @@ def check_shard_size(shard_size: int, world_size: int) -> None:
 
 
 def check_wire(strategy: ShardingStrategy, precision: MixedPrecision) -> None:
-    """Raise ValueError for a row of the table by which a wire format would mean nothing."""
+    """Raise ValueError if the row of the stage table does not support the wire format."""
     if strategy.optim is not SHARD and precision.has_wire:
         name = "gather" if precision.gather is not None else "reduce"
         what = "stage 0 has no owner of a shard who could send or sum it in a format of its own"
@@ -163,7 +163,7 @@ def check_wire(strategy: ShardingStrategy, precision: MixedPrecision) -> None:
 
 
 def check_change(strategy: ShardingStrategy, precision: MixedPrecision, levels: Levels) -> None:
-    """Raise ValueError for a row that an engine cannot change to: as `check_wire`, or with another second copy."""
+    """Raise ValueError if an engine cannot change to the row: for the wire format, or for another second copy."""
     check_wire(strategy, precision)
     size = strategy.secondary_shard_size
     if size is not None and (levels.node is None or levels.node.world_size != size):
@@ -171,13 +171,13 @@ def check_change(strategy: ShardingStrategy, precision: MixedPrecision, levels: 
 
 
 def check_row(strategy: ShardingStrategy) -> None:
-    """Raise ValueError for a row of the table by which a ``shard_size`` would mean nothing."""
+    """Raise ValueError if the row of the stage table shards nothing, so that a ``shard_size`` has no effect."""
     if strategy.optim is not SHARD:
         raise ValueError("shard_size: stage 0 shards nothing; choose stage 1, 2 or 3, or leave it out")
 
 
 def check_leaves(leaves: int, comm: Communicator) -> None:
-    """Raise ValueError unless each rank can have as many of ``leaves``, a power of two, and ranks can exchange them."""
+    """Raise ValueError unless ``leaves`` is a power of two, ranks share it evenly, and several have an all-to-all."""
     if isinstance(leaves, bool) or not isinstance(leaves, int) or leaves < 1 or leaves & (leaves - 1):
         what = "only by a power of two are means rounded alike at every number of ranks"
         raise ValueError(f"leaves: {leaves!r} is no power of two, and {what}; give the most ranks you will use: 8, say")
@@ -197,7 +197,7 @@ def check_levels(
     leaves: int | None = None,
     accumulate: str | None = None,
 ) -> None:
-    """Raise ValueError for a ``shard_size`` that means nothing, local steps of no replicas, what ``leaves`` exclude."""
+    """Raise ValueError for a ``shard_size`` without effect, local steps without replicas, what ``leaves`` exclude."""
     if leaves is not None:
         for field, given, what in (
             ("shard_size", shard_size is not None, "sums over two levels are rounded in between"),

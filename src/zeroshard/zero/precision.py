@@ -1,7 +1,7 @@
-"""Which dtype computes, what travels, which dtype is the truth.
+"""Mixed precision: the dtype of computation, the dtypes and wire formats of collectives, the dtype of master weights.
 
 Micikevicius et al. 2018, "Mixed Precision Training", https://arxiv.org/abs/1710.03740, section 3.1: weights and
-activations may be 16 bits wide when a 32-bit master copy of the weights takes the updates.
+activations may be 16 bits wide if a 32-bit master copy of the weights takes the updates.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from zeroshard.wire_formats import (
 )
 
 EXACT_NUMEL = 4096
-"""Elements of the smallest parameter that travels in a wire format: a smaller one has few bytes to save."""
+"""Elements of the smallest parameter that is sent in a wire format: a smaller one has few bytes to save."""
 
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """A dtype policy. The default changes nothing: parameters compute and travel in the dtype that they have.
+    """A dtype policy. The default changes nothing: parameters compute and are sent in the dtype that they have.
 
     Attributes:
-        param_dtype: the dtype that forward and backward see; the parameter's own dtype becomes its master's, which
-            the optimizer updates. None: the parameter's own, and then no second copy exists. Parameters that are
-            frozen when the engine is built are kept in this dtype alone, rounded, until they are trained.
-        reduce_dtype: the dtype in which gradients accumulate and are reduced. None: the master's. In bfloat16, which
-            has the range of fp32, they also wait for the optimizer; else they are cast to the master's dtype for it.
+        param_dtype: the compute dtype, of weights in forward and backward. Master weights, which the optimizer updates,
+            keep the parameter's own dtype. None: the parameter's own dtype, without a second copy. A parameter that is
+            frozen when the engine is built is kept in this dtype alone, rounded, until it is trained.
+        reduce_dtype: the dtype in which gradients accumulate and are reduced. None: the master's dtype. Reduced
+            gradients wait for the optimizer in the master's dtype, except bfloat16, which has the range of fp32.
         cast_forward_inputs: whether floating-point tensors given to the model are cast to ``param_dtype``.
 
-        gather: what weights travel in: a dtype or a block format (``"int8"``, ``"int4"``, ``"e4m3"``, which is
-            ``"fp8"`` too), in which each rank sends its shard of the fp32 masters; every rank computes with what
-            arrives, in ``param_dtype``. None: ``param_dtype``. Stages 1, 2 and 3. ``"int4-delta"``, at stages 1 and 2:
-            the difference to what every rank has already, in int4; see `zeroshard.zero.buffers.common_copy`.
-        reduce: what gradients travel in, as ``gather``; they are summed in fp32 and accumulate in ``reduce_dtype``.
-            With a ``shard_size`` it is what crosses between the replicas. None: ``reduce_dtype``. Stages 1, 2 and 3.
+        gather: wire format of weights: a dtype, or a block format (``"int8"``, ``"int4"``, ``"e4m3"`` alias ``"fp8"``).
+            Each rank sends its shard of the fp32 master weights in it, and every rank computes with the decoded values,
+            in ``param_dtype``. None: ``param_dtype``. Stages 1, 2 and 3. ``"int4-delta"``, at stages 1 and 2: the
+            difference to a copy that every rank has, in int4; see `zeroshard.zero.buffers.common_copy`.
+        reduce: wire format of gradients, as for ``gather``; they are summed in fp32 and accumulate in ``reduce_dtype``.
+            With a ``shard_size`` only sums between replicas use it. None: ``reduce_dtype``. Stages 1, 2 and 3.
         block: elements that share a scale in a block format.
-        node_size: ranks of a node, all neighbours. With it gradients are added up inside each node in
-            ``reduce_dtype``, and the sums alone travel between nodes in ``reduce``: see
-            `zeroshard.zero.buffers.node_reduce`. None: each rank sends its gradients to every other in that format.
-        rounding_seed: of the noise by which gradients are rounded stochastically.
+        node_size: number of ranks of a node, all neighbours. Ranks then sum gradients inside each node in
+            ``reduce_dtype``, and send only these sums between nodes, in ``reduce``: see
+            `zeroshard.zero.buffers.node_reduce`. None: each rank sends its gradients to every other in ``reduce``.
+        rounding_seed: seed of the noise by which gradients are rounded stochastically.
 
-    Norms' weights and biases, and whatever else has one dimension or fewer than `EXACT_NUMEL` elements, travel as they
-    are, in flat buffers of their own: there are few of them, and a block's scale would be set by its largest neighbour.
+    Parameters with one dimension or none (norm weights, biases) or fewer than `EXACT_NUMEL` elements are sent without a
+    wire format, in flat buffers of their own: there are few of them, and a block's largest element sets its scale.
 
     Raises:
         ValueError: a dtype that is not a floating-point one; no such format; a block that does not pack; a
@@ -94,29 +94,29 @@ class MixedPrecision:
             raise ValueError(f"node_size: {what}; add reduce='int8', or leave it out")
 
     def compute_dtype(self, master: torch.dtype) -> torch.dtype:
-        """The dtype of full weights whose master is ``master``."""
+        """The dtype of unsharded weights whose master has dtype ``master``."""
         return self.param_dtype if self.param_dtype is not None and master.is_floating_point else master
 
     def gradient_dtype(self, master: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients of weights with that master accumulate and travel."""
+        """The dtype in which gradients of weights with that master dtype accumulate and are reduced."""
         return self.reduce_dtype if self.reduce_dtype is not None and master.is_floating_point else master
 
     @property
     def gathers_differences(self) -> bool:
-        """Whether weights travel as differences to what every rank has."""
+        """Whether ranks send weights as differences to a copy that every rank has."""
         return self.gather in DIFFERENCES
 
     @property
     def has_wire(self) -> bool:
-        """Whether anything travels in a format of its own."""
+        """Whether weights or gradients have a wire format."""
         return self.gather is not None or self.reduce is not None
 
     def weights_format(self, master: torch.dtype) -> Format | None:
-        """What weights with that master travel in; None: in the dtype that computes."""
+        """The wire format of weights with that master dtype; None: they are sent in the compute dtype."""
         return self._format(self.gather) if master.is_floating_point else None
 
     def gradients_format(self, master: torch.dtype) -> Format | None:
-        """What gradients of weights with that master travel in; None: in the dtype that they accumulate in."""
+        """The wire format of gradients of weights with that master dtype; None: the dtype in which they accumulate."""
         return self._format(self.reduce) if master.is_floating_point else None
 
     def _format(self, wire: torch.dtype | str | None) -> Format | None:
@@ -127,25 +127,25 @@ class MixedPrecision:
         return BlockFormat(cast(FormatName, DIFFERENCES.get(wire, wire)), self.block)
 
     def is_exact(self, shape: Sequence[int]) -> bool:
-        """Whether a parameter of that shape travels as it is, though others have a wire format."""
+        """Whether a parameter of that shape is exempt from the wire format."""
         return self.has_wire and (len(shape) < 2 or math.prod(shape) < EXACT_NUMEL)
 
     def exactly(self) -> MixedPrecision:
-        """The same without wire formats."""
+        """Return the same policy without wire formats."""
         return replace(self, gather=None, reduce=None, node_size=None)
 
     def reduced_dtype(self, master: torch.dtype) -> torch.dtype:
-        """The dtype in which reduced gradients of weights with that master wait for the optimizer.
+        """The dtype in which reduced gradients of weights with that master dtype wait for the optimizer.
 
-        That of the reduction where it is bfloat16, which has the range of fp32: nothing is wider than what was asked
-        for. Of float16, whose gradients a `GradScaler` divides by its scale, the master's.
+        Gradients that are reduced in bfloat16 stay bfloat16, which has the range of fp32, and so need no wider buffer.
+        Others are cast to the master's dtype: float16 too, because a `GradScaler` divides gradients by its scale.
         """
         reduce = self.gradient_dtype(master)
         return reduce if reduce == torch.bfloat16 else master
 
 
 def _check_travels(field: str, wire: torch.dtype | str | None) -> None:
-    """Raise UserError, a ValueError, for what is neither a floating-point dtype nor a format that ``field`` has."""
+    """Raise UserError, a ValueError, unless ``wire`` is None, a floating-point dtype or a wire format of ``field``."""
     if isinstance(wire, torch.dtype):
         check_has_range(field, wire)
     if wire is None or wire in (*FORMATS, *SAME_AS) or (isinstance(wire, torch.dtype) and wire.is_floating_point):

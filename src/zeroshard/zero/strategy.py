@@ -1,10 +1,10 @@
-"""The table: a ZeRO stage is a row, and each column decides exactly one thing.
+"""The stage table: a ZeRO stage is a row, and each column decides exactly one thing.
 
 | column   | question                                                                        |
 |----------|---------------------------------------------------------------------------------|
-| `params` | does a rank keep full weights, or free them after each use?                     |
-| `grads`  | where do the gradients of micro-batches accumulate: whole, or as a shard?       |
-| `optim`  | what does the optimizer see, and so which collective reduces the gradients?     |
+| `params` | does a rank keep unsharded weights, or free them after each use?                |
+| `grads`  | do the gradients of micro-batches accumulate unsharded, or as a shard?          |
+| `optim`  | does the optimizer see all or a shard, and so: all-reduce, or reduce-scatter?   |
 
 Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 https://arxiv.org/abs/1910.02054, section 5. There are no stage classes: one engine reads the row.
@@ -20,7 +20,7 @@ class Placement(Enum):
     """Where a kind of training state lives."""
 
     REPLICATE = "replicate"
-    """Whole on every rank."""
+    """Unsharded on every rank."""
 
     SHARD = "shard"
     """One ``1 / world_size`` slice of each flat buffer on each rank."""
@@ -31,19 +31,20 @@ REPLICATE, SHARD = Placement.REPLICATE, Placement.SHARD
 
 @dataclass(frozen=True)
 class ShardingStrategy:
-    """One row. Sharding may only grow to the right: sharded `params` need sharded `grads`, those sharded `optim`.
+    """One row of the stage table. Sharded `params` need sharded `grads`, and sharded `grads` need sharded `optim`.
 
     Attributes:
         params, grads, optim: `Placement` or its value (``"replicate"``, ``"shard"``).
-        reshard_after_forward: with sharded `params`, free full weights between forward and backward and gather them
-            again, but for the unit that ran last and is needed first; False keeps them until the unit's backward is
-            over: less traffic, more memory.
-        secondary_shard_size: with sharded `params`, keep a second copy of them, sharded over so many neighbouring ranks
-            (a node's), from which weights are gathered again until the next step: `zeroshard.zero.buffers.node_copy`.
-            None: no second copy.
+        reshard_after_forward: with sharded `params`, free unsharded weights after forward and gather them again for
+            backward, except those of the last unit, which backward needs first. False keeps them until the unit's
+            backward is over: less communication, more memory.
+        secondary_shard_size: with sharded `params`, keep a second copy of them, sharded over this many neighbouring
+            ranks (a node's), from which weights are gathered again until the next step:
+            `zeroshard.zero.buffers.node_copy`. None: no second copy.
 
     Raises:
-        ValueError: an unknown placement, or a combination that shards to the left of something whole.
+        ValueError: an unknown placement; sharded `params` or `grads` without what they need; a
+            ``secondary_shard_size`` that has no effect.
     """
 
     params: Placement
@@ -81,10 +82,10 @@ STAGES: dict[int, ShardingStrategy] = {
 
 
 def resolve_strategy(stage: int | ShardingStrategy, secondary_shard_size: int | None = None) -> ShardingStrategy:
-    """A row of `STAGES` by its number; a row of one's own as it is.
+    """Return the row of `STAGES` with that number, or the given `ShardingStrategy` as it is.
 
     Raises:
-        ValueError: a stage that is not 0, 1, 2 or 3.
+        ValueError: a stage that is not 0, 1, 2 or 3; a ``secondary_shard_size`` beside a `ShardingStrategy`.
     """
     if isinstance(stage, ShardingStrategy):
         if secondary_shard_size is not None:

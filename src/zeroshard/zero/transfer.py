@@ -1,6 +1,6 @@
-"""Whole tensors from one rank to the others: a few large messages, several of them under way.
+"""Broadcasts of full tensors, and gathers of values to one rank: few large collectives, several in flight.
 
-Everything travels as bytes, so tensors of any dtype share a message and every communicator can carry it.
+Everything is sent as bytes, so tensors of any dtype share a collective and every communicator supports it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch.autograd.graph import increment_version
 
 from zeroshard.comm import CONTROL, Communicator, Work, scope
 
-MAX_PENDING_BROADCASTS = 4  # the memory of so many buckets; two suffice on two ranks, more ranks take turns
+MAX_PENDING_BROADCASTS = 4  # each keeps a bucket; two suffice on two ranks, but more ranks take turns as the source
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The elements of ``tensor`` in order, as uint8 [numel * itemsize]: a view of a contiguous one, else a copy."""
+    """Return the elements of ``tensor`` in order, as uint8 [numel * itemsize]: a view if contiguous, else a copy."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def put_bytes(tensor: Tensor, content: Tensor) -> None:
-    """Write what `as_bytes` read. Autograd sees the tensor change, as it would see an optimizer change it."""
+    """Write bytes from `as_bytes` into ``tensor``. Autograd sees the tensor change, as if an optimizer changed it."""
     if tensor.is_contiguous():
         as_bytes(tensor).copy_(content)
     else:
@@ -44,11 +44,11 @@ class _Broadcast:
 
 
 class PendingBroadcasts:
-    """Broadcasts under way, at most `MAX_PENDING_BROADCASTS`; every rank sends the same ones in the same order.
+    """Broadcasts in flight, at most `MAX_PENDING_BROADCASTS`; every rank must issue the same ones in the same order.
 
     Args:
-        comm: among which ranks.
-        label: of the messages, for observers.
+        comm: the ranks that take part.
+        label: the `scope` of the broadcasts, for observers.
     """
 
     def __init__(self, comm: Communicator, label: str) -> None:
@@ -57,9 +57,9 @@ class PendingBroadcasts:
         self._issued: deque[_Broadcast] = deque()
 
     def issue(self, tensors: Sequence[Tensor], src: int) -> None:
-        """Begin to make ``tensors``, all on one device, rank ``src``'s. They must stay as they are until `wait`.
+        """Issue a broadcast of rank ``src``'s ``tensors``, all on one device. Do not change them until `wait`.
 
-        A contiguous tensor that travels alone needs no memory; else a buffer of their bytes is taken.
+        A single contiguous tensor is broadcast in place; otherwise a buffer for all bytes is allocated.
         """
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         if self._comm.world_size == 1 or num_bytes == 0:
@@ -78,7 +78,7 @@ class PendingBroadcasts:
         self._issued.append(_Broadcast(work, buffer, tensors, src, in_place))
 
     def wait(self) -> None:
-        """Return when everything has arrived and stands in its place."""
+        """Wait for all broadcasts, and copy the received bytes into the tensors."""
         while self._issued:
             self._wait_oldest()
 
@@ -96,7 +96,7 @@ class PendingBroadcasts:
 
 
 def send_bytes(comm: Communicator, content: bytes, src: int) -> bytes:
-    """Rank ``src``'s ``content`` on every rank; what the others give is ignored. Collective."""
+    """Return rank ``src``'s ``content`` on every rank; the argument of other ranks is ignored. Collective."""
     with scope(CONTROL):
         size = torch.tensor([len(content)], device=comm.control_device)
         comm.broadcast(size, src).wait()
@@ -112,16 +112,16 @@ def send_bytes(comm: Communicator, content: bytes, src: int) -> bytes:
 
 
 def gather_to(comm: Communicator, value: Any, to: int, bucket_bytes: int) -> list[Any]:
-    """On rank ``to`` every rank's ``value``, by rank, its tensors copied to the CPU; elsewhere nothing. Collective.
+    """Return every rank's ``value`` on rank ``to``, by rank, with tensors on the CPU; elsewhere []. Collective.
 
-    A value may nest tensors in plain values and Python's own containers. Its tensors travel in pieces of
-    ``bucket_bytes``, the memory that this takes on each rank. A communicator can only broadcast: ranks other than
-    ``to`` receive and forget.
+    A value may nest tensors in plain values and Python's own containers. Its tensors are broadcast in buckets of
+    ``bucket_bytes``, which is the extra memory on each rank. A communicator has no gather to one rank, so the others
+    receive each bucket too and drop it.
 
-    What arrives makes no object of any other class and calls nothing (`_Unpickler`), whoever has sent it.
+    Unpickling creates no object of any other class and calls nothing (`_Unpickler`), whoever has sent the bytes.
 
     Raises:
-        RuntimeError: a rank's value holds something else; on every rank.
+        RuntimeError: on every rank, if some rank's value holds anything else.
     """
     values = []
     for src in range(comm.world_size):
@@ -130,7 +130,7 @@ def gather_to(comm: Communicator, value: Any, to: int, bucket_bytes: int) -> lis
         if comm.rank == src:
             try:
                 skeleton = _dump(value, tensors)
-            except Exception as error:  # noqa: BLE001 -- raised below, once the others know
+            except Exception as error:  # noqa: BLE001 -- raised below, once other ranks know
                 failure = error
         skeleton = send_bytes(comm, skeleton, src)
         if not skeleton:
@@ -152,7 +152,7 @@ def gather_to(comm: Communicator, value: Any, to: int, bucket_bytes: int) -> lis
 
 
 def _stream(comm: Communicator, src: int, sizes: list[int], ends: list[Tensor], bucket_bytes: int) -> None:
-    """Bytes of rank ``src``'s ``ends`` into another rank's; ``ends`` is empty on a rank that only takes part."""
+    """Copy rank ``src``'s byte tensors ``ends`` into the receiver's; ``ends`` is empty on ranks that only take part."""
     for message in cut(sizes, bucket_bytes):
         buffer = torch.empty(sum(b - a for _, a, b in message), dtype=torch.uint8, device=comm.control_device)
         places = buffer.split([b - a for _, a, b in message])
@@ -167,7 +167,7 @@ def _stream(comm: Communicator, src: int, sizes: list[int], ends: list[Tensor], 
 
 
 def cut(sizes: Sequence[int], limit: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Messages of exactly ``limit`` bytes (the last: fewer) that hold tensors of ``sizes``: (index, start, stop)s."""
+    """Yield buckets of ``limit`` bytes (the last: fewer) over tensors of ``sizes``, as (index, start, stop)s."""
     message: list[tuple[int, int, int]] = []
     room = limit
     for index, size in enumerate(sizes):
@@ -192,7 +192,7 @@ _ALLOWED = {
     "torch._utils": frozenset(
         {"_rebuild_parameter", "_rebuild_qtensor", "_rebuild_sparse_tensor", "_rebuild_tensor", "_rebuild_tensor_v2"}
     ),
-}  # by module; dtypes besides
+}  # globals that a pickle may refer to, by module; torch's dtypes are allowed too
 
 
 def _tensor_bytes(content: bytes) -> Any:
@@ -200,14 +200,14 @@ def _tensor_bytes(content: bytes) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Takes plain tensors out of what it writes; others (sparse, subclasses) stay in, as pickle writes them."""
+    """Moves plain tensors from the pickle to a list; other tensors (sparse, subclasses) are pickled as usual."""
 
     def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
         super().__init__(file)
         self._tensors = tensors
 
     def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
-        """The tensor's place in the list, and how to make it from bytes."""
+        """Return a plain tensor's index in the list, with its dtype, shape and stride; None for any other object."""
         if type(obj) not in (Tensor, torch.nn.Parameter) or obj.layout != torch.strided or obj.is_quantized:
             return None
         self._tensors.append(obj)
@@ -215,10 +215,10 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Puts in tensors on the CPU, of the strides that they had: fused kernels want a state to lie as its weight.
+    """Inserts the tensors, on the CPU, with their original strides: fused kernels need those of a state's weight.
 
-    A pickle may call whatever can be imported. This one is of another process, so that it may make nothing but
-    containers, and tensors that torch itself makes of bytes without calling anything (``weights_only``).
+    A pickle may call anything that can be imported. This one comes from another process, so it may create only
+    containers, and tensors that torch builds from bytes without calling anything (``weights_only``).
     """
 
     def __init__(self, file: io.BytesIO, contents: list[Tensor]) -> None:
@@ -226,10 +226,10 @@ class _Unpickler(pickle.Unpickler):
         self._contents = contents
 
     def find_class(self, module_name: str, global_name: str) -> Any:
-        """What the pickle may call.
+        """Return the global of that name, if a pickle may refer to it.
 
         Raises:
-            UnpicklingError: it is not among these.
+            UnpicklingError: it may not.
         """
         if (module_name, global_name) == ("torch.storage", "_load_from_bytes"):
             return _tensor_bytes
@@ -239,25 +239,25 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module_name, global_name)
 
     def persistent_load(self, pid: Any) -> Tensor:
-        """The tensor whose bytes came as number ``pid[0]``."""
+        """Return the tensor whose bytes have the index ``pid[0]``."""
         index, dtype, shape, stride = pid
         found = self._contents[index].view(dtype).view(shape)
         return found if found.stride() == stride else torch.empty_strided(shape, stride, dtype=dtype).copy_(found)
 
 
 class _Rehearsal(_Unpickler):
-    """Opens what will be sent, around the sender's own tensors."""
+    """Unpickles on the sender, with its own tensors, to find out whether receivers will be able to."""
 
     def persistent_load(self, pid: Any) -> Tensor:
-        """The tensor itself."""
+        """Return the sender's own tensor."""
         return self._contents[pid[0]]
 
 
 def _dump(value: Any, tensors: list[Tensor]) -> bytes:
-    """``value`` without its tensors, which are appended to ``tensors``, and their sizes in bytes."""
+    """Pickle ``value`` and the byte sizes of its tensors; the tensors are appended to ``tensors`` instead."""
     file = io.BytesIO()
     _Pickler(file, tensors).dump(value)
-    _Rehearsal(io.BytesIO(file.getvalue()), tensors).load()  # what may not arrive is not sent, and all ranks hear of it
+    _Rehearsal(io.BytesIO(file.getvalue()), tensors).load()  # fail here, on the sender, so that all ranks raise
     return pickle.dumps(([tensor.nbytes for tensor in tensors], file.getvalue()))
 
 

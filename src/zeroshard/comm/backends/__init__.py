@@ -1,1 +1,1 @@
-"""Communicators that need no code of ours between ranks: torch.distributed, one rank, no peers, threads."""
+"""Communicators without a transport of ours: over torch.distributed, of one rank, without peers, between threads."""

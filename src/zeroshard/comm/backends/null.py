@@ -1,8 +1,8 @@
-"""A world of any size in one process, with no peers and no traffic: dry runs.
+"""A world of any size in one process, with no peers and no traffic: for dry runs.
 
-It stands for a world in which every rank holds the same tensors as this one: a sum multiplies by the world size, a
-gather repeats this rank's shard. So means stay means, numbers stay finite, every buffer is really allocated and
-written, and one process can measure what a rank of a thousand would hold.
+It behaves as if every rank held the same tensors as this one: a sum multiplies by the world size, a gather repeats this
+rank's shard. So averages keep their size and no NaN/Inf appear; every buffer is really allocated and written; and one
+process can measure the memory of one rank among a thousand.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from zeroshard.comm.base import (
 
 
 class NullCommunicator:
-    """Rank ``rank`` of ``world_size``, alone.
+    """Rank ``rank`` of a world of ``world_size`` ranks, of which no other exists.
 
     Raises:
-        ValueError: ``world_size`` below 1, or ``rank`` outside it.
+        ValueError: ``world_size`` is below 1, or ``rank`` is outside it.
     """
 
     uniform_order = True
@@ -86,6 +86,6 @@ class NullCommunicator:
         """Return at once."""
 
     def split(self, groups: Groups) -> NullCommunicator:
-        """A smaller world without peers."""
+        """Return a `NullCommunicator` with the size of this rank's group."""
         _, ranks = own_group(groups, self.rank)
         return type(self)(len(ranks), ranks.index(self.rank))

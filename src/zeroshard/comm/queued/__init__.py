@@ -1,1 +1,1 @@
-"""What our own collectives have in common: messages, pieces, and a thread that runs operations in order."""
+"""The base of our own collectives: messages, flat views of tensors, and a thread that runs operations in order."""

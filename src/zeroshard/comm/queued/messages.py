@@ -1,10 +1,10 @@
-"""Point-to-point messages between ranks: all that the ring needs of a network.
+"""Point-to-point messages between ranks: the interface through which the ring uses a network.
 
-A transport moves bytes from one rank's tensor into another's and promises nothing but this: messages from one rank to
-another arrive whole and in the order in which they were sent, and neither side's tensor may be touched until its
-handle has been waited on. Messages have a topic, and one whose topic the receiver does not expect is never taken for
-one that it does: it waits, or fails. Two carry our rings: TCP connections of our own (`zeroshard.comm.ring.sockets`),
-and queues in the memory of one process (`ThreadTransport`), for tests and for rings in a debugger.
+A transport moves bytes from one rank's tensor into another's, and guarantees only this: messages from one rank to
+another arrive complete and in the order in which they were sent, and neither side's tensor may be touched until its
+handle has been waited on. Each message has a topic. A receiver never takes a message of another topic for the one that
+it expects: it waits, or fails. There are two transports: TCP connections (`zeroshard.comm.ring.sockets`), and queues in
+the memory of one process (`ThreadTransport`), for tests and for debugging a ring.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _num_stores: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKey
 
 
 class Transport(Protocol):
-    """Messages between ``world_size`` ranks; see the module's docstring for what is promised."""
+    """Messages between ``world_size`` ranks; see the module's docstring for its guarantees."""
 
-    topic: int  # of what is sent and received from now on, below 2 ** 31
+    topic: int  # topic of the messages that are sent and received from now on, below 2 ** 31
 
     @property
     def rank(self) -> int:
@@ -44,23 +44,23 @@ class Transport(Protocol):
         ...
 
     def recv(self, buffer: Tensor, source: int) -> Work:
-        """Fill ``buffer`` (contiguous, as large as the message) from rank ``source``; there after `Work.wait`.
+        """Receive from rank ``source`` into ``buffer`` (contiguous, as large as the message); filled after `Work.wait`.
 
-        Receives from one rank are waited on in the order in which they were posted.
+        The caller must wait for receives from one rank in the order in which it posted them.
         """
         ...
 
     def split(self, groups: Groups) -> Transport:
-        """Messages of their own among the ranks of a group; see `zeroshard.comm.base.split`."""
+        """Return a transport among the ranks of this rank's group; see `zeroshard.comm.base.split`."""
         ...
 
     def close(self) -> None:
-        """Give the connections back; messages under way are lost."""
+        """Close the connections; messages in flight are lost."""
         ...
 
 
 class _Message:
-    """A message in a queue: the sender's own tensor, and whether its reader is done with it."""
+    """A message in a queue: the sender's own tensor, and an event that is set once the receiver has copied it."""
 
     __slots__ = ("taken", "tensor", "topic")
 
@@ -119,28 +119,28 @@ class ThreadTransport:
         return self._queues.setdefault((*self._part, source, to), queue.SimpleQueue())  # atomic: ranks are threads
 
     def send(self, message: Tensor, to: int) -> Work:
-        """Put ``message`` itself, not a copy, where rank ``to`` finds it."""
+        """Put ``message`` itself, not a copy, into the queue to rank ``to``."""
         sent = _Message(message, self.topic)
         self._queue(self.rank, to).put(sent)
         return _ThreadSend(sent, to, self._timeout_s)
 
     def recv(self, buffer: Tensor, source: int) -> Work:
-        """Copy the next message from rank ``source`` when waited on."""
+        """Return a handle whose ``wait`` copies the next message of rank ``source`` into ``buffer``."""
         return _ThreadRecv(self._queue(source, self.rank), buffer, self.topic, source, self._timeout_s)
 
     def split(self, groups: Groups) -> ThreadTransport:
-        """Queues of their own for the ranks of a group."""
+        """Return a transport over separate queues among the ranks of this rank's group."""
         index, ranks = own_group(groups, self.rank)
         part = (*self._part, self._num_splits, index)
         self._num_splits += 1
         return ThreadTransport(ranks.index(self.rank), len(ranks), self._queues, self._timeout_s, part)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there are no connections."""
 
 
 def thread_transports(world_size: int, *, timeout_s: float = 120.0) -> list[ThreadTransport]:
-    """The ends, by rank, of queues between ``world_size`` threads of this process.
+    """Return transports between ``world_size`` threads of this process, by rank.
 
     Args:
         world_size: at least 1.
@@ -156,7 +156,7 @@ def thread_transports(world_size: int, *, timeout_s: float = 120.0) -> list[Thre
 
 
 def members(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup, int, int]:
-    """The group itself (the default one for None), this process's rank in it, and its size.
+    """Return the group itself (the default one for None), this process's rank in it, and its size.
 
     Raises:
         RuntimeError: `torch.distributed` is not initialised, or this process is no member.
@@ -175,15 +175,15 @@ def members(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup, int, in
 
 
 def own_store(parent: dist.ProcessGroup) -> dist.Store:
-    """A corner of the group's store that nobody else writes to. Collective, but waits for nobody."""
-    # the members of a group ask in one order, so the number is the same on all of them
+    """Return a store under a new prefix of the group's store. All members must call it, but none waits for another."""
+    # members make their communicators in the same order, so the number is the same on all of them
     number = _num_stores.get(parent, 0)
     _num_stores[parent] = number + 1
     return dist.PrefixStore(f"zeroshard/{number}", parent.get_group_store())
 
 
 def require_cpu(who: str, *tensors: Tensor) -> None:
-    """Raise ValueError for a tensor that does not live in the CPU's memory."""
+    """Raise ValueError for a tensor that is not on the CPU."""
     for tensor in tensors:
         if tensor.device.type != "cpu":
             raise ValueError(f"device: {who} moves CPU tensors, not {tensor.device}'s; use TorchCommunicator for those")

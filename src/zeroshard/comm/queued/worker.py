@@ -1,7 +1,7 @@
-"""Operations that run behind their caller, one after another, in the order in which they were issued.
+"""A background thread that runs operations one after another, in the order in which they were issued.
 
-A `Worker` calls them on a thread of its own. That thread copies, adds and sleeps outside the interpreter's lock nearly
-all the time, so that backward runs on beside it.
+The thread of a `Worker` spends nearly all its time in copies, additions and waits that release the interpreter's lock,
+so backward continues at the same time.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 from zeroshard.comm.base import Work
 
 Operation = Callable[[], None]
-EXIT_GRACE_S = 5.0  # how long the end of the process waits for the operation under way
+EXIT_GRACE_S = 5.0  # how long `Worker.close`, also called at interpreter exit, waits for the thread to end
 
 
 class Ticket:
-    """The handle of an operation that a worker has taken."""
+    """The handle of an operation that was submitted to a worker."""
 
     __slots__ = ("_done", "_ended_at_s", "_listeners", "_operation", "error")
 
@@ -30,11 +30,11 @@ class Ticket:
         self._operation: Operation | None = operation
         self.error: BaseException | None = None
         self._done = threading.Event()
-        self._ended_at_s = 0.0  # once it is done
+        self._ended_at_s = 0.0  # valid once `_done` is set
         self._listeners: list[Callable[[float], None]] = []
 
     def add_done_callback(self, ended: Callable[[float], None]) -> None:
-        """Call ``ended`` once the operation has ended, on the worker's thread; here where it has."""
+        """Call ``ended`` when the operation ends, on the worker's thread; at once, on this one, if it has ended."""
         self._listeners.append(ended)
         if self._done.is_set():
             self._call_back()
@@ -42,19 +42,19 @@ class Ticket:
     def _call_back(self) -> None:
         while self._listeners:
             try:
-                ended = self._listeners.pop()  # both threads may come here: one of them gets it
+                ended = self._listeners.pop()  # both threads may be here: only one of them gets each listener
             except IndexError:
                 return
             ended(self._ended_at_s)
 
     def wait(self) -> None:
-        """Return when the operation has ended; raise what went wrong in it."""
+        """Return when the operation has ended; raise its error if it failed."""
         self._done.wait()
         if self.error is not None:
             raise self.error
 
     def run(self, broken: BaseException | None) -> None:
-        """Call the operation, or end at once with ``broken``, the error of an earlier one."""
+        """Call the operation; or fail at once with ``broken``, the error of an earlier operation."""
         assert self._operation is not None
         try:
             if broken is not None:
@@ -63,7 +63,7 @@ class Ticket:
         except BaseException as error:  # noqa: BLE001 -- raised where the operation is waited on
             traceback.clear_frames(error.__traceback__)  # they hold tensors and messages
             self.error = error
-        self._operation = None  # so are the tensors it was given
+        self._operation = None  # it holds tensors too
         self._ended_at_s = time.perf_counter()
         self._done.set()
         self._call_back()
@@ -73,18 +73,18 @@ class Worker:
     """A thread that runs operations in issue order; after one has failed, all later ones fail with its error.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
     """
 
     def __init__(self, name: str) -> None:
         self._tickets: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_run, args=(self._tickets,), name=name, daemon=True)
         self._thread.start()
-        # also called at interpreter exit: a thread that comes back from C++ after that would abort the process
+        # also called at interpreter exit: a thread that returns from C++ after that would abort the process
         self._stop = weakref.finalize(self, _stop, self._tickets, self._thread)
 
     def submit(self, operation: Operation) -> Work:
-        """Call ``operation`` after all that was submitted before.
+        """Queue ``operation``, to be called after everything that was submitted before; return its handle.
 
         Raises:
             RuntimeError: the worker is closed.
@@ -96,7 +96,7 @@ class Worker:
         return ticket
 
     def close(self) -> None:
-        """Finish what was submitted and end the thread; harmless twice."""
+        """Finish the submitted operations and end the thread, waiting `EXIT_GRACE_S` at most; may be called twice."""
         self._stop()
 
 

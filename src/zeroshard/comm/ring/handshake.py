@@ -1,15 +1,15 @@
-"""Who may connect: both sides of a TCP connection prove that they know the listener's secret, without sending it.
+"""Authenticates TCP connections: both sides prove that they know the listener's secret, without sending it.
 
     listener -> caller      32 random bytes
     caller -> listener      its rank, 32 random bytes, HMAC-SHA256(secret, "caller", ranks, both random numbers)
     listener -> caller      HMAC-SHA256(secret, "listener", ranks, both random numbers)
 
-A proof is bound to the two ranks and to this connection, so a recorded one opens no other. One thread serves all
-callers at the same time: a silent or slow caller delays no other, and is disconnected after `PATIENCE_S` seconds in
-total. Where more than `MOST_STRANGERS` are unproved at once, the oldest is disconnected.
+A proof is bound to the two ranks and to this connection, so a recorded one is useless on any other. One thread serves
+all callers concurrently: a silent or slow caller delays no other, and is disconnected `PATIENCE_S` seconds after it
+connected. If there are `MOST_STRANGERS` unauthenticated connections when another arrives, the oldest is disconnected.
 
 The secret keeps out processes that can merely reach the port. It does not protect against anybody who can read or
-change traffic: messages are neither encrypted nor signed, as gloo's and NCCL's are not.
+change traffic: like gloo's and NCCL's, messages are neither encrypted nor signed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import threading
 import time
 from collections.abc import Callable
 
-PATIENCE_S = 10.0  # from a connection to its proof
-MOST_STRANGERS = 256  # connections that have not proved anything yet
+PATIENCE_S = 10.0  # from a caller's connection to its proof
+MOST_STRANGERS = 256  # the most connections that are unauthenticated at the same time
 SECRET_BYTES = 32
 _PROOF_BYTES = hashlib.sha256().digest_size
 _RANDOM_BYTES = 32
@@ -34,14 +34,15 @@ _HELLO = struct.Struct(f"!I{_RANDOM_BYTES}s{_PROOF_BYTES}s")
 
 
 class Listener:
-    """Accepts connections on a thread of its own, and hands over those that prove themselves.
+    """Accepts connections on a thread of its own, and hands over those that have authenticated themselves.
 
     Args:
-        server: that listens; it is closed with this.
-        secret: that callers must know.
-        rank, world_size: of who listens. Callers are the other ranks, each of them once.
-        accept: called on the thread with a caller's rank and its connection, blocking and without a time limit; who is
-            asked must not wait.
+        server: the listening socket; `close` closes it.
+        secret: the secret that callers must know.
+        rank: the rank that listens. Each other rank may connect once.
+        world_size: how many ranks there are.
+        accept: called on the listener's thread with a caller's rank and its socket, which is in blocking mode without
+            a timeout. It must return quickly.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Listener:
 
     def close(self) -> None:
         """Accept no more; may be called twice."""
-        self._stop.close()  # the thread hears of it, and closes all the rest
+        self._stop.close()  # the thread sees the other end close, and closes everything else
 
     def _serve(self) -> None:
         with contextlib.ExitStack() as at_end:
@@ -86,10 +87,10 @@ class Listener:
                     self._hang_up(stranger)
 
     def _let_in(self) -> None:
-        """Take a connection and challenge it."""
+        """Accept a connection and send it a challenge."""
         try:
             line, _ = self._server.accept()
-        except OSError:  # who had come has gone again
+        except OSError:  # the caller has disconnected already
             return
         if len(self._strangers) >= MOST_STRANGERS:
             self._hang_up(next(iter(self._strangers.values())))
@@ -97,12 +98,12 @@ class Listener:
         stranger = self._strangers[line] = _Stranger(line)
         self._selector.register(line, selectors.EVENT_READ, stranger)
         try:
-            line.sendall(stranger.challenge)  # into a buffer that is empty
+            line.sendall(stranger.challenge)  # does not block: the send buffer is empty
         except OSError:
             self._hang_up(stranger)
 
     def _listen_to(self, stranger: _Stranger) -> None:
-        """Read what has come of its hello, and judge by that once it is there."""
+        """Read what has arrived of the caller's answer; once it is complete, verify it and keep or drop the caller."""
         try:
             part = stranger.line.recv(_HELLO.size - len(stranger.hello))
         except BlockingIOError:
@@ -141,7 +142,7 @@ class Listener:
 
 
 class _Stranger:
-    """A connection that has proved nothing yet."""
+    """A connection whose caller has not authenticated itself yet."""
 
     __slots__ = ("challenge", "hang_up_at", "hello", "line")
 
@@ -152,17 +153,17 @@ class _Stranger:
 
 
 def introduce(line: socket.socket, secret: bytes, rank: int, peer: int, timeout_s: float) -> None:
-    """Prove to the `Listener` of rank ``peer`` that ``rank`` calls, and have it prove that it is that rank.
+    """Authenticate ``rank`` to the `Listener` of rank ``peer``, and verify that the listener is rank ``peer``.
 
     Args:
-        line: a new connection to it.
-        secret: the listener's.
-        rank: who calls.
-        peer: who listens.
-        timeout_s: for all of it.
+        line: a new connection to the listener.
+        secret: the listener's secret.
+        rank: the rank that calls: this one.
+        peer: the rank that listens.
+        timeout_s: limit for the whole handshake.
 
     Raises:
-        OSError: it hung up, took too long, or does not know its secret.
+        OSError: the listener disconnected, took too long, or does not know its secret.
     """
     until = time.monotonic() + timeout_s
     ranks, random = struct.pack("!II", rank, peer), secrets.token_bytes(_RANDOM_BYTES)
@@ -178,7 +179,7 @@ def _proof(secret: bytes, role: bytes, ranks: bytes, challenge: bytes, random: b
 
 
 def _receive(line: socket.socket, num_bytes: int, until: float) -> bytes:
-    """Exactly so many bytes, by a time of `time.monotonic`, however slowly they come."""
+    """Return exactly ``num_bytes``; raise TimeoutError if they have not all arrived at time ``until`` (monotonic)."""
     found = b""
     while len(found) < num_bytes:
         left_s = until - time.monotonic()

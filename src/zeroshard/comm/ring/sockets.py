@@ -1,22 +1,23 @@
-"""Messages over TCP connections of our own, one for each direction between two ranks that communicate.
+"""A transport for the ring: messages over TCP connections of our own, one for each direction between two ranks.
 
-The sender connects. Each connection has a thread that sends large messages; a small message with nothing queued before
-it is sent at once. The thread that waits for a message reads it, from the kernel straight into the tensor.
+The sender connects. Each connection has a thread that sends large messages; a small message is sent at once, by the
+caller's thread, if nothing is queued before it. The thread that waits for a message reads it, directly into the tensor.
 
 [Note: Few large calls]
     The kernel moves a whole chunk in one call, during which the calling thread sleeps. gloo's event loop instead wakes
-    for every few kilobytes that arrive and copies those. Measured on two cores, and together with the last note here:
+    for every few kilobytes that arrive and copies those. Measured on two cores, with this and the last note combined:
     16 to 64 MiB between two ranks took 26 to 36 % less time than a ring over gloo, 64 KiB among four about half of it.
 
 [Note: Who may connect]
     Any process that reaches the port can connect. So each rank puts a secret into the rendezvous store, and keeps a
     connection only after the caller has proved that it knows the secret (`zeroshard.comm.ring.handshake`). Whoever can
-    read the store can read the secrets: docs/multi-node.md says what this protects from and what it does not.
+    read the store can read the secrets: docs/multi-node.md says what this protects against and what it does not.
 
 [Note: No pacing within a machine]
-    Where BBR governs TCP it does so on the loopback interface too, and spaces messages out by a timer at the bandwidth
-    that it believes to see. Nothing is lost there and nothing queues up, so connections between ranks of one machine go
-    by reno, which every kernel has and lets everybody choose. Between machines the administrator's choice stands.
+    If BBR is the system's TCP congestion control, it also controls the loopback interface, where it paces messages by a
+    timer at its own estimate of the bandwidth. On loopback nothing is lost and nothing queues up. So connections
+    between ranks of one machine use reno, which every kernel has and every user may choose. Between machines we keep
+    the system's congestion control.
 """
 
 from __future__ import annotations
@@ -44,20 +45,20 @@ from zeroshard.comm.ring.handshake import MOST_STRANGERS, SECRET_BYTES, Listener
 from zeroshard.errors import UserError
 from zeroshard.launch.environment import variable
 
-AT_ONCE_BYTES = 64 << 10  # up to it a message leaves without its thread, as far as the kernel takes it
-_HEADER = struct.Struct("!qq")  # topic and bytes of a message
+AT_ONCE_BYTES = 64 << 10  # up to this size the caller's thread sends, as much as the kernel takes without blocking
+_HEADER = struct.Struct("!qq")  # topic of a message, and its length in bytes
 
 
 class SocketTransport:
     """Messages over TCP among the members of a process group, between machines and within one.
 
-    A rank is called at the address of the interface that ``GLOO_SOCKET_IFNAME`` names, else at the one on the way to
-    the store at which the ranks have met. To build one is collective over ``group``. Nothing of it is registered with
-    torch.distributed: it goes when it is closed or forgotten.
+    A rank listens at the address of the interface that ``GLOO_SOCKET_IFNAME`` names, else at its address on the route
+    to the group's rendezvous store. The constructor is collective over ``group``. Nothing is registered with
+    torch.distributed: the connections are closed by `close`, or when the transport is garbage-collected.
 
     Args:
         group: a process group that this rank belongs to; None: the default group. Its backend does not matter.
-        timeout_s: after which a message that never came fails.
+        timeout_s: seconds after which waiting for a message fails.
 
     Raises:
         RuntimeError: `torch.distributed` is not initialised, or this rank is outside ``group``.
@@ -68,7 +69,7 @@ class SocketTransport:
         self._join(own_store(parent), rank, range(world_size), timeout_s)
 
     def _join(self, store: dist.Store, rank: int, names: Sequence[int], timeout_s: float) -> None:
-        """``names``: what each rank is called in messages to the user: its number before any split."""
+        """Listen, and publish this rank's address. ``names``: the ranks' numbers before any split, for messages."""
         self.rank, self.world_size = rank, len(names)
         self.topic = 0
         self._store, self._names, self._timeout_s, self._num_splits = store, names, timeout_s, 0
@@ -80,7 +81,7 @@ class SocketTransport:
             store.wait([_key(each) for each in range(self.world_size)])
 
     def split(self, groups: Groups) -> SocketTransport:
-        """A transport for each group of ranks, which meets in a corner of the same store."""
+        """Return the transport of this rank's group, whose ranks meet under a prefix of their own in the same store."""
         index, ranks = own_group(groups, self.rank)
         part = object.__new__(SocketTransport)
         store = dist.PrefixStore(f"part/{self._num_splits}/{index}", self._store)
@@ -89,7 +90,7 @@ class SocketTransport:
         return part
 
     def send(self, message: Tensor, to: int) -> Work:
-        """Send ``message`` to rank ``to``, from where it lies."""
+        """Send ``message`` to rank ``to``, directly from the tensor's memory."""
         if self._lines is None:
             raise self._closed()
         try:
@@ -102,7 +103,7 @@ class SocketTransport:
         return line.send(_HEADER.pack(self.topic, message.nbytes), message, self)
 
     def recv(self, buffer: Tensor, source: int) -> Work:
-        """Fill ``buffer`` from rank ``source`` when waited on."""
+        """Return a handle whose ``wait`` receives the next message of rank ``source`` into ``buffer``."""
         if self._lines is None:
             raise self._closed()
         return _Arriving(self, self._lines, buffer, source)
@@ -114,22 +115,23 @@ class SocketTransport:
             self._forget()
 
     def lost(self, peer: int, error: Exception) -> PeerError:
-        """What to raise after ``error`` in a message to or from ``peer``; tells the other ranks."""
+        """Close, so that other ranks notice; return what to raise after ``error`` in a message to or from ``peer``."""
         if isinstance(error, PeerError):
             return error
         peer, own, reason = self._names[peer], self._names[self.rank], self._reason(error)
-        # Only a neighbour sees that a rank is gone; the next one sees that neighbour leave. The store knows the first.
+        # Only a rank's neighbours see that it is gone; theirs then see those neighbours close their connections. The
+        # store keeps the number of the rank that was reported first.
         try:
             first = int(self._store.compare_set("lost", "", str(peer)).decode())
-        except (RuntimeError, ValueError):  # the store went with the rank that kept it
+        except (RuntimeError, ValueError):  # the store was in the process that is gone
             first = peer
-        self.close()  # our neighbours wait for us in vain, and learn it so
+        self.close()  # our neighbours, which wait for us, see the connections close
         if first == own:
             return PeerError(f"rank {own}: rank {peer} gave this rank up, which did not answer ({reason})")
         return PeerError(f"rank {own}: rank {first} is gone or did not answer; see what it printed ({reason})")
 
     def made_another_call(self, peer: int) -> PeerError:
-        """What to raise where a message of ``peer`` belongs to another call than this rank's."""
+        """Return what to raise if a message of ``peer`` belongs to another operation than this rank's."""
         return PeerError(f"rank {self._names[peer]} made another call than this rank")
 
     def _closed(self) -> PeerError:
@@ -142,7 +144,7 @@ class SocketTransport:
 
 
 class _Lines:
-    """A rank's connections, and the listener to which others connect."""
+    """A rank's connections, and the listener that accepts those of other ranks."""
 
     def __init__(self, family: socket.AddressFamily, host: str, rank: int, world_size: int, timeout_s: float) -> None:
         self.outgoing: dict[int, _Outgoing] = {}
@@ -156,7 +158,7 @@ class _Lines:
         self._listener = Listener(server, self.secret, rank, world_size, self._keep)
 
     def call(self, rank: int, host: str, port: int, secret: bytes) -> _Outgoing:
-        """Connect to ``rank``."""
+        """Connect to ``rank``, which listens at ``host`` and ``port``, and authenticate."""
         line = socket.create_connection((host, port), timeout=self._timeout_s)
         try:
             introduce(line, secret, self._rank, rank, self._timeout_s)
@@ -168,7 +170,7 @@ class _Lines:
         return self.outgoing[rank]
 
     def from_(self, rank: int) -> socket.socket:
-        """The connection from ``rank``, once it has come."""
+        """Return the connection from ``rank``; wait until it is there."""
         if rank not in self._incoming:
             with self._came:
                 if not self._came.wait_for(lambda: rank in self._incoming or self._is_closed, self._timeout_s):
@@ -178,22 +180,22 @@ class _Lines:
         return self._incoming[rank]
 
     def close(self) -> None:
-        """Close all, and wake waiting threads; may be called twice."""
+        """Close all connections, and wake threads that wait for one; may be called twice."""
         with self._came:
             self._is_closed = True
             lines = [*self._incoming.values(), *(line.socket for line in self.outgoing.values())]
             self._came.notify_all()
         self._listener.close()
         for line in lines:
-            with contextlib.suppress(OSError):  # the other side was faster
-                line.shutdown(socket.SHUT_RDWR)  # wakes a thread that sits in it; what was sent still arrives
+            with contextlib.suppress(OSError):  # the other side has closed it already
+                line.shutdown(socket.SHUT_RDWR)  # wakes a thread that blocks in it; what was sent still arrives
             line.close()
         for outgoing in self.outgoing.values():
             outgoing.end()
 
     def _keep(self, rank: int, line: socket.socket) -> None:
-        """On the listener's thread: keep the connection on which ``rank`` sends."""
-        with contextlib.suppress(OSError):  # it is gone already, which who reads from it will be told
+        """Keep the connection on which ``rank`` sends to us; called on the listener's thread."""
+        with contextlib.suppress(OSError):  # it is closed already: reading from it will raise
             _settle(line, socket.SO_RCVTIMEO, self._timeout_s)
         with self._came:
             if self._is_closed:
@@ -204,12 +206,12 @@ class _Lines:
 
 
 class _Outgoing:
-    """A connection to one peer, and the messages that wait to leave on it."""
+    """A connection to one peer, and the queue of messages to be sent on it."""
 
     def __init__(self, line: socket.socket, peer: int) -> None:
         self.socket = line
         self._peer = peer
-        self._before: threading.Event | None = None  # of the last message: set once it has left
+        self._before: threading.Event | None = None  # set once the last message has been sent
         self._queue: queue.SimpleQueue[tuple[list[memoryview], _Sent] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -222,7 +224,7 @@ class _Outgoing:
             try:
                 parts = _after(parts, self.socket.sendmsg(parts, (), socket.MSG_DONTWAIT))
             except BlockingIOError:
-                pass  # no room for a byte: the thread waits for it
+                pass  # the send buffer is full: the thread sends the message
             except OSError as error:
                 sent.error, parts = error, []
             if not parts:
@@ -236,12 +238,12 @@ class _Outgoing:
         return sent
 
     def end(self) -> None:
-        """End the thread."""
+        """End the sending thread once the queue is empty."""
         self._queue.put(None)
 
 
 class _Sent:
-    """A message that is being sent; it keeps the tensor alive."""
+    """The handle of a message that is being sent; it keeps the tensor alive."""
 
     __slots__ = ("_message", "_peer", "_transport", "done", "error")
 
@@ -251,14 +253,14 @@ class _Sent:
         self.error: OSError | None = None
 
     def wait(self) -> None:
-        """Wait until it has been sent."""
+        """Wait until the message has been sent; raise PeerError if that failed."""
         self.done.wait()
         if self.error is not None:
             raise self._transport.lost(self._peer, self.error) from None
 
 
 class _Arriving:
-    """A message to be read from a peer."""
+    """The handle of a message to be received from a peer."""
 
     __slots__ = ("_buffer", "_lines", "_source", "_topic", "_transport")
 
@@ -267,7 +269,7 @@ class _Arriving:
         self._buffer: Tensor | None = buffer
 
     def wait(self) -> None:
-        """Read the message into the tensor; later calls do nothing."""
+        """Receive the message into the tensor; later calls do nothing."""
         if self._buffer is None:
             return
         try:
@@ -283,7 +285,7 @@ class _Arriving:
 
 
 def own_address(store: dist.Store) -> tuple[socket.AddressFamily, str]:
-    """At which other ranks reach this one, and its family.
+    """Return the address at which other ranks reach this one, after its family.
 
     Raises:
         UserError: ``GLOO_SOCKET_IFNAME`` names no interface that has an address.
@@ -300,7 +302,7 @@ def own_address(store: dist.Store) -> tuple[socket.AddressFamily, str]:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     host = store.host if isinstance(store, dist.TCPStore) else socket.gethostname()
-    with contextlib.suppress(OSError):  # a name that leads nowhere
+    with contextlib.suppress(OSError):  # the name cannot be resolved
         for family, kind, _, _, address in socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as route:
                 route.connect(address)  # a datagram socket: nothing is sent
@@ -313,10 +315,10 @@ def _key(rank: int) -> str:
 
 
 def _settle(line: socket.socket, which_timeout: int, timeout_s: float) -> None:
-    """Disable Nagle's algorithm; calls block, in the kernel, for ``timeout_s`` at most."""
+    """Disable Nagle's algorithm, use reno within a machine, and have blocking calls fail after ``timeout_s``."""
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_CONGESTION") and line.getpeername()[0] == line.getsockname()[0]:
-        with contextlib.suppress(OSError):  # a kernel that has no such choice keeps its own
+        with contextlib.suppress(OSError):  # the kernel does not allow it: keep the system's
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")  # [Note: No pacing within a machine]
     line.settimeout(None)
     micros = max(math.ceil(timeout_s * 1e6), 1)
@@ -324,7 +326,10 @@ def _settle(line: socket.socket, which_timeout: int, timeout_s: float) -> None:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a tensor, which the caller keeps; ``numpy()`` would forbid its storage to be resized for ever."""
+    """Return a view of a tensor's memory; the caller keeps the tensor alive.
+
+    Not by ``numpy()``: after that, torch would never let the tensor's storage be resized again.
+    """
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
@@ -337,7 +342,7 @@ def _fill(line: socket.socket, view: memoryview) -> None:
 
 
 def _after(parts: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """What is left of ``parts`` once ``num_bytes`` have left."""
+    """Return ``parts`` without their first ``num_bytes``, which have been sent."""
     left = []
     for part in parts:
         if num_bytes < len(part):
@@ -347,7 +352,7 @@ def _after(parts: list[memoryview], num_bytes: int) -> list[memoryview]:
 
 
 def _send_all(line: socket.socket, waiting: queue.SimpleQueue[Any]) -> None:
-    """On a thread: messages in the order in which they were given, until None."""
+    """Send queued messages in order, until None; runs on a thread."""
     while (item := waiting.get()) is not None:
         parts, sent = item
         try:
@@ -356,4 +361,4 @@ def _send_all(line: socket.socket, waiting: queue.SimpleQueue[Any]) -> None:
         except OSError as error:
             sent.error = error
         sent.done.set()
-        del item, parts, sent  # it holds a tensor
+        del item, parts, sent  # they keep the tensor alive

@@ -1,10 +1,11 @@
-"""Tensors that other ranks of the host read where they lie: an allocator over the ranks' segments.
+"""An allocator in shared memory: tensors that other ranks of the host can read in place.
 
-`Arena.empty` cuts tensors from this rank's segment. A `Place` says where one lies there, in numbers that another
-process understands, and `Neighbour.view` shows that process the same memory. So a collective over such tensors needs
-no copy into a slot: it adds straight from the tensors of others.
+`Arena.empty` allocates tensors in this rank's segment. A `Place` says where a tensor lies in the segment, in numbers
+that are valid in every process, and `Neighbour.view` returns a tensor over the same memory in another process. So a
+collective over such tensors needs no copy into a slot: it reads the tensors of other ranks directly.
 
-Memory of a tensor that is gone serves the next tensor of the same size. It goes back to the system with the arena.
+The memory of a tensor that was freed is reused for the next tensor of the same size. It is returned to the system when
+the arena is freed.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from torch import Tensor
 
 from zeroshard.comm.shm.mapped import Segment
 
-_EXTENT_BYTES = 256 << 20  # of the file, mapped at a time; pages are only there once a tensor needs them
+_EXTENT_BYTES = 256 << 20  # of the file, mapped at a time; pages are allocated only when a tensor needs them
 _ALIGNMENT = 4096
 
 
 class Place(NamedTuple):
-    """Where a tensor lies in its rank's segment: an extent of the file, and the byte in it."""
+    """Where a tensor lies in its rank's segment: an extent (start and length in the file), and the offset in it."""
 
     start: int
     num_bytes: int
@@ -40,18 +41,18 @@ class _Extent(NamedTuple):
 
 
 class Arena:
-    """Allocates in this rank's segment."""
+    """Allocates tensors in this rank's segment."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
         self._extents: list[_Extent] = []  # by address
         self._newest: _Extent | None = None
-        self._used = 0  # bytes of the newest
-        self._free: dict[int, list[tuple[_Extent, int]]] = {}  # by size
+        self._used = 0  # bytes of the newest extent that are allocated
+        self._free: dict[int, list[tuple[_Extent, int]]] = {}  # extent and offset of freed memory, by its size
         self._full = False
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """``[numel]``, not filled, for other ranks to read; ordinary memory once there is no room for more."""
+        """Return an uninitialised ``[numel]`` that other ranks can read; ordinary memory once the segment is full."""
         num_bytes = -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         free = self._free.setdefault(num_bytes, [])
         if not num_bytes or (not free and self._full):
@@ -66,7 +67,7 @@ class Arena:
         return torch.frombuffer(lease, dtype=dtype, count=numel)
 
     def place_of(self, tensor: Tensor) -> Place | None:
-        """Where a contiguous tensor lies; None if it was not cut from here."""
+        """Return where a contiguous tensor lies; None if it was not allocated in this arena."""
         address = tensor.data_ptr()
         index = bisect.bisect_right(self._extents, address, key=lambda extent: extent.address) - 1
         if index < 0:
@@ -90,14 +91,14 @@ class Arena:
 
 
 class Neighbour:
-    """What another rank's arena holds, as seen from here."""
+    """Another rank's arena, as this process maps it."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
         self._extents: dict[int, Tensor] = {}
 
     def view(self, place: Place, numel: int, dtype: torch.dtype) -> Tensor:
-        """``[numel]`` at ``place``: the other rank's memory itself."""
+        """Return the tensor ``[numel]`` at ``place``: a view of the other rank's memory, not a copy."""
         extent = self._extents.get(place.start)
         if extent is None:
             memory = self._segment.map(place.start, place.num_bytes)
@@ -109,7 +110,7 @@ _lease_types: dict[int, type[ctypes.Array[ctypes.c_char]]] = {}
 
 
 def _lease_type(num_bytes: int) -> type[ctypes.Array[ctypes.c_char]]:
-    """A buffer whose end can be told: a subclass, for plain ctypes arrays take no weak references."""
+    """Return a ctypes array type that takes weak references, which plain ones do not: we must see when it is freed."""
     kind = _lease_types.get(num_bytes)
     if kind is None:
         kind = _lease_types[num_bytes] = type("Lease", (ctypes.c_char * num_bytes,), {})

@@ -1,17 +1,17 @@
-"""Memory that the ranks of one host map together, and counters in it to wait on.
+"""Shared memory between the ranks of one host, and counters in it to wait on.
 
 [Note: what the counters rely on] A counter is an aligned 8-byte word with one writer, and it only grows. Its writer
 first writes the data that it announces, then the counter; a reader sees the counter, then reads the data. On x86-64
-stores become visible in program order and loads are made in it. On arm64 neither holds by itself, so both sides put
-a fence between counter and data: release and then acquire of a lock, which POSIX requires to synchronise memory and
-which compile to a store-release followed by a load-acquire that no access may cross. The word is written in one
-store, a copy of 8 aligned bytes; a reader of half a word could at worst sleep once more.
+stores become visible in program order, and loads are executed in program order. On arm64 neither is guaranteed, so both
+sides put a fence between counter and data: release and then acquire of a lock, which POSIX requires to synchronise
+memory and which compile to a store-release followed by a load-acquire that no access may cross. The word is written in
+one store, a copy of 8 aligned bytes; a reader of half a word could at worst sleep once more.
 
-A rank that waits sleeps in the kernel until the word changes (futex; elsewhere it naps), for spinning would take the
-core from a computation and the interpreter's lock with it.
+A rank that waits sleeps in the kernel until the word changes (by futex; without futexes it polls). Spinning would take
+the core, and the interpreter's lock, from computation.
 
-[Note: the dead are noticed] Each rank holds a POSIX lock on its own segment, which the kernel drops when the process
-ends, however it ends; who has waited for a while tries that lock.
+[Note: the dead are noticed] Each rank holds a POSIX lock on its own segment. The kernel drops the lock when the process
+ends, however it ends. A rank that has waited for `_LOOK_S` tries to take the peer's lock.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ from zeroshard.comm.base import PeerError
 from zeroshard.errors import UserError
 from zeroshard.regular_files import open_regular
 
-LOST = 0  # the counter in which a rank notes, plus one, which peer it has lost
-_LINE_BYTES = 64  # counters of one writer do not share a cache line: each has another reader
+LOST = 0  # the counter in which a rank reports a lost peer: that peer's number plus one
+_LINE_BYTES = 64  # each counter has a cache line of its own: writing one does not slow down readers of another
 NOTE_WORDS = _LINE_BYTES // 8
 _PAGE_BYTES = 4096
 _KIND = "zeroshard-shm-"
 _PREFIX = _KIND
-_STALE_S = 60.0  # a file this old that has not even got its name was left by a process that died
-_NAP_S = 50e-6  # where the kernel cannot wake us
-_LOOK_S = 0.5  # between looks at the peer's lock
-_FUTEX = {"x86_64": 202, "aarch64": 98}  # the number of the system call, where a word's low half comes first
+_STALE_S = 60.0  # a file this old that still has its hidden, temporary name was left by a process that died
+_NAP_S = 50e-6  # polling interval on systems without futexes
+_LOOK_S = 0.5  # how often a waiting rank tries the peer's lock
+# Number of the system call. It waits on 4 bytes: a counter's low half, which comes first on little-endian machines.
+_FUTEX = {"x86_64": 202, "aarch64": 98}
 _FUTEX_WAIT, _FUTEX_WAKE, _EVERYBODY = 0, 1, 2**31 - 1
 
 
@@ -53,19 +54,20 @@ class _Timespec(ctypes.Structure):
 
 
 class Segment:
-    """One rank's memory: counters that it alone writes, and ``data`` (bytes) that all ranks map.
+    """One rank's shared memory, which all ranks map: counters that only this rank writes, a note, and data.
 
-    Made by `create` and `attach`.
+    Made by `create` (on the rank that owns it) and `attach` (on the others).
 
     Args:
         fd: the open file.
-        path: its name.
-        rank: whose it is.
-        num_counters: how many counters it starts with; the first is `LOST`.
+        path: path of the file.
+        rank: the rank that owns the segment.
+        num_counters: how many counters the segment has; the first is `LOST`.
 
     Attributes:
-        counters, data: what the segment was made with.
-        note: eight words for whatever its owner announces in a counter.
+        counters: the counters, in order.
+        note: eight words in which the owner describes what it announces in a counter.
+        data: the bytes after the counters and the note, uint8 ``[data_bytes]``.
     """
 
     def __init__(self, fd: int, path: Path, rank: int, num_counters: int) -> None:
@@ -83,10 +85,10 @@ class Segment:
 
     @classmethod
     def create(cls, rank: int, num_counters: int, data_bytes: int) -> Segment:
-        """A segment of zeros. Its file must be removed with `unlink` as soon as all ranks have attached.
+        """Make this rank's segment, filled with zeros. Call `unlink` as soon as all ranks have attached to it.
 
         Raises:
-            UserError: there is not enough memory behind the folder.
+            UserError: there is not enough shared memory (or disk, where `folder` is not in memory).
         """
         place = folder()
         _sweep(place)
@@ -95,7 +97,7 @@ class Segment:
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX)  # [Note: the dead are noticed]
             visible = os.path.join(place, os.path.basename(name)[1:])
-            os.rename(name, visible)  # whoever sees it by that name finds it locked, as long as we live
+            os.rename(name, visible)  # under this name the file is locked for as long as this process lives
             name = visible
             _reserve(fd, 0, num_bytes)
             return cls(fd, Path(name), rank, num_counters)
@@ -107,10 +109,10 @@ class Segment:
 
     @classmethod
     def attach(cls, path: Path, rank: int, num_counters: int) -> Segment:
-        """Rank ``rank``'s segment, from its file, whose name another process has told.
+        """Map rank ``rank``'s segment from its file, whose path that rank has told us.
 
         Raises:
-            OSError: it cannot be opened from here, or is no segment that this user's process has just made.
+            OSError: the file cannot be opened, or does not look like a segment that a process of this user has made.
         """
         fd = open_regular(path, os.O_RDWR, follow=False)
         try:
@@ -121,9 +123,9 @@ class Segment:
             raise
 
     def extend(self, num_bytes: int) -> tuple[int, mmap.mmap]:
-        """Lengthen the file by ``num_bytes``, only for its owner; where that starts, and the memory.
+        """Lengthen the file by ``num_bytes``; return where they start in the file, and a mapping of them.
 
-        No page of it is there before `reserve`.
+        Only the owner may call it. No page of them is allocated before `reserve`.
         """
         start = self._num_bytes
         os.ftruncate(self._fd, start + num_bytes)
@@ -131,34 +133,34 @@ class Segment:
         return start, self.map(start, num_bytes)
 
     def reserve(self, start: int, num_bytes: int) -> None:
-        """Have the pages of ``num_bytes`` from ``start`` on be there.
+        """Allocate the pages of the ``num_bytes`` that begin at ``start``.
 
         Raises:
-            OSError: there is no room for them.
+            OSError: there is not enough memory for them.
         """
         _reserve(self._fd, start, num_bytes)
 
     def map(self, start: int, num_bytes: int) -> mmap.mmap:
-        """Map a part of the file that `extend` made."""
+        """Map ``num_bytes`` of the file from ``start``, which an `extend` has added."""
         return mmap.mmap(self._fd, num_bytes, offset=start)
 
     def unlink(self) -> None:
-        """Remove the file; the memory lives until the last rank has let go of it. Harmless twice."""
+        """Remove the file; the memory lives until the last rank has unmapped it. May be called twice."""
         self.path.unlink(missing_ok=True)
 
     def owner_lives(self) -> bool:
-        """Whether the process that made this segment, which is not this one, still runs."""
+        """Return whether the process that owns this segment still runs; only for segments of other processes."""
         return _is_locked(self._fd)
 
     def close(self) -> None:
-        """Close the file, and so drop the lock; the memory goes with the last tensor on it. Harmless twice."""
+        """Close the file, which drops the lock; memory is freed with the last tensor in it. May be called twice."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
 
 
 class Counter:
-    """A word of a segment, which its owner advances and others wait for."""
+    """A counter in a segment: its owner advances it, other ranks wait for it."""
 
     __slots__ = ("_address", "_segment", "_word", "_words")
 
@@ -174,7 +176,7 @@ class Counter:
         return self._words[self._word]
 
     def advance(self, value: int) -> None:
-        """Announce ``value``: who sees it, sees what was written before."""
+        """Set the counter to ``value`` and wake its waiters; they see everything that was written before the call."""
         _fence()
         self._words[self._word] = value
         _wake(self._address)
@@ -183,7 +185,7 @@ class Counter:
         """Sleep until the count is at least ``value``.
 
         Raises:
-            PeerError: the owner is gone, or has lost a peer itself, or ``timeout_s`` have passed.
+            PeerError: the owner is gone, or has lost a peer itself, or ``timeout_s`` seconds have passed.
         """
         words, word = self._words, self._word
         if words[word] < value:
@@ -197,7 +199,7 @@ class Counter:
         _fence()
 
     def _look(self, value: int, waited_s: float) -> None:
-        """Raise if there is nothing to wait for; ``waited_s`` is not 0 when time is up."""
+        """Raise PeerLost if waiting is in vain. ``waited_s``: the time limit if it has been exceeded, else 0."""
         owner = self._segment
         lives, lost = owner.owner_lives(), owner.counters[LOST].value
         if self.value >= value:
@@ -211,7 +213,7 @@ class Counter:
 
 
 class PeerLost(PeerError):
-    """Rank ``rank`` will not answer any more."""
+    """Rank ``rank`` has ended, or does not answer."""
 
     def __init__(self, rank: int, why: str) -> None:
         super().__init__(f"rank {rank} is gone: {why}; see what it printed")
@@ -219,7 +221,7 @@ class PeerLost(PeerError):
 
 
 def folder() -> Path:
-    """Where segments live: in memory where the system offers that as files, else among the temporary files."""
+    """Return the folder of the segments' files: ``/dev/shm``, or the folder for temporary files if there is none."""
     shm = Path("/dev/shm")
     return shm if shm.is_dir() and os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
 
@@ -229,7 +231,7 @@ def _header_bytes(num_counters: int) -> int:
 
 
 def _require_segment(fd: int, path: Path, num_counters: int) -> None:
-    """Raise OSError for a file that `Segment.create` has not made, or not for this user."""
+    """Raise OSError unless the file looks like one that `Segment.create` has made for this user."""
     facts = os.fstat(fd)
     why = (
         "it is not called as a segment is"
@@ -250,13 +252,13 @@ def _require_segment(fd: int, path: Path, num_counters: int) -> None:
 
 def _reserve(fd: int, start: int, num_bytes: int) -> None:
     if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(fd, start, num_bytes)  # a page that cannot be had later would be a bus error
+        os.posix_fallocate(fd, start, num_bytes)  # else memory that runs out later is a bus error
     else:
         os.ftruncate(fd, max(os.fstat(fd).st_size, start + num_bytes))
 
 
 def _is_locked(fd: int) -> bool:
-    """Whether another process holds the lock on the file."""
+    """Return whether another process holds the lock on the file."""
     try:
         fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
@@ -266,9 +268,9 @@ def _is_locked(fd: int) -> bool:
 
 
 def _sweep(place: Path) -> None:
-    """Remove this user's segments whose makers died before they could.
+    """Remove the files of this user's segments whose owners died before they could remove them.
 
-    Those of this process are not even opened: to close a file drops its process's locks on it.
+    This process's own files are not even opened: closing any descriptor of a file drops the process's locks on it.
     """
     own = f"{_PREFIX}{os.getpid()}-"
     for path in (*place.glob(f"{_PREFIX}*"), *place.glob(f".{_PREFIX}*")):
@@ -289,7 +291,7 @@ _lock = threading.Lock()
 
 
 def _fence() -> None:
-    """No access moves across: [Note: what the counters rely on]."""
+    """Act as a memory fence: no load or store moves across it; see [Note: what the counters rely on]."""
     with _lock:
         pass
     with _lock:
@@ -307,7 +309,7 @@ _syscall.argtypes = (
 
 
 def _sleep_while(address: int, seen: int) -> None:
-    """Sleep until woken, but not if the word at ``address`` is no longer ``seen``, and not for long."""
+    """Sleep until woken, for at most `_LOOK_S`; return at once if the word at ``address`` is no longer ``seen``."""
     if _FUTEX_NUMBER:
         low = ctypes.c_int32(seen & 0xFFFFFFFF).value
         _syscall(_FUTEX_NUMBER, address, _FUTEX_WAIT, low, ctypes.addressof(_LOOK), None, 0)

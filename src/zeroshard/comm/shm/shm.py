@@ -1,14 +1,15 @@
-"""Collectives through memory that the CPU ranks of one host map together: no socket, no kernel.
+"""Collectives in shared memory, for CPU ranks of one host: data pass through neither sockets nor the kernel.
 
-A large tensor that was cut from shared memory (`SharedMemoryCommunicator.empty`; the engine's flat buffers are) is read
-by the others where it lies: a reduction adds straight from there, a gather copies straight from there. Others travel
-through slots (`zeroshard.comm.shm.slots`). A slot holds, for a reduce-scatter, a piece of every other rank's
-shard; for a gather or broadcast, a piece of its owner's data. Pieces are small enough to stay in the caches:
+A large tensor that was allocated in shared memory (`SharedMemoryCommunicator.empty`; the engine's flat buffers are) is
+read in place by the other ranks: a reduction adds directly from it, a gather copies directly from it. Other tensors are
+copied through slots (`zeroshard.comm.shm.slots`). In a reduce-scatter a slot holds a piece of every other rank's shard;
+in a gather or broadcast, a piece of its owner's data. Pieces are small enough to stay in the CPU's caches:
 
     publish piece 0 | publish piece 1, reduce piece 0 | publish piece 2, reduce piece 1 | ...
 
-Sums run in the order of ranks, ``((x0 + x1) + x2) + ...``, whoever owns the shard and whichever way it went, and
-`all_reduce` is a reduce-scatter and an all-gather: the same bits on every rank, from run to run, and from both.
+Sums run in the order of ranks, ``((x0 + x1) + x2) + ...``, for every shard and by both ways, and `all_reduce` is a
+reduce-scatter followed by an all-gather. So results have the same bits on every rank, from run to run, and whether
+`all_reduce` or `reduce_scatter` computed them.
 """
 
 from __future__ import annotations
@@ -32,25 +33,26 @@ from zeroshard.comm.shm.mapped import Segment
 from zeroshard.comm.shm.slots import NUM_COUNTERS, NUM_SLOTS, SLOT_BYTES, Slots
 from zeroshard.errors import UserError
 
-DIRECT_BYTES = 256 << 10  # of the whole tensor; below it, two rounds of counters cost more than a copy
-_CACHED_BYTES = 256 << 10  # of a partial sum
+DIRECT_BYTES = 256 << 10  # of the unsharded tensor; below it, an offer's two rounds of counters cost more than copies
+_CACHED_BYTES = 256 << 10  # size of a partial sum that stays in the caches
 _FAILED = "failed: "
 
 
 class SharedMemoryCommunicator(QueuedCommunicator):
     """The CPU ranks of one host; tensors of any dtype.
 
-    Operations run in issue order on a thread of their own. To build one is collective over ``group``. It maps
-    ``NUM_SLOTS * SLOT_BYTES`` for each rank, and what `empty` gives out; the files behind them are gone before the
-    constructor returns.
+    Operations run in issue order on the communicator's own thread. Its constructor is collective over ``group``. It
+    maps ``NUM_SLOTS * SLOT_BYTES`` for each rank, and the memory that `empty` returns; the files of these mappings are
+    removed before the constructor returns.
 
     Args:
         group: a process group that this rank belongs to; None: the default group.
-        timeout_s: after which a peer that does not answer is given up. One that has died is noticed in a second.
+        timeout_s: seconds after which a peer that does not answer counts as lost. The death of a peer's process is
+            noticed within a second.
 
     Raises:
         RuntimeError: `torch.distributed` is not initialised, or this rank is outside ``group``.
-        UserError: the ranks are not all on one host, or it has too little memory to share.
+        UserError: the ranks are not all on one host, or the host has too little shared memory.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 600.0) -> None:
@@ -58,7 +60,7 @@ class SharedMemoryCommunicator(QueuedCommunicator):
         self._join(own_store(parent), rank, range(world_size), timeout_s)
 
     def _join(self, store: dist.Store, rank: int, names: Sequence[int], timeout_s: float) -> None:
-        """``names``: what each rank is called in messages to the user."""
+        """Map the segments and start the worker. ``names``: the numbers of the ranks in messages, by rank."""
         self.rank, self.world_size = rank, len(names)
         self._store, self._names, self._timeout_s, self._num_splits = store, names, timeout_s, 0
         segments = _map_segments(store, rank, names) if self.world_size > 1 else []
@@ -66,12 +68,12 @@ class SharedMemoryCommunicator(QueuedCommunicator):
         self._open(f"shm-{names[rank]}")
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """``[numel]``, not filled, in memory that all ranks map; ordinary memory where there is no room for it."""
+        """Return an uninitialised ``[numel]`` in memory that all ranks map, or in ordinary memory if that is full."""
         arena = self._slots.arena
         return torch.empty(numel, dtype=dtype) if arena is None else arena.empty(numel, dtype)
 
     def split(self, groups: Groups) -> SharedMemoryCommunicator:
-        """Memory of their own, and a thread, for each group of ranks."""
+        """Return the communicator of this rank's group, which has its own shared memory and thread."""
         index, ranks = own_group(groups, self.rank)
         part = object.__new__(SharedMemoryCommunicator)
         store = dist.PrefixStore(f"part/{self._num_splits}/{index}", self._store)
@@ -82,7 +84,7 @@ class SharedMemoryCommunicator(QueuedCommunicator):
 
     @property
     def buffer_bytes(self) -> int:
-        """This rank's slots, here and in each part; not what `empty` gave out."""
+        """Bytes of this rank's slots, here and in each part; without the tensors that `empty` returned."""
         own = NUM_SLOTS * SLOT_BYTES if self.world_size > 1 else 0
         return own + sum(part.buffer_bytes for part in self._parts)
 
@@ -131,12 +133,12 @@ class SharedMemoryCommunicator(QueuedCommunicator):
             self._gather_in_slots(flat, flat[start:stop])
 
     def _offer(self, tensor: Tensor, whole_bytes: int) -> list[Tensor] | None:
-        """Every rank's ``tensor``, if it pays and all can be reached."""
+        """Return every rank's ``tensor`` to be read in place; None if it is too small or not all are in an arena."""
         return self._slots.offer(tensor) if whole_bytes >= DIRECT_BYTES else None
 
     def _reduce_where_they_lie(self, wholes: list[Tensor], op: ReduceOp, shard: Tensor) -> None:
         start, stop = shard_interval(wholes[0].numel(), self.world_size, self.rank)
-        # Two ranks have no partial sum, so there is nothing to keep in the caches.
+        # With two ranks there are no partial sums, hence nothing to keep in the caches: one piece is enough.
         size = _CACHED_BYTES // shard.element_size() if self.world_size > 2 else stop - start
         partial = torch.empty(min(size, stop - start) if self.world_size > 2 else 0, dtype=shard.dtype)
         for first in range(start, stop, size):
@@ -147,7 +149,7 @@ class SharedMemoryCommunicator(QueuedCommunicator):
     def _reduce_in_slots(self, whole: Tensor, op: ReduceOp, shard: Tensor) -> None:
         slots, combine, rank = self._slots, COMBINE[op], self.rank
         starts, stops = zip(*(shard_interval(whole.numel(), self.world_size, r) for r in slots.ranks), strict=True)
-        size = slots.numel(whole.dtype) // max(self.world_size - 1, 1)  # of a piece of one shard
+        size = slots.numel(whole.dtype) // max(self.world_size - 1, 1)  # elements in a piece of one shard
 
         def publish(piece: int, slot: Tensor) -> None:
             for peer in slots.peers:
@@ -164,7 +166,8 @@ class SharedMemoryCommunicator(QueuedCommunicator):
             for peer, slot in enumerate(published):
                 place = (rank - (rank > peer)) * size
                 parts.append(own if peer == rank else slot[place : place + own.numel()])
-            _combine_in_order(combine, parts, target, rank, parts[0])  # in the slot only we read this part
+            # partial sums go into the first part: nobody else reads this part of the slot
+            _combine_in_order(combine, parts, target, rank, parts[0])
 
         slots.exchange(whole.dtype, -(-(stops[0] - starts[0]) // size), publish, read)
 
@@ -194,7 +197,7 @@ class SharedMemoryCommunicator(QueuedCommunicator):
                 theirs[peer].copy_(tensors[peer].view(self.world_size, -1)[self.rank])
             self._slots.done()
             return
-        size = self._slots.numel(parts.dtype) // (self.world_size - 1)  # of a piece of one part
+        size = self._slots.numel(parts.dtype) // (self.world_size - 1)  # elements in a piece of one part
 
         def publish(piece: int, slot: Tensor) -> None:
             for peer in self._slots.peers:
@@ -230,9 +233,10 @@ class SharedMemoryCommunicator(QueuedCommunicator):
 
 
 def _combine_in_order(combine: Combine, parts: list[Tensor], target: Tensor, own: int, partial: Tensor) -> None:
-    """``target`` becomes the combination of ``parts`` in their order; it may be part number ``own`` itself.
+    """Combine ``parts`` in their order into ``target``, which may be part number ``own`` itself.
 
-    Until that part is in, sums gather in ``partial``, which may be the first part.
+    So that ``target`` does not overwrite that part too early, the partial results before it go into ``partial``, which
+    may be the first part.
     """
     total = parts[0]
     for index in range(1, len(parts)):
@@ -240,20 +244,20 @@ def _combine_in_order(combine: Combine, parts: list[Tensor], target: Tensor, own
 
 
 def ranks_share_host(group: dist.ProcessGroup | None = None) -> bool:
-    """Whether all ranks of ``group`` (None: the default group) run on one host. Collective."""
+    """Return whether all ranks of ``group`` (None: the default group) run on one host. Collective."""
     return len(set(hosts_of_ranks(group))) == 1
 
 
 def hosts_of_ranks(group: dist.ProcessGroup | None = None) -> list[str]:
-    """By rank of ``group`` (None: the default group), a name for the host that it runs on. Collective."""
+    """Return a name of the host of each rank of ``group`` (None: the default group), by rank. Collective."""
     parent, rank, world_size = members(group)
     return _tell_all(own_store(parent), "host", rank, world_size, _host())
 
 
 def _host() -> str:
-    """A name for this host that no other has: a container's own name, the kernel's boot, and the network seen here.
+    """Return a unique name for this host: host name (a container has its own), boot id, and network namespace.
 
-    Nodes that the launcher makes on one machine (``--link.mode netns``) differ in the last alone.
+    Nodes that the launcher makes on one machine (``--link.mode netns``) differ only in the network namespace.
     """
     boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
     words = [socket.gethostname(), boot.read_text().strip() if boot.exists() else ""]
@@ -263,13 +267,13 @@ def _host() -> str:
 
 
 def _tell_all(store: dist.Store, what: str, rank: int, world_size: int, word: str) -> list[str]:
-    """Every rank's word, by rank."""
+    """Exchange a string, ``word``, through the store; return every rank's, by rank."""
     store.set(f"{what}/{rank}", word)
     return [store.get(f"{what}/{r}").decode() for r in range(world_size)]
 
 
 def _map_segments(store: dist.Store, rank: int, names: Sequence[int]) -> list[Segment]:
-    """All ranks' segments, mapped here; no file is left behind. Every rank raises if one cannot take part."""
+    """Map and return all ranks' segments; their files are removed. If one rank cannot take part, all raise."""
     world_size = len(names)
     hosts = _tell_all(store, "host", rank, world_size, _host())
     for name, host in zip(names, hosts, strict=True):
@@ -300,7 +304,7 @@ def _map_segments(store: dist.Store, rank: int, names: Sequence[int]) -> list[Se
 
 
 def _agreed(words: list[str]) -> list[str]:
-    """``words``, unless one of them says that its rank has failed."""
+    """Return ``words``; raise UserError if one of them reports that its rank has failed."""
     for word in words:
         if word.startswith(_FAILED):
             raise UserError("comm", word.removeprefix(_FAILED), "use ring")

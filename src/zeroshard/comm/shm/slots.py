@@ -1,18 +1,20 @@
-"""How the ranks of one host hand data to each other: through slots, or where it lies.
+"""How the ranks of one host pass data to each other: copied through slots, or read in place.
 
-Each rank owns a segment that the others map. Either it *publishes* what they need in the next of a few slots, announces
-it in a counter, and they read it there; or, where every rank's tensor was cut from its own segment (`Arena`), it
-*offers* the place of the tensor, and they read that until they have said that they are done.
+Each rank owns a segment of shared memory that the others map. There are two ways. Either a rank *publishes* data: it
+copies a piece into the next of a few slots and announces it in a counter, and the others read it there. Or, if every
+rank's tensor was allocated in its own segment (`Arena`), each rank *offers* its tensor: it announces where the tensor
+lies, and the others read it in place until all have called `done`.
 
-[Note: four slots need no second counter] Who publishes piece n has read piece n - 2 of every rank. That rank published
-it after it had read piece n - 4, whose slot piece n now takes. So no slot is filled while somebody reads it.
+[Note: four slots need no second counter] A rank that publishes piece n has read piece n - 2 of every rank. Each of
+those published piece n - 2 after it had read piece n - 4, whose slot piece n now takes. So no slot is overwritten while
+another rank still reads it.
 
-[Note: one note is enough for offers] A rank writes its next offer only after every rank has read the last one: either
-all have said that they are done with what was offered, or, where slots were used instead, all have published a piece,
-which they do after they have read the offers.
+[Note: one note is enough for offers] A rank writes its next offer only after every rank has read the last one. Either
+all ranks have called `done` for that offer. Or slots were used instead, and all ranks have published a piece, which
+they do after they have read the offers.
 
-[Note: nobody reads what is not meant] With each offer and each piece a rank notes its topic, a number of the operation
-that it belongs to. A rank that finds another topic than its own fails instead of reading.
+[Note: nobody reads what is not meant] With each offer and each piece a rank writes its topic: a number that identifies
+the operation to which the data belong. A rank that finds another topic than its own raises instead of reading.
 """
 
 from __future__ import annotations
@@ -29,30 +31,30 @@ from zeroshard.comm.shm.arena import Arena, Neighbour, Place
 from zeroshard.comm.shm.mapped import LOST, NOTE_WORDS, PeerLost, Segment
 
 SLOT_BYTES = 1 << 20
-_AHEAD = 1  # pieces published before the first is read
+_AHEAD = 1  # by so many pieces publishing runs ahead of reading
 NUM_SLOTS = 2 * (_AHEAD + 1)  # [Note: four slots need no second counter]
-_PUBLISHED, _OFFERED, _DONE = LOST + 1, LOST + 2, LOST + 3  # how many slots are filled, offers made, offers done with
+_PUBLISHED, _OFFERED, _DONE = LOST + 1, LOST + 2, LOST + 3  # counters: pieces published, offers made, offers finished
 NUM_COUNTERS = LOST + 4
 
-Publish = Callable[[int, Tensor], None]  # lay piece number i into this rank's slot
-Read = Callable[[int, list[Tensor]], None]  # take piece number i from the slots, by rank
+Publish = Callable[[int, Tensor], None]  # copies piece number i into this rank's slot
+Read = Callable[[int, list[Tensor]], None]  # reads piece number i from the slots, listed by rank
 _NOWHERE = Place(0, 0, 0)
-# Words of a segment's note: the place that is offered, the topic of the offer, the topic of each slot's piece.
+# Layout of a segment's note, in words: the place that is offered, the topic of the offer, the topic of each slot.
 _OFFER_TOPIC = len(_NOWHERE)
 _SLOT_TOPICS = _OFFER_TOPIC + 1
 assert _SLOT_TOPICS + NUM_SLOTS <= NOTE_WORDS
 
 
 class Slots:
-    """The segments of all ranks. Every rank uses its own in step with the others: one count serves all.
+    """The segments of all ranks. All ranks publish and offer in the same order, so a rank's own counts hold for all.
 
     Args:
-        segments: by rank; empty in a world of one.
-        rank: which of them is ours.
-        timeout_s: after which a rank that does not answer is lost.
+        segments: the ranks' segments, by rank; empty in a world of one.
+        rank: this rank, whose segment is ``segments[rank]``.
+        timeout_s: seconds after which a rank that does not answer counts as lost.
 
     Attributes:
-        topic: of the operation that runs now: [Note: nobody reads what is not meant].
+        topic: topic of the operation that runs now: [Note: nobody reads what is not meant].
     """
 
     def __init__(self, segments: list[Segment], rank: int, timeout_s: float) -> None:
@@ -68,14 +70,14 @@ class Slots:
         self._views: dict[torch.dtype, list[list[Tensor]]] = {}
 
     def numel(self, dtype: torch.dtype) -> int:
-        """Elements that a slot holds."""
+        """Return how many elements of ``dtype`` fit into a slot."""
         return SLOT_BYTES // dtype.itemsize
 
     def exchange(self, dtype: torch.dtype, num_pieces: int, publish: Publish, read: Read) -> None:
-        """Publish pieces 0, 1, ... and read each when all ranks have published it.
+        """Publish pieces 0, 1, ... and read each one as soon as all ranks have published it.
 
         Raises:
-            PeerError: a rank is gone, does not answer, or is in another operation.
+            PeerError: a rank is gone, does not answer, or runs another operation.
         """
         if not self._segments:
             return
@@ -87,12 +89,13 @@ class Slots:
                     self._read(dtype, lambda slots, piece=index - _AHEAD: read(piece, slots))
 
     def offer(self, tensor: Tensor) -> list[Tensor] | None:
-        """Every rank's ``tensor`` (1-D, alike on all), to be read until `done`; None unless all can be reached.
+        """Offer ``tensor`` (1-D, same dtype and numel on all ranks) and return every rank's, to be read until `done`.
 
-        Where it returns None, at least one piece must go through the slots next.
+        Returns None if the tensor of any rank is not in its arena. Then `exchange` at least one piece before the next
+        offer: [Note: one note is enough for offers].
 
         Raises:
-            PeerError: a rank is gone, does not answer, or is in another operation.
+            PeerError: a rank is gone, does not answer, or runs another operation.
         """
         assert self.arena is not None
         place = self.arena.place_of(tensor) if lies_in_order(tensor) else None
@@ -116,10 +119,10 @@ class Slots:
         return views
 
     def done(self) -> None:
-        """Say that we have read, and written, all we had to, and return when every rank has.
+        """Announce that this rank has finished its reads and writes of the offer; return when every rank has.
 
         Raises:
-            PeerError: a rank is gone, does not answer, or is in another operation.
+            PeerError: a rank is gone or does not answer.
         """
         self._num_done += 1
         self._segments[self._rank].counters[_DONE].advance(self._num_done)
@@ -129,7 +132,7 @@ class Slots:
 
     @contextmanager
     def _telling(self) -> Generator[None]:
-        """Note for the others which rank was found lost in this block."""
+        """If this block finds that a rank is lost, write that rank into our counter `LOST`, where the others see it."""
         try:
             yield
         except PeerLost as error:
@@ -156,7 +159,7 @@ class Slots:
             raise PeerError(f"rank {self._segments[peer].rank} made another call than this rank")
 
     def _slots(self, dtype: torch.dtype, count: int) -> list[Tensor]:
-        """By rank, the slots of publication number ``count``."""
+        """Return every rank's slot for publication number ``count``, listed by rank."""
         views = self._views.get(dtype)
         if views is None:
             whole = [segment.data.view(dtype).view(NUM_SLOTS, -1) for segment in self._segments]
@@ -164,6 +167,6 @@ class Slots:
         return views[count % NUM_SLOTS]
 
     def close(self) -> None:
-        """Let go of the segments; the memory goes with the last view of it."""
+        """Close the segments; the memory is freed with the last tensor that views it."""
         for segment in self._segments:
             segment.close()

@@ -1,1 +1,1 @@
-"""Communicators around another one: they measure, slow down, watch over, or block."""
+"""Communicators that wrap another one: they measure it, slow it down, watch for faults, or block."""

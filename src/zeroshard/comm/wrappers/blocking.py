@@ -1,7 +1,7 @@
-"""Communication without overlap: each operation ends before its call returns, so that computation stands still for it.
+"""Communication without overlap: each operation ends before its call returns, so computation waits for it.
 
-What overlap is worth is the difference between a run and the same run over `BlockingCommunicator`: the same
-operations, in the same order, with the same bits.
+To measure how much time overlap saves, compare a run with the same run over `BlockingCommunicator`: it issues the same
+operations in the same order, with the same bits.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from zeroshard.comm.wrappers.wrapper import Wrapper
 
 
 class BlockingCommunicator(Wrapper):
-    """``inner``, whose operations have ended when they return.
+    """``inner``, except that each call waits for its operation.
 
-    On CUDA the current stream is ordered after them, which is what `Work.wait` does there; the host goes on.
+    On CUDA the current stream waits, as `Work.wait` has it do; the host does not block.
     """
 
     def _around(self, op: str, whole: Tensor | None, issue: Callable[[], Work], detail: str = "") -> Work:

@@ -1,10 +1,10 @@
-"""Exposed communication: how long computation stood still for it, which is all of it that costs anything.
+"""Exposed communication: the time for which computation waits for communication. Overlapped communication is free.
 
 [Note: Two clocks]
-    Where tensors are on the CPU, the caller's own thread is what stands still: in the call that issues an operation,
-    and in `Work.wait`. On CUDA neither blocks the host; the stream that computes is what waits, between two events
-    recorded on it before and after `Work.wait`. Events are read once the device has passed them, be it a step later,
-    and nobody waits for that: measuring synchronises nothing.
+    For CPU tensors, exposed time is the time that the caller's thread spends in the call that issues an operation, and
+    in `Work.wait`. On CUDA neither blocks the host. There the computing stream waits, and the time is measured between
+    two events recorded on it before and after `Work.wait`. Events are read after the device has passed them, perhaps a
+    step later. Nobody waits for that, so measuring does not synchronise.
 """
 
 from __future__ import annotations
@@ -20,29 +20,33 @@ from zeroshard.stopwatch import Stopwatch
 
 
 class Exposed:
-    """Collects the seconds that a caller's computation stood still, by label and phase.
+    """Adds up the seconds for which the caller's computation waited, by label and phase.
 
-    A label is the scope under which an operation was issued, and where it was waited for: ``blocks.3/weights/backward``
-    inside autograd's backward, else ``blocks.3/weights/forward``. Control messages are all one, ``control``.
+    A key is the scope under which an operation was issued, and the phase in which it was waited for:
+    ``blocks.3/weights/backward`` inside autograd's backward, else ``blocks.3/weights/forward``. All control messages
+    count as ``control``.
     """
 
     def __init__(self) -> None:
         self._watch = Stopwatch()
 
     def timed(self, label: str, device: torch.device, *, issuing: bool = False) -> AbstractContextManager[None]:
-        """Count the time that this block has computation on ``device`` stand still; ``issuing``: it does not wait."""
+        """Count the time of this block as exposed, for an operation on ``device``'s tensors.
+
+        ``issuing``: the block issues the operation rather than wait for it, which on CUDA costs no time on the device.
+        """
         on_cuda = device.type == "cuda"
         if on_cuda and (issuing or is_beside()):
             return nullcontext()
         return self._watch.span(with_phase(label), on_cuda=on_cuda)
 
     def take(self) -> dict[str, float]:
-        """Seconds by label since the last `take`, of what the device has passed; the rest comes with a later one."""
+        """Return the seconds by label since the last `take`, of spans that the device has passed; others come later."""
         return self._watch.take()
 
 
 def by_kind(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Sums over units: ``weights/forward``, ``weights/backward``, ``grads/backward``, ``control``, ..."""
+    """Sum over units: seconds by ``weights/forward``, ``weights/backward``, ``grads/backward``, ``control``, ..."""
     total: defaultdict[str, float] = defaultdict(float)
     for label, value in seconds.items():
         total["/".join(label.split("/")[-2:])] += value
@@ -50,7 +54,7 @@ def by_kind(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def with_phase(label: str) -> str:
-    """A scope's label with what autograd is doing now; ``control`` stays one."""
+    """Append the current phase, ``forward`` or ``backward``, to a scope's label; ``control`` is returned unchanged."""
     if label == CONTROL:
         return label
     phase = "backward" if torch._C._current_graph_task_id() != -1 else "forward"

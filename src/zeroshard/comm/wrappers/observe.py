@@ -1,4 +1,4 @@
-"""Measuring communication from outside: a wrapper that records every operation of the communicator in it."""
+"""Measures communication from outside: a wrapper that records every operation of the communicator that it wraps."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from zeroshard.comm.wrappers.wrapper import WrappedWork, Wrapper
 
 @dataclass
 class CommRecord:
-    """One operation.
+    """The record of one operation.
 
     Attributes:
         op: ``all_reduce``, ``reduce_scatter``, ``all_gather``, ``all_to_all``, ``broadcast`` or ``barrier``.
-        num_bytes: of the whole tensor (the input of a reduce-scatter or all-to-all, the output of an all-gather).
-            What a rank must send follows from it: ``(W-1)/W`` of it, for an all-reduce twice that.
-        scope: the caller's label, see `scope`.
+        num_bytes: bytes of the unsharded tensor (the input of a reduce-scatter or all-to-all, the output of an
+            all-gather). A rank must send ``(W-1)/W`` of them, for an all-reduce twice that.
+        scope: the caller's label; see `zeroshard.comm.scope`.
         world_size: W, how many ranks took part.
-        issue_s: seconds spent in the call.
-        wait_s: seconds that the host spent in `Work.wait`. On CUDA neither blocks the host; `exposed` tells what the
-            device paid.
-        label: the scope, with the phase in which it was issued, as `Exposed` has it; only where `timed`.
+        issue_s: seconds that the host spent in the call that issued it.
+        wait_s: seconds that the host spent in `Work.wait`. On CUDA neither blocks the host; for how long the device's
+            computation waited is in `ObservedCommunicator.exposed`.
+        label: the scope with the phase in which it was issued, as in `Exposed`; only if the communicator is ``timed``.
         issued_at_s: when the call began, by `time.perf_counter`.
-        ended_at_s: when the operation had ended; None where not `timed`, until then, and on CUDA.
+        ended_at_s: when the operation ended, by `time.perf_counter`; None until then, on CUDA, and if not ``timed``.
     """
 
     op: str
@@ -48,12 +48,12 @@ class CommRecord:
     ended_at_s: float | None = None
 
     def end(self, at_s: float) -> None:
-        """Note when the operation ended, by `time.perf_counter`."""
+        """Set the time at which the operation ended, by `time.perf_counter`."""
         self.ended_at_s = at_s
 
 
 def _span(what: str, label: str) -> AbstractContextManager[Any]:
-    """A span in torch's profiler, where one is running."""
+    """Return a span in torch's profiler if one is running, else a context that does nothing."""
     return record_function(f"{what} {label}") if torch.autograd._profiler_enabled() else nullcontext()
 
 
@@ -70,13 +70,14 @@ class _ObservedWork(WrappedWork):
 
 
 class ObservedCommunicator(Wrapper):
-    """``inner``, with a record of every operation in ``records`` (in the order of issue), its parts' among them.
+    """``inner``, with a record of every operation in ``records``, in the order of issue. Its parts share the list.
 
-    Records accumulate until `drain` takes them; what nothing hid accumulates in ``exposed``, until its own `take`.
+    Records accumulate until `drain` takes them. Exposed communication time accumulates in ``exposed`` until
+    `Exposed.take` takes it.
 
     Args:
         inner: the communicator to observe.
-        timed: whether records tell when each operation had ended, which costs a call on the thread that ended it.
+        timed: whether records also say when each operation ended; this costs a callback on the thread that ends it.
     """
 
     def __init__(self, inner: Communicator, *, timed: bool = False) -> None:
@@ -101,20 +102,20 @@ class ObservedCommunicator(Wrapper):
         return _ObservedWork(work, record, self.exposed, whole.device)
 
     def barrier(self) -> None:
-        """Record and pass on."""
+        """Wait at the inner communicator's barrier, and record it."""
         start, label = time.perf_counter(), current_scope()
         with self.exposed.timed(label, self.control_device, issuing=True):
             self.inner.barrier()
         self.records.append(CommRecord("barrier", 0, label, self.world_size, time.perf_counter() - start))
 
     def drain(self) -> list[CommRecord]:
-        """Take the records so far."""
+        """Return the records so far, and forget them."""
         records = list(self.records)
-        self.records.clear()  # parts write into the same list
+        self.records.clear()  # not a new list: parts append to the same one
         return records
 
     def totals(self, *, control: bool = False) -> dict[str, int]:
-        """Bytes by operation over the records held; control messages only where asked for."""
+        """Return the recorded bytes by operation: without control messages, or with ``control`` of those alone."""
         total: Counter[str] = Counter()
         for record in self.records:
             if (record.scope == CONTROL) == control:

@@ -1,23 +1,23 @@
-"""A watch over ranks that no longer do the same: they are named within seconds, instead of hanging for minutes.
+"""Detects ranks that diverge or stop: they are named within seconds, where a run would otherwise hang for minutes.
 
-Every rank must issue the same operations in the same order. Where one does not (it skipped a layer, its data ran
-out), a backend hangs, or worse, pairs one rank's gradients with another's weights without a word. So each rank keeps a
-rolling digest of what it issued, ``digest_i = hash(digest_{i-1}, op, bytes, scope)``, and a thread beside the training
-compares it with the other ranks' through a board: a key-value store, no collective, which works while the collectives
-do not.
+Every rank must issue the same operations in the same order. If one does not (it skipped a layer, its data ran out), a
+backend hangs or, worse, silently combines one rank's gradients with another's weights. So each rank keeps a rolling
+digest of the operations that it issued, ``digest_i = hash(digest_{i-1}, op, bytes, scope)``, and a background thread
+compares it with the other ranks' through a board. The board is a key-value store and uses no collectives, so it works
+while they hang.
 
-* Every `PULSE_S` a rank posts how far it is, with the digests of its last operations. A digest that differs from rank
-  0's at the same place is a divergence, and the operations around it say where.
-* A rank that has waited for longer than ``stall_s``, or whose GPU has got past no collective for so long
-  (`zeroshard.comm.wrappers.under_way`), looks for one that has stopped posting: it is lost.
+* Every `PULSE_S` a rank posts a pulse to the board: a counter, and its last operations with their digests. If a digest
+  differs from rank 0's for the same operation number, the ranks have diverged, and the operations there say how.
+* A rank whose host has waited, or whose GPU has completed no collective (`zeroshard.comm.wrappers.under_way`), for
+  longer than ``stall_s`` looks for a rank that no longer posts pulses: that rank is lost.
 
-Whoever finds a fault posts it as the verdict, and every rank acts on that one.
+The rank that finds a fault posts it on the board as the verdict, and all ranks act on the verdict.
 
 [Note: What a stall asks of the store]
     One process serves the board, and in a stall all ranks look at once. If each looked at all others, 512 ranks would
-    ask for 262,144 logs a second exactly when the store is needed. Beyond `FULL_LOOK` ranks each looks at rank 0 and
-    at its own neighbours, who look at it too, so that whoever falls silent is noticed at once by somebody who lives;
-    and at all ranks in turns, in which no more than `FULL_LOOK` ranks' worth of logs is read a second by each.
+    ask for 262,144 logs a second exactly when the store is needed. Beyond `FULL_LOOK` ranks each rank looks at rank 0
+    and at its own neighbours. Its neighbours look at it too, so a silent rank is noticed at once by one that is alive.
+    Ranks also take turns to look at all others, so rarely that this adds `FULL_LOOK` logs a second for each at most.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from zeroshard.comm.wrappers.under_way import UnderWay, Watched
 from zeroshard.comm.wrappers.wrapper import WrappedWork, Wrapper
 
 PULSE_S = 1.0
-REMEMBERED = 128  # operations, on the board and in memory
-LOST_AFTER_S = 8.0  # without a pulse
-FULL_LOOK = 16  # ranks that each rank looks at once a second in a stall
-NEIGHBOURS = 2  # on each side
-NAMING_PULSES = 3  # after which a rank that was not heard of is to blame for a collective that failed
+REMEMBERED = 128  # operations that are kept, in memory and on the board
+LOST_AFTER_S = 8.0  # a rank without a new pulse for so long is lost
+FULL_LOOK = 16  # up to so many ranks, each looks at all others at every pulse of a stall
+NEIGHBOURS = 2  # how many neighbours on each side a rank looks at
+NAMING_PULSES = 3  # a rank that posts nothing for so many pulses after a collective failed is to blame for that
 
 _VERDICT = "verdict"
 
 
 class Board(Protocol):
-    """Where ranks leave word (UTF-8 text) for each other; neither method may wait for another rank."""
+    """A key-value store in which ranks post UTF-8 text for each other; neither method may wait for another rank."""
 
     def post(self, key: str, value: bytes) -> None:
         """Set a key."""
@@ -64,11 +64,11 @@ class Board(Protocol):
 
 
 class StoreBoard:
-    """A board on a `torch.distributed` store, such as the one that the ranks met at."""
+    """A board in a `torch.distributed` store, such as the ranks' rendezvous store."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = dist.PrefixStore("sentinel", store)
-        self._there: set[str] = set()  # keys that were found; none is ever removed
+        self._there: set[str] = set()  # keys known to exist; none is ever removed
 
     def post(self, key: str, value: bytes) -> None:
         """Set a key."""
@@ -84,7 +84,7 @@ class StoreBoard:
 
 
 class _OperationLog:
-    """What this rank issued: the last operations with their rolling digests."""
+    """The last operations that this rank issued, with their rolling digests."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -92,21 +92,21 @@ class _OperationLog:
         self._entries: deque[tuple[int, str, str]] = deque(maxlen=REMEMBERED)
 
     def add(self, op: str, num_bytes: int, label: str) -> None:
-        """Note an operation that is about to be issued."""
+        """Append an operation that is about to be issued."""
         line = f"{op} of {num_bytes} bytes for {label or 'no unit'}"
         self._digest = hashlib.blake2b(self._digest + line.encode(), digest_size=8).digest()
         self._entries.append((self.count, self._digest.hex(), line))
         self.count += 1
 
     def recent(self) -> list[tuple[int, str, str]]:
-        """The last `REMEMBERED` operations: number, digest of all up to it, and what it was."""
+        """Return the last `REMEMBERED` operations: number, digest of all operations up to it, and description."""
         return list(self._entries)
 
 
 def first_difference(one: list[tuple[int, str, str]], other: list[tuple[int, str, str]]) -> tuple[int, str, str] | None:
-    """The first place where two logs have different operations: ``(place, one's, other's)``; None where none is.
+    """Return the first difference of two logs: ``(number, one's operation, other's operation)``; None if they agree.
 
-    Digests roll, so all places after a difference differ; before it they agree.
+    A digest covers all operations up to its own, so digests agree before a difference and differ after it.
     """
     there = {place: (digest, line) for place, digest, line in other}
     for place, digest, line in one:
@@ -116,7 +116,7 @@ def first_difference(one: list[tuple[int, str, str]], other: list[tuple[int, str
 
 
 class _Watch:
-    """The thread beside one rank, its log of operations and the board."""
+    """One rank's watch: its log of operations, and the threads that post and compare it through the board."""
 
     def __init__(
         self, rank: int, world_size: int, board: Board, on_fault: Callable[[str, bool], None], stall_s: float
@@ -125,13 +125,13 @@ class _Watch:
         self.log, self.under_way = _OperationLog(), UnderWay()
         self._board, self._on_fault, self._stall_s = board, on_fault, stall_s
         self._waiting_since: float | None = None
-        self._last_pulse: dict[int, tuple[int, float]] = {}  # of each rank: its number, when it changed
+        self._last_pulse: dict[int, tuple[int, float]] = {}  # by rank: number of its last pulse, and when we saw it
         self._pulse = 0
         self._looking_since: float | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="sentinel", daemon=True)
         self._thread.start()
-        # a store that is cut off answers nothing for a quarter of an hour, and holds whoever asked it
+        # if the network to the store fails, a request to it blocks its thread for a quarter of an hour
         self._second = threading.Thread(target=self._watch_the_board, name="sentinel-board", daemon=True)
         self._second.start()
 
@@ -153,7 +153,7 @@ class _Watch:
             self._looking_since = time.monotonic()
             try:
                 fault = self._look()
-            except (RuntimeError, OSError):  # the board is gone: its owner has ended, and so will this rank
+            except (RuntimeError, OSError):  # the board is gone: the process that served it has ended
                 return
             finally:
                 self._looking_since = None
@@ -188,26 +188,26 @@ class _Watch:
         return fault, True
 
     def _stalled_since(self) -> float | None:
-        """Since when the host waits, or a GPU has got past no collective; None where neither is so."""
+        """Return since when the host waits, or a GPU has completed no collective; None if neither is the case."""
         on_device, on_host = self.under_way.stalled_since(time.monotonic()), self._waiting_since
         return on_device if on_host is None else on_host
 
     def _looked_at(self) -> list[int]:
-        """The ranks to look at in this pulse: [Note: What a stall asks of the store]."""
+        """Return the ranks to look at in this pulse: [Note: What a stall asks of the store]."""
         turns = -(-self.world_size // FULL_LOOK)
         if (self._pulse + self.rank) % turns == 0:
             return list(range(self.world_size))
         return self._near()
 
     def _near(self) -> list[int]:
-        """Rank 0 and the neighbours; all ranks where those are few."""
+        """Return rank 0 and the neighbours; all ranks if there are no more than `FULL_LOOK`."""
         if self.world_size <= FULL_LOOK:
             return list(range(self.world_size))
         near = range(self.rank - NEIGHBOURS, self.rank + NEIGHBOURS + 1)
         return sorted({0, *(rank % self.world_size for rank in near)} - {self.rank})
 
     def _let_others_hear(self) -> None:
-        """On rank 0, with which the board may go: give the others a few pulses to read the verdict."""
+        """Post that this rank has the verdict. Rank 0, whose end may end the board, waits a bit for the others."""
         with contextlib.suppress(RuntimeError, OSError):
             self._board.post(f"heard{self.rank}", b"1")
             for _ in range(NAMING_PULSES if self.rank == 0 else 0):
@@ -251,7 +251,7 @@ class _Watch:
         return None
 
     def _name_fault(self) -> str | None:
-        """After a collective failed: what the board knows of it, or comes to know in a few pulses."""
+        """Return why a collective failed, as far as the board shows within a few pulses; None if it does not."""
         try:
             self._post()
             near = self._near()
@@ -270,13 +270,13 @@ class _Watch:
             return "rank 0, or the launcher, is gone: the store that it kept does not answer"
 
     def _tell_those_further_off(self, fault: str) -> str:
-        """Ranks that do not look at the silent one read of it."""
+        """Post ``fault`` as the verdict if there are ranks that do not look at the silent one; return ``fault``."""
         if self.world_size > FULL_LOOK:
             self._board.post(_VERDICT, fault.encode())
         return fault
 
     def _told_from_further_off(self) -> str | None:
-        """What a rank that looks at others has found, where this one has found nobody silent."""
+        """Return the verdict of a rank that looks at other ranks than this one, if it comes within a few pulses."""
         for _ in range(NAMING_PULSES if self.world_size > FULL_LOOK else 0):
             time.sleep(PULSE_S)
             verdict = self._board.read(_VERDICT)
@@ -285,7 +285,7 @@ class _Watch:
         return None
 
     def _heard_of(self, ranks: list[int]) -> dict[int, int]:
-        """The number of the last pulse of these ranks, this one left out."""
+        """Return the number of the last pulse of each of ``ranks``, without this rank."""
         others = [rank for rank in ranks if rank != self.rank]
         for rank in others:
             self._log_of(rank)
@@ -299,7 +299,7 @@ class _Watch:
         return f"rank {rank} is gone{last}; see what it printed"
 
     def close(self) -> None:
-        """End the watch."""
+        """End the watch's threads."""
         self._closed.set()
         self._thread.join()
         self._second.join()
@@ -319,15 +319,16 @@ class _WatchedWork(WrappedWork):
 
 
 class SentinelCommunicator(Wrapper):
-    """``inner``, watched; its parts are under the same watch: all must do alike at the same time.
+    """``inner``, watched for ranks that diverge or are lost. Its parts log to the same watch: all must do alike.
 
     Args:
         inner: the communicator to watch.
-        board: shared by its ranks.
-        on_fault: called on the watching thread with one line, which names the first rank and unit that differ or the
-            rank that is lost, and with whether this rank was the one to find it. The caller may sit in a collective
-            that never returns, so this must end the process or break the collective; raising is of no use there.
-        stall_s: how long a wait may last before a silent rank is taken for lost.
+        board: the board, shared by all ranks of ``inner``.
+        on_fault: called on a background thread with one line, which names the first rank and operation that differ or
+            the rank that is lost, and with whether this rank was the one to find it. The training thread may be blocked
+            in a collective that never returns, so this must end the process or break the collective; raising has no
+            effect there.
+        stall_s: seconds that a wait may last before this rank looks for silent ranks.
 
     Call `close` at the end of training.
     """
@@ -339,7 +340,7 @@ class SentinelCommunicator(Wrapper):
         self._watch = _Watch(inner.rank, inner.world_size, board, on_fault, stall_s)
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Around a wait: how long it lasts, and a fault's name where one is known by then."""
+        """Return a context for a wait: the watch measures it, and a PeerError in it gets the fault's line if known."""
         return self._watch.waiting()
 
     def close(self) -> None:
@@ -347,7 +348,7 @@ class SentinelCommunicator(Wrapper):
         self._watch.close()
 
     def _around(self, op: str, whole: Tensor | None, issue: Callable[[], Work], detail: str = "") -> Work:
-        """Note an operation and issue it."""
+        """Log an operation and issue it."""
         num_bytes = 0 if whole is None else whole.nbytes
         self._watch.log.add(f"{op} {detail}".rstrip(), num_bytes, current_scope())
         with self.waiting():
@@ -357,19 +358,19 @@ class SentinelCommunicator(Wrapper):
 
 
 def is_of_peers(error: BaseException) -> bool:
-    """Whether torch's own collectives or stores say that another rank is gone, or never came.
+    """Return whether ``error``, raised by torch's own collectives or stores, says that a rank is gone or never came.
 
-    gloo raises plain RuntimeErrors, which begin with the place in its source.
+    gloo raises plain RuntimeErrors whose messages begin with a file name of its source.
     """
     gloo = isinstance(error, RuntimeError) and re.search(r"gloo/|\[gloo\]|Gloo |by peer|Broken pipe", str(error))
     return bool(gloo) or isinstance(error, dist.DistError)
 
 
 def peer_error_of(comm: Communicator | None, error: RuntimeError) -> PeerError | None:
-    """What ``error`` means where collectives of torch's, which went around ``comm``, have raised it.
+    """Translate an ``error`` of collectives that torch ran itself, not through ``comm``, into a PeerError.
 
-    It names the rank that is to blame where ``comm`` is under a sentinel's watch, which takes some pulses. None: the
-    error is of no collective.
+    If ``comm`` contains a `SentinelCommunicator`, the PeerError names the rank that is to blame; finding it takes some
+    pulses. Returns None if ``error`` comes from no collective.
     """
     if isinstance(error, PeerError) or not is_of_peers(error):
         return None

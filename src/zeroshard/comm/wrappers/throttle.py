@@ -1,9 +1,9 @@
-"""A slower network than there is: every operation takes as long as a ring over given links would take.
+"""Simulates a slower network than there is: every operation takes as long as on a ring over given links.
 
-`ThrottledCommunicator` lets the communicator in it move the bytes, and has `Work.wait` return no sooner than they
-would have arrived. Nothing sleeps before that, so computation between issue and wait hides the delay, as it would hide
-the network's. W ranks form a ring; links are full duplex, and each direction of each is charged what passes through it
-(N: bytes of the whole tensor, alpha: latency of a link, B: bytes per second in one direction):
+`ThrottledCommunicator` has its inner communicator move the bytes, and makes `Work.wait` return no earlier than they
+would have arrived. Nothing sleeps before that, so computation between issue and wait overlaps with the delay, as it
+would with a real network's. W ranks form a ring. Links are full duplex, and each direction is charged for the bytes
+that pass through it (N: bytes of the unsharded tensor, alpha: latency of a link, B: bytes per second in one direction):
 
     reduce_scatter, all_gather    (W - 1) alpha       +  (W - 1) / W  N / B
     all_reduce                    2 (W - 1) alpha     +  2 (W - 1) / W  N / B
@@ -15,16 +15,17 @@ Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operat
 the bandwidth terms of Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 
 [Note: When a transfer begins]
-    A collective begins when the last rank has issued it, and a rank knows its own moment alone. So each operation is
-    followed by a maximum over the ranks' clocks. Without it a rank that waits for a slow one would find its data the
-    sooner, the later the other came. The clock is the host's: ranks on several hosts have none in common, and are
-    refused at their first wait.
+    A collective begins when the last rank has issued it, but a rank knows only when it did so itself. So each operation
+    is followed by an all-reduce, the maximum of the times of issue. Without it the delay would count from the rank's
+    own issue, and the time that it waits for a slow rank would be deducted from the delay. Times are read from the
+    host's monotonic clock. Ranks of several hosts have no common one: a rank that receives a time in its future raises.
 
 [Note: What shares a link]
-    Operations of one communicator follow each other, as they do on a ring's thread and on a NCCL stream. Those of its
-    parts share the rank's links with them, through a token bucket for each level. Between nodes a node has one link;
-    where ranks of one node each have a ring that leaves it (the columns of a two-level world), these share it equally.
-    In an all-to-all each of a node's k ranks sends a part to each of the W - k outside: k (W - k) / W N leave the node.
+    Operations of one communicator run one after another, as on a ring's thread and on a NCCL stream. Operations of its
+    parts share the rank's links with them, through one token bucket for each level (inside a node, between nodes). A
+    node has one link to the others. If several ranks of a node are in rings of their own that leave the node (the
+    columns of a two-level world), the rings share that link equally. In an all-to-all each of a node's k ranks sends a
+    part to each of the W - k ranks outside: k (W - k) / W N bytes leave the node.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from zeroshard.comm.labels import CONTROL, scope
 from zeroshard.comm.queued.messages import require_cpu
 from zeroshard.comm.wrappers.wrapper import Wrapper
 
-SPIN_S = 100e-6  # the kernel may come so much too late out of a sleep
+SPIN_S = 100e-6  # a sleep may end so much too late; so we spin for the last part of a delay
 _NS = 1e9
 
 
@@ -56,12 +57,12 @@ class Link:
     """One direction of a link.
 
     Attributes:
-        latency_s: from one end to the other.
-        bytes_per_s: what passes; infinite where nothing holds it up.
-        burst_bytes: what passes at once after a pause, as through a shaper's token bucket.
+        latency_s: seconds from one end to the other.
+        bytes_per_s: bandwidth; infinite if it is not limited.
+        burst_bytes: bytes that pass at once after a pause: the size of a traffic shaper's token bucket.
 
     Raises:
-        ValueError: a negative latency or burst, or no bandwidth.
+        ValueError: a negative latency or burst, or a bandwidth that is not above 0.
     """
 
     latency_s: float = 0.0
@@ -78,7 +79,7 @@ class Link:
 
 
 def bytes_per_link(op: str, num_bytes: int, world_size: int) -> float:
-    """Bytes in one direction of each link of a ring, for ``op`` on a whole tensor of ``num_bytes``."""
+    """Return the bytes that ``op`` sends in one direction of each link of a ring, of a tensor of ``num_bytes``."""
     once = num_bytes * (world_size - 1) / world_size
     return {
         "reduce_scatter": once,
@@ -90,7 +91,7 @@ def bytes_per_link(op: str, num_bytes: int, world_size: int) -> float:
 
 
 def num_hops(op: str, world_size: int) -> int:
-    """Messages that follow each other in ``op``: how often it pays a link's latency."""
+    """Return how many messages of ``op`` are sent one after another: how often it pays a link's latency."""
     once = world_size - 1
     if op == "all_to_all":
         return min(once, 1)
@@ -100,22 +101,26 @@ def num_hops(op: str, world_size: int) -> int:
 
 
 class _Bucket:
-    """The tokens of one direction of a link, as the moment until which they are spent."""
+    """The token bucket of one direction of a link, stored as the time until which its tokens are spent."""
 
     def __init__(self) -> None:
         self._spent_until = -math.inf
 
     def take(self, start_s: float, seconds: float, burst_s: float) -> float:
-        """When what takes ``seconds`` has passed, if it may begin at ``start_s``."""
+        """Charge a transfer that takes ``seconds`` and begins at ``start_s`` or later; return the time of its end."""
         self._spent_until = max(start_s - burst_s, self._spent_until) + seconds
         return max(start_s, self._spent_until)
 
 
 @dataclass(frozen=True)
 class _Level:
-    """The links of one kind that a ring passes: what they are, which bucket, and how many rings share each.
+    """The links of one kind that a ring uses: inside a node, or between nodes.
 
-    ``exchanged``: how much of each rank's tensor leaves by one of them in an all-to-all.
+    Attributes:
+        link: their bandwidth and latency.
+        bucket: the token bucket of this rank's link.
+        num_rings: how many rings share a link.
+        exchanged: bytes that an all-to-all sends over a link, as a multiple of one rank's tensor.
     """
 
     link: Link
@@ -125,15 +130,16 @@ class _Level:
 
 
 class ThrottledCommunicator(Wrapper):
-    """``inner``, as slow as a ring over ``link`` between nodes, and ``inside`` within one.
+    """``inner``, slowed down to a ring over ``link`` between nodes and ``inside`` within a node.
 
-    What it computes, and its bits, are the inner communicator's. A world of one rank has no link.
+    Results have the bits of the inner communicator's. A world of one rank has no links.
 
     Args:
-        inner: moves the bytes; the faster, the better the delays are kept. Its ranks share a host.
-        link: between nodes, each of which has one.
-        node_size: neighbouring ranks that are a node; 1: every rank is.
-        inside: between the ranks of a node.
+        inner: the communicator that moves the bytes; the faster it is, the more exact are the delays. All its ranks
+            must run on one host.
+        link: the links between nodes; each node has one.
+        node_size: how many neighbouring ranks form a node; 1: every rank is a node.
+        inside: the links between the ranks of a node; None: they add no delay.
 
     Raises:
         ValueError: ``node_size`` below 1.
@@ -149,7 +155,7 @@ class ThrottledCommunicator(Wrapper):
         self._begin(range(inner.world_size), {"between": 1, "inside": 1})
 
     def _begin(self, names: Sequence[int], num_rings: dict[str, int]) -> None:
-        """``names``: what the ranks are called in the whole world."""
+        """Set up for ranks whose numbers in the unsplit world are ``names``, and ``num_rings`` to share each link."""
         self._names, self._num_rings = names, num_rings
         self._levels = [
             _Level(self._links[level], self._buckets[level], num_rings[level], self._exchanged(level))
@@ -157,10 +163,10 @@ class ThrottledCommunicator(Wrapper):
         ]
         self._unresolved: deque[_Delayed] = deque()
         self._resolving = threading.Lock()
-        self._last_s = -math.inf  # when the last operation is done
+        self._last_s = -math.inf  # when the last operation ends
 
     def split(self, groups: Groups) -> Self:
-        """A part of the inner communicator over the same links."""
+        """Split the inner communicator, and return this rank's part, slowed down by the same links."""
         part = super().split(groups)
         named = [[self._names[rank] for rank in ranks] for ranks in groups]
         index, _ = own_group(groups, self.rank)
@@ -174,18 +180,21 @@ class ThrottledCommunicator(Wrapper):
         return name // self._node_size
 
     def _passes(self, names: Sequence[int]) -> set[str]:
-        """The levels whose links a ring of ranks passes."""
+        """Return the levels (``inside``, ``between``) whose links a ring of the ranks ``names`` uses."""
         hops = zip(names, [*names[1:], names[0]], strict=True) if len(names) > 1 else ()
         return {"inside" if self._node_of(a) == self._node_of(b) else "between" for a, b in hops}
 
     def _exchanged(self, level: str) -> float:
-        """Of a rank's tensor: what leaves this rank's node, or this rank for others of its node, in an all-to-all."""
+        """Return what an all-to-all sends over a link of ``level``, as a multiple of one rank's tensor.
+
+        ``between``: what all ranks of this rank's node send out of it. ``inside``: what this rank sends within it.
+        """
         node = self._node_of(self._names[self.rank])
         here, size = sum(self._node_of(name) == node for name in self._names), len(self._names)
         return here * (size - here) / size if level == "between" else (here - 1) / size
 
     def _around(self, op: str, whole: Tensor | None, issue: Callable[[], Work], detail: str = "") -> Work:
-        """Issue an operation that is done when it would be over the links."""
+        """Issue an operation; its handle ends when the operation would have ended over the links."""
         if whole is not None:
             require_cpu("ThrottledCommunicator", whole)
         clock = torch.tensor([time.monotonic_ns()])
@@ -200,7 +209,7 @@ class ThrottledCommunicator(Wrapper):
         return delayed
 
     def resolve(self, wanted: _Delayed) -> None:
-        """Say of ``wanted``, and of all that was issued before it, when it is done."""
+        """Compute the end of ``wanted``, and of all operations issued before it."""
         with self._resolving:
             while wanted.done_s is None:
                 first = self._unresolved[0]
@@ -220,12 +229,12 @@ class ThrottledCommunicator(Wrapper):
             )
             for level in self._levels
         ]
-        latency_s = max(level.link.latency_s for level in self._levels)  # of the slowest link, in step with the others
+        latency_s = max(level.link.latency_s for level in self._levels)  # each hop waits for the slowest link
         return max(passed) + num_hops(delayed.op, self.world_size) * latency_s
 
 
 class _Delayed:
-    """An operation of the inner communicator that is done when the links say so."""
+    """The handle of an operation of the inner communicator that ends no earlier than it would over the links."""
 
     def __init__(
         self, comm: ThrottledCommunicator, work: Work, agreed: Work, clock: Tensor, op: str, num_bytes: int
@@ -233,12 +242,12 @@ class _Delayed:
         self._comm, self._work, self._agreed, self._clock = comm, work, agreed, clock
         self.op, self.num_bytes = op, num_bytes
         self.done_s: float | None = None
-        self._arrived_at_s: float | None = None  # these two by time.perf_counter
+        self._arrived_at_s: float | None = None  # this and the next by time.perf_counter, `done_s` by time.monotonic
         self._ended_at_s: float | None = None
         self._listeners: list[Callable[[float], None]] = []
 
     def start_s(self) -> float:
-        """When the last rank had issued it, on the host's monotonic clock."""
+        """Return when the last rank issued the operation, by the host's monotonic clock."""
         self._agreed.wait()
         start_ns = int(self._clock)
         if start_ns > time.monotonic_ns():
@@ -248,7 +257,7 @@ class _Delayed:
         return start_ns / _NS
 
     def add_done_callback(self, ended: Callable[[float], None]) -> None:
-        """Call ``ended`` in `wait`: until then nobody has compared the ranks' clocks."""
+        """Have `wait` call ``ended``: the end is unknown until `wait` has compared the ranks' clocks."""
         if self._ended_at_s is not None:
             ended(self._ended_at_s)
             return
@@ -259,9 +268,9 @@ class _Delayed:
         self._arrived_at_s = at_s
 
     def wait(self) -> None:
-        """Return when the bytes are there and would be there; at once a second time."""
+        """Return once the bytes have arrived and would have arrived over the links; at once when called again."""
         self._work.wait()
-        arrived_at_s = self._arrived_at_s or time.perf_counter()  # who does not tell has ended by now
+        arrived_at_s = self._arrived_at_s or time.perf_counter()  # a handle without callbacks has ended by now
         if self.done_s is None:
             self._comm.resolve(self)
         assert self.done_s is not None
@@ -274,7 +283,7 @@ class _Delayed:
 
 
 def sleep_until(deadline_s: float) -> None:
-    """Return at ``deadline_s`` of `time.monotonic`, some 10 microseconds late where a core is free."""
+    """Return at ``deadline_s`` of `time.monotonic`, about 10 microseconds late if a core is free."""
     if not _precise.get():
         _wake_in_time()
     while (left_s := deadline_s - time.monotonic()) > 0:
@@ -282,7 +291,7 @@ def sleep_until(deadline_s: float) -> None:
 
 
 class _Precise(threading.local):
-    """Whether this thread's timers are exact; the kernel keeps that by thread."""
+    """Whether `_wake_in_time` was called on this thread; the kernel has the setting for each thread."""
 
     done = False
 
@@ -295,7 +304,7 @@ _precise = _Precise()
 
 
 def _wake_in_time() -> None:
-    """Have the kernel wake this thread when it is due, and not, to save power, up to 50 microseconds later."""
+    """Set this thread's timer slack to 1 ns: by default the kernel may wake it 50 microseconds late to save power."""
     if sys.platform == "linux":
         pr_set_timerslack, one_ns = 29, 1
         ctypes.CDLL(None).prctl(pr_set_timerslack, one_ns, 0, 0, 0)

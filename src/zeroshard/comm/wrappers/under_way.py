@@ -1,9 +1,9 @@
-"""Collectives that a GPU has not got past yet, watched from another thread: a stall that no wait of the host shows.
+"""Finds stalled collectives on a GPU, from another thread: on CUDA the host does not block when a collective hangs.
 
-On CUDA `Work.wait` returns at once, and the host goes on to queue work until it reads a number somewhere. So a rank
-whose NCCL never ends sits in no wait. What tells is the device: of the oldest collective under way it is asked whether
-it is over, by the handle (`is_completed`) as long as nobody has waited for it, and from then on by an event on the
-stream that waits. (A handle that was waited for would keep its tensors from being freed.)
+On CUDA `Work.wait` returns at once, and the host continues to queue work until it reads a value from the device. So a
+rank whose NCCL collective never ends does not block in `Work.wait`. Instead we ask the device whether the oldest
+collective in flight is complete: by its handle (``is_completed``) until the caller waits for it, and after that by an
+event that was recorded on the waiting stream. (To keep the handle for longer would keep its tensors from being freed.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zeroshard.comm.base import Work
 
 
 class Watched:
-    """A collective on a device: its handle until somebody waits, then an event behind the wait."""
+    """A collective on a GPU: its handle until somebody waits for it, then an event that was recorded after the wait."""
 
     def __init__(self, work: Work, device: torch.device) -> None:
         self._work: Any = work
@@ -26,14 +26,14 @@ class Watched:
         self._device = device
 
     def waited(self) -> None:
-        """The current stream waits for the collective now."""
+        """Record the event on the current stream, which now waits for the collective; drop the handle."""
         self._event = torch.cuda.Event()
         self._event.record(torch.cuda.current_stream(self._device))
         self._work = None
 
     @property
     def is_over(self) -> bool:
-        """Whether the device is past it; asked from any thread, and nothing waits."""
+        """Whether the device has completed it; may be called from any thread and does not block."""
         event, work = self._event, self._work
         if event is not None:
             return event.query()
@@ -42,7 +42,7 @@ class Watched:
 
 
 class UnderWay:
-    """What a rank has issued and its devices have not got past, in order."""
+    """The collectives that a rank has issued and its devices have not completed, in order."""
 
     def __init__(self) -> None:
         self._issued: deque[Watched] = deque()
@@ -51,7 +51,7 @@ class UnderWay:
         self._lock = threading.Lock()
 
     def add(self, work: Work, device: torch.device) -> Watched | None:
-        """Watch what was issued now; None on a CPU, where the host waits, and while a CUDA graph is captured."""
+        """Watch a collective that was just issued; None on a CPU, where the host blocks, and in CUDA graph capture."""
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return None
         watched = Watched(work, device)
@@ -59,7 +59,10 @@ class UnderWay:
         return watched
 
     def stalled_since(self, now: float) -> float | None:
-        """Since when the oldest collective has been the oldest, as far as those who ask know; None: all are over."""
+        """Return since when the oldest collective has been the oldest, as seen by calls of this method at ``now``.
+
+        None if all collectives are complete.
+        """
         with self._lock:
             while self._issued and self._issued[0].is_over:
                 self._issued.popleft()

@@ -1,13 +1,13 @@
-"""Data of a fine-tuning: conversations and pairs of prompt and completion, where only what the model answers counts.
+"""Fine-tuning data: conversations, and pairs of prompt and completion; only the model's answers count in the loss.
 
 rows       rows of .jsonl and .parquet, as dicts
 template   a chat template: found, compiled in Jinja2's sandbox, rendered
-texts      a row as text, and which of its characters are the model's to write
-encode     the same as token ids, and which of them count in the loss
-store      examples in a prepared folder: ids, what counts, where each ends
-prepare    all of these, one after the other
+texts      a row as text, and which of its characters the model is to write
+encode     the text as token ids, and which of them count in the loss
+store      examples in a prepared folder: ids, which of them count, where each example ends
+prepare    all of these steps, one after the other
 packing    which examples share a row
-plain      documents of plain text as examples, to be packed
-row_plan   which examples make which row of a run's length, one each or packed
+plain      documents of plain text as examples, so that they can be packed
+row_plan   which examples make up which row of ``seq_len`` tokens: one each, or packed
 batches    rows as batches, a pure function of (step, micro_step)
 """

@@ -1,14 +1,14 @@
-"""Batches of rows that have different numbers of targets: as `zeroshard.data.base`, with -100 where nothing counts.
+"""Batches of rows with different numbers of counted targets: as `zeroshard.data.base`, with -100 for other targets.
 
 [Note: The mean over what counts]
-    A step's loss is the mean over all targets that count, of all ranks and micro-batches together, as one process that
-    saw the whole global batch would have it. A model's loss is the mean over one micro-batch, and ranks and
-    micro-batches have different numbers of targets; so each loss is multiplied by
+    A step's loss is the mean over all counted targets, of all ranks and micro-batches together, as one process with the
+    complete global batch would compute it. But a model's loss is the mean over one micro-batch, and micro-batches have
+    different numbers of targets. So each loss is multiplied by
 
         weight = targets of this micro-batch * number of micro-batches of all ranks / targets of the global batch
 
-    before the mean over micro-batches and ranks is taken as ever. Every rank knows which rows all of them read, so no
-    message is needed. Each row has at least one target, so no loss is a mean over nothing.
+    before the usual mean over micro-batches and ranks. Every rank can compute which rows all ranks read, so this needs
+    no collective. Each row has at least one target, so no loss is a mean over zero targets.
 
 Shapes: B = micro_batch_size, T = seq_len.
 """
@@ -34,9 +34,9 @@ class ExampleBatches:
     """Shuffled training batches of one rank; implements `zeroshard.data.Batches`.
 
     Args:
-        rows: to read.
-        micro_batch_size, grad_accum_steps, rank, world_size, seed: as of `zeroshard.data.TokenBatches`.
-        rows_at: the rows at positions of training; None: a shuffle of ``rows`` by ``seed``.
+        rows: the rows to read.
+        micro_batch_size, grad_accum_steps, rank, world_size, seed: as for `zeroshard.data.TokenBatches`.
+        rows_at: returns the rows at training positions; None: a shuffle of ``rows`` by ``seed``.
     """
 
     def __init__(
@@ -57,16 +57,16 @@ class ExampleBatches:
 
     @property
     def num_micro_batches(self) -> int:
-        """Of all ranks in a step."""
+        """Number of micro-batches of all ranks in a step."""
         return self.grad_accum_steps * self.world_size
 
     def __call__(self, step: int, micro_step: int) -> tuple[Tensor, ...]:
-        """As `zeroshard.data.Batches`. A ValueError where ``micro_step`` is out of range."""
+        """Return a batch as `zeroshard.data.Batches` does; ValueError if ``micro_step`` is out of range."""
         self._check(micro_step)
         return self.rows.read(self._ahead(step, micro_step))
 
     def weight(self, step: int, micro_step: int) -> float:
-        """What this rank's loss is multiplied by: [Note: The mean over what counts]."""
+        """Return the factor for this rank's loss: [Note: The mean over what counts]."""
         first = step * self.num_micro_batches * self.micro_batch_size
         positions = np.arange(first, first + self.num_micro_batches * self.micro_batch_size)
         total = self.rows.targets_in(self._rows_at(positions)).sum()
@@ -85,12 +85,12 @@ class ExampleBatches:
 
 
 class ExampleEvalBatches:
-    """Evaluation batches of one rank, as `zeroshard.data.EvalBatches`; a batch weighs as much as it has targets.
+    """Evaluation batches of one rank, as `zeroshard.data.EvalBatches`; a batch's weight is its number of targets.
 
     Args:
-        rows: to read.
-        micro_batch_size, max_rows, rank, world_size: as there.
-        chosen: the rows to evaluate on; None: ``max_rows``, spread evenly over all.
+        rows: the rows to read.
+        micro_batch_size, max_rows, rank, world_size: as for `zeroshard.data.EvalBatches`.
+        chosen: the rows to evaluate on; None: ``max_rows``, spread evenly over all rows.
     """
 
     def __init__(
@@ -113,22 +113,22 @@ class ExampleEvalBatches:
 
     @property
     def num_targets(self) -> int:
-        """That count, of all ranks together."""
+        """Number of targets that count, of all ranks together."""
         return int(self.rows.targets_in(self._rows).sum())
 
     def __len__(self) -> int:
-        """Batches that each rank yields, those of weight 0 included."""
+        """Number of batches that each rank yields, including those of weight 0."""
         return -(-self.num_batches // self.world_size)
 
     def __iter__(self) -> Iterator[EvalBatch]:
         for rows, counts in eval_turns(self._rows, self.micro_batch_size, self.rank, self.world_size):
-            self.rows.read_ahead(rows)  # side by side, where a reader would wait for one by one
+            self.rows.read_ahead(rows)  # fetch all rows at once; reading waits for each in turn
             tokens_BT, targets_BT, *positions = self.rows.read(rows)
             yield tokens_BT, targets_BT, int(self.rows.targets_in(rows).sum()) if counts else 0, *positions
 
 
 def require_rows(rows: Rows, wanted: int, *, split: str = "train") -> None:
-    """See that a split feeds one batch of ``wanted`` rows; else a UserError with both counts."""
+    """Check that a split has enough rows for one batch of ``wanted`` rows; else raise a UserError with both counts."""
     if rows.num_rows < wanted:
         what = f"the {split} split has {rows.num_rows:,} rows of examples, but one batch needs {wanted:,}"
         todo = "use more examples, or lower micro_batch_size, grad_accum_steps or the number of ranks"

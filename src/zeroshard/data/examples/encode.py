@@ -1,9 +1,9 @@
-"""Examples as token ids, and which of them count in the loss.
+"""Encode examples as token ids, and mark which of them count in the loss.
 
-A text is encoded as a whole, as it is in generation and by `transformers`, and a token counts that holds a character
-which counts. Marks that a chat template writes (``<|im_start|>``) are the tokenizer's special tokens; in pairs of
-prompt and completion text that spells one is text, and the tokenizer's own beginning and end stand around them (see
-`zeroshard.data.joining`), of which the end counts: the model is to stop there.
+A text is encoded as a whole, as in generation and in `transformers`; a token counts if it contains a character that
+counts. In chats, the marks that a template writes (``<|im_start|>``) become the tokenizer's special tokens. In pairs of
+prompt and completion, text that spells a special token stays plain text, and the tokenizer's own begin and end ids are
+added (see `zeroshard.data.joining`). The end ids count, because the model must learn to stop there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zeroshard.data.tokenizer import BpeTokenizer, Tokenizer
 
 
 class Encoded(NamedTuple):
-    """One example: its ids [n], int64, and whether each counts [n], bool."""
+    """One example: its ids [n], int64, and whether each of them counts [n], bool."""
 
     ids: NDArray[np.int64]
     counts: NDArray[np.bool_]
@@ -31,8 +31,9 @@ class ExampleEncoder:
     """Encodes examples.
 
     Args:
-        tokenizer: of the model.
-        is_chat: a template has written the marks; else text is text, with the tokenizer's marks around it.
+        tokenizer: the model's tokenizer.
+        is_chat: True: a template has written the special tokens as text. False: the text is plain, and the tokenizer's
+            begin and end ids are added.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, is_chat: bool) -> None:
@@ -45,7 +46,7 @@ class ExampleEncoder:
             self._inner.encode_special_tokens = not is_chat
 
     def __call__(self, examples: Sequence[ExampleText]) -> list[Encoded]:
-        """All of ``examples``, in order; a UserError where the tokenizer has no token for a character."""
+        """Encode ``examples``, in order; raise UserError if the tokenizer has no token for a character."""
         found = self._by_offsets(examples) if self._inner is not None else [self._by_pieces(each) for each in examples]
         return found if self._is_chat else [self._with_ends(*pair) for pair in zip(found, examples, strict=True)]
 
@@ -53,10 +54,10 @@ class ExampleEncoder:
         try:
             encodings = self._inner.encode_batch([each.text for each in examples], add_special_tokens=False)
         except Exception as error:
-            if "[UNK]" not in str(error):  # the library's words, in an exception of no class of its own
+            if "[UNK]" not in str(error):  # the library has no exception class for it, only this message
                 raise
             for each in examples:
-                self._tokenizer.encode_piece(each.text)  # says which character it is
+                self._tokenizer.encode_piece(each.text)  # raises UserError that names the character
             raise
         found = []
         for encoding, example in zip(encodings, examples, strict=True):
@@ -65,7 +66,7 @@ class ExampleEncoder:
         return found
 
     def _by_pieces(self, example: ExampleText) -> Encoded:
-        """Where offsets are not told, a token ends where what counts begins or ends."""
+        """Encode without offsets: each span that counts is encoded separately, so tokens end at its borders."""
         ids, counts, at = [], [], 0
         for begin, end in (*example.spans, (len(example.text), len(example.text))):
             for piece, does_count in ((example.text[at:begin], False), (example.text[begin:end], True)):
@@ -83,9 +84,10 @@ class ExampleEncoder:
 
 
 def _touched(offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.bool_]:
-    """Which of the tokens at ``offsets`` [n, 2] hold a character of ``spans``.
+    """Return which tokens, given their ``offsets`` [n, 2], contain a character of ``spans``.
 
-    A post-processor may trim spaces off the offsets; what is empty then ends where it stands.
+    A post-processor may trim spaces off the offsets. A token whose offsets become empty counts by the position of its
+    end.
     """
     begins, ends = offsets[:, 0], offsets[:, 1]
     is_empty = begins == ends

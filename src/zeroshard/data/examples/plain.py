@@ -1,7 +1,7 @@
-"""Documents of prepared text as examples, of which every token counts: what packs whole documents into rows.
+"""Documents of prepared plain text as examples in which every token counts, so that documents can be packed into rows.
 
-A document begins with the id that ended the one before it and ends with its own, as `zeroshard.models.documents` tells
-documents apart. One that is longer than a row goes on in further rows.
+A document begins with the id that ended the previous one and ends with its own end id, as `zeroshard.models.documents`
+separates documents. A document that is longer than a row continues in further rows.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ _READ_AT_ONCE = 1 << 24  # ids
 
 
 class Documents:
-    """The documents of a stream of tokens, cut to pieces of ``seq_len`` inputs; as `zeroshard.data.examples.store`.
+    """The documents of a stream of tokens, cut to pieces of ``seq_len`` inputs; rows read it like `store.Examples`.
 
     The stream is read once, to find where documents end.
 
     Attributes:
-        begins, ends: of each piece among the ids, [num_examples]; its last id is a target and no input.
-        counts: None, since every target counts.
+        begins, ends: where each piece begins and ends among the ids, [num_examples]; its last id is only a target.
+        counts: None, because every target counts.
     """
 
     def __init__(self, tokens: TokenDataset, eos_id: int, seq_len: int) -> None:
         self.tokens, self.counts = tokens, None
         marks = _places_of(tokens, eos_id)
         starts = np.unique(np.concatenate((np.zeros(1, np.int64), marks)))
-        starts = starts[starts < tokens.num_tokens - 1]  # a mark at the very end begins nothing
+        starts = starts[starts < tokens.num_tokens - 1]  # an end id at the very end begins no document
         num_inputs = np.diff(starts, append=max(tokens.num_tokens - 1, 0))
         pieces = -(-num_inputs // seq_len)
         nth = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
@@ -37,7 +37,7 @@ class Documents:
 
     @property
     def num_examples(self) -> int:
-        """Pieces."""
+        """Number of pieces."""
         return self.begins.size
 
 

@@ -1,7 +1,8 @@
-"""Examples into a folder, once: rows read, rendered, split by content, encoded, written; whole or not at all.
+"""Prepare examples once: read rows, render, split by content, encode, write; the folder appears complete or not at all.
 
-Whole examples validate: of many those whose content hashes below ``val_fraction``, as of text (`zeroshard.data.split`);
-of fewer than `MANY_DOCUMENTS` as many as the fraction says, those with the smallest hashes, and one at least.
+Complete examples are held out for validation. In a set of `MANY_DOCUMENTS` or more, those whose content hashes below
+``val_fraction``, as for text (`zeroshard.data.split`). In a smaller set, as many as the fraction says and at least one:
+those with the smallest hashes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from zeroshard.data.tables import Tables
 from zeroshard.data.tokenizer import BpeTokenizer, make_tokenizer, write_tokenizer
 from zeroshard.errors import UserError
 
-BY_EXAMPLE = "examples-1"  # the rule of the split, in `meta.json`
+BY_EXAMPLE = "examples-1"  # the name of the split's rule in `meta.json`
 _AT_ONCE = 256  # examples that are encoded together
 _ALL = 1 << 64
 
@@ -37,17 +38,17 @@ _ALL = 1 << 64
 def prepare_examples(
     spec: DataSpec, source: object, out: Path, shard_tokens: int, open_again: Callable[[], object]
 ) -> Path:
-    """Write the examples of ``spec`` into ``out``, unless they are there; returns ``out``.
+    """Write the examples of ``spec`` into ``out``, unless they exist already; return ``out``.
 
     Args:
-        spec: its format is ``chat`` or ``prompt``.
+        spec: what to prepare; its format is ``chat`` or ``prompt``.
         source: its source, opened.
         out: the folder.
-        shard_tokens: ids in a file.
-        open_again: opens the source once more, to see that it has not changed.
+        shard_tokens: ids per file.
+        open_again: opens the source once more, to check that it has not changed.
 
     Raises:
-        UserError: the source has no rows, a row is no example, or ``out`` holds something else.
+        UserError: the source has no rows, a row is not an example, or ``out`` has other content.
         OSError: the disk failed or is full.
     """
     if not isinstance(source, Tables):
@@ -105,7 +106,7 @@ def _write(spec: DataSpec, tables: Tables, template: ChatTemplate | None, draft:
 def _texts(
     spec: DataSpec, tables: Tables, template: ChatTemplate | None, is_val: Callable[[int], bool]
 ) -> Iterator[tuple[str, ExampleText]]:
-    """Every example as text, with its split, in the order of rows."""
+    """Yield every example as text, with its split, in the order of rows."""
     text_of: TextOf
     if template is not None:
         text_of = text_of_chat(template, spec.messages)
@@ -121,7 +122,7 @@ def _rows(spec: DataSpec, tables: Tables) -> Iterator[tuple[str, dict[str, Any]]
 
 
 def _validating(spec: DataSpec, tables: Tables) -> tuple[Callable[[int], bool], int]:
-    """Which hashes validate, and how many examples there are."""
+    """Return a function that tells whether a hash validates, and the number of examples."""
     num_examples, few = 0, set()
     for _, row in _rows(spec, tables):
         num_examples += 1
@@ -154,7 +155,7 @@ def _hash_of(row: Mapping[str, Any]) -> int:
 
 
 def _keep_template(folder: Path, template: ChatTemplate) -> None:
-    """Beside the tokenizer, where `find_template` looks for it."""
+    """Write the template beside the tokenizer, where `find_template` looks for it."""
     (folder / JINJA_FILE).write_text(template.text, encoding="utf-8")
     if template.special_tokens:
         content = json.dumps(dict(template.special_tokens), indent=2)

@@ -1,7 +1,8 @@
-"""Which examples make which row of a run's length: one each, or several packed into one.
+"""Decide which examples make up which row of ``seq_len`` tokens: one example per row, or several packed into one.
 
-An example of ``n`` tokens gives ``n - 1`` inputs, each with the token after it as its target. It is cut after
-``seq_len`` inputs, or left out; so is one that has no target that counts, for its prompt fills the row.
+An example of ``n`` tokens gives ``n - 1`` inputs, each with the next token as its target. If it is longer than
+``seq_len`` inputs, it is cut or left out. An example without a counted target (for example because its prompt fills the
+row) is left out too.
 
 Shapes: B rows, T = seq_len.
 """
@@ -23,23 +24,23 @@ from zeroshard.data.meta import read_meta
 from zeroshard.data.tokens import TokenDataset
 from zeroshard.errors import UserError
 
-IGNORED = -100  # as in torch's cross_entropy
+IGNORED = -100  # the default ignore_index of torch's cross_entropy
 
 
 @dataclass(frozen=True)
 class ExampleRows:
-    """Rows, each of one example or more; implements `zeroshard.data.row_sets.Rows`.
+    """Rows of one or more examples each; implements `zeroshard.data.row_sets.Rows`.
 
     Attributes:
-        examples: where they are read from.
-        seq_len: T, inputs of a row.
-        first: for each row the first of its members, and one entry more, [num_rows + 1].
-        members: examples of the rows, row after row.
+        examples: the examples that rows are read from.
+        seq_len: T, inputs per row.
+        first: for each row the index of its first entry in ``members``, then their number, [num_rows + 1].
+        members: the examples of the rows, row after row.
         num_targets: for each row how many of its targets count, [num_rows]; at least 1.
-        num_inputs: for each row how many of its T tokens are of examples, [num_rows].
-        num_cut: examples that are longer than a row and cut.
-        num_dropped: examples that are in no row.
-        packed: rows tell where examples begin, so that attention stays inside each.
+        num_inputs: for each row how many of its T tokens belong to examples, [num_rows].
+        num_cut: number of examples that are longer than a row and are cut.
+        num_dropped: number of examples that are in no row.
+        packed: whether rows come with positions, so that attention stays inside each example.
     """
 
     examples: Examples | Documents
@@ -54,26 +55,26 @@ class ExampleRows:
 
     @property
     def num_rows(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return self.num_targets.size
 
     @property
     def share_filled(self) -> float:
-        """Of all positions those that hold a token of an example, in (0, 1]."""
+        """The share of all positions that hold a token of an example, in (0, 1]."""
         return float(self.num_inputs.sum() / (self.num_rows * self.seq_len))
 
     def targets_in(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """For each of ``rows`` how many of its targets count."""
+        """Return for each of ``rows`` how many of its targets count."""
         return self.num_targets[rows]
 
     def inputs_in(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """For each of ``rows`` how many of its tokens are of examples."""
+        """Return for each of ``rows`` how many of its tokens belong to examples."""
         return self.num_inputs[rows]
 
     def read(self, wanted: NDArray[np.int64]) -> tuple[Tensor, ...]:
-        """``(tokens_BT, targets_BT)``, int64; of packed rows ``positions_BT`` too, from 0 in each example.
+        """Return ``(tokens_BT, targets_BT)``, int64; for packed rows also ``positions_BT``, from 0 in each example.
 
-        What is behind the last example of a row is id 0 without a target, an example of its own.
+        The padding after the last example of a row has id 0 and no targets, and counts as an example of its own.
         """
         shape = (wanted.size, self.seq_len)
         tokens, targets = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
@@ -97,19 +98,19 @@ class ExampleRows:
         return (*found, torch.from_numpy(positions)) if self.packed else found
 
     def read_ahead(self, wanted: NDArray[np.int64]) -> None:
-        """Begin to fetch the ids of their members; return at once."""
+        """Begin to fetch the ids of these rows' members; return at once."""
         members = [self.members[self.first[row] : self.first[row + 1]] for row in wanted.tolist()]
         chosen = np.concatenate([np.empty(0, np.int64), *members])
         begins = self.examples.begins[chosen]
         self.examples.tokens.read_ahead(begins, self.examples.ends[chosen] - begins)
 
     def in_words(self) -> str:
-        """``1,200 examples in 321 rows, 96.1 % full``; full of tokens, the rest is padding."""
+        """Return such as ``1,200 examples in 321 rows, 96.1 % full``; the rest of the rows is padding."""
         kind, rows = ("pieces of documents" if self.examples.counts is None else "examples"), self.num_rows
         return f"{self.members.size:,} {kind} in {rows:,} rows, {self.share_filled:.1%} full".replace("%", " %")
 
     def said(self, split: str) -> str:
-        """What became of examples that do not fit, in a line; empty where all do."""
+        """Return a line about examples that are cut or left out; empty if there are none."""
         if not self.num_cut and not self.num_dropped:
             return ""
         cut = f"{self.num_cut:,} are cut to seq_len = {self.seq_len:,}"
@@ -120,15 +121,15 @@ class ExampleRows:
 def rows_in(
     folder: Path, split: str, seq_len: int, *, named: str = "", cut: bool = True, packed: bool = False
 ) -> ExampleRows:
-    """The rows of a prepared folder: of its examples, or packed of documents of plain text.
+    """Return the rows of a prepared folder: of its examples, or of documents of plain text, which are packed.
 
     Args:
-        folder, split: of prepared data.
-        named: the split in a refusal, where ``split`` says too little.
-        seq_len, cut, packed: as of `rows_of_length`.
+        folder, split: the folder and split of prepared data.
+        named: how error messages name the split, if ``split`` alone is not clear.
+        seq_len, cut, packed: as for `rows_of_length`.
 
     Raises:
-        UserError: as there; or nothing ends the documents.
+        UserError: as there; or no id ends the documents.
     """
     meta = read_meta(folder)
     if meta.examples:
@@ -143,19 +144,19 @@ def rows_in(
 def rows_of_length(
     examples: Examples | Documents, seq_len: int, *, split: str, cut: bool = True, packed: bool = False
 ) -> ExampleRows:
-    """The rows of a split; the same on every rank.
+    """Return the rows of a split; the same on every rank.
 
     Args:
-        examples: of the split.
-        seq_len: inputs of a row.
-        split: its name, for a refusal.
-        cut: examples that are too long are cut; else left out.
-        packed: several examples to a row, see `zeroshard.data.examples.packing`; else one.
+        examples: the examples of the split.
+        seq_len: inputs per row.
+        split: its name, for error messages.
+        cut: True: examples that are too long are cut. False: they are left out.
+        packed: True: several examples per row, see `zeroshard.data.examples.packing`. False: one.
 
     Raises:
         UserError: no example is left.
     """
-    lengths = examples.ends - examples.begins - 1  # inputs
+    lengths = examples.ends - examples.begins - 1  # number of inputs
     too_long = lengths > seq_len
     inputs = np.minimum(lengths, seq_len)
     num_targets = _num_targets(examples, inputs)
@@ -176,13 +177,13 @@ def rows_of_length(
 
 
 def _num_targets(examples: Examples | Documents, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For each example, cut to ``lengths`` inputs, how many targets count."""
+    """Return for each example, cut to ``lengths`` inputs, how many of its targets count."""
     if examples.counts is None:
         return lengths
     if not examples.num_examples:
         return np.zeros(0, np.int64)
-    begin = examples.begins + 1  # the first token is nobody's target
+    begin = examples.begins + 1  # the first token is no target
     bounds = np.stack((begin, begin + lengths), axis=1).reshape(-1)
-    padded = np.concatenate((examples.counts, np.zeros(1, np.uint8)))  # an index may be the end
+    padded = np.concatenate((examples.counts, np.zeros(1, np.uint8)))  # `reduceat` needs indices inside
     sums = np.add.reduceat(padded, bounds, dtype=np.int64)[::2]
     return np.where(lengths > 0, sums, 0)

@@ -13,12 +13,12 @@ from zeroshard.regular_files import json_of
 
 
 def rows_of(tables: Tables, columns: Sequence[str], settings: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """All rows in order, each with its place in words.
+    """Yield all rows in order, each with a description of its place.
 
     Args:
         tables: the files.
-        columns: what each row must have.
-        settings: for each column what names it, as ``data.prompt``.
+        columns: the columns that each row must have.
+        settings: for each column the setting that names it, such as ``data.prompt``; for error messages.
 
     Raises:
         UserError: a row cannot be read, or lacks a column.

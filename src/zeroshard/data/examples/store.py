@@ -1,8 +1,8 @@
-"""Examples in a prepared folder, beside their ids.
+"""The files of examples in a prepared folder, beside their ids.
 
 DIR/train/tokens-00000.bin   ids of all examples, one after the other (see `zeroshard.data.tokens`)
-DIR/train/counts.bin         a byte for each id: 1 where it counts in the loss
-DIR/train/ends.bin           little-endian int64 for each example: where it ends among the ids
+DIR/train/counts.bin         one byte per id: 1 if it counts in the loss
+DIR/train/ends.bin           one little-endian int64 per example: the position of its end among the ids
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _END = np.dtype("<i8")
 
 
 class ExampleWriter:
-    """Appends examples to one split of a folder in the making.
+    """Appends examples to one split of a folder that is being prepared.
 
     Args:
         folder: the folder.
         split: ``train`` or ``val``.
-        dtype: of the ids, a key of `zeroshard.data.meta.DTYPES`.
-        shard_tokens: ids in a file.
+        dtype: dtype of the ids, a key of `zeroshard.data.meta.DTYPES`.
+        shard_tokens: ids per file.
     """
 
     def __init__(self, folder: Path, split: str, dtype: str, shard_tokens: int) -> None:
@@ -67,7 +67,7 @@ class ExampleWriter:
         self._num_counted += int(example.counts.sum())
 
     def finish(self) -> ExamplesMeta:
-        """Close the files and describe them."""
+        """Close the files and return their description."""
         for file in self._files:
             file.close()
         counts, ends = (digest.hexdigest() for digest in self._hashes)
@@ -75,14 +75,14 @@ class ExampleWriter:
 
 
 class Examples:
-    """The examples of one split of a prepared folder, mapped.
+    """The examples of one split of a prepared folder, memory-mapped.
 
     Args:
         folder: a prepared folder.
         split: ``train`` or ``val``.
 
     Raises:
-        UserError: the folder holds plain text, or a file is missing or not of its size.
+        UserError: the folder contains plain text, or a file is missing or has another size than expected.
     """
 
     def __init__(self, folder: Path, split: str) -> None:
@@ -102,12 +102,12 @@ class Examples:
 
     @property
     def num_examples(self) -> int:
-        """Of the split."""
+        """Number of examples in the split."""
         return self.ends.size
 
 
 def require_plain(folder: Path, meta: DataMeta) -> None:
-    """Raise UserError where a folder holds examples: read as one stream, prompts would count like answers."""
+    """Raise UserError if a folder contains examples: read as one stream, prompts would count like answers."""
     if meta.examples:
         what = f"{folder} holds examples of format {meta.spec.get('format')}, and no plain text"
         raise UserError("data.dir", what, "name another folder, or add --data.format as it was prepared")

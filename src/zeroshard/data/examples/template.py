@@ -1,9 +1,10 @@
-"""Chat templates: a conversation as text, rendered in Jinja2's sandbox as `transformers` renders it.
+"""Chat templates: render a conversation as text, in Jinja2's sandbox, as `transformers` renders it.
 
-A model's own lies beside its ``tokenizer.json``: ``chat_template.jinja``, or a key of ``tokenizer_config.json`` or of
-``chat_template.json``. What templates may use beyond Jinja2 itself: the special tokens by name (``bos_token``),
-``raise_exception``, ``{% break %}``, and ``{% generation %} ... {% endgeneration %}`` around what the model writes.
-``strftime_now`` is not there: the same data must give the same tokens on every day.
+A model's own template lies beside its ``tokenizer.json``: ``chat_template.jinja``, or a key of
+``tokenizer_config.json`` or of ``chat_template.json``. Beyond Jinja2 itself, templates may use the special tokens by
+name (``bos_token``), ``raise_exception``, ``{% break %}``, and ``{% generation %} ... {% endgeneration %}`` around the
+text that the model writes. ``strftime_now`` is not available, because the same data must give the same tokens on every
+day.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ JINJA_FILE, CONFIG_FILE, JSON_FILE, TOKENS_FILE = (
 )
 TEMPLATE_FILES = (JINJA_FILE, CONFIG_FILE, JSON_FILE, TOKENS_FILE)  # beside a tokenizer.json
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_BEGIN, _END = "\ue000\ue001", "\ue001\ue000"  # private use: around what {% generation %} marks
+_BEGIN, _END = "\ue000\ue001", "\ue001\ue000"  # private-use characters around the text in {% generation %}
 _ANOTHER = "give another by --data.template FILE"
 
 Messages = Sequence[Mapping[str, Any]]
@@ -41,12 +42,12 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """One template.
+    """One chat template.
 
     Attributes:
-        text: in Jinja2.
-        origin: where it is from, in words.
-        special_tokens: by name, as ``eos_token``.
+        text: its source, in Jinja2.
+        origin: where it comes from, for error messages.
+        special_tokens: special tokens by name, such as ``eos_token``.
     """
 
     text: str
@@ -55,21 +56,21 @@ class ChatTemplate:
 
     @property
     def identity(self) -> str:
-        """The same exactly where conversations are rendered alike."""
+        """A hash of everything that decides how conversations are rendered."""
         content = json.dumps([self.text, sorted(self.special_tokens.items())])
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def check(self) -> None:
-        """Raise UserError where it is no template, or jinja2 is not installed."""
+        """Raise UserError if it is not a valid template, or jinja2 is not installed."""
         _ = self._compiled
 
     def render(self, messages: Messages, where: str, *, add_generation_prompt: bool = False) -> str:
-        """A conversation as text.
+        """Render a conversation as text.
 
         Args:
-            messages: as the row has them.
-            where: the row, for a refusal.
-            add_generation_prompt: end where the model is to answer.
+            messages: the messages, as the row has them.
+            where: the row, for error messages.
+            add_generation_prompt: end with the prompt for the model's answer.
 
         Raises:
             UserError: the template raises.
@@ -77,13 +78,15 @@ class ChatTemplate:
         return self._render(messages, where, add_generation_prompt).replace(_BEGIN, "").replace(_END, "")
 
     def render_with_spans(self, messages: Messages, where: str) -> tuple[str, list[Span]]:
-        """A conversation as text, and the characters that are the assistant's to write.
+        """Render a conversation as text, and return the character ranges that the assistant writes.
 
-        These are what the template marks by ``{% generation %}``; of a template without such marks, for each turn of
-        the assistant what comes between the messages before it, with the prompt to answer, and the messages up to it.
+        If the template marks them by ``{% generation %}``, these are the marked ranges. Otherwise each assistant turn
+        gives one range: from the end of the rendered earlier messages (with the generation prompt) to the end of the
+        messages rendered up to this turn.
 
         Raises:
-            UserError: the template raises; or that of some messages is not the beginning of that of more.
+            UserError: the template raises, or rendering only the first messages does not give a prefix of rendering
+                them all.
         """
         marked = self._render(messages, where, add_generation_prompt=False)
         if _BEGIN in marked:
@@ -128,14 +131,14 @@ _UNSTABLE = "mark it in the template by {% generation %} ... {% endgeneration %}
 
 
 def find_template(asked: str, tokenizer: str) -> ChatTemplate:
-    """The template to render conversations with.
+    """Return the template to render conversations with.
 
     Args:
-        asked: ``data.template``: a file, ``chatml``, or empty for the tokenizer's own.
+        asked: ``data.template``: a file, ``chatml``, or empty for the tokenizer's own template.
         tokenizer: ``data.tokenizer``.
 
     Raises:
-        UserError: it cannot be read, or the tokenizer has none.
+        UserError: the template cannot be read, or the tokenizer has none.
     """
     folder = Path(tokenizer.removeprefix("json:")).parent if tokenizer.startswith("json:") else None
     special = _special_tokens(folder) if folder is not None else {}
@@ -151,7 +154,7 @@ def find_template(asked: str, tokenizer: str) -> ChatTemplate:
 
 
 def has_template(folder: Path) -> bool:
-    """Whether a template lies in ``folder``, beside a tokenizer; a UserError where it cannot be read."""
+    """Whether there is a template in ``folder``, beside a tokenizer; raises UserError if it cannot be read."""
     return bool(_own_template(folder)[0])
 
 
@@ -161,7 +164,7 @@ def _own_template(folder: Path) -> tuple[str, str]:
         return _text_of(path), str(path)
     for path in (folder / CONFIG_FILE, folder / JSON_FILE):
         found = _json_of(path).get("chat_template")
-        if isinstance(found, list):  # several by name
+        if isinstance(found, list):  # several templates, by name
             named = {each.get("name"): each.get("template") for each in found if isinstance(each, Mapping)}
             found = named.get("default")
         if isinstance(found, str) and found:
@@ -170,7 +173,7 @@ def _own_template(folder: Path) -> tuple[str, str]:
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:
-    """By name; ``tokenizer_config.json`` is asked first."""
+    """Return special tokens by name; ``tokenizer_config.json`` takes precedence."""
     found: dict[str, str] = {}
     for path in (folder / TOKENS_FILE, folder / CONFIG_FILE):
         for name, token in _json_of(path).items():
@@ -189,7 +192,7 @@ def _text_of(path: Path) -> str:
 
 
 def _json_of(path: Path) -> Mapping[str, Any]:
-    """A JSON object; empty where there is no such file."""
+    """Return a JSON object; an empty one if there is no such file."""
     if not path.exists():
         return {}
     try:
@@ -210,18 +213,18 @@ def _without_marks(marked: str) -> tuple[str, list[Span]]:
 
 
 def _environment() -> Any:
-    """Jinja2 as `transformers` sets it up, https://huggingface.co/docs/transformers/chat_templating_writing."""
+    """Set up Jinja2 as `transformers` does, https://huggingface.co/docs/transformers/chat_templating_writing."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """``{% generation %}``: marks what the model writes."""
+        """``{% generation %}``: marks the text that the model writes."""
 
         tags = {"generation"}  # noqa: RUF012 -- as jinja2 declares it
 
         def parse(self, parser: Any) -> Any:
-            """The statement as a call with what it encloses."""
+            """Compile the statement to a call of `_marked` with the enclosed text."""
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)

@@ -1,4 +1,4 @@
-"""A row as text, and which of its characters are the model's to write: what counts in the loss.
+"""Turn a row into text, and mark the characters that the model is to write: these count in the loss.
 
 chat     ``messages``: a list of {"role": ..., "content": ...}; the assistant's turns count, as the template ends them
 prompt   ``prompt`` and ``completion``: two texts; the completion counts
@@ -22,9 +22,9 @@ class ExampleText:
     """One example.
 
     Attributes:
-        text: all of it.
-        spans: characters ``[begin, end)`` that count, in order.
-        where: the row that it is from, in words.
+        text: the complete text.
+        spans: ranges of characters ``[begin, end)`` that count, in order.
+        where: the row that it comes from, for error messages.
     """
 
     text: str
@@ -36,7 +36,7 @@ TextOf = Callable[[str, Mapping[str, Any]], ExampleText]
 
 
 def text_of_chat(template: ChatTemplate, column: str) -> TextOf:
-    """What makes text of conversations in ``column``; its UserErrors name the row."""
+    """Return a function that turns conversations in ``column`` into text; its UserErrors name the row."""
 
     def text_of(where: str, row: Mapping[str, Any]) -> ExampleText:
         messages = _checked(row[column], where, column)
@@ -52,7 +52,7 @@ def text_of_chat(template: ChatTemplate, column: str) -> TextOf:
 
 
 def text_of_pair(prompt: str, completion: str) -> TextOf:
-    """What makes text of two columns; its UserErrors name the row."""
+    """Return a function that turns two columns into text; its UserErrors name the row."""
 
     def text_of(where: str, row: Mapping[str, Any]) -> ExampleText:
         parts = []
@@ -71,7 +71,7 @@ def text_of_pair(prompt: str, completion: str) -> TextOf:
 
 
 def _checked(messages: object, where: str, column: str) -> list[dict[str, Any]]:
-    """The messages, if they are a conversation; a table's empty fields are left out."""
+    """Return the messages if they are a valid conversation, without a table's empty fields; else raise UserError."""
     if not isinstance(messages, list):
         raise UserError("data.messages", f"{column!r} in {where} is {_kind(messages)}, not a list of messages", _ROW)
     if not messages:

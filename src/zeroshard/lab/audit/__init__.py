@@ -1,1 +1,1 @@
-"""What optimizers do to pieces of tensors, held against one process."""
+"""`zeroshard doctor --optimizers`: compares sharded optimizers with the same optimizers in one process."""

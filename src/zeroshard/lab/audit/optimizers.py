@@ -1,9 +1,9 @@
-"""Which optimizers may be sharded, and what sharding changes: asked of each class, and measured.
+"""Which optimizers may be sharded, and how much sharding changes their results: classified and measured per class.
 
-`zeroshard.zero.optimizers.requirements` says what a class may be given. The measurement then trains a small model on
-ranks that are threads, at every stage, beside a twin of it in one process: the twin's optimizer is the same class over
-whole parameters and is handed the very gradients that the ranks have averaged. What differs after `NUM_STEPS` is what
-cutting did to the optimizer, and nothing else.
+`zeroshard.zero.optimizers.requirements` says whether a class may get slices of tensors. The measurement then trains a
+small model at every stage, with threads as ranks, and an unsharded twin of it: the twin's optimizer is the same class
+over unsharded parameters, and it gets the very gradients that the ranks have averaged. Any difference after `NUM_STEPS`
+is therefore caused by sharding the optimizer, and by nothing else.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class OptimizerRow:
     """A line of the table.
 
     Attributes:
-        name: of the class; with its module where it is not torch's.
-        kind: what it may be given, or why it is refused.
+        name: name of the class, with its module unless that is `torch.optim`.
+        kind: which tensors the class may be given, or why it is refused.
         differences: for each stage the largest absolute difference of any weight from the unsharded twin's, over
-            `WORLD_SIZES`; {} where it is refused.
+            `WORLD_SIZES`; {} if the class is refused.
     """
 
     name: str
@@ -53,10 +53,10 @@ def torch_optimizers() -> list[type[Optimizer]]:
 
 
 def load_class(spec: str) -> type[Optimizer]:
-    """The class that ``module:Class`` names; modules in the current folder are found too.
+    """Import the class that ``module:Class`` names; modules in the current folder are found too.
 
     Raises:
-        UserError: the name has another form, or leads to no optimizer class.
+        UserError: the name has another form, or there is no such optimizer class.
     """
     module_name, colon, class_name = spec.partition(":")
     if not (module_name and colon and class_name):
@@ -83,7 +83,7 @@ def measure(optimizer_cls: type[Optimizer]) -> OptimizerRow:
     try:
         kind = classify(optimizer_cls)
         cast("Any", optimizer_cls)([nn.Parameter(torch.zeros((2,) * max(kind.ndims, default=2)))])
-    except Exception as error:  # noqa: BLE001 -- so may a class
+    except Exception as error:  # noqa: BLE001 -- a class's code may raise anything
         reason = f"it cannot be built without settings: {type(error).__name__}: {error}"
         return OptimizerRow(name, OptimizerKind(Scope.UNUSABLE, reason))
     if kind.refused:
@@ -102,7 +102,7 @@ def measure(optimizer_cls: type[Optimizer]) -> OptimizerRow:
 
 
 def table(rows: Iterable[OptimizerRow]) -> str:
-    """Plain text: a line for each class, with ``exact`` where the difference is 0.0, or the reason of its refusal."""
+    """A table as plain text: a line for each class, with its differences (``exact`` for 0.0) or why it is refused."""
     lines = [["optimizer", "kind", "layout", *(f"stage {stage}" for stage in STAGES)]]
     for row in rows:
         if row.kind.refused:
@@ -124,7 +124,7 @@ def table(rows: Iterable[OptimizerRow]) -> str:
 
 
 class _Model(nn.Module):
-    """Matrices, vectors and a number, of sizes that no world size divides."""
+    """A model of matrices, vectors and a scalar; no size is a multiple of one of `WORLD_SIZES`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ def _difference(
 def _share_out(
     model: nn.Module, optimizer_cls: type[Optimizer], kind: OptimizerKind
 ) -> list[tuple[type[Optimizer], list[nn.Parameter]]]:
-    """The class and AdamW for what it does not take, each with its parameters."""
+    """The class with the parameters that it takes, and AdamW with the rest."""
     taken = [param for param in model.parameters() if param.dim() in kind.ndims]
     rest = [param for param in model.parameters() if param.dim() not in kind.ndims]
     pairs: list[tuple[type[Optimizer], list[nn.Parameter]]] = [(torch.optim.AdamW, rest), (optimizer_cls, taken)]
@@ -187,7 +187,7 @@ def _current_folder_first() -> Generator[None]:
 
 @contextmanager
 def _one_thread() -> Generator[None]:
-    """Ranks are threads, and a kernel's own threads would wait for theirs."""
+    """Limit torch to one thread: ranks are threads, and the threads of torch's kernels would compete with them."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

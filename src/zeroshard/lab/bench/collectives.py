@@ -1,9 +1,10 @@
-"""Time of each communicator's collectives beside a memory copy and raw TCP.
+"""Time of each communicator's collectives, compared with a memory copy and raw TCP.
 
-A call is timed on every rank from a common barrier, and takes as long as its slowest rank. algbw and busbw are
-nccl-tests' (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md): bytes of the whole tensor over time,
-and that times 2 (W-1)/W for an all-reduce, (W-1)/W for the other two. ``copy`` copies the whole tensor once; ``tcp``
-sends (W-1)/W of it to the right neighbour and receives as much from the left, over plain sockets.
+Each rank times a call from a common barrier; the slowest rank's time counts. algbw and busbw are those of nccl-tests
+(https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md): algbw is the bytes of the unsharded tensor over
+time; busbw is algbw times 2 (W-1)/W for an all-reduce, and times (W-1)/W for the other two. ``copy`` copies the
+unsharded tensor once; ``tcp`` sends (W-1)/W of it to the right neighbour and receives as much from the left, over plain
+sockets.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from zeroshard.lab.bench.report import Chart, Column, Report, Row, Spread, giga,
 
 OPS = ("reduce_scatter", "all_gather", "all_reduce")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-SMALL_BYTES = 1 << 20  # up to here a round takes the median of several calls
+SMALL_BYTES = 1 << 20  # up to this size a round takes the median of several calls
 YARDSTICKS = ("copy", "tcp")
 
 
@@ -38,7 +39,16 @@ def run(
     num_rounds: int,
     device: str,
 ) -> Report:
-    """Measure; ``sizes`` by name, in bytes of the whole tensor; the others are held against ``comms[0]``."""
+    """Measure all combinations; speed-ups are relative to ``comms[0]``.
+
+    Args:
+        worlds: numbers of ranks, as processes of this machine.
+        sizes: bytes of the unsharded tensor, by the name that the table shows.
+        dtypes: keys of `DTYPES`.
+        comms: communicators by name.
+        num_rounds: rounds.
+        device: ``cpu`` or ``cuda``.
+    """
     rows: list[Row] = []
     for world in worlds:
         seen = on_ranks(_measure, world, sizes, list(dtypes), list(comms), num_rounds, device=device)
@@ -73,12 +83,12 @@ def run(
 
 
 def bus_factor(op: str, world: int) -> float:
-    """busbw over algbw."""
+    """The factor from algbw to busbw; 0 for an operation that has no busbw."""
     return {"all_reduce": 2.0, "reduce_scatter": 1.0, "all_gather": 1.0, "tcp": 1.0}.get(op, 0.0) * (world - 1) / world
 
 
 def rows_of(found: dict[str, Any], world: int, num_bytes: int, base: str) -> list[Row]:
-    """A row for each contestant of one size and dtype; speed-ups over ``base``'s same operation round by round."""
+    """A row for each contestant of one size and dtype; speed-ups over ``base`` are medians of the rounds' ratios."""
     rounds: dict[str, list[float]] = found["rounds_s"]
     rows = []
     for name, times in rounds.items():
@@ -127,8 +137,9 @@ def _measure(
 def contestants(
     comms: dict[str, Any], tcp: _Tcp | None, world: int, num_bytes: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Callable[[], object]]:
-    """What a round visits, by name, each called once already; whole tensors lie where a communicator reaches them best,
-    as the engine's do.
+    """The calls that a round times, by name; each has been called once already.
+
+    Each communicator allocates its own unsharded tensor (`empty_for`), as the engine lets it do.
     """
     numel = num_bytes // dtype.itemsize // world * world
     wholes = {name: empty_for(comm, numel, dtype, device).fill_(1) for name, comm in comms.items()}
@@ -167,7 +178,7 @@ def _timer(call: Callable[[], object], num_calls: int, device: torch.device) -> 
 
 
 class _Tcp:
-    """Plain sockets around the ring."""
+    """Plain TCP sockets to both neighbours in a ring of ranks; the constructor is a collective."""
 
     def __init__(self, rank: int, world: int) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:

@@ -1,4 +1,4 @@
-"""The verb `zeroshard bench`: which bench, with which settings; what it found goes to the terminal and into files."""
+"""The verb `zeroshard bench`: checks the settings, runs one bench, and prints, writes and plots its report."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from zeroshard.train.config.sizes import parse_size
 
 
 def run_bench(settings: Any, json_path: str = "", plot_path: str = "") -> int:
-    """Measure what ``settings`` ask for, print it, write it; returns the exit status.
+    """Run the bench of ``settings``, print its report and write the files; returns the exit status.
 
     Args:
-        settings: one of `zeroshard.lab.bench.settings.BENCHES`.
-        json_path: where all that was measured goes, with the environment; empty: nowhere.
-        plot_path: of a PNG; empty: none.
+        settings: an instance of one of the classes in `zeroshard.lab.bench.settings.BENCHES`.
+        json_path: the JSON file for all measurements and the environment; empty: none is written.
+        plot_path: the PNG file for the figure; empty: none is drawn.
 
     Raises:
-        UserError: a setting cannot be had.
+        UserError: a setting is invalid or not available on this machine, or a file cannot be written.
     """
     for path in (json_path, plot_path, getattr(settings, "out", "")):
         _require_writable(path)
@@ -50,7 +50,7 @@ def _memory(settings: MemoryBench) -> Report:
     from zeroshard.zero import STAGES
 
     for name in settings.models:
-        model_config(name)  # which names the nearest one
+        model_config(name)  # its error suggests the nearest preset
     unknown = [stage for stage in settings.stages if stage not in STAGES]
     if unknown:
         raise UserError("stages", f"there is no stage {unknown[0]}", f"choose of {', '.join(map(str, STAGES))}")
@@ -142,7 +142,7 @@ _BENCHES: dict[type, Any] = {
 
 
 def _device(wanted: str) -> str:
-    """``cpu`` or ``cuda``."""
+    """Resolve ``auto`` to ``cpu`` or ``cuda``; raises UserError if CUDA is asked for and not available."""
     if wanted == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if wanted == "cuda" and not torch.cuda.is_available():
@@ -157,7 +157,7 @@ def _check_ranks(world: int, device: str) -> None:
 
 
 def _require_writable(path: str) -> None:
-    """Raise UserError where a file cannot be written: before minutes of measuring."""
+    """Raise UserError if the file cannot be written: checked before minutes of measuring. Empty: no file, no check."""
     if not path:
         return
     try:

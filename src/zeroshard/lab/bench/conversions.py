@@ -1,12 +1,13 @@
-"""What `bench device` measures of quantising: seconds of a call and of an element, by block format and direction.
+"""The quantisation cases of `bench device`: seconds per call and per element, by wire format and direction.
 
     quantise, to the nearest    fp32 numbers to codes, as weights are sent
-    quantise, stochastically    likewise with noise, as gradients are
+    quantise, stochastically    the same with random rounding, as gradients are sent
     dequantise                  codes to fp32 numbers
     sum                         received pieces added to a rank's own in fp32
-    fingerprint                 on a CPU, of a shard of weights that outlive a step, by which writes are noticed
+    fingerprint                 on a CPU, a hash of a shard of weights that outlive a step: it shows writes to them
 
-By whoever quantises on that device: PyTorch on a CPU, kernels of Triton on a GPU. Blocks have `BLOCK` elements.
+The implementation is the one that the engine uses on that device: PyTorch on a CPU, Triton kernels on a GPU. Blocks
+have the default size, `zeroshard.wire_formats.BLOCK`.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from zeroshard.lab.predict.conversions import CONVERSIONS, FINGERPRINT, Conversi
 from zeroshard.wire_formats import FORMATS, BlockFormat, rounding_key
 from zeroshard.zero.buffers.differences import fingerprint
 
-SIZES = {"cpu": (1 << 14, 1 << 20), "cuda": (1 << 18, 1 << 26)}  # elements: of a small buffer, and of a unit's
+SIZES = {"cpu": (1 << 14, 1 << 20), "cuda": (1 << 18, 1 << 26)}  # elements of a small buffer, and of a unit's buffer
 NUM_RECEIVED = 2  # pieces that are added to a rank's own
-POOL = 1 << 23  # elements of all buffers that take turns: what comes next is in no cache, as in a step
+POOL = 1 << 23  # elements of all buffers that take turns, so that the next one is in no cache, as in a training step
 Buffers = tuple[Tensor, Tensor, Tensor]
-"""Values, packed rows and where they become values again, of one call."""
+"""The tensors of one call: values, packed rows, and the output of dequantising."""
 
 
 def cases(device: torch.device) -> Iterator[tuple[str, int, Callable[[], object]]]:
-    """Name (``wire``, what `Device.conversions` has, a size), elements that are converted, and a call."""
+    """Yield (name, number of converted elements, call); a name is ``wire``, a key of `Device.conversions`, a size."""
     largest = max(POOL, *SIZES[device.type])
     whole, back = torch.randn(largest, device=device), torch.empty(largest, device=device)
     for numel in SIZES[device.type]:
@@ -46,7 +47,7 @@ def cases(device: torch.device) -> Iterator[tuple[str, int, Callable[[], object]
 
 
 def _pool(form: BlockFormat, numel: int, whole: Tensor, back: Tensor) -> list[Buffers]:
-    """Buffers of several calls, parts of ``whole`` and ``back``; packed rows are filled."""
+    """Cut ``whole`` and ``back`` into the buffers of several calls, and fill their packed rows."""
     pool = []
     for values, place in zip(whole.split(numel), back.split(numel), strict=True):
         rows = torch.empty(1 + NUM_RECEIVED, form.num_bytes(len(values)), dtype=torch.uint8, device=values.device)
@@ -71,12 +72,12 @@ def _call(form: BlockFormat, kind: Conversion, pool: Sequence[Buffers]) -> Calla
 def conversions_of(
     middle: Mapping[str, float], amounts: Mapping[str, Any], fitted: Callable[..., tuple[float, float]]
 ) -> dict[str, tuple[float, float]]:
-    """Seconds of a call and of an element, by what `zeroshard.lab.predict.conversions` calls them.
+    """Seconds per call and per element, by the names of `zeroshard.lab.predict.conversions`.
 
     Args:
-        middle: median seconds by the names of `cases`, among others.
-        amounts: elements likewise.
-        fitted: the constant and the rate of sizes and seconds.
+        middle: median seconds by case name; cases other than those of `cases` are ignored.
+        amounts: converted elements by case name.
+        fitted: fits (constant, rate) to sizes and seconds, as `zeroshard.lab.bench.device.fitted`.
     """
     found: dict[str, list[str]] = {}
     for name in middle:

@@ -1,22 +1,22 @@
-"""What this machine can do: the calibration that the planner reads instead of a data sheet.
+"""Calibration of this machine (`zeroshard bench device`): the planner reads it instead of a data sheet.
 
-All ranks measure at the same time, because ranks of one machine share its cores and its memory: what one of four ranks
-reaches on two cores is what a step of it will have.
+All ranks measure at the same time, because ranks of one machine share its cores and its memory. If four ranks share two
+cores, the rate that one of them reaches here is the rate that it will reach in a training step.
 
-    matmul      FLOP/s of products as large as a model's, by dtype, forward and both of backward
-    attention   FLOP/s of fused causal attention, forward and backward, as a share of that
-    memory      bytes/s of a copy, reads and writes; and of an operation that makes its output anew, as a share of that
-    gelu        on a CPU, the GELU by tanh, forward and backward: no other operation takes as long for its bytes
-    wire        seconds of a call and of an element, of quantising what travels: `zeroshard.lab.bench.conversions`
-    kernel      the least time of an operation: of a small module's, forward and backward, Python and autograd included
-    hook        on a CPU, the same with an engine, by parameter: what it takes longer are the engine's hooks
-    step        on a CPU, a step of a small model without collectives: how much longer than its operations alone
+    matmul      FLOP/s of matrix products as large as a model's, by dtype: the forward product and both of backward
+    attention   FLOP/s of fused causal attention, forward and backward, as a share of the matmul rate
+    memory      bytes/s of a copy, reads and writes; and those of an operation that allocates its output, as a share
+    gelu        on a CPU, tanh GELU, forward and backward: no other operation takes as long for its bytes
+    wire        quantising for the wire, seconds per call and per element: `zeroshard.lab.bench.conversions`
+    kernel      the least time of an operation: from a tiny module, forward and backward, Python and autograd included
+    hook        on a CPU, the same module with an engine, per parameter: the extra time is that of the engine's hooks
+    step        on a CPU, a step of a small model without collectives, over the sum of its operations' times alone
     link        seconds of a collective: a constant and bytes over a rate, fitted by least squares to medians over sizes
-    beside      the seconds by which a collective slows the computation that it runs beside, fitted likewise: on a CPU
-                the same cores do both, and a rank that waits for its turn on a core has the others wait
+    beside      seconds by which a collective slows the computation that overlaps with it, fitted likewise: on a CPU the
+                same cores do both, and a rank that waits for its turn on a core makes the other ranks wait
 
-Times are those of the slowest rank, because a step waits for it; rates are medians over rounds; the file has every
-spread.
+Times are those of the slowest rank, because a step waits for it. Rates are medians over rounds; the file also has each
+round's time and the quartiles.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from zeroshard.lab.bench.report import Chart, Column, Report, Row, Spread, envir
 from zeroshard.lab.predict.hardware import Calibration, Device, Link, write_calibration
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
-WARM_S = 0.1  # how long a timing lasts at least, in calls
+WARM_S = 0.1  # each timing repeats its call for about this long (at most 2000 calls)
 
 
 def run(world: int, comms: Sequence[str], num_rounds: int, device: str, num_threads: int) -> tuple[Report, Calibration]:
-    """Measure, on ``world`` ranks at once; the calibration has the first of ``comms`` as its link."""
+    """Measure on ``world`` ranks at once; the calibration's link is that of the first of ``comms``."""
     found = on_ranks(measure, world, list(comms), num_rounds, device=device, num_threads=num_threads)
     return told(found, world, comms, device, num_threads)
 
@@ -55,7 +55,7 @@ def run(world: int, comms: Sequence[str], num_rounds: int, device: str, num_thre
 def told(
     found: Mapping[str, Any], world: int, comms: Sequence[str], device: str, num_threads: int
 ) -> tuple[Report, Calibration]:
-    """What `measure` found, as `run` gives it."""
+    """Build the report and the calibration, as `run` returns them, from the measurements of `measure`."""
     rows = _rows(found, world)
     calibration = calibration_of(found, world, comms[0] if comms else "", device, num_threads)
     columns = [
@@ -70,7 +70,7 @@ def told(
 
 
 def write(report: Report, calibration: Calibration, path: Path) -> None:
-    """The file that ``zeroshard plan`` and ``--plan.device`` read, with all that was seen."""
+    """Write the file that ``zeroshard plan`` and ``--plan.device`` read; it has all measurements too."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_calibration(path, calibration, environment=environment(), **report.facts, rows=report.rows)
 
@@ -79,7 +79,10 @@ def write(report: Report, calibration: Calibration, path: Path) -> None:
 
 
 def _timer(call: Callable[[], object], device: torch.device) -> Callable[[], float]:
-    """Seconds a call, of as many as take `WARM_S`; how many is settled here, alike on every rank."""
+    """A function that measures seconds per call, repeating the call for about `WARM_S`.
+
+    The number of repetitions is fixed here, and is the same on every rank.
+    """
     call()
     synchronise(device)
     start = time.perf_counter()
@@ -106,7 +109,7 @@ def _collective(comm: Communicator, op: str, num_bytes: int, device: torch.devic
 
 
 SIZES = {"256KiB": 1 << 18, "2MiB": 1 << 21, "16MiB": 1 << 24}
-NUM_BESIDE = 4  # collectives that run beside computation at once
+NUM_BESIDE = 4  # collectives in flight at once while computation overlaps with them
 
 
 def measure(
@@ -116,7 +119,10 @@ def measure(
     num_rounds: int,
     others: Mapping[str, Callable[[], float]] | None = None,
 ) -> dict[str, Any]:
-    """Seconds of each case by round, of the slowest rank; ``others`` take their turns among them and are told apart."""
+    """Seconds of each case by round, of the slowest rank, with the amounts that turn them into rates.
+
+    The timers in ``others`` take their turns in the same rounds; their seconds are returned apart, under ``others``.
+    """
     order = random.Random(0)  # the same on every rank
     amounts: dict[str, float] = {}
     calls: dict[str, Callable[[], float]] = {}
@@ -149,7 +155,7 @@ def measure(
                     amounts[f"{name} {op} {size} beside"] = num_bytes
                     calls[f"{name} {op} {size} beside"] = _slowing(comm, op, num_bytes, device)
     gc.collect()
-    gc.freeze()  # as the trainer does: what lives from here on is not searched for garbage again and again
+    gc.freeze()  # as the trainer does: the collector ignores the objects that live already
     seconds = interleaved({**calls, **(others or {})}, num_rounds, order)
     gc.unfreeze()
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
@@ -160,12 +166,15 @@ def measure(
 
 
 def _served(comm: Communicator) -> tuple[str, ...]:
-    """`OPS`, of which a communicator of somebody's own may lack the exchange: only wire formats need it."""
+    """The operations of `OPS` that ``comm`` has: a user's own may lack ``all_to_all``, which only wire formats need."""
     return tuple(op for op in OPS if hasattr(comm, op))
 
 
 def _slowing(comm: Communicator, op: str, num_bytes: int, device: torch.device) -> Callable[[], float]:
-    """Seconds by which each of a few collectives slows computation that is longer than all of them."""
+    """A function that measures by how many seconds a collective slows the computation that overlaps with it.
+
+    `NUM_BESIDE` collectives run at once, and the computation lasts longer than all of them.
+    """
     m, k, n = operation_cases.products(device, torch.float32)[0]
     _, product = operation_cases.matmul(m, k, n, torch.float32, device)
     issues = [_issue(comm, op, num_bytes, device) for _ in range(NUM_BESIDE)]
@@ -189,7 +198,7 @@ def _slowing(comm: Communicator, op: str, num_bytes: int, device: torch.device) 
 
 
 def _issue(comm: Communicator, op: str, num_bytes: int, device: torch.device) -> Callable[[], Work]:
-    """A collective, in place as the engine's are; an exchange has a place of its own for what comes."""
+    """A function that issues a collective in place, as the engine does; ``all_to_all`` has a separate output."""
     numel = max(num_bytes // 4 // comm.world_size, 1) * comm.world_size
     whole = torch.zeros(numel, device=device)
     there = torch.empty_like(whole) if op == "all_to_all" else whole
@@ -203,14 +212,14 @@ def _issue(comm: Communicator, op: str, num_bytes: int, device: torch.device) ->
     return calls[op]
 
 
-# -- what it comes to -------------------------------------------------------------------------------------------
+# -- from times to a calibration --------------------------------------------------------------------------------
 
 
 def fitted(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """The constant and the seconds a byte of ``seconds = constant + bytes * rate``; neither is negative.
+    """Fit ``seconds = constant + bytes * rate``; returns the constant and the rate (seconds per byte), both >= 0.
 
-    Least squares of relative errors, so that small sizes count as much as large ones; times below a fiftieth of the
-    longest are all noise, and count as if they were that.
+    Least squares of relative errors, so that small sizes count as much as large ones. Times below a fiftieth of the
+    longest are noise: their errors are taken relative to that fiftieth.
     """
     least = max(seconds) / 50
     if least <= 0:
@@ -225,7 +234,7 @@ def fitted(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, flo
 
 
 def calibration_of(found: Mapping[str, Any], world: int, comm: str, device_type: str, num_threads: int) -> Calibration:
-    """What `zeroshard.lab.predict.hardware` keeps of the measurements."""
+    """The `Calibration` of `zeroshard.lab.predict.hardware` that the measurements ``found`` by `measure` give."""
     middle = {name: statistics.median(times) for name, times in found["seconds"].items()}
     amounts = found["amounts"]
 
@@ -264,7 +273,7 @@ def calibration_of(found: Mapping[str, Any], world: int, comm: str, device_type:
 
 
 def _link_of(middle: Mapping[str, float], world: int, comm: str, device: Device) -> Link:
-    """The link that collectives of ``comm`` among ``world`` ranks show; ``middle``: median seconds by measurement."""
+    """The link as measured by collectives of ``comm`` among ``world`` ranks; ``middle``: median seconds by case."""
     collectives: dict[str, tuple[float, float]] = {}
     beside: dict[str, tuple[float, float]] = {}
     sizes = list(SIZES.values())
@@ -273,7 +282,7 @@ def _link_of(middle: Mapping[str, float], world: int, comm: str, device: Device)
             continue
         collectives[op] = fitted(sizes, [middle[f"{comm} {op} {size}"] for size in SIZES])
         if device.device_type == "cpu":
-            # Where computation hid it all, the difference of two times may come out below 0.
+            # If computation hides the collective completely, the difference of two times may come out below 0.
             beside[op] = fitted(sizes, [max(middle[f"{comm} {op} {size} beside"], 0.0) for size in SIZES])
     constant, s_per_byte = collectives["all_gather"]
     return Link(

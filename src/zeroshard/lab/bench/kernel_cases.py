@@ -1,4 +1,4 @@
-"""What `zeroshard bench kernels` measures: operations at sizes of real models, and the bytes that each must move."""
+"""The cases of `zeroshard bench kernels`: operations at sizes of real models, and the bytes that each must move."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ class Case:
     """One operation at one size.
 
     Attributes:
-        bytes: that must move through memory, by mode (``forward``, ``backward``, ``both``); a mode that is not there
-            is not measured.
+        operation, shape, dtype: labels of the case in the report.
+        bytes: bytes that must move through memory, by mode (``forward``, ``backward``, ``both``); only these modes are
+            measured.
         inputs: makes fresh tensors on `DEVICE`, of ``shape`` and ``dtype``.
         call: (kernels, *inputs) -> outputs; ``kernels`` as in `zeroshard.kernels.choose`, or a name of ``contestants``.
         wanted: indices of the inputs that get a gradient.
-        contestants: names, the first of which the others are held against.
+        contestants: names; the others are compared with the first.
     """
 
     operation: str
@@ -49,7 +50,7 @@ def normal(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def norm_cases(name: str, dtype: str) -> Iterator[Case]:
-    """Norms of rows, with their residual and without."""
+    """Layer norm or RMS norm of rows, each with a fused residual addition and without."""
     kind, size = DTYPES[dtype], DTYPES[dtype].itemsize
     rows, widths = (16384, (768, 1600, 4096, 8192)) if ON_GPU else (24, (64,))
     for width in widths:
@@ -65,8 +66,8 @@ def norm_cases(name: str, dtype: str) -> Iterator[Case]:
                     return kernels.layer_norm(x, weight, bias, residual=residual, kernels=who)
                 return kernels.rms_norm(x, weight, residual=residual, kernels=who)
 
-            # Forward reads x (and the residual) and writes y (and the sum). Backward reads two and writes one, and
-            # with a residual reads the sum's own gradient too.
+            # Forward reads x (and the residual) and writes y (and the sum). Backward reads two tensors and writes one;
+            # with a residual it also reads the gradient of the sum.
             moved = {"forward": (4 if fused else 2) * n * size, "backward": (4 if fused else 3) * n * size}
             wanted = (0, 1, 3) if fused else (0, 1)
             wanted = (*wanted, 2) if name == "layer_norm" else wanted
@@ -75,7 +76,7 @@ def norm_cases(name: str, dtype: str) -> Iterator[Case]:
 
 
 def rope_cases(dtype: str) -> Iterator[Case]:
-    """Rotary positions of queries and keys, in place."""
+    """Rotary position embedding (RoPE) of queries and keys, in place."""
     kind, size = DTYPES[dtype], DTYPES[dtype].itemsize
     shapes = ((8, 12, 12, 1024, 64), (4, 32, 8, 4096, 128)) if ON_GPU else ((1, 2, 1, 4, 8),)
     for B, H, K, T, D in shapes:
@@ -86,7 +87,7 @@ def rope_cases(dtype: str) -> Iterator[Case]:
             return [*(x.transpose(1, 2) for x in qk), angles.cos(), angles.sin()]
 
         def call(who: Choice, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-            # A view is no leaf: what a model turns in place is a projection's output.
+            # A view is not a leaf tensor, so it may change in place, as a projection's output in a model may.
             return kernels.rope(q.view_as(q), k.view_as(k), cos, sin, inplace=True, kernels=who)
 
         moved = 2 * B * (H + K) * T * D * size
@@ -95,7 +96,7 @@ def rope_cases(dtype: str) -> Iterator[Case]:
 
 
 def gated_cases(name: str, dtype: str) -> Iterator[Case]:
-    """Gated activations."""
+    """SwiGLU or GeGLU."""
     kind, size = DTYPES[dtype], DTYPES[dtype].itemsize
     for rows, width in ((16384, 2048), (8192, 11008), (8192, 14336)) if ON_GPU else ((8, 32),):
 
@@ -111,7 +112,7 @@ def gated_cases(name: str, dtype: str) -> Iterator[Case]:
 
 
 def cross_entropy_cases(dtype: str) -> Iterator[Case]:
-    """The loss of logits, which become their own gradient."""
+    """Cross entropy of logits; the gradient overwrites the logits."""
     kind, size = DTYPES[dtype], DTYPES[dtype].itemsize
     for rows, vocab in ((8192, 50257), (8192, 50304), (4096, 128256)) if ON_GPU else ((4, 97),):
 
@@ -119,7 +120,7 @@ def cross_entropy_cases(dtype: str) -> Iterator[Case]:
             return [normal(rows, vocab, dtype=kind), torch.randint(vocab, (rows,), device=DEVICE)]
 
         def call(who: Choice, logits: Tensor, targets: Tensor) -> Any:
-            logits = logits.view_as(logits)  # no leaf, as a projection's output is none
+            logits = logits.view_as(logits)  # not a leaf tensor, as a projection's output is not
             return kernels.cross_entropy(logits, targets, inplace=True, check_targets=False, kernels=who)
 
         moved = {"both": 2 * rows * vocab * size}  # read once, and the gradient written in its place
@@ -127,7 +128,7 @@ def cross_entropy_cases(dtype: str) -> Iterator[Case]:
 
 
 def linear_cross_entropy_cases(dtype: str) -> Iterator[Case]:
-    """The projection to the vocabulary and its loss."""
+    """The projection to the vocabulary fused with its cross entropy."""
     kind, size = DTYPES[dtype], DTYPES[dtype].itemsize
     shapes = ((16384, 768, 50304), (8192, 2048, 128256)) if ON_GPU else ((8, 16, 97),)
     for rows, width, vocab in shapes:
@@ -139,12 +140,12 @@ def linear_cross_entropy_cases(dtype: str) -> Iterator[Case]:
         def call(who: Choice, hidden: Tensor, weight: Tensor, targets: Tensor) -> Any:
             return kernels.linear_cross_entropy(hidden, weight, targets, check_targets=False, kernels=who)
 
-        moved = {"both": 2 * (rows + vocab) * width * size}  # it is bound by its products: a share of copy says little
+        moved = {"both": 2 * (rows + vocab) * width * size}  # matmuls are the bottleneck: "of copy" says little here
         yield Case("linear_cross_entropy", f"{rows} x {width} x {vocab}", dtype, moved, inputs, call, (0, 1))
 
 
 def sum_of_squares_cases(dtype: str) -> Iterator[Case]:
-    """For the norm of the gradients."""
+    """The sum of squares of a flat tensor, for the norm of the gradients."""
     numel = 124_000_000 if ON_GPU else 5000
 
     def call(who: Choice, flat: Tensor) -> Any:
@@ -158,7 +159,7 @@ def sum_of_squares_cases(dtype: str) -> Iterator[Case]:
 
 
 def block_format_cases(dtype: str) -> Iterator[Case]:
-    """What travels: int8 there and back, rounded stochastically as gradients are."""
+    """Quantising to int8 with stochastic rounding, as gradients are sent, and dequantising."""
     numel, form = (124_000_000 if ON_GPU else 5000), BlockFormat("int8")
     key = rounding_key(0, 0, "blocks.0", 0)
 
@@ -176,7 +177,7 @@ def block_format_cases(dtype: str) -> Iterator[Case]:
 
 
 def adamw_cases(dtype: str) -> Iterator[Case]:
-    """fp32 states with clipping, in bf16 with a bf16 copy beside the masters."""
+    """AdamW on fp32 weights and states, with gradient clipping; for bfloat16 also a bf16 copy of the weights."""
     if dtype == "bfloat16" and not ON_GPU:
         return
     numels = (124_000_000, 774_000_000) if ON_GPU else (5000,)
@@ -190,7 +191,7 @@ def adamw_cases(dtype: str) -> Iterator[Case]:
             return [*made, made[0].bfloat16()] if copies else made
 
         def call(who: Choice, *tensors: Tensor, kept: dict[int, Any] = kept) -> Any:
-            """One step; ``kept``: what a contestant keeps from step to step, by its parameter's address."""
+            """One step; ``kept``: the objects that a contestant keeps between steps, by its parameter's address."""
             param, grad, m, v, scale, *copy = tensors
             if who == "triton":
                 pieces = kept.setdefault(param.data_ptr(), Pieces())
@@ -213,7 +214,7 @@ def adamw_cases(dtype: str) -> Iterator[Case]:
 
 
 def with_both(moved: dict[str, int]) -> dict[str, int]:
-    """Forward and backward together too."""
+    """Add the mode ``both``: forward and backward together."""
     return {**moved, "both": moved["forward"] + moved["backward"]}
 
 

@@ -1,10 +1,11 @@
-"""Our kernels beside eager PyTorch, torch.compile, torch's fused optimizer and Liger-Kernel (where installed).
+"""Our kernels compared with eager PyTorch, torch.compile, torch's fused optimizer and Liger-Kernel (if installed).
 
-Time is the device's alone: each call is captured in a CUDA graph, as often as it takes for its tensors to be 256 MiB,
-every time on other tensors, so that nothing is found in L2 that a training step would not find there. What cannot be
-captured (it waits for the device) is timed as launched and marked ``*``. Rounds visit the contestants in a shuffled
-order; figures are medians. Bytes are those that must move, whoever moves more; ``of copy`` is their rate as a share of
-a large copy's in the same run. Backward alone is a second graph over a forward pass that was run before.
+Only time on the device counts: calls are captured in a CUDA graph. The graph repeats the call on different tensors
+until they add up to 256 MiB, so that L2 has nothing that it would not have in a training step. A call that cannot be
+captured, because it waits for the device, is timed as launched and marked ``*``. Rounds visit the contestants in a
+shuffled order; results are medians. Bytes are the fewest that the operation must move, even if an implementation moves
+more; ``of copy`` is their rate as a share of a large copy's rate in the same run. Backward alone is a graph of its own,
+over a forward pass that was run before.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch import Tensor
 from zeroshard.lab.bench.kernel_cases import CASES, DEVICE, ON_GPU, Case
 from zeroshard.lab.bench.report import Chart, Column, Report, environment, spread_of
 
-STREAM = torch.cuda.Stream() if ON_GPU else None  # a graph's backward runs on the stream that its forward ran on
+STREAM = torch.cuda.Stream() if ON_GPU else None  # of capture: a graph's backward runs on its forward's stream
 FOOTPRINT_BYTES = 2**28 if ON_GPU else 1
 COPY_BYTES = 2**30 if ON_GPU else 2**20
 MODES = ("forward", "backward", "both")
@@ -34,7 +35,7 @@ MODES = ("forward", "backward", "both")
 
 @dataclass
 class Row:
-    """What was measured of one contestant in one mode of one case; ``captured``: in a CUDA graph."""
+    """The measurements of one contestant in one mode of one case; ``captured``: whether a CUDA graph was timed."""
 
     operation: str
     shape: str
@@ -54,12 +55,12 @@ class Row:
 
 
 def outputs_of(result: Any) -> list[Tensor]:
-    """The tensors that a call gave."""
+    """The tensors that a call returned, as a list."""
     return [result] if isinstance(result, Tensor) else list(result or ())
 
 
 def prepare(case: Case, contestant: str, mode: str, sets: list[list[Tensor]]) -> list[Callable[[], object]]:
-    """One function without arguments for each set of tensors."""
+    """Make a function without arguments for each set of input tensors, which runs ``mode`` on them."""
     who = {"eager": "reference", "compile": "reference"}.get(contestant, contestant)
 
     def eager(*tensors: Tensor) -> Any:
@@ -85,7 +86,7 @@ def prepare(case: Case, contestant: str, mode: str, sets: list[list[Tensor]]) ->
 
 
 def timer(functions: list[Callable[[], object]], min_s: float) -> tuple[Callable[[], float], bool]:
-    """A function that measures seconds a call, and whether the calls could be captured."""
+    """A function that measures seconds per call, and whether the calls could be captured in a CUDA graph."""
 
     def run() -> None:
         for function in functions:
@@ -108,7 +109,7 @@ def timer(functions: list[Callable[[], object]], min_s: float) -> tuple[Callable
         with torch.cuda.graph(graph, stream=STREAM):
             run()
         go = graph.replay
-    except RuntimeError:  # it waits for the device in the middle
+    except RuntimeError:  # a call that waits for the device cannot be captured
         torch.cuda.synchronize()
         go, captured = run, False
 
@@ -129,7 +130,7 @@ def timer(functions: list[Callable[[], object]], min_s: float) -> tuple[Callable
 
 
 def copy_bytes_per_s() -> float:
-    """Bytes that a large copy reads and writes in a second."""
+    """Rate of a large copy: bytes read and written, per second."""
     source = torch.empty(COPY_BYTES // 2, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     measure, _ = timer([lambda: target.copy_(source)], 0.02)
@@ -137,7 +138,7 @@ def copy_bytes_per_s() -> float:
 
 
 def peak_bytes(function: Callable[[], object]) -> int | None:
-    """What a call takes beyond what is there; None without a GPU."""
+    """Peak memory of a call beyond what was allocated before it, in bytes; None without a GPU."""
     if not ON_GPU:
         return None
     torch.cuda.synchronize()
@@ -149,15 +150,15 @@ def peak_bytes(function: Callable[[], object]) -> int | None:
 
 
 def measure_case(case: Case, num_rounds: int, copy_rate: float, order: random.Random) -> list[Row]:
-    """Every mode of every contestant that is here, in interleaved rounds."""
+    """Measure each mode of ``case`` with each contestant that is available here, in interleaved rounds."""
     names = [n for n in case.contestants if n != "liger" or (ON_GPU and find_spec("liger_kernel"))]
-    names = [n for n in names if n != "compile" or ON_GPU]  # on the CPU it takes minutes to tell nothing
+    names = [n for n in names if n != "compile" or ON_GPU]  # on the CPU it takes minutes and shows nothing
     rows = []
     for mode in (mode for mode in MODES if mode in case.bytes):
         num_sets = max(1, -(-FOOTPRINT_BYTES // case.bytes[mode]))
         measures, peaks, captured = {}, {}, {}
         for name in names:
-            # Each has tensors of its own: some write over what they were given.
+            # Each contestant has its own tensors, because some overwrite their inputs.
             functions = prepare(case, name, mode, [case.inputs() for _ in range(num_sets)])
             functions[0]()
             peaks[name] = peak_bytes(functions[0])
@@ -198,16 +199,17 @@ def measure_case(case: Case, num_rounds: int, copy_rate: float, order: random.Ra
 def run(
     operations: Sequence[str], dtypes: Sequence[str], num_rounds: int, *, seen: Callable[[Row], None] = lambda row: None
 ) -> Report:
-    """Measure; ``seen`` is told each row as it comes.
+    """Measure the operations in each dtype.
 
     Args:
         operations: keys of `kernel_cases.CASES`.
         dtypes: keys of `kernel_cases.DTYPES`.
-        num_rounds: 0: 7 on a GPU, else 1.
+        num_rounds: rounds; 0: 7 on a GPU, else 1.
+        seen: is called with each row once its case is measured.
     """
     torch.manual_seed(0)
     compiling: Any = torch._functorch.config
-    # A compiled backward is to run again and again.
+    # The compiled backward runs many times, so it may not donate its saved buffers.
     with compiling.patch(donated_buffer=False), torch.cuda.stream(STREAM) if STREAM else nullcontext():
         return _measured(operations, dtypes, num_rounds or (7 if ON_GPU else 1), seen)
 

@@ -1,9 +1,9 @@
-"""Bytes on a rank at three points, component by component, beside the formula of `zeroshard.lab.predict.memory`.
+"""Bytes on a rank at three points, component by component, compared with the formula of `zeroshard.lab.predict.memory`.
 
-The real engine is built for a rank of a world of any size, alone (`zeroshard.comm.NullCommunicator`), and takes two
-steps. Measured is what its storages hold (`zeroshard.profiling.memory`), predicted what the formula says from shapes
-alone: equal to the byte, or the line is marked. The peak is the second step's: on the CPU every operation is looked at,
-on CUDA the allocator says.
+One process builds the real engine for one rank of a world of any size (`zeroshard.comm.NullCommunicator`), and takes
+two steps. The measured bytes are those of the engine's storages (`zeroshard.profiling.memory`); the predicted bytes
+follow from shapes alone. If the two are not equal to the byte, the line is marked. The peak is that of the second step:
+on the CPU the bench follows every operation, on CUDA it asks the allocator.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def run(
     """Measure each model at each stage.
 
     Args:
-        models: presets.
-        stages: of the table.
-        world: ranks that there would be.
-        dtype: key of `DTYPES`; masters are fp32.
-        seq_len: tokens of a sequence, at most the model's.
-        micro_batch_size: sequences.
+        models: names of presets.
+        stages: ZeRO stages.
+        world: number of ranks of the simulated world.
+        dtype: compute dtype, a key of `DTYPES`; master weights are fp32.
+        seq_len: tokens in a sequence, capped at the model's.
+        micro_batch_size: sequences in a forward pass.
         device: ``cpu`` or ``cuda``.
-        rank: which of them is built.
+        rank: the rank that is built and measured.
     """
     rows: list[Row] = []
     drawn: list[Row] = []
@@ -77,7 +77,7 @@ def run(
 
 
 def _drawn(found: list[Row]) -> list[Row]:
-    """The bars of one model at one stage: its state after a step, and what comes on top of it at the peak."""
+    """The bars of one model at one stage: its state after a step, and the further categories at the peak."""
     after_step, peak = found[POINTS.index("after_step")], found[-1]
     parts = {category: after_step[category]["measured"] for category in STATE if category in after_step}
     parts |= {name: num_bytes for name, num_bytes in peak["by_category"].items() if name not in STATE}
@@ -88,7 +88,7 @@ def _drawn(found: list[Row]) -> list[Row]:
 def predicted_points(
     model: LanguageModel, stage: int, world: int, rank: int, dtype: torch.dtype, device_type: str
 ) -> dict[str, dict[str, int]]:
-    """Bytes by point and category, from shapes alone; ``model`` may be on the meta device."""
+    """Predicted bytes by point and category, from shapes alone; ``model`` may be on the meta device."""
     buffers = buffers_of(model, world, model.units)
     args = (buffers, STAGES[stage], rank, OPTIMIZER_STATES["AdamW"], precision_of(dtype))
     full = state_bytes(*args, device_type=device_type)
@@ -97,7 +97,7 @@ def predicted_points(
 
 
 def precision_of(dtype: torch.dtype) -> MixedPrecision | None:
-    """The policy that the trainer has for a compute dtype."""
+    """The mixed-precision policy that the trainer uses for a compute dtype; None for fp32."""
     return None if dtype == torch.float32 else MixedPrecision(param_dtype=dtype)
 
 
@@ -109,7 +109,7 @@ def measured_points(
     seq_len: int,
     micro_batch_size: int,
 ) -> tuple[dict[str, dict[str, int]], dict[str, int], int]:
-    """Bytes by point and category, the peak by category (empty on CUDA), and the peak."""
+    """Take two steps; returns bytes by point and category, the peak by category (empty on CUDA), and the peak."""
     device = next(model.parameters()).device
     zero = Zero(model, stage, units=model.units, comm=comm, precision=precision_of(dtype))
     optimizer = zero.optimizer(torch.optim.AdamW, lr=1e-4, fused=True)
@@ -178,7 +178,7 @@ def _rows(
 
 
 def _beside(value: Mapping[str, Any]) -> str:
-    """``12.3`` MiB; where it is not as predicted, with what was: ``12.3 (11.0)``."""
+    """Format the measured MiB: ``12.30``, or with the prediction if that differs: ``12.30 (11.00)``."""
     measured, predicted = value["measured"], value.get("predicted")
     text = f"{measured / MIB:.2f}"
     return text if predicted is None or predicted == measured else f"{text} ({predicted / MIB:.2f})"

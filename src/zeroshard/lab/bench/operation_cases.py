@@ -1,4 +1,4 @@
-"""What `zeroshard bench device` times of operations: each case an amount (FLOPs, bytes, elements, calls) and a call."""
+"""The operations that `zeroshard bench device` times; each is an amount (FLOPs, bytes, elements, calls) and a call."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from zeroshard.zero import Zero
 
 
 def products(device: torch.device, dtype: torch.dtype) -> list[tuple[int, int, int]]:
-    """Tokens, inputs, outputs: a small model's linear layers on a CPU, a large one's on a GPU."""
+    """Sizes (tokens, inputs, outputs) of matrix products: a small model's on a CPU, a large one's on a GPU."""
     if device.type == "cuda":
         return [(8192, 4096, 4096), (8192, 4096, 14336)]
     return [(256, 384, 1536), (512, 512, 2048)] if dtype == torch.float32 else [(256, 384, 1536)]
 
 
 def dtypes(device: torch.device) -> list[torch.dtype]:
-    """In which products are timed."""
+    """The dtypes in which matrix products are timed."""
     return [torch.float32, torch.bfloat16] + ([torch.float16] if device.type == "cuda" else [])
 
 
 def matmul(m: int, k: int, n: int, dtype: torch.dtype, device: torch.device) -> tuple[float, Callable[[], object]]:
-    """FLOPs, and the three products that a linear layer makes."""
+    """The three matrix products of a linear layer (one forward, two backward), and their FLOPs."""
     x, w, g = (torch.randn(*size, device=device).to(dtype) for size in ((m, k), (k, n), (m, n)))
     return 6.0 * m * k * n, lambda: (x @ w, x.t() @ g, g @ w.t())
 
 
 def attention(dtype: torch.dtype, device: torch.device) -> tuple[float, Callable[[], object]]:
-    """FLOPs of causal attention, forward and backward, and both."""
+    """Causal attention, forward and backward, and its FLOPs."""
     batch, heads, length, width = (4, 16, 2048, 128) if device.type == "cuda" else (4, 8, 256, 64)
     q, k, v = (
         torch.randn(batch, heads, length, width, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
@@ -41,26 +41,26 @@ def attention(dtype: torch.dtype, device: torch.device) -> tuple[float, Callable
     def call() -> object:
         return torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), grad)
 
-    # Two products forward and five backward, of which a causal mask leaves half.
+    # Two products forward and five backward; the causal mask halves them.
     return 14.0 * batch * heads * length * length * width / 2, call
 
 
 def copy(device: torch.device) -> tuple[float, Callable[[], object]]:
-    """Bytes that a copy of a tensor larger than any cache reads and writes, and the copy."""
+    """A copy of a tensor larger than any cache, and the bytes that it reads and writes."""
     source = torch.ones((256 if device.type == "cuda" else 16) * 2**20 // 4, device=device)
     target = torch.empty_like(source)
     return 2.0 * source.nbytes, lambda: target.copy_(source)
 
 
 def anew(device: torch.device) -> tuple[float, Callable[[], object]]:
-    """An operation on tensors as large as a small model's activations, that makes its output anew."""
+    """A sum that allocates its output, of tensors as large as a small model's activations, and the bytes it moves."""
     numel = (64 if device.type == "cuda" else 1) * 2**20 // 4
     a, b = (torch.ones(numel, device=device) for _ in range(2))
     return 3.0 * a.nbytes, lambda: a + b
 
 
 def gelu() -> tuple[float, Callable[[], object]]:
-    """GELU by tanh and its derivative, of as many elements as a small model's activations have."""
+    """Tanh GELU and its backward, of as many elements as a small model's activations have, and their number."""
     x, grad = torch.randn(256, 1024), torch.randn(256, 1024)
 
     def call() -> object:
@@ -70,7 +70,7 @@ def gelu() -> tuple[float, Callable[[], object]]:
 
 
 class _Tiny(nn.Module):
-    """Many operations that do next to nothing."""
+    """Many operations on tiny tensors, so that their overhead is all that is measured."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -86,13 +86,13 @@ class _Tiny(nn.Module):
 
 
 def small_operations(device: torch.device) -> tuple[float, Callable[[], object]]:
-    """How many operations (forward 5 a layer, backward 9), and a forward and backward of them."""
+    """A forward and backward pass of many tiny operations, and their number (forward 5 a layer, backward 9)."""
     net, x = _Tiny(device), torch.ones(2, 8, device=device)
     return 8.0 * (5 + 9), lambda: torch.autograd.grad(net(x), list(net.parameters()))
 
 
 def with_engine() -> tuple[float, Callable[[], object]]:
-    """How many parameters, and the forward and backward of `_small_operations` where an engine takes gradients."""
+    """The same pass as `small_operations` with the engine's hooks on the gradients, and the number of parameters."""
     net, x = _Tiny(torch.device("cpu")), torch.ones(2, 8)
     zero = Zero(net, stage=1, units=list(net.layers), comm=NullCommunicator(2))
     optimizer = zero.optimizer(torch.optim.SGD, lr=0.0)

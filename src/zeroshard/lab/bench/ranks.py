@@ -1,4 +1,4 @@
-"""Ranks for a bench: fresh processes of this machine, over gloo or NCCL; what rank 0 returns comes back."""
+"""Run a function on several ranks of this machine, each a fresh process, over gloo or NCCL."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ T = TypeVar("T")
 
 
 def on_ranks(fn: Callable[..., T], world_size: int, *args: Any, device: str = "cpu", num_threads: int = 1) -> T:
-    """``fn(rank, device, *args)`` on each of ``world_size`` processes; what rank 0 returned.
+    """Call ``fn(rank, device, *args)`` in each of ``world_size`` processes; returns the result of rank 0.
 
     Args:
-        fn: of a module, so that a fresh process finds it. `torch.distributed` is initialised where there are several.
-        world_size: how many; 1 is this process.
-        args: that can be pickled.
-        device: ``cpu`` or ``cuda``; with CUDA ranks take the devices in turn.
-        num_threads: that compute, of each rank.
+        fn: a function of a module, so that a fresh process can import it. If there are several ranks,
+            `torch.distributed` is initialised.
+        world_size: number of ranks; 1 runs in this process.
+        args: arguments that can be pickled.
+        device: ``cpu`` or ``cuda``; on CUDA rank r uses device r modulo their number.
+        num_threads: compute threads of each rank.
     """
     if world_size == 1:
         before = torch.get_num_threads()
@@ -39,7 +40,7 @@ def on_ranks(fn: Callable[..., T], world_size: int, *args: Any, device: str = "c
     with tempfile.TemporaryDirectory() as folder:
         spawn = (fn, world_size, folder, device, num_threads, args)
         mp.start_processes(_rank_main, args=spawn, nprocs=world_size, start_method="spawn")
-        return pickle.loads(Path(folder, "result").read_bytes())  # ours, written a moment ago
+        return pickle.loads(Path(folder, "result").read_bytes())  # safe to unpickle: our own rank wrote it
 
 
 def _rank_main(
@@ -68,25 +69,25 @@ def _rank_main(
 
 
 def communicator(name: str) -> Communicator:
-    """One of `zeroshard.comm.registry` over the default group; in a world of one, the local one."""
+    """A communicator of `zeroshard.comm.registry` over the default group; with a single rank, `LocalCommunicator`."""
     return comm_entry(name)() if dist.is_initialized() else LocalCommunicator()
 
 
 def close(comm: Communicator) -> None:
-    """End what a communicator has started, if it has."""
+    """Close a communicator, if it has anything to close."""
     end = getattr(comm, "close", None)
     if end is not None:
         end()
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until a CUDA device has finished all kernels that were launched; on the CPU nothing waits."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def slowest(seconds: list[float]) -> list[float]:
-    """Each entry as it was on the slowest rank; collective."""
+    """The maximum of each entry over the ranks; a collective."""
     if not dist.is_initialized():
         return seconds
     message = torch.tensor(seconds, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""What a bench has found: rows with their spread, the environment that they hold for, a table, a file, a figure."""
+"""The report of a bench: rows with their spread, and the table, the JSON file and the figure made of them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from zeroshard.columns import columns
 from zeroshard.errors import UserError
 from zeroshard.process import num_cpus
 
-Row = dict[str, Any]  # as JSON can hold it; a `Spread` is a dict there
+Row = dict[str, Any]  # serialisable as JSON: a `Spread` is stored as a dict
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The middle of several measurements, and its quartiles.
+    """The median of several measurements, and their quartiles.
 
     Attributes:
         median, low, high: the second, first and third quartile.
-        num: how many were measured.
+        num: number of measurements.
     """
 
     median: float
@@ -37,20 +37,26 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Self:
-        """Of at least one value."""
+        """The spread of ``values``, of which there must be at least one."""
         if len(values) == 1:
             return cls(values[0], values[0], values[0], 1)
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
         return cls(median, low, high, len(values))
 
     def inverse(self, amount: float) -> Spread:
-        """Of ``amount`` over each value: rates from times."""
+        """The spread of ``amount / value``: turns times into rates, so ``low`` and ``high`` change places."""
         return Spread(amount / self.median, amount / self.high, amount / self.low, self.num)
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table: the key in a row, what stands above it, and how a value is written."""
+    """One column of a table.
+
+    Attributes:
+        key: the key of its values in a row.
+        title: its heading.
+        text: turns a value into text.
+    """
 
     key: str
     title: str
@@ -59,10 +65,10 @@ class Column:
 
 @dataclass(frozen=True)
 class Chart:
-    """How rows become a figure: bars of ``y`` for each ``series``, side by side at each ``x``.
+    """How rows become a bar chart: one bar of ``y`` for each ``series``, side by side at each ``x``.
 
-    ``x``, ``y`` and ``series`` are keys of a row; ``y`` may be a spread, which gives the bar its whiskers. ``where``:
-    values by key that rows must have to be in it.
+    ``x``, ``y`` and ``series`` are keys of a row. If ``y`` is a spread, the bar has error bars. ``where`` selects rows:
+    only those that have these values under these keys are drawn.
     """
 
     title: str
@@ -70,22 +76,22 @@ class Chart:
     y: str
     series: str
     y_title: str
-    scale: float = 1.0  # of y's values, to the unit in `y_title`
+    scale: float = 1.0  # factor from y's values to the unit in `y_title`
     where: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class Report:
-    """What a bench has found.
+    """The results of a bench.
 
     Attributes:
         what: the bench's name.
-        rows: what was measured.
-        columns: which of it the table shows.
-        charts: which of it the figure shows, one below the other.
-        facts: more that holds for all rows.
+        rows: the measurements.
+        columns: the columns of the table.
+        charts: the charts of the figure, from top to bottom.
+        facts: settings and measurements that hold for all rows; part of the JSON file.
         notes: lines below the table.
-        drawn: what the figure shows instead of the rows.
+        drawn: rows for the figure, if it is not drawn from ``rows``.
     """
 
     what: str
@@ -97,7 +103,7 @@ class Report:
     drawn: Sequence[Row] = ()
 
     def text(self) -> str:
-        """The table, in plain text: words to the left, numbers to the right."""
+        """The table as plain text, with words aligned left and numbers aligned right, and the notes below it."""
         lines = [[column.title for column in self.columns]]
         for row in self.rows:
             values = ((column, row.get(column.key)) for column in self.columns)
@@ -107,24 +113,24 @@ class Report:
         return "\n".join([*columns(lines, right=numbers), *self.notes])
 
     def write(self, path: Path) -> None:
-        """All of it as JSON, with the environment."""
+        """Write the facts, the rows and the environment as JSON."""
         content = {"what": self.what, "environment": environment(), **self.facts, "rows": self.rows}
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def spread_of(values: Sequence[float]) -> dict[str, Any]:
-    """`Spread` as a row holds it."""
+    """The `Spread` of ``values`` as a dict, the form in which rows store it."""
     return asdict(Spread.of(values))
 
 
 def milliseconds(seconds: Mapping[str, Any] | float) -> str:
-    """``12.345``, or with quartiles ``12.345 (12.100-13.002)``."""
+    """Format seconds as milliseconds: ``12.345``, or with quartiles ``12.345 (12.100-13.002)``."""
     return _with_quartiles(seconds, 1e3, 3)
 
 
 def giga(value: Mapping[str, Any] | float) -> str:
-    """In units of 10^9: ``12.35``, or with quartiles."""
+    """Format in units of 10^9: ``12.35``, or with quartiles ``12.35 (12.10-13.00)``."""
     return _with_quartiles(value, 1e-9, 2)
 
 
@@ -136,7 +142,7 @@ def _with_quartiles(value: Mapping[str, Any] | float, scale: float, digits: int)
 
 
 def environment() -> dict[str, Any]:
-    """What figures depend on, beside what was measured."""
+    """The versions and the hardware that results depend on."""
     on_gpu = torch.cuda.is_available()
     versions = {name: __import__(name).__version__ for name in ("torch", "triton") if find_spec(name)}
     return {
@@ -152,7 +158,7 @@ def environment() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """The processor's own name, where the system tells."""
+    """The processor's model name, as far as the system reports one."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -163,9 +169,9 @@ def _processor() -> str:
 def interleaved(
     calls: Mapping[str, Callable[[], float]], num_rounds: int, order: random.Random
 ) -> dict[str, list[float]]:
-    """What each call returned, round by round; a round calls all of them in a shuffled order.
+    """Call all of ``calls`` in each round, in a shuffled order; returns what each returned, round by round.
 
-    Where several ranks measure together they must shuffle alike: give each the same seed.
+    If several ranks measure together, ``order`` must have the same seed on each, so that they shuffle alike.
     """
     seen: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(num_rounds):
@@ -175,7 +181,7 @@ def interleaved(
 
 
 def require_matplotlib() -> None:
-    """Raise UserError where figures cannot be drawn: before anything is measured."""
+    """Raise UserError if matplotlib is not installed; call it before anything is measured."""
     if find_spec("matplotlib") is None:
         raise UserError("--plot", "matplotlib is not installed", 'leave it out, or pip install "zeroshard[report]"')
 

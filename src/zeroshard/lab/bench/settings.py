@@ -1,4 +1,4 @@
-"""What each `zeroshard bench` takes, beside the files that it writes."""
+"""The settings of each `zeroshard bench`, except for the paths of its JSON and its figure."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Time of one training step: our stages beside a plain loop and torch's DDP.
+"""Time of one training step: our stages compared with a plain loop and torch's DDP.
 
 Every contestant trains its own copy of the same model on the same data in the same processes. A round takes a few steps
-with each; ratios are taken round by round against the first contestant. No gradient clipping, the same fused AdamW on
-every side, large tensors in huge pages for all, as the trainer has them. ``plain`` communicates nothing: the floor
-under DDP. Wall time, and CPU time of the process with its communication threads.
+with each; ratios to the first contestant are taken within each round. No contestant clips gradients; all use the same
+fused AdamW and have large tensors in huge pages, as the trainer does. ``plain`` communicates nothing: it is the lower
+bound for DDP. The report has wall time, and CPU time of the process including its communication threads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from zeroshard.zero import STAGES, Zero
 
 @dataclass(frozen=True)
 class Shape:
-    """A model of GPT-2's kind, and the batch of a rank."""
+    """The sizes of a GPT-2 model, and of a rank's batch."""
 
     n_embd: int
     n_layer: int
@@ -52,7 +52,7 @@ Times = tuple[float, float]  # seconds of wall and of CPU time
 
 @dataclass
 class Contestant:
-    """What is trained: its model, what is called, its optimizer."""
+    """A model with its optimizer; ``forward`` is the module that is called (DDP's wrapper, or the model)."""
 
     model: nn.Module
     forward: Callable[..., Tensor]
@@ -60,7 +60,7 @@ class Contestant:
 
 
 def check_contestant(name: str) -> None:
-    """Raise UserError for a name that is none of plain, ddp, zeroN, zeroN@COMM, and the latter two with +leaves."""
+    """Raise UserError unless ``name`` is plain, ddp, zeroN or zeroN@COMM; the latter two may end in +leaves."""
     where, _, how = name.partition("+")
     kind, _, comm = where.partition("@")
     known = {"plain", "ddp"} if name == kind else set()
@@ -72,14 +72,14 @@ def check_contestant(name: str) -> None:
 
 
 def make_model(shape: Shape, device: torch.device | str) -> LanguageModel:
-    """The model of ``shape``."""
+    """Build the model of ``shape`` on ``device``."""
     sizes = {"n_embd": shape.n_embd, "n_layer": shape.n_layer, "n_head": shape.n_head}
     with torch.device(device):
         return build_model("gpt2-demo", vocab_size=shape.vocab_size, seq_len=shape.seq_len, overrides=sizes)
 
 
 def build(name: str, shape: Shape, comms: Mapping[str, Communicator], device: torch.device) -> Contestant:
-    """A contestant; ``comms`` by what stands behind the ``@``."""
+    """Build the contestant ``name``; ``comms``: communicators by the name after the ``@`` ("" if there is none)."""
     model = make_model(shape, device)
     if name.startswith("zero"):
         where, _, how = name.partition("+")
@@ -94,21 +94,21 @@ def build(name: str, shape: Shape, comms: Mapping[str, Communicator], device: to
 
 
 def batch(shape: Shape, rank: int, device: torch.device) -> list[Tensor]:
-    """Tokens and targets of a rank."""
+    """Random tokens and targets of a rank, ``[batch, seq_len]`` each."""
     generator = torch.Generator().manual_seed(rank)
     size = (shape.batch, shape.seq_len)
     return [torch.randint(0, shape.vocab_size, size, generator=generator).to(device) for _ in range(2)]
 
 
 def once(contestant: Contestant, tokens: Tensor, targets: Tensor) -> None:
-    """One step, which nobody times."""
+    """Take one step, untimed."""
     contestant.forward(tokens, targets).backward()
     contestant.optimizer.step()
     contestant.optimizer.zero_grad()
 
 
 def take(contestant: Contestant, tokens: Tensor, targets: Tensor) -> Times:
-    """Times of one step, from a common barrier."""
+    """Take one step, timed from a common barrier."""
     if dist.is_initialized():
         dist.barrier()
     synchronise(tokens.device)
@@ -129,17 +129,17 @@ def run(
     device: str = "cpu",
     num_threads: int = 1,
 ) -> Report:
-    """Measure; the first of ``contestants`` is what others are held against.
+    """Measure all contestants on each shape; ratios are relative to the first of ``contestants``.
 
     Args:
         world: ranks, as processes of this machine.
         shapes: keys of `SHAPES`.
-        contestants: as `check_contestant` knows them; empty: DDP (in a world of one, ``plain``) and all stages.
-        num_rounds: after one that warms up.
-        num_steps: timed in each round, after one untimed.
-        comm: what stages without ``@`` communicate with.
+        contestants: names as `check_contestant` takes them; empty: DDP (``plain`` if ``world`` is 1) and all stages.
+        num_rounds: timed rounds, after one warm-up round.
+        num_steps: timed steps in each round, after one untimed step.
+        comm: communicator of stages without ``@``.
         device: ``cpu`` or ``cuda``.
-        num_threads: that compute, of each rank.
+        num_threads: compute threads of each rank.
     """
     names = list(contestants) or ["plain" if world == 1 else "ddp", *(f"zero{stage}" for stage in STAGES)]
     rows: list[Row] = []
@@ -169,7 +169,7 @@ def measure(
     num_steps: int,
     default_comm: str,
 ) -> list[dict[str, Times]]:
-    """Median times of each contestant by round, on this rank."""
+    """Median times of each contestant in each round, on this rank."""
     kinds = sorted({name.partition("+")[0].partition("@")[2] for name in names})
     comms = {kind: communicator(kind or default_comm) for kind in kinds}
     contestants = {name: build(name, shape, comms, device) for name in names}
@@ -183,7 +183,7 @@ def measure(
             wall, cpu = (statistics.median(column) for column in zip(*times, strict=True))
             seen[name] = (wall, cpu)
         rounds.append(seen)
-        gc.freeze()  # as the trainer does: what lives from here on is not searched for garbage again and again
+        gc.freeze()  # as the trainer does: the collector ignores the objects that live already
     gc.unfreeze()
     del contestants
     for comm in comms.values():
@@ -192,7 +192,7 @@ def measure(
 
 
 def rows_of(rounds: Sequence[Mapping[str, Times]], names: Sequence[str]) -> list[Row]:
-    """A row for each contestant; ratios to the first round by round."""
+    """A row for each contestant; ratios to the first contestant are taken within each round."""
     base = names[0]
     rows: list[Row] = []
     for name in names:

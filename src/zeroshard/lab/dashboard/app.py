@@ -1,6 +1,6 @@
-"""The pages in one Dash application.
+"""The dashboard's pages in one Dash application.
 
-All that it shows is text of React's, which is escaped. It asks this server for its scripts, and nobody else.
+React renders all texts, and escapes them. Scripts come from this server alone.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ PAGES: Mapping[str, tuple[str, Callable[[], html.Div]]] = {
     "run": ("Run", run_page.page),
     "planner": ("Planner", planner.page),
 }
-READ_S = 1.0  # of a refresh, spent on runs that were never read
+READ_S = 1.0  # seconds of a refresh for reading runs that were never read before
 
 
 def make_app(root: str | Path, clock: Callable[[], float] = time.perf_counter) -> Dash:
-    """The application over the runs below ``root``.
+    """Make the application that shows the runs below ``root``.
 
     Args:
-        root: folder that runs are in, at any depth.
-        clock: that `READ_S` is read from, in seconds.
+        root: folder that has runs at any depth.
+        clock: returns seconds; `READ_S` is measured with it.
     """
     watch = Watch(root, clock)
     app = Dash(
@@ -51,7 +51,7 @@ def make_app(root: str | Path, clock: Callable[[], float] = time.perf_counter) -
 
 
 def _layout() -> html.Main:
-    """All pages, of which one is shown."""
+    """All pages; all but one are hidden."""
     return html.Main(
         [
             html.H1("zeroshard"),
@@ -70,7 +70,7 @@ def _layout() -> html.Main:
 
 
 def _answer_runs(app: Dash, watch: Watch) -> None:
-    """The page of all runs, and which page is shown."""
+    """Register the callbacks of the page of all runs, and of the choice of a page."""
 
     @app.callback(
         Output("summary", "children"),
@@ -87,19 +87,19 @@ def _answer_runs(app: Dash, watch: Watch) -> None:
         State("seen", "data"),
     )
     def refresh(ticks: int | None, chosen: list[str] | None, x: str, smoothing: str, scale: str, seen: Any) -> Any:
-        """What has changed on the page since this browser had ``seen``."""
+        """The changes of the page since the marks ``seen``, which the browser stores."""
         return _changes(watch, chosen, runs.view_of(x, smoothing, scale), seen)
 
     @app.callback(*(Output(f"page-{name}", "hidden") for name in PAGES), Input("tabs", "value"))
     def turn(tab: str) -> Any:
-        """Which pages are hidden."""
+        """Whether each page is hidden."""
         return tuple(tab != name for name in PAGES)
 
 
 def _changes(watch: Watch, chosen: list[str] | None, view: View, seen: Any) -> Any:
-    """The outputs of the page of all runs, in their order."""
+    """The outputs of the page of all runs, in the order of the callback."""
     found = watch.runs(READ_S)
-    names = chosen or sorted(latest(found))  # in an order of their own: whoever writes next changes no colours
+    names = chosen or sorted(latest(found))  # sorted by name, so that a run's colour does not depend on who wrote last
     names = [name for name in names if name in found]
     shown = watch.whole({name: found[name] for name in names})
     parts = runs.parts_of_page(found, shown, view, root=watch.root.name, num_unread=watch.num_unread)
@@ -114,7 +114,7 @@ def _changes(watch: Watch, chosen: list[str] | None, view: View, seen: Any) -> A
 
 
 def _answer_run(app: Dash, watch: Watch) -> None:
-    """The page of one run."""
+    """Register the callback of the page of one run."""
 
     @app.callback(
         Output("run-details", "children"),
@@ -122,7 +122,7 @@ def _answer_run(app: Dash, watch: Watch) -> None:
         Input("tabs", "value"),
     )
     def show_run(name: str | None, tab: str) -> Any:
-        """The run called ``name``, else the one that was written last."""
+        """The details of the run ``name``; None: of the latest run that has steps, running ones first."""
         if tab != "run":
             return no_update
         found = watch.runs(READ_S)
@@ -135,7 +135,7 @@ def _answer_run(app: Dash, watch: Watch) -> None:
 
 
 def _answer_planner(app: Dash) -> None:
-    """The planner's page."""
+    """Register the callback of the planner's page."""
 
     @app.callback(
         Output("answer", "children"),
@@ -143,8 +143,8 @@ def _answer_planner(app: Dash) -> None:
         Input("tabs", "value"),
     )
     def replan(*given: Any) -> Any:
-        """The plan for what the controls say."""
+        """The plan for the values of the controls."""
         *values, tab = given
         if tab != "planner":
-            return no_update  # nobody looks, and a trace takes seconds
+            return no_update  # the page is hidden, and tracing a model takes seconds
         return planner.answer(dict(zip(planner.CONTROLS, values, strict=True)))

@@ -1,7 +1,7 @@
-"""What a page must still be sent: the pieces that are not as when they were last sent.
+"""Incremental updates of a page: only those pieces are sent that have changed since they were last sent.
 
-The server remembers nothing of a page. The page keeps the *marks* of what it was sent, a text for each piece, and shows
-them when it asks again.
+The server keeps no state about a page. The page stores the *marks* of the pieces that it has, a short text for each
+piece, and sends them with its next request.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dash import Patch, no_update
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a page.
+    """A part of a page: a frame, and pieces in it that can be replaced one by one.
 
     Attributes:
-        marks: of its frame, and of each of its pieces. Where the frame's is another, all of it is sent.
-        whole: makes all of it.
-        replace: puts the piece of a number, from 0, into a patch; None: it is only sent whole.
+        marks: the mark of its frame, then the mark of each piece. If the frame's mark has changed, all of it is sent.
+        whole: makes the complete part.
+        replace: puts the piece of a number, from 0, into a patch; None: the part is only sent as a whole.
     """
 
     marks: Sequence[str]
@@ -29,7 +29,10 @@ class Part:
     replace: Callable[[Any, int], None] | None = None
 
     def since(self, sent: Any) -> Any:
-        """What to send to a page that has these marks, or anything at all in their place."""
+        """The update for a page that sent the marks ``sent``: nothing, a patch, or the complete part.
+
+        ``sent`` comes from a browser and may be anything.
+        """
         marks = list(self.marks)
         if sent == marks:
             return no_update
@@ -43,10 +46,10 @@ class Part:
 
 
 def mark(text: str) -> str:
-    """A short text for a long one."""
+    """A hash of ``text``."""
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
 def only_whole(text: str, make: Callable[[], Any]) -> Part:
-    """A part of one piece, that is another where ``text`` is."""
+    """A part that is only sent as a whole, whenever ``text`` has changed."""
     return Part([mark(text)], make)

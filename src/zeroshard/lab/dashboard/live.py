@@ -1,4 +1,4 @@
-"""What runs do step by step, as figures: over steps, tokens or time, smoothed or not, on a straight or log scale."""
+"""Curves of runs as figures: over steps, tokens or time, smoothed or not, on a linear or logarithmic scale."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from zeroshard.lab.run_folders import RunResult, Step, validation_sets
 MOST_POINTS = 400
 MIB = 2**20
 X_TITLES = {"step": "step", "tokens": "tokens", "time": "minutes of training"}
-SMOOTHINGS = {"0": "none", "0.6": "0.6", "0.9": "0.9", "0.97": "0.97"}  # weight of what came before
+SMOOTHINGS = {"0": "none", "0.6": "0.6", "0.9": "0.9", "0.97": "0.97"}  # weight of the previous average
 SCALES = {"linear": "linear", "log": "logarithmic"}
 
 
 @dataclass(frozen=True)
 class View:
-    """How curves are shown; each attribute is a key of `X_TITLES`, `SMOOTHINGS` and `SCALES`."""
+    """How curves are shown; the attributes are keys of `X_TITLES`, `SMOOTHINGS` and `SCALES`."""
 
     x: str = "step"
     smoothing: str = "0"
@@ -32,7 +32,7 @@ AS_WRITTEN = View()
 
 @dataclass(frozen=True)
 class Curve:
-    """One quantity of each step."""
+    """A quantity that each step has, and the titles of its figure."""
 
     title: str
     y_title: str
@@ -61,17 +61,17 @@ CURVES: Mapping[str, Curve] = {
 def curve(name: str, runs: Mapping[str, RunResult], view: View) -> Figure:
     """The curve ``name`` of `CURVES` for each of ``runs``; validation losses as diamonds.
 
-    Where no run has measured it, the figure says so in place of the title of its axis.
+    If no run has measured it, the title of the x axis says so.
     """
     every = [lines(name, label, run, index, view) for index, (label, run) in enumerate(runs.items())]
     return figure_of(name, [line for own in every for line in own], view)
 
 
 def lines(name: str, label: str, run: RunResult, index: int, view: View) -> list[Series]:
-    """The curve ``name`` of one run, in the colour of its place among those that are shown."""
+    """The curve ``name`` of one run; ``index``, its position among the shown runs, chooses the colour."""
     asked, series = CURVES[name], []
     places = places_of(run.steps, view.x)
-    steps = run.steps[1:] or run.steps  # the first step warms up, and would hide the others
+    steps = run.steps[1:] or run.steps  # the first step is warm-up: its time would stretch the axis
     points = [(places[step.step], value) for step in steps if math.isfinite(value := asked.value(step))]
     colour = CYCLE[index % len(CYCLE)]
     if points:
@@ -85,7 +85,7 @@ def lines(name: str, label: str, run: RunResult, index: int, view: View) -> list
 
 
 def figure_of(name: str, series: Sequence[Series], view: View) -> Figure:
-    """The curve ``name`` of the runs whose `lines` these are."""
+    """The figure of the curve ``name``; ``series``: the `lines` of all runs."""
     asked = CURVES[name]
     x_axis = Axis(X_TITLES[view.x] if series else "not measured in these runs")
     log = view.scale == "log" and all(value > 0 for each in series for value in each.y) and bool(series)
@@ -94,7 +94,7 @@ def figure_of(name: str, series: Sequence[Series], view: View) -> Figure:
 
 
 def places_of(steps: Sequence[Step], x: str) -> dict[int, float]:
-    """Where each step stands on the axis ``x``: its number, tokens until then, or minutes spent in steps."""
+    """The position of each step on the axis ``x``: its number, tokens so far, or minutes spent in steps so far."""
     if x == "tokens":
         return {step.step: float(step.tokens) for step in steps}
     if x == "time":
@@ -104,7 +104,7 @@ def places_of(steps: Sequence[Step], x: str) -> dict[int, float]:
 
 
 def smoothed(values: Sequence[float], weight: float) -> list[float]:
-    """The exponential moving average of ``values``, corrected so that it does not begin at 0 (Adam's correction)."""
+    """The exponential moving average of ``values``, with Adam's bias correction so that it does not begin near 0."""
     found, total, share = [], 0.0, 0.0
     for value in values:
         total, share = weight * total + (1 - weight) * value, weight * share + (1 - weight)
@@ -113,7 +113,7 @@ def smoothed(values: Sequence[float], weight: float) -> list[float]:
 
 
 def _evaluations(label: str, run: RunResult, places: Mapping[int, float], colour: str) -> list[Series]:
-    """Diamonds for the validation loss; for each further validation set another mark, which the legend names."""
+    """Points of the validation loss (diamonds), and of each further validation set, which the legend names."""
     done = [each for each in run.evaluations if each.step in places]
     of_set = {"": [(places[each.step], each.loss) for each in done]}
     for name in validation_sets(run):
@@ -132,7 +132,7 @@ def _evaluations(label: str, run: RunResult, places: Mapping[int, float], colour
 
 
 def _in_digits(value: float, digits: int) -> float:
-    """``value`` in as many digits as a figure can show: the page is sent a third less."""
+    """Round to the digits that a figure can show, which makes the data sent to the page a third smaller."""
     return float(f"{value:.{digits}g}")
 
 

@@ -1,4 +1,4 @@
-"""Where the numbers of a plan come from, and how sure they are: under the planner's answer, folded."""
+"""The folded section below the planner's answer: the sources of a plan's numbers, and their uncertainty."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from zeroshard.lab.planner.sources import BESIDE, RATES, beside_engine, memory, 
 
 
 def sources(found: Plan) -> html.Details:
-    """What `zeroshard plan --explain` says of rates, memory and traffic, for the row advised.
+    """The rates, memory and traffic that `zeroshard plan --explain` prints, for the row that the plan advises.
 
-    Where nothing fits: for the row that needs the least memory. The plan has all of it: nothing is simulated again.
+    If no row fits, the row that needs the least memory is shown. Nothing is simulated again: the plan has all data.
     """
     row = found.best or min(found.rows, key=lambda row: row.needed_bytes)
     named = describe(row, found.cluster.world_size, found.num_gpus)

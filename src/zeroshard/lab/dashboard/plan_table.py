@@ -1,4 +1,4 @@
-"""What was planned beside what came."""
+"""The table of planned and measured memory and step time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zeroshard.lab.run_folders import RunResult
 
 
 def plans(runs: Mapping[str, RunResult], *, named: bool = True) -> list[Any]:
-    """What was planned and what came, of each run that has a plan; ``named``: with the names of runs in a column."""
+    """Rows with the planned and the measured values of each run that has a plan; ``named``: with a column of names."""
     rows: list[tuple[str, ...]] = []
     for name, run in runs.items():
         if plan := plan_of(run):

@@ -1,4 +1,4 @@
-"""The page that answers before a run: controls are settings of `zeroshard plan`, and it calls `zeroshard.lab.plan`."""
+"""The planner's page: its controls are settings of `zeroshard plan`, and it calls `zeroshard.lab.plan`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from zeroshard.train.config.validate import validate
 BANDWIDTHS = ("100Mbit/s", "1Gbit/s", "10Gbit/s", "25Gbit/s", "100Gbit/s", "200Gbit/s", "400Gbit/s", "800Gbit/s")
 OPTIMIZERS = ("AdamW", "AdamW8bit", "Adafactor", "Lion", "Muon", "SGD")
 WORLDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-_ONE_AT_A_TIME = threading.Lock()  # a trace takes all the CPU that there is
+_ONE_AT_A_TIME = threading.Lock()  # tracing a model uses all CPU cores
 _CHOICES: Mapping[str, tuple[str, list[tuple[Any, str]], Any]] = {
     "model": ("Model", [(name, name) for name in PRESETS], "gpt2-1.5b"),
     "gpu": ("GPU", [(name, name) for name in DEVICES], "h100-80gb"),
@@ -54,7 +54,7 @@ CONTROLS = tuple(_CHOICES)
 
 
 def page() -> html.Div:
-    """Controls and an answer that is still empty."""
+    """The controls, and the element for the answer, still empty."""
     controls = [
         control(
             title,
@@ -76,7 +76,7 @@ def page() -> html.Div:
 
 
 def answer(given: Mapping[str, Any]) -> list[Any]:
-    """What `zeroshard plan` would print, and figures; what cannot be planned is one line."""
+    """The output of `zeroshard plan` for the controls' values, with figures; an error is one line."""
     try:
         found = _planned(tuple(sorted(given.items())))
     except UserError as error:
@@ -113,7 +113,7 @@ def _planned(given: tuple[tuple[str, Any], ...]) -> Plan:
 
 
 def chosen(found: Plan) -> list[Row]:
-    """Of each stage and size of groups the row to look at: the fastest that fits, else the one that lacks least."""
+    """The best row for each stage and shard size: the fastest that fits, else the one that lacks the least memory."""
     best: dict[tuple[int | None, int], Row] = {}
     for row in found.rows:
         key = (row.stage, row.shard_size)
@@ -164,7 +164,7 @@ def _time(found: Plan) -> Figure:
 
 
 def _names(found: Plan, rows: Sequence[Row]) -> dict[float, str]:
-    """``stage 3``, of groups smaller than the world ``stage 3 over 8``, with the micro-batch."""
+    """Tick labels: ``stage 3, 4``, the last number being the micro-batch; with smaller groups ``stage 3 over 8, 4``."""
     world_size = found.cluster.world_size
     groups = ["" if row.shard_size == world_size else f" over {row.shard_size}" for row in rows]
     return {

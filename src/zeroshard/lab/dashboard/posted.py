@@ -1,4 +1,4 @@
-"""What a browser may send: checked before any callback sees it, so that what fits no control is answered with 400."""
+"""Validates what a browser sends before any callback sees it; a value that fits no control is answered with 400."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Plain = str | int | float | bool | None
 
 
 class _Part(BaseModel):
-    """A control's property, and what it is now."""
+    """A property of a control, and its current value."""
 
     model_config = ConfigDict(strict=True)
 
@@ -25,7 +25,7 @@ class _Part(BaseModel):
 
 
 class _Update(BaseModel):
-    """What Dash's own script sends when a control has changed; other keys are Dash's affair."""
+    """The request that Dash's own script sends when a control has changed; its other keys are ignored here."""
 
     model_config = ConfigDict(strict=True)
 
@@ -36,7 +36,7 @@ class _Update(BaseModel):
     state: list[_Part] = Field(default=[])
 
 
-# What the values of our controls may be, where they are no choice of a list; `seen` is what the callback itself sent.
+# Types of the values of controls that are not dropdowns with a fixed list; ``seen`` has the marks that we sent.
 _FITS: dict[str, tuple[type, ...]] = {
     "clock": (int, type(None)),
     "chosen": (list, type(None)),
@@ -46,10 +46,10 @@ _FITS: dict[str, tuple[type, ...]] = {
 
 
 def refuser(app: Dash) -> Callable[[], None]:
-    """What to call before each request: ends one whose body Dash or a callback of ``app`` would stumble over."""
+    """A function to call before each request: it rejects a body that Dash or a callback of ``app`` cannot handle."""
 
     def refuse_what_fits_no_control() -> None:
-        """End the request that is being answered, where it is no update that a page of ours sends."""
+        """Abort the current request if it is an update that our pages would not send."""
         if request.path != UPDATE or request.method != "POST":
             return
         if (request.content_length or 0) > _MOST_BYTES:
@@ -77,6 +77,6 @@ def _fits(part: _Part) -> bool:
 
 
 def _outputs(spec: str) -> dict[str, str] | list[dict[str, str]]:
-    """``..a.children...b.figure..``, or one without the dots, as Dash's script takes it apart."""
+    """Parse ``..a.children...b.figure..``, or a single output without the dots, as Dash's script does."""
     found = [dict(zip(("id", "property"), each.rsplit(".", 1), strict=True)) for each in spec.strip(".").split("...")]
     return found if spec.startswith("..") else found[0]

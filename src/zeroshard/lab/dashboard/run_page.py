@@ -17,13 +17,13 @@ from zeroshard.lab.run_folders import RunResult, validation_sets
 from zeroshard.regular_files import read_text
 
 STACKS = "stacks"
-MOST_STACK_BYTES = 1 << 20  # of one rank's file
+MOST_STACK_BYTES = 1 << 20  # a rank's larger file is not read
 MOST_STACKS = 16  # ranks whose stacks are shown
 _ENVIRONMENT = ("torch", "device", "world_size", "tokens_per_step", "num_params", "kernels", "host", "git")
 
 
 def page() -> html.Div:
-    """Its parts, still empty."""
+    """The elements of the page, still empty."""
     return html.Div(
         [
             control("Run", dcc.Dropdown(id="one-run", placeholder="the latest")),
@@ -33,7 +33,7 @@ def page() -> html.Div:
 
 
 def details(name: str, run: RunResult, plan_rows: Sequence[Any]) -> list[Any]:
-    """Everything about ``run``; ``plan_rows``: of the table that sets its plan against what was measured."""
+    """All details of ``run``; ``plan_rows``: rows of the table of its planned and measured values."""
     return [
         html.H2(name),
         html.P([html.Span(run.state, className=f"state {run.state}"), f" {'; '.join(run.problems)}"]),
@@ -91,14 +91,14 @@ def _environment(run: RunResult) -> list[tuple[str, Any]]:
 
 
 def _in_words(value: Any) -> str:
-    """``445,952``; of a table ``LayerNorm reference, AdamW torch fused``."""
+    """Format a value: ``445,952``; a table: ``LayerNorm reference, AdamW torch fused``."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {each}" for name, each in value.items())
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _validation(run: RunResult) -> Any:
-    """For the run's own validation set and each further one the last loss and the lowest."""
+    """A table with the last and the lowest loss of the run's own validation set and of each further set."""
     if not run.evaluations:
         return html.P("None was measured.", className="quiet")
     of_set = {"val_loss": [(each.loss, each.step) for each in run.evaluations]}
@@ -135,7 +135,7 @@ def _checkpoint(facts: Mapping[str, Any]) -> Any:
 
 
 def _stacks(folder: Path) -> list[Any]:
-    """Each rank's file; a link is not followed, and what is no regular file is not read."""
+    """The stacks of each rank; symbolic links are not followed, and only regular files are read."""
     root = folder / STACKS
     if root.is_symlink() or not root.is_dir():
         return [html.P("No step has hung.", className="quiet")]

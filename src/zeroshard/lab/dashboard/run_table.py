@@ -1,4 +1,4 @@
-"""The list of runs: which there are, what they are called, and a row for each, under its sweep."""
+"""The table of runs: their labels, and a row for each run, grouped by sweep."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from zeroshard.lab.run_folders import RunResult
 from zeroshard.lab.sweep.results import SWEEP
 
 TITLES = ("run", "state", "step", "loss", "tokens/s", "exposed", "memory of rank 0", "model", "strategy", "ranks")
-MOST_SHOWN = 6  # runs that are chosen where nobody has chosen
+MOST_SHOWN = 6  # most runs in the figures if the user has chosen none
 _ORDER = ("running", "done", "failed", "unfinished", "damaged")
 
 
 def latest(runs: Mapping[str, Seen]) -> list[str]:
-    """Names of runs to show where nobody has chosen: those that run, then those that wrote last."""
+    """The runs to show if the user has chosen none: running ones, then those that wrote to their log last."""
 
     def wrote_ns(run: RunResult) -> int:
         try:
@@ -35,7 +35,7 @@ def latest(runs: Mapping[str, Seen]) -> list[str]:
 
 
 def labels(runs: Mapping[str, RunResult]) -> dict[str, str]:
-    """By name, what a run is called: its place, or of a sweep's case, which is named by a hash, what sets it apart."""
+    """The label of each run, by name: its path, or for a sweep's case (named by a hash) the settings that differ."""
     found = {name: name for name in runs}
     names = {run.folder: name for name, run in runs.items()}
     cases = [run for run in runs.values() if len(run.folder.parents) > 2 and (run.folder.parents[2] / SWEEP).is_file()]
@@ -49,7 +49,7 @@ def labels(runs: Mapping[str, RunResult]) -> dict[str, str]:
 
 
 def summary(runs: Mapping[str, RunResult], root: str, num_unread: int = 0) -> str:
-    """How many there are of each kind, and how many are still to be read."""
+    """A line with the number of runs in each state, and the number of runs that are still to be read."""
     states = [run.state for run in runs.values()]
     counts = ", ".join(f"{states.count(state)} {state}" for state in _ORDER if state in states)
     more = f"; {num_unread} more are being read" if num_unread else ""
@@ -57,7 +57,7 @@ def summary(runs: Mapping[str, RunResult], root: str, num_unread: int = 0) -> st
 
 
 def part_of_table(runs: Mapping[str, Seen], called: Mapping[str, str]) -> Part:
-    """One row a run, those that run first, under the sweep that they belong to; ``called``: `labels`."""
+    """The table: one row per run, running ones first, grouped by sweep; ``called``: the result of `labels`."""
     ordered = sorted(runs, key=lambda name: (_ORDER.index(runs[name].run.state), called[name]))
     groups: dict[str, list[str]] = {}
     for name in ordered:
@@ -87,7 +87,7 @@ def _table(groups: Mapping[str, Sequence[str]], runs: Mapping[str, Seen], called
 
 
 def sweep_of(name: str, run: RunResult) -> str:
-    """The path of the sweep that a run is a case of, as `Watch` names runs; empty where it is of none."""
+    """The path of a run's sweep, relative as `Watch` names runs; empty if the run is not part of a sweep."""
     parents = run.folder.parents
     if len(parents) > 2 and (parents[2] / SWEEP).is_file():
         return "/".join(name.split("/")[:-3]) or parents[2].name
@@ -95,7 +95,7 @@ def sweep_of(name: str, run: RunResult) -> str:
 
 
 def _row(name: str, run: RunResult) -> html.Tr:
-    """Speeds are medians of the steps that ``run`` has: of the last, where it is listed."""
+    """The row of a run. Speeds are medians of the steps in ``run``: for a run from `Watch.runs` these are the last."""
     last = run.steps[-1] if run.steps else None
     of_all = run.setting("max_steps", "")
     cells = [
@@ -114,7 +114,7 @@ def _row(name: str, run: RunResult) -> html.Tr:
 
 
 def _memory_of(run: RunResult) -> str:
-    """The peak where it was recorded, else what is held between steps."""
+    """The peak memory if it was recorded, else the memory that is resident between steps."""
     if run.peak_bytes:
         return f"{size(run.peak_bytes)} peak"
     return f"{size(run.held_bytes)} held" if run.held_bytes else "not measured"

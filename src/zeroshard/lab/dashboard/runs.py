@@ -1,4 +1,4 @@
-"""The page of runs: which there are, how they come on, and whether they keep their plans. Only changes are sent."""
+"""The page of all runs: their table, their curves, and plan against actual. Only changes are sent to the browser."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VIEWS = {
 
 
 def page() -> html.Div:
-    """Its parts, still empty."""
+    """The elements of the page, still empty."""
     titles = {name: curve.title for name, curve in live.CURVES.items()} | {"memory": "Memory of rank 0, and its plan"}
     return html.Div(
         [
@@ -63,7 +63,7 @@ def _graph(name: str, title: str) -> html.Figure:
 
 
 def view_of(x: Any, smoothing: Any, scale: Any) -> live.View:
-    """What the controls ask for; what is none of their choices is the first of them."""
+    """The view that the controls select; a value that is not one of a control's choices becomes its first choice."""
     asked = {"x": x, "smoothing": smoothing, "scale": scale}
     return live.View(
         **{name: value if value in VIEWS[name][1] else next(iter(VIEWS[name][1])) for name, value in asked.items()}
@@ -73,14 +73,14 @@ def view_of(x: Any, smoothing: Any, scale: Any) -> live.View:
 def parts_of_page(
     runs: Mapping[str, Seen], chosen: Mapping[str, Seen], view: live.View, *, root: str, num_unread: int
 ) -> dict[str, Part]:
-    """Everything that changes, by what it is.
+    """The parts of the page that change, by name.
 
     Args:
-        runs: all, as they are listed.
-        chosen: those of the figures, with every step.
-        view: of curves.
-        root: the folder's name.
-        num_unread: runs that are still to be read.
+        runs: all runs, as listed in the table.
+        chosen: the runs in the figures, with all steps.
+        view: how curves are shown.
+        root: name of the watched folder.
+        num_unread: number of runs that are still to be read.
     """
     listed = {name: seen.run for name, seen in runs.items()}
     called = labels(listed)
@@ -101,7 +101,7 @@ def parts_of_page(
 
 
 def part_of_curve(name: str, shown: Mapping[str, Seen], view: live.View) -> Part:
-    """A figure of which the lines of a run are sent anew when it has changed, and what is around them."""
+    """A figure of curves; when a run changes, only its lines and the figure's layout are sent again."""
     own = [(seen.token, _lines(name, label, seen, i, view)) for i, (label, seen) in enumerate(shown.items())]
     figure = live.figure_of(name, [line for _, lines in own for line in lines], view)
     axes = f"{view.x} {view.scale}"
@@ -121,7 +121,7 @@ def _lines(name: str, label: str, seen: Seen, index: int, view: live.View) -> Se
 
 
 def held(runs: Mapping[str, RunResult]) -> Figure:
-    """Memory of rank 0 by category, beside its plan."""
+    """Resident memory of rank 0 by category, measured and planned; an empty figure says why there is none."""
     try:
         (found,) = memory([entry for entry in entries_of_runs(list(runs.values())) if entry.first is not None])
     except LeftOutError as why:
@@ -130,5 +130,5 @@ def held(runs: Mapping[str, RunResult]) -> Figure:
 
 
 def _kept(figure: dict[str, Any], axes: str) -> dict[str, Any]:
-    """What the reader has zoomed into stays when data come, until the axes are others."""
+    """Keep the user's zoom when new data arrive, as long as ``axes`` stays the same."""
     return {**figure, "layout": {**figure["layout"], "uirevision": axes}}

@@ -1,8 +1,8 @@
-"""Who may reach the dashboard, and how it ends.
+"""The dashboard's HTTP server: access control, security headers, and shutdown by Ctrl-C.
 
 [Note: Names of this host]
-    A page from elsewhere may have its name point to 127.0.0.1 and read what is served there as its own. So on loopback
-    only requests that name loopback are answered.
+    A foreign web site can make its own host name resolve to 127.0.0.1 (DNS rebinding), and its pages could then read
+    what is served there. So a server on loopback answers only requests whose ``Host`` is a name of loopback.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def serve(folder: str, host: str, port: int) -> None:
     """Serve the runs below ``folder`` until the process is interrupted.
 
     Raises:
-        UserError: there is no such folder, or the address cannot be had.
+        UserError: there is no such folder, or the address is not available.
     """
     if not Path(folder).is_dir():
         raise UserError("dir", f"{folder} is not a folder", "give the folder that your runs are in, as runs")
@@ -50,7 +50,7 @@ def serve(folder: str, host: str, port: int) -> None:
     if not is_loopback:
         print(f"whoever reaches {host} can see these runs; without --host only this machine can", file=sys.stderr)
     try:
-        BaseServer.serve_forever(listening)  # werkzeug's own takes Ctrl-C for an ordinary end
+        BaseServer.serve_forever(listening)  # werkzeug's own method swallows KeyboardInterrupt
     finally:
         listening.server_close()
 
@@ -58,19 +58,19 @@ def serve(folder: str, host: str, port: int) -> None:
 def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(socket.gethostbyname(host) if ":" not in host else host).is_loopback
-    except (OSError, ValueError):  # the latter: of a word that is no address of IPv6, or no name
+    except (OSError, ValueError):  # ValueError: not an IPv6 address, or not a valid name
         raise UserError("host", f"{host!r} is no address of this machine", "leave it out: 127.0.0.1") from None
 
 
 def _refuse_other_names() -> None:
-    """[Note: Names of this host]."""
+    """Answer 403 unless the request names loopback; see [Note: Names of this host]."""
     name = request.host.rsplit(":", 1)[0] if not request.host.endswith("]") else request.host
     if name not in _LOOPBACK_NAMES:
         abort(403)
 
 
 def _add_headers(server: Flask, hashes: Sequence[str]) -> None:
-    """The browser itself keeps the page from asking anybody else."""
+    """Add headers with which the browser itself keeps the page from contacting other servers."""
     scripts = " ".join(["'self'", *hashes])
     policy = (
         f"default-src 'none'; script-src {scripts}; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "

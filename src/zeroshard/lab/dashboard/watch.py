@@ -1,8 +1,8 @@
-"""The runs below a folder. A run is read again when a file of it has changed, and else remembered.
+"""Finds and reads the runs below a folder; a run is read again only if one of its files has changed.
 
-Of every run the ends of its log are read, which is what a list shows; of those whose curves are shown, all of it. Of a
-log that was read before, only what was appended is. Many runs that nobody has read yet are read over several calls, the
-newest first, so that a page has something to show at once.
+For the list of runs only the ends of each log are read; for runs whose curves are shown, the whole log. If a log was
+read before, only the appended lines are read. If many runs are new, they are read over several calls, the newest first,
+so that a page has something to show at once.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from zeroshard.lab.run_folders import CONFIG, METRICS, SUMMARY, RunResult, find_
 from zeroshard.train.state.lock import LOCK
 
 _FILES = (CONFIG, METRICS, SUMMARY)
-MOST_WHOLE = 32  # logs that are kept whole: of the runs that were asked for last
+MOST_WHOLE = 32  # most complete logs kept in memory: those of the runs that were requested last
 _Signature = tuple[tuple[int, int, int] | None, ...]
 _Locks = frozenset[tuple[int, int, int]]
 
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """A run as it was when it was last read; equal to itself alone.
+    """A run as of its last reading. Compared by identity, so that it can be a key of a cache.
 
     Attributes:
-        run: what its folder says.
-        token: another text after each change of it.
+        run: the contents of its folder.
+        token: a text that changes whenever the run's files or its lock change.
     """
 
     run: RunResult
@@ -39,7 +39,7 @@ class Seen:
 
 
 class Readings:
-    """Runs that were read, by folder, each with the log that goes on where it ended."""
+    """A cache of runs by folder; each has its log, so that the next reading continues where the last one ended."""
 
     def __init__(self, log_of: Callable[[Path], MetricsLog]) -> None:
         self._log_of = log_of
@@ -49,42 +49,39 @@ class Readings:
         return folder in self._known
 
     def read(self, folder: Path, held: _Locks) -> Seen:
-        """What ``folder`` says; read only where a file of it has changed, or who holds it."""
+        """Return the run in ``folder``; it is read only if one of its files has changed, or whether it is locked."""
         token = _token(_signature(folder), is_held(folder / LOCK, held))
         seen, log = self._known.pop(folder, None) or (None, self._log_of(folder / METRICS))
         if seen is None or seen.token != token:
             seen = Seen(read_run(folder, held, log), token)
-        self._known[folder] = (seen, log)  # the last, of those that were asked for
+        self._known[folder] = (seen, log)  # moved to the end: it was requested last
         return seen
 
     def keep(self, folders: set[Path]) -> None:
-        """Forget all others."""
+        """Forget all runs but those in ``folders``."""
         self._known = {folder: found for folder, found in self._known.items() if folder in folders}
 
     def keep_last(self, count: int) -> None:
-        """Forget all but those that were asked for last."""
+        """Forget all runs but the ``count`` that were requested last."""
         for folder in list(self._known)[:-count]:
             del self._known[folder]
 
 
 class Watch:
-    """Runs below ``root``, and nothing else: a link that leads out of it is not followed.
-
-    Safe to call from several threads.
-    """
+    """The runs below ``root``. Symbolic links to files outside of it are not followed. Thread-safe."""
 
     def __init__(self, root: str | Path, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self.num_unread = 0  # runs that the last call of `runs` had no time for
+        self.num_unread = 0  # runs that the last call of `runs` did not read, because its time was over
         self.root = Path(root).resolve()
         self._listed, self._whole = Readings(LogEnds), Readings(MetricsLog)
         self._lock = threading.Lock()
 
     def runs(self, budget_s: float | None = None) -> dict[str, Seen]:
-        """Runs by their path below the root, in order of path; of their steps the last alone (`LogEnds`).
+        """The runs by their path below the root, in order of path; each has only its last steps (`LogEnds`).
 
         Args:
-            budget_s: seconds after which no further run is read for the first time, though always one; None: all are.
+            budget_s: seconds after which this call reads no further new run; it reads at least one. None: no limit.
         """
         with self._lock:
             held = locks_held()
@@ -103,7 +100,7 @@ class Watch:
             return {self._name(folder): self._listed.read(folder, held) for folder in folders if folder not in unread}
 
     def whole(self, chosen: Mapping[str, Seen]) -> dict[str, Seen]:
-        """Some of `runs`, with every step."""
+        """The same runs as ``chosen`` (some of the result of `runs`), with all of their steps."""
         with self._lock:
             held = locks_held()
             found = {name: self._whole.read(seen.run.folder, held) for name, seen in chosen.items()}

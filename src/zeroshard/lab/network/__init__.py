@@ -1,1 +1,1 @@
-"""Networks of this machine, slowed by its kernel."""
+"""Slow networks on this machine, made with the kernel's network namespaces and traffic shaping."""

@@ -1,4 +1,4 @@
-"""What ``zeroshard lab`` does: clean up after networks, shape interfaces."""
+"""The verb ``zeroshard lab``: removes leftover networks and shapes interfaces."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ USAGE = (
 
 
 def run_lab(given: Mapping[str, str]) -> int:
-    """Do what the words of ``zeroshard lab`` ask for, and return the exit status.
+    """Run ``zeroshard lab`` with the given words and options, and return the exit status.
 
     Args:
-        given: `WORDS` and `OPTIONS` by name, those that were given.
+        given: those of `WORDS` and `OPTIONS` that were given, by name; and ``yes`` if that switch was.
 
     Raises:
-        UserError: words that mean nothing, or something that cannot be done here.
+        UserError: the words are no command, or the command is not possible on this machine.
     """
     command = given.get("command", "")
     if command == "clean":

@@ -1,25 +1,27 @@
-"""Networks of this machine, made slow by its own kernel: namespaces that stand for nodes, and shaped interfaces.
+"""Slow networks made by this machine's kernel: network namespaces that act as nodes, and shaped interfaces.
 
     namespace zsnet0-0            this host                namespace zsnet0-1
     ranks -- net0 ====== zsnet0v0 -- zsnet0br -- zsnet0v1 ====== net0 -- ranks
 
 Each node has a veth pair to one bridge, and both of its ends are shaped, so that a node sends and receives at the rate
-asked for at the same time: what ``net0`` holds back leaves the node, what ``zsnet0v0`` holds back enters it. Ranks of
-one node talk through its loopback, which nothing slows. The bridge has an address too, where the launcher's store
-answers.
+asked for at the same time: ``net0`` shapes the traffic that leaves the node, ``zsnet0v0`` the traffic that enters it.
+Ranks of one node communicate through its loopback interface, which is not shaped. The bridge has an address too, where
+the launcher's store listens.
 
-Shaping is ``tbf``, a token bucket. Its burst must cover what passes between two of the kernel's timer ticks, else the
-rate is not reached (`shaper_burst`). Frames are jumbo frames: of 1,500 bytes, headers would take 4 % of the rate.
+The shaper is ``tbf``, a token bucket filter. Its burst must cover the bytes that pass between two of the kernel's timer
+ticks, or the rate is not reached (`shaper_burst`). Frames are jumbo frames: with 1,500 bytes, headers would take 4 % of
+the rate.
 
 [Note: Who decides how fast to send]
-    In a node TCP sends until it hears of a loss, and the queue before the bucket is longer than what it may have under
-    way, so that there is none: the bucket alone sets the pace. A host may be set to BBR, which estimates the bandwidth
-    instead, takes a bucket's bursts for it, and stands back now and then to look: 80 to 98 of 100 Mbit/s.
+    Nodes use TCP Reno, which sends faster until packets are lost. The queue before the bucket is longer than all that
+    TCP may have in flight, so none are lost, and the bucket alone sets the rate. A host may use BBR, which estimates
+    the bandwidth instead: it takes a bucket's bursts for the bandwidth and regularly slows down to measure again, and
+    so reaches only 80 to 98 of 100 Mbit/s.
 
 [Note: Nothing is left behind]
-    A network has a number, and whoever has made it holds a lock of that number. The kernel takes the lock back however
-    the process ends; so a number that nobody holds has no owner, and what carries it in its name is removed by the
-    next start, or by ``zeroshard lab clean``.
+    A network has a number, and the process that made it holds a lock file of that number. The kernel releases the lock
+    however the process ends. So a number whose lock is free has no owner, and namespaces and links with that number in
+    their names are removed by the next start, or by ``zeroshard lab clean``.
 """
 
 from __future__ import annotations
@@ -44,29 +46,29 @@ from zeroshard.launch.environment import Nodes
 from zeroshard.regular_files import open_regular
 
 LOCKS = Path("/run/zeroshard")
-MAX_NETWORKS, MAX_NODES = 250, 250  # of an octet each
+MAX_NETWORKS, MAX_NODES = 250, 250  # each is an octet of an address
 MTU = 9000
 INTERFACE = "net0"
-HANDLE, INNER_HANDLE = "7a73:", "7a74:"  # "zs", "zt": which shaping is ours
-_QUEUE_BYTES, _QUEUE_S = 64 << 20, 0.1  # that may wait for tokens: nothing should be dropped
-_PACE = "reno"  # [Note: Who decides how fast to send]; every kernel has it, and lets every namespace have it
-_PACE_FILE = "/proc/sys/net/ipv4/tcp_congestion_control"  # of the namespace that asks
+HANDLE, INNER_HANDLE = "7a73:", "7a74:"  # "zs", "zt": they mark the queues that we made
+_QUEUE_BYTES, _QUEUE_S = 64 << 20, 0.1  # length of the queue before the bucket: no packet should be dropped
+_PACE = "reno"  # [Note: Who decides how fast to send]; every kernel has it, and allows it in every namespace
+_PACE_FILE = "/proc/sys/net/ipv4/tcp_congestion_control"  # applies to the namespace that opens it
 _MIN_BURST_BYTES = 64 << 10
 _TICK_S = 4e-3
 
 
 def shaper_burst(bytes_per_s: float) -> int:
-    """The smallest burst in bytes with which a rate was reached within 2 % (100 Mbit/s to 10 Gbit/s)."""
+    """The smallest burst in bytes that reached the rate within 2 % in measurements (100 Mbit/s to 10 Gbit/s)."""
     return max(_MIN_BURST_BYTES, round(bytes_per_s * _TICK_S))
 
 
 def shaping(bytes_per_s: float, latency_s: float = 0.0, burst_bytes: int = 0) -> list[list[str]]:
-    """The words after ``tc qdisc add dev DEV`` for each queue, outermost first.
+    """The arguments after ``tc qdisc add dev DEV`` for each queue, outermost first.
 
     Args:
-        bytes_per_s: of what leaves the interface. tc takes bits, and writes ``bit``.
-        latency_s: that each packet waits before; 0: none.
-        burst_bytes: what passes at once after a pause; 0: `shaper_burst`. tc writes ``b`` for bytes.
+        bytes_per_s: rate at which the interface sends. tc takes it in bits, as ``bit``.
+        latency_s: delay of each packet before it reaches the bucket; 0: none.
+        burst_bytes: bytes that pass at once after a pause; 0: `shaper_burst`. tc writes ``b`` for bytes.
     """
     bucket = [
         *("tbf", "rate", f"{round(bytes_per_s * 8)}bit"),
@@ -75,7 +77,7 @@ def shaping(bytes_per_s: float, latency_s: float = 0.0, burst_bytes: int = 0) ->
     ]
     if not latency_s:
         return [["root", "handle", HANDLE, *bucket]]
-    num_packets = 1000 + round(2 * bytes_per_s * latency_s / 1500)  # under way
+    num_packets = 1000 + round(2 * bytes_per_s * latency_s / 1500)  # in flight
     delay = ["netem", "delay", f"{round(latency_s * 1e6)}us", "limit", str(num_packets)]
     return [["root", "handle", HANDLE, *delay], ["parent", f"{HANDLE}1", "handle", INNER_HANDLE, *bucket]]
 
@@ -87,15 +89,15 @@ def shaping(bytes_per_s: float, latency_s: float = 0.0, burst_bytes: int = 0) ->
 def nodes(
     num_nodes: int, node_size: int, bytes_per_s: float, latency_s: float = 0.0, burst_bytes: int = 0
 ) -> Generator[Nodes]:
-    """Nodes as namespaces of this machine, shaped, for as long as the block runs; what others have left is removed.
+    """Make nodes as shaped network namespaces, which exist while the block runs; first removes leftover networks.
 
     Args:
-        num_nodes: at least 2.
-        node_size: ranks in each.
-        bytes_per_s, latency_s, burst_bytes: of a node's link, as in `shaping`.
+        num_nodes: number of nodes, at least 2.
+        node_size: ranks in each node.
+        bytes_per_s, latency_s, burst_bytes: properties of a node's link, as in `shaping`.
 
     Raises:
-        UserError: not as root, no tools, or a kernel that cannot.
+        UserError: the process is not root, a tool is missing, or the kernel does not support it.
     """
     require_root("link.mode", "netns makes network namespaces")
     if not 2 <= num_nodes <= MAX_NODES:
@@ -114,10 +116,10 @@ def nodes(
 
 
 def clean() -> list[str]:
-    """Remove networks whose makers are gone, and return the names of what was removed.
+    """Remove networks whose processes have ended, and return the names of the removed namespaces and links.
 
     Raises:
-        UserError: not as root.
+        UserError: the process is not root, or a tool is missing.
     """
     require_root("lab clean", "it removes network namespaces")
     found = []
@@ -142,7 +144,7 @@ def _make(number: int, num_nodes: int, out: list[list[str]], back: list[list[str
         _run("ip", "link", "add", outer, "mtu", str(MTU), *pair)
         _run("ip", "link", "set", outer, "master", bridge, "up")
         inside = ("ip", "-n", name)
-        _run(*inside, "link", "set", INTERFACE, "addrgenmode", "none")  # gloo shall find the address below and no other
+        _run(*inside, "link", "set", INTERFACE, "addrgenmode", "none")  # so that gloo finds only the address below
         _run(*inside, "addr", "add", f"{_address(number, node)}/24", "dev", INTERFACE)
         _run(*inside, "link", "set", "lo", "up")
         _run(*inside, "link", "set", INTERFACE, "up")
@@ -154,7 +156,7 @@ def _make(number: int, num_nodes: int, out: list[list[str]], back: list[list[str
 
 
 def _remove(number: int) -> list[str]:
-    """Remove what carries ``number``, and return the names."""
+    """Remove the namespaces and links of network ``number``, and return their names."""
     names = [name for name in _leftovers() if _number_of(name) == number]
     for name in sorted(names, key=lambda name: "-" in name):  # namespaces last
         kind = ("netns", "delete") if "-" in name else ("link", "delete")
@@ -167,7 +169,7 @@ def _remove(number: int) -> list[str]:
 
 
 def _leftovers() -> Iterator[str]:
-    """Namespaces and links of this machine that carry a network's number."""
+    """Names of the namespaces and links on this machine that belong to one of our networks."""
     for kind in (("netns", "list"), ("link", "show")):
         for entry in json.loads(_run("ip", "-j", *kind) or "[]"):
             name = entry.get("ifname") or entry.get("name", "")
@@ -176,7 +178,7 @@ def _leftovers() -> Iterator[str]:
 
 
 def _number_of(name: str) -> int | None:
-    """3 for ``zsnet3-0``, ``zsnet3br`` and ``zsnet3v0``; None for a name that is not ours."""
+    """The network's number in a name: 3 for ``zsnet3-0``, ``zsnet3br``, ``zsnet3v0``; None if the name is not ours."""
     match = re.fullmatch(r"zsnet(\d+)(?:-\d+|br|v\d+)", name)
     return None if match is None else int(match[1])
 
@@ -186,7 +188,7 @@ def _address(number: int, node: int) -> str:
 
 
 def _claim() -> tuple[int, int]:
-    """A number that nobody holds, and the lock on it."""
+    """Lock a free network number and remove its leftovers; returns the number and the lock's file descriptor."""
     for number in range(MAX_NETWORKS):
         lock = _lock(number)
         if lock is not None:
@@ -196,7 +198,7 @@ def _claim() -> tuple[int, int]:
 
 
 def _lock(number: int) -> int | None:
-    """The lock on a number; None while somebody holds it."""
+    """Lock a network number; returns the lock's file descriptor, or None if another process holds it."""
     LOCKS.mkdir(parents=True, exist_ok=True)
     descriptor = open_regular(LOCKS / f"network-{number}", os.O_RDWR | os.O_CREAT, 0o600, follow=False)
     try:
@@ -209,8 +211,8 @@ def _lock(number: int) -> int | None:
 
 @contextmanager
 def _signals_wait() -> Generator[None]:
-    """Inside, signals that would end this process wait: a network is made whole, and removed whole."""
-    if threading.current_thread() is not threading.main_thread():  # whom no signal interrupts
+    """Defer signals that would end this process, so that a network is never left half made or half removed."""
+    if threading.current_thread() is not threading.main_thread():  # Python runs signal handlers in the main thread only
         yield
         return
     came: list[int] = []
@@ -229,15 +231,16 @@ def _signals_wait() -> Generator[None]:
 
 
 def apply(device: str, bytes_per_s: float, latency_s: float = 0.0, burst_bytes: int = 0, *, yes: bool = False) -> None:
-    """Shape what leaves ``device``; on each host of a network, both directions are shaped so.
+    """Shape the traffic that ``device`` sends. Applied on each host of a network, this shapes both directions.
 
     Args:
-        device: an interface.
+        device: name of an interface.
         bytes_per_s, latency_s, burst_bytes: as in `shaping`.
-        yes: also where the user's own session may pass through it.
+        yes: shape it even if it may carry the user's own session.
 
     Raises:
-        UserError: not as root, no such interface, somebody else has shaped it, or it may carry the user's session.
+        UserError: the process is not root, there is no such interface, it has been shaped by somebody else, or it may
+            carry the user's session and ``yes`` is false.
     """
     require_root("lab tc", "it shapes a network interface")
     _require_free(device, yes=yes)
@@ -251,10 +254,10 @@ def apply(device: str, bytes_per_s: float, latency_s: float = 0.0, burst_bytes: 
 
 
 def status(device: str) -> dict[str, Any]:
-    """What ``device`` is shaped to: ``bytes_per_s``, ``burst_bytes``, ``latency_s``; empty where we have not.
+    """Our shaping of ``device``: ``bytes_per_s``, ``burst_bytes``, ``latency_s``; empty if it is not shaped by us.
 
     Raises:
-        UserError: no such interface.
+        UserError: there is no such interface.
     """
     found: dict[str, Any] = {}
     for queue in _queues(device):
@@ -267,10 +270,11 @@ def status(device: str) -> dict[str, Any]:
 
 
 def delete(device: str, *, yes: bool = False) -> bool:
-    """Take our shaping off ``device``; whether there was any.
+    """Remove our shaping from ``device``; returns whether there was any.
 
     Raises:
-        UserError: not as root, no such interface, or it may carry the user's session and ``yes`` was not said.
+        UserError: the process is not root, there is no such interface, it has been shaped by somebody else, or it may
+            carry the user's session and ``yes`` is false.
     """
     require_root("lab tc", "it shapes a network interface")
     _require_free(device, yes=yes)
@@ -281,7 +285,7 @@ def delete(device: str, *, yes: bool = False) -> bool:
 
 
 def why_in_use(device: str) -> str:
-    """Why the user may sit at the other end of ``device``; empty where nothing speaks for it."""
+    """Why ``device`` may carry the user's own session (such as SSH); empty if nothing indicates it."""
     if any(route.get("dev") == device for route in json.loads(_run("ip", "-j", "route", "show", "default") or "[]")):
         return "carries the default route, and maybe your session"
     own = {address.address for address in psutil.net_if_addrs().get(device, [])}
@@ -298,7 +302,7 @@ def why_in_use(device: str) -> str:
 
 
 def _require_free(device: str, *, yes: bool) -> None:
-    """Raise UserError unless ``device`` is there, unshaped or shaped by us, and may be touched."""
+    """Raise UserError unless ``device`` exists, is unshaped or shaped by us, and is not in use (see `why_in_use`)."""
     for queue in _queues(device):
         if queue.get("root") and queue["handle"] not in ("0:", HANDLE):  # 0: is the kernel's own default
             what = f"{device} is shaped already, by {queue['kind']} {queue['handle']}, and not by us"
@@ -319,7 +323,7 @@ def _queues(device: str) -> list[dict[str, Any]]:
 
 
 def require_root(field: str, why: str) -> None:
-    """Raise UserError where this process may not change the network, or lacks the tools for it."""
+    """Raise UserError if this process is not root, or if the tools ``ip`` and ``tc`` are not installed."""
     if os.geteuid() != 0:
         raise UserError(field, f"{why}, which only root may", "run it as root, or use --link.mode simulated")
     for tool in ("ip", "tc"):
@@ -338,7 +342,7 @@ def _add_queue(tc: tuple[str, ...], device: str, words: list[str]) -> None:
 
 
 def _run(*words: str, missing_ok: bool = False) -> str:
-    """What a tool prints; ``missing_ok``: nothing, if what it should remove is gone."""
+    """Run a command and return its output; ``missing_ok``: a failure is ignored, as when the object is gone already."""
     # in a session of its own, so that Ctrl-C does not end it half way
     done = subprocess.run(words, capture_output=True, text=True, check=False, start_new_session=True)
     if done.returncode and not missing_ok:

@@ -1,15 +1,15 @@
-"""`zeroshard report`: one page that opens offline, and the same figures as PNGs.
+"""`zeroshard report`: one HTML page that opens offline, and the same figures as PNGs.
 
-    entries.py      run folders and sweeps -> entries, one for each configuration, and what is wrong with any of them
+    entries.py      run folders and sweeps -> entries, one for each configuration, and notices about problems
     figure.py       a figure as data: axes with their units, and marks
-    figures.py      entries -> figures, or why there is none
-    reading_notes.py how many runs are behind a figure, and which of its lines lie on each other
-    rank_spans.py   a trace -> what each rank did when
-    interactive.py  a figure as plotly has it
-    png.py          the same as matplotlib draws it
+    figures.py      entries -> figures, or the reason why a figure is missing
+    reading_notes.py how many runs are behind a figure, and which of its lines coincide
+    rank_spans.py   a trace -> the spans of each rank
+    interactive.py  a figure in plotly's format
+    png.py          the same figure drawn by matplotlib
     table.py        the table of results
     page.py         all of it in one HTML file, with page.html.j2, page.css and page.js
-    command.py      from settings to files
+    command.py      the command, from folders to files
 
-Figures are data first, so that the page, the PNGs and the dashboard cannot tell different things.
+A figure is data before it is drawn, so the page, the PNGs and the dashboard cannot show different things.
 """

@@ -1,4 +1,4 @@
-"""`zeroshard report`: from folders to files."""
+"""The command `zeroshard report`: reads folders and writes the page and the figures."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from zeroshard.lab.report.entries import Material, gather
 from zeroshard.lab.report.figures import figures_of
 from zeroshard.lab.sweep.sweep import write_whole
 
-NEEDED = ("matplotlib", "jinja2")  # of the extra `report`
+NEEDED = ("matplotlib", "jinja2")  # packages of the extra `report`
 
 
 def run_report(folders: Sequence[str], out: str = "") -> int:
     """Write ``report.html`` and ``figures/*.png``.
 
     Args:
-        folders: of runs, of sweeps, or of folders of either.
-        out: where to write; empty: into the folder, if it is one, else into ``report``.
+        folders: folders of runs, of sweeps, or of either.
+        out: the folder to write into; empty: ``folders[0]`` if there is only one, else ``report``.
 
     Raises:
-        UserError: there is no run, or the extra is not installed.
-        OSError: it cannot be written.
+        UserError: there is no run, or the extra `report` is not installed.
+        OSError: a file cannot be written.
     """
     require("report", NEEDED)
     if not folders:
@@ -41,7 +41,7 @@ def run_report(folders: Sequence[str], out: str = "") -> int:
 
 
 def require(extra: str, needed: Sequence[str]) -> None:
-    """Raise UserError where what ``extra`` brings is not there."""
+    """Raise UserError if a package of ``needed`` is not installed; the message names ``extra``, which installs it."""
     absent = [name for name in needed if find_spec(name) is None]
     if absent:
         what = f"needs {', '.join(absent)}, not installed here"
@@ -49,7 +49,7 @@ def require(extra: str, needed: Sequence[str]) -> None:
 
 
 def write_report(material: Material, target: Path) -> tuple[Path, list[str]]:
-    """The page and the names of its figures, written into ``target``."""
+    """Write the page and its figures into ``target``; returns the page's path and the figures' file names."""
     from zeroshard.lab.report.page import render
     from zeroshard.lab.report.png import draw
 
@@ -65,7 +65,7 @@ def write_report(material: Material, target: Path) -> tuple[Path, list[str]]:
 
 
 def environment_of(material: Material) -> list[tuple[str, str]]:
-    """What the numbers hold for: what the runs said of themselves, each value once; and what made the report."""
+    """(name, value) pairs: the environment that the runs recorded, each value once, and the versions of the report."""
     from zeroshard.lab.report.page import PLOTLY_JS
 
     found: dict[str, dict[str, None]] = {}

@@ -1,4 +1,4 @@
-"""What a report is about: entries, one for each configuration that ran, and the warnings about them."""
+"""The contents of a report: entries, one for each configuration that ran, and the warnings about them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zeroshard.train.config.sizes import parse_bandwidth
 CROSSOVER = "crossover.json"
 STRATEGIES = ("zero0", "zero1", "zero2", "zero3", "ddp", "zero1-torch", "fsdp2", "auto")  # in the order of figures
 OF_LINKS = ("link.bandwidth",)
-# What sets runs apart and has no part in what they come to.
+# Settings in which runs may differ and still be repeats of one configuration, because they change no result.
 _ASIDE = (*CHANGES_NO_RESULT, "profile.trace_steps", "profile.memory", "profile.overlap", "plan.enforce", "plan.device")
 
 
@@ -33,9 +33,9 @@ class Entry:
     """A configuration with its runs.
 
     Attributes:
-        label: what sets it apart, in words.
+        label: name in figures and tables: the settings in ``apart`` in words, or names of run folders.
         case: its runs and failures.
-        apart: the settings that set it apart from others, by dotted name.
+        apart: the settings in which it differs from other entries, by dotted name.
     """
 
     label: str
@@ -44,65 +44,65 @@ class Entry:
 
     @cached_property
     def first(self) -> RunResult | None:
-        """The run that stands for all where one must: the first that has ended well, else the first with steps."""
+        """The run that represents the entry: the first that ended successfully, else the first with steps, or None."""
         runs = [*self.case.done, *(run for run in self.case.runs if run.steps)]
         return runs[0] if runs else None
 
     @property
     def strategy(self) -> str:
-        """By name; empty where nobody can say."""
+        """The name of the strategy; empty if it is not known."""
         return str(self.setting("strategy", ""))
 
     @property
     def bytes_per_s(self) -> float:
-        """That its links were asked for; infinite where none was slowed, NaN where nobody can say."""
+        """The requested bandwidth of its links; infinite if they were not throttled, NaN if it cannot be read."""
         return _bandwidth_of(self.setting("link.bandwidth", ""))
 
     @property
     def world_size(self) -> int:
-        """Ranks; 0 where nobody can say."""
+        """Number of ranks; 0 if it is not known."""
         found = self.first.start.get("world_size") if self.first else None
         found = found or self.setting("nproc", 0)
         return found if isinstance(found, int) else 0
 
     @property
     def is_comparable(self) -> bool:
-        """Whether its links were what was asked for."""
+        """Whether its links had the bandwidth and the latency that were requested, according to the runs' probes."""
         return not self.case.why_not_comparable
 
     @property
     def total_comm_s(self) -> float:
-        """Seconds of a step in which communication was under way on rank 0; NaN where no run looked for it."""
+        """Seconds of a step in which communication was in flight on rank 0; NaN if no run recorded it."""
         return _middle(_overlap(run, "total") for run in self.case.done)
 
     @property
     def exposed_s(self) -> float:
-        """Seconds of the median step that rank 0 stood still for it."""
+        """Seconds of the median step for which rank 0 waited for communication; NaN if not known."""
         found = self.case.exposed_s
         return found.median if found else math.nan
 
     def setting(self, name: str, default: Any = None) -> Any:
-        """A setting by its dotted name: of its runs, else as its axes have it."""
+        """A setting by its dotted name, from the configuration of its runs or else from its axes."""
         for run in self.case.runs:
             if run.config:
                 return run.setting(name, default)
         return flat(self.case.axes).get(name, default)
 
     def rest(self, *without: str) -> str:
-        """What sets it apart but for these settings, in words."""
+        """The settings in which it differs from other entries, in words, without those in ``without``."""
         return words_of({name: value for name, value in self.apart.items() if name not in without})
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """What a search for the bandwidth at which two strategies draw has found.
+    """The result of a search for the bandwidth at which two strategies are equally fast (their crossover).
 
     Attributes:
-        label: what else was set, in words.
-        strategies: the two.
-        low, high: bytes per second between which they draw.
-        below, above: which is faster there; None where a run failed.
-        points: seconds of a step of both, by bytes per second; NaN where a run failed.
+        label: the other settings, in words.
+        strategies: the two strategies.
+        low, high: bounds of the crossover in bytes per second; of the search, if one is faster everywhere.
+        below, above: the strategy that is faster at ``low`` and at ``high``; None if a run failed.
+        points: (bytes per second, seconds per step of the first, of the second); NaN if a run failed.
     """
 
     label: str
@@ -116,13 +116,13 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Notice:
-    """Something that a reader must know.
+    """A warning that a reader of the report needs.
 
     Attributes:
-        kind: ``comparable``: points that others cannot be compared with; ``failed``: attempts without a result;
-            ``folder``: what is not whole; ``plan``: runs that differ from what was planned.
-        about: whom it concerns.
-        line: what it is.
+        kind: ``comparable``: results that cannot be compared with others; ``failed``: attempts without a result;
+            ``folder``: a folder that is damaged or incomplete; ``plan``: a run that differs from its plan.
+        about: the entry or the folder that it concerns.
+        line: the warning's text.
     """
 
     kind: Literal["comparable", "failed", "folder", "plan"]
@@ -132,14 +132,14 @@ class Notice:
 
 @dataclass(frozen=True)
 class Material:
-    """All that a report shows.
+    """All contents of a report.
 
     Attributes:
-        title: of the page.
-        entries: in the order in which they were asked for.
-        crossings: of sweeps that looked for them.
-        notices: worst first.
-        times: of sweeps that looked for the time to a loss.
+        title: title of the page.
+        entries: entries of sweeps in the order of the folders, then those of single runs.
+        crossings: the crossovers of sweeps that searched for them.
+        notices: warnings about entries, worst first, then those about sweeps.
+        times: the times to a loss of sweeps that asked for them.
     """
 
     title: str
@@ -150,15 +150,15 @@ class Material:
 
     @property
     def runs(self) -> Iterator[RunResult]:
-        """Every run."""
+        """The runs of all entries."""
         return (run for entry in self.entries for run in entry.case.runs)
 
 
 def gather(folders: Sequence[str | Path]) -> Material:
-    """Everything in ``folders``: runs, sweeps, and folders of either.
+    """Read everything in ``folders``, each a run, a sweep, or a folder of either.
 
     Raises:
-        UserError: one of them is no folder, or there is no run in any.
+        UserError: one of them is not a folder, or there is no run in any.
     """
     entries: list[Entry] = []
     crossings: list[Crossing] = []
@@ -189,7 +189,7 @@ def gather(folders: Sequence[str | Path]) -> Material:
 
 
 def entries_of_cases(cases: Sequence[CaseResult]) -> list[Entry]:
-    """The cases of a sweep; an axis of one value sets nothing apart."""
+    """The entries of a sweep's cases; an axis with a single value is left out of ``apart``."""
     axes = [flat(case.axes) for case in cases]
     names = list(dict.fromkeys(name for each in axes for name in each))
     differing = {name for name in names if len({str(each.get(name)) for each in axes}) > 1}
@@ -202,7 +202,7 @@ def entries_of_cases(cases: Sequence[CaseResult]) -> list[Entry]:
 
 
 def entries_of_runs(runs: Sequence[RunResult]) -> list[Entry]:
-    """Runs of one configuration are repeats of one entry; its axes are the settings in which it differs from others."""
+    """Group runs by configuration into entries; an entry's axes are the settings in which configurations differ."""
     configs = {run.folder: flat(run.config, only_tables=False) for run in runs}
     for config in configs.values():
         for name in _ASIDE:
@@ -225,7 +225,7 @@ def entries_of_runs(runs: Sequence[RunResult]) -> list[Entry]:
 
 
 def words_of(settings: Mapping[str, Any]) -> str:
-    """``zero2, 1 Gbit/s, model.n_layer 4``: a strategy and a link's bandwidth need no name before them."""
+    """Format settings: ``zero2, 1 Gbit/s, model.n_layer 4``; strategy and link bandwidth come without their names."""
     rest = dict(settings)
     words = [str(rest.pop("strategy"))] if "strategy" in rest else []
     if isinstance(rest.get("link.bandwidth"), str):
@@ -234,12 +234,13 @@ def words_of(settings: Mapping[str, Any]) -> str:
 
 
 def flat(table: Mapping[str, Any], prefix: str = "", *, only_tables: bool = True) -> dict[str, Any]:
-    """Nested settings by their dotted names. An axis of tables that no setting is called by stands for what it holds.
+    """Flatten nested settings to dotted names.
 
     Args:
         table: axes of a case, or a configuration.
-        prefix: of names.
-        only_tables: whether names that are no table of a configuration are left out of what is inside them.
+        prefix: prefix of the names.
+        only_tables: whether a top-level name that is no table of a configuration is dropped from the dotted names. An
+            axis of tables has such a name of the user's own.
     """
     found: dict[str, Any] = {}
     for name, value in table.items():
@@ -252,13 +253,13 @@ def flat(table: Mapping[str, Any], prefix: str = "", *, only_tables: bool = True
 
 
 def plan_of(run: RunResult | None) -> Mapping[str, Any]:
-    """What was predicted and measured, as ``summary.json`` has it; empty where nobody planned."""
+    """Predicted and measured quantities, as stored in ``summary.json``; empty if the run has no plan."""
     found = run.summary.get("plan") if run else None
     return found if isinstance(found, Mapping) else {}
 
 
 def pair_of(run: RunResult | None, name: str) -> tuple[float, float]:
-    """Predicted and measured ``step_s`` or ``peak_bytes``; NaN where one is not known."""
+    """Predicted and measured ``step_s`` or ``peak_bytes``; NaN for one that is not known."""
     found = plan_of(run).get(name)
     if not isinstance(found, Mapping):
         return math.nan, math.nan
@@ -277,7 +278,7 @@ def _overlap(run: RunResult, what: str) -> float:
     if not isinstance(found, Mapping):
         return math.nan
     values = [_finite(each.get(what)) for each in found.values() if isinstance(each, Mapping)]
-    return sum(values) or math.nan  # nothing was under way: nobody could tell when operations ended
+    return sum(values) or math.nan  # a sum of 0 means that the ends of operations could not be recorded
 
 
 def _finite(value: Any) -> float:
@@ -299,7 +300,7 @@ def _find_sweeps(folder: Path) -> list[Path]:
 
 
 def _is_something(entry: Entry) -> bool:
-    """Whether there is, or was, anything at all."""
+    """Whether an entry has axes, failures, or the files of a run."""
     if entry.case.axes or entry.case.failures:
         return True
     return any(find_runs(run.folder) for run in entry.case.runs)
@@ -310,7 +311,7 @@ def _unique_names(folders: Iterable[Path]) -> list[str]:
 
 
 def _told_apart(entries: Sequence[Entry]) -> list[Entry]:
-    """Folders of one name in several places have the place in their label."""
+    """Replace labels that occur more than once by the path of the run folder."""
     labels = [entry.label for entry in entries]
     return [
         replace(entry, label=str(entry.case.runs[0].folder)) if labels.count(entry.label) > 1 else entry

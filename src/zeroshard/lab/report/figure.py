@@ -8,14 +8,14 @@ from math import isfinite, isnan
 from types import MappingProxyType
 from typing import Literal
 
-# Okabe and Ito (2008), "Color Universal Design", https://jfly.uni-koeln.de/color/: told apart by all kinds of eyes.
+# Okabe and Ito (2008), "Color Universal Design", https://jfly.uni-koeln.de/color/: safe for colour-blind readers.
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILLION, PURPLE = (
     "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7",
 )  # fmt: skip
 GREY = "#999999"
 CYCLE = (BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE, BLACK, YELLOW)
 MARKERS = ("circle", "square", "diamond", "triangle", "cross", "star")
-SET_MARKERS = ("diamond", "square", "triangle", "cross", "star", "circle")  # of validation sets; the first: the run's
+SET_MARKERS = ("diamond", "square", "triangle", "cross", "star", "circle")  # of validation sets; first the run's own
 Mark = Literal["line", "points", "bar", "span"]
 
 
@@ -24,11 +24,11 @@ class Axis:
     """One axis.
 
     Attributes:
-        title: with the unit.
+        title: text beside the axis, with the unit.
         log: whether its scale is logarithmic.
-        ticks: words by place, where numbers are not what a reader wants.
-        reversed: whether it begins at the top.
-        from_zero: whether 0 is on it, so that lengths can be compared.
+        ticks: tick labels by position; empty: numbers at positions that the drawing library chooses.
+        reversed: whether its values grow in the opposite direction (on y: downwards).
+        from_zero: whether it begins at 0, so that lengths can be compared.
     """
 
     title: str
@@ -40,23 +40,23 @@ class Axis:
 
 @dataclass(frozen=True)
 class Series:
-    """Marks of one colour and name.
+    """Marks that share a colour and a name.
 
     Attributes:
-        name: in the legend; empty: not there.
-        mark: ``line``: points joined; ``points``; ``bar``: upright, ``y`` high from ``base``; ``span``: lying, ``x``
-            long from ``base``, at ``y``.
-        colour: as ``#rrggbb``.
-        x, y: places.
-        low, high: whiskers of y; empty: none.
-        base: where bars and spans begin; empty: at 0.
-        width: across a bar or a span.
-        marker: of `MARKERS`; empty: a line without.
-        marker_size: in pixels.
-        dashed: of a line.
-        hatched: of bars.
-        hollow: which points are not to be compared with others; empty: none.
-        notes: more about each mark, on the page.
+        name: name in the legend; empty: the legend leaves it out.
+        mark: ``line``: joined points; ``points``; ``bar``: a vertical bar at ``x``, ``y`` high from ``base``; ``span``:
+            a horizontal bar at ``y``, ``x`` long from ``base``.
+        colour: colour as ``#rrggbb``.
+        x, y: coordinates (of bars and spans one of them is a length, see ``mark``).
+        low, high: ends of the error bars along y; empty: no error bars.
+        base: the beginning of each bar or span; empty: all begin at 0.
+        width: thickness of a bar or a span, in units of its axis.
+        marker: one of `MARKERS`; empty: a line without markers.
+        marker_size: size of markers in pixels.
+        dashed: whether a line is dashed.
+        hatched: whether bars are hatched.
+        hollow: whether each point is drawn hollow, because it is not comparable with others; empty: none is.
+        notes: text that the page shows for each mark under the pointer.
     """
 
     name: str
@@ -81,13 +81,13 @@ class Figure:
     """One figure.
 
     Attributes:
-        name: of its file.
+        name: name of its file, without the ending.
         title: what it shows, in a line.
-        x, y: axes.
-        series: in the order of the legend.
+        x, y: its axes.
+        series: its marks, in the order of the legend.
         caption: how to read it.
-        band: from and to, on x, that is shaded.
-        height: of its plot, as a share of the usual.
+        band: the shaded interval on x; None: none.
+        height: height of the plot, as a multiple of the usual height.
         curves: whether its lines are values by step, which the page can smooth and put on a logarithmic scale.
     """
 
@@ -103,7 +103,7 @@ class Figure:
 
     @property
     def x_range(self) -> tuple[float, float] | None:
-        """From and to, where bars stand side by side: a few of them do not fill the figure. None: as the values are."""
+        """The interval on x of a bar chart, wide enough that a few bars do not fill the figure; None without bars."""
         if not any(series.mark == "bar" for series in self.series):
             return None
         room = 0.6 + max(0.0, (4 - len(self.x.ticks)) / 2)
@@ -111,12 +111,12 @@ class Figure:
 
     @property
     def hollow(self) -> bool:
-        """Whether any of its points is not to be compared."""
+        """Whether any of its points is hollow, that is, not comparable with others."""
         return any(any(series.hollow) for series in self.series)
 
 
 def bandwidth_in_words(bytes_per_s: float) -> str:
-    """``100 Mbit/s``, ``2.5 Gbit/s``; without a limit: ``unshaped``; of NaN: ``unknown``."""
+    """Format a bandwidth: ``100 Mbit/s``, ``2.5 Gbit/s``; infinity is ``unshaped``, NaN ``unknown``."""
     if not isfinite(bytes_per_s):
         return "unknown" if isnan(bytes_per_s) else "unshaped"
     bits = bytes_per_s * 8

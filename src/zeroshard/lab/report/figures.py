@@ -1,4 +1,4 @@
-"""Every figure of a report, and why others are not there."""
+"""Makes the figures of a report, and explains those that are missing."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from zeroshard.lab.report.run_figures import loss, memory, predictions, timeline
 from zeroshard.lab.report.speed import communication, relative, searched, throughput
 from zeroshard.lab.report.time_figures import time_figures
 
-_LOG_FROM = 5.0  # the largest over the smallest value
-Drawn = tuple[list[Figure], list[str]]  # and what could not be drawn, a line each
+_LOG_FROM = 5.0  # least ratio of the largest to the smallest value for which a logarithmic axis is kept
+Drawn = tuple[list[Figure], list[str]]  # figures, and a line for each kind that could not be drawn
 
 
 def figures_of(material: Material) -> Drawn:
-    """Every figure for which there are data, and a line for each kind without."""
+    """Every figure for which there are data, and a line for each kind of figure without data."""
     begun = [entry for entry in material.entries if entry.first is not None]
-    entries = [entry for entry in begun if not entry.case.is_curve]  # a curve's steps had no link to be compared on
+    entries = [entry for entry in begun if not entry.case.is_curve]  # a curve was trained without an emulated link
     trained = [entry for entry in begun if entry.case.is_curve or not entry.case.curve]
     kinds: dict[str, Callable[[], list[Figure]]] = {
         **({"Time to a loss": lambda: time_figures(material.times)} if material.times else {}),
@@ -44,7 +44,7 @@ def figures_of(material: Material) -> Drawn:
 
 
 def _rightly_scaled(figure: Figure) -> Figure:
-    """A logarithmic y axis is for values that differ by multiples; others are read off a straight one."""
+    """Make a logarithmic y axis linear, unless the values differ by more than a factor of `_LOG_FROM`."""
     values = [value for series in figure.series for value in series.y if math.isfinite(value)]
     if not figure.y.log or figure.name.startswith(("predicted", "loss-by")):
         return figure

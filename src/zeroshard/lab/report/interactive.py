@@ -1,4 +1,4 @@
-"""A figure as plotly has it: plain data, which the page and the dashboard hand to plotly.js."""
+"""Converts a figure into plotly's format: plain data, which the page and the dashboard pass to plotly.js."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from typing import Any
 
 from zeroshard.lab.report.figure import GREY, Axis, Figure, Series
 
-# Of plotly.js; dash has a type of its own for it. A page of ours adds that figures follow their column's width, which
-# dash sees to itself.
-# No button of it may send a figure to somebody else's server.
+# Configuration of plotly.js (Any, because dash has its own type for it). The report's page adds ``responsive``; dash
+# sets that itself. No button may send a figure to another server.
 CONFIG: Any = {"displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2d", "sendChartToCloud"]}
-LONGEST_TICK = 28  # letters
+LONGEST_TICK = 28  # most characters of a tick label
 USUAL_HEIGHT = 400  # pixels
 _SYMBOLS = {"triangle": "triangle-up", "cross": "x"}
 _LEGEND_ROW = 21  # pixels
-_TOOLBAR = 32  # pixels at the top: plotly's buttons, which nothing may run under
+_TOOLBAR = 32  # pixels at the top for plotly's buttons, so that they cover nothing
 _FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 
 
 def as_plotly(figure: Figure) -> dict[str, Any]:
-    """``{"data", "layout"}``. plotly.js reads tags in any text, so all of it is escaped."""
+    """The figure as ``{"data", "layout"}``. All text is escaped, because plotly.js interprets tags in it."""
     num_named = sum(bool(series.name) for series in figure.series)
     longest = max((len(series.name) for series in figure.series), default=0)
     rows = num_named if longest > 24 else -(-num_named // 3)
@@ -80,7 +79,7 @@ def _axis(axis: Axis, values: Sequence[float]) -> dict[str, Any]:
 
 
 def _log_ticks(values: Sequence[float]) -> list[float]:
-    """1, 2 and 5 times powers of ten around ``values``; over many decades the powers alone."""
+    """Ticks around ``values``: 1, 2 and 5 times powers of ten; over many decades the powers alone."""
     known = [value for value in values if value > 0 and math.isfinite(value)]
     if not known:
         return []

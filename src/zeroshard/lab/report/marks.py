@@ -1,4 +1,4 @@
-"""Entries as lines and bars: their colours, their order, and which of them belong into one figure."""
+"""Turns entries into lines and bars: their colours, their order, and the grouping of entries into figures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from zeroshard.lab.report.figure import (
 )
 from zeroshard.lab.run_folders import Spread
 
-MOST_GROUPS = 4  # figures of one kind, for combinations of what is on no axis
+MOST_GROUPS = 4  # most figures of one kind: one for each combination of the settings that are on no axis
 MOST_BARS = 14
 _STYLES = {
     name: (colour, marker)
@@ -40,14 +40,20 @@ _STYLES = {
 
 
 class LeftOutError(Exception):
-    """There are no data for a figure; says which would be needed."""
+    """A figure is left out because there are no data for it; the message says which data it needs."""
 
 
 def groups(
     entries: Iterable[Entry], x_of: Callable[[Entry], float], on_axis: Sequence[str]
 ) -> list[tuple[str, list[Entry]]]:
-    """Entries that differ in strategy and on the axis alone, with the words of what else sets them apart; only such as
-    have two places on the axis, and not more than a reader can take in.
+    """Group entries that differ only in strategy and in the settings on the x axis; returns (other settings, entries).
+
+    Groups with fewer than two positions on the axis are left out, and only the first `MOST_GROUPS` are returned.
+
+    Args:
+        entries: the entries to group.
+        x_of: position of an entry on the x axis; entries with a position that is not finite are left out.
+        on_axis: names of the settings that the x axis shows.
     """
     found: dict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
@@ -58,7 +64,7 @@ def groups(
 
 
 def by_strategy(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
-    """Entries under their strategies, in the order of `STRATEGIES`."""
+    """Group entries by strategy, in the order of `STRATEGIES`."""
     found: dict[str, list[Entry]] = {}
     for entry in sorted(entries, key=rank_of_strategy):
         found.setdefault(entry.strategy, []).append(entry)
@@ -73,7 +79,7 @@ def lines(
     suffix: str = "",
     dashed: bool = False,
 ) -> list[Series]:
-    """One line for each strategy, with whiskers from the lowest to the highest of its repeats."""
+    """One line for each strategy, with error bars from the lowest to the highest repeat."""
     series = []
     for index, (strategy, entries) in enumerate(by_strategy(group).items()):
         points = [(x_of(entry), found, entry) for entry in entries if (found := value(entry)) is not None]
@@ -100,7 +106,7 @@ def lines(
 
 
 def bars(name: str, title: str, entries: list[Entry], y: Axis, value: Callable[[Entry], Spread | None]) -> Figure:
-    """A bar for each of the first entries, in the colour of its strategy."""
+    """A figure with a bar for each of the first `MOST_BARS` entries, in the colour of its strategy."""
     shown = sorted(entries, key=rank_of_strategy)[:MOST_BARS]
     series = []
     for strategy, group in by_strategy(shown).items():
@@ -123,12 +129,12 @@ def bars(name: str, title: str, entries: list[Entry], y: Axis, value: Callable[[
 
 
 def titled(name: str, title: str, group: str, x: Axis, y: Axis, series: Sequence[Series]) -> Figure:
-    """A figure of one group, which its title names."""
+    """A figure of one group, whose name is added to the title."""
     return Figure(name, f"{title}: {group}" if group else title, x, y, tuple(series))
 
 
 def numbered(figures: Sequence[Figure]) -> list[Figure]:
-    """Names of files are told apart by a number."""
+    """Add a number to the name of each figure whose name was used before, so that file names are unique."""
     seen: defaultdict[str, int] = defaultdict(int)
     found = []
     for figure in figures:
@@ -139,44 +145,44 @@ def numbered(figures: Sequence[Figure]) -> list[Figure]:
 
 
 def only_first(shown: Sequence[Entry], entries: Sequence[Entry], caption: str) -> str:
-    """``caption``, and how many of ``entries`` are shown where not all are."""
+    """``caption``, followed by the number of entries that are shown if not all are."""
     if len(shown) == len(entries):
         return caption.strip()
     return f"{caption} The first {len(shown)} of {len(entries)}; the table has all.".strip()
 
 
 def bandwidth(entry: Entry) -> float:
-    """Place on the axis of bandwidths, in bytes per second."""
+    """The bandwidth of an entry's links in bytes per second: its position on the bandwidth axis."""
     return entry.bytes_per_s
 
 
 def bandwidth_axis(group: Iterable[Entry]) -> Axis:
-    """With the bandwidths that were asked for as its ticks."""
+    """A bandwidth axis whose ticks are the requested bandwidths of the entries."""
     return Axis("bandwidth of a link", log=True, ticks=bandwidth_ticks(bandwidth(entry) for entry in group))
 
 
 def bandwidth_ticks(rates: Iterable[float]) -> dict[float, str]:
-    """Up to eight of them, so that words do not lie on each other."""
+    """Labels by bandwidth for up to eight of ``rates``, so that the labels do not overlap."""
     known = sorted(set(rates))
     step = -(-len(known) // 8)
     return {rate: bandwidth_in_words(rate) for rate in known[::step]}
 
 
 def rank_of_strategy(entry: Entry) -> int:
-    """By which entries are sorted."""
+    """The sort key of an entry: its strategy's index in `STRATEGIES`."""
     return STRATEGIES.index(entry.strategy) if entry.strategy in STRATEGIES else len(STRATEGIES)
 
 
 def style(strategy: str, index: int) -> tuple[str, str]:
-    """Colour and marker: a strategy has the same ones in every figure; ``index`` chooses for others."""
+    """Colour and marker of a strategy, the same in every figure; for an unknown strategy ``index`` chooses them."""
     return _STYLES.get(strategy, (CYCLE[index % len(CYCLE)], MARKERS[index % len(MARKERS)]))
 
 
 def count_in_words(found: Spread) -> str:
-    """How many runs a mark stands for."""
+    """Format the number of runs behind a mark: ``3 runs``."""
     return f"{found.count} runs" if found.count > 1 else "1 run"
 
 
 def alone(value: float) -> Spread | None:
-    """One value as a spread; None where it is not known."""
+    """A single value as a spread; None if the value is not finite."""
     return Spread(value, value, value, 1) if math.isfinite(value) else None

@@ -1,11 +1,11 @@
-"""The page: one HTML file with everything in it, plotly.js too: it opens offline and asks nobody for anything.
+"""Renders the page: one HTML file that includes everything, plotly.js too, opens offline and requests nothing.
 
-plotly.js is the largest part by far. The page carries its basic bundle (traces ``scatter``, ``bar`` and ``pie``), which
-lies compressed in third_party/: 0.4 MB where the whole of it has 1.5. A browser without ``DecompressionStream`` (older
-than 2023) shows the tables and says where the same figures are as PNGs.
+plotly.js is by far the largest part. The page includes its basic bundle (traces ``scatter``, ``bar`` and ``pie``),
+which is stored compressed in third_party/: 0.4 MB, where the full plotly.js has 1.5. A browser without
+``DecompressionStream`` (older than 2023) shows the tables, and says where the figures are as PNGs.
 
-To renew the bundle: ``npm pack plotly.js-basic-dist-min@VERSION``, then ``gzip -9n`` of its plotly-basic.min.js, its
-LICENSE, and here its version and checksum.
+To update the bundle: run ``npm pack plotly.js-basic-dist-min@VERSION``, then ``gzip -9n`` on its plotly-basic.min.js,
+copy its LICENSE, and change the version and the checksum here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zeroshard.lab.report.table import table_of
 from zeroshard.lab.report.time_figures import time_table
 
 PLOTLY_JS = "4.1.1"  # the version of the bundle
-PLOTLY_JS_SHA256 = "99784e3abfb07b142a15e521a439e6d9addceadb3f79553fd24c72774f0649ba"  # of it as npm has it
+PLOTLY_JS_SHA256 = "99784e3abfb07b142a15e521a439e6d9addceadb3f79553fd24c72774f0649ba"  # uncompressed, as in npm
 _ABOUT = {
     "comparable": "Not comparable",
     "plan": "Differs from its plan",
@@ -39,13 +39,13 @@ _ABOUT = {
 def render(
     material: Material, figures: Sequence[Figure], missing: Sequence[str], environment: Sequence[tuple[str, str]]
 ) -> str:
-    """The page's text.
+    """The page as HTML text.
 
     Args:
-        material: what it is about.
-        figures: to draw, in order.
-        missing: figures that are not there, and why, a line each.
-        environment: what the numbers hold for, by name.
+        material: the entries and notices that it shows.
+        figures: the figures to draw, in order.
+        missing: a line for each kind of figure that is missing, with the reason.
+        environment: (name, value) pairs of the environment of the runs.
     """
     templates = Environment(
         loader=PackageLoader("zeroshard.lab.report", "."),
@@ -77,7 +77,7 @@ def plotly_js() -> bytes:
 
 
 def by_kind(notices: Sequence[Notice]) -> Mapping[str, list[Notice]]:
-    """Notices under their headings, those that matter most first."""
+    """Group notices under the headings of their kinds, which are in the order of their first notice."""
     found: dict[str, list[Notice]] = {}
     for notice in notices:
         found.setdefault(_ABOUT[notice.kind], []).append(notice)
@@ -85,7 +85,7 @@ def by_kind(notices: Sequence[Notice]) -> Mapping[str, list[Notice]]:
 
 
 def _script(values: Any) -> Markup:
-    """JSON that may stand inside a script element: nothing in it can end one."""
+    """JSON that is safe inside a script element: it is escaped so that no text in it can end the element."""
     text = json.dumps(_finite(values), allow_nan=False)
     for letter in "<>&":
         text = text.replace(letter, f"\\u{ord(letter):04x}")

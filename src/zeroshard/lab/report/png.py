@@ -1,4 +1,4 @@
-"""A figure as matplotlib draws it, into a PNG."""
+"""Draws a figure with matplotlib into a PNG."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from zeroshard.lab.report.figure import GREY, Axis, Figure, Series
 
 WIDTH, HEIGHT, DPI = 8.0, 4.3, 110  # inches, dots an inch
 _MARKERS = {"circle": "o", "square": "s", "diamond": "D", "triangle": "^", "cross": "X", "star": "*"}
-# Inches, at the size of ticks' letters; a plot is narrower than its figure by the other axis and its title.
+# Inches, at the font size of tick labels; a plot is narrower than its figure by the y axis and its title.
 PLOT_WIDTH, LETTER_WIDTH, LINE_HEIGHT = 6.8, 0.085, 0.17
-_LONGEST = 60  # letters of a name in a legend
+_LONGEST = 60  # most characters of a name in a legend
 
 
 def draw(figure: Figure, path: Path) -> None:
-    """Write ``figure`` to ``path``. Names are text: no ``$`` in them begins a formula."""
+    """Draw ``figure`` and write it to ``path``. Math text is off, so that a ``$`` in a name is just a character."""
     with rc_context({"text.parse_math": False, "hatch.linewidth": 0.8, "font.size": 10}):
         canvas = Canvas(figsize=(WIDTH, HEIGHT * max(figure.height, 0.7)), layout="constrained")
         FigureCanvasAgg(canvas)
@@ -116,9 +116,9 @@ def _shape(axes: Any, which: str, axis: Axis) -> None:
 
 
 def slant(words: Sequence[str]) -> int:
-    """Degrees by which labels under the plot are turned so that none covers the next; the least that does.
+    """The smallest angle in degrees (of 0, 25, 45, 90) at which labels under the plot do not overlap.
 
-    Words that lie at an angle are ``sin(angle)`` of their ticks' distance apart, and need the height of a line.
+    Slanted labels are ``sin(angle)`` times the distance of their ticks apart, and need the height of a line.
     """
     apart = PLOT_WIDTH / max(len(words), 1)
     if max(map(len, words)) * LETTER_WIDTH <= apart:

@@ -1,4 +1,4 @@
-"""What each rank did when, from the trace that ``--profile.trace-steps`` leaves in a run folder."""
+"""Reads the spans of each rank from the trace that ``--profile.trace-steps`` writes into a run folder."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, Literal
 from zeroshard.regular_files import json_of, read_text
 
 TRACE = Path("trace") / "trace.json"
-MOST_BYTES = 256 * 2**20  # of a trace that is read
+MOST_BYTES = 256 * 2**20  # larger traces are not read
 Kind = Literal["forward", "backward", "other", "communication"]
-_OTHERS = ("update", "clip", "data")  # parts of a step that a trace may name beside units
+_OTHERS = ("update", "clip", "data")  # names of spans that are neither forward nor backward of a unit
 
 
 @dataclass(frozen=True)
 class RankSpan:
-    """Something that ``rank`` did from ``start_s`` to ``end_s``, seconds from the beginning of the trace."""
+    """A span of work on ``rank`` from ``start_s`` to ``end_s``, in seconds since the first span of the trace."""
 
     rank: int
     kind: Kind
@@ -27,14 +27,14 @@ class RankSpan:
 
 
 class TraceError(ValueError):
-    """A trace that cannot be shown, and why."""
+    """A trace cannot be shown; the message says why."""
 
 
 def read_spans(path: Path) -> list[RankSpan]:
-    """The spans of all ranks, by rank and beginning.
+    """The spans of all ranks, sorted by rank and start.
 
     Raises:
-        TraceError: there is no trace, it is damaged, or too large to be read for a figure.
+        TraceError: the trace is missing, damaged, too large to be read for a figure, or has no spans of units.
     """
     try:
         if path.stat().st_size > MOST_BYTES:

@@ -1,4 +1,4 @@
-"""What a reader must know before concluding from a figure: how many runs are behind it, and which lines coincide."""
+"""Notes that a figure's caption needs: how many runs are behind it, and which of its lines coincide."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import replace
 from zeroshard.lab.report.entries import Entry
 from zeroshard.lab.report.figure import Figure, Series
 
-SAME_WITHIN = 0.03  # of the height of what is drawn: lines nearer than this lie on each other
-COMPARED = ("throughput", "scaling", "communication", "relative")  # figures whose differences readers conclude from
-_LARGEST, _SMALLEST = 19.0, 7.0  # pixels, of the markers of lines that lie on each other
+SAME_WITHIN = 0.03  # lines coincide if they are nearer than this share of the range of all values
+COMPARED = ("throughput", "scaling", "communication", "relative")  # figures in which readers compare lines or bars
+_LARGEST, _SMALLEST = 19.0, 7.0  # pixels: sizes of the markers of coinciding lines
 
 
 def with_notes(figure: Figure, entries: Sequence[Entry]) -> Figure:
-    """``figure`` with its notes in the caption, and nested markers where lines lie on each other."""
+    """``figure`` with notes added to its caption, and nested markers on lines that coincide."""
     notes = []
     if figure.name.startswith(COMPARED):
         notes.append(note_of_repeats(entries))
@@ -27,7 +27,7 @@ def with_notes(figure: Figure, entries: Sequence[Entry]) -> Figure:
 
 
 def note_of_repeats(entries: Sequence[Entry]) -> str:
-    """Whether differences can be told from chance; empty where every configuration ran more than once."""
+    """A note on how many repeats there are, so that readers do not conclude from noise; empty without finished runs."""
     counts = [len(entry.case.done) for entry in entries if entry.case.done]
     single = counts.count(1)
     if not single:
@@ -38,10 +38,10 @@ def note_of_repeats(entries: Sequence[Entry]) -> str:
 
 
 def coinciding(series: Sequence[Series], *, log: bool = False) -> list[list[Series]]:
-    """Groups of named lines with markers that a reader cannot tell apart.
+    """Groups of named lines with markers that lie on each other, so that a reader cannot distinguish them.
 
     Args:
-        series: of one figure.
+        series: the series of one figure.
         log: whether its y axis is logarithmic.
     """
     candidates = [line for line in series if line.mark == "line" and line.marker and line.name]
@@ -73,7 +73,7 @@ def _note_of(group: Sequence[Series]) -> str:
 
 
 def _nested(series: Sequence[Series], groups: Sequence[Sequence[Series]]) -> tuple[Series, ...]:
-    """The first of a group has the largest marker, and each that is drawn over it a smaller one."""
+    """Give the first line of a group the largest marker, and each line that is drawn over it a smaller one."""
     sizes: dict[int, float] = {}
     for group in groups:
         step = (_LARGEST - _SMALLEST) / (len(group) - 1)

@@ -1,4 +1,4 @@
-"""Figures of what goes on inside runs: loss, memory, the step of each rank, and how predictions came out."""
+"""Figures of single runs: loss, memory, the timeline of a step on each rank, and predicted against measured."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from zeroshard.lab.report.rank_spans import TRACE, TraceError, read_spans
 from zeroshard.lab.run_folders import RunResult, validation_sets
 
 MOST_LINES = 12
-MOST_NAMED = 6  # runs under one curve that its caption names
-MOST_POINTS = 400  # of a curve
+MOST_NAMED = 6  # most runs with identical losses that the caption names for one curve
+MOST_POINTS = 400  # most points of a curve
 MOST_TIMELINES = 4
 MIB, GIB = 2**20, 2**30
 CATEGORY_COLOURS = {
@@ -50,7 +50,7 @@ SPAN_COLOURS = {"forward": BLUE, "backward": ORANGE, "other": GREEN, "communicat
 
 
 def loss(entries: Sequence[Entry]) -> list[Figure]:
-    """Loss by step, in the colour of the strategy. Curves that are equal to the bit are drawn once, and named."""
+    """Loss by step, in the colour of the strategy. Bit-identical curves are drawn once; the caption names them."""
     curves: dict[tuple[tuple[int, float], ...], list[Entry]] = defaultdict(list)
     for entry in sorted(entries, key=rank_of_strategy):
         run = entry.first
@@ -62,7 +62,7 @@ def loss(entries: Sequence[Entry]) -> list[Figure]:
     drawn_in: defaultdict[str, int] = defaultdict(int)  # curves by colour
     for index, (points, group) in enumerate(list(curves.items())[:MOST_LINES]):
         colour = style(group[0].strategy, index)[0]
-        if drawn_in[colour] > 1:  # a solid and a dashed curve have it: the next is told apart by another colour
+        if drawn_in[colour] > 1:  # a solid and a dashed curve have this colour already: the next one gets another
             colour = next((each for each in CYCLE if drawn_in[each] < 2), colour)
         dashed = drawn_in[colour] % 2 == 1
         drawn_in[colour] += 1
@@ -78,7 +78,7 @@ def loss(entries: Sequence[Entry]) -> list[Figure]:
 
 
 def _evaluations(label: str, run: RunResult, colour: str) -> list[Series]:
-    """The validation loss, and that of each further set."""
+    """The losses of the validation set and of each further set, as points."""
     steps = tuple(float(each.step) for each in run.evaluations)
     of_set = {"validation": tuple(each.loss for each in run.evaluations)}
     for name in validation_sets(run):
@@ -96,7 +96,7 @@ def _equal_to(group: Sequence[Entry]) -> str:
 
 
 def memory(entries: Sequence[Entry]) -> list[Figure]:
-    """What a rank holds, by category, beside its plan; and the peak of a step, measured and planned."""
+    """Resident memory of rank 0 by category and peak of a step, each measured and planned."""
     chosen: dict[tuple[str, str], Entry] = {}
     for entry in sorted(entries, key=rank_of_strategy):
         if entry.first is not None and any(_held(entry.first)):
@@ -138,7 +138,7 @@ def memory(entries: Sequence[Entry]) -> list[Figure]:
 
 
 def timelines(entries: Sequence[Entry]) -> list[Figure]:
-    """What each rank did when, for one traced run of each strategy."""
+    """The timeline of a step on each rank, for one traced run of each strategy."""
     chosen: dict[str, tuple[Entry, RunResult]] = {}
     for entry in sorted(entries, key=rank_of_strategy):
         for run in entry.case.runs:
@@ -158,7 +158,7 @@ def timelines(entries: Sequence[Entry]) -> list[Figure]:
 
 
 def predictions(entries: Sequence[Entry]) -> list[Figure]:
-    """Step time and peak memory as they were predicted and as they were measured."""
+    """Step time and peak memory, measured against predicted."""
     figures = []
     for name, title, unit, scale in (("step_s", "Step time", "ms", 1e-3), ("peak_bytes", "Peak memory", "MiB", MIB)):
         of_strategy: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
@@ -246,7 +246,7 @@ def _peaks(shown: Sequence[Entry], scale: float) -> list[Series]:
 
 
 def _held(run: RunResult) -> tuple[dict[str, int], dict[str, int]]:
-    """Measured and planned, by category; of a run that was held to no plan, the records' largest."""
+    """Resident bytes by category, measured and planned; without a plan, those of the step with the largest sum."""
     planned: dict[str, int] = {}
     measured: dict[str, int] = {}
     table = plan_of(run).get("memory_bytes")
@@ -260,13 +260,13 @@ def _held(run: RunResult) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def _apart_from_links(entry: Entry) -> str:
-    """What sets its memory apart."""
+    """The settings that affect its memory and differ from other entries', in words: not those of links."""
     names = [name for name in entry.apart if name.startswith("link")]
     return entry.rest("strategy", *OF_LINKS, *names)
 
 
 def _name_in(entry: Entry, shown: Sequence[Entry]) -> str:
-    """The strategy alone where that tells it apart."""
+    """The name of an entry in the figure: its strategy if no other entry has the same, else its label."""
     alike = [other for other in shown if other.strategy == entry.strategy]
     return entry.strategy if entry.strategy and len(alike) == 1 else entry.label
 

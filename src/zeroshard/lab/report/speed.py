@@ -1,4 +1,4 @@
-"""Figures of speed: throughput, communication, and which strategy wins."""
+"""Figures of speed: throughput, communication, and crossovers of strategies."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from zeroshard.lab.report.marks import (
 )
 from zeroshard.lab.run_folders import Spread, scaled
 
-ENDS = ("low", "high")  # of whiskers
+ENDS = ("low", "high")  # attributes of a `Spread`: the ends of error bars
 
 
 def throughput(entries: Sequence[Entry]) -> list[Figure]:
-    """Tokens per second against bandwidth, and per rank against ranks; where neither varies, by configuration."""
+    """Tokens per second against bandwidth, and per rank against ranks; if neither varies, a bar per configuration."""
     entries = [entry for entry in entries if entry.case.tokens_per_s]
     if not entries:
         raise LeftOutError("no run has ended well yet")
@@ -63,7 +63,7 @@ def throughput(entries: Sequence[Entry]) -> list[Figure]:
 
 
 def communication(entries: Sequence[Entry]) -> list[Figure]:
-    """Communication of a step on rank 0: all that was under way, and what computation stood still for."""
+    """Communication time of a step on rank 0: total, and exposed (computation waited for it)."""
     entries = [entry for entry in entries if math.isfinite(entry.exposed_s) and entry.world_size != 1]
     if not entries:
         raise LeftOutError("no run of several ranks has ended well yet")
@@ -104,7 +104,7 @@ def communication(entries: Sequence[Entry]) -> list[Figure]:
 
 
 def searched(crossings: Iterable[Crossing]) -> list[Figure]:
-    """The step times of two strategies, around the bandwidth at which they draw."""
+    """Step times of two strategies around the bandwidth at which they are equally fast."""
     figures = []
     for crossing in crossings:
         rates = tuple(point[0] for point in crossing.points)
@@ -131,7 +131,7 @@ def searched(crossings: Iterable[Crossing]) -> list[Figure]:
 
 
 def relative(entries: Sequence[Entry], *, optional: bool = False) -> list[Figure]:
-    """Step times as multiples of the first strategy's, by bandwidth: where a line crosses 1, the two draw."""
+    """Step times divided by the first strategy's, by bandwidth; a line at 1 is as fast as the first strategy."""
     figures = []
     entries = [entry for entry in entries if entry.case.step_s]
     for name, group in groups(entries, bandwidth, OF_LINKS):
@@ -167,7 +167,7 @@ def _winners(group: Sequence[Entry]) -> str:
 
 
 def _draws(series: Sequence[Series], first: str) -> str:
-    """Where lines cross 1, by a straight line between neighbours on logarithmic scales."""
+    """The bandwidths at which lines cross 1, in words; interpolated linearly on logarithmic scales."""
     found = []
     for line in series[1:]:
         for x0, x1, y0, y1 in zip(line.x, line.x[1:], line.y, line.y[1:], strict=False):

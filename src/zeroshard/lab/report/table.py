@@ -1,4 +1,4 @@
-"""The table of results: a row for each configuration, and no column that says nothing."""
+"""The table of results: a row for each configuration; empty columns are left out."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NEEDS = {"peak": "--profile.memory", "predicted": "--plan.device FILE"}  # flag
 
 @dataclass(frozen=True)
 class Table:
-    """What is shown: ``titles`` of columns, ``rows`` of as many cells, and ``without``: columns left out, in words."""
+    """A table: ``titles`` of columns, ``rows`` with a cell for each, and ``without``: a note below the table."""
 
     titles: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -42,7 +42,7 @@ class Table:
 
 
 def table_of(entries: Sequence[Entry]) -> Table:
-    """The results of ``entries``; a column that no entry has a value for is left out and named."""
+    """The results of ``entries``; a column without any value is left out, and the note names it."""
     rows = [row_of(entry) for entry in entries]
     shown = [name for name in _TITLES if any(row[name] for row in rows)]
     absent = [name for name in _TITLES if name not in shown]
@@ -55,7 +55,7 @@ def table_of(entries: Sequence[Entry]) -> Table:
 
 
 def row_of(entry: Entry) -> dict[str, Any]:
-    """An entry in the table: text by column."""
+    """The row of an entry: text by column."""
     case, run = entry.case, entry.first
     step, exposed = case.step_s, case.exposed_s
     planned_s, measured_s = pair_of(run, "step_s")
@@ -82,14 +82,14 @@ def row_of(entry: Entry) -> dict[str, Any]:
 
 
 def _name_of(entry: Entry) -> str:
-    """Of a sweep's case the beginning of its folder's name, and what sets it apart beside what has a column."""
+    """The name of a row: for a sweep's case the start of its hash and the settings that have no column of their own."""
     if entry.label != words_of(entry.apart):
         return entry.label
     return f"{entry.case.name[:_NAME_DIGITS]}  {entry.rest('strategy', *OF_LINKS)}".strip()
 
 
 def between(found: Spread | None, scale: float, form: str) -> str:
-    """``12.3``, or with the lowest and the highest of several ``12.3 (11.9 to 14.0)``."""
+    """Format a spread: ``12.3``, or, of several runs, with the lowest and the highest ``12.3 (11.9 to 14.0)``."""
     if found is None:
         return ""
     middle = f"{found.median * scale:{form}}"
@@ -97,7 +97,7 @@ def between(found: Spread | None, scale: float, form: str) -> str:
 
 
 def _validation_losses(run: RunResult) -> str:
-    """``2.0461``, or with further sets ``2.0461, maths 1.9012``: those of the last evaluation."""
+    """Format the losses of the last evaluation: ``2.0461``, or with further sets ``2.0461, maths 1.9012``."""
     if not run.evaluations:
         return ""
     last = run.evaluations[-1]
@@ -106,7 +106,7 @@ def _validation_losses(run: RunResult) -> str:
 
 
 def _model(entry: Entry) -> str:
-    """Its name, with the number of parameters where a run has told it."""
+    """The model's name, with the number of parameters if a run recorded it."""
     name = str(entry.setting("model.name", ""))
     numel = entry.first.start.get("num_params") if entry.first else None
     if not isinstance(numel, int) or numel <= 0:

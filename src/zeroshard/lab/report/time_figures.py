@@ -1,4 +1,4 @@
-"""The time to a loss: figures of loss against seconds and against bytes, of the time to the target, and its table."""
+"""The time to a loss: figures of loss against seconds, loss against bytes and time to the target, and a table."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _TITLES = ("remedy", "strategy", "link", "step, ms", "MB a step", "steps to the 
 
 
 def time_figures(all_times: Iterable[TimesToLoss]) -> list[Figure]:
-    """Every figure of sweeps that looked for the time to a loss.
+    """All figures of sweeps that asked for times to a loss.
 
     Raises:
-        LeftOutError: there is none, or no curve has ended well.
+        LeftOutError: there is no such sweep, or the run whose curve sets the target did not end successfully.
     """
     figures: list[Figure] = []
     whys = []
@@ -62,13 +62,13 @@ def time_table(times: TimesToLoss) -> Table:
 
 
 def bandwidth_of(row: Timed) -> float:
-    """In bytes per second; infinite where no link was slowed."""
+    """The bandwidth of a row's link in bytes per second; infinite if it was not throttled."""
     asked = row.case.axes.get(_BANDWIDTH) or next((run.setting(_BANDWIDTH, "") for run in row.case.done), "")
     return parse_bandwidth(_BANDWIDTH, str(asked)) if asked else math.inf
 
 
 def _to_target(times: TimesToLoss) -> list[Figure]:
-    """A line for each remedy; dashed where it was never reached, at the time of all its steps."""
+    """Time to the target by bandwidth, a line per remedy; dashed: never reached, so the time of all steps is shown."""
     figures = []
     for name, rows in _groups(times.rows, _BANDWIDTH).items():
         rates = [bandwidth_of(row) for row in rows]
@@ -120,7 +120,7 @@ def _against_seconds(times: TimesToLoss) -> list[Figure]:
 
 
 def _against_bytes(times: TimesToLoss) -> list[Figure]:
-    """Once for all links: bytes do not depend on how fast they travel."""
+    """Loss against bytes, drawn once for all links, because bytes do not depend on the bandwidth."""
     figures = []
     for name, rows in _groups(times.rows, _BANDWIDTH).items():
         once = [mine[0] for mine in _by_remedy(rows).values() if mine[0].bytes_per_step > 0]
@@ -133,7 +133,7 @@ def _against_bytes(times: TimesToLoss) -> list[Figure]:
 
 
 def _curves(rows: Sequence[Timed], target: float, per_step: Callable[[Timed], float]) -> tuple[Series, ...]:
-    """Validation loss of each row against its steps times ``per_step``, and the target across."""
+    """Validation loss of each row against its steps times ``per_step``, and the target as a horizontal line."""
     series = []
     for index, row in enumerate(rows):
         scale = per_step(row)
@@ -151,12 +151,12 @@ def _curves(rows: Sequence[Timed], target: float, per_step: Callable[[Timed], fl
 
 
 def _seconds_or_more(row: Timed) -> Spread | None:
-    """To the target, or of all steps of a curve that never reached it."""
+    """Seconds to the target; if the curve never reached it, seconds of all its steps."""
     return row.seconds or (scaled(row.case.step_s, row.num_steps) if row.losses else None)
 
 
 def _groups(rows: Iterable[Timed], *without: str) -> dict[str, list[Timed]]:
-    """Rows that differ in nothing but the remedy and ``without``, by what they have in common in words."""
+    """Group rows that differ only in the remedy and in ``without``; a group's key is its common settings in words."""
     found: dict[str, list[Timed]] = {}
     for row in rows:
         common = {name: value for name, value in row.case.axes.items() if name not in (REMEDY, *without)}

@@ -1,1 +1,1 @@
-"""Many runs from one file: which, one after another, and what came out."""
+"""`zeroshard sweep`: many training runs from one file, run one after another, and their results."""

@@ -1,4 +1,4 @@
-"""What a sweep shows: a live table on a terminal, elsewhere a plain line for each run."""
+"""Progress of a sweep: a live table on a terminal, otherwise a plain line for each run."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from zeroshard.lab.sweep.cases import Case, in_words
 from zeroshard.lab.sweep.results import CaseResult, read_sweep
 from zeroshard.lab.sweep.time_to_loss import Timed, times_to_loss
 
-_ROWS = 24  # of a live table: what runs, and what ran last
+_ROWS = 24  # most rows of the live table: the cases that have begun, the last of them if there are more
 _NAME_DIGITS = 6
 
 
 class Board:
-    """Told of everything that a sweep does, in order."""
+    """Shows the progress of a sweep: the sweep calls one of its methods at each event."""
 
     def __init__(self, stream: TextIO) -> None:
         self._console = Console(file=stream, highlight=False, soft_wrap=True)
         self._live: Live | None = None
         self._rows: dict[str, _Row] = {}
-        self._seconds: list[float] = []  # of the runs so far
+        self._seconds: list[float] = []  # durations of the runs so far
         self._num_ended = self._num_all = 0
 
     @contextmanager
     def live(self, cases: Sequence[Case], num_runs: int) -> Generator[None]:
-        """Inside, ``cases`` run, ``num_runs`` times in all."""
+        """Show the live table while ``cases`` run, ``num_runs`` runs in all."""
         self._rows = {case.name: _Row(case) for case in cases}
         self._num_ended, self._num_all = 0, num_runs
         if not self._console.is_terminal:
@@ -48,18 +48,18 @@ class Board:
                 self._live = None
 
     def begins(self, case: Case, repeat: int) -> None:
-        """A run begins."""
+        """Show that a run begins."""
         self._row(case).now = f"run {repeat + 1}, since {time.strftime('%H:%M:%S')}"
         self._refresh()
 
     def tries(self, case: Case, what: str) -> None:
-        """A run begins that only looks whether something fits."""
+        """Show that a short trial run begins, which only tests whether a micro-batch fits."""
         self._row(case).now = f"tries {what}"
         self._refresh()
         self._line(f"{'':9}{case.name[:_NAME_DIGITS]}  {in_words(case.axes)}  tries {what}")
 
     def ended(self, case: Case, repeat: int, run: RunResult, *, seconds: float | None, failure: str = "") -> None:
-        """A run has ended; ``seconds`` None: it had before."""
+        """Show that a run has ended; ``seconds`` None: it had ended before this sweep started."""
         row = self._row(case)
         row.now, row.failure = "", failure or row.failure
         if run.state == "done":
@@ -77,18 +77,18 @@ class Board:
         )
 
     def refused(self, case: Case, why: str = "") -> None:
-        """A case cannot run."""
+        """Show that a case cannot run, and why."""
         self.say(f"{case.name[:_NAME_DIGITS]}  {in_words(case.axes)}  refused: {why or case.refusal}")
 
     def list_cases(self, cases: Sequence[Case]) -> None:
-        """Say what would run."""
+        """Print the cases that would run."""
         for case in cases:
             curve = "  (to the end)" if case.is_curve else ""
             refused = f"  refused: {case.refusal}" if case.refusal else ""
             self.say(f"{case.name}  {in_words(case.axes)}{curve}{refused}")
 
     def say_results(self, folder: Path) -> None:
-        """Each case with its medians, and from the lowest to the highest of its repeats."""
+        """Print the median of each case, with the lowest and the highest of its repeats."""
         found = read_sweep(folder)
         times = times_to_loss(found)
         reached = {} if times is None else {row.case.name: _time_to_loss(row) for row in times.rows}
@@ -99,7 +99,7 @@ class Board:
             self.say(f"target: validation loss {times.target:.4f}, {times.why}" if known else f"no target: {times.why}")
 
     def say(self, line: str) -> None:
-        """Print a line, above the table where there is one."""
+        """Print a line, above the live table if there is one."""
         self._console.print(line, markup=False)
         self._console.file.flush()
 
@@ -181,7 +181,7 @@ def _between(found: Spread | None, scale: float, unit: str) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """``45 s``, ``12 min`` or ``3.5 h``."""
+    """Format seconds: ``45 s``, ``12 min`` or ``3.5 h``."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

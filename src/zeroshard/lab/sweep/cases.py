@@ -1,4 +1,4 @@
-"""A sweep as data: what to try, and the list of runs that follows from it. Nothing here runs anything.
+"""A sweep as data: its settings, and the list of cases that follows from them. Nothing here runs anything.
 
     repeats = 3
     [base]                                  # any settings of `zeroshard train`
@@ -8,14 +8,14 @@
     "link.bandwidth" = ["100Mbit/s", "1Gbit/s"]
     size = [{ n_layer = 4 }, ...]           # a table sets several things at once, here of the model: see below
 
-An axis is a setting by its dotted name. Where its values are tables, they are tables of that name (``model``), or,
-where no setting has the name, of settings (``{ "model.n_layer" = 4, micro_batch_size = 8 }``).
+An axis is a setting by its dotted name. If its values are tables, they set keys of the table of that name (``model``);
+if there is no such table, they are tables of settings (``{ "model.n_layer" = 4, micro_batch_size = 8 }``).
 
-``remedies = ["none", "int8", "every=32"]`` is an axis too, the last: `zeroshard.lab.sweep.remedies` says what a name
-sets.
+``remedies = ["none", "int8", "every=32"]`` is also an axis, the last one; `zeroshard.lab.sweep.remedies` explains the
+names.
 
-A case is named by the hash of its resolved configuration, without what changes no result. So a sweep that has changed
-finds again what it has in common with the one before.
+A case's name is the hash of its resolved configuration, without the settings that change no result. A sweep whose file
+has changed therefore finds the runs that it shares with the sweep before.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from zeroshard.train.config.sizes import parse_bandwidth, parse_size
 from zeroshard.train.config.validate import fields_by_name, nearest, validate
 
 CHANGES_NO_RESULT = ("out", "port", "resume", "log_interval", "keep_checkpoints", "keep_every", "step_timeout_s")
-DIGITS = 12  # of a hash
-REMEDY = "remedy"  # the axis of remedies, by name
+DIGITS = 12  # hexadecimal digits of a hash
+REMEDY = "remedy"  # name of the axis of remedies
 
 
 class SweepConfig(Config):
-    """What `zeroshard sweep` tries, and how. ``base`` and ``axes`` are raw settings of `zeroshard train`."""
+    """Settings of `zeroshard sweep`. ``base`` and ``axes`` are raw settings of `zeroshard train`."""
 
     out: str = Field("sweeps/sweep", min_length=1, description="Folder of the sweep; a sweep that is there is resumed.")
     repeats: int = Field(1, ge=1, description="Runs of each case; all cases run once before any runs again.")
@@ -131,11 +131,11 @@ class Case:
 
     Attributes:
         name: hash of ``config``.
-        axes: what sets it apart, by dotted name.
-        config: of its runs, but for the folder; None where there is none.
-        refusal: why there is none, in a line; empty where there is.
-        curve: of a sweep for the time to a loss, the case that is trained to the end in its place, or this one itself;
-            empty in other sweeps.
+        axes: its values of the sweep's axes, by dotted name.
+        config: configuration of its runs, except for the folder; None if the settings are invalid.
+        refusal: why ``config`` is None, in a line; else empty.
+        curve: in a sweep for the time to a loss, the name of the case that is trained to the end for this one, or of
+            this case itself; empty in other sweeps.
     """
 
     name: str
@@ -146,19 +146,19 @@ class Case:
 
     @property
     def is_curve(self) -> bool:
-        """Whether it is trained to the end, for others of which only steps are timed."""
+        """Whether this case is trained to the end, for other cases of which only a few steps are timed."""
         return self.curve == self.name
 
 
 def cases_of(sweep: SweepConfig, extra_axes: Mapping[str, Sequence[Any]] | None = None) -> list[Case]:
-    """Every combination of the axes' values, each configuration once; those that cannot be are refused one by one.
+    """Every combination of the axes' values, each configuration once; an invalid one is a case with a ``refusal``.
 
     Args:
-        sweep: what to try.
-        extra_axes: tried besides, changing fastest.
+        sweep: settings of the sweep.
+        extra_axes: further axes, which change fastest.
 
     Raises:
-        UserError: an axis is no setting; or no combination at all can be.
+        UserError: an axis is not a setting, or no combination is valid.
     """
     axes = {**flat_axes(sweep.axes), **(extra_axes or {})}
     known = fields_by_name(TrainConfig)
@@ -182,7 +182,7 @@ def cases_of(sweep: SweepConfig, extra_axes: Mapping[str, Sequence[Any]] | None 
 
 
 def make_case(base: Mapping[str, Any], axes: Mapping[str, Any], fit_memory: str = "") -> Case:
-    """The case that has ``axes``' settings laid over ``base``, and another micro-batch where that is to fill memory."""
+    """The case of ``base`` with the settings of ``axes`` merged over it; its name also depends on ``fit_memory``."""
     raw: dict[str, Any] = {}
     settings = {name: value for name, value in axes.items() if name != REMEDY}
     for table in (base, *(_nested(name, value) for name, value in settings.items())):
@@ -197,13 +197,13 @@ def make_case(base: Mapping[str, Any], axes: Mapping[str, Any], fit_memory: str 
 
 
 def case_name(config: TrainConfig, fit_memory: str = "") -> str:
-    """The hash of what a run's result depends on."""
+    """The hash of all settings that a run's result depends on."""
     facts = {name: value for name, value in config.model_dump(mode="json").items() if name not in CHANGES_NO_RESULT}
     return _hash({**facts, "fit_memory": fit_memory} if fit_memory else facts)
 
 
 def flat_axes(axes: Mapping[str, Any], prefix: str = "") -> dict[str, list[Any]]:
-    """``{"link": {"bandwidth": [...]}}`` as ``{"link.bandwidth": [...]}``; a single value is a list of one."""
+    """Turn ``{"link": {"bandwidth": [...]}}`` into ``{"link.bandwidth": [...]}``; a single value becomes a list."""
     found: dict[str, list[Any]] = {}
     for name, value in axes.items():
         if isinstance(value, Mapping):
@@ -214,7 +214,7 @@ def flat_axes(axes: Mapping[str, Any], prefix: str = "") -> dict[str, list[Any]]
 
 
 def in_words(axes: Mapping[str, Any]) -> str:
-    """``strategy zero2  link.bandwidth 1Gbit/s``; a table without its name, which is the user's own."""
+    """Format a case: ``strategy zero2  link.bandwidth 1Gbit/s``; an axis of tables shows its keys, not its name."""
     words = []
     for name, value in axes.items():
         inner = " ".join(f"{key} {each}" for key, each in value.items()) if isinstance(value, Mapping) else ""
@@ -223,7 +223,7 @@ def in_words(axes: Mapping[str, Any]) -> str:
 
 
 def _with_remedy(raw: dict[str, Any], name: str) -> dict[str, Any]:
-    """``raw`` with what a remedy sets. Where nothing says how many ranks a replica has, local steps take a node's."""
+    """``raw`` with a remedy's settings. With local steps and no ``shard_size``, a replica gets the ranks of a node."""
     for setting, value in remedies.settings_of(name).items():
         raw = merge(raw, _nested(setting, value))
     if isinstance(raw.get("replicas"), Mapping) and not raw.get("shard_size"):
@@ -241,12 +241,12 @@ def _dotted(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _keys(value: Any) -> Iterator[str]:
-    """Names of settings in an axis's value that is a table."""
+    """Dotted names of the settings in an axis's value, if it is a table."""
     return _dotted(value) if isinstance(value, Mapping) else iter(())
 
 
 def _nested(name: str, value: Any) -> dict[str, Any]:
-    """``link.bandwidth``, v as ``{"link": {"bandwidth": v}}``; a table of no setting's name as what it holds."""
+    """Turn ``link.bandwidth``, v into ``{"link": {"bandwidth": v}}``; a table that is no setting, into its contents."""
     if isinstance(value, Mapping):
         inner: dict[str, Any] = {}
         for key, each in value.items():
@@ -260,7 +260,7 @@ def _nested(name: str, value: Any) -> dict[str, Any]:
 
 
 def _spelled_out(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """``model = "NAME"`` as ``model.name = "NAME"``, so that a name replaces no table."""
+    """Turn ``model = "NAME"`` into ``model.name = "NAME"``, so that merging a name does not replace the whole table."""
     return {
         key: {SHORTHANDS[key]: value} if key in SHORTHANDS and isinstance(value, str | int) else value
         for key, value in raw.items()

@@ -1,16 +1,16 @@
-"""Remedies of a slow network by name: what a name sets in a run's configuration. Pure.
+"""Remedies for a slow network: the names that a sweep takes, and the settings that each name stands for.
 
 A name is one of these, or several that go together, with commas between them:
 
-    none                    all ranks at each step, in the type that computes
-    int8                    weights and gradients on their way: bf16, fp16, e4m3, int8, int4, fp32
-    int8,int4               weights in the first, gradients in the second; int4-delta,int4 at stages 1 and 2
-    every=32                local steps: replicas meet every 32 steps
-    every=32,int8           ... and their differences travel in a format
-    every=32,fragments=4    ... in parts that meet at different steps; with overlap=2 while two steps compute
-    node-copy=2             stage 3: a second copy of weights over a node's two ranks
-    int8,node-copy=2        any of these with the first three
-    int8,node-size=2        gradients are added up inside a node of two before they travel
+    none                    all ranks communicate at each step, in the compute dtype
+    int8                    wire format of weights and gradients: bf16, fp16, e4m3, int8, int4, fp32
+    int8,int4               weights in the first format, gradients in the second; int4-delta,int4 at stages 1 and 2
+    every=32                local steps: replicas synchronise every 32 steps
+    every=32,int8           ... and send their differences in a wire format
+    every=32,fragments=4    ... in fragments that synchronise at different steps; overlap=2: overlapping with two steps
+    node-copy=2             stage 3: a second copy of the weights, sharded over the two ranks of a node
+    int8,node-copy=2        any of these with a wire format of the first three lines
+    int8,node-size=2        gradients are summed within a node of two ranks before they are sent
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FORMATS = {
     "int4": "int4",
     "int4-delta": "int4-delta",
 }
-# name of a number: the setting, and its type
+# name before the "=": the setting, and its type
 NUMBERS: Mapping[str, tuple[str, type[int] | type[float]]] = {
     "every": ("replicas.every", int),
     "fragments": ("replicas.fragments", int),
@@ -44,14 +44,14 @@ NUMBERS: Mapping[str, tuple[str, type[int] | type[float]]] = {
     "node-size": ("wire.node_size", int),
 }
 NONE = "none"
-_TABLES = ("wire", "replicas", "node_copy")  # what remedies set, and nobody beside them
+_TABLES = ("wire", "replicas", "node_copy")  # settings that only remedies may set, if a sweep has remedies
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """What a remedy sets, by dotted names of settings; whether a run can have it is for the run's settings to say.
+    """The settings that a remedy stands for, by dotted name; whether a run can have them is checked with the run.
 
     Raises:
-        UserError: it is no remedy.
+        UserError: ``name`` is not a remedy.
     """
     parts = [part.strip() for part in name.split(",")]
     if parts == [NONE]:
@@ -77,10 +77,10 @@ def settings_of(name: str) -> dict[str, Any]:
 
 
 def named(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Each name with what it sets, in order.
+    """Each name with the settings that it stands for, in order.
 
     Raises:
-        UserError: one is no remedy, or two are the same.
+        UserError: a name is not a remedy, or two names stand for the same settings.
     """
     found: dict[str, dict[str, Any]] = {}
     for name in names:
@@ -94,12 +94,12 @@ def named(names: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def in_a_line(name: str, settings: Mapping[str, Any]) -> str:
-    """``int8: wire.weights = int8, wire.grads = int8``."""
+    """Format a remedy: ``int8: wire.weights = int8, wire.grads = int8``."""
     return f"{name}: {', '.join(f'{key} = {value}' for key, value in settings.items()) or 'nothing is set'}"
 
 
 def check_alone(where: str, names: Sequence[str]) -> None:
-    """Raise UserError where a sweep's ``base`` or ``axes`` (``where``) sets what remedies set."""
+    """Raise UserError if a sweep's ``base`` or ``axes`` (``where``) sets something that remedies set."""
     for name in names:
         if name.partition(".")[0] in _TABLES:
             what = "remedies set it, and none would not be none with it"

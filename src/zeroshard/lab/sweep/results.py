@@ -1,6 +1,6 @@
-"""A sweep's folder as facts: each case with its repeats, and what the sweep says of itself.
+"""Reads a sweep's folder: each case with its repeats, and the settings of the sweep.
 
-`zeroshard.lab.sweep.sweep` says what lies where; as with run folders, nothing that is missing or damaged is an error.
+`zeroshard.lab.sweep.sweep` describes the files. As with run folders, a missing or damaged file raises no error here.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class CaseResult:
 
     Attributes:
         name: the hash of its configuration.
-        axes: what sets it apart from the others, by dotted name.
-        runs: its repeats, in order; those that have not begun are not there.
-        failures: of attempts that failed, a line each.
-        curve: where only its first steps were timed, the name of the case that was trained to the end in its place;
-            its own where it is such a case; else empty.
+        axes: its values of the sweep's axes, by dotted name.
+        runs: its repeats, in order, without those that have not begun.
+        failures: a line for each repeat whose last attempt failed.
+        curve: in a sweep for the time to a loss, the name of the case that was trained to the end for this one; its own
+            name if this case itself was trained to the end; empty in other sweeps.
     """
 
     name: str
@@ -37,38 +37,38 @@ class CaseResult:
 
     @property
     def is_curve(self) -> bool:
-        """Whether it was trained to the end, for others of which only steps were timed."""
+        """Whether this case was trained to the end, for other cases of which only a few steps were timed."""
         return self.curve == self.name
 
     @property
     def done(self) -> tuple[RunResult, ...]:
-        """The repeats that have ended well."""
+        """The repeats that ended successfully."""
         return tuple(run for run in self.runs if run.state == "done")
 
     @property
     def step_s(self) -> Spread | None:
-        """Of the repeats' medians, in seconds."""
+        """Spread over successful repeats of the median step, in seconds; None if none has steps."""
         return spread(run.step_s for run in self.done)
 
     @property
     def tokens_per_s(self) -> Spread | None:
-        """Of the repeats' medians, all ranks together."""
+        """Spread over successful repeats of the median tokens per second, all ranks together."""
         return spread(run.tokens_per_s for run in self.done)
 
     @property
     def exposed_s(self) -> Spread | None:
-        """Of the repeats' medians, in seconds a step."""
+        """Spread over successful repeats of the median exposed communication, in seconds per step."""
         return spread(run.exposed_s for run in self.done)
 
     @property
     def why_not_comparable(self) -> tuple[str, ...]:
-        """What probes had to say against its repeats; empty where nothing."""
+        """Why repeats are not comparable, according to the probes of their links; empty if all are comparable."""
         return tuple(run.link.why_not_comparable for run in self.done if run.link and not run.link.comparable)
 
 
 @dataclass(frozen=True)
 class SweepResult:
-    """A sweep folder: its cases in order, and what could not be read."""
+    """The contents of a sweep folder: the facts in `SWEEP`, the cases in order, a line for each unreadable part."""
 
     folder: Path
     facts: Mapping[str, Any]
@@ -77,17 +77,17 @@ class SweepResult:
 
 
 def run_folder(sweep: Path, case: str, repeat: int) -> Path:
-    """Where a repeat of a case runs."""
+    """The run folder of a repeat of a case."""
     return sweep / "cases" / case / f"{repeat}"
 
 
 def failure_file(sweep: Path, case: str, repeat: int) -> Path:
-    """What is there when the last attempt of a repeat has failed: ``{"status", "line", "seconds"}``."""
+    """The file that exists if the last attempt of a repeat failed: ``{"status", "line", "seconds"}``."""
     return sweep / "cases" / case / f"{repeat}.failed.json"
 
 
 def read_sweep(folder: str | Path) -> SweepResult:
-    """Every case of a sweep; never fails, whatever is in the folder."""
+    """Read every case of a sweep; never raises, whatever is in the folder."""
     folder = Path(folder)
     problems: list[str] = []
     facts = read_object(folder / SWEEP, problems)
@@ -115,6 +115,6 @@ def read_sweep(folder: str | Path) -> SweepResult:
 
 
 def read_failure(path: Path) -> str:
-    """Why an attempt failed, in a line; empty where none has."""
+    """The reason why an attempt failed, in a line; empty if none failed."""
     found = read_object(path, problems := [])
     return str(found.get("line") or "it failed") if found else (problems[0] if problems else "")

@@ -1,4 +1,4 @@
-"""Looking for a number by running: the largest micro-batch that fits, the bandwidth at which two strategies draw."""
+"""Searches by measurement: the largest micro-batch that fits, and the bandwidth where two strategies are as fast."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 
 def largest_that_fits(guess: int, peak_bytes: Callable[[int], int | None], budget: int) -> int | None:
-    """The largest size whose measured peak is within ``budget``, where a larger size needs more.
+    """The largest size whose measured peak is within ``budget``; a larger size must need more.
 
-    Both it and the next one are measured, wherever the guess was; from one measurement to the next the peak is taken
-    to grow at most in proportion.
+    Both that size and the next one are measured, whatever the guess. To choose the next size to measure, the search
+    assumes that the peak grows at most in proportion to the size.
 
     Args:
-        guess: where to begin.
-        peak_bytes: of a size, measured; None where it could not run.
+        guess: the first size to measure.
+        peak_bytes: measures the peak of a size, in bytes; returns None if the run failed.
         budget: bytes.
 
     Returns:
-        None where not even 1 fits.
+        The size; None if not even 1 fits.
     """
     fits, too_large = 0, math.inf
     size = max(guess, 1)
@@ -40,13 +40,13 @@ def largest_that_fits(guess: int, peak_bytes: Callable[[int], int | None], budge
 
 @dataclass(frozen=True)
 class Crossover:
-    """Where two strategies draw.
+    """The bandwidth at which two strategies are equally fast, as an interval.
 
     Attributes:
-        low, high: bytes per second between which they do; the whole range where they do not.
-        first_below: whether the first is faster at ``low``; None where that is not known.
-        first_above: and at ``high``.
-        points: seconds of both by bytes per second, as measured.
+        low, high: bounds in bytes per second; the whole range of the search if one strategy is faster everywhere.
+        first_below: whether the first strategy is faster at ``low``; None if a run failed.
+        first_above: whether the first strategy is faster at ``high``; None if a run failed.
+        points: measured seconds per step of both strategies, by bytes per second.
     """
 
     low: float
@@ -62,10 +62,10 @@ def crossover(
     """Bisect for the bandwidth at which two strategies take the same time, on a logarithmic scale.
 
     Args:
-        low, high: bytes per second.
-        within: until ``high / low`` is no more than this.
-        step_s: seconds of a step of both at a bandwidth; NaN where one has failed.
-        max_points: to measure at.
+        low, high: bounds of the search in bytes per second.
+        within: the search ends once ``high / low`` is no more than this.
+        step_s: measures seconds per step of both strategies at a bandwidth; NaN for one that failed.
+        max_points: bandwidths to measure, at most.
     """
     points: dict[float, tuple[float, float]] = {}
 
@@ -90,5 +90,5 @@ def crossover(
 
 
 def rounded(value: float) -> float:
-    """To three digits: what is looked for again has the same name."""
+    """Round to three digits, so that repeating a search gives its cases the same names."""
     return float(f"{value:.3g}")

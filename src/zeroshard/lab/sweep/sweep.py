@@ -1,14 +1,15 @@
-"""Running a sweep: one run after another, each in a process of its own, whatever becomes of the others.
+"""Runs a sweep: one run after another, each in a process of its own; a failed run does not stop the others.
 
-What is done is read from the run folders, never from memory: a sweep that was killed at any moment and is started
-again runs what has not ended well, and nothing twice. A run dies with its sweep; a piece of one is removed before the
-run begins anew. A run that has failed leaves a file beside its folder that says so, and waits for ``--retry``.
+Only the run folders say which runs are done. A sweep that was killed at any moment and is started again therefore runs
+those that did not end successfully, and none twice. A run ends with its sweep; the folder of an unfinished run is
+removed before the run starts again. A run that failed leaves a file beside its folder that says why; only ``--retry``
+runs it again.
 
-    OUT/sweep.json                     what is tried
-    OUT/cases/HASH/config.toml         a case
-    OUT/cases/HASH/0/                  the run folder of its first repeat
-    OUT/cases/HASH/0.log               what it printed, each attempt after the last
-    OUT/cases/HASH/0.failed.json       why it failed, if it did
+    OUT/sweep.json                     the settings of the sweep, and its cases
+    OUT/cases/HASH/0/                  the run folder of a case's first repeat
+    OUT/cases/HASH/0.toml              the configuration of that run
+    OUT/cases/HASH/0.log               the output of all its attempts, appended
+    OUT/cases/HASH/0.failed.json       why the last attempt failed, if it did
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from zeroshard.train.config.sizes import parse_bandwidth, parse_size
 from zeroshard.train.config.toml import dump_toml
 
 TRAIN = (sys.executable, "-m", "zeroshard", "train")
-LargestMicroBatch = Callable[[TrainConfig, int], int]  # that is predicted to fit into so many bytes a rank
+LargestMicroBatch = Callable[[TrainConfig, int], int]  # predicts the micro-batch that fits into a rank's bytes
 _TRIAL_STEPS = 3
 _GRACE_S = 5.0  # from asking a run to stop to SIGKILL
 
@@ -52,16 +53,16 @@ def run_sweep(
     command: Sequence[str] = TRAIN,
     stream: TextIO | None = None,
 ) -> int:
-    """Run what of ``sweep`` is not done yet, and return the exit status: 1 if anything has failed.
+    """Run the runs of ``sweep`` that are not done yet, and return the exit status: 1 if any has failed.
 
     Args:
-        sweep: what to try.
-        largest_micro_batch: where to begin looking for the micro-batch that fills the memory; None: with one sequence.
-        command: what makes a run of ``--config FILE``.
-        stream: where progress is told; None: stdout.
+        sweep: settings of the sweep.
+        largest_micro_batch: predicts where the search of ``fit_memory`` starts; None: it starts with one sequence.
+        command: the command that trains, to which ``--config FILE`` is appended.
+        stream: where progress is printed; None: stdout.
 
     Raises:
-        UserError: nothing of it can run, or another process is running it.
+        UserError: no case can run, or another process is running this sweep.
     """
     cases = [] if sweep.crossover else sweep_cases(sweep, cases_of(sweep))
     with _held(Path(sweep.out)) as folder:
@@ -84,7 +85,7 @@ def run_sweep(
 
 
 class Runner:
-    """Runs cases in a sweep's folder, those that are not done."""
+    """Runs the cases that are not done, in a sweep's folder; ``num_failed`` counts those that failed or cannot run."""
 
     def __init__(self, folder: Path, sweep: SweepConfig, command: Sequence[str], board: Board) -> None:
         self.folder, self.sweep, self.command, self.board = folder, sweep, command, board
@@ -92,11 +93,11 @@ class Runner:
         self._listed: dict[str, Case] = {}
 
     def run(self, cases: Sequence[Case], fitted: Callable[[Case], TrainConfig | None] | None = None) -> None:
-        """Run each case as often as the sweep repeats; all once, then all again.
+        """Run each case as often as the sweep repeats; all cases run once before any runs again.
 
         Args:
-            cases: in the order in which they run.
-            fitted: the configuration that a case comes to before its first run; None from it: it has none.
+            cases: the cases, in the order in which they run.
+            fitted: chooses the configuration of a case before its first run; returns None if the case cannot run.
         """
         self._list(cases)
         able = []
@@ -119,11 +120,11 @@ class Runner:
                         self.run_once(case, config, repeat)
 
     def _repeats(self, case: Case) -> int:
-        """A curve is trained once: it would have the same bits again."""
+        """The number of runs of a case; a curve is trained once, because a repeat would give the same bits."""
         return 1 if case.is_curve else self.sweep.repeats
 
     def run_once(self, case: Case, config: TrainConfig, repeat: int) -> RunResult:
-        """One repeat of a case, run if it is not done; what its folder says then."""
+        """Run one repeat of a case unless it is done or has failed before; returns the contents of its run folder."""
         target, failure = (where(self.folder, case.name, repeat) for where in (run_folder, failure_file))
         found = read_run(target)
         if found.state == "done":
@@ -142,13 +143,13 @@ class Runner:
         return found
 
     def fitted(self, case: Case, guess: LargestMicroBatch) -> TrainConfig | None:
-        """``case``'s configuration with the largest micro-batch whose measured peak fits; None where none does."""
+        """``case``'s configuration with the largest micro-batch whose measured peak fits; None if not even 1 fits."""
         assert case.config is not None
         config, budget = case.config, parse_size("fit_memory", self.sweep.fit_memory)
         trial = {"max_steps": _TRIAL_STEPS, "warmup_steps": 0, "eval_interval": 0}
 
         def peak_bytes(micro_batch_size: int) -> int | None:
-            """The measured peak of a short run; None where it did not get to its end."""
+            """The measured peak of a short run in bytes; None if the run failed."""
             short = _watching_memory(config, {**trial, "micro_batch_size": micro_batch_size})
             target = run_folder(self.folder, case.name, 0).with_name(f"fit-{micro_batch_size}")
             failure = target.with_name(f"{target.name}.failed.json")
@@ -170,7 +171,7 @@ class Runner:
         return _watching_memory(config, {"micro_batch_size": largest})
 
     def _attempt(self, config: TrainConfig, target: Path, failure: Path) -> str:
-        """Run ``config`` in ``target``; why it failed, in a line, or nothing."""
+        """Run ``config`` in ``target``; returns why it failed, in a line, or an empty string."""
         if target.exists():
             shutil.rmtree(target)
         failure.unlink(missing_ok=True)
@@ -193,7 +194,7 @@ class Runner:
         return line
 
     def _wait(self, child: subprocess.Popen[bytes]) -> int:
-        """Its exit status; it is ended when we are, or when its time is over."""
+        """Wait for ``child`` and return its exit status; it is ended if we are, or once ``timeout_s`` is over."""
         try:
             return child.wait(self.sweep.timeout_s or None)
         except subprocess.TimeoutExpired:
@@ -203,7 +204,7 @@ class Runner:
             raise
 
     def _list(self, cases: Iterable[Case]) -> None:
-        """Have the sweep's own file say what there is to find."""
+        """Add ``cases`` to the sweep's file `SWEEP`, which lists all cases with the sweep's settings."""
         self._listed |= {case.name: case for case in cases}
         entries = [
             {
@@ -221,7 +222,7 @@ class Runner:
 
 
 def _tell_of_others(folder: Path, cases: Sequence[Case], board: Board) -> None:
-    """Say that cases of an earlier sweep in this folder are not among those of this one, if it is so."""
+    """Say how many finished cases in this folder belong to an earlier sweep and not to this one, if any."""
     names = {case.name for case in cases}
     others = [case for case in read_sweep(folder).cases if case.done and case.name not in names]
     if others:
@@ -231,7 +232,7 @@ def _tell_of_others(folder: Path, cases: Sequence[Case], board: Board) -> None:
 
 
 def _run_crossovers(sweep: SweepConfig, runner: Runner) -> None:
-    """For each combination of the axes, look for the bandwidth where two strategies draw."""
+    """For each combination of the axes, search for the bandwidth at which the two strategies are equally fast."""
     axes = flat_axes(sweep.axes)
     low = parse_bandwidth("crossover_low", sweep.crossover_low)
     high = parse_bandwidth("crossover_high", sweep.crossover_high)
@@ -260,7 +261,7 @@ def _run_crossovers(sweep: SweepConfig, runner: Runner) -> None:
 
 
 def as_facts(result: Crossover, names: Sequence[str]) -> dict[str, Any]:
-    """What goes into ``crossover.json``."""
+    """A crossover as ``crossover.json`` stores it."""
     return {
         "strategies": list(names),
         "low_bytes_per_s": result.low,
@@ -272,7 +273,7 @@ def as_facts(result: Crossover, names: Sequence[str]) -> dict[str, Any]:
 
 
 def in_a_line(result: Crossover, names: Sequence[str]) -> str:
-    """Where the strategies draw, or which of them is faster everywhere."""
+    """A crossover in words: the bandwidth at which both are equally fast, or the one that is faster everywhere."""
     between = f"{result.low * 8e-6:g} and {result.high * 8e-6:g} Mbit/s"
     if result.first_below is None or result.first_above is None:
         return f"between {between}: not every run has ended well"
@@ -283,7 +284,7 @@ def in_a_line(result: Crossover, names: Sequence[str]) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that is there whole or not at all."""
+    """Write a file atomically: it is never seen half written."""
     unfinished = path.with_name(f".{path.name}.tmp")
     unfinished.write_text(text, encoding="utf-8")
     unfinished.replace(path)
@@ -291,7 +292,11 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def _held(folder: Path) -> Generator[Path]:
-    """The sweep's folder, while no other process runs it."""
+    """Make the sweep's folder and lock it, so that no other process runs the sweep.
+
+    Raises:
+        UserError: the folder has a run, cannot be written, or another process has locked it.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / METRICS).exists():
@@ -312,7 +317,7 @@ def _held(folder: Path) -> Generator[Path]:
 
 
 def _watching_memory(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
-    """``config`` with other values, whose run looks for its own peak."""
+    """``config`` with other values, and with ``profile.memory`` on, so that the run records its peak memory."""
     values = {**config.model_dump(), **changes}
     values["profile"] = {**values["profile"], "memory": True}
     return TrainConfig.model_validate(values)
@@ -328,7 +333,7 @@ def _end(child: subprocess.Popen[bytes]) -> int:
 
 
 def _last_words(log: Path, start: int) -> str:
-    """The last line that says ``error``, else the last line of all."""
+    """The last line of the log that begins with ``error``, or the last line if none does."""
     with open_binary(log) as file:
         file.seek(start)
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]

@@ -1,13 +1,13 @@
-"""The time to a loss, without training once for every link: which runs a sweep makes, and what follows from them.
+"""The time to a target loss without a full training run for every link: the runs that a sweep makes, and the result.
 
-What a step computes does not depend on how fast its bytes travel, and stages 1, 2 and 3 have the same bits. So each
-remedy is trained to the end once, on the network as it is: its *curve*, loss by step. On each link each stage takes a
-few steps, the first ones of the same run: its *time of a step*. Then
+The result of a step does not depend on the bandwidth, and stages 1, 2 and 3 give bit-identical results. So the sweep
+trains each remedy to the end once, without throttling: this run gives the *curve*, loss by step. On each link, each
+stage takes only the first few steps of the same run: they give the *seconds per step*. Then
 
-    seconds to the target = steps until the curve's validation loss is at most the target x seconds of a step
+    seconds to the target = steps until the curve's validation loss is at most the target x seconds per step
 
-The steps that are timed have losses too. They must be the curve's to the bit; where they are not, the row says so.
-Evaluations, checkpoints and the start of a run are in no time here.
+The timed steps have losses too. They must equal the curve's to the bit; if they do not, the row says so. The seconds
+include no evaluations, no checkpoints and no start of a run.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from zeroshard.lab.sweep.results import CaseResult, SweepResult
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.sections import LinkConfig
 
-SHARE_OF_STEPS = 0.8  # of the first remedy's, after which its loss is the target where none is given
-SAME_BITS = ("zero1", "zero2", "zero3")  # under any wire format and with local steps
-_NOT_OF_CURVES = ("link", "strategy", "node_copy")  # settings that no loss depends on, at these stages
+SHARE_OF_STEPS = 0.8  # the default target: the first remedy's loss after this share of its steps
+SAME_BITS = ("zero1", "zero2", "zero3")  # bit-identical losses, under any wire format and with local steps
+_NOT_OF_CURVES = ("link", "strategy", "node_copy")  # settings that the loss does not depend on, at these stages
 
 
 def with_curves(cases: Sequence[Case], timed_steps: int) -> list[Case]:
-    """The runs by which the time to a loss is known for each of ``cases``: curves first, then few steps of each.
+    """The runs that give the time to a loss of each of ``cases``: curves first, then a few steps of each case.
 
     Args:
-        cases: as they would be trained to the end.
-        timed_steps: to time at least; of local steps a whole number of rounds.
+        cases: the cases as they would be trained to the end.
+        timed_steps: steps to time, at least; with local steps rounded up to whole rounds.
 
     Raises:
-        UserError: nobody would evaluate before the end.
+        UserError: a case evaluates only at its end, so that its curve would have one point.
     """
     curves: dict[str, Case] = {}
     timed: list[Case] = []
@@ -59,7 +59,7 @@ def with_curves(cases: Sequence[Case], timed_steps: int) -> list[Case]:
 
 
 def _without(config: TrainConfig, strategy: str) -> TrainConfig:
-    """``config`` on the network as it is; of stages with the same bits, at ``strategy``."""
+    """``config`` without throttling; if its stage is one of `SAME_BITS`, with ``strategy`` instead."""
     changes: dict[str, Any] = {"link": LinkConfig().model_dump()}
     if config.strategy in SAME_BITS:
         changes |= {"strategy": strategy, "node_copy": 0}
@@ -67,7 +67,7 @@ def _without(config: TrainConfig, strategy: str) -> TrainConfig:
 
 
 def _first_steps(config: TrainConfig, timed_steps: int) -> TrainConfig:
-    """The first steps of ``config``, with its learning rates and no evaluation before the end."""
+    """The first steps of ``config``, with the same learning rates, and without evaluations on the way."""
     every = config.replicas.every
     changes = {
         "max_steps": WARM_UP_STEPS + -(-timed_steps // every) * every,
@@ -83,15 +83,15 @@ def _first_steps(config: TrainConfig, timed_steps: int) -> TrainConfig:
 
 @dataclass(frozen=True)
 class Timed:
-    """A stage with a remedy on a link, and when it has reached the target.
+    """A stage with a remedy on a link, and when it reaches the target.
 
     Attributes:
-        case: of which steps were timed.
-        curve: that was trained to the end; None where it has not ended well.
+        case: the case whose steps were timed.
+        curve: the case that was trained to the end for it; None if that run did not end successfully.
         losses: the curve's evaluations, as (step, validation loss), without the one before the first step.
-        steps: until the first evaluation at or below the target; None: it was never reached.
-        bytes_per_step: that rank 0 gave to collectives in a step, an all-reduce counted twice; NaN: not counted.
-        differs: what of the timed steps' losses is not the curve's; empty where they have the same bits.
+        steps: steps until the first evaluation at or below the target; None if the target was never reached.
+        bytes_per_step: bytes that rank 0 gave to collectives in a step, an all-reduce counted twice; NaN: not counted.
+        differs: how the timed steps' losses differ from the curve's; empty if they are bit-identical.
     """
 
     case: CaseResult
@@ -103,22 +103,22 @@ class Timed:
 
     @property
     def num_steps(self) -> int:
-        """Of the curve, until its last evaluation; 0 where there is none."""
+        """Steps of the curve until its last evaluation; 0 if there is no evaluation."""
         return self.losses[-1][0] if self.losses else 0
 
     @property
     def seconds(self) -> Spread | None:
-        """To the target; None where it was never reached or no step is known."""
+        """Seconds to the target; None if it was never reached or no step was timed."""
         return None if self.steps is None else scaled(self.case.step_s, self.steps)
 
     @property
     def remedy(self) -> str:
-        """By name; empty in a sweep without remedies."""
+        """The name of the remedy; empty in a sweep without remedies."""
         return str(self.case.axes.get(REMEDY, ""))
 
     @property
     def fate(self) -> str:
-        """``reached after 600 steps``, ``not reached in 768 steps``, or that its curve is not known."""
+        """``reached after 600 steps``, ``not reached in 768 steps``, or ``its curve is not known``."""
         if not self.losses:
             return "its curve is not known"
         return (
@@ -128,13 +128,13 @@ class Timed:
 
 @dataclass(frozen=True)
 class TimesToLoss:
-    """What a sweep has found.
+    """The times to a loss of a sweep.
 
     Attributes:
-        target: a validation loss in nats per token; NaN: there is no curve to take it from.
-        why: it is that one.
+        target: the validation loss to reach, in nats per token; NaN if there is no curve to take it from.
+        why: how ``target`` was chosen, or why there is none.
         first: the remedy that others are compared with; empty in a sweep without remedies.
-        rows: that have steps, in the order of the sweep.
+        rows: the cases whose steps were timed, in the order of the sweep.
     """
 
     target: float
@@ -144,7 +144,7 @@ class TimesToLoss:
 
 
 def times_to_loss(found: SweepResult) -> TimesToLoss | None:
-    """The time to the target of each case that has steps; None where the sweep did not look for it."""
+    """The time to the target of each case whose steps were timed; None if the sweep did not ask for times to a loss."""
     curves = {case.name: case for case in found.cases if case.is_curve}
     if not curves:
         return None
@@ -180,25 +180,25 @@ def _losses(run: RunResult | None) -> tuple[tuple[int, float], ...]:
 
 
 def _differs(runs: Sequence[RunResult], curve: RunResult) -> str:
-    """From which step on losses of the timed runs are not the curve's."""
+    """The first step whose loss in a timed run is not that of the curve, in words; empty if there is none."""
     known = {step.step: step.loss for step in curve.steps}
     steps = [step.step for run in runs for step in run.steps if step.loss != known.get(step.step, step.loss)]
     return f"from step {min(steps)} on its losses are not those of its curve" if steps else ""
 
 
 def _bytes_per_step(run: RunResult) -> float:
-    """The mean over whole rounds, without the steps that warm up; a ring sends what is all-reduced twice."""
+    """Mean over whole rounds without warm-up steps; an all-reduce counts twice, as a ring sends its bytes twice."""
     steps = [step for steps in run.rounds for step in steps]
     sent = [sum(num * (2 if op == "all_reduce" else 1) for op, num in step.comm_bytes.items()) for step in steps]
     return sum(sent) / len(sent) if sent and any(step.comm_bytes for step in run.steps) else math.nan
 
 
 def first_of(times: TimesToLoss, row: Timed) -> Timed | None:
-    """What ``row`` is compared with: the same axes with the first remedy of the sweep; None where that has no steps."""
+    """The row to compare ``row`` with: the same axes with the sweep's first remedy; None if that was not timed."""
     others = {**row.case.axes, REMEDY: times.first}
     return next((each for each in times.rows if {**each.case.axes, REMEDY: each.remedy} == others), None)
 
 
 def sweep_cases(sweep: SweepConfig, cases: Sequence[Case]) -> list[Case]:
-    """The runs of ``sweep``: its cases, or where it looks for times to a loss their curves and first steps."""
+    """The runs of ``sweep``: its cases, or, if it asks for times to a loss, their curves and first steps."""
     return with_curves(cases, sweep.timed_steps) if sweep.time_to_loss else [*cases]

@@ -1,1 +1,1 @@
-"""Causal language models that `transformers` builds, as models of ours: ``--model hf:FOLDER_OR_NAME``."""
+"""Causal language models of `transformers` as `LanguageModel`s: ``--model hf:FOLDER_OR_NAME``."""

@@ -1,6 +1,6 @@
 """The configuration of a Hugging Face model, from its ``config.json`` alone.
 
-A run keeps the whole text, so that whoever opens the run later needs neither the folder nor the hub.
+A run stores that file's text, so that opening the run later needs neither the folder nor the hub.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
     from zeroshard.models.base import LanguageModel
 
 ATTENTION = ("auto", "sdpa", "eager", "flash_attention_2", "flex_attention")
-# What may be changed, and what `transformers` calls it.
+# Fields that may be changed, with their names in `transformers`.
 _CHANGED = {"vocab_size": "vocab_size", "seq_len": "max_position_embeddings", "n_layer": "num_hidden_layers"}
-# Keys that change nothing of what a model computes.
+# Keys that do not affect what a model computes.
 _ABOUT = frozenset({"dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures", "use_cache"})
-_NO_LIMIT = 2**20  # tokens, of models that say no longest sequence
+_NO_LIMIT = 2**20  # tokens: sequence length of models whose configuration states no limit
 _WHOLE_MODEL = "give the folder of a causal language model"
 
 
 @dataclass(frozen=True)
 class HuggingFaceConfig:
-    """What `transformers` builds, and how it is used.
+    """Configuration of a model that `transformers` builds.
 
     Attributes:
-        source: folder or name of the hub; weights and tokenizer are read from there.
-        config_json: ``config.json`` as text.
-        vocab_size, seq_len, n_layer, n_head, n_embd: what that says.
-        attention: one of `ATTENTION`; ``auto``: PyTorch's own where the model has a form for it, else ``eager``.
-        activation_checkpointing: see `zeroshard.models.recompute`.
-        from_config: initial values are drawn, and no weights read.
-        trust_remote_code: the model's own Python files may be executed.
+        source: local folder, or name on the hub, from which weights and tokenizer are read.
+        config_json: text of ``config.json``.
+        vocab_size, seq_len, n_layer, n_head, n_embd: sizes that ``config_json`` states.
+        attention: one of `ATTENTION`; ``auto``: PyTorch's own (SDPA) if the model supports it, else ``eager``.
+        activation_checkpointing: blocks that are recomputed, see `zeroshard.models.recompute`.
+        from_config: whether initial values are drawn instead of read from weights.
+        trust_remote_code: whether the model's own Python files may be executed.
     """
 
     source: str
@@ -65,35 +65,35 @@ class HuggingFaceConfig:
 
     @property
     def theirs(self) -> Any:
-        """A configuration of `transformers`, made anew: building a model changes it."""
+        """A new copy of `transformers`' own configuration, because building a model modifies it."""
         return copy.deepcopy(_theirs(self.source, self.config_json, self.trust_remote_code))
 
     @property
     def architecture(self) -> dict[str, object]:
-        """What decides the model's function, by the names of ``config.json``."""
+        """The keys of ``config.json`` that affect what the model computes, with their values."""
         return {key: value for key, value in json.loads(self.config_json).items() if key not in _ABOUT}
 
     @property
     def changes(self) -> dict[str, object]:
-        """``config_of(f"hf:{source}", changes)`` is this configuration again."""
+        """The overrides of this configuration: ``config_of(f"hf:{source}", changes)`` equals it."""
         names = ("config_json", "attention", "activation_checkpointing", "from_config", "trust_remote_code")
         return {name: getattr(self, name) for name in names}
 
     def build(self, seed: int = 0, kernels: Choice = "auto") -> LanguageModel:
-        """The model of this configuration."""
+        """Build the model of this configuration."""
         return loaded("zeroshard.models.hugging_face.model", "HuggingFaceModel")(self, seed, kernels)
 
 
 def config_of(name: str, overrides: Mapping[str, object], num_tokens: int | None = None) -> HuggingFaceConfig:
-    """The configuration of ``hf:FOLDER_OR_NAME``.
+    """Return the configuration of ``hf:FOLDER_OR_NAME``.
 
     Args:
-        name: of the model.
+        name: the model's name, with ``hf:``.
         overrides: fields of `HuggingFaceConfig` that replace what ``config.json`` says.
-        num_tokens: ids of the data's tokenizer; the model must have as many.
+        num_tokens: number of ids of the data's tokenizer; the model must have at least as many.
 
     Raises:
-        UserError: no such model; one that `transformers` has no causal language model for; a field that it has not.
+        UserError: there is no such model, `transformers` has no causal language model for it, or it has no such field.
     """
     source, given = source_of(name), dict(overrides)
     sizes = {key: given.pop(key) for key in _CHANGED if key in given}
@@ -126,7 +126,7 @@ _CONFIG_FILE = "config.json"
 
 
 def name_and_changes(config: HuggingFaceConfig) -> tuple[str, dict[str, object]]:
-    """How settings say it: a name, and what they change."""
+    """Return the model's name with ``hf:``, and its overrides, as settings state them."""
     return PREFIX + config.source, config.changes
 
 
@@ -169,7 +169,7 @@ def _of_remote_code(auto: Any, source: str, trusted: bool) -> Any:
 
 
 def _require_causal(source: str, raw: Mapping[str, Any], causal: Mapping[str, Any]) -> None:
-    """Raise UserError where `transformers` has no causal language model of this kind, or the weights are of none."""
+    """Raise UserError if `transformers` has no causal language model of this kind, or the weights are not of one."""
     kind = raw["model_type"]
     if kind not in causal:
         raise UserError("model", f"{source} ({kind}) has no causal language model head", _WHOLE_MODEL)
@@ -183,7 +183,7 @@ def _require_causal(source: str, raw: Mapping[str, Any], causal: Mapping[str, An
 
 def _number(config: Any, key: str) -> int:
     found = getattr(config, key, None)
-    if isinstance(found, list | tuple):  # of each block
+    if isinstance(found, list | tuple):  # one number for each block
         found = max(found, default=None)
     if not isinstance(found, int) or found < 1:
         raise UserError("model", f"{_CONFIG_FILE} has {key} {shown(found)}", _WHOLE_MODEL)
@@ -202,6 +202,6 @@ def _with_sizes(text: str, theirs: Any, changed: Mapping[str, object]) -> str:
         theirs_key = getattr(theirs, "attribute_map", {}).get(_CHANGED[key], _CHANGED[key])
         raw[theirs_key] = value
     kinds = raw.get("layer_types")
-    if "n_layer" in changed and isinstance(kinds, list) and kinds:  # one for each block: go round
+    if "n_layer" in changed and isinstance(kinds, list) and kinds:  # one for each block: repeat the pattern
         raw["layer_types"] = [kinds[place % len(kinds)] for place in range(int(str(changed["n_layer"])))]
     return json.dumps(raw, separators=(",", ":"))

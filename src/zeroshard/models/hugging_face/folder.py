@@ -1,6 +1,6 @@
-"""Where the files of ``hf:FOLDER_OR_NAME`` are: a folder of this machine, or a model of the Hugging Face hub.
+"""Find the files of ``hf:FOLDER_OR_NAME``: in a local folder, or on the Hugging Face hub.
 
-What the hub has is fetched once, by its own client, into its own cache; ``HF_HUB_OFFLINE=1`` has it ask nobody.
+The hub's own client downloads files once, into its own cache. With ``HF_HUB_OFFLINE=1`` it contacts no server.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zeroshard.regular_files import read_text
 PREFIX = "hf:"
 CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"  # of peft
-# What says how text becomes tokens and how a model is asked for text; nothing of it is executed.
+# Files that define the tokenizer, the chat template and the settings of generation; none of them is executed.
 TEXT_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json"),
@@ -31,15 +31,15 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 
 
 def is_hugging_face(name: str) -> bool:
-    """Whether a model's name is ``hf:`` and something."""
+    """Whether a model's name starts with ``hf:``."""
     return name.startswith(PREFIX)
 
 
 def source_of(name: str) -> str:
-    """``FOLDER_OR_NAME`` of ``hf:FOLDER_OR_NAME``.
+    """Return ``FOLDER_OR_NAME`` of ``hf:FOLDER_OR_NAME``.
 
     Raises:
-        UserError: it is empty.
+        UserError: nothing follows ``hf:``.
     """
     source = name.removeprefix(PREFIX)
     if not source.strip():
@@ -48,10 +48,11 @@ def source_of(name: str) -> str:
 
 
 def config_text(source: str) -> str:
-    """``config.json`` of a model, as one line of JSON.
+    """Return a model's ``config.json`` as one line of JSON.
 
     Raises:
-        UserError: there is no such folder or model, it has no such file, or the file is damaged.
+        UserError: there is no such folder or model, it contains adapters instead of a model, it has no such file, or
+            the file is damaged.
     """
     path = _found(source, CONFIG)
     if path is None or path.with_name(ADAPTER_CONFIG).is_file():
@@ -62,26 +63,26 @@ def config_text(source: str) -> str:
 
 
 def _refuse_adapters(source: str) -> None:
-    """Raise UserError where ``source`` holds adapters of `peft` in the place of a model."""
+    """Raise UserError if ``source`` contains adapters of `peft` instead of a model."""
     path = _found(source, ADAPTER_CONFIG)
     if path is not None:
         raise only_adapters("model", source, path)
 
 
 def only_adapters(field: str, source: str, path: Path) -> UserError:
-    """What to raise where ``source`` was to be a model, and holds adapters of `peft`, as the file ``path`` says."""
+    """Return the error for a ``source`` that contains adapters, described by ``path``, where a model is expected."""
     base = read_json(path).get("base_model_name_or_path") or "their base model"
     todo = "write both as one model: peft's merge_and_unload() and save_pretrained(), then give that folder"
     return UserError(field, f"{source} holds adapters of {base}, and no whole model", todo)
 
 
 def weight_folder(source: str) -> Path:
-    """A folder with the weights of a model; those of the hub are fetched."""
+    """Return a folder with a model's weights, which are downloaded if the model is on the hub."""
     return _as_folder(source) or _snapshot(source, WEIGHT_FILES)
 
 
 def text_files(source: str) -> list[Path]:
-    """Those of `TEXT_FILES` that a model has; those of the hub are fetched."""
+    """Return the paths of those `TEXT_FILES` that a model has; they are downloaded if the model is on the hub."""
     folder = _as_folder(source) or _snapshot(source, TEXT_FILES)
     return [folder / name for name in TEXT_FILES if (folder / name).is_file()]
 
@@ -94,18 +95,18 @@ def copy_text_files(source: str, to: Path) -> None:
 
 
 def tokenizer_file(source: str) -> Path | None:
-    """``tokenizer.json`` of a model, with all other `text_files` beside it; None where it has none.
+    """Return the path of a model's ``tokenizer.json``; None if it has none.
 
-    What reads a chat template looks for it there; a file that is fetched alone has none beside it.
+    All `text_files` are fetched with it, because the reader of a chat template looks for it in the same folder.
     """
     return next((path for path in text_files(source) if path.name == "tokenizer.json"), None)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object in a file.
+    """Read a JSON object from a file.
 
     Raises:
-        UserError: the file cannot be read, or holds something else.
+        UserError: the file cannot be read, or does not contain a JSON object.
     """
     try:
         content = json.loads(read_text(path))
@@ -119,7 +120,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _as_folder(source: str) -> Path | None:
-    """The folder that ``source`` is; None where it is a name of the hub.
+    """Return ``source`` as a local folder; None if it can be a name on the hub.
 
     Raises:
         UserError: it is neither.
@@ -164,9 +165,9 @@ def _hub() -> Any:
 
 
 def _may_be_reached(hub: Any) -> bool:
-    """Whether the hub's host has an address, or a proxy would look for it.
+    """Whether the hub's host name resolves, or a proxy is set that would resolve it.
 
-    Where there is no network the hub's client tries again for half a minute, for each file.
+    Without a network, the hub's client would retry for half a minute for each file.
     """
     endpoint = urlsplit(hub.constants.ENDPOINT)
     if getproxies():
@@ -179,12 +180,12 @@ def _may_be_reached(hub: Any) -> bool:
 
 
 def missing_transformers() -> UserError:
-    """What to raise where `transformers` is not installed."""
+    """Return the error for `transformers` not being installed."""
     return UserError("model", "hf: models need the package transformers", "pip install 'zeroshard[hf]'")
 
 
 def _not_had(source: str, error: Exception) -> UserError:
-    """What is said of a model that the hub does not give."""
+    """Return the error for a model that could not be downloaded from the hub."""
     kind = type(error).__name__
     if kind == "GatedRepoError":
         what, todo = "is gated, and no token of yours opens it", "ask for access on its page, then `hf auth login`"

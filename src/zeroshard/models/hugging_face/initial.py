@@ -1,9 +1,8 @@
-"""How `transformers` builds a model, without memory for its parameters, and what it would have drawn them from.
+"""Let `transformers` build a model without allocating its parameters, and record how it would initialize them.
 
-The constructor runs on the CPU, where each parameter is taken to the meta device as soon as a module registers it, so
-one at a time has (untouched) memory; buffers, such as rotary wavelengths, are computed as they are. What the
-constructor asks torch to fill parameters with is written down instead of done: a `Rule` for each, by which every rank
-draws what it keeps.
+The constructor runs on the CPU. Each parameter moves to the meta device as soon as a module registers it, so only one
+parameter at a time has (untouched) memory. Buffers, such as rotary wavelengths, get their values. Calls that would fill
+a parameter are not executed but recorded: each parameter gets a `Rule`, from which every rank later draws its shard.
 """
 
 from __future__ import annotations
@@ -28,12 +27,13 @@ _BUILDING = threading.RLock()  # a constructor changes settings of the whole pro
 
 @dataclass(frozen=True)
 class Rule:
-    """Where initial values come from.
+    """How one parameter is initialized.
 
     Attributes:
-        kind: ``constant``, ``normal``, ``uniform``, ``trunc_normal``, ``given``, or the name of what is none of these.
-        numbers: of the distribution: value; mean, std; low, high; mean, std, low, high.
-        values: of ``given``.
+        kind: ``constant``, ``normal``, ``uniform``, ``trunc_normal``, ``given`` (a tensor), or the name of a function
+            of torch that is none of these and cannot be drawn; empty if the constructor called none.
+        numbers: parameters of the first four, in this order: value; mean, std; low, high; mean, std, low, high.
+        values: the tensor of ``given``.
     """
 
     kind: str
@@ -41,10 +41,10 @@ class Rule:
     values: Tensor | None = None
 
     def fill(self, param: Tensor, seed: int, name: str, part: Part | None) -> None:
-        """Write initial values; arguments as of `zeroshard.models.base.LanguageModel.init_parameter`.
+        """Write initial values; arguments as in `zeroshard.models.base.LanguageModel.init_parameter`.
 
         Raises:
-            UserError: no value depends on its own place alone.
+            UserError: values of this ``kind`` cannot be drawn in parts, because they depend on each other.
         """
         numbers = self.numbers
         if self.kind == "constant":
@@ -70,7 +70,7 @@ _DRAWN: dict[str, Callable[[Tensor, tuple[float, ...], torch.Generator], object]
 
 
 def built_without_values(build: Callable[[], nn.Module]) -> tuple[nn.Module, dict[str, Rule]]:
-    """What ``build`` makes, parameters on the meta device and buffers on the CPU; and each parameter's rule by name."""
+    """Call ``build``; return its module (parameters on meta, buffers on the CPU) and each parameter's rule by name."""
     with _BUILDING, _Recorded() as recorded, _parameters_on_meta(), torch.device("cpu"):
         made = build()
     return made, {name: recorded.rules.get(param, Rule("")) for name, param in made.named_parameters()}
@@ -96,7 +96,7 @@ def _parameters_on_meta() -> Generator[None]:
 
 @dataclass
 class _Recorded(TorchFunctionMode):
-    """Writes down what parameters on the meta device are filled with; the last word counts."""
+    """Records how parameters on the meta device are filled; the last call for a parameter counts."""
 
     rules: dict[nn.Parameter, Rule] = field(default_factory=dict)
 
@@ -112,12 +112,12 @@ class _Recorded(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if of_init and not (isinstance(target, nn.Parameter) and target.is_meta):
             if isinstance(target, nn.Parameter) or (isinstance(target, Tensor) and target.is_meta):
-                return target  # a parameter before it is registered, or a part of one: nobody reads its values
+                return target  # a parameter that is not registered yet, or a part of one: its values are never read
             return func(*args, **kwargs)
         if not isinstance(target, nn.Parameter) or not target.is_meta:
             return func(*args, **kwargs)
         if func == _READS_DATA:
-            return target  # what is written there is written into the parameter
+            return target  # a write to `param.data` counts as a write to the parameter
         if of_init or name in _IN_PLACE:
             self.rules[target] = _rule(name, args[1:], kwargs, target)
             return target
@@ -127,7 +127,7 @@ class _Recorded(TorchFunctionMode):
 _TENSOR: Any = Tensor
 _READS_DATA = _TENSOR.data.__get__
 _IN_PLACE = {"fill_", "zero_", "normal_", "uniform_", "copy_"}
-# The arguments of each after the tensor, with their defaults.
+# Arguments of each function after the tensor, with their defaults.
 _SIGNATURES: dict[str, tuple[tuple[str, float], ...]] = {
     "normal_": (("mean", 0.0), ("std", 1.0)),
     "trunc_normal_": (("mean", 0.0), ("std", 1.0), ("a", -2.0), ("b", 2.0)),

@@ -1,10 +1,10 @@
-"""A causal language model of `transformers` behind the interface of ours.
+"""A causal language model of `transformers` behind our `LanguageModel` interface.
 
     loss = cross_entropy(head(base(tokens)), targets)
 
-The modules are `transformers`' own, unchanged, with parameters on the meta device until somebody makes them; names in
-checkpoints are theirs behind ``hf.``. Where the head is one matrix and nothing follows it, loss and head are one
-kernel, so the logits need not exist all at once; elsewhere logits are `transformers`'.
+The modules are `transformers`' own, with parameters on the meta device until they are materialized. Names in
+checkpoints are theirs with the prefix ``hf.``. If the logits are the product with the head's matrix and nothing else,
+the head computes the loss too, so that the logits need not exist all at once. Otherwise `transformers` computes them.
 
 Shape legend: B batch, T sequence, V vocabulary.
 """
@@ -35,8 +35,8 @@ from zeroshard.models.hugging_face.initial import built_without_values
 from zeroshard.models.hugging_face.weights import FileWeights
 from zeroshard.models.recompute import recompute_blocks
 
-INNER = "hf."  # before the names of `transformers`
-# Whose logits are the head's product and nothing else; `tests/models/test_hugging_face.py` holds them to it.
+INNER = "hf."  # prefix of `transformers`' parameter names
+# Model types whose logits are the head's product and nothing else, which `tests/models/test_hugging_face.py` checks.
 _PLAIN_HEADS = frozenset(
     {
         *("gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "olmo2", "olmoe"),
@@ -46,16 +46,16 @@ _PLAIN_HEADS = frozenset(
 
 
 class HuggingFaceCache(KVCache):
-    """Keys and values as `transformers` keeps them for the model at hand."""
+    """A key-value cache that wraps the cache which `transformers` uses for the model."""
 
     def __init__(self, max_tokens: int) -> None:
         super().__init__(0, max_tokens)
-        self.inner: Any = None  # made by the model's first forward
+        self.inner: Any = None  # created by the model's first forward
         self.num_seen = 0
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that it has seen."""
+        """Number of tokens in the cache."""
         return self.num_seen
 
 
@@ -63,11 +63,13 @@ class HuggingFaceModel(LanguageModel):
     """A model of `transformers`; on the default device, or without values under ``torch.device("meta")``.
 
     Attributes:
-        hf: the model itself.
-        balances_experts: whether its loss has a part for that, to which all tokens of a batch contribute.
+        hf: the model of `transformers`.
+        balances_experts: whether the loss has a load-balancing term of the experts, which depends on all tokens of
+            a batch together.
 
     Raises:
-        UserError: `transformers` cannot build it so, such as with an attention that it lacks or is not installed.
+        UserError: `transformers` is not installed, or cannot build the model as configured, for example because it
+            lacks the attention implementation.
     """
 
     packs = True
@@ -99,21 +101,22 @@ class HuggingFaceModel(LanguageModel):
 
     @property
     def adapted(self) -> nn.Module:
-        """The model of `transformers`."""
+        """The model of `transformers`: its layers get the adapters."""
         return self.hf
 
     @property
     def blocks(self) -> nn.ModuleList:  # ty: ignore[incompatible-property-override]
-        """The repeated part; a property, so that parameters have one name each."""
+        """The repeated blocks; a property rather than a submodule, so that each parameter has only one name."""
         found = self.hf.get_submodule(self._blocks_at)
         assert isinstance(found, nn.ModuleList)
         return found
 
     @property
     def units(self) -> list[nn.Module]:
-        """Embedding, blocks and head, where these are plain modules of `transformers`' own that share nothing.
+        """Embedding, blocks and head; embedding and head only if they are plain modules that share no parameter.
 
-        Whatever else a model has there stays in the root unit: code from elsewhere may read its weights without a call.
+        In a model whose code is not `transformers`' own they stay in the root unit, because that code may read their
+        weights without calling them.
         """
         ends = (None, None)
         if type(self.hf).__module__.startswith("transformers."):
@@ -134,7 +137,7 @@ class HuggingFaceModel(LanguageModel):
         cache: KVCache | None = None,
         positions_BT: Tensor | None = None,
     ) -> Tensor:
-        """Loss where targets are given, else logits; see :meth:`LanguageModel.forward`."""
+        """Return the loss if targets are given, else logits; see :meth:`LanguageModel.forward`."""
         hf: Any = self.hf
         given: dict[str, Any] = {"input_ids": tokens_BT, "use_cache": cache is not None}
         if isinstance(cache, HuggingFaceCache):
@@ -147,7 +150,7 @@ class HuggingFaceModel(LanguageModel):
         with _one_document(not apart):
             if targets_BT is None:
                 output = hf(**given)
-            elif self.balances_experts:  # the experts' balance is a part of the loss
+            elif self.balances_experts:  # `transformers` adds the load-balancing term to the loss
                 return hf(**given, labels=targets_BT, shift_labels=targets_BT).loss
             elif self._head is None:
                 return next_token_loss(hf(**given).logits, targets_BT, self.kernels, **self.loss_options)
@@ -161,13 +164,13 @@ class HuggingFaceModel(LanguageModel):
         return output.logits
 
     def new_cache(self) -> KVCache:
-        """Keys and values of no token as yet."""
+        """Return an empty key-value cache."""
         return HuggingFaceCache(self._config.seq_len)
 
     def init_parameter(self, name: str, param: Tensor, seed: int | None = None, part: Part | None = None) -> None:
-        """Initial values by name; see :meth:`LanguageModel.init_parameter`.
+        """Write initial values by name; see :meth:`LanguageModel.init_parameter`.
 
-        They are the files', or with ``from_config`` drawn as `transformers` would draw them.
+        They are read from the files, or with ``from_config`` drawn from the distributions that `transformers` uses.
         """
         name = name.removeprefix(INNER)
         if self._config.from_config:
@@ -176,7 +179,7 @@ class HuggingFaceModel(LanguageModel):
             self._weights.fill(name, param.detach().view(-1), part.start if part else 0)
 
     def check_initial_values(self) -> None:
-        """Raise UserError where the files have not all weights; fill persistent buffers, which are small."""
+        """Raise UserError if the files lack a weight; also fill persistent buffers, which are small, from the files."""
         if self._config.from_config:
             return
         for name, buffer in self.hf.named_buffers():
@@ -186,10 +189,10 @@ class HuggingFaceModel(LanguageModel):
                 buffer.copy_(values.view(buffer.shape))
 
     def num_flops_per_token(self, seq_len: int) -> int:
-        """Forward and backward FLOPs a token; attention as if each layer saw all that came before."""
+        """Forward and backward FLOPs per token, counted as if each layer's attention saw all earlier tokens."""
         theirs: Any = self.hf.config
         head_dim = getattr(theirs, "head_dim", None) or self._config.n_embd // self._config.n_head
-        saved = 2 * self.num_frozen_multiplied_params  # whose own gradients nobody computes
+        saved = 2 * self.num_frozen_multiplied_params  # backward computes no gradients of frozen weights
         width = self._config.n_head * head_dim
         return flops_per_token(self.num_multiplied_params, self._config.n_layer, width, seq_len) - saved
 
@@ -224,7 +227,7 @@ def _built(config: HuggingFaceConfig) -> tuple[nn.Module, Any]:
 
 
 def _find_blocks(hf: nn.Module, num_blocks: int) -> str:
-    """Where the list of blocks is: of the lists of so many elements, that with the most parameters."""
+    """Return the name of the list of blocks: the list of ``num_blocks`` modules with the most parameters."""
     lists = {
         name: sum(param.numel() for param in module.parameters())
         for name, module in hf.named_modules()
@@ -237,7 +240,7 @@ def _find_blocks(hf: nn.Module, num_blocks: int) -> str:
 
 
 def _plain_head(hf: Any) -> str | None:
-    """The head's name, where the logits are its product alone."""
+    """Return the head's name if the logits are the product with its matrix and nothing else; otherwise None."""
     head, config = hf.get_output_embeddings(), hf.config
     capped = getattr(config, "final_logit_softcapping", None)
     if config.model_type not in _PLAIN_HEADS or capped or type(head) is not nn.Linear or head.bias is not None:
@@ -248,7 +251,7 @@ def _plain_head(hf: Any) -> str | None:
 
 
 def _put_head(hf: nn.Module, name: str) -> None:
-    """Have the head be one that computes the loss too; it has the same parameter, under the same name."""
+    """Replace the head by a `Head`, which also computes the loss; it keeps the parameter and its name."""
     old: Any = hf.get_submodule(name)
     head = Head(old.in_features, old.out_features, device="meta")
     head.weight = old.weight
@@ -256,7 +259,7 @@ def _put_head(hf: nn.Module, name: str) -> None:
 
 
 def _num_multiplied(hf: Any) -> int:
-    """N of `flops_per_token`: without tables that are only looked up, and of experts the share that a token passes."""
+    """Return N of `flops_per_token`: without lookup tables, and with the share of expert weights that a token uses."""
     head = hf.get_output_embeddings()
     kept = None if head is None else head.weight
     looked_up = {m.weight for m in hf.modules() if isinstance(m, nn.Embedding) and m.weight is not kept}
@@ -274,7 +277,7 @@ def _num_multiplied(hf: Any) -> int:
 
 
 def require_positions(model: LanguageModel, setting: str) -> None:
-    """Raise UserError, which names ``setting``, where a model is not told by positions to keep documents apart."""
+    """Raise UserError, which names ``setting``, if ``model`` cannot keep documents apart by their positions."""
     if not isinstance(model, HuggingFaceModel):
         if setting == "data.packing" and not model.packs:
             what = f"{type(model).__name__} does not say that it takes positions_BT"
@@ -293,7 +296,7 @@ _is_one: ContextVar[bool] = ContextVar("is_one", default=False)
 
 @contextmanager
 def _one_document(is_one: bool) -> Generator[None]:
-    """Inside, positions are not searched for the beginnings of documents: that would wait for the device."""
+    """In this block, if ``is_one``, `transformers` does not search positions for documents: that would synchronize."""
     if not _finds_documents():
         yield
         return
@@ -305,7 +308,7 @@ def _one_document(is_one: bool) -> Generator[None]:
 
 
 def _finds_documents() -> bool:
-    """Whether `transformers` finds documents by positions; the function that does so is told to ask `_one_document`."""
+    """Return whether `transformers` finds documents by positions; patch its function to obey `_one_document`."""
     masking: Any = import_module("transformers.masking_utils")
     finds = getattr(masking, "find_packed_sequence_indices", None)
     if finds is None:

@@ -1,4 +1,4 @@
-"""GPT-2 and LLaMA as Hugging Face's `transformers` writes them: names, shapes and settings, in both directions.
+"""Conversion of GPT-2 and LLaMA to and from the form of Hugging Face's `transformers`: names, shapes and settings.
 
 | | theirs | ours |
 |---|---|---|
@@ -7,10 +7,11 @@
 | matrices, GPT-2 | ``Conv1D``: [in, out] | ``nn.Linear``: [out, in], so transposed |
 | rotary pairs | (i, i + D/2) | the same: nothing is permuted |
 | tied head | not in the file | one parameter, by its first name |
-| biases, GPT-2 | always | may be left out: written as zeros, which compute the same |
-| epsilon | any | GPT-2: 1e-5 alone; LLaMA: any |
+| biases, GPT-2 | always | may be absent: exported as zeros, which compute the same |
+| epsilon | any | GPT-2: only 1e-5; LLaMA: any |
 
-Pure: no files, no tensors, no `transformers`. What our models cannot compute is refused by its name in ``config.json``.
+This module reads no files, copies no tensors and does not need `transformers`. A setting that our models cannot compute
+raises a UserError, which names its key in ``config.json``.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ from zeroshard.models.gpt2 import GPT2, LAYER_NORM_EPS, GPT2Config
 from zeroshard.models.llama import Llama, LlamaConfig
 
 _GPT2_TRANSPOSED = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")
-# Buffers that older releases wrote among the weights: causal masks and rotary wavelengths, both computed here.
+# Buffers that older releases wrote among the weights: causal masks and rotary wavelengths. Our models compute both.
 _NO_WEIGHTS = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
 _CHANGE_MODEL = "take a model without it"
 
 
 @dataclass(frozen=True)
 class HFWeight:
-    """One tensor on both sides.
+    """One tensor, with its names and shapes in both forms.
 
     Attributes:
-        name: ours; None where our model leaves the tensor out, and theirs has zeros.
-        hf_name: theirs.
-        shape: ours.
-        transposed: whether theirs is the transpose of ours (2-D).
+        name: our name; None if our model lacks the tensor, which is then zeros in `transformers`.
+        hf_name: name in `transformers`.
+        shape: our shape.
+        transposed: whether the tensor of `transformers` is the transpose of ours (2-D).
     """
 
     name: str | None
@@ -51,15 +52,15 @@ class HFWeight:
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
-        """The shape of theirs."""
+        """The tensor's shape in `transformers`."""
         return self.shape[::-1] if self.transposed else self.shape
 
 
 def published(config: ModelConfig) -> GPT2Config | LlamaConfig:
-    """``config``, of a family that Hugging Face's formats know.
+    """Return ``config`` if it is of a model family that this module can convert.
 
     Raises:
-        UserError: it is of another.
+        UserError: the model is of another family.
     """
     if not isinstance(config, GPT2Config | LlamaConfig):
         what = f"a {type(config).__name__} has no form in Hugging Face's transformers"
@@ -68,7 +69,7 @@ def published(config: ModelConfig) -> GPT2Config | LlamaConfig:
 
 
 def hf_weights(config: GPT2Config | LlamaConfig) -> list[HFWeight]:
-    """Every tensor of a model of this shape, in our order; a tied head is not among them."""
+    """List every tensor of a model with this configuration, in our order; a tied head is not listed."""
     with torch.device("meta"):
         if isinstance(config, GPT2Config):
             full, own = GPT2(replace(config, bias=True)), {name for name, _ in GPT2(config).named_parameters()}
@@ -91,15 +92,15 @@ def hf_weights(config: GPT2Config | LlamaConfig) -> list[HFWeight]:
 
 
 def find_weights(config: GPT2Config | LlamaConfig, hf_shapes: Mapping[str, tuple[int, ...]]) -> dict[str, HFWeight]:
-    """Which tensor of a file, by its name there, is which of ours.
+    """Match the tensors in files to our parameters.
 
     Args:
-        config: of the model, biases and all.
-        hf_shapes: every tensor in the files, by name.
+        config: configuration of the model, with biases.
+        hf_shapes: shape of every tensor in the files, by name.
 
     Returns:
-        One entry for each of our parameters; and ``lm_head.weight``, with our name for the embedding that it must
-        equal, where the files have it although it is tied.
+        By name in the files, one entry for each of our parameters. If the files contain a tied ``lm_head.weight`` too,
+        it has an entry with our name for the embedding that it must equal.
 
     Raises:
         UserError: a tensor is missing, has another shape, or has no place in the model.
@@ -126,13 +127,13 @@ def find_weights(config: GPT2Config | LlamaConfig, hf_shapes: Mapping[str, tuple
 def hf_config(
     config: GPT2Config | LlamaConfig, *, dtype: str, eos_id: int | None = None, bos_id: int | None = None
 ) -> dict[str, Any]:
-    """What ``config.json`` says of a model of ours.
+    """Return the content of ``config.json`` for a model of ours.
 
     Args:
-        config: of the model.
-        dtype: of the file's tensors, as ``"float32"``.
-        eos_id: the token that ends a text, where there is one.
-        bos_id: the token that begins a text; None: ``eos_id``, as with GPT-2.
+        config: configuration of the model.
+        dtype: dtype of the file's tensors, such as ``"float32"``.
+        eos_id: id of the token that ends a text; None: there is none.
+        bos_id: id of the token that begins a text; None: ``eos_id``, as with GPT-2.
     """
     shared = {
         "vocab_size": config.vocab_size,
@@ -170,7 +171,7 @@ def hf_config(
         "head_dim": config.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
-        # Releases before 5 read the first of these, later ones write the second.
+        # Releases before 5 read the first of these; later ones write the second.
         "rope_theta": config.rope_theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "attention_bias": False,
@@ -182,13 +183,12 @@ def hf_config(
 
 
 def from_hf_config(raw: Mapping[str, Any]) -> GPT2Config | LlamaConfig:
-    """The configuration of ours that computes what ``config.json`` describes.
+    """Return our configuration of the model that ``config.json`` describes.
 
-    Keys that are missing have the defaults of `transformers`. Keys without influence on the weights' result are not
-    looked at.
+    Missing keys have the defaults of `transformers`. Keys that do not affect what the model computes are ignored.
 
     Raises:
-        UserError: another kind of model, or a setting that ours cannot compute; the key is named.
+        UserError: another kind of model, or a setting that our models cannot compute; the message names the key.
     """
     kind = raw.get("model_type")
     if kind == "gpt2":
@@ -250,7 +250,7 @@ def _llama(raw: Mapping[str, Any]) -> LlamaConfig:
 
 
 def _only(raw: Mapping[str, Any], key: str, computed: Iterable[Any], default: Any) -> None:
-    """Raise UserError unless ``raw[key]`` is one of the values that our model computes with."""
+    """Raise UserError unless ``raw[key]`` is one of the values that our model can compute."""
     computed = [value for value in computed if value is not None or default is None]
     value = raw.get(key, default)
     if value not in computed:

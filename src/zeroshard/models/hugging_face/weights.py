@@ -1,12 +1,12 @@
-"""Weights of a Hugging Face folder, read element by element by whoever keeps them.
+"""Read weights of a Hugging Face folder by ranges of elements, so that each rank reads only its shard.
 
-Files are safetensors: a header that says where each tensor lies, then plain numbers. So a rank reads the bytes of its
-shard and no others, with nothing mapped and nothing cached: at most `READ_AT_ONCE` elements are in memory beside what
-is filled. Pickles (``.bin``) are never read.
+Files are safetensors: a header with each tensor's position, then plain numbers. So a rank reads the bytes of its shard
+and no others, without memory maps: peak memory is `READ_AT_ONCE` elements beside the tensor that is filled. Pickles
+(``.bin``) are never read.
 
 The tensors of a file are not always the model's parameters. `transformers` renames some, and stacks the experts of a
-mixture into one parameter; what it says of that (`transformers.conversion_mapping`) is followed where a parameter is
-whole tensors one after the other, and refused elsewhere. Format: https://github.com/huggingface/safetensors
+mixture into one parameter. We follow its rules (`transformers.conversion_mapping`) if a parameter is a concatenation of
+file tensors in memory, and raise UserError otherwise. Format: https://github.com/huggingface/safetensors
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from zeroshard.regular_files import open_binary, open_regular
 
 READ_AT_ONCE = 1 << 20  # elements
 INDEX = "model.safetensors.index.json"
-_MOST_HEADER_BYTES = 100 << 20  # of the format itself
+_MOST_HEADER_BYTES = 100 << 20  # the format's own limit
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _WHOLE_MODEL = "take the folder of a whole model"
 # Buffers that older releases wrote among the weights.
@@ -43,11 +43,11 @@ class FileTensor:
     """A tensor in a file.
 
     Attributes:
-        name: its key there.
-        path: of the file.
-        dtype: as the file says, such as ``BF16``.
-        shape: of the tensor.
-        offset: of its first byte in the file.
+        name: key of the tensor in the file.
+        path: path of the file.
+        dtype: the tensor's dtype in safetensors' notation, such as ``BF16``.
+        shape: shape of the tensor.
+        offset: position of the tensor's first byte in the file.
     """
 
     name: str
@@ -58,15 +58,15 @@ class FileTensor:
 
     @property
     def numel(self) -> int:
-        """Its elements."""
+        """Number of elements."""
         return prod(self.shape)
 
 
 def find_tensors(folder: Path) -> dict[str, FileTensor]:
-    """Every tensor of a folder's safetensors, by its name; only headers are read.
+    """Return every tensor in a folder's safetensors files, by name; only headers are read.
 
     Raises:
-        UserError: there are none, a file is missing or cut off, or something else lies there.
+        UserError: there are no such files, or one of them is missing, truncated or damaged.
     """
     found: dict[str, FileTensor] = {}
     if (folder / INDEX).is_file():
@@ -124,10 +124,10 @@ def _tensors_of(path: Path) -> dict[str, FileTensor]:
 
 @torch.no_grad()
 def read_elements(tensor: FileTensor, start: int, values: Tensor) -> None:
-    """Fill ``values [n]``, of any device and floating dtype, with the elements from ``start``.
+    """Fill ``values [n]``, of any device and floating dtype, with the tensor's elements from ``start`` on.
 
     Raises:
-        UserError: the file has changed meanwhile.
+        UserError: the file ends too early, because it changed after its header was read.
     """
     dtype = DTYPES[tensor.dtype]
     buffer = torch.empty(min(READ_AT_ONCE, values.numel()), dtype=dtype)
@@ -149,14 +149,15 @@ def read_elements(tensor: FileTensor, start: int, values: Tensor) -> None:
 
 
 class FileWeights:
-    """The parameters of a model in a folder's files.
+    """The parameters and buffers of a model, as stored in a folder's files.
 
     Args:
-        model: of `transformers`, on any device; only names, shapes and what the class says of files are looked at.
-        folder: with safetensors.
+        model: a model of `transformers`, on any device; only names, shapes and its class's rules for files are used.
+        folder: a folder with safetensors files.
 
     Raises:
-        UserError: a parameter has no tensor, or one of another shape; a tensor has no place in the model.
+        UserError: the files lack a parameter or have it in another shape, contain a tensor that the model has no place
+            for, or have a dtype that is not in `DTYPES`.
     """
 
     def __init__(self, model: nn.Module, folder: Path) -> None:
@@ -169,7 +170,7 @@ class FileWeights:
                 raise UserError("model", what, "take the model before quantisation")
 
     def __contains__(self, name: str) -> bool:
-        """Whether the files have a parameter or buffer."""
+        """Whether the files contain the parameter or buffer ``name``."""
         return name in self._runs
 
     def fill(self, name: str, values: Tensor, start: int = 0) -> None:
@@ -186,14 +187,14 @@ class FileWeights:
 
 
 def match(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:
-    """Of which tensors of files, one after the other, each parameter and buffer of ``model`` consists.
+    """Return for each parameter and buffer of ``model`` the names of the file tensors whose concatenation it is.
 
     Args:
-        model: of `transformers`.
-        shapes: of the files' tensors, by name.
+        model: a model of `transformers`.
+        shapes: shapes of the files' tensors, by name.
 
     Raises:
-        UserError: as `FileWeights`.
+        UserError: as `FileWeights`, but dtypes are not checked.
     """
     model_any: Any = model
     state = _state(model)
@@ -225,13 +226,13 @@ def match(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by all their names, as they are without adapters."""
+    """Return parameters and persistent buffers under all their names, which are those of the model without adapters."""
     state = model.state_dict(keep_vars=True)
     return {base_name(name): tensor for name, tensor in state.items() if not is_adapter(name)}
 
 
 def _names(state: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """Tensors by their first names, with all the names that each has."""
+    """Return for the first name of each tensor all names of that tensor."""
     by_id: dict[int, list[str]] = {}
     for name, tensor in state.items():
         by_id.setdefault(id(tensor), []).append(name)
@@ -252,7 +253,12 @@ def _patterns(model: Any, kind: str) -> Iterable[str]:
 def _renamed(
     model: Any, shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, Tensor]
 ) -> tuple[dict[str, dict[str, list[str]]], dict[str, Any]]:
-    """For each name in the model the files' tensors that go there, by what they were known by; and its converter."""
+    """Assign the files' tensors to names in the model.
+
+    Returns:
+        For each name in the model, the keys of its tensors, grouped by the pattern of `transformers` that they match or
+        by their own names; and for each name whose tensors must be combined, the converter of `transformers`.
+    """
     prefix = getattr(model, "base_model_prefix", "")
     found: dict[str, dict[str, list[str]]] = {}
     operations: dict[str, Any] = {}
@@ -288,7 +294,7 @@ def _with_prefix(name: str, prefix: str, state: Mapping[str, Tensor]) -> str:
 
 
 def _in_order(target: str, by_pattern: Mapping[str, list[str]], converter: Any) -> list[str]:
-    """The tensors of one parameter as they lie in it, one after the other."""
+    """Return the file tensors of one parameter in the order in which the parameter concatenates them."""
     if converter is None:
         return [key for keys in by_pattern.values() for key in keys][-1:]
     kinds = [(type(each).__name__, getattr(each, "dim", 0)) for each in converter.operations]
@@ -307,13 +313,13 @@ def _in_order(target: str, by_pattern: Mapping[str, list[str]], converter: Any) 
 
 @dataclass(frozen=True)
 class FilePart:
-    """A tensor that `transformers` would write, and where its elements are.
+    """A tensor that `transformers` would write to a file, and the position of its elements in the model.
 
     Attributes:
-        name: its key in the file.
-        shape: of it.
-        source: the parameter or buffer that holds it, without a break.
-        start: its first element there.
+        name: key of the tensor in the file.
+        shape: shape of the tensor.
+        source: name of the parameter or buffer of which the tensor is a contiguous range.
+        start: index of the range's first element in the flattened ``source``.
     """
 
     name: str
@@ -323,10 +329,10 @@ class FilePart:
 
 
 def file_layout(model: nn.Module) -> list[FilePart]:
-    """What the files of ``model`` hold when `transformers` saves it: one entry for each tensor, in its order.
+    """List the tensors that `transformers` writes when it saves ``model``, in the order of the model's parameters.
 
     Raises:
-        UserError: it writes a parameter in a form that is no part of it.
+        UserError: it writes a parameter in a form that is not a contiguous range of it.
     """
     state = _state(model)
     meta = {name: torch.empty(state[name].shape, device="meta") for name in _names(state)}

@@ -1,1 +1,1 @@
-"""Settings of a run: typed, checked, written back."""
+"""Settings of a run: pydantic models that parse, check and write them back as TOML."""

@@ -1,4 +1,7 @@
-"""Settings of the trainer's other commands; see `zeroshard.train.config.config` for the rules."""
+"""Settings of the commands prepare, export, import, eval and generate; the settings of training are in `config`.
+
+How defaults, the TOML file and flags combine is described in `zeroshard.train.config.config`.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,13 @@ from zeroshard.train.config.sizes import parse_size
 
 
 class PrepareConfig(Config):
-    """What `zeroshard prepare` writes: the same `data` as in a training run."""
+    """Settings of `zeroshard prepare`: the same ``data`` table as in a training run."""
 
     data: DataConfig = DataConfig()
 
 
 class ExportConfig(Config):
-    """What `zeroshard export` writes, and from where."""
+    """Settings of `zeroshard export`: which weights to write as a Hugging Face model, and where."""
 
     source: str = Field(min_length=1, description="Run folder (its newest checkpoint), or a checkpoint.")
     out: str = Field(min_length=1, description="New folder for the Hugging Face model.")
@@ -39,7 +42,7 @@ class ExportConfig(Config):
 
 
 class ImportConfig(Config):
-    """What `zeroshard import` reads, and the run that it makes."""
+    """Settings of `zeroshard import`: the model to read, and the run folder to make of it."""
 
     source: str = Field(
         min_length=1, description="Folder of a Hugging Face GPT-2 or LLaMA with safetensors, or nanoGPT's ckpt.pt."
@@ -48,7 +51,7 @@ class ImportConfig(Config):
 
 
 class EvalConfig(Config):
-    """What `zeroshard eval` measures, and on what."""
+    """Settings of `zeroshard eval`: the run to evaluate, and the data or tasks to evaluate it on."""
 
     run: str = Field(
         min_length=1,
@@ -76,7 +79,7 @@ class EvalConfig(Config):
 
 
 class GenerateConfig(Config):
-    """What `zeroshard generate` writes, and from which run."""
+    """Settings of `zeroshard generate`: the run to sample from, the prompt, and how tokens are sampled."""
 
     run: str = Field(
         min_length=1,

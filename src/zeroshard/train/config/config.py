@@ -1,10 +1,11 @@
-"""What a run is made of: typed, checked as soon as it is read, written back as it was understood.
+"""`TrainConfig`, the settings of a training run: typed, and checked as soon as they are read.
 
-Precedence: defaults < the TOML file of ``--config`` < flags. Both sources become one nested dict of raw values, which
-`zeroshard.train.config.validate` alone turns into a configuration, so a file and a flag are judged by the same rules
-and refused in the same words. TOML has no null: 0 and "" mean "off" or "the default", as each field says.
+Precedence: defaults < the TOML file of ``--config`` < flags. File and flags are merged into one nested dict of raw
+values (`merge`), and `zeroshard.train.config.validate` alone turns that dict into a configuration. So a value from the
+file and one from a flag pass the same checks and get the same error messages. TOML has no null: 0 and "" mean "off" or
+"the default", as each field's description says.
 
-This module imports no torch: the command line reads it before it knows whether it will need torch at all.
+This module does not import torch, because the command line imports it before it knows whether it needs torch at all.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ from zeroshard.train.config.toml import read_toml
 from zeroshard.train.config.validate import validate
 from zeroshard.train.config.wire_settings import WireConfig, check_node_copy, check_wire, check_wire_nodes
 
-# Of an imported run: what LLaMA's first public fine-tunings took, https://github.com/tatsu-lab/stanford_alpaca
+# Default rates for fine-tuning trained weights: Stanford Alpaca's, https://github.com/tatsu-lab/stanford_alpaca
 FINE_TUNING: Mapping[str, float] = MappingProxyType({"lr": 2e-5, "min_lr": 2e-6})
-# Of adapters: Dettmers et al. 2023, QLoRA, https://arxiv.org/abs/2305.14314, table 9
+# Default rate for training adapters: Dettmers et al. 2023, QLoRA, https://arxiv.org/abs/2305.14314, table 9
 LORA_RATE = 2e-4
 MOST_NODES = 65_536
-WARMUP_STEPS = 20  # unless something else is said
+WARMUP_STEPS = 20  # the default
 CompileBackend = Literal["inductor", "aot_eager", "eager"]
 
 
 class TrainConfig(Config):
-    """One training run. After construction `out` is always filled in."""
+    """Settings of one training run. Validation fills in ``out`` if it is empty, so it is never empty afterwards."""
 
     model: ModelConfig = ModelConfig()
     lora: LoraConfig = LoraConfig()
@@ -225,7 +226,11 @@ class TrainConfig(Config):
 
     @model_validator(mode="after")
     def _every_world_can_share_out(self) -> Self:
-        """Machines may be lost or come: what does not divide a world of fewer or more would end the run then."""
+        """Check that the batch and ``shard_size`` divide every world size that ``nnodes`` (MIN:MAX) allows.
+
+        An elastic run may lose or gain machines. Without this check it would fail only when it restarts with a number
+        of ranks that does not divide.
+        """
         least, most = parse_nnodes(self.nnodes)
         if most == 1:
             return self
@@ -246,7 +251,7 @@ class TrainConfig(Config):
 
     @model_validator(mode="after")
     def _rates(self) -> Self:
-        """Learning rates that nobody gave."""
+        """Set ``lr`` and ``min_lr`` if the user did not: ``lr`` is lower if the run starts from trained weights."""
         of_files = is_hugging_face(self.model.name) and not self.model.from_config
         trained_before = of_files or bool(self.init_from)
         if trained_before and "lr" not in self.model_fields_set:
@@ -257,7 +262,8 @@ class TrainConfig(Config):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        of_longer = self.decay_steps and "warmup_steps" in self.model_fields_set  # the first steps of a longer run
+        # With decay_steps set, this run may be the first steps of a longer schedule, all of them in its warm-up.
+        of_longer = self.decay_steps and "warmup_steps" in self.model_fields_set
         if self.warmup_steps > self.max_steps and not of_longer:
             if "warmup_steps" in self.model_fields_set:
                 what = f"{self.warmup_steps} is above max_steps = {self.max_steps}"
@@ -325,7 +331,7 @@ class TrainConfig(Config):
 
     @property
     def shortened_warmup(self) -> str:
-        """What to say of a warm-up that nobody set and that was too long for the run; empty where it is as it was."""
+        """A line saying that the default warm-up was shortened, being longer than the run; empty if it was not."""
         if "warmup_steps" in self.model_fields_set or self.warmup_steps == WARMUP_STEPS:
             return ""
         what = f"{WARMUP_STEPS}, the default, is above max_steps = {self.max_steps}"
@@ -351,10 +357,10 @@ class TrainConfig(Config):
 
 
 def parse_nnodes(text: str) -> tuple[int, int]:
-    """``"2"`` as (2, 2), ``"2:4"`` as (2, 4).
+    """Parse ``nnodes`` into its least and greatest number of machines: ``"2"`` is (2, 2), ``"2:4"`` is (2, 4).
 
     Raises:
-        UserError: it is neither, or the first number is above the second.
+        UserError: ``text`` has neither form, the first number is above the second, or one is above `MOST_NODES`.
     """
     match = re.fullmatch(r"([1-9][0-9]{0,9})(?::([1-9][0-9]{0,9}))?", text)
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
@@ -364,25 +370,29 @@ def parse_nnodes(text: str) -> tuple[int, int]:
 
 
 def _some(counts: Sequence[int | str]) -> str:
-    """The first of them, as ``6, 10 or 14``."""
+    """Format the first six of ``counts`` for an error message, as ``6, 10 or 14``."""
     named = [*map(str, counts[:6]), *(["..."] if len(counts) > 6 else [])]
     return " or ".join([", ".join(named[:-1]), named[-1]]) if len(named) > 1 else named[0]
 
 
 def load_config(path: str | Path) -> TrainConfig:
-    """The training configuration in a TOML file, such as the ``config.toml`` of a run folder."""
+    """Load a training configuration from a TOML file, such as the ``config.toml`` of a run folder."""
     return validate(TrainConfig, read_toml(path))
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the values of `over` in it, table by table; a table's shorthand name joins the table."""
+    """Merge ``over`` into a copy of ``base``, table by table; values of ``over`` win.
+
+    A shorthand in ``base`` (``model = "NAME"``) becomes a table first, so that ``over`` can add keys to it.
+    """
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
         if isinstance(old, int if key == "lora" else str) and isinstance(value, Mapping):
             old = {SHORTHANDS[key]: old} if key in SHORTHANDS else old
         if isinstance(value, Mapping) and old is not None:
-            merged[key] = merge(old, value) if isinstance(old, Mapping) else old  # no table: for `validate` to refuse
+            # If `old` is not a table, keep it: `validate` will refuse it.
+            merged[key] = merge(old, value) if isinstance(old, Mapping) else old
         else:
             merged[key] = value
     return merged

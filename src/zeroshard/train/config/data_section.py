@@ -15,12 +15,12 @@ from zeroshard.errors import UserError, shown
 from zeroshard.train.config.registered import SourceName
 from zeroshard.train.config.sections import SHORTHANDS, Config, Count
 
-UNNAMED = "unnamed"  # the data of an imported run: only its user knows which they are
+UNNAMED = "unnamed"  # the source of an imported run: the user has to name its data before training
 MIXED = ("text", "bin")  # sources that read files
 
 
 class DataConfig(Config):
-    """Which text, cut into tokens how, kept where."""
+    """Settings of the data: which text to train on, how to tokenize it, and where to keep the tokens."""
 
     source: SourceName = Field(
         "python-stdlib",
@@ -85,7 +85,7 @@ class DataConfig(Config):
 
     @property
     def weights(self) -> dict[str, float]:
-        """Of the sources of ``mix``: shares of rows by path, as they were given."""
+        """The weight of each source in ``mix``, by path, as the user gave it (not normalised)."""
         return {path: float(weight) for path, _, weight in (each.rpartition("=") for each in self.mix)}
 
     @model_validator(mode="after")
@@ -128,7 +128,7 @@ class DataConfig(Config):
 
     @property
     def val_paths(self) -> dict[str, str]:
-        """Further validation sets: files by name."""
+        """The file of each further validation set, by the set's name."""
         return {name: path for name, _, path in (each.partition("=") for each in self.val_path)}
 
     @model_validator(mode="after")
@@ -170,7 +170,7 @@ class DataConfig(Config):
         return self
 
 
-# Settings of some formats alone.
+# Settings that only some values of `format` have: setting -> those formats.
 _OF_FORMATS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("column", "max_tokens", "streaming", "document_mask"), ("text",)),
     **dict.fromkeys(("template", "messages"), ("chat",)),
@@ -188,7 +188,7 @@ def _is_number(text: str) -> bool:
 
 
 def require_data(data: DataConfig) -> None:
-    """Raise UserError where the data of an imported run were not named yet."""
+    """Raise UserError if the run was imported and the user has not named its data yet."""
     if data.source == UNNAMED:
         what = "the run was imported, and only you know what it is to be trained on"
         raise UserError("data", what, "add --data text --data.path FILES, or another source, see --help")

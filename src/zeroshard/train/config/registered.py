@@ -1,4 +1,7 @@
-"""Types of settings whose choices are the names of a table, read when a value is checked: a new row is a choice."""
+"""Types of settings whose choices are the names in a registry: strategies, communicators, models, data sources.
+
+The names are read from the registry when a value is checked, so a row added to the registry is a valid choice at once.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,13 @@ from zeroshard.parallel.registry import STRATEGIES, strategies_with
 
 @dataclass(frozen=True)
 class Names:
-    """Beside a setting's type: the names that a shell may complete, as they are now."""
+    """Annotation of a setting's type, for shell completion: ``now()`` returns the names that are valid now."""
 
     now: Callable[[], Iterable[str]]
 
 
 def one_of(names: Callable[[], Iterable[str]]) -> AfterValidator:
-    """Refuses what is neither one of ``names`` nor of the form ``module:name``, in the words for a `Literal`."""
+    """Return a validator that accepts ``names`` and ``module:name``; its error is the one that a `Literal` gives."""
 
     def check(value: str) -> str:
         known = tuple(names())
@@ -36,7 +39,7 @@ def one_of(names: Callable[[], Iterable[str]]) -> AfterValidator:
 
 
 def communicators(*others: str) -> Callable[[], tuple[str, ...]]:
-    """What lists ``others`` and the names of all communicators."""
+    """Return a function that lists ``others`` and the names of all registered communicators."""
     return lambda: (*others, *COMMUNICATORS)
 
 
@@ -51,6 +54,7 @@ def _evaluating() -> tuple[str, ...]:
 StrategyName = Annotated[str, Names(_strategies), one_of(_strategies)]
 EvaluatingName = Annotated[str, Names(_evaluating), one_of(_evaluating)]
 CommName = Annotated[str, Names(communicators("auto")), one_of(communicators("auto"))]
-# These two are checked when a model is made and when a source is opened: `model_config`, `check_source`.
+# These two have no validator: a name is checked when the model is built (`model_config`) or the source is opened
+# (`check_source`).
 ModelName = Annotated[str, Names(lambda: PRESETS)]
 SourceName = Annotated[str, Names(lambda: SOURCES)]

@@ -1,4 +1,9 @@
-"""The table ``[replicas]`` of a run's settings: how often groups of ``shard_size`` ranks meet, and how."""
+"""The table ``[replicas]`` of a run's settings: local steps (DiLoCo).
+
+A replica is a group of ``shard_size`` ranks. With local steps each replica trains by itself for ``every`` steps. Then
+the replicas *meet*: they average their weight differences, and an outer optimizer applies the mean. See
+`zeroshard.zero.replicas.local_steps`.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +15,13 @@ from zeroshard.errors import UserError
 from zeroshard.parallel.registry import strategies_with, strategy_entry
 from zeroshard.train.config.sections import Config
 
-# An outer rate over (1 - momentum). 1.4 cost 2 % of the loss, 2.0 more, 7 (DiLoCo's) 25 %: docs/slow-links.md.
+# Largest outer_lr / (1 - outer_momentum) for which a run from new weights prints no warning: 1.4 made the loss 2 %
+# worse, 2.0 more than that, and 7 (DiLoCo's) 25 %. See docs/slow-links.md.
 MOST_FROM_NEW_WEIGHTS = 1.5
 
 
 class ReplicasConfig(Config):
-    """Whether the groups of ``shard_size`` ranks take local steps, and how they meet (DiLoCo)."""
+    """Whether replicas (groups of ``shard_size`` ranks) take local steps, and how they meet (DiLoCo)."""
 
     every: int = Field(
         1,
@@ -41,7 +47,7 @@ class ReplicasConfig(Config):
 
     @property
     def on(self) -> bool:
-        """Whether replicas take local steps."""
+        """Whether replicas take local steps, that is, do not reduce gradients between them at each step."""
         return self.every > 1
 
     @model_validator(mode="after")
@@ -66,7 +72,7 @@ class ReplicasConfig(Config):
 def check_replicas(
     replicas: ReplicasConfig, strategy: str, shard_size: int, *, ema_decay: float = 0.0, dtype: str = "auto"
 ) -> None:
-    """Raise UserError where local steps do not go with the other settings of a run."""
+    """Raise UserError if local steps are on and another setting of the run does not work with them."""
     if not replicas.on:
         return
     entry = strategy_entry(strategy)
@@ -87,11 +93,13 @@ def check_replicas(
 
 
 def check_num_replicas(replicas: ReplicasConfig, shard_size: int, world_size: int, nnodes: str) -> None:
-    """Raise UserError where a world that cannot have lost any replica is one replica alone.
+    """Raise UserError if local steps are on and all ranks form a single replica, unless the run is elastic.
+
+    An elastic run (``nnodes`` as ``2:4``) may be down to one replica because it lost machines.
 
     Args:
-        replicas, shard_size, nnodes: settings of the run; ``nnodes`` as ``2:4`` is a world that may lose some.
-        world_size: ranks that there are.
+        replicas, shard_size, nnodes: settings of the run.
+        world_size: number of ranks now.
     """
     least, _, most = nnodes.partition(":")
     fixed = not most or least == most
@@ -101,7 +109,10 @@ def check_num_replicas(replicas: ReplicasConfig, shard_size: int, world_size: in
 
 
 def unmet_steps(replicas: ReplicasConfig, max_steps: int) -> str:
-    """What to say of last steps that no meeting follows, where another ``max_steps`` has fewer; empty elsewhere."""
+    """Return a warning if another ``max_steps`` would leave fewer final steps without a meeting; else "".
+
+    Steps after the last meeting are missing from the common weights, which are what evaluation and export read.
+    """
     every, overlap = replicas.every, replicas.overlap_steps
     if not replicas.on:
         return ""
@@ -120,9 +131,10 @@ def unmet_steps(replicas: ReplicasConfig, max_steps: int) -> str:
 
 
 def early_momentum(replicas: ReplicasConfig) -> str:
-    """What to say of an outer optimizer that moves new weights much further than replicas went; empty elsewhere.
+    """Return a warning if the outer optimizer would move weights much further than the replicas did; else "".
 
-    The first differences are the largest and say the least of where training goes: see docs/slow-links.md.
+    That is harmful for newly initialised weights: the first differences are the largest, and predict least where
+    training will go. See docs/slow-links.md.
     """
     factor = replicas.outer_lr / (1 - replicas.outer_momentum)
     if not replicas.on or factor <= MOST_FROM_NEW_WEIGHTS:
@@ -136,7 +148,7 @@ def early_momentum(replicas: ReplicasConfig) -> str:
 
 
 def _missed(replicas: ReplicasConfig, max_steps: int) -> int:
-    """Steps after the last meeting that has arrived, of the fragment for which they are most."""
+    """Steps that a fragment takes after its last completed meeting; the largest such number over all fragments."""
     every, arrived = replicas.every, max_steps - replicas.overlap_steps
     offsets = [(fragment + 1) * every // replicas.fragments for fragment in range(replicas.fragments)]
     return max(replicas.overlap_steps + (arrived - offset) % every for offset in offsets)

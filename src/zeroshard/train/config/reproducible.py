@@ -1,4 +1,8 @@
-"""The setting ``reproducible``: the same bits on any number of ranks."""
+"""Checks of the setting ``reproducible``: bit-identical training on 1, 2, 4, ... ranks, up to the number given.
+
+A step is cut into ``reproducible`` micro-batches over all ranks, times ``grad_accum_steps``. ``leaves`` here is that
+number; `zeroshard.zero.buffers.leaves` explains it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,10 @@ FIELD = "reproducible"
 def check_reproducible(
     leaves: int, strategy: str, wire: WireConfig, replicas: ReplicasConfig, *, shard_size: int, accumulate: str
 ) -> None:
-    """Raise UserError for a number of leaves that is no power of two, and beside what rounds sums in between."""
+    """Raise UserError if ``leaves`` is not a power of two, or if another setting would round partial sums.
+
+    A partial sum that is rounded makes the result depend on the number of ranks.
+    """
     if not leaves:
         return
     check_power(leaves)
@@ -32,13 +39,13 @@ def check_reproducible(
 
 
 def check_power(leaves: int) -> None:
-    """Raise UserError where they are no power of two: means by other numbers are rounded."""
+    """Raise UserError unless ``leaves`` is a power of two: dividing by any other number rounds."""
     if leaves & (leaves - 1):
         raise UserError(FIELD, f"{leaves} is no power of two", f"give {1 << leaves.bit_length()}, or 0 for off")
 
 
 def check_ranks(leaves: int, world_size: int) -> None:
-    """Raise UserError where ``leaves`` cannot be shared out evenly to so many ranks."""
+    """Raise UserError if ``world_size`` ranks cannot share ``leaves`` micro-batches evenly."""
     if leaves and leaves % world_size:
         sizes = ", ".join(str(1 << power) for power in range(leaves.bit_length()))
         what = f"{leaves} micro-batches cannot be shared out evenly to {world_size} ranks"
@@ -46,10 +53,10 @@ def check_ranks(leaves: int, world_size: int) -> None:
 
 
 def rows_per_step(leaves: int, micro_batch_size: int, grad_accum_steps: int, global_batch_size: int) -> int:
-    """Sequences in a step over all ranks, however many ranks there are.
+    """Return the number of sequences in a step over all ranks, which does not depend on the number of ranks.
 
     Raises:
-        UserError: ``global_batch_size`` cannot be shared out to ``leaves``.
+        UserError: ``global_batch_size`` is not a multiple of ``micro_batch_size * leaves``.
     """
     at_once = micro_batch_size * leaves
     if global_batch_size % at_once:

@@ -1,8 +1,8 @@
 """The tables of a run's settings: ``[model]``, ``[lora]``, ``[optim]``, ``[profile]``, ``[plan]``, ``[link]``,
 ``[track]``.
 
-``[data]`` is in `data_section`. Each checks its own values; `zeroshard.train.config.config` holds them, and checks what
-must fit between them.
+``[data]`` is in `data_section`, ``[replicas]`` in `replica_settings` and ``[wire]`` in `wire_settings`. Each table
+checks its own values; `zeroshard.train.config.config` contains the tables and checks that they fit together.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from zeroshard.train.config.sizes import parse_bandwidth, parse_count, parse_dur
 # `model = "NAME"` stands for `model.name = "NAME"`
 SHORTHANDS = {"model": "name", "data": "source", "track": "to", "lora": "rank"}
 TRACKERS = ("tensorboard", "wandb", "trackio")
-HUGGING_FACE = ("attention", "from_config", "trust_remote_code", "config_json")  # settings of hf: models alone
+HUGGING_FACE = ("attention", "from_config", "trust_remote_code", "config_json")  # settings that only hf: models have
 Count = Annotated[int, BeforeValidator(parse_count)]  # 1_000_000, or 1M
 
 
 class Config(BaseModel):
-    """Settings: every key is known, and none changes."""
+    """Base class of all settings: unknown keys are refused, and an instance is frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -111,7 +111,7 @@ class ModelConfig(Config):
 
 
 class LoraConfig(Config):
-    """Adapters that are trained in the place of the model's own weights, by the names of the package peft."""
+    """LoRA adapters, which are trained instead of the model's own weights; names are those of the package peft."""
 
     rank: int = Field(
         0,
@@ -150,7 +150,7 @@ class LoraConfig(Config):
 
 
 class OptimConfig(Config):
-    """How the learning rate goes, and which steps are taken."""
+    """The learning rate's decay, terms of the loss, AdamW's epsilon, and which steps are skipped."""
 
     decay: Literal["cosine", "linear", "constant", "wsd"] = Field(
         "cosine",
@@ -184,7 +184,7 @@ class OptimConfig(Config):
 
 
 class ProfileConfig(Config):
-    """What a run measures of itself, beyond each step's record."""
+    """What to profile during training, beyond the record of each step."""
 
     trace_steps: int = Field(
         0, ge=0, description="Steps to trace, into OUT/trace/trace.json, from the third on; 0: none."
@@ -196,7 +196,7 @@ class ProfileConfig(Config):
 
 
 class ContractConfig(Config):
-    """Whether a run is held to its plan of memory, collectives and time."""
+    """Whether a run must match its plan: predicted memory and collectives (time is only reported)."""
 
     enforce: bool = Field(
         False, description="End with status 3 where resident bytes or counted collectives are not those planned."
@@ -205,7 +205,7 @@ class ContractConfig(Config):
 
 
 class LinkConfig(Config):
-    """A slower network than there is, between nodes; quantities carry their unit."""
+    """Slows the links between nodes, to test a slow network on a fast one; quantities carry their unit."""
 
     mode: Literal["none", "simulated", "netns", "tc"] = Field(
         "none",
@@ -252,7 +252,7 @@ class LinkConfig(Config):
 
 
 class TrackConfig(Config):
-    """Who is told of the run's numbers, beside its own log."""
+    """The experiment trackers that get the run's metrics, in addition to ``metrics.jsonl``."""
 
     to: tuple[str, ...] = Field((), description="tensorboard, wandb, trackio; none: metrics.jsonl alone.")
     project: str = Field("zeroshard", min_length=1, description="Under which wandb and trackio file the run.")

@@ -1,8 +1,8 @@
-"""Quantities as people write them: a number and its unit. A bare number is refused: nobody can tell what it means.
+"""Parse and print quantities with units. A bare number is refused, because its unit would be a guess.
 
-``5GB`` is 10^9 bytes each and ``5GiB`` 2^30; a bandwidth is bits (``400Gbit/s``) or bytes (``1.25GB/s``) a second, and
-``Gb/s`` is refused, because half the world reads it as the other half's; a duration is ``5us``.
-A count is a number, or one with k, M, B or T for thousands, millions, and so on.
+``5GB`` is 5 * 10^9 bytes and ``5GiB`` 5 * 2^30. A bandwidth is in bits (``400Gbit/s``) or bytes (``1.25GB/s``) a
+second; ``Gb/s`` is refused, because some read it as gigabits and others as gigabytes. A duration is ``5us``. A count
+alone needs no unit: it is a number, optionally followed by k, M, B or T for 10^3, 10^6, 10^9 or 10^12.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from zeroshard.errors import UserError, shown
 
-LARGEST = 2.0**63  # what 64 bits count, and no quantity of ours comes near
+LARGEST = 2.0**63  # quantities from here on are refused: they do not fit into a signed 64-bit integer
 
 _SIZES = {
     "B": 1,
@@ -29,10 +29,10 @@ _DURATIONS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def parse_size(field: str, text: str) -> int:
-    """Bytes in ``text``, such as ``5GB`` (10^9) or ``64MiB`` (2^20); ``field`` is named where it is no size.
+    """Return the bytes that ``text`` means, such as ``5GB`` (10^9 each) or ``64MiB`` (2^20 each).
 
     Raises:
-        UserError: no number, no unit, an unknown unit, or less than one byte.
+        UserError: names ``field``; no number, no unit, an unknown unit, less than one byte, or too large.
     """
     num_bytes = int(_parse(field, text, _SIZES, "a size", "5GB or 512MiB"))
     if num_bytes < 1:
@@ -41,10 +41,10 @@ def parse_size(field: str, text: str) -> int:
 
 
 def parse_bandwidth(field: str, text: str) -> float:
-    """Bytes a second in ``text``, such as ``400Gbit/s`` (50e9) or ``1.25GB/s``.
+    """Return the bytes per second that ``text`` means, such as ``400Gbit/s`` (50e9) or ``1.25GB/s``.
 
     Raises:
-        UserError: no number, no unit, an unknown unit, or nothing a second.
+        UserError: names ``field``; no number, no unit, an unknown unit, zero, or too large.
     """
     found = _parse(field, text, _BANDWIDTHS, "a bandwidth", "400Gbit/s or 1.25GB/s")
     if found <= 0:
@@ -53,10 +53,10 @@ def parse_bandwidth(field: str, text: str) -> float:
 
 
 def parse_duration(field: str, text: str) -> float:
-    """Seconds in ``text``, such as ``5us``.
+    """Return the seconds that ``text`` means, such as ``5us``.
 
     Raises:
-        UserError: no number, no unit, or an unknown unit.
+        UserError: names ``field``; no number, no unit, an unknown unit, or too large.
     """
     return _parse(field, text, _DURATIONS, "a duration", "5us or 0.1ms")
 
@@ -72,7 +72,7 @@ def _parse(field: str, text: str, units: dict[str, int] | dict[str, float], what
 
 
 def parse_count(value: Any) -> Any:
-    """``1B`` as 1,000,000,000; what has no such letter is handed on as it is, for others to judge."""
+    """Convert a string such as ``1B`` to 1,000,000,000; return any other value unchanged, for pydantic to check."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKMBT])", value.strip()) if isinstance(value, str) else None
     if match is None:
         return value
@@ -81,19 +81,19 @@ def parse_count(value: Any) -> Any:
 
 
 def bandwidth_in_words(bytes_per_s: float) -> str:
-    """``200 Mbit/s`` for 25e6 bytes a second: bits, as networks are named."""
+    """Format bytes per second as bits per second, the unit of network links: 25e6 is ``200 Mbit/s``."""
     if bytes_per_s == inf:
         return "unlimited"
     return _in_words(bytes_per_s, {unit: size for unit, size in _BANDWIDTHS.items() if unit.endswith("bit/s")})
 
 
 def duration_in_words(seconds: float) -> str:
-    """``1 ms`` for 0.001 s."""
+    """Format seconds with a fitting unit: 0.001 is ``1 ms``."""
     return _in_words(seconds, _DURATIONS)
 
 
 def _in_words(value: float, units: Mapping[str, float]) -> str:
-    """In the largest unit that makes a number of 1 or more, else in the smallest; four digits."""
+    """Format in the largest unit in which the number is 1 or more, else in the smallest unit; four digits."""
     fitting = [unit for unit, size in units.items() if value >= size * 0.99995] or [min(units, key=units.__getitem__)]
     unit = max(fitting, key=units.__getitem__)
     return f"{float(f'{value / units[unit]:.4g}'):,g} {unit}"

@@ -1,4 +1,4 @@
-"""Settings as TOML, read and written; Python reads it, tomli-w writes it."""
+"""Read and write settings as TOML: the standard library reads it, tomli-w writes it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from zeroshard.regular_files import read_text, toml_of
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """The raw values in a TOML file; a syntax error names its line and column."""
+    """Read the raw values from a TOML file.
+
+    Raises:
+        UserError: the file is missing, unreadable or not TOML; a syntax error names its line and column.
+    """
     try:
         return toml_of(read_text(path))
     except tomllib.TOMLDecodeError as error:
@@ -24,14 +28,14 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         raise UserError("--config", f"{path} is not UTF-8 text", "give the path of a TOML file") from None
     except RecursionError:
         raise UserError("--config", f"{path} is nested too deeply", "give the path of a TOML file") from None
-    except ValueError as error:  # of a number: more digits than Python converts
+    except ValueError as error:  # an integer with more digits than Python converts
         raise UserError("--config", f"{path} does not parse: {error}", "correct that number") from None
     except OSError as error:
         raise UserError("--config", f"cannot read {path} ({error.strerror})", "give a readable file") from None
 
 
 def dump_toml(config: BaseModel) -> str:
-    """TOML text that `load_config` reads back to an equal configuration."""
+    """Return ``config`` as TOML text, from which `load_config` reads an equal configuration."""
     import tomli_w
 
     return tomli_w.dumps(config.model_dump())

@@ -1,6 +1,6 @@
-"""From raw values to a checked configuration, and from pydantic's complaints to one line of ours.
+"""Turn raw values into a checked configuration, and a pydantic ValidationError into a one-line UserError.
 
-A refusal names the dotted field as the user wrote it (``data.max_tokens``), the value, and what to do.
+The error names the dotted field as the user wrote it (``data.max_tokens``), the value, and what to do.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 
 def validate(kind: type[ConfigT], raw: Mapping[str, Any]) -> ConfigT:
-    """The configuration that `raw` describes; numbers and booleans may come as text, as flags do.
+    """Return ``raw`` as a checked configuration; numbers and booleans may be strings, as flags pass them.
 
     Raises:
-        UserError: naming the dotted field, what is wrong with its value, and what to do.
+        UserError: a value is wrong; names the dotted field, what is wrong, and what to do.
     """
     refuse_unusable(raw)
     try:
         found = kind.model_validate(raw)
     except ValidationError as error:
         raise _explain(kind, error) from None
-    refuse_unusable(found.model_dump())  # once more: a number may have come as text
+    refuse_unusable(found.model_dump())  # again: a number may have been a string before
     return found
 
 
 def refuse_unusable(raw: object, name: str = "") -> None:
-    """Raise UserError for text that is none (see `no_text`) and numbers beyond 64 bits, wherever in ``raw`` they are.
+    """Raise UserError for strings that are not valid text (see `no_text`) and integers beyond 64 bits in ``raw``.
 
-    No check of a single setting meets these, and what they would break is far from here.
+    ``raw`` is searched at any depth. The checks of single settings do not catch these values, and they would fail only
+    much later, far from the configuration.
     """
     if isinstance(raw, Mapping):
         for key, value in raw.items():
@@ -52,14 +53,14 @@ def refuse_unusable(raw: object, name: str = "") -> None:
 
 
 def no_text(word: str) -> str:
-    """Why ``word`` is no text, in words; empty where it is. Such words come from bytes that are no UTF-8."""
+    """Say why ``word`` is not valid text (a NUL character, or bytes that were not UTF-8); "" if it is valid."""
     if "\0" in word:
         return "holds a NUL character"
     return "is not UTF-8" if any("\ud800" <= letter <= "\udfff" for letter in word) else ""
 
 
 def fields_by_name(kind: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
-    """Every leaf of a configuration by its dotted name: ``lr``, ``data.max_tokens``."""
+    """Return every setting of a configuration class by its dotted name: ``lr``, ``data.max_tokens``."""
     found: dict[str, FieldInfo] = {}
     for name, field in kind.model_fields.items():
         inner = field.annotation
@@ -71,7 +72,7 @@ def fields_by_name(kind: type[BaseModel], prefix: str = "") -> dict[str, FieldIn
 
 
 def by_dotted_name(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """``{"data": {"dir": 1}}`` as ``{"data.dir": 1}``."""
+    """Flatten nested tables into dotted names: ``{"data": {"dir": 1}}`` becomes ``{"data.dir": 1}``."""
     found: dict[str, Any] = {}
     for key, value in table.items():
         found |= by_dotted_name(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
@@ -79,23 +80,23 @@ def by_dotted_name(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]
 
 
 def nearest(name: str, known: Iterable[str], otherwise: str) -> str:
-    """What to do about a name that is not known: take the one that looks like it, if any does."""
+    """Suggest the name in ``known`` that is most similar to ``name``; return ``otherwise`` if none is similar."""
     known = list(known)
     close = nearest_name(name, known, cutoff=0.6)
-    if close is None:  # `max_tokens` where `data.max_tokens` was meant
+    if close is None:  # the user wrote `max_tokens` and meant `data.max_tokens`
         last_part = name.rpartition(".")[2].lstrip("-")
         close = next((other for other in known if other.rpartition(".")[2] == last_part), None)
     return otherwise if close is None else f"did you mean {close}?"
 
 
 def _explain(kind: type[BaseModel], error: ValidationError) -> UserError:
-    """The first of pydantic's complaints; an unknown name first, since it often explains the others."""
+    """Turn the first of pydantic's errors into a UserError; an unknown key goes first, as it often causes the rest."""
     complaints = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
     first = complaints[0]
     value, limits = first["input"], first.get("ctx", {})
     if isinstance(limits.get("error"), UserError):
         return limits["error"]
-    field = ".".join(part for part in first["loc"] if isinstance(part, str))  # a number: which value of a list
+    field = ".".join(part for part in first["loc"] if isinstance(part, str))  # drops indices into lists
     if first["type"] == "extra_forbidden":
         names = fields_by_name(kind)
         return UserError(field, "there is no such key", nearest(field, names, "remove it"))
@@ -108,7 +109,7 @@ def _explain(kind: type[BaseModel], error: ValidationError) -> UserError:
 
 
 _OF_NUMBERS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number")
-# pydantic's error type -> what is wrong, what to do
+# pydantic's error type -> (what is wrong, what to do)
 _WORDS = {
     "missing": ("is missing", "give a value"),
     "greater_than": ("{value} is not above {gt:g}", "give a number above {gt:g}"),

@@ -1,4 +1,4 @@
-"""The table ``[wire]`` of a run's settings: what weights and gradients travel in."""
+"""The table ``[wire]`` of a run's settings: the formats in which weights and gradients are communicated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NO_COPY = "stage 3 keeps no weights between steps to which differences could be 
 
 
 class WireConfig(Config):
-    """What travels between ranks, where it is not what computes."""
+    """Wire formats: the dtype or quantised format in which ranks send weights and gradients to each other."""
 
     weights: WeightsTravel = Field(
         "as-is",
@@ -46,16 +46,16 @@ class WireConfig(Config):
 
     @property
     def given(self) -> str:
-        """The first setting by which anything travels otherwise; empty where none does."""
+        """The name of the first setting that selects a wire format, ``weights`` or ``grads``; "" if none does."""
         return next((name for name in ("weights", "grads") if getattr(self, name) != "as-is"), "")
 
     @property
     def of_differences(self) -> bool:
-        """Whether weights travel as differences to what every rank has."""
+        """Whether weights are sent as differences to the copy that every rank already has."""
         return self.weights == "int4-delta"
 
     def as_precision(self, dtypes: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of `zeroshard.zero.MixedPrecision`; ``dtypes``: torch's, by their names here."""
+        """Return the arguments for `zeroshard.zero.MixedPrecision`; ``dtypes`` maps names used here to torch dtypes."""
 
         def travels(name: str) -> Any:
             return None if name == "as-is" else dtypes.get(name, name)
@@ -76,7 +76,7 @@ class WireConfig(Config):
         return self
 
     def _nodes_exchange(self) -> None:
-        """Raise UserError for nodes that have nothing to exchange."""
+        """Raise UserError if ``node_size`` is 1, or is given without a wire format for gradients."""
         if self.node_size == 1:
             raise UserError("wire.node_size", "1 GPU has nothing to add up", "give the GPUs of a node, or leave it out")
         if self.node_size and self.grads == "as-is":
@@ -85,7 +85,7 @@ class WireConfig(Config):
 
 
 def check_wire(wire: WireConfig, strategy: str, *, local_steps: bool) -> None:
-    """Raise UserError where the strategy of a run has no wire formats, or local steps have none of differences."""
+    """Raise UserError if the strategy has no such wire format, or if ``int4-delta`` is combined with local steps."""
     if not wire.given:
         return
     entry = strategy_entry(strategy)
@@ -107,7 +107,7 @@ def check_wire(wire: WireConfig, strategy: str, *, local_steps: bool) -> None:
 
 
 def check_node_size(node_copy: int, num_shards: int) -> None:
-    """Raise UserError where ``num_shards`` ranks that shard do not fall into several nodes of so many ranks."""
+    """Raise UserError unless ``node_copy`` ranks, at least 2, are a proper divisor of the ``num_shards`` that shard."""
     sizes = [size for size in range(2, num_shards) if num_shards % size == 0]
     if node_copy and node_copy not in sizes:
         what = f"{node_copy} does not share out {num_shards} ranks that shard weights to several groups"
@@ -116,14 +116,14 @@ def check_node_size(node_copy: int, num_shards: int) -> None:
 
 
 def check_wire_nodes(node_size: int, shard_size: int) -> None:
-    """Raise UserError where gradients are added up inside ``shard_size`` ranks already."""
+    """Raise UserError if both ``node_size`` and ``shard_size`` are set: each adds up gradients inside its groups."""
     if node_size and shard_size:
         what = f"{node_size} is given, and with shard_size = {shard_size} gradients are added up inside these ranks"
         raise UserError("wire.node_size", what, "leave one of the two out")
 
 
 def check_wire_node_size(node_size: int, world_size: int) -> None:
-    """Raise UserError where ``world_size`` ranks are not several nodes of so many."""
+    """Raise UserError unless ``world_size`` ranks divide into two or more nodes of ``node_size`` ranks."""
     sizes = [size for size in range(2, world_size) if world_size % size == 0]
     if node_size and node_size not in sizes:
         todo = f"choose one of {', '.join(map(str, sizes))}" if sizes else "leave it out"
@@ -131,7 +131,7 @@ def check_wire_node_size(node_size: int, world_size: int) -> None:
 
 
 def check_node_copy(node_copy: int, strategy: str, *, reshards: bool) -> None:
-    """Raise UserError where a second copy of weights means nothing."""
+    """Raise UserError if ``node_copy`` would have no effect: without zero3, or without resharding after forward."""
     if node_copy and strategy != "zero3":
         what = f"{node_copy} is given, and {strategy} has no sharded weights of ours to gather again"
         raise UserError("node_copy", what, "leave it out, or use --strategy zero3")

@@ -1,1 +1,1 @@
-"""The training loop, and what watches over its steps."""
+"""The training loop, and the guards, measurements, checkpoint saves and watchdog around its steps."""

@@ -1,4 +1,4 @@
-"""The lowest validation loss of a run: whose checkpoint is kept, and after how many worse ones the run stops."""
+"""Tracks a run's lowest validation loss, for ``keep_best`` (keep its checkpoint) and ``early_stop``."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 
 class BestLoss:
-    """What evaluations after steps have come to; the same on every rank, and saved with each checkpoint.
+    """The lowest validation loss so far and when it occurred; the same on every rank, and saved with each checkpoint.
 
     Args:
-        patience: evaluations in a row without a lower loss that end the run; 0: none do.
+        patience: number of evaluations in a row without a lower loss after which the run stops; 0: it never does.
 
     Attributes:
-        step: after which the loss was lowest; None before the first evaluation.
-        loss: that loss.
-        num_worse: evaluations since then.
+        step: number of steps after which the loss was lowest; None before the first evaluation.
+        loss: the lowest loss; infinity before the first evaluation.
+        num_worse: number of evaluations since the lowest loss.
     """
 
     def __init__(self, patience: int = 0) -> None:
@@ -25,7 +25,7 @@ class BestLoss:
         self.loss, self.num_worse = inf, 0
 
     def see(self, step: int, loss: float) -> bool:
-        """Whether the loss after ``step`` steps is the lowest; NaN never is."""
+        """Record the loss after ``step`` steps; return whether it is the lowest so far. NaN never is."""
         if loss < self.loss:
             self.step, self.loss, self.num_worse = step, loss, 0
             return True
@@ -34,15 +34,15 @@ class BestLoss:
 
     @property
     def exhausted(self) -> bool:
-        """Whether so many evaluations in a row were no better that the run shall stop."""
+        """Whether ``patience`` evaluations in a row were no better, so that the run should stop."""
         return 0 < self._patience <= self.num_worse
 
     def state_dict(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Return the state as JSON-serialisable values, for a checkpoint."""
         loss = None if self.step is None else self.loss
         return {"step": self.step, "loss": loss, "num_worse": self.num_worse}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`."""
+        """Restore what `state_dict` returned."""
         self.step, self.num_worse = state["step"], state["num_worse"]
         self.loss = inf if self.step is None else state["loss"]

@@ -1,8 +1,9 @@
-"""Where the first number came from that is not finite: a step is run again, and every module's output is looked at.
+"""Finds the module that produced the first NaN/Inf: runs a step again and checks the output of every module.
 
-Looking costs a synchronisation per module, so it is done once, when a run is given up, and on all ranks together: a
-forward at stage 3 gathers weights. Inner modules return before the ones that hold them, so the first to return
-something that is not finite is the smallest that made it. Where forward is sound, backward is followed the same way.
+Each check synchronises with the device, so this is done once, when the run is given up. It is collective, because a
+forward at stage 3 gathers weights. A submodule returns before the module that contains it, so the first output with a
+NaN/Inf belongs to the innermost module that produced it. If all outputs are finite, gradients are searched the same
+way, in the order of backward.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from torch.utils._pytree import tree_leaves
 from zeroshard.comm import CONTROL, Communicator, scope
 from zeroshard.train.setup.agree import send_text
 
-WRAPPERS = ("module.",)  # what DDP and autocast put before a module's name
+WRAPPERS = ("module.",)  # prefixes that DDP and autocast put before a module's name
 
 
 def first_not_finite(model: nn.Module, comm: Communicator, replay: Callable[[], object]) -> str:
-    """Which module of which rank made the first number that is not finite, in words; collective.
+    """Return a description of the module and rank that produced the first NaN/Inf; collective.
 
     Args:
-        model: what ``replay`` runs.
-        comm: the ranks.
-        replay: a step's forward and backward, as it was. Gradients that it leaves are the caller's to clear.
+        model: the model that ``replay`` runs.
+        comm: communicator of the ranks that run ``replay``.
+        replay: repeats a step's forward and backward exactly. The caller must clear the gradients that it leaves.
 
     Returns:
-        As ``the output of blocks.3.mlp (Mlp) on rank 1``; the same on every rank.
+        A text such as ``the output of blocks.3.mlp (Mlp) on rank 1``; the same on every rank.
     """
-    # compiled code knows no hooks that came after it
+    # Run eagerly: compiled code does not call hooks that were registered after it was compiled.
     with _eager, _watched(model) as (outputs, gradients):
         replay()
     kinds = _by_rank(comm, 2 if outputs else 1 if gradients else 0)
@@ -45,11 +46,11 @@ def first_not_finite(model: nn.Module, comm: Communicator, replay: Callable[[], 
 
 
 class _Eager:
-    """A block in which nothing runs compiled, for thread ranks too.
+    """A context manager in which compiled code runs eagerly; safe when several ranks are threads of one process.
 
-    torch's stance is one of the process and goes back to what it was when its block began: of two threads whose blocks
-    overlap, the one that ends last would leave the other's "force_eager", and nothing compiles any more. So the first
-    thread takes the stance and the last gives it back.
+    ``torch.compiler.set_stance`` is global to the process, and on exit it restores the stance that it found on entry.
+    If two threads overlapped, the one that leaves last could restore the other's "force_eager", and nothing would
+    compile any more. So the first thread to enter sets the stance, and the last one to leave restores it.
     """
 
     def __init__(self) -> None:
@@ -75,7 +76,7 @@ _eager = _Eager()
 
 @contextmanager
 def _watched(model: nn.Module) -> Generator[tuple[list[str], list[str]]]:
-    """Names of what was not finite in this block, in order: outputs, and gradients with respect to outputs."""
+    """Collect names of outputs, and of gradients with respect to outputs, that have a NaN/Inf; in order."""
     outputs: list[str] = []
     gradients: list[str] = []
 

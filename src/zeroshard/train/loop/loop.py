@@ -1,10 +1,11 @@
-"""The only training loop.
+"""The training loop: steps, evaluations, checkpoints, and why a run ends.
 
-A step is: forward and backward over the micro-batches, one small message about how it went, clip, update. All
-randomness is a pure function of (seed, step, rank) and the data's order one of (seed, step), so a checkpoint
-holds tensors and one integer, and a resumed run takes the same steps to the bit.
+A step is forward and backward over the micro-batches, clipping, one small collective in which the ranks agree on loss
+and stopping, and the update (`zeroshard.train.loop.step`). All randomness is a pure function of (seed, step, rank), and
+the order of the data one of (seed, step). So no random state needs saving, and a resumed run is bit-identical to one
+that was never interrupted.
 
-Steps are counted by how many are done: the first record has ``step`` 1, and ``step-00000100`` is the state after 100.
+``step`` counts completed steps: the first record has ``step`` 1, and ``step-00000100`` is the state after 100 steps.
 """
 
 from __future__ import annotations
@@ -45,18 +46,19 @@ TIME_TO_SPEAK_S = 1.0
 
 
 def run_training(config: TrainConfig, choose_stage: ChooseStage | None = None, predict: Predict | None = None) -> int:
-    """Build the run that ``config`` describes, train, clean up; returns the exit status. One call per rank.
+    """Build the run that ``config`` describes, train it and clean up; returns the exit status. Each rank calls it once.
+
+    A failing disk or folder is reported in one line on stderr and gives `ExitStatus.STORAGE`.
 
     Args:
-        config: of the run.
-        choose_stage: for the strategy ``auto``: what stage fits.
-        predict: what the run should come to; None: nobody plans.
+        config: settings of the run.
+        choose_stage: finds the lowest stage that fits, for the strategy ``auto``.
+        predict: makes the plan that the run is compared with; None: there is no plan.
 
     Raises:
-        UserError: something in the configuration cannot be had; on every rank.
+        UserError: the configuration cannot be satisfied here; raised on every rank.
         KeyboardInterrupt: passed on, with the log intact.
-
-    A disk or a folder that fails is told in a line, and ends in `ExitStatus.STORAGE`.
+        PeerError: another rank was lost.
     """
     world = world_from_env() or World()
     try:
@@ -72,7 +74,7 @@ def run_training(config: TrainConfig, choose_stage: ChooseStage | None = None, p
         if not isinstance(error, FirstRankStorageError):
             _say_storage(world.rank, config.out, error)
         return int(ExitStatus.STORAGE)
-    except RuntimeError as error:  # before there is a run to ask: a rank is lost while the ranks meet
+    except RuntimeError as error:  # a rank was lost while the ranks connect, when there is no communicator to ask
         lost = peer_error_of(None, error)
         if lost is None:
             raise
@@ -80,46 +82,48 @@ def run_training(config: TrainConfig, choose_stage: ChooseStage | None = None, p
 
 
 def _trained(run: Run, config: TrainConfig, stop_wanted: Callable[[], int], alive: Alive) -> ExitStatus:
-    """`train`; where memory runs out on a rank and a higher stage may help, that rank ends."""
+    """Call `train`. If this rank runs out of memory under ``auto`` and a higher stage may help, end the process."""
     try:
         return train(run, stop_wanted, alive)
     except (RuntimeError, MemoryError) as error:
         comm = run.strategy.comm
         lost = peer_error_of(comm, error) if isinstance(error, RuntimeError) else None
-        if lost is not None:  # collectives of torch's strategies go around the communicator
+        if lost is not None:  # collectives of torch's own strategies bypass our communicator and raise plain errors
             raise lost from error
         if not is_out_of_memory(error) or run.stage is None:
             raise
         next_is = move_up(config, run.stage, comm.rank, comm.world_size)
         if not next_is:
             raise
-        # The others may wait for this rank in a collective: no leaving in good order.
+        # Other ranks may be waiting for this one in a collective, so end at once and skip the clean-up.
         end_at_once(f"strategy auto: {next_is}", ExitStatus.MOVED_UP)
 
 
 def _say_storage(rank: int, out: str, error: OSError) -> None:
     line = storage_line(out, error, "then start again with --resume auto")
     if rank:
-        time.sleep(TIME_TO_SPEAK_S)  # where all ranks meet the same, rank 0 has ended, and the launcher ends the others
+        # If all ranks meet the same error, rank 0 reports it, and the launcher ends this rank during the sleep.
+        time.sleep(TIME_TO_SPEAK_S)
     print(f"error: rank {rank}: {line}" if rank else f"error: {line}", file=sys.stderr, flush=True)
 
 
 def train(
     run: Run, stop_wanted: Callable[[], int] = lambda: False, alive: Alive = lambda patience_s: None
 ) -> ExitStatus:
-    """Train until ``max_steps``, too many steps in a row that are not finite, or until some rank wants to stop.
+    """Train until ``max_steps``, an early stop, too many NaN/Inf steps in a row, or until some rank wants to stop.
 
     Args:
-        run: what to train.
-        stop_wanted: asked on each rank at each step; one yes stops all after that step, with a checkpoint. The answer
-            is the number of the signal that came, or True for any; 0 for none.
-        alive: of the watchdog; called whenever a step is done, a batch of an evaluation or a part of a save, with the
-            seconds that what comes next may take at the least.
+        run: the run to train.
+        stop_wanted: called on each rank at each step. It returns the number of the signal that was received, or True
+            for any; 0 for none. If it returns one on any rank, all ranks stop after that step (replicas with local
+            steps: after their next meeting) and save a checkpoint.
+        alive: `Watchdog.alive`; called after each step, batch of an evaluation and part of a save, with the seconds
+            that the next one is allowed at least.
     """
     saving = Saving(run, alive)
     try:
         return _train(run, saving, stop_wanted, alive)
-    except ReplicaDivergedError as error:  # on every rank
+    except ReplicaDivergedError as error:  # raised on every rank
         if run.strategy.comm.rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return ExitStatus.NOT_FINITE
@@ -156,7 +160,7 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Aliv
         at_end, is_best = step == schedule.max_steps, False
         if status == ExitStatus.OK and (at_end or _is_due(step, schedule.eval_interval)):
             if val_loss is None:
-                alive(PATIENCE_S)  # it may compile
+                alive(PATIENCE_S)  # the first evaluation may compile
             val_loss, ema_val_loss, named = _evaluate(run, step, saving.settle, saving.alive)
             is_best = run.best.see(step, val_loss) and schedule.keep_best
             at_end = at_end or run.best.exhausted
@@ -166,7 +170,7 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Aliv
         if at_end:
             break
     status = saving.finish(status)
-    alive(inf)  # all is saved, and a tracker may upload for as long as it likes
+    alive(inf)  # everything is saved; a tracker may now upload for as long as it needs
     summary = {
         "status": status.name.lower(),
         "step": step,
@@ -188,7 +192,7 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Aliv
 
 
 def _is_done(run: Run) -> bool:
-    """Whether a resumed run has no steps left, which rank 0 then says."""
+    """Whether a resumed run has no steps left; rank 0 then says so on stderr."""
     step, max_steps = run.first_step, run.schedule.max_steps
     if not step >= max_steps > 0:
         return False
@@ -199,7 +203,7 @@ def _is_done(run: Run) -> bool:
 
 
 def _verdict(run: Run, record: StepRecord) -> ExitStatus:
-    """OK, or why all ranks end after this step; whoever has to say something of it says it. Collective."""
+    """Return OK, or the status with which the run ends after this step; the reason is printed here. Collective."""
     if run.guard.given_up or (run.scaler and run.scaler.exhausted):
         _complain(run, record)
         return ExitStatus.NOT_FINITE
@@ -211,12 +215,15 @@ def _verdict(run: Run, record: StepRecord) -> ExitStatus:
 def _evaluate(
     run: Run, step: int, settle: Callable[[], None], alive: Callable[[], None] = lambda: None
 ) -> tuple[float, float | None, dict[str, float]]:
-    """The validation loss of the weights, that of their moving average where there is one, and of further sets by name.
+    """Evaluate: the validation loss, that of the moving average (if there is one), and further sets' losses by name.
 
-    Of replicas that take local steps they are those of the anchors, the last weights that all had in common.
+    Replicas that take local steps evaluate the anchors, which are the last weights that all of them had in common.
 
-    ``settle``: called before others take the weights' place, which a save under way may still read.
-    ``alive``: called after each batch.
+    Args:
+        run: the run.
+        step: number of completed steps.
+        settle: called before the anchors or averages replace the weights, which an unfinished save may still read.
+        alive: called after each batch.
     """
     strategy = run.strategy
     if run.replicas is not None:
@@ -237,13 +244,13 @@ def _evaluate(
     if run.contract:
         run.contract.interrupt()
     if run.comm:
-        run.comm.drain()  # an evaluation's traffic is no step's
+        run.comm.drain()  # the evaluation's collectives belong to no step
         run.comm.exposed.take()
     return loss, ema_loss, named
 
 
 def _broken(run: Run, contract: Contract) -> bool:
-    """Whether any rank's step was not as planned; the first such rank says what differs. Collective."""
+    """Whether any rank's step differed from its plan; the first such rank prints the difference. Collective."""
     comm = run.together
     first = torch.tensor([comm.rank if contract.difference else comm.world_size], device=comm.control_device)
     with scope(CONTROL):
@@ -254,11 +261,11 @@ def _broken(run: Run, contract: Contract) -> bool:
 
 
 def _measured(run: Run, step_s: list[float]) -> dict[str, Any]:
-    """What the run measured of itself, and its plan beside it. Collective."""
+    """Return for ``summary.json`` what the run measured, and its plan beside the measured values. Collective."""
     found = run.measures.summary() if run.measures else {}
     if run.contract:
         peak = run.measures.peak_bytes if run.measures else None
-        settled = step_s[1:] or step_s  # the first step warms up
+        settled = step_s[1:] or step_s  # leave out the first step, which warms up
         found["plan"] = run.contract.report(peak, median(settled) if settled else None)
     return {**found, "link": run.link} if run.link else found
 
@@ -290,7 +297,10 @@ def _tell(run: Run, call: Callable[[Observer], None]) -> None:
 
 
 def _complain(run: Run, record: StepRecord) -> None:
-    """Say on rank 0 why the run is given up, and which module was the first to go wrong; collective."""
+    """Print why the run is given up, and which module produced the first NaN/Inf; collective.
+
+    The first of the ranks that step together prints it.
+    """
     step = record.step - 1
     torch.manual_seed(step_seed(run.schedule.seed, step, run.strategy.comm.rank))
     origin = first_not_finite(run.strategy.model, run.together, lambda: backward(run, step))

@@ -1,8 +1,10 @@
-"""What a run measures of itself beside its records: memory at three points and at its peak, overlap, a trace.
+"""What a run measures about itself beyond its step records: memory at three points, peak memory, overlap, a trace.
 
-The three points cost three sums in the first step and are always there. The others are asked for (``--profile.*``)
-and last for the steps that they need: the peak one step, the second, because the first makes the optimizer's states; a
-trace as many as were asked for, after that one; how long communication was under way, every step.
+* Memory at three points (initialised, before and after the first update) is always measured; it costs three sums.
+* Peak memory by category (``--profile.memory``) is recorded in the second step, because the first one creates the
+  optimizer states.
+* A trace (``--profile.trace-steps``) covers the given number of steps, from the third on.
+* How long collectives took, and how much of that was hidden (``--profile.overlap``), is measured from the second step.
 """
 
 from __future__ import annotations
@@ -32,24 +34,24 @@ from zeroshard.profiling.overlap import TimedOperation, overlap, under_way
 from zeroshard.profiling.trace import RankTrace, clock_offsets, merge_files
 from zeroshard.train.config.sections import ProfileConfig
 
-PEAK_STEP = 1  # counted from 0: the first one in which everything is there
+PEAK_STEP = 1  # counted from 0: the first step in which the optimizer states exist from the start
 CLOCK_ROUNDS = 11
 
 
 class Measures:
-    """One rank's.
+    """The measurements of one rank.
 
     Args:
-        asked: what was asked for.
-        strategy: what trains.
-        comm: the strategy's communicator, observed; None where nobody counts.
-        units: names and modules, for a trace.
-        folder: of the run.
-        device: of this rank.
+        asked: the settings that say what to measure.
+        strategy: the strategy that trains.
+        comm: the strategy's communicator, wrapped to record collectives; None if they are not recorded.
+        units: names and modules that a trace labels.
+        folder: the run folder; the trace goes to ``trace/`` in it.
+        device: the device of this rank.
 
     Attributes:
-        peak_bytes: at the worst moment of `PEAK_STEP`, or on CUDA since then, without what communicators keep for
-            themselves; None where it was not measured.
+        peak_bytes: peak memory, without the communicators' own buffers: of `PEAK_STEP`, or on CUDA since the beginning
+            of that step; None if it was not measured.
     """
 
     def __init__(
@@ -67,14 +69,14 @@ class Measures:
         self._points = ThreePoints(strategy.optimizer, strategy.memory_bytes)
         self._peak: dict[str, Any] = {}
         self._trace: RankTrace | None = None
-        self._operations: list[TimedOperation] = []  # of the steps that are traced
+        self._operations: list[TimedOperation] = []  # collectives of the traced steps
         self._total_s: defaultdict[str, float] = defaultdict(float)
         self._exposed_s: defaultdict[str, float] = defaultdict(float)
         self._num_steps = self._num_timed = 0
 
     @contextmanager
     def step(self) -> Generator[None]:
-        """Around each step, in order. Collective where a trace ends."""
+        """Measure the step that runs inside this block; enter it for every step. Collective if a trace ends."""
         number, self._num_steps = self._num_steps, self._num_steps + 1
         first_traced = PEAK_STEP + 1
         if self._asked.trace_steps and number == first_traced:
@@ -91,7 +93,10 @@ class Measures:
             self._end_trace()
 
     def see(self, records: Iterable[CommRecord], exposed_s: dict[str, float]) -> None:
-        """What a step sent, and how long computation stood still for it; the first step warms up and is left out."""
+        """Add a step's collectives and its exposed communication; the first step warms up and is left out of the sums.
+
+        ``exposed_s``: seconds for which computation waited for collectives, by label.
+        """
         operations = [TimedOperation(r.label, r.issued_at_s, r.ended_at_s) for r in records if r.ended_at_s is not None]
         if self._trace is not None:
             self._operations += operations
@@ -104,7 +109,7 @@ class Measures:
             self._exposed_s[label] += seconds
 
     def summary(self) -> dict[str, Any]:
-        """What was measured, for ``summary.json``; a trace that the end of the run cut off is written. Collective."""
+        """Return the measurements for ``summary.json``, and write a trace that the run's end cut short. Collective."""
         if self._trace is not None:
             self._end_trace()
         found: dict[str, Any] = {"memory_points_bytes": self._points.bytes}
@@ -155,7 +160,7 @@ class Measures:
         paths = {rank: self._folder / f"rank-{rank:05}.json" for rank in range(comm.world_size)}
         trace.stop(paths[comm.rank], self._operations)
         self._operations = []
-        offsets = self._clock_offsets()  # whose barriers come after every rank has written
+        offsets = self._clock_offsets()  # its barriers also make sure that every rank has written its file
         if comm.rank == 0:
             merge_files(paths, self._folder / "trace.json", offsets)
 
@@ -170,6 +175,6 @@ class Measures:
                 comm.all_gather(readings, own).wait()
                 rounds.append(readings.tolist())
         if self._comm is not None:
-            self._comm.drain()  # no step's
+            self._comm.drain()  # these collectives belong to no step
             self._comm.exposed.take()
         return clock_offsets(rounds)

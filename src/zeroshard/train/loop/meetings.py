@@ -1,9 +1,10 @@
-"""What a step adds where replicas take local steps: a meeting now and then, and a word among all ranks at each.
+"""Meetings of replicas that take local steps: called after each step, it lets them exchange weight differences.
 
-Between meetings replicas know nothing of each other: the loss, the norm and the verdict of a step are a replica's, and
-those that are recorded are the first one's. Whether to stop is agreed on where differences are taken in: a rank that is
-told to stop in between goes on until then. Where they only leave, a word among all ranks would wait for them to arrive,
-and nothing of their way would be hidden.
+Between meetings replicas do not communicate. The loss, gradient norm and verdict of a step are those of one replica,
+and the log has the first replica's. With ``overlap_steps`` a difference is sent at one step and taken in some steps
+later. All ranks agree on the mean loss and on stopping at the steps that take differences in: a rank that is told to
+stop earlier continues until then. They do not agree at steps that only send, because that collective would wait for the
+differences to arrive, and nothing of their transfer would overlap with computation.
 """
 
 from __future__ import annotations
@@ -17,20 +18,21 @@ from zeroshard.errors import ExitStatus
 from zeroshard.train.loop.run import Run
 from zeroshard.train.records.plan_contract import Moves
 
-_WISHES = (ExitStatus.PREEMPTED, ExitStatus.TERMINATED)  # the later one wins
+_WISHES = (ExitStatus.PREEMPTED, ExitStatus.TERMINATED)  # if ranks want both, the last one is taken
 
 
 def meet(run: Run, loss: float, stop: ExitStatus, *, taken: bool) -> tuple[dict[str, Any], ExitStatus]:
-    """A step is over: let replicas meet if it is time. Collective.
+    """Let replicas meet after a step if a meeting is due. Collective.
 
     Args:
-        run: whose step.
-        loss: of the step, the mean over this replica.
-        stop: what this replica wants.
+        run: the run.
+        loss: mean loss of the step over this replica.
+        stop: the status with which this replica wants to stop; OK: it wants to continue.
         taken: whether this replica took the step.
 
     Returns:
-        What a record says of the meeting, empty where nothing left or arrived; and what all ranks stop with.
+        Facts about the meeting for the step's record, empty if no difference was sent or taken in; and the status with
+        which all ranks stop, OK to continue.
     """
     replicas = run.replicas
     if replicas is None:
@@ -53,7 +55,7 @@ def meet(run: Run, loss: float, stop: ExitStatus, *, taken: bool) -> tuple[dict[
 
 
 def _agree(run: Run, loss: float, stop: ExitStatus) -> tuple[float, ExitStatus]:
-    """The mean loss over all replicas, and whether any rank wants to stop: one message of 24 bytes."""
+    """Return the mean loss over all replicas and the status with which to stop: one all-reduce of 24 bytes."""
     comm = run.strategy.comm
     report = torch.tensor([loss, *(float(stop == wish) for wish in _WISHES)], dtype=torch.float64)
     report = report.to(comm.control_device)
@@ -65,7 +67,7 @@ def _agree(run: Run, loss: float, stop: ExitStatus) -> tuple[float, ExitStatus]:
 
 
 def moves(run: Run) -> Moves | None:
-    """Which fragments left and arrived at this step, for the plan; None where none can have."""
+    """The fragments whose differences were sent and taken in at this step, for the plan; None without replicas."""
     replicas = run.replicas
     if replicas is None:
         return None

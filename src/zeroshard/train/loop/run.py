@@ -1,6 +1,6 @@
-"""What the loop is given: everything that a run is made of, as plain values.
+"""`Run`: everything that the training loop needs, as plain values.
 
-`zeroshard.train.setup.build` makes it from a configuration; `zeroshard.train.loop.loop` has never seen one.
+`zeroshard.train.setup.build` builds it from a configuration; `zeroshard.train.loop.loop.train` reads only the `Run`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zeroshard.zero import Replicas
 
 @dataclass(frozen=True)
 class Schedule:
-    """How often and how long; counts of steps, 0 for "only at the end"."""
+    """How many steps to train, and when to evaluate and save. Intervals are in steps; 0: only at the end."""
 
     max_steps: int
     grad_accum_steps: int
@@ -38,10 +38,10 @@ class Schedule:
     checkpoint_interval: int
     seed: int
     checkpoint_async: bool = True
-    keep_checkpoints: int = 0  # 0: all
-    keep_every: int = 0  # steps
+    keep_checkpoints: int = 0  # newest checkpoints to keep; 0: all
+    keep_every: int = 0  # checkpoints at multiples of this many steps are kept too; 0: none
     keep_best: bool = False
-    reproducible: bool = False  # on any number of ranks
+    reproducible: bool = False  # bit-identical on any number of ranks: [Note: Reproducible] in `step`
 
 
 @dataclass(frozen=True)
@@ -49,43 +49,43 @@ class Run:
     """A run, ready to be trained; one per rank.
 
     Attributes:
-        strategy: the model, its optimizer and its ranks.
+        strategy: the strategy, with the model, its optimizer and its communicator.
         batches: this rank's training batches.
         eval_batches: this rank's validation batches, the same ones each time.
-        learning_rate: of a step, counted from 0, of those that were taken.
-        schedule: how often and how long.
-        observers: told of everything; on rank 0 alone there are any.
+        learning_rate: maps a step, counted from 0 without skipped ones, to its learning rate.
+        schedule: numbers and intervals of steps.
+        observers: loggers and trackers, told of every event; rank 0 alone has any.
         folder: the run folder; checkpoints go below it.
-        device: where batches go.
-        tokens_per_step: of all ranks together.
-        num_flops_per_token: forward and backward, for MFU.
-        num_recomputed_flops_per_token: what activation checkpointing adds, for HFU.
-        peak_flops_per_s: of one device; None where it is not known.
-        first_step: steps already done, above 0 when the run is resumed.
-        first_token: tokens already seen, which may have come in steps of another size.
-        scaler: of the loss, where float16 computes; None elsewhere.
-        guard: which steps are taken.
-        best: the lowest validation loss, and whether the run shall stop since it is long ago.
-        config: what goes into each checkpoint, as JSON can hold it.
-        comm: the strategy's communicator, observed; None where nobody counts.
-        kernels: who serves each operation, as ``LayerNorm: triton``.
-        link: what the ranks' link was asked to be, and was found to be; empty where none is slowed.
-        stage: that ``--strategy auto`` has come to; None for another strategy.
-        data_sha256: of the prepared tokens, to see that a resumed run trains on the same.
-        lock: on the run folder; rank 0's alone.
-        describe: writes into the folder what a run must say of itself.
-        clock: of a step's parts.
-        measures: what else the run measures of itself; None: nothing.
-        contract: the run's plan, and whether it is kept; None where nobody plans.
-        release: lets go of data that are read ahead.
-        about: what the run is, in words, by label, in the order of printing; see `zeroshard.train.setup.about_run`.
-        loss_weight: what the loss of (step, micro_step) is multiplied by, where not all targets count: see [Note: The
-            mean over what counts] in `zeroshard.data.examples.batches`; None: nothing.
+        device: the device of this rank, to which batches are copied.
+        tokens_per_step: tokens in a step, of all ranks together.
+        num_flops_per_token: FLOPs of forward and backward per token, for MFU.
+        num_recomputed_flops_per_token: FLOPs that activation checkpointing adds per token, for HFU.
+        peak_flops_per_s: peak of one device; None if it is not known.
+        first_step: steps already completed; above 0 if the run is resumed.
+        first_token: tokens already trained on; earlier steps may have had another size.
+        scaler: loss scaler, if the run computes in float16; else None.
+        guard: decides which steps are taken and which skipped.
+        best: the lowest validation loss, and whether the run should stop early.
+        config: the configuration as JSON-serialisable values, saved with each checkpoint.
+        comm: the strategy's communicator, wrapped to record collectives; None if they are not recorded.
+        kernels: the implementation that serves each operation, as ``LayerNorm: triton``.
+        link: the requested and the measured speed of a slowed link; empty if none is slowed.
+        stage: the stage that ``--strategy auto`` chose; None for another strategy.
+        data_sha256: hash of the prepared tokens, to check that a resumed run trains on the same ones.
+        lock: lock on the run folder; rank 0 alone has it.
+        describe: writes ``config.toml`` and the tokenizer into the run folder.
+        clock: times the parts of a step.
+        measures: further measurements of the run (memory, overlap, trace); None: none.
+        contract: the run's plan, compared with each step; None if there is no plan.
+        release: frees data that was read ahead.
+        about: a description of the run by label, in the order of printing; see `zeroshard.train.setup.about_run`.
+        loss_weight: factor by which the loss of (step, micro_step) is multiplied, if not all targets count: see [Note:
+            The mean over what counts] in `zeroshard.data.examples.batches`; None: no factor.
         named_evals: this rank's batches of further validation sets, by name.
-        rows: how full rows of examples are and how sources are mixed, for the log; empty: rows of one plain text.
-        tokens_by_source: of mixed sources, that were trained on after so many steps.
-        replicas: those that take local steps; None where all ranks take each step together.
-        data_position: where the data of a step begin, for its checkpoint; None where the step says it.
+        rows: how full rows of examples are and how sources are mixed, for the log; empty for rows of one plain text.
+        tokens_by_source: maps a number of steps to the tokens of each mixed source that they train on.
+        replicas: the replicas, if they take local steps; None if all ranks take each step together.
+        data_position: maps a step to where its data begins, for a checkpoint; None if the step number alone says it.
     """
 
     strategy: Strategy
@@ -127,27 +127,27 @@ class Run:
 
     @property
     def together(self) -> Communicator:
-        """The ranks that take each step together: all, or those of a replica that takes local steps."""
+        """The ranks that take each step together: all of them, or with local steps those of this rank's replica."""
         return self.strategy.comm if self.replicas is None else self.replicas.shard
 
     def tokens_at(self, step: int) -> int:
-        """Tokens seen by all ranks together once ``step`` steps are done."""
+        """Tokens that all ranks together have trained on after ``step`` steps."""
         return self.first_token + (step - self.first_step) * self.tokens_per_step
 
     def require_folder(self) -> None:
-        """Rank 0, before it gives a checkpoint its name: see that the run folder is still this run's.
+        """Check that the run folder still belongs to this run; rank 0 calls it before it commits a checkpoint.
 
         Raises:
-            OSError: it was removed, or is another run's now.
+            OSError: the folder was removed, or belongs to another run now.
         """
         if self.lock is not None:
             self.lock.require()
 
     def renew_folder(self) -> bool:
-        """Rank 0, before it begins a checkpoint: make the run folder again if it was removed, and say whether it was.
+        """Recreate the run folder if it was removed; returns whether it was. Rank 0 calls it before a checkpoint.
 
         Raises:
-            OSError: it cannot be made, or another run has taken the place.
+            OSError: the folder cannot be created, or belongs to another run now.
         """
         if self.lock is None or not self.lock.renew():
             return False
@@ -155,7 +155,7 @@ class Run:
         return True
 
     def close(self) -> None:
-        """Close the observers and let the folder go: the log is whole, whatever ended the run."""
+        """Release the data, close the observers (the log is complete, however the run ended) and unlock the folder."""
         self.release()
         for observer in self.observers:
             observer.close()
@@ -164,5 +164,5 @@ class Run:
 
 
 def checkpoint_folder(run_folder: Path) -> Path:
-    """Where a run keeps its checkpoints."""
+    """The folder of a run's checkpoints, inside its run folder."""
     return run_folder / "checkpoints"

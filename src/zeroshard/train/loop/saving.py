@@ -1,7 +1,8 @@
-"""A run's checkpoints: when they are begun, what is said of them, and what that makes of the run's ending.
+"""A run's checkpoints: starts saves, reports how each went, and decides what failed saves mean for the exit status.
 
-A full or unwritable disk does not stop a run: training goes on, each failed save is reported, and the last good
-checkpoint stays. A run fails only where it could write no checkpoint at all.
+A full or unwritable disk does not stop a run: training continues, each failed save is reported, and the last good
+checkpoint stays. The exit status is a failure if no checkpoint at all could be written, if a run that was told to stop
+could not save its last state, or if the newest checkpoint was removed from the disk.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ STOPPED = (ExitStatus.TERMINATED, ExitStatus.PREEMPTED)
 
 
 class Saving:
-    """Saves the state of ``run``; every method but `alive`, `settle` and `close` is collective.
+    """Saves checkpoints of ``run``; every method but `alive`, `settle` and `close` is collective.
 
     Args:
-        run: whose state.
-        alive: the watchdog's, told whenever any rank has got further with a save.
+        run: the run to save.
+        alive: `Watchdog.alive`; called whenever any rank has progressed with a save.
 
     Attributes:
-        saved_at: the step of the last complete checkpoint, or the one that the run began with.
+        saved_at: the step of the last complete checkpoint, or the step at which the run began.
     """
 
     def __init__(self, run: Run, alive: Alive = lambda patience_s: None) -> None:
@@ -50,11 +51,11 @@ class Saving:
         self._num_complete, self._last_error = 0, ""
 
     def alive(self) -> None:
-        """Something is done, a step or a part of a save; what comes next may have to wait for the disk."""
+        """Tell the watchdog that a step or part of a save is done; it allows more time while a save is in flight."""
         self._alive(PATIENCE_S if self._saver.pending else 0.0)
 
     def begin(self, step: int) -> None:
-        """Begin to save the state after ``step`` steps; an earlier save is waited for."""
+        """Start to save the state after ``step`` steps; waits for an earlier save first."""
         run = self._run
         self._alive(PATIENCE_S)
         extra = {
@@ -76,16 +77,16 @@ class Saving:
         self.alive()
 
     def settle(self) -> None:
-        """Call it before weights or their average change: what a save has not written yet is copied."""
+        """Copy what the current save has not read yet; must be called before weights or their average change."""
         self._saver.settle()
 
     def poll(self) -> None:
-        """Between steps: hear whether the save that is under way is done."""
+        """Show the progress of the current save, and report it if it has ended; call it between steps."""
         self._show(*self._saver.progress)
         self._hear(self._saver.poll())
 
     def finish(self, status: ExitStatus) -> ExitStatus:
-        """Wait for the save that is under way; the run's status, given that of its steps."""
+        """Wait for the current save; return the run's exit status, given the ``status`` of its steps."""
         self.alive()
         self._hear(self._saver.wait(self._show))
         if largest(self._run.strategy.comm, self._is_lost()):
@@ -101,12 +102,12 @@ class Saving:
         return ExitStatus.FAILED
 
     def _is_lost(self) -> bool:
-        """On rank 0: whether the newest checkpoint that was written here is gone."""
+        """Whether the newest checkpoint that this run wrote is gone; rank 0 looks, other ranks return False."""
         newest = self._folder / step_name(self.saved_at)
         return self._run.strategy.comm.rank == 0 and self._num_complete > 0 and not is_complete(newest)
 
     def close(self) -> None:
-        """End the writer, whatever ended the run."""
+        """Stop the background writer; call it however the run ended."""
         self._hook.remove()
         self._saver.close()
 
@@ -135,7 +136,7 @@ class Saving:
             observer.on_checkpoint(saved.step, saved.path, facts)
 
     def _name_best(self) -> None:
-        """Rank 0: have ``best`` name the checkpoint of the lowest validation loss; it stays as long as it does."""
+        """Let ``best`` refer to the checkpoint of the lowest validation loss, which is then not deleted. On rank 0."""
         step = self._run.best.step if self._run.schedule.keep_best else None
         if step is None or self._run.strategy.comm.rank:
             return
@@ -148,7 +149,7 @@ class Saving:
         try:
             return self._run.renew_folder()
         except OSError:
-            return False  # the save itself meets the same obstacle, and every rank hears of it
+            return False  # the save itself will fail for the same reason, and reports it to every rank
 
     def _show(self, done_bytes: int, num_bytes: int) -> None:
         for observer in self._run.observers if num_bytes else ():
@@ -160,7 +161,7 @@ class Saving:
 
 
 def _bytes_of_all_ranks(path: Path) -> int | None:
-    """Of a complete checkpoint's files; None where it has gone since."""
+    """Total bytes of a complete checkpoint's tensor files; None if they cannot be read any more."""
     try:
         return sum(file.stat().st_size for file in path.glob("*.safetensors"))
     except OSError:
@@ -168,7 +169,7 @@ def _bytes_of_all_ranks(path: Path) -> int | None:
 
 
 def position(run: Run, step: int) -> dict[str, Any]:
-    """Where the run stands in the global order of its data: by the step, and by what spares reading up to it."""
+    """The run's position in its data, for a checkpoint: the step, and for a stream where to continue reading."""
     stream = run.data_position(step)
     return {
         **({"stream": stream} if stream else {}),

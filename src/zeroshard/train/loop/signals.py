@@ -1,9 +1,9 @@
-"""Signals that ask a run to stop: it saves after the step that it is in, and ends in a status of its own.
+"""Signals that ask a run to stop: it finishes its step, saves a checkpoint and exits with a status of its own.
 
-SIGTERM is what `kill`, Kubernetes and SLURM send; SIGHUP what a terminal sends that is closed (``nohup`` has it
-ignored, and then it is ignored here too); SIGUSR1 what SLURM sends ahead of time where it is asked to
-(``#SBATCH --signal=USR1@120``). Any of them may reach one rank alone or all of them, at different steps: the loop asks
-every rank at each step and one wish is everybody's.
+`kill`, Kubernetes and SLURM send SIGTERM. A terminal that is closed sends SIGHUP (``nohup`` makes a process ignore it,
+and then it is ignored here too). SLURM sends SIGUSR1 ahead of its time limit if asked to (``#SBATCH
+--signal=USR1@120``). A signal may reach one rank alone, or all of them at different steps. So the loop asks every rank
+at each step, and all ranks stop if any of them received one.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 @contextmanager
 def stop_signals_noted() -> Generator[Callable[[], int]]:
-    """Inside, `STOPPING` signals do not end the process.
+    """Context manager in which a signal of `STOPPING` does not end the process but is noted.
 
-    The function that is handed out returns the number of the first that came, 0 where none did.
+    It yields a function that returns the number of the first signal that was received, 0 if none was.
     """
     noted: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield lambda: 0  # Python runs signal handlers in the main thread alone
+        yield lambda: 0  # Python runs signal handlers only in the main thread
         return
 
     def note(signum: int, frame: FrameType | None) -> None:

@@ -1,18 +1,19 @@
-"""One optimizer step: forward and backward over the micro-batches, a message about how it went, clip, update.
+"""One optimizer step: forward and backward over the micro-batches, clip, one small collective to agree, update.
 
-All randomness of a step is a pure function of (seed, step, rank), so that a resumed run has nothing of it to restore.
+All randomness of a step is a pure function of (seed, step, rank), so a resumed run has no random state to restore.
 
 [Note: Reproducible]
-    Where a run has the same bits on any number of ranks, randomness is a function of (seed, step, micro-batch of the
-    step over all ranks) instead, and the mean loss is that of all micro-batches' losses, rounded once. In float16 a
-    gradient's digits depend on what its loss is multiplied by, so losses are divided as on one rank.
+    With ``reproducible`` (the same bits on any number of ranks), randomness is instead a function of (seed, step,
+    micro-batch), where micro-batches are counted over all ranks. The mean loss is the exact sum of all micro-batches'
+    losses, rounded once, divided by their number. In float16 the rounding of a gradient depends on the factor of its
+    loss, so each loss is divided by the same number as on one rank.
 
 [Note: The one read]
-    On a GPU the host waits for the device once in a step, after backward and before the update: for the mean loss, the
-    norm and the wishes to stop, which are summed over ranks on the device. Whether the step is taken depends on them,
-    and on that the update, its step counts and the average, the next learning rate, a meeting of replicas and what the
-    plan expects to travel. A record has the numbers of its own step, then; to read them a step later for the log would
-    save no wait.
+    On a GPU the host waits for the device once per step, after backward and before the update. It reads the mean loss,
+    the gradient norm and the requests to stop, which were summed over ranks on the device. The host needs them at that
+    point to decide whether to take the step. The decision determines the update, the optimizer's step counts, the
+    moving average, the next learning rate, a meeting of replicas, and the collectives that the plan expects. Reading
+    the values one step later for the log would therefore save no wait.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from zeroshard.train.records.records import StepRecord
 
 @dataclass(frozen=True)
 class _Health:
-    """What all ranks know of a step before they take it."""
+    """What all ranks agreed on about a step, before they take it."""
 
     loss: float
     grad_norm: float
@@ -48,12 +49,13 @@ class _Health:
 
 
 def take_step(run: Run, step: int, stop_wanted: Callable[[], int]) -> tuple[StepRecord, ExitStatus]:
-    """One optimizer step, number ``step`` from 0; where `run.guard` says so, all ranks skip its update together.
+    """Run one optimizer step, number ``step`` from 0; all ranks skip its update together if `run.guard` says so.
 
-    Data go on then, the learning rate does not: it belongs to the steps that were taken.
+    A skipped step uses up its data, but not its learning rate: the schedule counts only the steps that were taken.
 
     Returns:
-        The record, the same on every rank but for times and memory, and the status to stop with: OK to go on.
+        The step's record, the same on every rank except for times and memory (with local steps: on every rank of a
+        replica), and the status to stop with, OK to continue.
     """
     strategy, schedule, scaler, guard = run.strategy, run.schedule, run.scaler, run.guard
     start, span = perf_counter(), run.clock.span
@@ -64,7 +66,7 @@ def take_step(run: Run, step: int, stop_wanted: Callable[[], int]) -> tuple[Step
         group["lr"] = lr
     losses = backward(run, step)
     finite = scaler.unscale_(strategy.optimizer) if scaler else True
-    # The norm is wanted in every record; infinity as the limit measures and clips nothing.
+    # Every record has the norm, so compute it without clipping too: with the limit infinity nothing is clipped.
     with span("clip"):
         norm = strategy.clip_grad_norm_(schedule.grad_clip or inf) if finite else torch.full_like(losses[0], inf)
     health = _agree(run, losses, norm, stop_wanted())
@@ -76,7 +78,7 @@ def take_step(run: Run, step: int, stop_wanted: Callable[[], int]) -> tuple[Step
                 strategy.ema.update()
     if scaler:
         scaler.update()
-    memory_bytes = strategy.memory_bytes()  # here all of it is alive at once
+    memory_bytes = strategy.memory_bytes()  # here weights, gradients and optimizer states all exist
     strategy.optimizer.zero_grad()
     meeting, stop = meet(run, health.loss, health.stop, taken=verdict == "taken")
     speed = _speed(run, perf_counter() - start)
@@ -105,7 +107,10 @@ def take_step(run: Run, step: int, stop_wanted: Callable[[], int]) -> tuple[Step
 def _communicated(
     run: Run, step: int, memory_bytes: dict[str, int], *, taken: bool
 ) -> tuple[dict[str, int], dict[str, float]]:
-    """A step's bytes by operation, and seconds of exposed communication by kind; its plan and measures see them too."""
+    """Return the step's bytes by collective, and its exposed communication in seconds by label.
+
+    Also passes the step's collectives to the run's plan and measurements.
+    """
     traffic = run.comm.totals() if run.comm else {}
     exposed_s = run.comm.exposed.take() if run.comm and run.comm.world_size > 1 else {}
     records = run.comm.drain() if run.comm else []
@@ -129,9 +134,10 @@ def _speed(run: Run, step_s: float) -> dict[str, Any]:
 
 
 def backward(run: Run, step: int) -> Tensor:
-    """Forward and backward over this rank's micro-batches; returns their losses as weighted, ``[num_micro]``, fp64."""
+    """Forward and backward over this rank's micro-batches; returns their (weighted) losses, ``[num_micro]``, fp64."""
     num_micro, comm = run.schedule.grad_accum_steps, run.strategy.comm
-    losses = torch.zeros(num_micro, dtype=torch.float64, device=run.device)  # stay there: reading would stop the host
+    # The losses stay on the device: reading them would make the host wait.
+    losses = torch.zeros(num_micro, dtype=torch.float64, device=run.device)
     span = run.clock.span
     for micro_step in range(num_micro):
         if run.schedule.reproducible:
@@ -154,15 +160,16 @@ def backward(run: Run, step: int) -> Tensor:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` on ``device``; a GPU fetches it while the host goes on, which takes pinned memory."""
+    """Copy ``tensor`` to ``device``; to a GPU asynchronously from pinned memory, so that the host does not wait."""
     fetched = device.type == "cuda" and tensor.device.type == "cpu"
     return (tensor.pin_memory() if fetched else tensor).to(device, non_blocking=True)
 
 
 def _agree(run: Run, losses: Tensor, grad_norm: Tensor, stop: int) -> _Health:
-    """The mean loss over the ranks that take this step together, and whether any of them wants to stop and why.
+    """Return the mean loss over the ranks that take this step together, the gradient norm, and whether and why to stop.
 
-    One message of 24 bytes. The norm, which all ranks have, is read with it: [Note: The one read].
+    This is one all-reduce of 24 bytes; with ``reproducible`` an all-gather of every micro-batch's loss. All ranks
+    already have the norm, which is read together with the result: [Note: The one read].
     """
     preempted = stop == signal.SIGUSR1
     wishes = torch.tensor([float(preempted), float(bool(stop) and not preempted)], dtype=losses.dtype)
@@ -188,12 +195,12 @@ def _agree(run: Run, losses: Tensor, grad_norm: Tensor, stop: int) -> _Health:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """The mean of the exact sum, whatever the order; NaN or infinite where a plain sum is."""
+    """The mean, from the exact sum, which does not depend on the order; NaN or infinite if a plain sum is."""
     finite = all(map(math.isfinite, values))
     return (math.fsum(values) if finite else sum(values)) / len(values)
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
-    """Seeds dropout: another one for each step and rank, with nothing to save for a resumed run."""
+    """Seed of dropout: different for each step and rank, and a pure function of them, so nothing needs to be saved."""
     digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")

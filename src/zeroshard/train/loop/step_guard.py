@@ -1,12 +1,12 @@
-"""Which steps are taken: not those whose numbers are not finite, nor, if the user likes, those whose loss leaps.
+"""Decides which steps to skip: those with a NaN/Inf loss or gradient and, optionally, those whose loss spikes.
 
-One step with a NaN spoils every weight for good, and NaN on one rank is NaN on all after the reduction, while the loss
-that rank 0 sees of its own rows may still be finite. So the judgement is made on what is the same on every rank, the
-mean loss and the global norm, before the update. A skipped step uses up its data but not its learning rate.
+One update with a NaN ruins every weight for good. A NaN on one rank reaches all of them through the reduction, while
+rank 0's own loss may still be finite. So the decision uses values that are the same on every rank, the mean loss and
+the global gradient norm, before the update. A skipped step uses up its data but not its learning rate.
 
-A *spike* is a loss above ``mean + k * deviation`` of the last `WINDOW` steps that were taken: often one broken
-document. A loss that stays up is no spike but a new level, and is trained on after `max_in_a_row` steps. Chowdhery et
-al. 2022, "PaLM", section 5.1, https://arxiv.org/abs/2204.02311, skipped batches around such spikes by hand.
+A *spike* is a loss above ``mean + k * deviation`` of the last `WINDOW` steps that were taken; often one broken document
+causes it. A loss that stays high is not a spike but a new level: after `max_in_a_row` spikes it is trained on.
+Chowdhery et al. 2022, "PaLM", section 5.1, https://arxiv.org/abs/2204.02311, skipped batches around spikes by hand.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from typing import Any, Literal
 
 Verdict = Literal["taken", "overflow", "not finite", "spike"]
 
-WINDOW = 64  # losses that a spike is measured against
-FEWEST = 16  # of them, before there is a verdict: the first losses fall too fast
+WINDOW = 64  # number of last losses that a loss is compared with
+FEWEST = 16  # losses needed before a spike can be detected: the first ones fall too fast
 
 
 class StepGuard:
-    """Judges steps; the same on every rank, since it is asked the same.
+    """Decides for each step whether to take it; has the same state on every rank, because all give it the same values.
 
     Args:
-        max_in_a_row: steps in a row that are not finite, after which the run is given up, 1 or more.
-        spike_sigma: how many standard deviations above the mean make a spike; 0: none are looked for.
+        max_in_a_row: number of NaN/Inf steps in a row after which the run is given up, and of spikes in a row after
+            which the loss is taken for a new level; 1 or more.
+        spike_sigma: number of standard deviations above the mean that make a spike; 0: spikes are not detected.
 
     Attributes:
-        num_skipped: steps that were not taken, so far.
+        num_skipped: number of steps skipped so far.
     """
 
     def __init__(self, max_in_a_row: int = 10, spike_sigma: float = 0.0) -> None:
@@ -43,13 +44,16 @@ class StepGuard:
         self._losses: deque[float] = deque(maxlen=WINDOW)
 
     def judge(self, loss: float, grad_norm: float, *, overflow: bool = False) -> Verdict:
-        """Whether a step may be taken; counts it.
+        """Decide whether to take a step, and count it.
 
         Args:
-            loss: mean over all ranks.
-            grad_norm: global.
-            overflow: whether gradients left the range of float16, which a smaller loss scale mends: such steps do not
-                count as steps in a row.
+            loss: mean loss over all ranks.
+            grad_norm: global gradient norm.
+            overflow: whether gradients overflowed float16. Such a step is skipped, but not counted towards
+                `max_in_a_row`, because a smaller loss scale fixes it.
+
+        Returns:
+            ``"taken"``, or why the step must be skipped.
         """
         verdict = "overflow" if overflow else self._verdict(loss, grad_norm)
         if verdict == "taken":
@@ -73,11 +77,11 @@ class StepGuard:
 
     @property
     def given_up(self) -> bool:
-        """Whether so many steps in a row were not finite that going on makes no sense."""
+        """Whether `max_in_a_row` steps in a row had a NaN/Inf, so that the run should end."""
         return self._not_finite_in_a_row >= self.max_in_a_row
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, as JSON can hold it."""
+        """Return the state that a resumed run needs, as JSON-serialisable values."""
         return {
             "num_skipped": self.num_skipped,
             "not_finite_in_a_row": self._not_finite_in_a_row,
@@ -86,7 +90,7 @@ class StepGuard:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`'s values."""
+        """Restore what `state_dict` returned."""
         self.num_skipped = int(state["num_skipped"])
         self._not_finite_in_a_row = int(state["not_finite_in_a_row"])
         self._spikes_in_a_row = int(state["spikes_in_a_row"])

@@ -1,4 +1,7 @@
-"""The validation loss: the mean over a fixed set of batches that all ranks share out, alike for any number of them."""
+"""The validation loss: the mean over a fixed set of batches that the ranks divide among them.
+
+Sums over batches are rounded only once, so that the loss does not depend on the number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +23,22 @@ def evaluate(
     device: torch.device,
     alive: Callable[[], None] = lambda: None,
 ) -> float:
-    """Mean loss over every rank's batches, in nats; the same number on every rank. Collective.
+    """Return the mean loss over every rank's batches, in nats; the same number on every rank. Collective.
 
-    The model is called in evaluation mode and left in the mode it was in.
+    The model runs in evaluation mode and is returned to the mode that it was in.
 
     Args:
-        model: ``model(tokens_BT, targets_BT)`` is the mean loss of a batch.
-        batches: this rank's ``(tokens_BT, targets_BT, weight)``, of packed rows with ``positions_BT`` behind; as many
-            on every rank, since a forward may be a collective. A batch of weight 0 is run and not counted.
-        comm: the ranks.
-        device: where the batches go.
+        model: ``model(tokens_BT, targets_BT)`` returns the mean loss of a batch.
+        batches: this rank's ``(tokens_BT, targets_BT, weight)``, for packed rows followed by ``positions_BT``. Every
+            rank must have the same number of them, because a forward may issue collectives; a batch of weight 0 is run
+            but not counted.
+        comm: the ranks that evaluate together.
+        device: the device of this rank, to which batches are copied.
         alive: called after each batch.
     """
     was_training = model.training
     model.eval()
-    found: list[Tensor] = []  # of each batch: its weighted loss, its weight
+    found: list[Tensor] = []  # for each batch: [weighted loss, weight]
     for tokens_BT, targets_BT, weight, *positions in batches:
         given = as_arguments([each.to(device) for each in positions])
         loss = model(tokens_BT.to(device), targets_BT.to(device), **given)
@@ -51,5 +55,5 @@ def evaluate(
 
 
 def _sum(values: Tensor) -> float:
-    """Rounded once, so in whatever order; NaN or infinite where a plain sum is."""
+    """The sum, rounded once, so that it does not depend on the order; NaN or infinite if a plain sum is."""
     return math.fsum(values.tolist()) if bool(values.isfinite().all()) else float(values.sum())

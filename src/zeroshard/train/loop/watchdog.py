@@ -1,15 +1,15 @@
-"""A step that never ends tells where it stands: every rank writes the stacks of its threads, and the run ends.
+"""The watchdog for a step that hangs: every rank writes the stacks of its threads to a file, and the run ends.
 
-A rank that is gone or silent is the sentinel's business (`zeroshard.comm.wrappers.sentinel`). This one is about ranks
-that are there, pulse and all, and wait: for a lock, a disk, a data loader, each other. Since all of them wait when one
-does, each watches itself, and all dump at nearly the same time without a word between them.
+The sentinel (`zeroshard.comm.wrappers.sentinel`) detects ranks that died or went silent. The watchdog is for ranks that
+are alive but wait: for a lock, a disk, a data loader, or each other. If one rank waits, soon all do. So each rank
+watches itself, and all write their stacks at nearly the same time, without communication.
 
-Progress feeds it: a step that is done, a batch of an evaluation, bytes of a checkpoint that any rank has written.
-Computation has ``limit_s`` for that. A disk or a compiler has `PATIENCE_S` at the least: one flush may take minutes
-where a step takes milliseconds.
+Progress resets the limit: a completed step, a batch of an evaluation, bytes of a checkpoint that any rank has written.
+Computation must progress within ``limit_s``. A disk or a compiler is allowed `PATIENCE_S` at least, because one flush
+may take minutes even if a step takes milliseconds.
 
-Stacks are written by `faulthandler`, from a thread in C that needs no interpreter, so a rank that is stuck in a
-library with the interpreter locked is seen too. A thread in Python then names the folder and ends the process.
+`faulthandler` writes the stacks, from a C thread that does not need the GIL, so a rank that is stuck in a library while
+it holds the GIL is covered too. A Python thread then prints the folder of the stacks and ends the process.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from typing import Self
 from zeroshard.comm.base import PeerError
 from zeroshard.regular_files import open_regular
 
-LOOKS_PER_LIMIT = 20
-TIME_TO_DUMP_S = 2.0  # that ranks give each other before the first ends
-PATIENCE_S = 600.0  # that one write, flush or rename may take, or compiling
+LOOKS_PER_LIMIT = 20  # checks per limit_s
+TIME_TO_DUMP_S = 2.0  # from the limit to the end of the process, so that every rank has time to write its stacks
+PATIENCE_S = 600.0  # time allowed for one write, flush or rename, or for compiling
 
 Alive = Callable[[float], None]  # `Watchdog.alive`
 
@@ -38,17 +38,17 @@ class Watchdog:
     """Watches one rank; use it as a context manager in the main thread of a process.
 
     Args:
-        folder: of the run; stacks go to ``stacks/rank-00003.txt`` in it.
-        rank: this one.
-        limit_s: how long a step may take, or a batch of an evaluation; 0: for ever. The first step, which may compile,
-            is not watched.
-        on_hang: called with one line and whether this rank is the one to print it; it is to end the process.
+        folder: the run folder; stacks go to ``stacks/rank-00003.txt`` in it.
+        rank: this rank.
+        limit_s: seconds that a step or a batch of an evaluation may take; 0: no limit. The first step, which may
+            compile, is not watched.
+        on_hang: called with a one-line message and whether this rank should print it; it must end the process.
     """
 
     def __init__(self, folder: Path, rank: int, limit_s: float, on_hang: Callable[[str, bool], None]) -> None:
         self._path = folder / "stacks" / f"rank-{rank:05d}.txt"
         self._rank, self._limit_s, self._on_hang = rank, limit_s, on_hang
-        self._alive: tuple[float, float] | None = None  # when something was done last, and seconds for the next
+        self._alive: tuple[float, float] | None = None  # (time of the last progress, seconds allowed until the next)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -60,7 +60,7 @@ class Watchdog:
         return self
 
     def alive(self, patience_s: float = 0.0) -> None:
-        """Something is done: the next thing has ``limit_s``, or ``patience_s`` where that is more; inf: for ever."""
+        """Report progress. The next must come within ``limit_s``, or ``patience_s`` if that is more; inf: no limit."""
         if not self._limit_s:
             return
         limit_s = max(self._limit_s, patience_s)
@@ -77,7 +77,7 @@ class Watchdog:
                 return
 
     def _overdue(self, by_s: float) -> str:
-        """What to say where the limit has passed, and ``by_s`` more; else nothing."""
+        """Return the message to print if the limit was exceeded by more than ``by_s`` seconds; else ""."""
         since_s, limit_s = self._alive or (0.0, math.inf)
         if time.monotonic() - since_s <= limit_s + by_s:
             return ""
@@ -92,11 +92,11 @@ class Watchdog:
         if not self._limit_s:
             return
         if isinstance(error, PeerError) and (line := self._overdue(0.0)):
-            self._on_hang(line, True)  # the peers have ended because the step hangs, some moments before this rank
+            self._on_hang(line, True)  # peers are lost because this step hangs: they ended moments before this rank
         faulthandler.cancel_dump_traceback_later()
         self._closed.set()
         self._thread.join()
         is_written = os.fstat(self._file.fileno()).st_size > 0
         self._file.close()
         if not is_written:
-            self._path.unlink(missing_ok=True)  # the folder may have been removed
+            self._path.unlink(missing_ok=True)  # it is missing if the folder was removed

@@ -1,1 +1,1 @@
-"""What a run says of itself: events, trackers, its plan beside what was measured."""
+"""Records of a run: events, console output, log files, trackers, and its plan compared with what was measured."""

@@ -1,7 +1,7 @@
-"""What a run says on the terminal: what runs, a line of every `log_interval`-th step, and below them a live bar.
+"""Console output of a run: a description at the start, a line every `log_interval` steps, and a live progress bar.
 
-A pipe gets the same lines without the bar. On a terminal no line is wider than the terminal: facts of a step that do
-not fit are left out, the loss and the speed last, and longer texts are wrapped below their labels.
+If stdout is not a terminal, the lines are the same, without the bar. On a terminal no line is wider than the terminal:
+values of a step that do not fit are left out, the loss and the speed last, and longer texts are wrapped.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from zeroshard.train.records.records import StepRecord, warn
 from zeroshard.train.records.start_lines import in_short, start_lines
 
 GIB = 2**30
-GAP = "  "  # between facts
+GAP = "  "  # between the values of a line
 REFRESHES_PER_S = 4
-NUM_MAIN_FACTS, GRAD_NORM_AT, LR_AT = 5, 2, 3  # of a step's line: its number, loss, grad_norm, lr, tok/s
+# The first five values of a step's line are: step, loss, grad_norm, lr, tok/s; two of them have an index here.
+NUM_MAIN_FACTS, GRAD_NORM_AT, LR_AT = 5, 2, 3
 
 
 class _Console(Console):
-    """rich's, which ends the process where nobody reads it; this one raises."""
+    """rich's console, but it raises on a broken pipe; rich's own ends the process."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 class ConsoleRecorder:
-    """Lines that stay, every `log_interval` steps, and on a terminal a bar below them.
+    """The observer that prints lines, one every `log_interval` steps, and on a terminal a progress bar below them.
 
-    Where nothing can be written any more, as into ``| head``, it says so once on stderr, and the run goes on.
+    If stdout cannot be written any more, as after ``| head``, it warns once on stderr, and the run continues.
     """
 
     def __init__(self, max_steps: int, log_interval: int = 10, stream: TextIO | None = None) -> None:
@@ -58,7 +59,7 @@ class ConsoleRecorder:
         self.close()
 
     def on_start(self, info: Mapping[str, Any]) -> None:
-        """Print what is fixed during the run, in lines of a label and a text; then the bar appears."""
+        """Print the description of the run, each line with a label and a text, then show the bar."""
         lines = start_lines(info)
         labels = max((len(name) for name, _ in lines), default=0)
         if self._bar is None or self._task is None:
@@ -69,7 +70,8 @@ class ConsoleRecorder:
         for name, text in lines:
             table.add_row(Text(name, "bold"), Text(text))
         self._print(table)
-        self._bar.reset(self._task, completed=int(info.get("step", 0)))  # steps done before tell nothing of the speed
+        # Reset, so that steps done before a resume do not count in the estimated speed.
+        self._bar.reset(self._task, completed=int(info.get("step", 0)))
         self._bar.start()
 
     def on_step(self, record: StepRecord) -> None:
@@ -93,19 +95,19 @@ class ConsoleRecorder:
         self._print(GAP.join(facts if self._bar is None else _fitting(facts, self._console.width)))
 
     def on_saving(self, done_bytes: int, num_bytes: int) -> None:
-        """Say the share that is written, in the bar, where it otherwise says when the run ends."""
+        """Show in the bar the share of the checkpoint that is written, in place of the remaining time."""
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, saved=done_bytes / num_bytes if num_bytes else 1.0)
 
     def on_checkpoint(self, step: int, path: Path, facts: Mapping[str, Any] | None = None) -> None:
-        """Print where the checkpoint lies; its name alone where a terminal has no room for its path."""
+        """Print the checkpoint's path, or only its name if the path does not fit on the terminal."""
         self._saving_ends()
         line = f"step {step}{GAP}checkpoint {path}"
         fits = self._bar is None or len(line) <= self._console.width
         self._print(line if fits else f"step {step}{GAP}checkpoint {path.name}")
 
     def on_checkpoint_failed(self, step: int, path: Path, error: str) -> None:
-        """Say in the bar when the run ends, as before; what went wrong is said on stderr."""
+        """Show the remaining time in the bar again; `Saving` reports the error on stderr."""
         self._saving_ends()
 
     def _saving_ends(self) -> None:
@@ -113,7 +115,7 @@ class ConsoleRecorder:
             self._bar.update(self._task, saved=None)
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
-        """Print what came out, in one line, which a terminal wraps between facts; tables stay in ``summary.json``."""
+        """Print the summary in one line, wrapped between values on a terminal; tables are only in ``summary.json``."""
         facts = [f"{name} {in_short(value)}" for name, value in summary.items() if not isinstance(value, Mapping)]
         self.close()
         while self._bar is not None and facts:
@@ -124,7 +126,7 @@ class ConsoleRecorder:
             self._print(GAP.join(facts))
 
     def close(self) -> None:
-        """Give the terminal back, its cursor too."""
+        """Stop the bar and restore the terminal's cursor."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -139,14 +141,14 @@ class ConsoleRecorder:
             warn(f"the console cannot be written ({error.strerror}); the run goes on, and its folder has the rest")
             if self._console.file is sys.stdout:
                 with open(os.devnull, "w", encoding="utf-8") as nowhere:
-                    os.dup2(nowhere.fileno(), sys.stdout.fileno())  # for what is buffered still
+                    os.dup2(nowhere.fileno(), sys.stdout.fileno())  # so that flushing the rest of the buffer succeeds
 
 
 def facts_of(record: StepRecord) -> str:
-    """One step in words: ``loss 4.1234  grad_norm 0.98  lr 3.0e-04  12,345 tok/s  mfu 41.2%  mem 10.1GiB  comm 3%``.
+    """Format a step: ``loss 4.1234  grad_norm 0.98  lr 3.0e-04  12,345 tok/s  mfu 41.2%  mem 10.1GiB  comm 3%``.
 
-    `mfu`, the loss's scale, memory and the share of the step that waited for communication are said only where they
-    are known.
+    ``mfu``, ``hfu``, the loss scale, memory and ``comm``, the share of the step for which computation waited for
+    communication, appear only if they are known.
     """
     return GAP.join(_facts(record))
 
@@ -178,7 +180,7 @@ def _facts_of_bar(record: StepRecord) -> str:
 
 
 def _fitting(facts: Sequence[str], width: int) -> list[str]:
-    """The first of ``facts`` that stand beside each other in ``width`` columns; one at the least."""
+    """The first of ``facts`` that fit side by side into ``width`` columns; at least one."""
     kept = list(facts[:1])
     for fact in facts[1:]:
         if len(GAP.join([*kept, fact])) > width:
@@ -188,7 +190,7 @@ def _fitting(facts: Sequence[str], width: int) -> list[str]:
 
 
 def bytes_in_words(num_bytes: int) -> str:
-    """``10.1GiB``, ``12.3MiB``, ``4.0KiB`` or ``12B``."""
+    """Format bytes, as ``10.1GiB``, ``12.3MiB``, ``4.0KiB`` or ``12B``."""
     for unit, size in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= size:
             return f"{num_bytes / size:.1f}{unit}"
@@ -196,14 +198,14 @@ def bytes_in_words(num_bytes: int) -> str:
 
 
 class _Done(ProgressColumn):
-    """``120/5000``, in steps."""
+    """The column of completed and total steps: ``120/5000``."""
 
     def render(self, task: Task) -> Text:
         return Text(f"{task.completed:.0f}/{task.total:.0f}")
 
 
 class _Remaining(ProgressColumn):
-    """``eta 0:12:34``; while a checkpoint is written ``saving 42%``."""
+    """The column of the remaining time, ``eta 0:12:34``; while a checkpoint is being written, ``saving 42%``."""
 
     def render(self, task: Task) -> Text:
         saved: float | None = task.fields["saved"]
@@ -218,11 +220,12 @@ class _Remaining(ProgressColumn):
 
 
 class _Bar(Progress):
-    """rich's, with one task, thus of one line at all times, and two columns narrower than the terminal.
+    """rich's progress display with one task: always one line high, and two columns narrower than the terminal.
 
-    rich's thread draws the bar anew while the trainer prints, and what either has drawn is not written in the order in
-    which it was drawn: had the bar's height changed between, the later one would erase a line of the run's. And ``^C``
-    is echoed behind the bar, and would push it to a second line, where nothing erases it.
+    One line, because rich's thread redraws the bar while the trainer prints, and the two outputs may be written in
+    another order than they were rendered in. If the bar's height changed between them, the later one would erase a line
+    of the run's output. Narrower, because the terminal echoes ``^C`` after the bar. In a full line that would wrap to a
+    second one, which is never erased.
     """
 
     def get_renderables(self) -> Iterable[RenderableType]:
@@ -238,5 +241,5 @@ def _progress(console: Console) -> Progress:
         console=console,
         expand=True,
         refresh_per_second=REFRESHES_PER_S,
-        redirect_stderr=sys.stderr.isatty(),  # else errors would leave the file that they are sent to
+        redirect_stderr=sys.stderr.isatty(),  # not if stderr is a file: errors would go to the terminal instead
     )

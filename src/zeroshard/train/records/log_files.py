@@ -1,7 +1,6 @@
-"""``metrics.jsonl`` and ``summary.json``.
+"""Observers that write ``metrics.jsonl`` (every event) and ``summary.json`` (the result).
 
-JSON has no NaN and no infinity: they are written as null, so that every line of ``metrics.jsonl`` is valid JSON
-whatever the run came to.
+JSON has no NaN and no infinity. They are written as null, so that both files are valid JSON even if a run diverges.
 """
 
 from __future__ import annotations
@@ -22,10 +21,11 @@ from zeroshard.train.records.records import StepRecord, warn
 
 
 class JsonlWriter:
-    """``metrics.jsonl``: one object a line, written at once, appended to where a run goes on.
+    """Writes ``metrics.jsonl``: one JSON object per line, written at once; a resumed run appends.
 
     A log that cannot be written does not stop a run: the first lost line is reported on stderr, and the number of lost
-    lines once lines can be written again. Lines are written whole. A file that was removed is made again.
+    lines once lines can be written again. A line is written completely or not at all. A file that was removed is
+    created again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,7 +39,7 @@ class JsonlWriter:
         self._write("start", info)
 
     def on_step(self, record: StepRecord) -> None:
-        """Write a ``step`` line; exposed communication by kind, all units together."""
+        """Write a ``step`` line, in which exposed communication is summed over units, by kind."""
         values = asdict(record) | {"exposed_s": by_kind(record.exposed_s)}
         self._write("step", {name: value for name, value in values.items() if name != "meeting" or value})
 
@@ -52,7 +52,7 @@ class JsonlWriter:
         self._write("eval", {"step": step, "loss": loss, **average, **more})
 
     def on_saving(self, done_bytes: int, num_bytes: int) -> None:
-        """Nothing: the log has what came of it."""
+        """Do nothing: the log gets the outcome of the save."""
 
     def on_checkpoint(self, step: int, path: Path, facts: Mapping[str, Any] | None = None) -> None:
         """Write a ``checkpoint`` line."""
@@ -84,8 +84,8 @@ class JsonlWriter:
             self._num_lost = 0
 
     def _append(self, line: bytes) -> None:
-        """Write a whole line or nothing."""
-        if not os.fstat(self._file.fileno()).st_nlink:  # removed in mid-run
+        """Write a line completely, or raise OSError and leave the file as it was."""
+        if not os.fstat(self._file.fileno()).st_nlink:  # the file was removed during the run
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file.close()
             self._file = _for_appending(self._path)
@@ -99,7 +99,7 @@ class JsonlWriter:
 
 
 class SummaryWriter:
-    """``summary.json``: what came out, written when the run is done."""
+    """Writes ``summary.json``: the results, when the run is done."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -107,10 +107,10 @@ class SummaryWriter:
         self._num_steps = 0
 
     def on_start(self, info: Mapping[str, Any]) -> None:
-        """Nothing yet."""
+        """Do nothing: `on_end` writes the file."""
 
     def on_step(self, record: StepRecord) -> None:
-        """Add up the communication that nothing hid; the first step, which warms up, is left out."""
+        """Add up exposed communication; the first step, which warms up, is left out."""
         for label, seconds in record.exposed_s.items() if self._num_steps else ():
             self._exposed_s[label] += seconds
         self._num_steps += 1
@@ -118,19 +118,19 @@ class SummaryWriter:
     def on_eval(
         self, step: int, loss: float, ema_loss: float | None = None, named: Mapping[str, float] | None = None
     ) -> None:
-        """Nothing yet."""
+        """Do nothing: `on_end` writes the file."""
 
     def on_saving(self, done_bytes: int, num_bytes: int) -> None:
-        """Nothing yet."""
+        """Do nothing: `on_end` writes the file."""
 
     def on_checkpoint(self, step: int, path: Path, facts: Mapping[str, Any] | None = None) -> None:
-        """Nothing yet."""
+        """Do nothing: `on_end` writes the file."""
 
     def on_checkpoint_failed(self, step: int, path: Path, error: str) -> None:
-        """Nothing yet."""
+        """Do nothing: `on_end` writes the file."""
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
-        """Write the file whole, or leave the old one; with the exposed seconds a step, by unit, kind and phase."""
+        """Replace the file atomically; it has the summary and exposed seconds per step, by unit, kind and phase."""
         largest_first = sorted(self._exposed_s.items(), key=lambda item: -item[1])
         exposed = {label: seconds / (self._num_steps - 1) for label, seconds in largest_first}
         whole = {**summary, "exposed_s_per_step": exposed}
@@ -143,11 +143,11 @@ class SummaryWriter:
             warn(f"{self._path} cannot be written ({error.strerror})")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no file is open."""
 
 
 def finite_or_null(value: Any) -> Any:
-    """`value` with every NaN and infinity in it, however deep, replaced by None."""
+    """Return ``value`` with every NaN and infinity in it, at any depth, replaced by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -158,7 +158,7 @@ def finite_or_null(value: Any) -> Any:
 
 
 def _drop_torn_line(path: Path) -> None:
-    """A process that was killed in the middle of a line leaves a piece of one: cut it off."""
+    """Cut off an incomplete last line, which a process leaves if it is killed while it writes."""
     if not path.exists():
         return
     whole = read_bytes(path, LOG_BYTES)

@@ -1,13 +1,14 @@
-"""A run's plan, and whether the run keeps it: what was predicted beside what was counted and measured.
+"""A run's plan (its contract): predicts memory, collectives and time, and compares each step with the prediction.
 
-Before the first step a planner (`zeroshard.lab`'s; the command line hands it in) says what this rank will hold between
-a backward and its update, which collectives a step makes, how much memory the worst moment takes and how long a step
-lasts. The first two follow from the engine's own table and layout, so they must be *equal*: a difference is a bug in
-one of the two. The others are estimates, and are only reported.
+Before the first step a planner (from `zeroshard.lab`; the command line passes it in) predicts the resident memory of
+this rank between a backward and its update, the collectives of a step, peak memory, and the time of a step. The first
+two follow from the engine's stage table and buffer layout, so prediction and measurement must be *equal*: a difference
+is a bug in one of them. The other two are estimates, and are only reported.
 
 [Note: Steps that are held to the plan]
-    A plan is of a step that follows another. After an evaluation, or a step that was skipped, weights are not stale,
-    and stages 1 and 2 gather none; before the first there was none. Such steps are not compared.
+    A plan is for a step that directly follows a step that was taken. After an evaluation or a skipped step the
+    unsharded weights are not stale, so stages 1 and 2 gather nothing; before the first step there is no update either.
+    Such steps are not compared.
 """
 
 from __future__ import annotations
@@ -28,29 +29,31 @@ from zeroshard.zero.engine import Accumulate
 
 @dataclass(frozen=True)
 class Job:
-    """What a planner is told of one rank's part of a run.
+    """The facts that a planner needs about one rank's part of a run.
 
     Attributes:
-        model: on the meta device, with the kernels and the checkpointing of the run.
-        row: of the stage table.
-        rank, world_size: this rank and how many there are.
-        shard_size: over how many neighbours state is sharded.
-        compute_dtype: of forward and backward; masters are fp32.
-        fp8: whether products of blocks are in 8 bits.
-        num_micro: micro-batches of a step.
-        reduce_dtype: in which gradients add up and travel; None: fp32.
-        wire: what travels in another form: arguments of `zeroshard.zero.MixedPrecision`.
-        accumulate, prefetch: as `zeroshard.Zero` takes them.
-        micro_batch_size, seq_len: sequences in one, tokens in each.
-        uniform_order: of the communicator.
+        model: the model on the meta device, with the run's kernels and activation checkpointing.
+        row: the strategy's row of the stage table.
+        rank, world_size: this rank, and the number of ranks.
+        shard_size: number of neighbouring ranks over which state is sharded.
+        compute_dtype: dtype of forward and backward; the master weights are fp32.
+        fp8: whether matrix products of the blocks are in 8 bits.
+        num_micro: micro-batches of each rank in a step.
+        reduce_dtype: dtype in which gradients accumulate and are reduced; None: fp32.
+        wire: wire formats, as arguments of `zeroshard.zero.MixedPrecision`.
+        accumulate, prefetch: as in `zeroshard.Zero`.
+        micro_batch_size, seq_len: sequences in a micro-batch, tokens in a sequence.
+        uniform_order: `Communicator.uniform_order` of the run's communicator.
         device_type: ``"cpu"`` or ``"cuda"``.
         keeps_ema: whether there is a moving average of the weights.
-        saves_passes: whether the optimizer writes 16-bit weights beside their masters (`FusedAdamW`).
-        calibration: path of a file of `zeroshard bench device`; empty: the device is known by name, or not at all.
-        estimates: whether peak and time are wanted too: a second's work (a trace), which one rank does for all.
-        local_steps: how replicas meet that take local steps; None: all ranks take each step together.
-        leaves: as `zeroshard.Zero` takes them.
-        links: what slows the ranks' way to each other, which was not there when the device was measured; None: nothing.
+        saves_passes: whether the optimizer writes 16-bit weights together with the master weights (`FusedAdamW`).
+        calibration: path of a file from `zeroshard bench device`; empty: the planner knows the device by name or not
+            at all.
+        estimates: whether to estimate peak memory and time too. That takes a trace of about a second, so one rank does
+            it for all.
+        local_steps: how replicas take local steps and meet; None: all ranks take each step together.
+        leaves: as in `zeroshard.Zero`.
+        links: slowed links between the ranks, which the device's calibration does not include; None: none.
     """
 
     model: LanguageModel
@@ -79,14 +82,14 @@ class Job:
 
 
 class Moves(NamedTuple):
-    """The fragments of replicas with local steps whose differences left, and arrived, at a step."""
+    """The fragments (with local steps) whose differences were sent, and those taken in, at a step."""
 
     left: tuple[int, ...]
     arrived: tuple[int, ...]
 
 
 class Sent(NamedTuple):
-    """One collective: what plan and count have in common."""
+    """One collective, in the form in which planned and issued collectives are compared."""
 
     op: str
     num_bytes: int
@@ -99,16 +102,17 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class Planned:
-    """What a rank should come to; None where nobody predicts.
+    """The plan of one rank.
 
     Attributes:
-        memory_bytes: resident, by category, between a backward and its update, once the optimizer has its states.
-        messages: a step's collectives, in order; without control messages.
-        peak_bytes: at the worst moment of a step.
-        step_s: of a step.
-        leaving: by fragment of replicas with local steps, the collectives when its difference leaves.
-        arriving: the same when it arrives: at stage 0 the anchors of a replica's ranks.
-        why_no_peak: what kept the peak from being predicted; empty: nothing, or nobody tried.
+        memory_bytes: resident bytes by category, between a backward and its update, once optimizer states exist.
+        messages: the collectives of a step, in order, without control messages.
+        peak_bytes: peak memory of a step; None if it is not predicted.
+        step_s: seconds of a step; None if they are not predicted.
+        leaving: with local steps, for each fragment the collectives with which its difference is sent.
+        arriving: for each fragment the collectives that complete its difference when it is taken in; at stage 0 also
+            the gather of the anchors among a replica's ranks.
+        why_no_peak: why the peak could not be predicted; empty if it was, or was not asked for.
     """
 
     memory_bytes: Mapping[str, int]
@@ -120,12 +124,12 @@ class Planned:
     arriving: Mapping[int, Sequence[Sent]] = field(default_factory=dict)
 
     def at(self, moves: Moves | None) -> Sequence[Sent]:
-        """A step's collectives, with those of a meeting."""
+        """Return a step's collectives, including those of a meeting, in order; ``moves``: what the meeting moves."""
         if moves is None:
             return self.messages
         left = [message for fragment in moves.left for message in self.leaving[fragment]]
         arrived = [message for fragment in moves.arrived for message in self.arriving[fragment]]
-        at_once = moves.left == moves.arrived  # waited for where it leaves
+        at_once = moves.left == moves.arrived  # without overlap: sent first, then taken in at the same step
         return [*self.messages, *left, *arrived] if at_once else [*self.messages, *arrived, *left]
 
 
@@ -134,14 +138,15 @@ Predict = Callable[[Job], Planned]
 
 @dataclass
 class Contract:
-    """A plan, and how a run compares with it so far.
+    """A plan, and how the run compares with it so far.
 
     Attributes:
-        planned: what should come.
+        planned: the plan.
         enforce: whether a difference ends the run.
-        num_checked: steps that were held to the plan: [Note: Steps that are held to the plan].
-        num_broken: those of them that differed.
+        num_checked: number of steps compared with the plan: [Note: Steps that are held to the plan].
+        num_broken: number of those steps that differed from it.
         difference: the first difference, in words; empty while there is none.
+        memory_bytes, messages, expected: of the last step compared: measured memory, issued and planned collectives.
     """
 
     planned: Planned
@@ -149,9 +154,9 @@ class Contract:
     num_checked: int = 0
     num_broken: int = 0
     difference: str = ""
-    memory_bytes: dict[str, int] = field(default_factory=dict)  # of the last step that was checked
+    memory_bytes: dict[str, int] = field(default_factory=dict)
     messages: list[Sent] = field(default_factory=list)
-    expected: Sequence[Sent] | None = None  # of that step
+    expected: Sequence[Sent] | None = None
     _follows: bool = False
 
     def see(
@@ -163,7 +168,15 @@ class Contract:
         taken: bool,
         moves: Moves | None = None,
     ) -> None:
-        """Compare a step, number ``step`` from 1, of which this was sent and held on this rank."""
+        """Compare step number ``step``, counted from 1, with the plan.
+
+        Args:
+            step: number of the step.
+            records: the collectives that this rank issued.
+            memory_bytes: resident bytes of this rank by category, before ``zero_grad``.
+            taken: whether the step was taken; a skipped step is not compared, nor is the one after it.
+            moves: fragments sent and taken in at the step; None without local steps.
+        """
         follows, self._follows = self._follows, taken
         if not (follows and taken):
             return
@@ -179,11 +192,11 @@ class Contract:
             self.difference = f"step {step}: {found}"
 
     def interrupt(self) -> None:
-        """Something came between two steps."""
+        """Note that something, such as an evaluation, came between two steps: the next step is not compared."""
         self._follows = False
 
     def line(self) -> str:
-        """The plan in one line."""
+        """Describe the plan in one line."""
         planned = self.planned
         held = sum(planned.memory_bytes.values())
         parts = ", ".join(f"{name} {_mib(n)}" for name, n in planned.memory_bytes.items() if n)
@@ -195,11 +208,11 @@ class Contract:
         return line + ("" if planned.step_s is None else f", {planned.step_s * 1e3:.1f} ms a step")
 
     def report(self, peak_bytes: int | None, step_s: float | None) -> dict[str, Any]:
-        """Predicted beside measured, as ``summary.json`` has it; null where one of the two is not known.
+        """Return predicted and measured values side by side, for ``summary.json``; None if a value is not known.
 
         Args:
-            peak_bytes: measured, of this rank.
-            step_s: measured: the median.
+            peak_bytes: measured peak memory of this rank.
+            step_s: measured median seconds of a step.
         """
         planned = self.planned
         categories = [*planned.memory_bytes, *(self.memory_bytes.keys() - planned.memory_bytes.keys())]
@@ -229,7 +242,7 @@ class Contract:
 
 
 def memory_difference(planned: Mapping[str, int], measured: Mapping[str, int]) -> str:
-    """The first category that differs, in words; empty where none does."""
+    """Describe the first category of memory that differs; empty if none does."""
     for name in [*planned, *(measured.keys() - planned.keys())]:
         wanted, found = planned.get(name, 0), measured.get(name, 0)
         if wanted != found:
@@ -238,7 +251,7 @@ def memory_difference(planned: Mapping[str, int], measured: Mapping[str, int]) -
 
 
 def message_difference(planned: Sequence[Sent], measured: Sequence[Sent]) -> str:
-    """The first message that differs, in words; empty where none does."""
+    """Describe the first collective that differs; empty if none does."""
     for index, (wanted, found) in enumerate(zip(planned, measured, strict=False)):
         if wanted != found:
             return f"message {index} is {found}, planned was {wanted}"

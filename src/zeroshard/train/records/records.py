@@ -1,8 +1,7 @@
-"""What a run tells about itself, as facts, and what who listens must offer.
+"""`StepRecord`, the facts about one step, and `Observer`, the interface of everything that logs a run.
 
-The loop makes one `StepRecord` a step and hands it to its observers; it knows none of them: the console (`console`),
-``metrics.jsonl`` and ``summary.json`` (`log_files`), trackers. Whoever builds the observers builds them on rank 0
-alone.
+The loop makes one `StepRecord` per step and passes it to the run's observers through this interface: the console
+(`console`), ``metrics.jsonl`` and ``summary.json`` (`log_files`), and trackers (`trackers`). Only rank 0 has observers.
 """
 
 from __future__ import annotations
@@ -19,32 +18,33 @@ class StepRecord:
     """One optimizer step.
 
     Attributes:
-        step: counted from 1, after the update.
-        loss: mean over the global batch, in nats per token.
-        grad_norm: global, over all ranks, before clipping; infinite where a gradient is not finite.
-        lr: of this step.
-        step_s: wall time.
-        tokens: of the global batch, all ranks together, since the run began.
-        tokens_per_s: all ranks together.
-        mfu: share of the devices' peak that the model's own arithmetic used; None where the peak is not
-            known.
-        memory_bytes: of this rank, by category ("params", "grads", "optimizer", ...); empty where not
+        step: number of the step, counted from 1.
+        loss: mean loss over the global batch, in nats per token.
+        grad_norm: global gradient norm over all ranks, before clipping; infinite or NaN if a gradient has a NaN/Inf.
+        lr: learning rate of this step.
+        step_s: wall time of this step in seconds.
+        tokens: tokens trained on since the run began, of all ranks together.
+        tokens_per_s: tokens per second of this step, of all ranks together.
+        mfu: model FLOPs utilisation: share of the devices' peak that the model's own FLOPs use; None if the peak is
+            unknown.
+        memory_bytes: resident bytes of this rank by category ("params", "grads", "optimizer", ...); empty if not
             measured.
-        comm: of this rank in this step, by operation; empty where not observed.
-        skipped: whether no rank took the step: see `zeroshard.train.loop.step_guard`.
-        why_skipped: ``"overflow"`` (of float16 on some rank), ``"not finite"`` or ``"spike"``; empty where taken.
-        num_skipped: steps skipped since the run began.
-        loss_scale: of this step; None where the loss is not scaled.
-        exposed_s: seconds that this rank's computation stood still for communication, by unit, what was sent and
-            phase ("blocks.3/weights/backward", ..., "control"); empty where not observed. On CUDA what the device has
-            not reached yet is in the next step's.
-        spans_s: seconds of this rank's step by part: "data", "forward", "backward", "clip", "update"; on CUDA as
-            ``exposed_s``.
-        meeting: of replicas that take local steps, where differences left or arrived: ``sent`` and ``arrived``
-            (fragments), ``num_bytes`` and ``difference_norm`` of what arrived, ``num_replicas``, and, where something
-            arrived, ``loss``, the mean of this step over all replicas; empty elsewhere. The other numbers are then the
-            first replica's.
-        hfu: as ``mfu``, with what activation checkpointing computes again; None where it is the same, or unknown.
+        comm: bytes of this rank's collectives in this step, by operation; empty if not recorded.
+        skipped: whether the step was skipped, on all ranks: see `zeroshard.train.loop.step_guard`.
+        why_skipped: ``"overflow"`` (of float16 on some rank), ``"not finite"`` or ``"spike"``; empty if it was taken.
+        num_skipped: number of steps skipped since the run began.
+        loss_scale: loss scale of this step; None if the loss is not scaled.
+        exposed_s: seconds for which this rank's computation waited for communication, by unit, kind and phase
+            ("blocks.3/weights/backward", ..., "control"); empty if not recorded. On CUDA, time that the device has not
+            reached yet is counted in a later step.
+        spans_s: seconds of this rank's step by part: "data", "forward", "backward", "clip", "update", "meeting"; on
+            CUDA counted as ``exposed_s``.
+        hfu: hardware FLOPs utilisation: as ``mfu``, including FLOPs recomputed by activation checkpointing; None if
+            nothing is recomputed or the peak is unknown.
+        meeting: facts about a meeting of replicas with local steps; empty if no difference was sent or taken in:
+            ``sent`` and ``arrived`` (fragments), ``num_bytes`` and ``difference_norm`` of those that arrived,
+            ``num_replicas``, and, if a meeting took differences in, ``loss``, the mean of this step over all replicas.
+            With local steps the record's other numbers are the first replica's.
     """
 
     step: int
@@ -68,46 +68,50 @@ class StepRecord:
 
 
 class Observer(Protocol):
-    """Told of everything that a run does, in order; `close` comes last and always."""
+    """Interface of everything that logs a run; methods are called in the order of events, and `close` always last."""
 
     def on_start(self, info: Mapping[str, Any]) -> None:
-        """The run begins or goes on; `info` holds what is fixed during it."""
+        """The run starts or resumes; ``info`` has the facts that do not change during the run."""
         ...
 
     def on_step(self, record: StepRecord) -> None:
-        """A step is done."""
+        """A step is completed, taken or skipped."""
         ...
 
     def on_eval(
         self, step: int, loss: float, ema_loss: float | None = None, named: Mapping[str, float] | None = None
     ) -> None:
-        """The validation loss after `step`, in nats per token; that of the moving average, where one is kept.
+        """An evaluation after ``step`` steps is done; losses are in nats per token.
 
-        ``named``: of further validation sets, by name.
+        Args:
+            step: number of completed steps.
+            loss: the validation loss.
+            ema_loss: the validation loss of the moving average of the weights; None if there is none.
+            named: losses of further validation sets, by name.
         """
         ...
 
     def on_saving(self, done_bytes: int, num_bytes: int) -> None:
-        """A checkpoint is being written: so much of this rank's part is."""
+        """A checkpoint is being written: ``done_bytes`` of this rank's ``num_bytes`` are on disk."""
         ...
 
     def on_checkpoint(self, step: int, path: Path, facts: Mapping[str, Any] | None = None) -> None:
-        """A checkpoint of `step` is complete; `facts`: bytes and seconds."""
+        """The checkpoint of ``step`` is complete; ``facts``: its bytes, and the seconds that it took."""
         ...
 
     def on_checkpoint_failed(self, step: int, path: Path, error: str) -> None:
-        """A checkpoint of `step` could not be written, and the run goes on."""
+        """The checkpoint of ``step`` could not be written; the run continues."""
         ...
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
-        """The run is done."""
+        """The training loop has ended other than by an exception; ``summary`` is the result."""
         ...
 
     def close(self) -> None:
-        """Let go of files and the terminal; may be called twice."""
+        """Close files and restore the terminal; may be called twice."""
         ...
 
 
 def warn(line: str) -> None:
-    """Say on stderr what an observer cannot do any more; the run goes on."""
+    """Print a warning on stderr that an observer cannot do its work; the run continues."""
     print(f"warning: {line}", file=sys.stderr, flush=True)

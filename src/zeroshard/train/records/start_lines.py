@@ -1,4 +1,4 @@
-"""How a run begins on the terminal: lines of a label and what it stands for."""
+"""The lines with which a run begins on the console, each with a label and a text."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 from zeroshard.train.config.sizes import bandwidth_in_words, duration_in_words
 
-# What the lines of `about` say in words, and a log keeps as numbers.
+# Entries of ``info`` that are not printed, because the lines of ``about`` say the same in words.
 _TOLD = ("step", "max_steps", "world_size", "device", "tokens_per_step", "num_params", "torch", "rows")
 
 
 def start_lines(info: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Labels and texts, in the order of printing.
+    """Return labels and texts, in the order of printing.
 
     Args:
-        info: as `Observer.on_start` gets it. ``about`` is a table of lines that are printed as they are; ``link`` what
-            a slow link was asked to be, and was found to be.
+        info: the argument of `Observer.on_start`. Its ``about`` is a table of lines that are printed as they are, its
+            ``link`` the requested and the measured speed of a slowed link.
     """
     about: Mapping[str, str] = info.get("about") or {}
     lines = list(about.items())
@@ -31,7 +31,7 @@ def start_lines(info: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def link_in_words(link: Mapping[str, Any]) -> str:
-    """``simulated between nodes of 1 rank, 200 Mbit/s, 1 ms; measured 199.2 Mbit/s, 1.02 ms``."""
+    """Describe a link: ``simulated between nodes of 1 rank, 200 Mbit/s, 1 ms; measured 199.2 Mbit/s, 1.02 ms``."""
     size = link["node_size"]
     nodes = "1 rank" if size == 1 else f"{size} ranks"
     measured = _rate_and_latency(link, "achieved")
@@ -53,7 +53,7 @@ def _in_words(value: Any) -> str:
 
 
 def in_short(value: Any) -> str:
-    """A number in four digits, an integer with commas, anything else as it prints."""
+    """Format a float in four digits, an integer with commas, anything else as ``str`` does."""
     if isinstance(value, float):
         return f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

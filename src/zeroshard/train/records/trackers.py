@@ -1,7 +1,8 @@
-"""Trackers of experiments beside ``metrics.jsonl``: TensorBoard, Weights & Biases, trackio. Off unless asked for.
+"""Experiment trackers: TensorBoard, Weights & Biases, trackio. They are off unless asked for (``--track``).
 
-A tracker is three calls. `TrackedRun` makes an observer of one, and stands between it and the run: whatever a tracker
-raises is told once, on stderr, and from then on the run goes on without it. The log of the run stays the JSONL.
+A tracker implements three methods (`Tracker`). `TrackedRun` turns it into an observer and shields the run from it: the
+first exception of a tracker is reported on stderr, and the run continues without that tracker. ``metrics.jsonl`` is
+always written, whatever trackers there are.
 """
 
 from __future__ import annotations
@@ -20,27 +21,27 @@ from zeroshard.train.config.sections import TrackConfig
 from zeroshard.train.config.validate import by_dotted_name
 from zeroshard.train.records.records import StepRecord
 
-_RUN_ID = "tracker-id"  # a file of a run folder
+_RUN_ID = "tracker-id"  # name of a file in the run folder
 
 
 class Tracker(Protocol):
-    """What an experiment tracker is to us; any call may raise."""
+    """Interface of an experiment tracker; any method may raise."""
 
     def start(self, facts: Mapping[str, Any]) -> None:
-        """The run begins or goes on; ``facts`` are its configuration."""
+        """The run starts or resumes; ``facts`` are its configuration and fixed facts, by dotted name."""
         ...
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Numbers after ``step`` steps."""
+        """Log values after ``step`` steps."""
         ...
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """The run is over, or was ended: then ``summary`` is empty."""
+        """The run has ended; ``summary`` is empty if an exception ended it."""
         ...
 
 
 class TensorBoardTracker:
-    """Event files in ``FOLDER/tensorboard``, by torch's own writer; a run that goes on adds a file."""
+    """Writes event files into ``FOLDER/tensorboard`` with torch's own writer; a resumed run adds a file."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._writer = folder / "tensorboard", None
@@ -53,7 +54,7 @@ class TensorBoardTracker:
         self._writer.add_text("config", "\n".join(f"    {line}" for line in _lines(facts)))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """A scalar for each."""
+        """Write one scalar per value."""
         assert self._writer is not None
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
@@ -65,11 +66,11 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """Weights & Biases; offline it writes into ``FOLDER/wandb``, which ``wandb sync`` sends later.
+    """Logs to Weights & Biases; offline it writes into ``FOLDER/wandb``, which ``wandb sync`` uploads later.
 
-    A run folder is one run there, however often it is gone on with, unless it goes on from before a checkpoint that it
-    has: that is another run (`forget_run`). Steps are a metric of their own, which the others are drawn over: W&B drops
-    what is logged at a step below the last one, as a run that goes on from a checkpoint does.
+    A run folder stays one W&B run however often it is resumed. Only if it is resumed from an earlier checkpoint than
+    its newest does it become a new W&B run (`forget_run`). The step is logged as a metric of its own, over which the
+    others are drawn, because W&B drops values of a step below the last one, and a resumed run repeats steps.
     """
 
     def __init__(self, folder: Path, config: TrackConfig) -> None:
@@ -94,19 +95,19 @@ class WandbTracker:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """All of them at one step."""
+        """Log all values at one step."""
         assert self._run is not None
         self._run.log({**values, "step": step})
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Say what came out, and close."""
+        """Set the summary, and close the run."""
         if self._run is not None:
             self._run.summary.update(dict(summary))
             self._run.finish(exit_code=0 if summary else 1)
 
 
 class TrackioTracker:
-    """trackio: the calls of W&B, kept on this machine."""
+    """Logs to trackio, which has the API of W&B and keeps the data on this machine."""
 
     def __init__(self, folder: Path, config: TrackConfig) -> None:
         self._folder, self._config, self._trackio = folder, config, None
@@ -124,22 +125,22 @@ class TrackioTracker:
         self._trackio = trackio
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """All of them at one step, which is an argument: a key of that name would be renamed."""
+        """Log all values at one step; the step is an argument, because trackio would rename a key ``step``."""
         assert self._trackio is not None
         self._trackio.log(dict(values), step=step)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Close."""
+        """Close the run; trackio has no summary."""
         if self._trackio is not None:
             self._trackio.finish()
 
 
 class TrackedRun:
-    """A tracker as an observer of a run, which it cannot disturb.
+    """An observer that passes a run's events on to a tracker, whose exceptions cannot disturb the run.
 
     Args:
-        name: in the warning.
-        tracker: told what the observer is told.
+        name: name of the tracker, for the warning.
+        tracker: the tracker.
         facts: the run's configuration.
     """
 
@@ -153,7 +154,7 @@ class TrackedRun:
         self._try(lambda tracker: tracker.start({**by_dotted_name(self._facts), **by_dotted_name({"run": info})}))
 
     def on_step(self, record: StepRecord) -> None:
-        """Log the step's numbers."""
+        """Log the numbers of the step."""
         self._try(lambda tracker: tracker.log(values_of(record), record.step))
 
     def on_eval(
@@ -165,20 +166,20 @@ class TrackedRun:
         self._try(lambda tracker: tracker.log({"val/loss": loss, **average, **more}, step))
 
     def on_saving(self, done_bytes: int, num_bytes: int) -> None:
-        """Nothing: no tracker shows it."""
+        """Do nothing: trackers do not show the progress of a save."""
 
     def on_checkpoint(self, step: int, path: Path, facts: Mapping[str, Any] | None = None) -> None:
-        """Nothing: checkpoints are the run folder's."""
+        """Do nothing: checkpoints stay in the run folder."""
 
     def on_checkpoint_failed(self, step: int, path: Path, error: str) -> None:
-        """Nothing: it is said on stderr."""
+        """Do nothing: the failure is reported on stderr."""
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
-        """Keep what came out, for the end."""
+        """Keep the scalar values of the summary until `close` passes them on."""
         self._summary = {key: value for key, value in summary.items() if isinstance(value, str | int | float)}
 
     def close(self) -> None:
-        """End the tracker."""
+        """Finish the tracker; later calls do nothing."""
         self._try(lambda tracker: tracker.finish(self._summary))
         self._tracker = None
 
@@ -194,7 +195,7 @@ class TrackedRun:
 
 
 def trackers(config: TrackConfig, folder: Path, facts: Mapping[str, Any]) -> list[TrackedRun]:
-    """An observer for each tracker that was asked for.
+    """Return an observer for each tracker that was asked for.
 
     Raises:
         UserError: one of them is not installed.
@@ -209,14 +210,14 @@ def trackers(config: TrackConfig, folder: Path, facts: Mapping[str, Any]) -> lis
 
 
 def require_trackers(config: TrackConfig) -> None:
-    """See that every tracker that was asked for is installed; else a UserError."""
+    """Raise UserError unless every tracker that was asked for is installed."""
     for name in config.to:
         if importlib.util.find_spec(name) is None:
             raise UserError("track.to", f"{name} is not installed", f"pip install 'zeroshard[{name}]'")
 
 
 def values_of(record: StepRecord) -> dict[str, float]:
-    """The numbers of a step, by group; what is not known is left out."""
+    """Return the numbers of a step by name, as ``train/loss``; unknown ones are left out."""
     found = {
         "train/loss": record.loss,
         "train/grad_norm": record.grad_norm,
@@ -237,12 +238,12 @@ def values_of(record: StepRecord) -> dict[str, float]:
 
 
 def forget_run(folder: Path) -> None:
-    """From now on the run in ``folder`` is another one to W&B and trackio."""
+    """Delete the run's tracker id, so that W&B and trackio treat the run in ``folder`` as a new one from now on."""
     (folder / _RUN_ID).unlink(missing_ok=True)
 
 
 def _run_id(folder: Path) -> str:
-    """One for each run folder, kept in it, so that a run which goes on is the same one there."""
+    """The id of the run at its trackers, kept in the run folder, so that a resumed run is the same run there."""
     kept = folder / _RUN_ID
     if not kept.exists():
         kept.write_text(uuid.uuid4().hex[:12], encoding="utf-8")

@@ -1,1 +1,1 @@
-"""From settings to a run: ranks, data, model, optimizer, strategy."""
+"""Builds a run from its settings: ranks, data, model, optimizer, strategy."""

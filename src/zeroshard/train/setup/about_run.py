@@ -1,7 +1,7 @@
-"""What a run is, in words: the first lines that it prints.
+"""Describes a run in words: the first lines that it prints.
 
-Each line answers one question of whoever starts a run: what is sharded over which ranks, how they communicate, what is
-trained on what, and what a step is made of.
+Each line answers one question of the user who starts a run: what is sharded over which ranks, how they communicate,
+which model is trained on which data, and what a step consists of.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TORCH_STRATEGIES = {
     "zero1-torch": "PyTorch's ZeroRedundancyOptimizer",
     "fsdp2": "PyTorch's fully_shard (FSDP2)",
 }
-# By the names of their classes, so that none is imported to be told from the others.
+# Keyed by class name, so that no communicator has to be imported for a comparison.
 _COMMUNICATORS = {
     "LocalCommunicator": "none, one rank has no collectives",
     "SharedMemoryCommunicator": "shm, shared memory of this machine",
@@ -46,18 +46,18 @@ def about_run(
     *,
     chosen: bool = False,
 ) -> dict[str, str]:
-    """Lines by their labels, in the order in which they are printed.
+    """Return the lines that describe a run, by label, in the order in which they are printed.
 
     Args:
-        config: of the run; its strategy is one by name, and not ``auto``.
-        folder: where the run writes.
-        model: of the run; its parameters are counted before an engine has sharded them.
-        corpus: what it trains on.
-        comm: the ranks; wrappers around a communicator are looked through.
-        device: of this rank.
+        config: settings of the run; its strategy must be resolved, not ``auto``.
+        folder: the run folder.
+        model: the unsharded model, whose parameters are counted; it may be on the meta device.
+        corpus: the data to train on.
+        comm: the ranks; the description is that of the innermost communicator, without wrappers.
+        device: the device of this rank.
         grad_accum_steps: micro-batches of each rank in a step.
-        first_step: steps already done.
-        chosen: whether ``--strategy auto`` has chosen the strategy.
+        first_step: steps already completed.
+        chosen: whether ``--strategy auto`` chose the strategy.
     """
     world_size = comm.world_size
     tokens = config.micro_batch_size * grad_accum_steps * world_size * config.seq_len
@@ -81,14 +81,14 @@ def about_run(
 
 
 def strategy_in_words(name: str, world_size: int, shard_size: int = 0, *, chosen: bool = False, every: int = 1) -> str:
-    """``zero2: optimizer states and gradients sharded over 2 ranks``.
+    """Describe a strategy, as ``zero2: optimizer states and gradients sharded over 2 ranks``.
 
     Args:
-        name: of `zeroshard.parallel.registry`, or ``module:name``.
-        world_size: ranks of the run.
-        shard_size: ranks that share out training state; 0: all.
-        chosen: whether ``--strategy auto`` has chosen it.
-        every: steps between meetings of replicas; 1: their gradients are reduced at each.
+        name: a name of `zeroshard.parallel.registry`, or ``module:name``.
+        world_size: number of ranks of the run.
+        shard_size: number of ranks over which training state is sharded; 0: all.
+        chosen: whether ``--strategy auto`` chose it.
+        every: steps between meetings of replicas; 1: gradients are reduced over replicas at each step.
     """
     said = f"{name} (chosen by auto)" if chosen else name
     if name in _TORCH_STRATEGIES:
@@ -112,7 +112,7 @@ def strategy_in_words(name: str, world_size: int, shard_size: int = 0, *, chosen
 
 
 def communicator_in_words(comm: Communicator, strategy: str) -> str:
-    """What carries the collectives of a run, and by which backend."""
+    """Describe the communicator of a run; for torch.distributed with its backend."""
     inner = comm
     while hasattr(inner, "inner"):
         inner = inner.inner
@@ -123,7 +123,7 @@ def communicator_in_words(comm: Communicator, strategy: str) -> str:
 
 
 def corpus_in_words(config: TrainConfig, corpus: Corpus) -> str:
-    """The source, its tokens and its tokenizer."""
+    """Describe the data: source, number of tokens, tokenizer, and how rows are filled."""
     size = f"{corpus.num_tokens:,} tokens to train on" if corpus.num_tokens else "streamed"
     rows = f", {corpus.said}" if corpus.said else ""
     return f"{config.data.source}, {size}, tokenizer {config.data.tokenizer} of {corpus.vocab_size:,} ids{rows}"

@@ -1,11 +1,12 @@
-"""Ranks that start together agree: on what rank 0 did for all of them, and on what each was started with.
+"""Agreement between ranks at start-up: on the outcome of rank 0's work, and on settings, code, data and model.
 
-Preparing data or making the run folder is rank 0's work. Were its failure its own, the others would wait in the
-next collective for a rank that is gone; so they learn of it, word by word, and end as it does.
+Rank 0 alone prepares data and creates the run folder. If that failed on rank 0 only, the others would wait in their
+next collective for a rank that is gone. So rank 0 sends them its error, and every rank raises it (`first_rank_does`).
 
-Ranks with another learning rate, another commit or another copy of the data train without complaint, and the result
-is nobody's. So facts are compared before anything depends on them, the settings at the store where ranks meet, since
-they decide which communicator there is; the first rank and field that differ from rank 0's are named on every rank.
+Ranks with different learning rates, commits or copies of the data would train without any error, to a meaningless
+result. So these facts are compared before anything depends on them, and every rank raises the first difference from
+rank 0. Settings and versions are compared through the store at which ranks connect (`agree_at`), because settings
+decide which communicator is used. Data and model are compared by collectives (`agree_on`).
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ from zeroshard.train.config.validate import by_dotted_name
 from zeroshard.zero.transfer import send_bytes
 
 OWN_TO_A_RANK = frozenset({"nproc", "port", "rdzv_endpoint", "data.dir"})  # settings that may differ between machines
-MEETING_S = 100.0  # that ranks wait for the next one to come
-HEARING_S = 10.0  # that rank 0 waits for others to hear why they are refused
-STILL_AT_IT_S = 30.0  # after which rank 0 says so, while it works for all
-_STORAGE = "storage"  # in the place of what to do: the failure was a disk's or a folder's
+MEETING_S = 100.0  # how long ranks wait for the next rank to connect
+HEARING_S = 10.0  # how long rank 0 keeps the store alive so that others can read why they are refused
+STILL_AT_IT_S = 30.0  # interval at which rank 0 tells the others that it is still working
+_STORAGE = "storage"  # sent in place of the advice if the failure was that of a disk or folder
 START_ALIKE = "start every rank with the same"
 
 
 def first_rank_does(comm: Communicator, work: Callable[[], object]) -> None:
-    """Run ``work`` on rank 0 while the others wait, however long that takes; collective.
+    """Run ``work`` on rank 0 while the others wait, however long it takes; collective.
 
-    ``work`` must send nothing.
+    ``work`` must not issue collectives.
 
     Raises:
-        UserError: ``work`` raised it on rank 0; every rank raises the same one.
-        OSError: ``work`` raised it on rank 0; on the others it is a `FirstRankStorageError`.
-        Exception: on rank 0 whatever else ``work`` raised; on the others a RuntimeError that says so.
+        UserError: ``work`` raised it on rank 0; every rank raises the same error.
+        OSError: ``work`` raised it on rank 0; if a disk or folder failed, other ranks raise `FirstRankStorageError`.
+        Exception: on rank 0 any other exception of ``work``; on other ranks a RuntimeError with its text.
     """
     failure: Exception | None = None
     if comm.rank == 0:
@@ -54,7 +55,7 @@ def first_rank_does(comm: Communicator, work: Callable[[], object]) -> None:
                 work()
             except Exception as error:  # noqa: BLE001 -- raised again below, once the others know
                 failure = error
-    while _is_at_it(comm, False):
+    while _is_at_it(comm, False):  # ends with the call in which rank 0 has finished
         pass
     words = _send(comm, json.dumps(_describe(failure)) if failure else "")
     if failure is not None:
@@ -77,14 +78,14 @@ def _describe(failure: Exception) -> tuple[str, str, str]:
 
 @contextmanager
 def _others_wait_on(comm: Communicator) -> Generator[None]:
-    """Inside, on rank 0, a thread tells the others now and then that they are not forgotten.
+    """On rank 0: inside this block a background thread regularly tells the other ranks that rank 0 still works.
 
-    Ranks that hear nothing for minutes would take this one for lost, and tokens may take hours to prepare.
+    Without it the other ranks would take rank 0 for lost after some minutes, and preparing tokens may take hours.
     """
     is_done = threading.Event()
 
     def tell() -> None:
-        with suppress(PeerError):  # whoever is lost is met again by the message that comes after the work
+        with suppress(PeerError):  # a lost rank is reported again by the collective after the work
             while not is_done.wait(STILL_AT_IT_S):
                 _is_at_it(comm, True)
 
@@ -100,7 +101,7 @@ def _others_wait_on(comm: Communicator) -> Generator[None]:
 
 
 def _is_at_it(comm: Communicator, at_it: bool) -> bool:
-    """Whether any rank says that it is. Collective."""
+    """Whether any rank passed ``at_it`` as true, that is, is still working. Collective."""
     message = torch.tensor([int(at_it)], device=comm.control_device)
     with scope(CONTROL):
         comm.all_reduce(message, op="max").wait()
@@ -108,17 +109,17 @@ def _is_at_it(comm: Communicator, at_it: bool) -> bool:
 
 
 def _send(comm: Communicator, text: str) -> str:
-    """Rank 0's ``text`` on every rank."""
+    """Return rank 0's ``text`` on every rank; collective."""
     return send_text(comm, text, src=0)
 
 
 def send_text(comm: Communicator, text: str, src: int) -> str:
-    """Rank ``src``'s ``text`` on every rank; collective."""
+    """Return rank ``src``'s ``text`` on every rank; collective."""
     return send_bytes(comm, text.encode(), src).decode()
 
 
 def gather_bytes(comm: Communicator, mine: bytes) -> list[bytes]:
-    """Every rank's bytes, in the order of ranks; collective."""
+    """Return every rank's bytes, which may differ in length, in the order of ranks; collective."""
     if comm.world_size == 1:
         return [mine]
     device = comm.control_device
@@ -134,10 +135,10 @@ def gather_bytes(comm: Communicator, mine: bytes) -> list[bytes]:
 
 
 def agree_on(comm: Communicator, facts: Mapping[str, object]) -> None:
-    """See that every rank has rank 0's ``facts``; collective.
+    """Check that every rank has the same ``facts`` as rank 0; collective.
 
     Raises:
-        UserError: some rank has not; its field is the first fact that differs. The same on every rank.
+        UserError: a rank has different facts; its field is the first fact that differs. The same on every rank.
     """
     own = _as_json(facts)
     digest = int.from_bytes(hashlib.sha256(own.encode()).digest()[:8], "big", signed=True)
@@ -151,13 +152,13 @@ def agree_on(comm: Communicator, facts: Mapping[str, object]) -> None:
 
 
 def agree_at(store: dist.Store, rank: int, world_size: int, facts: Mapping[str, object]) -> None:
-    """See that every rank has rank 0's ``facts`` where there is but a store as yet; every rank calls it once.
+    """Check that every rank has the same ``facts`` as rank 0, through a store, before there is a communicator.
 
-    A rank reads rank 0's facts alone, so that the store serves thousands of ranks.
+    Every rank calls it once. Each rank reads only rank 0's facts, so that the store can serve thousands of ranks.
 
     Raises:
         UserError: as `agree_on`.
-        PeerError: for `MEETING_S` no rank came, and some have not; they are named on every rank.
+        PeerError: some ranks have not connected, and none has for `MEETING_S`; every rank names the missing ones.
     """
     own = _as_json(facts)
     if rank == 0:
@@ -176,14 +177,14 @@ def agree_at(store: dist.Store, rank: int, world_size: int, facts: Mapping[str, 
     deadline = time.monotonic() + HEARING_S
     num_here = world_size - (missing.count(",") + 1 if missing else 0)
     while rank == 0 and store.add("heard", 0) < num_here and time.monotonic() < deadline:
-        time.sleep(0.01)  # the store may go with rank 0
+        time.sleep(0.01)  # rank 0 may host the store, so let the others read the verdict before it ends
     if missing:
         raise PeerError(_missing([int(other) for other in missing.split(",")], world_size))
     _refuse(verdict)
 
 
 def _verdict(store: dist.Store, world_size: int) -> tuple[str, str] | str | None:
-    """On rank 0: the first difference that a rank has found, or which ranks have not come, as ``3,7``."""
+    """On rank 0: return the first difference that a rank found, or the ranks that are missing as ``3,7``; else None."""
     first: tuple[str, str] | None = None
     for other in range(world_size):
         if not _came(store, f"differs/{other}"):
@@ -193,7 +194,7 @@ def _verdict(store: dist.Store, world_size: int) -> tuple[str, str] | str | None
 
 
 def _came(store: dist.Store, key: str) -> bool:
-    """Whether a key is there within `MEETING_S` from now."""
+    """Wait for a key of the store; returns whether it was set within `MEETING_S` from now."""
     deadline, pause_s = time.monotonic() + MEETING_S, 0.001
     while not store.check([key]):
         if time.monotonic() > deadline:
@@ -209,24 +210,27 @@ def _missing(ranks: Sequence[int], world_size: int) -> str:
 
 
 def code_version() -> str:
-    """The package's version and what its files hold: two ranks with one answer run the same code."""
+    """The package's version and a hash of its source files: ranks with equal values run the same code."""
     return f"{zeroshard.__version__} ({_hash_of_files(Path(zeroshard.__file__).parent)})"
 
 
 def start_facts(config: Mapping[str, object]) -> dict[str, object]:
-    """What ranks must have in common before they have a communicator: settings, code, torch."""
+    """Facts that ranks must have in common before they have a communicator: settings, code version, torch version."""
     settings = {name: value for name, value in by_dotted_name(config).items() if name not in OWN_TO_A_RANK}
     return {**settings, "code version": code_version(), "torch version": str(torch.__version__)}
 
 
 def model_facts(model: nn.Module) -> dict[str, object]:
-    """Each parameter's and buffer's dtype, shape and training, by name."""
+    """The dtype and shape of each parameter and buffer, and whether it is frozen, by name."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return {f"model {name}": f"{t.dtype} {list(t.shape)} {'' if t.requires_grad else 'fixed'}" for name, t in tensors}
 
 
 def _first_difference(first: str, other: str, rank: int) -> tuple[str, str] | None:
-    """``(field, what is wrong)`` of the first fact that ``rank`` has otherwise than rank 0; None where none is."""
+    """Compare ``rank``'s facts with rank 0's: ``(field, what is wrong)`` of the first difference, None if equal.
+
+    ``first``, ``other``: facts of rank 0 and of ``rank``, as JSON.
+    """
     theirs, ours = json.loads(first), json.loads(other)
     for field in {**theirs, **ours}:
         if theirs.get(field, "nothing") != ours.get(field, "nothing"):

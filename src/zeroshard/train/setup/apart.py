@@ -1,8 +1,8 @@
-"""Whether a model keeps apart what it is told to keep apart: asked of the model itself, before the first step.
+"""Checks before the first step that a model keeps packed examples apart, that is, masks attention between them.
 
-Models of `transformers` and of users find the beginnings of examples in their positions, or do not: a layer with a
-state that goes along the sequence, or an attention that takes no mask, would let examples see each other in silence. So
-the loss of an example is computed behind different neighbours, in a batch of the run's shape. It must not change.
+Models of `transformers` and of users are told where examples begin by their positions, and may ignore it: a recurrent
+layer, or an attention without a mask, would silently let the examples of a row see each other. So the check computes
+the loss of an example after different neighbours, in a batch of the run's shape. The loss must not change.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from torch import Tensor, nn
 from zeroshard.errors import UserError
 from zeroshard.models.hugging_face.model import HuggingFaceModel
 
-_ROUNDING = 2.5e-7  # share of a loss, two units of fp32: what is not seen enters sums as zeros, and changes no bit
-# Of experts on CUDA: how many tokens one is given decides which kernel multiplies them, and so the last bits of each.
-# The change must then be so many times smaller than where examples see each other.
+# Largest relative change of the loss that counts as none: two units in the last place of fp32. Masked tokens enter sums
+# as zeros, which change no bit.
+_ROUNDING = 2.5e-7
+# With mixture-of-experts layers on CUDA, the number of tokens of an expert decides which kernel multiplies them, and so
+# their last bits. There the change must be this many times smaller than the change without a mask.
 _LEAST_CHANGE = 64
 _NUM_TARGETS = 2  # first tokens of an example, which are nearest to its neighbour
-_SHIFTS = (1, 7)  # from the ids of a neighbour to those of others
+_SHIFTS = (1, 7)  # added to a neighbour's token ids to make other neighbours
 
 
 @contextmanager
 def _without_balance(model: nn.Module) -> Generator[None]:
-    """Inside, a loss has no part for the balance of experts, to which neighbours contribute rightly."""
+    """In this block the loss has no load-balancing term of experts, which rightly depends on neighbours."""
     balanced = [each for each in model.modules() if isinstance(each, HuggingFaceModel) and each.balances_experts]
     for each in balanced:
         each.balances_experts = False
@@ -41,10 +43,10 @@ def _without_balance(model: nn.Module) -> Generator[None]:
 def require_apart(
     model: nn.Module, setting: str, vocab_size: int, micro_batch_size: int, seq_len: int, device: torch.device
 ) -> None:
-    """Raise UserError, which names ``setting``, where examples of one row see each other. Collective.
+    """Raise a UserError that names ``setting`` if examples of one row see each other. Collective.
 
-    The model is called six times in evaluation mode and left in the mode it was in. Each rank gives it the same rows,
-    so that all come to the same end. Rows of less than 4 tokens are not looked at.
+    Calls the model six times in evaluation mode and restores its mode. Every rank uses the same rows, so that all reach
+    the same result. Rows of fewer than 4 tokens are not checked.
     """
     if seq_len < 4:
         return
@@ -62,7 +64,7 @@ def require_apart(
     model.eval()
 
     def change(**positions: Tensor) -> tuple[float, float]:
-        """The loss, and the most that it changes with the neighbours."""
+        """Return the loss, and the largest change of it when the neighbours change."""
         loss, *others = (float(model(each, targets_BT.to(device), **positions)) for each in rows)
         return loss, max(abs(other - loss) for other in others)
 

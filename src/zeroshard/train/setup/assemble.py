@@ -1,6 +1,6 @@
-"""From settings to a model, its optimizer and the strategy that spreads them over ranks.
+"""Builds from settings a model, its optimizer, and the strategy that shards or replicates them over ranks.
 
-Nothing here touches a run folder: training, evaluation and planning build the same things from the same settings.
+Nothing here uses a run folder, so training, evaluation and planning build the same model from the same settings.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from zeroshard.train.setup.compiled import compile_blocks
 from zeroshard.zero import LocalSteps, loaded_later
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-FP8 = "fp8"  # of ``dtype``: products of blocks in 8 bits, all else in bfloat16
+FP8 = "fp8"  # value of ``dtype``: matrix products of blocks in 8 bits, everything else in bfloat16
 
 
 def check_model(config: TrainConfig) -> None:
-    """Raise UserError where the model cannot be built, or is too short for ``seq_len``; builds nothing."""
+    """Raise UserError if the model's settings are wrong or ``seq_len`` is too long for it; builds nothing."""
     longest = model_config(config.model.name, overrides=model_overrides(config.model)).seq_len
     if config.seq_len > longest:
         what = f"{config.seq_len} is above the {longest} of {config.model.name}"
@@ -52,19 +52,22 @@ def check_model(config: TrainConfig) -> None:
 
 
 def check_adapters(config: TrainConfig) -> None:
-    """Raise UserError where the model cannot be given the adapters that ``config`` asks for; data need not be there."""
+    """Raise UserError if the model cannot have the adapters that ``config`` asks for; the data is not needed."""
     if config.lora.rank:
         make_model(config, max(config.model.vocab_size, 1), "meta")
 
 
 def check_float8(config: TrainConfig) -> None:
-    """Raise UserError where ``config`` asks for fp8, and the model has no layer for it; data need not be there."""
+    """Raise UserError if ``config`` asks for fp8 and the model has no layer for it; the data is not needed."""
     if config.dtype == FP8:
         float8_layers(make_model(config, max(config.model.vocab_size, 1), "meta"))
 
 
 def check_shard_size(config: TrainConfig, world_size: int) -> None:
-    """Raise UserError where the world cannot be shared out to groups of ``shard_size``."""
+    """Raise UserError if ``world_size`` does not fit a setting that groups ranks.
+
+    These are ``shard_size``, ``reproducible``, ``node_copy``, ``wire.node_size`` and ``replicas``.
+    """
     if config.shard_size and world_size % config.shard_size:
         sizes = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
         what = f"{config.shard_size} does not divide a world of {world_size}"
@@ -82,7 +85,7 @@ def _check_vocab_size(config: TrainConfig, vocab_size: int) -> None:
 
 
 def make_model(config: TrainConfig, vocab_size: int, device: torch.device | str) -> LanguageModel:
-    """The model of ``config``: on ``device``, or without values on ``"meta"``."""
+    """Build the model of ``config`` on ``device``; on ``"meta"`` without values."""
     with torch.device(device):
         model = build_model(
             config.model.name,
@@ -97,12 +100,12 @@ def make_model(config: TrainConfig, vocab_size: int, device: torch.device | str)
 
 
 def lora_of(config: LoraConfig) -> Lora | None:
-    """The adapters that settings ask for; None where the model's own weights are trained."""
+    """The adapters that the settings ask for; None if the model's own weights are trained."""
     return Lora(**config.model_dump()) if config.rank else None
 
 
 def model_overrides(model: ModelConfig) -> dict[str, object]:
-    """What replaces the preset's values: the fields that differ from "as the preset says"."""
+    """The settings that replace the preset's values: all fields that differ from their defaults."""
     unset = ModelConfig().model_dump()
     changed = {name: value for name, value in model.model_dump().items() if name != "name" and value != unset[name]}
     if "tie_embeddings" in changed:
@@ -111,7 +114,7 @@ def model_overrides(model: ModelConfig) -> dict[str, object]:
 
 
 def model_table(config: GPT2Config | LlamaConfig) -> ModelConfig:
-    """How a run's configuration says that its model is ``config``."""
+    """Express a model's configuration as a run's ``[model]`` table: the nearest preset, and the differences from it."""
     name, changes = nearest_preset(config)
     if "tie_embeddings" in changes:
         changes["tie_embeddings"] = "yes" if changes["tie_embeddings"] else "no"
@@ -119,10 +122,10 @@ def model_table(config: GPT2Config | LlamaConfig) -> ModelConfig:
 
 
 def separating_id(config: TrainConfig, eos_id: int | None) -> int | None:
-    """The id that attention does not cross; None where it sees everything.
+    """The token id that ends a document and that attention must not cross; None if attention is not limited by an id.
 
     Raises:
-        UserError: it shall not cross documents, and nothing ends them.
+        UserError: attention must stay inside documents, but the tokenizer has no id that ends them.
     """
     if not apart_by(config) or config.data.format != "text":
         return None
@@ -134,7 +137,7 @@ def separating_id(config: TrainConfig, eos_id: int | None) -> int | None:
 
 
 def apart_by(config: TrainConfig) -> str:
-    """The setting by which attention stays inside documents or examples; empty where it does not."""
+    """The name of the setting that keeps attention inside documents or examples; "" if none is on."""
     named = ("data.packing", "data.document_mask")
     return next((name for name in named if getattr(config.data, name.partition(".")[2])), "")
 
@@ -148,18 +151,18 @@ def sharded(
     *,
     draw: bool = True,
 ) -> tuple[LanguageModel, Strategy]:
-    """The model of ``config`` and the strategy that holds it, on this rank's ``device``; collective.
+    """Build the model of ``config`` and the strategy that trains it, on this rank's ``device``; collective.
 
-    Each rank of ours draws the initial weights that it keeps. With strategies of PyTorch's rank 0 draws, one parameter
-    at a time, and the others receive them.
+    With our strategies each rank draws the initial weights of its own shard. With PyTorch's strategies rank 0 draws
+    them, one parameter at a time, and the other ranks receive them.
 
     Args:
-        config: of the run.
-        vocab_size: of the tokens.
-        eos_id: the id that attention does not cross; None where it sees everything.
+        config: settings of the run.
+        vocab_size: number of token ids in the data.
+        eos_id: the token id that attention must not cross; None: no such id.
         comm: the ranks.
-        device: of this rank.
-        draw: False before a load: nothing is drawn, and weights are NaN until then.
+        device: the device of this rank.
+        draw: whether to draw initial weights; False before a checkpoint is loaded: weights are NaN until then.
 
     Raises:
         UserError: the model has fewer ids than ``vocab_size``, or ranks have different models.
@@ -207,7 +210,7 @@ def sharded(
 
 
 def _param_groups(config: TrainConfig, blocks: nn.ModuleList, module: nn.Module) -> list[dict[str, Any]]:
-    """The groups of ``module``'s parameters, which a strategy may have wrapped; ``blocks`` are in it somewhere."""
+    """The optimizer's param groups for ``module``, which contains ``blocks`` and may be the model in a wrapper."""
     if config.optimizer != "muon":
         return decay_groups(module.named_parameters(), config.weight_decay)
     wanted = {id(block) for block in blocks}
@@ -216,20 +219,20 @@ def _param_groups(config: TrainConfig, blocks: nn.ModuleList, module: nn.Module)
 
 
 def compute_dtype(config: TrainConfig) -> torch.dtype:
-    """Of forward and backward; under fp8 that of all but the products of blocks."""
+    """The dtype of forward and backward; with fp8 the dtype of everything but the blocks' matrix products."""
     return torch.bfloat16 if config.dtype == FP8 else DTYPES[config.dtype]
 
 
 def reduce_dtype(config: TrainConfig) -> torch.dtype | None:
-    """In which gradients add up and travel; None: in the masters' dtype."""
+    """The dtype in which gradients accumulate and are reduced; None: that of the master weights."""
     return DTYPES.get(config.reduce_dtype)
 
 
 def local_steps(given: ReplicasConfig, num_units: int) -> LocalSteps | None:
-    """How replicas meet; None where all ranks take each step together.
+    """Return how replicas take local steps and meet; None if all ranks take each step together.
 
     Raises:
-        UserError: more fragments than the units are: ``num_units`` and the root.
+        UserError: there are more fragments than units, which are ``num_units`` and the root.
     """
     if not given.on:
         return None
@@ -249,12 +252,15 @@ def local_steps(given: ReplicasConfig, num_units: int) -> LocalSteps | None:
 
 
 def wire(config: TrainConfig) -> dict[str, Any]:
-    """What travels, as `zeroshard.zero.MixedPrecision` takes it."""
+    """The wire formats, as arguments of `zeroshard.zero.MixedPrecision`."""
     return {**config.wire.as_precision(DTYPES), "rounding_seed": config.seed}
 
 
 def _optimizer(config: TrainConfig, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Our kernel's AdamW where Triton serves and torch does not shard, else torch's; their states are alike."""
+    """The optimizer's class and arguments: Muon, or AdamW by our Triton kernel if it can be used, else torch's AdamW.
+
+    The kernel needs Triton and a strategy that gives our optimizers plain tensors. Both AdamWs have the same states.
+    """
     kwargs: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.optim.eps}
     if config.optimizer == "muon":
         return MuonAdamW, {**kwargs, "momentum": config.momentum, "fused": config.fused}
@@ -265,7 +271,7 @@ def _optimizer(config: TrainConfig, device: torch.device) -> tuple[type[torch.op
 
 
 def serving(config: TrainConfig, model: LanguageModel, strategy: Strategy, device: torch.device) -> dict[str, str]:
-    """Who serves each operation of this run."""
+    """The implementation (Triton, Liger, torch, ...) that serves each operation of this run, by operation."""
     optimizer = ("adamw", "sum_of_squares") if isinstance(strategy.optimizer, FusedAdamW) else ()
     served: dict[str, str] = dict(describe(device, config.kernels, (*model.operations, *optimizer)))
     if optimizer:

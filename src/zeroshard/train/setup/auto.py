@@ -1,10 +1,11 @@
-"""``--strategy auto``: the lowest stage whose step fits, and one more whenever memory ran out all the same.
+"""``--strategy auto``: starts at the lowest stage whose step fits in memory, and moves a stage up after each OOM.
 
-Lower stages send less, higher ones hold less. What fits is predicted before the run (by
-`zeroshard.lab.planner.lowest_stage`, which the command line hands in); fragments and neighbours are not, so a rank may
-still run out. It may do so alone, in the middle of a collective, where no rank can be asked to take another turn. So
-that rank leaves word in the run folder and ends, and the next start, at once under our launcher, goes on from the last
-checkpoint a stage higher: checkpoints know no stage.
+Lower stages communicate less, higher ones need less memory. The lowest stage that fits is predicted before the run by
+`zeroshard.lab.planner.lowest_stage`, which the command line passes in. The prediction ignores fragmentation and other
+processes, so a rank may still run out of memory. That may happen on one rank alone, in the middle of a collective, when
+the ranks cannot agree on anything any more. So that rank writes the next stage into ``auto-stage.json`` in the run
+folder and ends. The next start, which our launcher makes at once, resumes from the last checkpoint one stage higher;
+checkpoints do not depend on the stage.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.setup.assemble import compute_dtype, reduce_dtype
 
 HIGHEST_STAGE = 3
-# From a model on the meta device, the number of ranks, the dtype that computes, the device, rows and tokens of a
-# micro-batch, whether there is an average, whether stage 3 frees weights after forward, the dtype of reductions
-# (None: fp32), and the leaves (None: none): stage, and why.
+# A function that returns the stage and why. Its arguments: the model on the meta device, the number of ranks, the
+# compute dtype, the device, sequences in a micro-batch, tokens in a sequence, whether there is a moving average of the
+# weights, whether stage 3 frees weights after forward, the reduce dtype (None: fp32), and the number of leaves of
+# ``reproducible`` (None: off).
 ChooseStage = Callable[
     [LanguageModel, int, torch.dtype, torch.device, int, int, bool, bool, torch.dtype | None, int | None],
     tuple[int, str],
@@ -39,7 +41,7 @@ def automatic_stage(
     device: torch.device,
     choose_stage: ChooseStage | None,
 ) -> int:
-    """The stage to start at; ``choose_stage`` says what fits on this rank. Collective."""
+    """Return the stage to start at and print it on rank 0; ``choose_stage`` finds what fits this rank. Collective."""
     chosen = 0, "where nobody predicts"
     if choose_stage is not None:
         shapes = config.micro_batch_size, config.seq_len
@@ -52,13 +54,13 @@ def automatic_stage(
 
 
 def lowest_stage(chosen: tuple[int, str], comm: Communicator, folder: Path, *, resuming: bool) -> tuple[int, str]:
-    """The stage to start at, the same on every rank, and why; collective.
+    """Return the stage to start at, the same on every rank, and why; collective.
 
     Args:
-        chosen: what fits on this rank.
-        comm: the ranks; the one with the least memory decides.
-        folder: of the run, where an earlier start may have left word.
-        resuming: whether that start was of this run.
+        chosen: the lowest stage that fits on this rank, and why.
+        comm: the ranks; the highest stage of all of them is taken.
+        folder: the run folder, in which an earlier start may have left ``auto-stage.json``.
+        resuming: whether the run is resumed; only then is that file read.
     """
     stage, why = chosen
     if resuming and _word(folder).exists():
@@ -72,11 +74,15 @@ def lowest_stage(chosen: tuple[int, str], comm: Communicator, folder: Path, *, r
 
 
 def move_up(config: TrainConfig, stage: int, rank: int, world_size: int) -> str:
-    """Leave word that memory ran out at ``stage``, if a higher one can help; in words, empty where none can."""
+    """Write into the run folder that memory ran out at ``stage``, if a higher stage can help.
+
+    Returns:
+        A line for the user; empty if no higher stage can help, and then nothing is written.
+    """
     if config.strategy != "auto" or stage >= HIGHEST_STAGE or world_size == 1:
         return ""
     why = f"rank {rank} ran out of memory at zero{stage}"
-    unfinished = _word(Path(config.out)).with_suffix(f".{rank}")  # ranks may run out together
+    unfinished = _word(Path(config.out)).with_suffix(f".{rank}")  # several ranks may write at the same time
     unfinished.write_text(json.dumps({"stage": stage + 1, "why": why}), encoding="utf-8")
     unfinished.replace(_word(Path(config.out)))
     return f"{why}; zero{stage + 1} is next"

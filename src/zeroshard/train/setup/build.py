@@ -1,7 +1,7 @@
-"""From a configuration to a run: the only place that has seen both.
+"""Builds a `Run` from a configuration; `zeroshard.train.loop.loop.train` reads only the `Run`.
 
-Order matters. What can be refused without work is refused first; rank 0 does what one rank must do (prepare the
-data, make the run folder) while the others learn how it went; then every rank builds its own part.
+Order matters. First come the checks that need no work. Then rank 0 does what one rank must do alone (prepare the data,
+create the run folder), and tells the others its outcome. Then every rank builds its own part.
 """
 
 from __future__ import annotations
@@ -74,22 +74,22 @@ from zeroshard.train.state.saved_run import saved_run
 def built(
     config: TrainConfig, choose_stage: ChooseStage | None = None, predict: Predict | None = None
 ) -> Generator[Run]:
-    """Join the ranks, build this rank's run, and clean up in any case; the other arguments as for `build_run`.
+    """Connect the ranks, build this rank's run, yield it, and clean up in any case; arguments as for `build_run`.
 
     Raises:
-        UserError: something in the configuration cannot be had; on every rank.
+        UserError: the configuration cannot be satisfied here; raised on every rank.
     """
     world = world_from_env() or World()
     config = with_model_files(with_initial_run(config))
     device = choose_device(config.device, world.local_rank)
     config = on_device(config, device)
     check_model(config)
-    describe(device, config.kernels)  # refuses what cannot be had
+    describe(device, config.kernels)  # raises if the kernels asked for are not available here
     with ExitStack() as stack:
         links = Links.of(config.link)
         facts = start_facts(config.model_dump())
         joined = join(world, config.comm, config.strategy, device, stack, facts, links, overlap=config.overlap)
-        if largest(joined.comm, num_restarts()):  # a machine that came later has seen none
+        if largest(joined.comm, num_restarts()):  # the largest, because a machine that joined later counts fewer
             config = after_restart(config)
         run = replace(build_run(config, joined.comm, device, choose_stage, predict), link=joined.link)
         stack.callback(run.close)
@@ -106,11 +106,11 @@ def build_run(
     """Build one rank's part of a run; collective.
 
     Args:
-        config: of the run.
+        config: settings of the run.
         comm: the ranks.
-        device: of this rank.
-        choose_stage: for the strategy ``auto``, which else starts at 0.
-        predict: what the run should come to; None: nobody plans.
+        device: the device of this rank.
+        choose_stage: finds the lowest stage that fits, for the strategy ``auto``; None: it starts at stage 0.
+        predict: makes the plan that the run is compared with; None: there is no plan.
 
     Raises:
         UserError: as `built`.
@@ -121,12 +121,12 @@ def build_run(
     check_float8(config)
     require_trackers(config.track)
     check_shard_size(config, comm.world_size)
-    describe(device, config.kernels)  # refuses what cannot be had
-    accumulation_steps(config, comm.world_size)  # likewise
+    describe(device, config.kernels)  # raises if the kernels asked for are not available here
+    accumulation_steps(config, comm.world_size)  # raises if the batch does not divide
     if comm.rank == 0 and config.shortened_warmup:
         print(config.shortened_warmup, file=sys.stderr, flush=True)
     folder = Path(config.out)
-    locks: list[RunLock] = []  # rank 0's
+    locks: list[RunLock] = []  # filled on rank 0 alone
     with ExitStack() as undo:
         undo.callback(lambda: [lock.close() for lock in locks])
         resuming = config.resume != "none"
@@ -147,7 +147,7 @@ def _build_in(
     choose_stage: ChooseStage | None,
     predict: Predict | None,
 ) -> Run:
-    """Build this rank's part in a folder that is this run's. Collective."""
+    """Build this rank's part of the run, once ``folder`` is locked for it. Collective."""
     schedule = _schedule(config, comm.world_size)
     resume_from = resume.choose(comm, config.resume, checkpoint_folder(folder))
     if resume_from is not None:
@@ -215,9 +215,9 @@ def _with_records(
     comm: Communicator,
     predict: Predict | None,
 ) -> Run:
-    """The run with all that it writes, prints and measures of itself; its folder is described. Collective."""
+    """Return ``run`` with observers, measurements and plan; writes its configuration into the folder. Collective."""
     first_rank_does(comm, run.describe)
-    observers: list[Observer] = []  # rank 0's
+    observers: list[Observer] = []  # filled on rank 0 alone
     first_rank_does(comm, lambda: observers.extend(_observers(config, run.folder)))
     observed = run.comm
     assert observed is not None
@@ -241,7 +241,7 @@ def _with_records(
 
 
 def _resumed(run: Run, path: Path, config: TrainConfig, corpus: Corpus, comm: Communicator) -> Run:
-    """The run as of the checkpoint at ``path``, if its settings may have changed as they have. Collective."""
+    """Load the checkpoint at ``path`` into ``run``, after checking which settings have changed. Collective."""
     saved = saved_run(path)
     now = config.model_dump(mode="json")
     changes = resume.check_changes(saved, now, run.tokens_per_step, corpus.sha256, corpus.earlier_sha256)
@@ -259,13 +259,13 @@ def _resumed(run: Run, path: Path, config: TrainConfig, corpus: Corpus, comm: Co
 
 
 def _load(path: Path, run: Run, *, verified: bool) -> int:
-    """Give the run the state of a checkpoint; returns the step that comes next. Collective.
+    """Load a checkpoint into the run; returns the number of steps completed in it. Collective.
 
     Raises:
-        UserError: it is not one of this model and optimizer, or cannot be read.
+        UserError: the checkpoint is of another model or optimizer, or cannot be read.
     """
     try:
-        # The optimizer's settings are the configuration's; resuming says what of it has changed.
+        # The optimizer keeps the configuration's settings; changes of them are reported by `resume.check_changes`.
         saved = checkpoint.load(path, run.strategy, verified=verified, settings=False)
         if run.scaler is not None and saved.get("loss_scaler"):
             run.scaler.load_state_dict(saved["loss_scaler"])
@@ -295,10 +295,10 @@ def _schedule(config: TrainConfig, world_size: int) -> Schedule:
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
-    """The device of this rank: ``auto`` takes a GPU where there is one.
+    """Return the device of this rank and make it current if it is a GPU; ``auto`` takes a GPU if there is one.
 
     Raises:
-        UserError: CUDA was asked for and is not there, or has fewer devices than this machine has ranks.
+        UserError: there is no GPU for this rank: CUDA was asked for without GPUs, or there are more ranks than GPUs.
     """
     num_gpus = torch.cuda.device_count()
     if wanted == "cpu" or (wanted == "auto" and num_gpus == 0):
@@ -312,10 +312,10 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
 
 
 def accumulation_steps(config: TrainConfig, world_size: int) -> int:
-    """Micro-batches of each rank in a step.
+    """Return the number of micro-batches of each rank in a step.
 
     Raises:
-        UserError: ``global_batch_size`` is set and cannot be shared out.
+        UserError: ``global_batch_size`` is set and does not divide into micro-batches for all ranks.
     """
     if config.reproducible:
         sizes = config.micro_batch_size, config.grad_accum_steps, config.global_batch_size
@@ -333,20 +333,20 @@ def accumulation_steps(config: TrainConfig, world_size: int) -> int:
 
 
 def after_restart(config: TrainConfig) -> TrainConfig:
-    """The configuration of a world that was started again: it goes on from what it has saved since, if anything."""
+    """The configuration after a restart of the ranks: it resumes from the newest checkpoint of the run, if any."""
     if config.resume not in ("none", "auto") and checkpoint.latest(checkpoint_folder(Path(config.out))) is None:
-        return config  # the checkpoint that it was to start from is still the newest
+        return config  # nothing saved yet, so resume again from the checkpoint that the user named
     return config.model_copy(update={"resume": "auto"})
 
 
 def _loss_scaler(config: TrainConfig, comm: Communicator) -> LossScaler:
-    """[Note: Reproducible] in `zeroshard.train.loop.step`: losses are divided by what one rank would divide them by."""
+    """The loss scaler; with ``reproducible`` it divides losses as on one rank: see [Note: Reproducible] in `step`."""
     divided_by = comm.world_size if config.reproducible else 1
     return LossScaler(comm, config.loss_scale, config.loss_scale_interval, divided_by=divided_by)
 
 
 def _named_units(strategy: Strategy) -> list[tuple[str, nn.Module]]:
-    """What a trace names: our engine's units, elsewhere the model's blocks."""
+    """The modules that a trace labels: units of our engine, or with other strategies the model's blocks."""
     if isinstance(strategy, ZeroStrategy):
         return [(unit.name, unit.module) for unit in strategy.zero.units]
     return [
@@ -355,9 +355,10 @@ def _named_units(strategy: Strategy) -> list[tuple[str, nn.Module]]:
 
 
 def _shapes(config: TrainConfig, vocab_size: int, eos_id: int | None) -> LanguageModel:
-    """The model of a run without values: what there is to plan with."""
+    """The model of a run on the meta device, to plan with and to count its parameters."""
     model = make_model(config, vocab_size, "meta")
-    model.eos_id = 0 if eos_id is None and apart_by(config) else eos_id  # packed rows have a mask too
+    # Packed rows have an attention mask too, so any id stands for it.
+    model.eos_id = 0 if eos_id is None and apart_by(config) else eos_id
     return model
 
 
@@ -372,5 +373,5 @@ def _observers(config: TrainConfig, folder: Path) -> list[Observer]:
 
 def _peak_flops_per_s(dtype: str, device: torch.device) -> float | None:
     if device.type != "cuda" or dtype == "float32":
-        return None  # float16 has bfloat16's peak, and fp8 is held against it too
+        return None  # float16 has bfloat16's peak, and the MFU of fp8 is relative to it too
     return peak_bf16_flops_per_s(torch.cuda.get_device_name(device))

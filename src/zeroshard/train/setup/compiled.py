@@ -1,9 +1,8 @@
 """`torch.compile` of a model's blocks, with every strategy.
 
-A block's ``forward`` is compiled, not its call: what a strategy hooks on the block (gathering weights, freeing them)
-runs eagerly outside of the graph, and inside of it there is only the model. All blocks share one graph for training
-and one for evaluation, since weights are inputs of it. ``fullgraph``: what cannot be compiled whole is an error, not a
-slow run.
+A block's ``forward`` is compiled, not its ``__call__``. So a strategy's hooks on the block (unshard, reshard) run
+eagerly outside the graph, which contains only the model. All blocks share one graph for training and one for
+evaluation, because weights are inputs of the graph. With ``fullgraph`` a graph break is an error instead of a slow run.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from zeroshard.train.config.config import CompileBackend
 
 
 def compile_blocks(blocks: Iterable[nn.Module], backend: CompileBackend, device: torch.device) -> None:
-    """Have each block's ``forward`` compiled at its first call, in place.
+    """Replace each block's ``forward`` by one that is compiled at its first call.
 
     Args:
-        blocks: the repeated part of a model.
-        backend: ``inductor`` writes kernels; ``aot_eager`` and ``eager`` trace the same graphs and run them as they
-            are, for tests.
-        device: where the blocks run.
+        blocks: the transformer blocks of a model.
+        backend: ``inductor`` generates kernels; ``aot_eager`` and ``eager`` trace the same graphs but run them without
+            generated kernels, for tests.
+        device: the device on which the blocks run.
 
     Raises:
-        UserError: ``inductor`` has no compiler here to write kernels with.
+        UserError: ``inductor`` lacks a compiler that it needs for its kernels.
     """
     if backend == "inductor":
         require_compiler(device)
@@ -36,7 +35,7 @@ def compile_blocks(blocks: Iterable[nn.Module], backend: CompileBackend, device:
 
 
 def require_compiler(device: torch.device) -> None:
-    """Raise UserError where `inductor` could not make kernels for ``device``: at once, not at the first step."""
+    """Raise UserError now, rather than at the first step, if `inductor` cannot compile kernels for ``device``."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
     from torch.utils._triton import has_triton

@@ -1,4 +1,4 @@
-"""What a run trains on, ready to be read: prepared tokens, or tables that are read as they are needed."""
+"""Opens the data of a run: prepared tokens, rows of examples or mixed sources, or a stream tokenized on the fly."""
 
 from __future__ import annotations
 
@@ -39,22 +39,23 @@ class Corpus:
     """One rank's part of a run's data.
 
     Attributes:
-        batches: to train on.
-        eval_batches: to evaluate on.
-        vocab_size: ids are below it.
-        eos_id: ends each document; None where nothing does.
-        sha256: the same exactly where the same is trained on.
-        keep_tokenizer: make a folder that gives the tokenizer back, without the data.
-        close: lets go of what is read ahead.
-        position: where the data of a step begin, as JSON holds it; None where the step says it.
-        go_on: have the data of a step be those that were next when the first argument was given by ``position``.
-        earlier_sha256: what an earlier version said of the same text, of which it took other rows; empty: none.
-        num_tokens: to train on; 0 where they are streamed, and nobody has counted them.
-        named_evals: further sets to evaluate on, by name.
-        loss_weight: what the loss of (step, micro_step) is multiplied by; None: nothing.
-        said: of examples, how they are laid into rows, in words; empty: nothing.
+        batches: training batches.
+        eval_batches: validation batches.
+        vocab_size: number of token ids; all ids are below it.
+        eos_id: token id that ends each document; None if there is none.
+        sha256: identity of the training data: equal if and only if the same data is trained on.
+        keep_tokenizer: saves the tokenizer, without the data, into a folder.
+        close: frees data that was read ahead.
+        position: maps a step to where its data begins, JSON-serialisable; None if the step number alone says it.
+        go_on: ``go_on(saved, step)`` restores ``saved``, which ``position`` returned; ``step`` is read next.
+        earlier_sha256: identity that an earlier version, which took other rows, gave the same text; empty: none.
+        num_tokens: number of training tokens; 0 if they are streamed and so not counted.
+        named_evals: batches of further validation sets, by name.
+        loss_weight: factor by which the loss of (step, micro_step) is multiplied; None: no factor.
+        said: how examples are packed into rows and sources mixed, in words; empty for plain text.
         facts: the same as numbers, for the log.
-        tokens_by_source: what of each source was trained on after so many steps, without padding; none mixed: empty.
+        tokens_by_source: maps a number of steps to the tokens of each source that they train on, without padding; empty
+            if no sources are mixed.
     """
 
     batches: Batches
@@ -76,10 +77,10 @@ class Corpus:
 
 
 def open_corpus(config: TrainConfig, comm: Communicator, grad_accum_steps: int) -> Corpus:
-    """Prepare or open what ``config`` trains on; collective.
+    """Open the data that ``config`` trains on, and prepare it first if needed; collective.
 
     Raises:
-        UserError: it cannot be had, is not the same on every rank, or is too little.
+        UserError: the data is not available, differs between ranks, or is too little.
     """
     if config.data.format != "text" or config.data.packing or config.data.mix:
         return _in_rows(config, comm, grad_accum_steps)
@@ -110,7 +111,7 @@ def _prepared(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
 
 
 def _in_rows(config: TrainConfig, comm: Communicator, grad_accum_steps: int) -> Corpus:
-    """Examples, whole documents of text that are packed, or several sources of either."""
+    """Open data that is read as rows: examples, packed documents of text, or several mixed sources of these or text."""
     data, sources = config.data, sources_of(config.data)
     folders, metas = _prepared_alike(sources, comm)
     parts = {split: [_rows(config, *each, split) for each in zip(sources, folders, strict=True)] for split in SPLITS}
@@ -148,7 +149,7 @@ def _in_rows(config: TrainConfig, comm: Communicator, grad_accum_steps: int) -> 
 
 
 def _prepared_alike(sources: Sequence[Source], comm: Communicator) -> tuple[list[Path], list[DataMeta]]:
-    """The folder of each source and what it says, prepared; a UserError where their tokenizers differ. Collective."""
+    """Prepare each source; return their folders and metadata. A UserError if their tokenizers differ. Collective."""
     folders, metas = [data_folder(source.data) for source in sources], []
     for source, folder in zip(sources, folders, strict=True):
         first_rank_does(comm, partial(prepare_data, source.data))
@@ -180,7 +181,7 @@ def _joined(parts: Sequence[Rows]) -> Rows:
 def _told(
     sources: Sequence[Source], parts: Sequence[Rows], mixture: Mixture | None, num_rows: int
 ) -> tuple[str, dict[str, Any]]:
-    """How rows are filled and sources mixed in ``num_rows`` rows of training: in words, and for the log."""
+    """Describe how rows are filled and sources mixed in ``num_rows`` rows of training: in words, and for the log."""
     facts: dict[str, Any] = {}
     words = []
     examples = [rows for rows in parts if isinstance(rows, ExampleRows)]
@@ -204,7 +205,7 @@ def _tokens_by_source(sources: Sequence[Source], mixture: Mixture | None, num_ro
 
 
 def _named_evals(config: TrainConfig, folder: Path, comm: Communicator) -> dict[str, Iterable[EvalBatch]]:
-    """The batches of each further validation set; the tokenizer is that of ``folder``. Collective."""
+    """Return the batches of each further validation set, tokenized by the tokenizer in ``folder``. Collective."""
     meta, found = read_meta(folder), {}
     tokenizer = f"json:{folder / TOKENIZER_FILE}" if meta.tokenizer_sha256 else config.data.tokenizer
     ranks = {"rank": comm.rank, "world_size": comm.world_size}
@@ -272,12 +273,12 @@ def _streamed(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
 
 
 def eval_rows(config: TrainConfig) -> int:
-    """Sequences in an evaluation."""
+    """Number of sequences in an evaluation."""
     return config.eval_rows or config.eval_batches * config.micro_batch_size
 
 
 def data_facts(meta: DataMeta) -> dict[str, object]:
-    """What must be the same where every rank reads its own copy of the data."""
+    """Facts about prepared data that must be equal on all ranks, because each may read its own copy."""
     files = {f"data {shard.file}": shard.sha256 for split in meta.splits.values() for shard in split.shards}
     for name, examples in meta.examples.items():
         files |= {f"data {name}/counts.bin": examples.counts_sha256, f"data {name}/ends.bin": examples.ends_sha256}

@@ -1,7 +1,7 @@
-"""What a run keeps of a Hugging Face model: its configuration, its tokenizer, and how text is put to it.
+"""Copies from a Hugging Face model into a run what the run needs of it: configuration, tokenizer and text files.
 
-A run's folder holds all of it (``config.toml`` and ``hugging-face/``), so that whoever goes on with the run, evaluates
-or exports it needs neither the folder nor the hub that it came from.
+The run folder has all of them (in ``config.toml`` and ``hugging-face/``). So to resume, evaluate or export the run,
+neither the original folder nor the hub is needed.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from zeroshard.train.setup.assemble import model_overrides
 
 
 def kept_folder(run_folder: Path) -> Path:
-    """Where a run keeps the model's files about text."""
+    """The folder inside a run folder for the model's tokenizer and other text files."""
     return run_folder / "hugging-face"
 
 
 def with_model_files(config: TrainConfig) -> TrainConfig:
-    """``config`` with the text of ``config.json`` and the model's own tokenizer, where it says ``hf:`` and not these.
+    """For an ``hf:`` model, fill in the text of its ``config.json`` and its tokenizer if ``config`` lacks them.
 
     Raises:
-        UserError: there is no such model, it has no weights to start from, or the tokenizer is of another one.
+        UserError: there is no such model, it has no weights to start from, or the named tokenizer does not fit it.
     """
     name = config.model.name
     if not is_hugging_face(name) or config.model.config_json:
@@ -49,7 +49,7 @@ def with_model_files(config: TrainConfig) -> TrainConfig:
 
 
 def with_kept_tokenizer(config: TrainConfig, run_folder: Path) -> TrainConfig:
-    """``config`` with the tokenizer that the run has kept, where the one that it names has gone."""
+    """Return ``config`` with the tokenizer file that the run has kept, if the file that it names is missing."""
     own = kept_folder(run_folder) / TOKENIZER_FILE
     named = config.data.tokenizer
     if not named.startswith("json:") or Path(named.removeprefix("json:")).is_file() or not own.is_file():
@@ -58,10 +58,10 @@ def with_kept_tokenizer(config: TrainConfig, run_folder: Path) -> TrainConfig:
 
 
 def load_model_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of ``hf:FOLDER_OR_NAME``.
+    """Load the tokenizer of ``hf:FOLDER_OR_NAME``.
 
     Raises:
-        UserError: it has no ``tokenizer.json``.
+        UserError: the model has no ``tokenizer.json``.
     """
     file = tokenizer_file(source_of(name))
     if file is None:
@@ -70,10 +70,10 @@ def load_model_tokenizer(name: str) -> Tokenizer:
 
 
 def with_tokenizer_of(source: str, config: TrainConfig) -> TrainConfig:
-    """``config`` with the tokenizer of the model ``source``, a folder or a name of the hub, where it names none.
+    """Return ``config`` with the tokenizer of the model ``source`` (a folder or hub name), unless it names one.
 
     Raises:
-        UserError: there is none; or the one that is named gives other ids.
+        UserError: the model has no tokenizer; or the tokenizer that is named gives other ids.
     """
     data = config.data
     if not (source_entry(data.source).has_text or data.streaming):
@@ -93,14 +93,14 @@ def with_tokenizer_of(source: str, config: TrainConfig) -> TrainConfig:
 
 
 def _differ(tokenizer: str, own: str) -> bool:
-    """Whether two tokenizers are of other sizes; two of one size may be written in two ways."""
+    """Whether two tokenizers differ in identity and size; two of the same size may be one tokenizer in two formats."""
     return tokenizer_identity(tokenizer) != tokenizer_identity(own) and (
         known_vocab_size(tokenizer) != known_vocab_size(own)
     )
 
 
 def keep_text_files(config: TrainConfig, run_folder: Path) -> None:
-    """Copy the model's files about text into the run's folder, where they are not there yet."""
+    """Copy the model's tokenizer and other text files into the run folder, unless they are there already."""
     folder = kept_folder(run_folder)
     if is_hugging_face(config.model.name) and not folder.is_dir():
         copy_text_files(source_of(config.model.name), folder)

@@ -1,4 +1,4 @@
-"""In which type of numbers a run computes on the device that it has found, and in which order it adds them up."""
+"""The numerics of a run on its device: compute dtype, TF32, and for ``reproducible`` a fixed order of summation."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from zeroshard.models.float8 import require_float8
 from zeroshard.process import num_cpus
 from zeroshard.train.config.config import TrainConfig
 
-_WITH_TF32 = (8, 0)  # compute capability: Ampere
+_WITH_TF32 = (8, 0)  # lowest compute capability with TF32: Ampere
 
 
 def on_device(config: TrainConfig, device: torch.device) -> TrainConfig:
-    """`with_dtype`, with TF32 switched as ``config`` says.
+    """Set torch's global switches as ``config`` says (TF32, determinism); return ``config`` with its dtype resolved.
 
     Raises:
-        UserError: TF32 or fp8 is asked for, and the device has none.
+        UserError: TF32 or fp8 is asked for, and the device does not support it.
     """
     if config.dtype == "fp8":
         require_float8(device)
@@ -31,9 +31,10 @@ def on_device(config: TrainConfig, device: torch.device) -> TrainConfig:
 
 
 def _add_up_alike(most_ranks: int, device: torch.device) -> None:
-    """Have a micro-batch add up in the same order in every process of a machine, however many ranks there are.
+    """Fix the order in which a micro-batch's sums are computed, so that it does not depend on the number of ranks.
 
-    The threads of a CPU's rank share out sums, so they are as many as at the most ranks. A GPU's kernels take turns.
+    On a CPU sums are split over a rank's threads, so each rank gets the number of threads that it would have with
+    ``most_ranks`` ranks. On a GPU deterministic algorithms are switched on.
     """
     if device.type == "cpu":
         torch.set_num_threads(max(1, num_cpus() // most_ranks))
@@ -44,12 +45,12 @@ def _add_up_alike(most_ranks: int, device: torch.device) -> None:
 
 
 def with_dtype(config: TrainConfig, device: torch.device) -> TrainConfig:
-    """``config`` with the dtype that ``auto`` means on ``device``."""
+    """Return ``config`` with the dtype ``auto`` replaced by the one that it means on ``device``."""
     return config if config.dtype != "auto" else config.model_copy(update={"dtype": automatic_dtype(device)})
 
 
 def automatic_dtype(device: torch.device) -> str:
-    """bfloat16 on a GPU that computes in it, else float32."""
+    """Return bfloat16 for a GPU with hardware support for it, else float32."""
     has_it = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return "bfloat16" if has_it else "float32"
 

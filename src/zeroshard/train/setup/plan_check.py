@@ -1,4 +1,4 @@
-"""What a run's plan is asked for, and who holds the run to it."""
+"""Builds a run's `Contract`: asks the planner for the plan of this run, with which the run is then compared."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def contract_of(
     predict: Predict | None,
     saves_passes: bool,
 ) -> Contract | None:
-    """The plan of a run that can be planned, from ``predict``; None: of another, or where nobody predicts."""
+    """Return the contract of a run, with its plan from ``predict``; None if the run cannot be planned.
+
+    Runs of our stages with AdamW can be planned, if ``predict`` is given.
+    """
     entry = strategy_entry(config.strategy)
     if predict is None or not entry.planned or config.optimizer != "adamw":
         return None
@@ -53,7 +56,7 @@ def contract_of(
         keeps_ema=config.ema_decay > 0,
         saves_passes=saves_passes,
         calibration=config.plan.device,
-        estimates=comm.rank == 0,  # who reports
+        estimates=comm.rank == 0,  # only rank 0 reports estimates
         links=Links.of(config.link),
         local_steps=local_steps(config.replicas, len(model.units)),
         leaves=config.reproducible or None,

@@ -1,4 +1,4 @@
-"""``zeroshard prepare``: tokens into a folder, and on the way how far it is and how long it will take."""
+"""``zeroshard prepare``: writes the tokens of a data source into a folder, and shows progress and remaining time."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from zeroshard.data.spec import DataSpec, data_dir
 from zeroshard.errors import ExitStatus
 from zeroshard.train.config.data_section import DataConfig, require_data
 
-LINE_S = 10.0  # between lines where there is no terminal
+LINE_S = 10.0  # seconds between progress lines if stderr is not a terminal
 
 
 def data_spec(data: DataConfig) -> DataSpec:
-    """What to prepare; a UserError where nobody has said it."""
+    """Return the specification of the data to prepare; a UserError if the user has not named any data."""
     require_data(data)
     same = ("max_tokens", "column", "format", "template", "messages", "prompt", "completion")
     named = {name: getattr(data, name) for name in same}
@@ -29,17 +29,17 @@ def data_spec(data: DataConfig) -> DataSpec:
 
 
 def data_folder(data: DataConfig) -> Path:
-    """Where it is prepared."""
+    """The folder of the prepared tokens."""
     return Path(data.dir) if data.dir else data_dir(data_spec(data))
 
 
 @dataclass(frozen=True)
 class Source:
-    """What is prepared into one folder.
+    """One data source, which is prepared into one folder.
 
     Attributes:
-        name: the path in ``data.mix``; empty where nothing is mixed.
-        weight: share of rows in training, as it was given; above 0.
+        name: the path in ``data.mix``; empty if nothing is mixed.
+        weight: the source's weight among the training rows, as the user gave it; above 0.
         data: the settings of this source alone.
     """
 
@@ -49,7 +49,7 @@ class Source:
 
 
 def sources_of(data: DataConfig) -> list[Source]:
-    """Each source of ``data.mix`` with settings of its own, but for those of weight 0; else ``data`` itself."""
+    """Return each source of ``data.mix`` with a weight above 0; without a mix, ``data`` itself as the only one."""
     if not data.mix:
         return [Source("", 1.0, data)]
     found = []
@@ -65,7 +65,7 @@ def sources_of(data: DataConfig) -> list[Source]:
 
 
 def run_prepare(data: DataConfig) -> int:
-    """Prepare what ``data`` says and print the folder and what is in it; returns the exit status.
+    """Prepare each source of ``data``, and print its folder and numbers of tokens; returns the exit status.
 
     Raises:
         UserError: as `zeroshard.data.prepare.prepare`.
@@ -84,13 +84,13 @@ def run_prepare(data: DataConfig) -> int:
 
 
 def prepare_data(data: DataConfig) -> Path:
-    """Prepare what ``data`` says, tell how far it is, and return the folder; errors as `run_prepare`."""
+    """Prepare ``data``, show progress on stderr, and return the folder; raises what `run_prepare` raises."""
     with Teller() as teller:
         return prepare(data_spec(data), data_folder(data), num_workers=data.workers, told=teller)
 
 
 class Teller:
-    """Tells how far a preparation is: a bar on a terminal, else a line now and then; on stderr."""
+    """Shows the progress of a preparation on stderr: a bar on a terminal, else a line every ``line_s`` seconds."""
 
     def __init__(self, console: Console | None = None, line_s: float = LINE_S) -> None:
         self._console = console or Console(file=sys.stderr, highlight=False, soft_wrap=True)
@@ -107,10 +107,10 @@ class Teller:
             self._bar.stop()
 
     def __call__(self, told: Told) -> None:
-        """Show it, if it is time to."""
+        """Show the progress; without a terminal only if ``line_s`` seconds have passed since the last line."""
         facts = facts_of(told)
         if self._bar is not None and self._task is not None:
-            self._bar.start()  # nothing is shown for what is prepared already, or in a moment
+            self._bar.start()  # here, so that no bar appears if the data is already prepared or takes only a moment
             self._bar.update(self._task, completed=told.fraction, facts=facts)
         elif time.monotonic() - self._said_at >= self._line_s:
             self._said_at = time.monotonic()
@@ -118,7 +118,7 @@ class Teller:
 
 
 def facts_of(told: Told) -> str:
-    """``12.3%  123,456,789 tokens  1,234,567 tok/s  left 0:12:34``."""
+    """Format progress as ``12.3%  123,456,789 tokens  1,234,567 tok/s  left 0:12:34``."""
     left = round(told.left_s)
     clock = f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}"
     return f"{told.fraction:.1%}  {told.num_tokens:,} tokens  {told.tokens_per_s:,.0f} tok/s  left {clock}"

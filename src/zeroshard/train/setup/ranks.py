@@ -1,4 +1,4 @@
-"""Joining the other ranks: which communicator a run uses, watched, and closed in the right order."""
+"""Connects this rank with the others: builds the run's communicator, wraps it, and registers how to close it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zeroshard.train.setup.links import Links
 
 
 class Joined(NamedTuple):
-    """This rank's communicator, and what was found of its links, see `Links.probed`."""
+    """This rank's communicator, and the measured speed of its links (see `Links.probed`)."""
 
     comm: Communicator
     link: Mapping[str, Any]
@@ -42,24 +42,24 @@ def join(
     *,
     overlap: bool = True,
 ) -> Joined:
-    """This rank's place among the others; ``stack`` closes it and leaves the world. Collective.
+    """Connect to the other ranks and return the communicator; closing ``stack`` disconnects again. Collective.
 
     Args:
-        world: where this rank stands.
+        world: this rank, the number of ranks, and the address at which they connect.
         wanted: a name of `zeroshard.comm.registry`, ``module:name``, or ``auto``: NCCL on GPUs; on CPUs shared memory
-            where all ranks share a host, both levels where hosts have several ranks each, else the ring.
-            Strategies of PyTorch's own use `torch.distributed` whatever happens.
-        strategy: the training strategy's name.
-        device: this rank's.
-        stack: closes what is opened here.
-        facts: what every rank must have been started with.
-        links: what slows the ranks' way to each other.
-        overlap: whether operations run beside computation.
+            if all ranks are on one host, two-level if each host has the same number of ranks above 1, else the ring.
+            PyTorch's own strategies use `torch.distributed` in any case.
+        strategy: name of the training strategy.
+        device: the device of this rank.
+        stack: closes everything that is opened here.
+        facts: facts that must be the same on every rank, such as settings and versions.
+        links: slowed links between the ranks; None: none.
+        overlap: whether collectives overlap with computation; False: each blocks until it is done.
 
     Raises:
-        UserError: some rank has other facts; ring or shared memory for tensors on a GPU; shared memory among several
-            hosts; links that cannot be had.
-        PeerError: some rank did not come.
+        UserError: a rank has other facts; ring or shared memory for tensors on a GPU; shared memory among several
+            hosts; the links are not available.
+        PeerError: a rank did not connect.
     """
     stack.callback(shutdown)
     named = None if wanted == "auto" else comm_entry(wanted)
@@ -86,17 +86,18 @@ def join(
 
 
 def _slowed(comm: Communicator, links: Links, device: torch.device) -> tuple[Communicator, Mapping[str, Any]]:
-    """The communicator over links as they were asked for, and what was found of these. Collective."""
+    """Return the communicator behind the requested links, and the measured speed of these. Collective."""
     comm = links.slow(comm, device)
-    return comm, links.probed(comm)  # ranks of a node do other than each other, so before they are watched
+    # The probe issues different collectives on the ranks of a node, so it must run before the sentinel watches them.
+    return comm, links.probed(comm)
 
 
 def _met(world: World, facts: Mapping[str, object] | None) -> dist.Store:
-    """The store where the ranks meet, each started with the same ``facts``.
+    """Connect to the store of the ranks and check that all have the same ``facts``; returns the store.
 
     Raises:
-        PeerError: rank 0, which keeps it, did not come.
-        UserError: its port is in use, or some rank has other facts.
+        PeerError: rank 0, which hosts the store, did not start it.
+        UserError: the port is in use, or a rank has other facts.
     """
     try:
         store = meet(world, MEETING_S)
@@ -115,9 +116,9 @@ def _met(world: World, facts: Mapping[str, object] | None) -> dist.Store:
 
 
 def choose(strategy: str, device: torch.device, *, memory_goes_around: bool = False) -> str:
-    """What ``auto`` stands for in an initialised world of several ranks. Collective.
+    """Return the communicator that ``auto`` means in an initialised world of several ranks. Collective.
 
-    ``memory_goes_around``: the kernel slows an interface, and ranks that share memory would not use it.
+    ``memory_goes_around``: whether shared memory must be avoided, because it would bypass a link that is slowed.
     """
     if device.type != "cpu" or strategy_entry(strategy).over_torch:
         return "torch"

@@ -1,4 +1,4 @@
-"""The folder of a run: made or found, held against other runs, and described."""
+"""The folder of a run: creates or reopens it, locks it against other runs, and writes its configuration into it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zeroshard.train.setup.corpus import Corpus
 from zeroshard.train.setup.hugging_face import keep_text_files
 from zeroshard.train.state.lock import RunLock
 
-# Why a folder cannot be written that was asked for; anything else is the disk's.
+# Errors after which another --out helps, so they are a UserError; any other error is a failure of the disk.
 ANOTHER_FOLDER_HELPS = {
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR),
     *(errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL),
@@ -21,16 +21,17 @@ ANOTHER_FOLDER_HELPS = {
 
 
 def tokenizer_folder(run_folder: Path) -> Path:
-    """Where a run keeps what its tokenizer needs, so that it can write text without its training data."""
+    """The folder inside a run folder for its tokenizer, so that the run can generate text without its training data."""
     return run_folder / "tokenizer"
 
 
 def claim_folder(folder: Path, *, resuming: bool) -> RunLock:
-    """Make the run folder, or see that the one that is there may be used, and hold it.
+    """Create the run folder, or check that the existing one may be used, and lock it.
 
     Raises:
-        UserError: another run is writing there; it holds a run and this one does not resume; it may not be written.
-        OSError: the disk is full, or fails.
+        UserError: another run is writing there; the folder has a run and this one does not resume; or the folder or a
+            file in it cannot be used.
+        OSError: the disk is full or fails.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -56,7 +57,7 @@ def claim_folder(folder: Path, *, resuming: bool) -> RunLock:
 
 
 def describe_run(folder: Path, config: TrainConfig, corpus: Corpus) -> None:
-    """Write down what the run is, and keep what its tokenizer needs: from here on the folder holds a run."""
+    """Write the configuration and tokenizer into the folder; `claim_folder` then treats it as that of a run."""
     (folder / "config.toml").write_text(dump_toml(config), encoding="utf-8")
     corpus.keep_tokenizer(tokenizer_folder(folder))
     keep_text_files(config, folder)

@@ -1,1 +1,1 @@
-"""What a run keeps and goes on from."""
+"""State of a run on disk: checkpoints, resuming, initial weights, and the lock on the run folder."""

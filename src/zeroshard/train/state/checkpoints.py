@@ -1,6 +1,6 @@
-"""``zeroshard checkpoint ls | show | verify | diff``: what there is, what is in it, whether it is whole, what differs.
+"""``zeroshard checkpoint ls | show | verify | diff``: list checkpoints, show what is in one, verify, compare two.
 
-A path is a checkpoint, or a run folder: `ls` and `verify` then take all of its checkpoints, the others the newest.
+A path is a checkpoint or a run folder. Of a run folder `ls` and `verify` take all checkpoints, the others the newest.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from zeroshard.train.records.console import bytes_in_words
 
 
 def run_checkpoint(words: Sequence[str]) -> int:
-    """Do what the words after ``zeroshard checkpoint`` ask for; returns the exit status.
+    """Run ``zeroshard checkpoint`` with the given arguments (``words``); returns the exit status.
 
     Raises:
-        UserError: an unknown command, too few or too many paths, or a path where there is no checkpoint.
+        UserError: an unknown command, too few or too many paths, or a path without a checkpoint.
     """
     if not words:
         raise UserError("checkpoint", "what to do is missing", f"add one of {', '.join(_COMMANDS)}")
@@ -50,7 +50,7 @@ def run_checkpoint(words: Sequence[str]) -> int:
 def _ls(path: Path) -> ExitStatus:
     rows = [("checkpoint", "step", "ranks", "strategy", "size", "state")]
     all_found = checkpoint.find(_folder_of_many(path))
-    if not all_found and (path / MANIFEST).is_file():  # it is one itself
+    if not all_found and (path / MANIFEST).is_file():  # the path is itself a checkpoint
         all_found = [checkpoint.Found(path, 0, complete=True)]
     for found in all_found:
         try:
@@ -160,7 +160,7 @@ def _strategy(manifest: Manifest) -> str:
 
 
 def _state(folder: Path, manifest: Manifest) -> str:
-    """What a glance tells, without reading the files: ``verify`` reads them."""
+    """Check whether files are missing or have the wrong size, without reading them; ``verify`` reads them."""
     for name, entry in manifest.files.items():
         file = folder / name
         if not file.is_file():

@@ -1,6 +1,6 @@
-"""``--init-from``: weights that are trained already, and from there a schedule, data and an optimizer of the run's own.
+"""``--init-from``: start a run from trained weights, with a schedule, data and an optimizer of its own (fine-tuning).
 
-They are a run's, a checkpoint's, or those of a Hugging Face folder, which `zeroshard export` writes too.
+The weights come from a run, a checkpoint, or a Hugging Face folder, such as `zeroshard export` writes.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from zeroshard.zero.state.named_shards import ShardReader
 
 
 def with_initial_run(config: TrainConfig) -> TrainConfig:
-    """``config`` with the model and the tokenizer of what it begins from, where it does not name its own.
+    """Return ``config`` with the model and tokenizer of its ``init_from``, unless it names its own.
 
     Raises:
-        UserError: there is no such thing; or another model or tokenizer is named.
+        UserError: ``init_from`` has no run, checkpoint or model; or ``config`` names a different model or tokenizer.
     """
     source = Path(config.init_from)
     if not config.init_from or (config.resume != "none" and not source.exists()):
@@ -54,7 +54,7 @@ def with_initial_run(config: TrainConfig) -> TrainConfig:
     run = source
     if (source / MANIFEST).is_file():
         saved = _saved_config(source).get("model")
-        if saved is None:  # not by `zeroshard train`: names and shapes are compared when it is loaded
+        if saved is None:  # not written by `zeroshard train`; names and shapes are compared when it is loaded
             return config
         theirs, run = validate(ModelConfig, saved), source.parent.parent
     elif (source / "config.toml").is_file():
@@ -64,7 +64,7 @@ def with_initial_run(config: TrainConfig) -> TrainConfig:
         raise UserError("init_from", what, "give a run as runs/NAME, a checkpoint in it, or a folder with config.json")
     kept = tokenizer_folder(run)
     meta = read_meta(kept) if kept.is_dir() else None
-    # A model of transformers may have more ids than its tokenizer.
+    # A model of transformers may have more ids than its tokenizer, so its vocab_size is left alone.
     if meta is not None and not theirs.vocab_size and not is_hugging_face(theirs.name):
         theirs = theirs.model_copy(update={"vocab_size": meta.vocab_size})
     config = _with_model(config, theirs)
@@ -81,7 +81,10 @@ def with_initial_run(config: TrainConfig) -> TrainConfig:
 
 
 def _with_model(config: TrainConfig, theirs: ModelConfig) -> TrainConfig:
-    """``config`` with the settings of the model ``theirs``, where it names none; a UserError where it names others."""
+    """Return ``config`` with the model ``theirs``, keeping the settings that it names itself.
+
+    Raises a UserError if these differ from ``theirs``, except activation checkpointing and dropout.
+    """
     named = {name: getattr(config.model, name) for name in config.model.model_fields_set}
     model = theirs.model_copy(update=named)
     resume.check_model(theirs.model_dump(), model.model_dump(), free=("activation_checkpointing", "dropout"))
@@ -89,7 +92,10 @@ def _with_model(config: TrainConfig, theirs: ModelConfig) -> TrainConfig:
 
 
 def _with_hugging_face(config: TrainConfig, source: str) -> TrainConfig:
-    """As a model of `transformers` where one is named; else as the GPT-2 or LLaMA of ours that computes the same."""
+    """Return ``config`` with the model of a Hugging Face folder or name.
+
+    The model is `transformers`' own if ``config`` names an ``hf:`` model, else the equivalent GPT-2 or LLaMA of ours.
+    """
     if is_hugging_face(config.model.name):
         theirs = ModelConfig(name=PREFIX + source)
     else:
@@ -103,19 +109,19 @@ def _with_hugging_face(config: TrainConfig, source: str) -> TrainConfig:
 
 
 def load_initial_weights(init_from: str, model: LanguageModel, strategy: Strategy, comm: Communicator) -> None:
-    """Give ``strategy`` the weights that ``init_from`` has, and no optimizer state. Collective.
+    """Load the weights of ``init_from`` into ``strategy``, without optimizer state. Collective.
 
-    Of a run these are those of its newest good checkpoint. Adapters are added to the weights; those of ``model`` begin
-    as in a new run.
+    Of a run, its newest undamaged checkpoint is loaded. Adapters in it are merged into the weights; adapters of
+    ``model`` start as in a new run.
 
     Args:
-        init_from: a run, a checkpoint, or a Hugging Face folder.
-        model: the strategy's, with its names.
-        strategy: is loaded.
+        init_from: a run, a checkpoint, or a Hugging Face folder or name.
+        model: the strategy's model, for its names and configuration.
+        strategy: the strategy to load the weights into.
         comm: the ranks.
 
     Raises:
-        UserError: there are none, or they are of another model.
+        UserError: there are no weights, or they belong to another model.
     """
     source = Path(init_from)
     if is_hugging_face(init_from) or (source / "config.json").is_file():
@@ -157,7 +163,7 @@ def _load_checkpoint(path: Path, model: LanguageModel, strategy: Strategy, *, ve
 
 
 def _saved_config(path: Path) -> Mapping[str, Any]:
-    """The settings of the run that wrote a checkpoint; empty where none did."""
+    """The configuration of the run that wrote a checkpoint; empty if `zeroshard train` did not write it."""
     try:
         return saved_run(path).get("config", {})
     except UserError as error:
@@ -165,7 +171,10 @@ def _saved_config(path: Path) -> Mapping[str, Any]:
 
 
 def _as_initial(lora: LoraConfig, model: LanguageModel, reader: ShardReader) -> ShardReader:
-    """A checkpoint with adapters as ``lora`` says, seen as one of ``model`` before its first step."""
+    """Wrap ``reader`` so that a checkpoint (adapters as in ``lora``) reads as initial weights of ``model``.
+
+    Saved adapters are merged into the weights; adapters of ``model``, if it has any, get initial values.
+    """
     saved = lora_of(lora)
     if saved is not None:
         reader = MergedWeights(reader, saved.scale, transposed_weights(model))
@@ -173,7 +182,7 @@ def _as_initial(lora: LoraConfig, model: LanguageModel, reader: ShardReader) -> 
 
 
 def _is_of(meta: DataMeta, tokenizer: str) -> bool:
-    """Whether ``tokenizer`` is that of a run, whose kept tokenizer ``meta`` describes."""
+    """Whether ``tokenizer``, a setting, is the tokenizer that ``meta`` describes, which a run has kept."""
     if not meta.tokenizer_sha256 or not tokenizer.startswith("json:"):
         return meta.tokenizer == tokenizer and not tokenizer.startswith("bpe:")
     found = make_tokenizer(tokenizer, ())

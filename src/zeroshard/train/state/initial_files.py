@@ -1,7 +1,7 @@
-"""The weights of a Hugging Face folder as something that a strategy is loaded from, as a checkpoint is.
+"""Reads a Hugging Face folder through the `ShardReader` interface, so that it loads into a strategy like a checkpoint.
 
-Each rank reads the elements that it keeps. A matrix of GPT-2's lies transposed in the files, and is read whole for a
-part of it.
+Each rank reads only the elements of its shard. A matrix that the files store transposed, as GPT-2's, is read entirely
+to get any part of it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from zeroshard.zero.state.named_shards import ShardReader
 
 
 def reader_of(folder: Path, model: LanguageModel) -> ShardReader:
-    """What is read of ``folder`` by the names of ``model``, without its adapters.
+    """Return a reader of the weights in ``folder``, by the parameter names of ``model`` without adapters.
 
     Args:
-        folder: with ``config.json`` and safetensors.
-        model: GPT-2, LLaMA, or one of `transformers`; sharded or not, since its configuration alone is asked.
+        folder: contains ``config.json`` and safetensors files.
+        model: GPT-2, LLaMA, or a model of `transformers`; only its configuration is used, so it may be sharded.
 
     Raises:
-        UserError: a tensor is missing, has no place in the model, or another shape, which the line names.
+        UserError: a tensor is missing, has no counterpart in the model, or has another shape; names the tensor.
     """
     if isinstance(model.config, HuggingFaceConfig):
         return _OfTransformers(model.config, folder)
@@ -47,7 +47,7 @@ def reader_of(folder: Path, model: LanguageModel) -> ShardReader:
 
 
 class _OfTransformers:
-    """For a model of `transformers`; values are float32."""
+    """Reads weights for a model of `transformers`, as float32."""
 
     def __init__(self, config: HuggingFaceConfig, folder: Path) -> None:
         with torch.device("meta"):
@@ -71,7 +71,7 @@ class _OfTransformers:
 
 
 class _OfOurs:
-    """For a GPT-2 or LLaMA of ours; values are float32."""
+    """Reads weights for our GPT-2 or LLaMA, as float32."""
 
     def __init__(self, config: GPT2Config | LlamaConfig, tensors: Mapping[str, FileTensor]) -> None:
         found = find_weights(config, {name: tensor.shape for name, tensor in tensors.items()})
@@ -105,7 +105,7 @@ def _is_tied(config: GPT2Config | LlamaConfig) -> bool:
 
 
 def _require_equal(head: FileTensor, embedding: FileTensor) -> None:
-    """Raise UserError where a head that is tied differs from the embedding."""
+    """Raise UserError if the values of a tied output head differ from the embedding's."""
     both = [torch.empty(min(READ_AT_ONCE, head.numel)) for _ in range(2)]
     for start in range(0, head.numel, READ_AT_ONCE):
         parts = [each[: head.numel - start] for each in both]

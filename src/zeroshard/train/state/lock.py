@@ -1,8 +1,8 @@
-"""A run folder has one writer.
+"""The lock on a run folder, so that it has one writer.
 
-Two runs in one folder would mix their logs and delete each other's checkpoints. Rank 0 holds a lock on the file
-``run.lock``, which the kernel takes back when the process ends, however it ends. Some network file systems grant one
-lock twice; so the file also counts attempts, and who finds a later attempt than its own there writes no more.
+Two runs in one folder would mix their logs and delete each other's checkpoints. So rank 0 holds an ``flock`` on the
+file ``run.lock``, which the kernel releases when the process ends, however it ends. Some network file systems grant the
+same lock twice. So the file also has a number of attempts: a run that finds another number than its own stops writing.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from zeroshard.errors import UserError
 from zeroshard.regular_files import json_of, open_regular, read_text
 
 LOCK = "run.lock"
-_MOST_BYTES = 4096  # that a holder writes, and more
+_MOST_BYTES = 4096  # a larger file is not a lock file of ours
 
 
 class RunLock:
-    """Holds ``folder`` from construction to `close`.
+    """Locks ``folder`` from construction until `close`.
 
     Attributes:
-        attempt: how often the folder has been held, this time included.
+        attempt: how often the folder has been locked, this time included.
 
     Raises:
-        UserError: another run holds it.
-        OSError: the folder is not there or cannot be written.
+        UserError: another run has locked the folder.
+        OSError: the folder is missing or cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -57,11 +57,11 @@ class RunLock:
         os.fsync(self._descriptor)
 
     def require(self) -> None:
-        """Raise OSError where the folder is no longer this run's: taken over by a later attempt, or removed.
+        """Check that this run still owns the folder.
 
         Raises:
-            FileNotFoundError: the lock file is gone, and the folder with it.
-            OSError: a later attempt holds the folder.
+            FileNotFoundError: the lock file is gone, which means that the folder was removed.
+            OSError: another run has locked the folder since.
         """
         try:
             here = os.stat(self._path)
@@ -76,10 +76,10 @@ class RunLock:
             )
 
     def renew(self) -> bool:
-        """Make the folder and its lock again where both were removed; whether that was so.
+        """Recreate the folder and its lock if they were removed; returns whether they were.
 
         Raises:
-            OSError: the folder cannot be made, or another run has taken the place.
+            OSError: the folder cannot be created, or another run has locked it since.
         """
         try:
             self.require()
@@ -95,18 +95,18 @@ class RunLock:
         return False
 
     def close(self) -> None:
-        """Let the folder go; may be called twice."""
+        """Release the lock; may be called twice."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 def _open(path: Path) -> int:
-    """The lock's file, made where it is not there; nothing of it is changed.
+    """Open the lock file without changing it, creating it if it is missing; returns its descriptor.
 
     Raises:
-        OSError: it cannot be opened, or is something else under that name: a link to another file would have that one
-            overwritten.
+        OSError: the file cannot be opened, or is not a lock file of ours. It might be a link to another file, which
+            would then be overwritten.
     """
     descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, follow=False)
     facts = os.fstat(descriptor)
@@ -118,7 +118,7 @@ def _open(path: Path) -> int:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What the holder wrote; nothing where that is cut off."""
+    """Read the facts that the holder of the lock wrote; empty if they are missing or incomplete."""
     try:
         found = json_of(read_text(path, _MOST_BYTES))
     except (OSError, ValueError):

@@ -1,6 +1,8 @@
-"""The weights of a checkpoint with its adapters added to them: those of the model that computes the same without any.
+"""Merges LoRA adapters into the weights of a checkpoint, while it is read piece by piece.
 
 W' = W + scale * B A        of a `Conv1D`, which keeps W transposed: W + scale * (B A)^T
+
+A model with the merged weights computes the same without adapters.
 """
 
 from __future__ import annotations
@@ -16,23 +18,23 @@ from zeroshard.zero.state.named_shards import ShardReader
 
 
 class MergedWeights:
-    """A `ShardReader` of the model without adapters, over one of a checkpoint that may have them.
+    """A `ShardReader` that presents a checkpoint with adapters as one without, with the adapters merged.
 
     Args:
-        reader: of the checkpoint.
-        scale: of the adapters; of a checkpoint without any it is not asked for.
-        transposed: the weights that are kept as [in, out]; see `transposed_weights`.
+        reader: reads the checkpoint, which may have no adapters.
+        scale: factor of the adapters; not used if the checkpoint has none.
+        transposed: names of the weights that are stored as [in, out]; see `transposed_weights`.
     """
 
     def __init__(self, reader: ShardReader, scale: float, transposed: Collection[str] = ()) -> None:
         self._reader, self._scale, self._transposed = reader, scale, transposed
 
     def kinds(self, name: str) -> Mapping[str, tuple[int, ...]]:
-        """Every saved kind of the weight with its shape."""
+        """Return every saved kind of the weight with its shape."""
         return self._reader.kinds(self._saved(name))
 
     def read(self, name: str, kind: str, interval: tuple[int, int]) -> Tensor:
-        """The piece ``[start, stop)`` of the flattened weight: 1-D, on the CPU; float32 where adapters were added."""
+        """Return ``[start, stop)`` of the flattened weight: 1-D, on the CPU; float32 if adapters were merged."""
         saved = self._saved(name)
         values = self._reader.read(saved, kind, interval)
         if saved == name or not name.endswith(".weight") or kind not in ("param", EMA):
@@ -55,17 +57,17 @@ class MergedWeights:
 
 
 def transposed_weights(model: nn.Module) -> frozenset[str]:
-    """The names, without adapters, of weights kept as [in, out]: those of `transformers`' ``Conv1D``."""
+    """Names, as in the model without adapters, of weights stored as [in, out]: those of `transformers`' ``Conv1D``."""
     return frozenset(
         base_name(f"{name}.weight") for name, module in model.named_modules() if type(module).__name__ == "Conv1D"
     )
 
 
 class NewAdapters:
-    """A `ShardReader` for a model with adapters over weights without any: adapters begin as they do in a new run.
+    """A `ShardReader` that adds newly initialised adapters to weights that have none.
 
     Args:
-        reader: of the weights.
+        reader: reads the weights.
         adapters: initial values of each adapter by name, on the CPU.
     """
 
@@ -73,13 +75,13 @@ class NewAdapters:
         self._reader, self._adapters = reader, adapters
 
     def kinds(self, name: str) -> Mapping[str, tuple[int, ...]]:
-        """Every kind that there is of the parameter, with its shape."""
+        """Return every kind of the parameter, with its shape; an adapter has only ``"param"``."""
         if name in self._adapters:
             return {"param": tuple(self._adapters[name].shape)}
         return self._reader.kinds(base_name(name))
 
     def read(self, name: str, kind: str, interval: tuple[int, int]) -> Tensor:
-        """The piece ``[start, stop)`` of the flattened parameter: 1-D, on the CPU."""
+        """Return ``[start, stop)`` of the flattened parameter: 1-D, on the CPU."""
         if name in self._adapters:
             return torch.flatten(self._adapters[name])[slice(*interval)]
         return self._reader.read(base_name(name), kind, interval)

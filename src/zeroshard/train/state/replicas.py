@@ -1,4 +1,4 @@
-"""What replicas that take local steps add to a run's checkpoint, and what a run that goes on makes of it."""
+"""Replicas that take local steps: what they add to a run's checkpoint, and how a resumed run uses it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,31 @@ from zeroshard.zero.transfer import send_bytes
 
 
 def guards_of_replicas(comm: Communicator, replica: Communicator, guard: StepGuard) -> list[dict[str, Any]]:
-    """Each replica's guard, which judges that replica's steps alone, in order. Collective over ``comm``."""
+    """Collect the state of every replica's `StepGuard`, in the order of replicas. Collective over ``comm``.
+
+    Args:
+        comm: all ranks.
+        replica: the ranks of this replica.
+        guard: this replica's guard, which decides about this replica's steps alone.
+    """
     own = json.dumps(guard.state_dict()).encode()
     firsts = range(0, comm.world_size, replica.world_size)
     return [json.loads(send_bytes(comm, own if comm.rank == first else b"", first)) for first in firsts]
 
 
 def own_guard(saved: Mapping[str, Any], replicas: Replicas | None) -> dict[str, Any] | None:
-    """The guard's state that this rank goes on from: its replica's, else the first one's; None: none was saved."""
+    """The saved guard state that this rank resumes from: its replica's, else the first one's; None: none was saved."""
     guards = saved.get("guards", [])
     number = 0 if replicas is None else replicas.comm.rank
     return guards[number] if number < len(guards) else saved.get("guard")
 
 
 def other_replicas(before: Mapping[str, Any], world_before: int, now: Mapping[str, Any], world_now: int) -> list[str]:
-    """What becomes of replicas that took local steps, where there are others now; empty where there are as many."""
+    """Say what happens to replicas with local steps if their number, or whether there are any, has changed.
+
+    Returns:
+        A line for the log of a resumed run; empty if nothing has changed.
+    """
     (was, count), (is_now, count_now) = (_replicas(*pair) for pair in ((before, world_before), (now, world_now)))
     if (was, count) == (is_now, count_now) or not (was or is_now):
         return []
@@ -43,6 +53,6 @@ def other_replicas(before: Mapping[str, Any], world_before: int, now: Mapping[st
 
 
 def _replicas(config: Mapping[str, Any], world_size: int) -> tuple[bool, int]:
-    """Whether replicas take local steps, and how many there are."""
+    """Whether replicas take local steps, and how many replicas there are (1 without local steps)."""
     on = config.get("replicas", {}).get("every", 1) > 1
     return on, world_size // (config.get("shard_size") or world_size) if on else 1

@@ -1,7 +1,8 @@
-"""Going on with a run: from which checkpoint, and with what changed since it was saved.
+"""Resuming a run: chooses the checkpoint, and checks which settings have changed since it was saved.
 
-How a run is spread over ranks may change freely; that is what the format is for. What would make another model of the
-weights or put the run into other data is refused. The rest of the configuration may change too, and is told in a line.
+Strategy, number of ranks and other settings of how a step is computed may change freely: the checkpoint format does not
+depend on them. A change of the model, the optimizer or the data is refused. Any other change is allowed and reported in
+a line.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from zeroshard.train.config.validate import by_dotted_name, validate
 from zeroshard.train.records.trackers import forget_run
 from zeroshard.train.setup.assemble import model_overrides
 
-# Changes nothing that is learned, or is compared as another number: tokens_per_step, rows of an evaluation, the
-# resolved model, the data.
+# Settings whose change is not reported: they do not affect what is learned, or their effect is compared separately
+# (tokens_per_step, rows of an evaluation, the resolved model, the hash of the data).
 FREE = frozenset(
     {
         *("strategy", "shard_size", "reshard_after_forward", "node_copy", "comm", "nproc", "nnodes", "device"),
@@ -38,20 +39,22 @@ FREE = frozenset(
     }
 )
 REFUSED = frozenset({"optimizer", "lora.rank", "lora.alpha", "lora.targets"})
-# What a checkpoint from before there was a setting was saved with, of those that are refused.
+# Values of `REFUSED` settings for checkpoints that are older than the setting.
 _EARLIER = {"lora.rank": 0}
 
 
 def choose(comm: Communicator, resume: str, folder: Path) -> Path | None:
-    """The checkpoint to start from, complete and verified; None to start afresh. Collective.
+    """Choose the checkpoint to resume from; None: start a new run. Collective.
+
+    With ``auto`` the checkpoint is verified here. One that is named only has to be complete; loading verifies it.
 
     Args:
-        comm: the ranks; the first one says what was passed over.
-        resume: ``none``, ``auto`` for the newest good one in ``folder``, or a checkpoint.
-        folder: the run's checkpoints.
+        comm: the ranks; rank 0 prints which checkpoints were passed over, and why.
+        resume: ``none``, ``auto`` for the newest undamaged checkpoint in ``folder``, or the path of a checkpoint.
+        folder: the folder of the run's checkpoints.
 
     Raises:
-        UserError: a checkpoint was named and there is none, or every complete one in ``folder`` is damaged.
+        UserError: the named checkpoint does not exist or is incomplete, or every complete one in ``folder`` is damaged.
     """
     if resume == "none":
         return None
@@ -79,17 +82,17 @@ def check_changes(
     data_sha256: str,
     earlier_sha256: str = "",
 ) -> list[str]:
-    """What has changed since a checkpoint was saved, a line each; empty where nothing that matters has.
+    """Return a line for each relevant change since a checkpoint was saved; empty if there is none.
 
     Args:
-        saved: the checkpoint's ``extra``; what it does not say is not compared.
-        config: the configuration now, as JSON holds it.
-        tokens_per_step: now, of all ranks together.
-        data_sha256: of the prepared tokens now.
-        earlier_sha256: what an earlier version, which streamed other rows, said of the same text.
+        saved: the checkpoint's ``extra``; facts that it does not have are not compared.
+        config: the configuration now, as JSON-serialisable values.
+        tokens_per_step: tokens in a step now, of all ranks together.
+        data_sha256: hash of the prepared tokens now.
+        earlier_sha256: hash that an earlier version, which streamed other rows, gave the same text.
 
     Raises:
-        UserError: the model, the optimizer or the data are others.
+        UserError: the model, the optimizer, the adapters or the data have changed.
     """
     before, now = by_dotted_name(saved.get("config", {})), by_dotted_name(config)
     before = {**_EARLIER, **before} if before else before
@@ -126,9 +129,10 @@ def check_changes(
 
 
 def with_same_evaluation(saved: Mapping[str, Any], config: TrainConfig) -> TrainConfig:
-    """``config`` with the checkpoint's number of sequences in an evaluation, unless it asks for another one.
+    """Return ``config`` with the checkpoint's number of sequences in an evaluation, unless it asks for another one.
 
-    So another micro-batch evaluates on the same rows, and losses before and after are of one set.
+    So a run that is resumed with another micro-batch size still evaluates on the same rows, and its validation losses
+    stay comparable.
     """
     before = by_dotted_name(saved.get("config", {}))
     rows = _eval_rows(before)
@@ -138,12 +142,12 @@ def with_same_evaluation(saved: Mapping[str, Any], config: TrainConfig) -> Train
 
 
 def _eval_rows(config: Mapping[str, Any]) -> int:
-    """Sequences in an evaluation; 0 where the configuration does not say."""
+    """Number of sequences in an evaluation; 0 if the configuration does not say."""
     return config.get("eval_rows") or config.get("eval_batches", 0) * config.get("micro_batch_size", 0)
 
 
 def schedule_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What `zeroshard.optim.learning_rate` takes, of a configuration or of one that an older version has saved."""
+    """Return the arguments for `zeroshard.optim.learning_rate`; ``config`` may come from an older version."""
     steps = config.get("decay_steps") or config["max_steps"]
     known = {"lr", "min_lr", "warmup_steps"}
     table = config.get("optim", {})
@@ -152,7 +156,7 @@ def schedule_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _other_rate(saved: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """What has become of the next step's learning rate, and what keeps it as it was; empty where it is the same."""
+    """Say how the next step's learning rate has changed, and which flag keeps the old one; empty if it is the same."""
     before = saved.get("config", {})
     if not {"lr", "min_lr", "warmup_steps", "max_steps"} <= before.keys():
         return []
@@ -168,7 +172,7 @@ def _other_rate(saved: Mapping[str, Any], config: Mapping[str, Any]) -> list[str
 
 
 def _same_step(old_tokens: int, tokens_per_step: int, config: Mapping[str, Any]) -> str:
-    """What to say so that a step has as many tokens as before; empty where more accumulation alone cannot do it."""
+    """Suggest the flag that keeps as many tokens per step as before; "" if more accumulation alone cannot do that."""
     if config["grad_accum_steps"] > 1 or config["global_batch_size"] or old_tokens % tokens_per_step:
         return ""
     return f"; --global-batch-size {old_tokens // config['seq_len']} keeps a step as it was"
@@ -177,9 +181,10 @@ def _same_step(old_tokens: int, tokens_per_step: int, config: Mapping[str, Any])
 def check_model(
     before: Mapping[str, Any], now: Mapping[str, Any], free: Sequence[str] = ("activation_checkpointing",)
 ) -> None:
-    """Raise UserError where two ``model`` tables are two models; a preset and its values spelled out are one.
+    """Raise UserError if two ``model`` tables describe different models.
 
-    ``free``: settings that may differ.
+    The resolved values are compared, so a preset equals a table that spells out the preset's values. ``free``: names of
+    settings that may differ.
     """
     resolved = []
     for table in (before, now):
@@ -200,7 +205,7 @@ def check_model(
 
 
 def say_start(comm: Communicator, path: Path, changes: list[str]) -> None:
-    """Rank 0: which checkpoint the run goes on from, who wrote it, and what has changed since."""
+    """Print on rank 0 which checkpoint the run resumes from, which strategy wrote it, and what has changed since."""
     if comm.rank:
         return
     manifest = checkpoint.read_manifest(path)
@@ -212,9 +217,9 @@ def say_start(comm: Communicator, path: Path, changes: list[str]) -> None:
 
 
 def leave_branch(folder: Path, step: int) -> None:
-    """Set aside what ``folder`` has of steps after ``step``: a run that goes on from there is another one.
+    """Rename the checkpoints in ``folder`` of steps after ``step``, because the run now continues from there anew.
 
-    Else the newest of them would be what is kept, and what a restart takes.
+    Otherwise a restart would resume from the newest of the old ones, and ``keep_checkpoints`` would keep those.
     """
     moved = checkpoint.set_aside(folder, step)
     if moved:

@@ -1,7 +1,7 @@
-"""What a run leaves in its checkpoints beside tensors, read with types and ranges checked.
+"""Reads what a run saved in a checkpoint's ``extra`` (everything but tensors), with types and ranges checked.
 
-A checkpoint's ``extra`` may hold anything that JSON can. A run that goes on computes with some of it, so that part is
-checked first; what is not there is not compared.
+``extra`` may contain any JSON. A resumed run computes with some of its values, so types and ranges of those are checked
+first. A missing value is not an error.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class _SavedRun(_Facts):
 
 
 def saved_run(path: Path) -> Mapping[str, Any]:
-    """The ``extra`` of a run's checkpoint.
+    """Return the ``extra`` of a run's checkpoint.
 
     Raises:
-        UserError: it is no complete checkpoint, or one of these facts is of another type or out of its range.
+        UserError: the checkpoint is incomplete, or a value in ``extra`` has a wrong type or is out of range.
     """
     extra = checkpoint.read_manifest(path).extra
     try:

@@ -1,4 +1,4 @@
-"""A strategy that is loaded without the states of its optimizer: to evaluate, or to begin a schedule of its own."""
+"""Loads a checkpoint into a strategy without the optimizer states: to evaluate, or to fine-tune from its weights."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from zeroshard.zero.state.named_shards import GATHERED, MODEL_KINDS, NamedShard,
 
 
 class WeightsAlone:
-    """``checkpoint.load`` gives ``strategy`` what is of the model.
+    """A target for ``checkpoint.load`` that passes only the model's tensors on to ``strategy``.
 
     Args:
-        strategy: is loaded.
-        kinds: of tensors: weights, buffers, averages.
-        seen_as: what the checkpoint is seen as: from its reader to another.
+        strategy: the strategy to load into.
+        kinds: kinds of tensors to load, such as weights, buffers and averages.
+        seen_as: wraps the checkpoint's reader, to present the checkpoint in another form (as with adapters merged).
     """
 
     def __init__(
@@ -29,24 +29,24 @@ class WeightsAlone:
         self.comm = strategy.comm
 
     def named_shards(self) -> Iterable[NamedShard]:
-        """Nothing is saved from here."""
+        """Return nothing: this object is only loaded, never saved."""
         return ()
 
     def load_named_shards(self, reader: ShardReader) -> None:
-        """Read what is of the model."""
+        """Load the tensors of the chosen kinds into the strategy."""
         self._strategy.load_named_shards(_Reader(self._seen_as(reader), self._kinds))
 
 
 class _Reader:
-    """``reader``, of a checkpoint that seems to hold no more than ``kinds``."""
+    """Presents ``reader``'s checkpoint as if it contained only tensors of ``kinds``."""
 
     def __init__(self, reader: ShardReader, kinds: Collection[str]) -> None:
         self._reader, self._kinds = reader, kinds
 
     def kinds(self, name: str) -> dict[str, tuple[int, ...]]:
-        """What is saved of it."""
+        """Return the saved kinds of the tensor that are to be loaded, with their shapes."""
         return {kind: shape for kind, shape in self._reader.kinds(name).items() if kind in self._kinds}
 
     def read(self, name: str, kind: str, interval: tuple[int, int]) -> Tensor:
-        """As the reader does."""
+        """Read from the underlying reader."""
         return self._reader.read(name, kind, interval)

@@ -1,1 +1,1 @@
-"""Flat buffers: where each parameter lies in one, its weights, its gradients, and the units that travel together."""
+"""Flat buffers: the layout of parameters in them, their weights and gradients, and the units that are sharded."""

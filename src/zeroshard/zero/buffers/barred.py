@@ -1,4 +1,7 @@
-"""Gradients by which no optimizer may step, and why: they are of other weights than those that it would change."""
+"""Gradients with which no optimizer may step, because they were computed at other weights than it would update.
+
+Such gradients come from a backward inside ``ema.weights()`` or ``replicas.anchors()``.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,11 @@ from collections.abc import Iterable, Set
 
 
 class Barred:
-    """Those of one buffer, by slot, until they are cleared.
+    """The barred gradients of one flat buffer, by slot, until they are cleared.
 
     Attributes:
-        why: slot -> why, for the user.
-        now: why those that come now are barred; None: they are not.
+        why: slot -> the reason, for the user.
+        now: the reason why gradients that arrive now are barred; None: they are not.
     """
 
     def __init__(self) -> None:
@@ -18,23 +21,23 @@ class Barred:
         self.now: str | None = None
 
     def came(self, slot: int) -> None:
-        """A gradient is added to what is in this slot."""
+        """Record that a gradient was added to this slot; it is barred if `now` says so."""
         if self.now is not None:
             self.why[slot] = self.now
 
     def cleared(self, slots: Set[int]) -> None:
-        """The gradients in these slots are gone, or were replaced."""
+        """Record that the gradients in these slots were cleared or replaced, so that they are not barred any more."""
         if self.why:
             self.why = {slot: why for slot, why in self.why.items() if slot not in slots}
 
 
 def bar(buffers: Iterable[Barred], whose: str | None, where: str) -> None:
-    """Bar the gradients that come from now on, for others visit in the weights' place.
+    """Bar the gradients that arrive from now on, because other values are in the weights' place for a block.
 
     Args:
-        buffers: of the whole model.
-        whose: the gradients are, "the anchors" say; None: the weights are back, and nothing that comes is barred.
-        where: the block in which they visit, as the user calls it.
+        buffers: all flat buffers of the model.
+        whose: the values whose gradients these are, such as "the anchors"; None: the weights are back, so bar nothing.
+        where: the block, as the user writes it.
     """
     why = (
         f"the gradients are of {whose}, by a backward inside {where}; call zero_grad() once they are read, and run the "

@@ -1,33 +1,33 @@
-"""Weights that travel as differences to what every rank has already, in few bits.
+"""Weight all-gathers that send quantised differences to a copy of the weights that every rank has.
 
-Where unsharded weights outlive a step (stages 1 and 2), every rank has the *common copy*: what it computes with, the
-same bits everywhere. After a step an owner quantises the difference between its shard of the masters and its shard of
-the common copy; the codes are gathered, and every rank, the owner too, adds what they stand for:
+If unsharded weights outlive a step (stages 1 and 2), the weights that ranks compute with are a *common copy*, with the
+same bits on every rank. After a step each owner quantises the difference between its shard of the master weights and
+its shard of the common copy; the codes are gathered, and every rank, the owner too, adds the decoded differences:
 
     difference = master - common        at the owner, in fp32
     codes      = quantise(difference)   gathered
-    common    += dequantise(codes)      on every rank, rounded to the dtype that computes
+    common    += dequantise(codes)      on every rank, rounded to the compute dtype
 
-What one step's codes miss is in the next step's difference, so errors do not add up, and a difference of one step is
-small: so is its block's scale. The sum and the rounding are one operation of IEEE 754 on the same numbers, so the
-copies stay the same bits on all ranks, in bf16 too, whose own rounding is part of the next difference.
+The error of one step's codes is part of the next step's difference, so errors do not accumulate. The difference of one
+step is small, and so is the scale of its blocks. Sum and rounding are one IEEE 754 operation on the same numbers, so
+all ranks' copies keep the same bits, in bf16 too, whose own rounding error is part of the next difference.
 
-The owner keeps its shard of the common copy beside the master: S c bytes. That tells what somebody has written into
-weights ([Note: Changes in place] in `differences`), brings them back where that is to be forgotten, and is what a
-checkpoint needs to go on with the same bits.
+The owner also keeps its shard of the common copy: S c bytes for S elements of a compute dtype of c bytes. With it the
+owner detects values that a user has written into weights ([Note: Changes in place] in `differences`), or undoes them. A
+checkpoint saves it, so that a resumed run has the same bits.
 
 Jia et al. 2024, "SDP4Bit: Toward 4-bit Communication Quantization in Sharded Data Parallelism for LLM Training",
 https://arxiv.org/abs/2410.15526, section 3.1.
 
 [Note: One copy]
-    Who writes into weights writes the same on every rank; nothing else could make the copies differ, and nothing would
-    make them alike again. So on a CPU an owner sends a fingerprint of its shard with its codes, 16 bytes, and a rank
-    that has another one raises.
+    A user who writes into weights must write the same values on every rank. Otherwise the copies would differ, and
+    would never become equal again. So on a CPU an owner sends a fingerprint of its shard with its codes (16 bytes), and
+    a rank whose copy has another fingerprint raises.
 
 [Note: The whole copy]
-    The codes alone are of use only to a rank that has the copy. Where it may not (after a load, a change of stage, or
-    when what was written into weights is to be forgotten) the next gather brings the common copy itself, as it is after
-    the owner has added its codes. So how a copy came changes no bit of it.
+    A rank can use codes only if it has the copy. If it may not (after a load, after a change of stage, or if values
+    written into weights are to be dropped), the next gather sends the common copy itself, as it is after the owner has
+    added its codes. So a rank gets the same bits in either way.
 """
 
 from __future__ import annotations
@@ -41,23 +41,24 @@ from zeroshard.comm import Communicator, Work, empty_for
 from zeroshard.wire_formats import Format
 from zeroshard.zero.buffers import wire
 
-HEADER_BYTES = 16  # behind an owner's codes; a multiple, so that the next rank's scales are aligned
+HEADER_BYTES = 16  # of the fingerprint after an owner's codes; a multiple of 16 keeps the next rank's scales aligned
 
 Replaced = Literal["for good", "for now", "back", "by nothing"]
-"""What has come into the masters' place: other weights, weights that only visit, those from before; the same ones."""
+"""How the master weights were replaced outside of a step: by other weights; by weights that are there for a block only
+(averages, anchors); by the weights from before such a block; not at all, but ranks may lack the copy."""
 
 
 class CommonCopy:
-    """This rank's shard of what every rank has.
+    """This rank's shard of the common copy.
 
     Args:
-        name: of the buffer.
-        form: what differences travel in.
-        own: ``[n]`` in the dtype that computes: its values now.
+        name: name of the buffer.
+        form: wire format of differences.
+        own: ``[n]`` in the compute dtype: the current values of the shard.
 
     Attributes:
-        shard: ``[n]``.
-        behind: whether the masters have changed since.
+        shard: ``[n]``: the shard of the common copy.
+        behind: whether the master weights have changed since the last gather.
         whole_due: whether ranks may lack the copy: [Note: The whole copy].
     """
 
@@ -67,9 +68,9 @@ class CommonCopy:
         self._aside: tuple[Tensor, bool] | None = None
 
     def gather(self, comm: Communicator, full: Tensor, master: Tensor) -> PackedDifferences | None:
-        """What the next gather sends so that ``full [world_size * n]`` is current; None: `shard` itself, unpacked.
+        """Return the gather that makes ``full [world_size * n]`` current; None: `shard` itself must be gathered.
 
-        The difference to ``master [n]`` is read here and not any more.
+        ``master [n]`` is read here, not later.
         """
         behind, whole, self.behind, self.whole_due = self.behind, self.whole_due, False, False
         if not behind:
@@ -81,7 +82,7 @@ class CommonCopy:
         return None if whole else packed
 
     def current(self, master: Tensor) -> Tensor:
-        """``[n]``, a new tensor: the shard as it will be when the next gather is over."""
+        """Return the shard ``[n]``, a new tensor, as it will be after the next gather."""
         shard = self.shard.clone()
         if self.behind:
             packed = torch.empty(self._form.num_bytes(shard.numel()), dtype=torch.uint8, device=shard.device)
@@ -96,7 +97,7 @@ class CommonCopy:
         shard.add_(difference)
 
     def replace(self, master: Tensor, how: Replaced) -> None:
-        """Follow masters that have changed outside of a step. What only visits leaves no trace in later bits."""
+        """Follow master weights that were replaced outside of a step; ``"back"`` undoes ``"for now"`` to the bit."""
         if how == "for now":
             self._aside = self.shard.clone(), self.behind
         if how in ("for good", "for now"):
@@ -110,21 +111,21 @@ class CommonCopy:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What is kept now."""
+        """The tensors that are resident now."""
         return [self.shard] if self._aside is None else [self.shard, self._aside[0]]
 
 
 class PackedDifferences:
-    """The all-gather of differences, as `zeroshard.zero.buffers.wire.PackedGather` has it.
+    """An all-gather of differences, with the interface of `zeroshard.zero.buffers.wire.PackedGather`.
 
     Args:
-        name: of the buffer.
+        name: name of the buffer.
         comm: the ranks that hold the shards.
-        form: what travels.
-        full: ``[world_size * n]``: this rank's common copy; moved on by `deliver`.
+        form: wire format of the differences.
+        full: ``[world_size * n]``: this rank's common copy, to which `deliver` adds the differences.
 
     Attributes:
-        packed: ``[world_size, bytes]``: what is gathered; this rank's row is for the caller to fill.
+        packed: ``[world_size, bytes]``: the buffer of the all-gather; the caller fills this rank's row.
     """
 
     def __init__(self, name: str, comm: Communicator, form: Format, full: Tensor) -> None:
@@ -135,7 +136,7 @@ class PackedDifferences:
         self.packed = packed.view(comm.world_size, num_bytes)
 
     def row(self, rank: int) -> tuple[Tensor, Tensor]:
-        """A rank's codes, and the fingerprint of the shard that they are added to, [2] int64."""
+        """Return a rank's codes, and the fingerprint, [2] int64, of the shard to which they are added."""
         row = self.packed[rank]
         return row[: self._code_bytes], row[self._code_bytes :].view(torch.int64)
 
@@ -144,10 +145,10 @@ class PackedDifferences:
         return self._comm.all_gather(self.packed.view(-1), self.packed[self._comm.rank])
 
     def deliver(self) -> None:
-        """Add the differences, once it is done.
+        """Add the differences to the common copy, once the collective is done.
 
         Raises:
-            RuntimeError: [Note: One copy].
+            RuntimeError: an owner's copy differs from this rank's: [Note: One copy].
         """
         shards = self._full.view(self._comm.world_size, -1)
         difference = torch.empty(shards.shape[1], dtype=torch.float32, device=shards.device)
@@ -165,11 +166,11 @@ class PackedDifferences:
 
 
 def _fingerprint(shard: Tensor) -> int:
-    """Of its bits, as a signed 64-bit number; 0 where nobody looks: a GPU is not waited for."""
+    """Return a fingerprint of the shard's bits as a signed 64-bit number; 0 on a GPU, because the host would block."""
     found = wire.seen(shard) or 0
     return found - 2**64 if found >= 2**63 else found
 
 
 def _finite(values: Tensor) -> Tensor:
-    """Zeros where a block arrived as NaN, so that it is well again when the masters are; changed in place."""
+    """Replace NaN and Inf by zero, in place, so that the copy recovers from them as soon as the master weights do."""
     return values.nan_to_num_(0.0, 0.0, 0.0)

@@ -1,13 +1,14 @@
-"""What somebody has written into weights that compute in another dtype than their masters have, or travel otherwise.
+"""Carry values that a user writes into weights over to the master weights, if these are another tensor.
 
 [Note: Changes in place]
-    A user may write into weights: clip them, prune them, draw them anew. Where they are (a view of) the master, that is
-    all. Else they are compared with the master before it is used, and what differs is taken over: always where the
-    master is the wider one, because a write through ``.data`` leaves no trace. Where it is not, and before sharded
-    weights are freed, they are compared if autograd's version counters say that somebody wrote: what a module writes
-    through ``.data`` in its own forward is not seen at stage 3, use ``torch.no_grad()``. Who assigns ``param.data`` (as
-    `torch.nn.utils.vector_to_parameters` does) has the parameter show another tensor: its values are taken over, and
-    the parameter shows the buffer again.
+    A user may write into weights: clip them, prune them, draw them anew. If the weights are (a view of) the master,
+    nothing is left to do. Otherwise the engine compares them with the master before it uses the master, and copies the
+    elements that differ. It always compares if the weights are rounded (the master is wider, or they have a wire
+    format), because a write through ``.data`` leaves no trace. If they are not, and before sharded weights are freed,
+    it compares only if autograd's version counters show a write. So it does not see what a module writes through
+    ``.data`` in its own forward at stage 3: write under ``torch.no_grad()`` instead. After an assignment to
+    ``param.data`` (as in `torch.nn.utils.vector_to_parameters`) the parameter shows another tensor: the engine copies
+    its values to the parameter's place in the buffer, and makes the parameter a view of the buffer again.
 """
 
 from __future__ import annotations
@@ -17,28 +18,28 @@ import hashlib
 import torch
 from torch import Tensor, nn
 
-_CHUNK = 1 << 22  # elements that are compared at a time: little memory beside the weights
-_CHUNK_ON_CPU = 1 << 17  # what a cache holds
-_ROW_WORDS = 251  # of a fingerprint
+_CHUNK = 1 << 22  # elements that are compared at a time: little memory compared with the weights
+_CHUNK_ON_CPU = 1 << 17  # elements that fit into a cache
+_ROW_WORDS = 251  # 64-bit words in a row of a fingerprint
 
 
 def take_where_it_differs(master: Tensor, written: Tensor, shown: Tensor | None = None) -> bool:
-    """Copy from ``written`` the elements that are not what ``master`` was shown as.
+    """Copy to ``master`` the elements of ``written`` that differ from the values that the engine showed for it.
 
     Args:
         master: ``[n]``, changed in place.
-        written: ``[n]``, in any dtype.
-        shown: ``[n]`` in that dtype, where it is not what ``master`` rounds to.
+        written: ``[n]``, the weights that the user may have written into, in any dtype.
+        shown: ``[n]`` in that dtype, the values that the engine showed; None: ``master`` rounded to that dtype.
 
     Returns:
-        Whether there may have been any; on the CPU whether there were.
+        Whether some elements differed; on a GPU whether they may have, because the host does not wait for it.
     """
     length = _CHUNK_ON_CPU if master.device.type == "cpu" else _CHUNK
     differs = False
     pieces = zip(master.split(length), written.split(length), strict=True)
     for index, (mine, theirs) in enumerate(pieces):
         rounded = mine.to(theirs.dtype) if shown is None else shown[index * length : index * length + len(mine)]
-        if master.device.type == "cpu" and torch.equal(_bits(rounded), _bits(theirs)):  # a GPU is not waited for
+        if master.device.type == "cpu" and torch.equal(_bits(rounded), _bits(theirs)):  # would block on a GPU
             continue
         same = (theirs == rounded) | (theirs.isnan() & rounded.isnan() & (shown is not None))
         mine.copy_(torch.where(same, mine, theirs))
@@ -47,12 +48,12 @@ def take_where_it_differs(master: Tensor, written: Tensor, shown: Tensor | None 
 
 
 def fingerprint(values: Tensor) -> int:
-    """64 bits of the bits of ``values [n]``, any dtype, on the CPU: others where values are others, alike on any rank.
+    """Return a 64-bit hash of the bits of ``values [n]``, any dtype, on the CPU; equal values hash alike on any rank.
 
-    A hash of sums modulo 2^64: of each row and each column of the 64-bit words, `_ROW_WORDS` in a row, a prime, so that
-    rows of a matrix lie across other columns each. A change is seen, but for a probability of 2^-64, unless it leaves
-    all these sums as they are, as no change within one row or one column does. Signs that change, of elements in upper
-    halves of words alone and evenly many in each row and each column, do.
+    The hash is of sums modulo 2^64 over each row and each column of the 64-bit words. A row has `_ROW_WORDS` words, a
+    prime, so that the rows of a matrix start in different columns. A change is detected, but for a probability of
+    2^-64, unless it leaves all these sums as they are. No change within one row or one column does. A change of signs
+    does, if all are of elements in the upper halves of words, and evenly many in each row and in each column.
     """
     octets = values.view(torch.uint8)
     if octets.storage_offset() % 8:
@@ -69,9 +70,9 @@ def fingerprint(values: Tensor) -> int:
 
 
 def take_assigned(elsewhere: list[tuple[str, nn.Parameter, Tensor]]) -> bool:
-    """Have what was assigned to a parameter's ``.data`` be its values, in its place; whether there was any.
+    """Copy tensors that were assigned to parameters' ``.data`` to their places in the buffer; return if any were.
 
-    ``elsewhere``: ``(name, parameter, its place)`` of those that show another tensor.
+    ``elsewhere``: ``(name, parameter, its place)`` of the parameters that show another tensor.
     """
     for name, param, view in elsewhere:
         if param.shape != view.shape:
@@ -86,7 +87,7 @@ def take_assigned(elsewhere: list[tuple[str, nn.Parameter, Tensor]]) -> bool:
 
 
 def refuse_assigned(elsewhere: list[tuple[str, nn.Parameter, Tensor]]) -> None:
-    """Raise where a tensor was assigned to the ``.data`` of weights that are hidden; ``elsewhere``: as above."""
+    """Raise RuntimeError if a tensor was assigned to ``.data`` of hidden weights; ``elsewhere``: as above."""
     for name, param, freed in elsewhere:
         param.data = freed
         raise RuntimeError(
@@ -96,6 +97,6 @@ def refuse_assigned(elsewhere: list[tuple[str, nn.Parameter, Tensor]]) -> None:
 
 
 def _bits(values: Tensor) -> Tensor:
-    """The same memory as integers, which compare twice as fast or more."""
+    """View the memory as integers, which compare at least twice as fast."""
     wide = values.numel() * values.element_size() % 8 == 0 and values.storage_offset() * values.element_size() % 8 == 0
     return values.view(torch.int64 if wide else torch.uint8)

@@ -1,20 +1,20 @@
-"""The weights of one unit: one flat buffer that the model computes with, and a master that the optimizer updates.
+"""The weights of one group of a unit: a flat buffer that the model computes with, and master weights to be optimized.
 
 [Note: Storage and saved views]
     Autograd saves views of weights in forward (``weight.t()``, say) and reads them in backward. Freed weights must
-    therefore come back at the *same* storage: `release` shrinks the flat buffer's storage to nothing and `gather` grows
-    it again, so every view made in between is whole once more. While the storage is empty each parameter's ``.data`` is
-    one NaN expanded to its shape: code that reads a freed weight sees NaN, never stray memory. ``param.data = view``
-    hides the refresh from autograd's version check; that weights only change between steps is our invariant. Weights
-    that compute in another dtype than their master has are hidden alike from a step until they are refreshed: what was
-    written into the old ones would be lost.
+    therefore come back in the *same* storage: `release` resizes the flat buffer's storage to nothing and `gather`
+    resizes it back, so that views from before are valid again. While the storage is empty, each parameter's ``.data``
+    is one NaN expanded to its shape: code that reads a freed weight sees NaN, never stray memory. ``param.data = view``
+    hides the refresh from autograd's version check: the engine guarantees that weights change only between steps.
+    Weights whose compute dtype is not the master's are hidden in the same way from a step until they are refreshed,
+    because values written into the old weights would be lost.
 
 [Note: Frozen]
-    What is frozen when the engine is built, and computes in another dtype, needs no master: it is kept as it computes,
-    and shown in its own dtype. It gets a master when it is trained after all.
+    Parameters that are frozen when the engine is built and compute in another dtype need no master: they are kept only
+    in the compute dtype, and `gather_master` returns them in their own. They get a master once they are to be trained.
 
 [Note: One rank]
-    A shard of a world of one is the whole. There nothing is freed, gathered or copied, at any stage.
+    In a world of one rank the shard is the entire buffer: nothing is freed, gathered or copied, at any stage.
 """
 
 from __future__ import annotations
@@ -47,18 +47,19 @@ class FlatParams:
 
     Attributes:
         full: ``[padded_numel]`` in the compute dtype; empty storage while the weights are sharded and not in use.
-        master: ``[padded_numel]`` where the optimizer is replicated, else ``[shard_numel]``; the parameters' own
-            dtype, or the compute dtype by [Note: Frozen]. Where it has the compute dtype and weights are whole it is a
-            view of ``full``.
-        dtype, comm: the parameters' own, from before there was an engine; the ranks that hold the shards.
-        pieces: what of each parameter the optimizer on this rank updates. Where it is replicated on the CPU these are
-            the pieces of every rank, so that vector bodies and scalar tails fall on the same elements at each stage.
-        wire, packed_gather, node_copy: what weights travel in, None: the dtype that computes; their gather in it that
-            is under way; the second copy of sharded weights, if there is one.
-        common: what differences are to, where these travel; else None.
-        stale, hidden: whether the master is newer than ``full``; the one number that weights which are not there show.
-        on_read: called before a parameter is read whose values are not there, and ends in `show_as_current`; None:
-            nobody is told. [Note: Read between steps] in `outdated`.
+        master: ``[padded_numel]`` if the optimizer is replicated, else ``[shard_numel]``; in the parameters' own dtype,
+            or the compute dtype by [Note: Frozen]. If it has the compute dtype, weights are not sharded and there is no
+            wire format, it is a view of ``full``.
+        dtype, comm: the parameters' dtype before there was an engine; the ranks that hold the shards.
+        pieces: the pieces of parameters that the optimizer on this rank updates. If it is replicated on the CPU: those
+            of every rank, so that vectorised bodies and scalar tails fall on the same elements at each stage.
+        wire, packed_gather, node_copy: the wire format of weights, None: they are sent in the compute dtype; the
+            gather in flight in that format; the second copy of sharded weights, if there is one.
+        common: the common copy to which differences are sent; None if weights are not sent as differences.
+        whole, stale: whether ``full`` has memory (its gather may be in flight); whether the master is newer than it.
+        hidden: the 0-dim NaN (0 for integers) that freed or hidden weights show.
+        on_read: called before a read of a parameter whose values are stale or freed, and ends in `show_as_current`;
+            None: reads are not watched. See [Note: Read between steps] in `outdated`.
     """
 
     on_read: Callable[[], None] | None = None
@@ -84,13 +85,13 @@ class FlatParams:
         self.shard_params = strategy.params is SHARD and comm.world_size > 1
         self.stale = False
         self.whole = True
-        self._copy_due = False  # whether `full` lacks what this rank's master holds
-        self._shown = False  # whether the parameters are the views of `full`
+        self._copy_due = False  # whether this rank's master must be copied to `full`
+        self._shown = False  # whether the parameters are views of `full`
         self._work: Work | None = None
         self.packed_gather: PackedGather | PackedDifferences | None = None
-        self._seen: int | None = None  # this rank's own part of `full`, as it arrived
+        self._seen: int | None = None  # fingerprint of this rank's own part of `full`, as it arrived
         self._streams: Streams = NO_STREAMS
-        self._written_at: Mark = None  # where the master's values were complete
+        self._written_at: Mark = None  # the point in a stream where the master was complete
         self.dtype = self.params[0].dtype
         initial = initial_values(name, params, init, self.layout, levels, shard_params=self.shard_params)
         own = slice(*self.layout.interval(comm.rank))
@@ -136,11 +137,11 @@ class FlatParams:
         self._shown = False
 
     def _written(self) -> int:
-        """Grows with each write into a parameter that autograd knows of."""
+        """Return a number that grows with each write into a parameter that autograd sees."""
         return sum(param._version for param in self.params)
 
     def thaw(self) -> bool:
-        """Keep a master in the parameters' own dtype from now on, since they are trained; whether it is new."""
+        """Make a master in the parameters' own dtype, because they will be trained; return whether it is new."""
         if self.master.dtype == self.dtype:
             return False
         self.take_changes()
@@ -149,29 +150,29 @@ class FlatParams:
         return True
 
     def piece_of_master(self, piece: Piece) -> Tensor:
-        """View of the master, in the piece's shape."""
+        """Return a view of the master, in the piece's shape."""
         start = piece.offset - self.master_offset
         return self.master[start : start + piece.numel].view(piece.shape)
 
     def place_in_full(self, piece: Piece) -> Tensor | None:
-        """View, of the piece's shape, of the weights that compute, for an optimizer to write beside the master.
+        """Return a view of ``full``, in the piece's shape, for an optimizer that writes to it as well as to the master.
 
-        None where there is nothing to write: the master is those weights, or they do not outlive a step.
+        None if it must not: the master is a view of ``full``, or weights are sharded or have a wire format.
         """
         if self._aliased or self.shard_params or self.wire is not None:
             return None
         return self.full[piece.offset : piece.offset + piece.numel].view(piece.shape)
 
     def gather(self, *, again: bool = False) -> None:
-        """Issue the all-gather that makes ``full`` unsharded and current, unless one is under way.
+        """Issue the all-gather that makes ``full`` unsharded and current, unless one is in flight.
 
-        Where ``full`` is whole and current, only ``again`` gathers it: other ranks may have freed theirs.
+        If ``full`` is unsharded and current, gather only with ``again``: other ranks may have freed theirs.
         """
         if self._work is not None or (self.whole and not self.stale and not again):
             return
         if not self._shown:
             self._require_untouched()
-        read_at = self._streams.mark() if self.whole and not self.stale else None  # by what was queued before
+        read_at = self._streams.mark() if self.whole and not self.stale else None  # by kernels already queued
         self.stale = False
         self.show_as_current()
         copy_due = self._copy_due or self.shard_params
@@ -199,7 +200,7 @@ class FlatParams:
         return gather_shards(self.comm, self.layout, self.full, own) if packed is None else packed.gather()
 
     def _copied_in(self, *, copy_due: bool) -> Tensor:
-        """This rank's shard, for the all-gather into ``full``, which has memory from here on."""
+        """Allocate ``full`` if it is freed, and return this rank's shard, the input of the all-gather."""
         if not self.whole:
             self.full.untyped_storage().resize_(self._storage_bytes)
             self.whole = True
@@ -211,13 +212,13 @@ class FlatParams:
         return own.copy_(self.master) if copy_due and not self._aliased else own
 
     def wait(self) -> None:
-        """Finish what `gather` started and let the parameters see it."""
+        """Wait for the gather in flight, and make the parameters views of ``full``."""
         self._finish()
         if self.whole and not self._shown:
             self._attach()
 
     def _finish(self) -> None:
-        """Wait for the all-gather that is under way."""
+        """Wait for the all-gather in flight, and decode it if it is packed."""
         work, self._work = self._work, None
         packed, self.packed_gather = self.packed_gather, None
         if work is None:
@@ -231,7 +232,7 @@ class FlatParams:
             self._seen = seen(self.full[self._own]) if self._always_compared else None
 
     def release(self) -> None:
-        """Free the full weights, where they are sharded."""
+        """Free the unsharded weights, if weights are sharded."""
         if not self.shard_params or not self.whole:
             return
         self._finish()
@@ -246,19 +247,19 @@ class FlatParams:
         self.whole = False
 
     def hand_out(self) -> None:
-        """The user is shown full weights from here on, and may keep views of them."""
+        """Record that unsharded weights are exposed to the user, who may keep views of them."""
         if self.shard_params:
             self._outside.may_come(self.full)
 
     def mark_stale(self, *, copied: bool = False, replaced: Replaced | None = None) -> None:
-        """The master has changed: the next `gather` refreshes ``full``.
+        """Record that the master has changed, so that the next `gather` refreshes ``full``.
 
-        ``copied``: this rank's own part of ``full`` has changed with it; see `place_in_full`. ``replaced``: it has not
-        changed by a step; see `zeroshard.zero.buffers.common_copy`.
+        ``copied``: whether this rank's part of ``full`` was updated too; see `place_in_full`. ``replaced``: how the
+        master changed, if not by a step; see `zeroshard.zero.buffers.common_copy`.
         """
         for _, param, view in self._elsewhere():
-            param.data = view  # what it showed is older than the master
-        self._versions = self._written()  # what was written into weights that are outdated now is not taken over
+            param.data = view  # the assigned tensor is older than the master
+        self._versions = self._written()  # writes into weights that are stale now are dropped
         self._outside.outdate(self.hidden)
         self.release()
         self.node_copy.current = False
@@ -266,7 +267,7 @@ class FlatParams:
             self.common.behind = True
         elif self.common is not None and replaced is not None:
             self.common.replace(self.master, replaced)
-        copied = copied and not self._thawed  # which the optimizer has not heard of
+        copied = copied and not self._thawed  # the optimizer does not know the new master
         self._copy_due = self._copy_due or not copied
         if self.whole and (self.shard_optim or (not self._aliased and not copied)):
             self.stale = True
@@ -276,22 +277,22 @@ class FlatParams:
         self._written_at = self._streams.mark()
 
     def watch_reads(self) -> None:
-        """Have `on_read` called when a parameter is read whose values are not there."""
+        """Call `on_read` before a read of the parameters, if they are stale or freed."""
         if self.on_read is not None and (self.stale or not self.whole):
             outdated.mark(self.params, self.on_read)
 
     def use_streams(self, streams: Streams) -> None:
-        """Gather on these from now on."""
+        """Gather on these streams from now on."""
         self._streams, self._written_at = streams, streams.mark()
 
     def show_as_current(self) -> None:
-        """Stop watching who reads the parameters."""
+        """Stop watching reads of the parameters."""
         outdated.unmark(self.params)
 
     def take_changes(self) -> None:
-        """Take over into the master what was written into weights that are whole and current; [Note: Changes in place].
+        """Copy values that were written into unsharded, current weights to the master: [Note: Changes in place].
 
-        On every rank alike, as the writes must have been.
+        Every rank must call it, and must have written the same values.
         """
         if not self._shown:
             self._require_unassigned()
@@ -301,7 +302,7 @@ class FlatParams:
             self.write_back()
 
     def drop_changes(self) -> None:
-        """Have the next `gather` undo what was written into the weights, where they are no view of the master."""
+        """Let the next `gather` undo writes into the weights, unless the master is a view of them."""
         if self._aliased:
             self._take_assigned()
         else:
@@ -318,7 +319,7 @@ class FlatParams:
                     self.common.whole_due = True
 
     def write_back(self) -> None:
-        """Take what was written into the full weights over into the master, which else keeps its digits."""
+        """Copy values that were written into unsharded weights to the master; its other elements do not change."""
         self._take_assigned()
         if self._aliased:
             return
@@ -335,7 +336,7 @@ class FlatParams:
         self._versions, self._written_at, self.node_copy.current = self._written(), self._streams.mark(), False
 
     def _elsewhere(self) -> list[tuple[str, nn.Parameter, Tensor]]:
-        """``(name, parameter, what it should show)`` of those to whose ``.data`` somebody has assigned a tensor."""
+        """Return ``(name, parameter, expected .data)`` of parameters to whose ``.data`` a tensor was assigned."""
         expected = self._views if self._shown else self._freed
         home = expected[0].untyped_storage()._cdata
         with torch._C.DisableTorchFunctionSubclass():
@@ -343,15 +344,15 @@ class FlatParams:
             return [(slot.name, p, view) for slot, p, view in triples if p.untyped_storage()._cdata != home]
 
     def _take_assigned(self) -> bool:
-        """Have what was assigned to a parameter's ``.data`` be its values, in its place; whether there was any."""
+        """Copy tensors that were assigned to parameters' ``.data`` to their places; return whether there were any."""
         return take_assigned(self._elsewhere()) if self._shown else False
 
     def _require_unassigned(self) -> None:
-        """Raise where a tensor was assigned to the ``.data`` of weights that are hidden."""
+        """Raise RuntimeError if a tensor was assigned to ``.data`` of hidden weights."""
         refuse_assigned(self._elsewhere())
 
     def _require_untouched(self) -> None:
-        """Raise where something was written into weights that were not there; on the CPU, for reading stops a GPU."""
+        """Raise RuntimeError if hidden weights were assigned, or (on the CPU: no sync with a GPU) written to."""
         self._require_unassigned()
         if self.hidden.device.type != "cpu" or not self.hidden.is_floating_point() or self.hidden.isnan():
             return
@@ -362,7 +363,7 @@ class FlatParams:
         )
 
     def gather_master(self) -> Tensor:
-        """``[padded_numel]``: every shard's master, in the parameters' own dtype. Collective; a new tensor."""
+        """Gather every shard's master: a new tensor ``[padded_numel]`` in the parameters' own dtype. Collective."""
         self.take_changes()
         if not self.shard_optim:
             return self.master.to(self.dtype, copy=True)
@@ -372,27 +373,27 @@ class FlatParams:
         return flat.to(self.dtype)
 
     def common_copy(self) -> Tensor | None:
-        """``[shard_numel]``, a new tensor: what every rank has of this rank's shard when it has the last step's."""
+        """Return this rank's shard of the common copy after the last step, a new tensor ``[shard_numel]``, or None."""
         self._finish()
         return None if self.common is None else self.common.current(self.master)
 
     @property
     def is_rounded(self) -> bool:
-        """Whether the weights that compute have other digits than their dtype could hold of the master."""
+        """Whether the wire format may round weights more than their compute dtype does."""
         as_they_are = isinstance(self.wire, DtypeFormat) and self.wire.dtype in (self.dtype, self.full.dtype)
         return self.wire is not None and not as_they_are
 
     @property
     def on_its_way(self) -> bool:
-        """Whether `gather` has started what nobody has waited for, so that parameters do not show it."""
+        """Whether `gather` was called without `wait` since, so that parameters do not show ``full`` yet."""
         return self._work is not None or (self.whole and not self.stale and not self._shown)
 
     @property
     def full_bytes(self) -> int:
-        """Bytes that full weights hold now."""
+        """Resident bytes of ``full`` now."""
         return self.full.untyped_storage().nbytes()
 
     @property
     def master_bytes(self) -> int:
-        """Bytes that the master holds beside the full weights; 0 where it is a view of them."""
+        """Bytes of the master; 0 if it is a view of ``full``."""
         return 0 if self._aliased else self.master.nbytes

@@ -1,12 +1,12 @@
-"""What each piece of an engine's memory is for at this moment: a category for every storage.
+"""The tensors of an engine that are resident at this moment, each with a category.
 
-Between steps a rank holds what the stage table says it keeps. While a step runs, whole weights and whole gradients of a
-few units come on top, where these are sharded:
+Between steps a rank has what the stage table says that it keeps. While a step runs, unsharded weights and gradients of
+a few units come on top, if these are sharded:
 
-    params, master, grads, optimizer, ema    what outlives its use
-    outer                                    of replicas with local steps: anchors, momentum, differences on their way
-    unit_buffers                             whole weights of a unit that is in use, whole gradients not yet reduced
-    prefetch                                 whole weights on their way, that nobody has waited for yet
+    params, master, grads, optimizer, ema    state that outlives its use
+    outer                                    with local steps: anchors, momentum, differences in flight
+    unit_buffers                             unsharded weights of a unit in use, unsharded gradients not yet reduced
+    prefetch                                 unsharded weights whose gather is in flight
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from zeroshard.zero.optimizers.ema import Ema
 
 
 class Holding(NamedTuple):
-    """A tensor whose storage the engine holds.
+    """A resident tensor of the engine.
 
     Attributes:
-        category: what it is for; see the module's docstring.
-        unit: of which unit; empty for what an optimizer or an average keeps.
-        tensor: its storage may be shared with another holding: the first one that is yielded has it.
+        category: its purpose; see the module's docstring.
+        unit: the unit's name; empty for state of an optimizer or an average.
+        tensor: the tensor. If several share a storage, count it for the first one that is yielded.
     """
 
     category: str
@@ -42,12 +42,12 @@ class HoldsOuter(Protocol):
 
     @property
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """``(unit, tensor)`` of all that they hold now."""
+        """``(unit, tensor)`` of each resident tensor."""
         ...
 
     @property
     def num_bytes(self) -> int:
-        """Of anchors and momentum."""
+        """Bytes of anchors and momentum."""
         ...
 
 
@@ -73,7 +73,7 @@ def resident_bytes(
 def holdings(
     units: Iterable[Unit], optimizers: Iterable[Optimizer], ema: Ema | None, replicas: HoldsOuter | None = None
 ) -> Iterator[Holding]:
-    """Every tensor that the engine keeps now; storages may be empty, and several tensors may share one."""
+    """Yield every tensor that the engine keeps now; storages may be empty, and several tensors may share one."""
     for unit in units:
         for group in unit.groups:
             yield from _weights(unit.name, group.params)

@@ -1,4 +1,4 @@
-"""The values that a flat buffer of weights begins with: rank 0's, or those that all ranks draw together."""
+"""Initial values of a flat buffer of weights: rank 0's, or those that each rank draws for its own shard."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zeroshard.zero.levels import Levels
 
 
 def loaded_later(name: str, param: Tensor) -> None:
-    """An `Init` for weights that a checkpoint brings: nothing is drawn or sent, and they are NaN until then."""
+    """An `Init` for weights that a checkpoint will load: nothing is drawn or sent, and they are NaN until then."""
     param.detach().fill_(float("nan") if param.is_floating_point() else 0)
 
 
@@ -28,19 +28,19 @@ def initial_values(
     *,
     shard_params: bool,
 ) -> Tensor:
-    """``[padded_numel]`` in the parameters' own dtype. Collective.
+    """Return the buffer with its initial values: ``[padded_numel]`` in the parameters' own dtype. Collective.
 
     Args:
-        name: of the buffer, for observers.
-        params: with their names, in the order of the layout.
-        init: what draws them; None: they are there, and rank 0's count.
-        layout: where they lie.
+        name: name of the buffer, for observers.
+        params: the parameters with their names, in the order of the layout.
+        init: function that draws the values; None: the parameters have values, and rank 0's are broadcast.
+        layout: layout of the buffer.
         levels: the ranks.
-        shard_params: whether weights are sharded: then what other ranks keep may be missing, and the storage may be
-            resized.
+        shard_params: whether weights are sharded. If so, other ranks' shards may be left without values, and the
+            buffer's storage can be resized.
     """
     numel, dtype, device = layout.padded_numel, params[0][1].dtype, params[0][1].device
-    if shard_params:  # its storage will shrink and grow
+    if shard_params:  # memory of torch's own: the storage will be resized
         flat = torch.empty(numel, dtype=dtype, device=device)
     else:
         flat = empty_for(levels.shard, numel, dtype, device)
@@ -52,7 +52,7 @@ def initial_values(
         for (param_name, param), view in zip(params, layout.views(flat), strict=True):
             if init is None:
                 view.copy_(param)
-            elif init is loaded_later or levels.world.rank == 0:  # the others receive what it draws
+            elif init is loaded_later or levels.world.rank == 0:  # other ranks receive rank 0's values
                 init(param_name, view)
     if init is loaded_later:
         return flat
@@ -64,7 +64,7 @@ def initial_values(
 def _draw_own(
     name: str, flat: Tensor, init: DrawsParts, layout: FlatLayout, levels: Levels, *, shard_params: bool
 ) -> None:
-    """Draw this rank's shard; the first replica's is everybody's, since processors may differ in a last digit."""
+    """Draw this rank's shard in the first replica, and broadcast it to the others: processors may round differently."""
     rank = levels.shard.rank
     for piece in layout.owned(rank) if levels.writes else ():
         slot = layout.slots[piece.slot]

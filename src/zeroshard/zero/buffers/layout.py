@@ -4,22 +4,21 @@
     |-----------|--------------|---------|--|          padded_numel = shard_numel * world_size
     |     rank 0     |     rank 1     |  rank 2  ...   each rank owns shard_numel elements
 
-Slots lie end to end in order. Shards are equal, and a shard may begin or end in the middle of a slot: every rank owns
-the same number of elements however uneven the parameters are. That suits optimizers that work element by element. In
-an engine's layouts slots and shards of some size begin at multiples of `ALIGNMENT` elements, so that a parameter of
-one element leaves those after it where kernels read fast.
+Slots lie end to end in order. Shards have equal length, and may begin or end in the middle of a slot: every rank owns
+the same number of elements, however uneven the parameters are. That suits optimizers that work element by element. In
+an engine's layouts, slots and shards of at least `LEAST_ALIGNED` elements begin at multiples of `ALIGNMENT` elements,
+so that a parameter of one element does not misalign those after it.
 
-For one that needs whole tensors (see `requirements`) no slot crosses a border. Each tensor goes to one shard, the
-largest
-first and each to the shard with the least, and every shard is as long as the longest::
+If an optimizer needs whole tensors (see `requirements`), no slot crosses the border of a shard. Tensors are assigned to
+shards, the largest first, each to the shard with the least so far, and all shards are as long as the longest::
 
     slot 0               slot 2   slot 1
     |--------------------|--------|-----------|........|          . padding
     |       rank 0       |       rank 1       |  ...
 
 Graham 1969, "Bounds on Multiprocessing Timing Anomalies": the longest shard is at most 4/3 - 1/(3 W) of the shortest
-possible, which is at least the largest tensor. A buffer with few tensors on many ranks would be mostly padding: there
-shards end with what each rank owns, and most ranks own nothing of it.
+possible, which is at least the largest tensor. A buffer with few tensors on many ranks would be mostly padding. There
+each shard is only as long as what its rank owns, and most ranks own nothing (`FlatLayout.owners`).
 """
 
 from __future__ import annotations
@@ -36,24 +35,25 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 8
-"""Elements to which an engine aligns slots and shards: 16 bytes of a 16-bit dtype, 32 of fp32. 16 bytes is what one
-load of a GPU's thread takes, what matrix kernels and their descriptors ask of a tensor's first byte, and the unit in
-which NCCL copies; more would only pad. Most parameters have a multiple of it, and cost nothing."""
+"""Elements to which an engine aligns slots and shards: 16 bytes of a 16-bit dtype, 32 of fp32. One load of a GPU thread
+takes 16 bytes, matrix kernels and their descriptors require tensors to be aligned to 16 bytes, and NCCL copies in units
+of 16 bytes; more would only pad. Most parameters have a multiple of `ALIGNMENT` elements and need no padding."""
 
 ROUND_BY_PLACE: ContextVar[frozenset[str]] = ContextVar("round_by_place", default=frozenset({"cpu"}))
-"""Device types whose kernels round an element by its place in a tensor, in a vector's body or after it. Something that
-stands for the CPU without being it, as a dry run on the meta device does, is one while its engine is made."""
+"""Device types whose kernels round an element differently in a vectorised body than in the scalar tail after it. A dry
+run on the meta device that stands for the CPU adds "meta" while its engine is made."""
 
 LEAST_ALIGNED = 256
-"""Elements of the smallest slot, and the smallest shard, that is aligned: of less, padding would be over 3 %."""
+"""Elements of the smallest slot, and of the smallest shard, that is aligned: for less, padding would exceed 3 %."""
 
 MOSTLY_PADDING = 4
-"""Times as long as the parameters in it: a buffer of whole tensors beyond which shards may differ in length."""
+"""A buffer of whole tensors that would be longer than its parameters by more than this factor may have shards of
+different lengths."""
 
 WHOLE_ALIGNMENT = 16
-"""Elements to which whole tensors are aligned: 64 bytes of fp32. Matrix kernels are chosen by alignment and sum in
-orders of their own, so a tensor must be aligned alike in every buffer that holds it to have the same bits at each
-stage."""
+"""Elements to which whole tensors are aligned: 64 bytes of fp32. The alignment of a tensor decides which matrix kernel
+runs, and kernels sum in different orders. So a tensor must have the same alignment in every buffer to have the same
+bits at each stage."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class Piece:
     Attributes:
         slot: index of the slot in the layout.
         interval: ``[start, stop)`` in the flattened parameter; never empty.
-        offset: of the piece's first element in the flat buffer.
-        shape: in which an optimizer sees it: the parameter's own where tensors are whole, else one dimension.
+        offset: offset of the piece's first element in the flat buffer.
+        shape: shape that the optimizer sees: the parameter's own if tensors are whole, else one dimension.
     """
 
     slot: int
@@ -94,17 +94,17 @@ class Piece:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Slots in a buffer that ``world_size`` equal shards tile.
+    """Slots in a flat buffer that is divided into ``world_size`` shards.
 
     Attributes:
-        slots: in order of parameters; by `of` end to end, by `whole` each within one shard.
+        slots: places of the parameters, in their order; `of` puts them end to end, `whole` each within one shard.
         world_size: number of shards.
-        longest: where tensors are whole, elements of the longest shard; None where shards ignore slots' borders.
-        owners: where shards are as long as what each rank owns, ``(rank, start, stop)`` of those that own something, in
-            order; None where all shards have one length.
-        alignment: elements of which offsets of slots and lengths of shards are multiples, from `LEAST_ALIGNED` on.
-        parts: equal parts of each shard, at whose borders pieces end. A world of 2 with 4 parts is laid out, and cut
-            into pieces, as one of 8: see `zeroshard.zero.buffers.leaves`.
+        longest: if tensors are whole, elements of the longest shard; None if shards may cut tensors.
+        owners: if shards differ in length, ``(rank, start, stop)`` of each rank that owns something, in order; None if
+            all shards have one length.
+        alignment: offsets of slots and lengths of shards from `LEAST_ALIGNED` elements on are multiples of this.
+        parts: number of equal parts of each shard; pieces end at their borders. A world of 2 with 4 parts is laid out,
+            and cut into pieces, as one of 8: see `zeroshard.zero.buffers.leaves`.
 
     Raises:
         ValueError: ``world_size``, ``alignment`` or ``parts`` below 1.
@@ -129,9 +129,9 @@ class FlatLayout:
     def of(
         cls, shapes: Iterable[tuple[str, Sequence[int]]], world_size: int, alignment: int = 1, parts: int = 1
     ) -> FlatLayout:
-        """Lay out parameters ``(name, shape)`` end to end, in the order given; the rest: see the attributes."""
+        """Lay out parameters ``(name, shape)`` end to end, in the order given; other arguments: see the attributes."""
         if alignment < 1:
-            return cls((), world_size, alignment=alignment)  # which refuses it
+            return cls((), world_size, alignment=alignment)  # which raises
         slots: list[Slot] = []
         offset = 0
         for name, shape in shapes:
@@ -155,18 +155,18 @@ class FlatLayout:
         """Lay out parameters ``(name, shape)`` so that each lies in one part of one shard.
 
         Args:
-            shapes: of the parameters, by name.
+            shapes: names and shapes of the parameters.
             world_size: number of shards.
-            loads: elements that each part of each rank owns in other buffers. Among parts with equally much in this
-                buffer, the one with the least there is next, so that not every buffer's largest tensor goes to the same
-                rank.
-            even: whether shards must have one length. If not, they are as long as what each rank owns where the buffer
-                would be over `MOSTLY_PADDING` times as long as the parameters in it.
+            loads: elements that each part of each rank owns in other buffers. Of parts that own equally much of this
+                buffer, the one that owns least of the others is next, so that not every buffer's largest tensor goes to
+                the same rank.
+            even: whether shards must have one length. If not, and if the buffer would be over `MOSTLY_PADDING` times as
+                long as its parameters, each shard is only as long as what its rank owns.
             parts: see the attribute.
         """
         slots = [Slot(name, tuple(shape), 0) for name, shape in shapes]
         if world_size < 1 or parts < 1:
-            return cls(tuple(slots), world_size, parts=parts)  # which refuses it
+            return cls(tuple(slots), world_size, parts=parts)  # which raises
         owners = balance([slot.numel for slot in slots], list(loads) or [0] * (world_size * parts))
         filled = [0] * (world_size * parts)
         starts = []
@@ -196,7 +196,7 @@ class FlatLayout:
 
     @cached_property
     def shard_numel(self) -> int:
-        """Elements that each rank owns, padding included; where shards differ, the most that one does."""
+        """Elements of each rank's shard, padding included; if shards differ, of the longest."""
         if self.longest is not None:
             return self.longest
         end = max((slot.offset + slot.numel for slot in self.slots), default=0)
@@ -212,7 +212,7 @@ class FlatLayout:
     def padded_numel(self) -> int:
         """Elements of the flat buffer."""
         if self.owners is not None:
-            return _aligned(self.owners[-1][2], self.world_size) if self.owners else 0  # any group of ranks divides it
+            return _aligned(self.owners[-1][2], self.world_size) if self.owners else 0  # any group's size divides it
         return self.shard_numel * self.world_size
 
     @cached_property
@@ -225,14 +225,14 @@ class FlatLayout:
         return stop - start
 
     def interval(self, rank: int) -> tuple[int, int]:
-        """``[start, stop)`` of ``rank``'s shard in the flat buffer; (0, 0) of one that has none."""
+        """``[start, stop)`` of ``rank``'s shard in the flat buffer; (0, 0) if it owns nothing."""
         if self.owners is not None:
             return self._intervals.get(rank, (0, 0))
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     @cached_property
     def padding(self) -> tuple[tuple[int, int], ...]:
-        """``[start, stop)`` of what belongs to no parameter, in order."""
+        """``[start, stop)`` of each range that belongs to no parameter, in order."""
         gaps = []
         position = 0
         for slot in sorted(self.slots, key=lambda slot: slot.offset):
@@ -244,7 +244,7 @@ class FlatLayout:
         return tuple(gaps)
 
     def add_loads(self, loads: list[int]) -> None:
-        """Add what each rank owns of whole tensors to ``loads``, which has an entry for each."""
+        """Add the elements of whole tensors that each part of each rank owns to its entry of ``loads``."""
         for slot in self.slots:
             if slot.numel and self.owners is None:
                 loads[slot.offset // self.part_numel] += slot.numel
@@ -253,16 +253,16 @@ class FlatLayout:
                 loads[rank] += slot.numel
 
     def zero_padding(self, flat: Tensor) -> None:
-        """Fill what belongs to no parameter of ``flat [padded_numel]`` with zeros."""
+        """Fill the padding of ``flat [padded_numel]`` with zeros."""
         for start, stop in self.padding:
             flat[start:stop].zero_()
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Each parameter as a view of ``flat [padded_numel]``, in its shape."""
+        """Return each parameter as a view of ``flat [padded_numel]``, in its shape."""
         return [flat[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self.slots]
 
     def owned(self, rank: int) -> tuple[Piece, ...]:
-        """The pieces of parameters in ``rank``'s shard, in order; empty parameters belong to no rank."""
+        """Return the pieces of parameters in ``rank``'s shard, in order; empty parameters belong to no rank."""
         pieces = []
         for start, stop in self._parts_of(rank):
             for index, slot in enumerate(self.slots):
@@ -283,7 +283,7 @@ class FlatLayout:
         return self._within(slot, self.interval(rank))
 
     def cut(self, rank: int, slot: int) -> list[tuple[int, int]]:
-        """As `part`, of each part of ``rank``'s shard."""
+        """As `part`, but one interval for each of the `parts` of ``rank``'s shard."""
         return [self._within(slot, interval) for interval in self._parts_of(rank)]
 
     def _within(self, slot: int, interval: tuple[int, int]) -> tuple[int, int]:
@@ -292,15 +292,15 @@ class FlatLayout:
         return (first - offset, last - offset) if first < last else (0, 0)
 
     def tensors(self) -> tuple[Piece, ...]:
-        """Every parameter as one piece, whoever owns it; without empty ones."""
+        """Return every parameter that is not empty as one piece, whichever ranks own it."""
         slots = enumerate(self.slots)
         return tuple(self._piece(i, slot.offset, slot.offset + slot.numel) for i, slot in slots if slot.numel)
 
     def updated_by_all(self, device: torch.device) -> tuple[Piece, ...]:
-        """The pieces of an optimizer that updates everything, with the bits that owners of parts would have."""
+        """Return the pieces of a replicated optimizer: its updates must have the same bits as a sharded optimizer's."""
         if device.type in ROUND_BY_PLACE.get():
             return tuple(piece for rank in range(self.world_size) for piece in self.owned(rank))
-        # A CUDA kernel computes each element alike wherever it lies, so no piece need end where a shard does.
+        # A CUDA kernel computes each element alike, wherever it lies: pieces need not end at the borders of shards.
         return self.tensors()
 
     def _piece(self, index: int, first: int, last: int) -> Piece:
@@ -310,13 +310,13 @@ class FlatLayout:
 
 
 def balance(numels: Sequence[int], loads: Sequence[int]) -> list[int]:
-    """The shard of each tensor: the largest first, each to the shard that has least; ties by order.
+    """Return the shard of each tensor: the largest is placed first, each in the shard that has least; ties by order.
 
     Args:
         numels: elements of each tensor.
-        loads: of each shard elsewhere; they decide between shards that have equally much here.
+        loads: elements of each shard in other buffers; they decide between shards that have equally much here.
     """
-    if len(loads) > len(numels):  # those with the least elsewhere are all that can be needed
+    if len(loads) > len(numels):  # there are no more owners than tensors: those with the least load
         chosen = sorted(np.argsort(np.asarray(loads), kind="stable")[: len(numels)].tolist())
         if len(chosen) < len(loads) and chosen:
             return [chosen[owner] for owner in balance(numels, [loads[shard] for shard in chosen])]

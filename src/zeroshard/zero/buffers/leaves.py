@@ -1,22 +1,22 @@
 """Sums of gradients that have the same bits on any number of ranks.
 
-A sum of floating-point numbers depends on its order, and with the number of ranks the order changes: what one rank adds
-up as micro-batches, several add up among themselves. With ``leaves`` nothing is rounded until all is added up. Then
-neither the order nor which rank computed which micro-batch can be seen in the result::
+A floating-point sum depends on the order of its terms, and the order changes with the number of ranks: one rank adds up
+the gradients of its micro-batches, several ranks reduce theirs. With ``leaves`` no sum is rounded until all terms are
+added up. So the result depends neither on the order nor on which rank computed which micro-batch::
 
-    local       [W * n]   this rank's gradient of one micro-batch, a *leaf*, in the dtype that travels
-    all-to-all  [W, n]    what every rank has for this rank's shard
-    total       [n] x 2   sum and what it lacks, in float64: each addition keeps its rounding error
+    local       [W * n]   this rank's gradient of one micro-batch, a *leaf*, in ``reduce_dtype``
+    all-to-all  [W, n]    every rank's gradient of this rank's shard
+    total       [n] x 2   sum and compensation (the rounding errors of all additions), in float64
 
-The total is rounded once, to the gradient's dtype. Two float64 hold 106 bits: for fp32, whose numbers have 24, a bit
-is lost only where terms of one element differ by a factor of 2**80 and the larger ones cancel. Shards are laid out, cut
-into pieces and measured for the norm as on ``leaves`` ranks (`FlatLayout.parts`), whatever the number of ranks is.
+The total is rounded once, to the gradient's dtype. Two float64 hold 106 bits. For fp32 numbers, which have 24, a bit is
+lost only if terms of one element differ by a factor of 2**80 and the larger ones cancel. Shards are laid out, cut into
+pieces and added up for the norm as on ``leaves`` ranks (`FlatLayout.parts`), whatever the number of ranks is.
 
-Each micro-batch is exchanged, as at stage 2: ranks that first added up their own would have to send both halves.
+Ranks exchange each micro-batch, as at stage 2. If they first added up their own, they would have to send two float64.
 
 Knuth 1969, The Art of Computer Programming 2, section 4.2.2, theorem B: the error of an addition is a number of the
 same format; Dekker 1971, https://doi.org/10.1007/BF01397083. Demmel and Nguyen 2015, "Parallel Reproducible
-Summation", https://doi.org/10.1109/TC.2014.2345391, say why parallel sums need this.
+Summation", https://doi.org/10.1109/TC.2014.2345391, explain why parallel sums need this.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ from zeroshard.zero.buffers.layout import FlatLayout
 
 CHUNK_NUMEL = {"cpu": 1 << 15}
 """Elements that are added at a time, by type of device: on a CPU five operands in float64 fit into a core's cache."""
-OTHER_CHUNK_NUMEL = 1 << 20  # enough for a GPU's launches not to count
+OTHER_CHUNK_NUMEL = 1 << 20  # so many that a GPU's launch overhead is negligible
 
 
 class ExactSum:
     """A sum of tensors ``[n]`` that is rounded when it is read.
 
     Args:
-        numel, dtype, device: n; of what is added; where it lies.
-        chunk_numel: elements at a time; memory for three times as many in float64 is taken for each call.
+        numel, dtype, device: n, and the dtype and device of the terms.
+        chunk_numel: elements that are added at a time; each call allocates three times as many in float64.
 
     Attributes:
-        high, low: ``[n]``, float64, of complex numbers ``[2 n]``: the sum, and what it lacks.
+        high, low: ``[n]``, float64 (for complex numbers ``[2 n]``): the sum, and the compensation: the sum of the
+            rounding errors.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, chunk_numel: int) -> None:
@@ -51,7 +52,7 @@ class ExactSum:
         self._chunk_numel, self._is_empty = max(1, min(chunk_numel, numel)), True
 
     def follow(self, values: Tensor) -> None:
-        """Where ``values [n]`` are not what the sum is rounded to, somebody has written them, and they are the sum."""
+        """Replace the sum by ``values [n]`` in elements that are not the rounded sum: a user has written to them."""
         values, was_empty, self._is_empty = _real(values), self._is_empty, False
         if was_empty:
             self.high.copy_(values)
@@ -60,7 +61,7 @@ class ExactSum:
         for chunk in [] if values.is_meta else self._chunks():
             (s,), (ours,), there = self._cut(chunk, total), self._cut(chunk, rounded), values[chunk]
             self._round(chunk, s, ours)
-            if not (there.device.type == "cpu" and torch.equal(ours, there)):  # a GPU's host would wait for the answer
+            if not (there.device.type == "cpu" and torch.equal(ours, there)):  # the host would wait for a GPU
                 high, low, same = self.high[chunk], self.low[chunk], ours == there
                 high.copy_(torch.where(same, high, there.to(high.dtype)))
                 low.copy_(torch.where(same, low, torch.zeros_like(low)))
@@ -78,7 +79,7 @@ class ExactSum:
             for row in rows[first:, chunk]:
                 b.copy_(row)
                 torch.add(high, b, out=s)
-                torch.sub(s, high, out=x)  # of the term, as much as the sum has of it
+                torch.sub(s, high, out=x)  # the part of the term that is in the sum
                 b.sub_(x)
                 torch.sub(s, x, out=x)
                 torch.sub(high, x, out=x)
@@ -86,7 +87,7 @@ class ExactSum:
                 high.copy_(s)
 
     def write(self, target: Tensor) -> None:
-        """``target [n]`` becomes the sum, rounded to its dtype; where that is not finite, what plain addition gives."""
+        """Write the sum, rounded, to ``target [n]``; NaN and Inf are those that plain addition gives."""
         target = _real(target)
         (total,) = self.high.new_empty(1, self._chunk_numel)
         for chunk in self._chunks():
@@ -98,33 +99,33 @@ class ExactSum:
         target.copy_(scratch.add_(self.high[chunk]))
 
     def _cut(self, chunk: slice, *scratch: Tensor) -> tuple[Tensor, ...]:
-        """As much of each as the chunk is long."""
+        """Return the first elements of each scratch tensor, as many as the chunk has."""
         return tuple(tensor[: chunk.stop - chunk.start] for tensor in scratch)
 
     def _chunks(self) -> list[slice]:
-        """All of it; on the meta device, where nothing is computed, one chunk stands for all."""
+        """Return the chunks of the sum; on the meta device, where nothing is computed, only the first."""
         numel, step = self.high.numel(), self._chunk_numel
         stops = [numel] if not self.high.is_meta else [min(step, numel)]
         return [slice(start, min(start + step, stops[0])) for start in range(0, stops[0], step)]
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Complex numbers as twice as many real ones, in the same memory."""
+    """View complex numbers as twice as many real ones."""
     return torch.view_as_real(tensor).flatten(-2) if tensor.is_complex() else tensor
 
 
 class LeafSum:
-    """The sum of one flat buffer's shard since gradients were cleared, beside the gradients that it is rounded to.
+    """The exact sum of one shard's gradients since they were cleared; the optimizer sees this sum rounded.
 
     Args:
-        layout: of the buffer.
+        layout: layout of the flat buffer.
         comm: the ranks that hold the shards.
-        dtype: that gradients travel in.
-        device: where they lie.
+        dtype: dtype in which gradients are sent.
+        device: device of the gradients.
 
     Attributes:
-        exact: the sum; None where nothing was added.
-        chunk_numel: as `ExactSum` takes it; a plan's is that of the device that it is for.
+        exact: the sum; None before the first addition.
+        chunk_numel: see `ExactSum`; a memory plan sets it to that of the device for which it plans.
     """
 
     def __init__(self, layout: FlatLayout, comm: Communicator, dtype: torch.dtype, device: torch.device) -> None:
@@ -134,9 +135,10 @@ class LeafSum:
         self.exact: ExactSum | None = None
 
     def target(self, reduced: Tensor | None, held: slice, dtype: torch.dtype) -> Tensor:
-        """Where the next sum is rounded to: ``reduced``, the gradients until now; None: there are none.
+        """Return the tensor that the next rounded sum is written to: ``reduced``, or a new one if it is None.
 
-        ``held``: which part of the buffer they are. Where somebody has written into them, the sum is what they are now.
+        ``reduced``: the gradients so far; elements that a user has written into it replace the sum's. ``held``: the
+        part of the flat buffer that it covers.
         """
         own = slice(self.interval.start - held.start, self.interval.stop - held.start)
         if self.exact is None:
@@ -146,31 +148,31 @@ class LeafSum:
         return empty_for(self.comm, held.stop - held.start, dtype, self._device) if reduced is None else reduced
 
     def clear(self) -> None:
-        """Forget the sum."""
+        """Drop the sum."""
         self.exact = None
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What it keeps now."""
+        """The tensors that are resident now."""
         return [] if self.exact is None else [self.exact.high, self.exact.low]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it keeps now."""
+        """Bytes that are resident now."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
 class LeafReduce:
-    """A reduce-scatter of one micro-batch's gradients into a `LeafSum`; an all-reduce where all ranks keep the sum.
+    """A reduce-scatter of one micro-batch's gradients into a `LeafSum`; an all-reduce if all ranks need the sum.
 
     Args:
-        total: what is added to.
+        total: the sum to which the gradients are added.
         local: ``[padded_numel]``: this rank's gradients; read until `deliver`.
-        everywhere: whether each rank's sum is gathered by all others.
+        everywhere: whether the rounded sums of all shards are gathered on every rank.
 
     Attributes:
-        packed: ``[padded_numel]``: what arrives; None where there are no other ranks.
-        num_left: collectives that are yet to be issued.
+        packed: ``[padded_numel]``: the gradients that arrive; None on a single rank.
+        num_left: number of collectives that are still to be issued.
     """
 
     def __init__(self, total: LeafSum, local: Tensor, *, everywhere: bool) -> None:
@@ -183,7 +185,7 @@ class LeafReduce:
         self._added = False
 
     def issue(self, target: Tensor) -> Work:
-        """Issue the next collective, once the one before it is done; ``target``: what `deliver` is given."""
+        """Issue the next collective; the one before it must be done. ``target``: as `deliver` is given."""
         self.num_left -= 1
         if self.packed is None:
             return DONE
@@ -193,7 +195,7 @@ class LeafReduce:
         return self._comm.all_gather(target, target[self._own])
 
     def deliver(self, target: Tensor) -> None:
-        """``target`` becomes the sum: of this rank's shard ``[shard_numel]``, or of all ``[padded_numel]``."""
+        """Write the sum to ``target``: this rank's shard ``[shard_numel]``, or all shards ``[padded_numel]``."""
         if not self._added:
             self._add(target)
 

@@ -1,17 +1,17 @@
-"""A second copy of sharded weights near by: this rank's shard of them among the ranks of its own node.
+"""A second copy of sharded weights, sharded over the ranks of one node: later gathers of a step stay inside the node.
 
 At stage 3 weights are gathered twice for each micro-batch: for forward and for backward. The first gather after an
-optimizer's step crosses between nodes. What it brings is the same on every rank until the next step, so each rank keeps
-``1 / secondary_shard_size`` of it, as it came: in the dtype that computes, or, where weights travel in a wire format,
-as packed codes and scales. Whoever needs the weights again before that step gathers them from the node's own ranks:
-backward, recomputation, the next micro-batch's forward. Of N elements of the model that takes ``N c`` bytes, packed
-``W q(S)``, over ``secondary_shard_size`` of each rank. Frozen weights cross between nodes once.
+optimizer step crosses between nodes. Its result is the same on every rank until the next step, so each rank keeps
+``1 / secondary_shard_size`` of it, as it arrived: in the compute dtype, or, with a wire format, as packed codes and
+scales. Later gathers before that step (for backward, recomputation, the next micro-batch's forward) use only the ranks
+of the node. The copy takes ``N c / secondary_shard_size`` bytes on each rank, for N elements of c bytes, or, packed,
+``W q(S) / secondary_shard_size``, for W shards of q(S) bytes. Frozen weights cross between nodes once.
 
 Wang et al. 2023, ZeRO++, https://arxiv.org/abs/2306.10209, section 3.2: hpZ.
 
 [Note: Kept once it is there]
-    The copy is taken from weights whose gather has been waited for, never from those that are under way. Whether there
-    is one is the same on every rank: it begins with a gather and ends with a step, and both are collective.
+    The copy is taken from weights whose gather has been waited for, never from those in flight. All ranks have a copy
+    or none has: it begins with a gather and ends with a step, and both are collective.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from zeroshard.zero.buffers.layout import FlatLayout
 
 
 class NodeCopy:
-    """This rank's part of what a gather brings, among the ranks of its node.
+    """This rank's shard of the second copy, among the ranks of its node.
 
     Args:
         comm: the node's ranks; None: there is no second copy.
-        device, dtype, numel: of what is gathered: unsharded weights, or the packed bytes of all of them.
+        device, dtype, numel: device, dtype and n of a gather's result: unsharded weights, or all of them as packed
+            bytes.
 
     Attributes:
-        shard: ``[n / node size]``; empty where there is no copy.
-        current: whether it holds what the next gather between nodes would bring.
+        shard: ``[n / node size]``; empty without a second copy.
+        current: whether the copy is up to date, so that no gather need cross between nodes.
     """
 
     def __init__(self, comm: Communicator | None, device: torch.device, dtype: torch.dtype, numel: int) -> None:
@@ -43,13 +44,13 @@ class NodeCopy:
 
     @classmethod
     def of(cls, comm: Communicator | None, full: Tensor, layout: FlatLayout, wire: Format | None) -> NodeCopy:
-        """For the gathers of ``full [layout.padded_numel]``, which travels in ``wire``, or as it is."""
+        """Return the copy for gathers of ``full [layout.padded_numel]`` in the format ``wire``; None: as it is."""
         if wire is None:
             return cls(comm, full.device, full.dtype, full.numel())
         return cls(comm, full.device, torch.uint8, layout.world_size * wire.num_bytes(layout.shard_numel))
 
     def keep(self, whole: Tensor) -> bool:
-        """Take this rank's part of ``whole [n]``, which has arrived, if it is not here: whether it was taken.
+        """Copy this rank's part of ``whole [n]``, a gather's result, unless the copy is current; return if it did.
 
         [Note: Kept once it is there]
         """
@@ -61,6 +62,6 @@ class NodeCopy:
         return True
 
     def gather(self, whole: Tensor) -> Work:
-        """Issue the gather of ``whole [n]`` from the node's own ranks."""
+        """Issue the all-gather of ``whole [n]`` among the node's ranks."""
         assert self._comm is not None
         return self._comm.all_gather(whole, self.shard)

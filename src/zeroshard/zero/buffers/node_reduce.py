@@ -1,15 +1,16 @@
-"""A reduce-scatter in a wire format over nodes: a sum in full precision inside each node, an exchange between nodes.
+"""A reduce-scatter over nodes in a wire format: unquantised sums inside each node, a quantised exchange between nodes.
 
-An all-to-all over all W ranks sends (W - N) / W of a buffer from each rank to other nodes, through the rank's own link.
-Of N ranks in a node each sends a part of the same sum, so the node adds it up first, in the dtype that gradients
-accumulate in. Then 1 / N of that crosses, M nodes being M = W / N::
+In an all-to-all over all W ranks, each rank sends (W - N) / W of its buffer to other nodes, through its own link. But
+the N ranks of a node send terms of the same sum. So each node first adds them up, in the dtype in which gradients
+accumulate, and only 1 / N of the bytes crosses between the M = W / N nodes::
 
     local           [M, N, n]   shard (m, i) belongs to rank i of node m
-    turned          [N, M, n]   row i: what the ranks i of all nodes own
-    reduce-scatter  [M, n]      inside the node: rank i has the node's sums of row i
+    turned          [N, M, n]   row i: the shards that the ranks i of all nodes own
+    reduce-scatter  [M, n]      inside the node: rank i gets the node's sums of row i
     all-to-all      [M, q(n)]   among the ranks i of all nodes: each sends M - 1 quantised sums of n elements
 
-Each owner adds up what arrives in fp32 in the order of nodes, its own node's sum with it, which nobody has rounded.
+Each owner adds up the sums that arrive, in fp32 and in the order of nodes, with its own node's sum, which was not
+quantised.
 
 Wang et al. 2023, ZeRO++, https://arxiv.org/abs/2306.10209, section 3.3: qgZ, whose first exchange, inside the node, is
 quantised too.
@@ -29,24 +30,26 @@ from zeroshard.zero.levels import Nodes
 def packed_reduce(
     comm: Communicator, nodes: Nodes | None, form: Format, local: Tensor, rounding: wire.Rounding
 ) -> wire.PackedReduce | NodeReduce:
-    """The reduce-scatter of ``local`` over ``comm``; ``nodes``: over which it goes in two steps, None: in one."""
+    """Return the reduce-scatter of ``local``: over ``nodes`` in two steps, or if it is None over ``comm`` in one."""
     if nodes is None:
         return wire.PackedReduce(comm, form, local, rounding)
     return NodeReduce(nodes, form, local, rounding)
 
 
 class NodeReduce:
-    """Two collectives, of which the second can be issued only when the first is done: [Note: Two levels].
+    """A reduce-scatter of two collectives; the second can be issued only when the first is done.
+
+    See [Note: Two levels] in `flat_grads`.
 
     Args:
-        nodes: of the ranks that shard together.
-        form: what travels between nodes.
-        local: ``[W * n]``: this rank's sum, in the order of ranks; read here.
-        rounding: of this buffer.
+        nodes: the nodes of the ranks that shard together.
+        form: wire format between nodes.
+        local: ``[W * n]``: this rank's sum, in the order of ranks; read by the constructor.
+        rounding: rounding keys of this buffer.
 
     Attributes:
-        packed: what arrives from other nodes.
-        num_left: collectives that are yet to be issued.
+        packed: the quantised sums that arrive from other nodes.
+        num_left: number of collectives that are still to be issued.
     """
 
     def __init__(self, nodes: Nodes, form: Format, local: Tensor, rounding: wire.Rounding) -> None:
@@ -56,7 +59,7 @@ class NodeReduce:
         self._turned: Tensor | None = empty_for(inside, local.numel(), local.dtype, local.device)
         self._turned.view(inside.world_size, between.world_size, -1).copy_(shards.transpose(0, 1))
         self._own = local.new_empty(shards.shape[-1])
-        # Taken here, on the stream of the first collective: on that of the second nothing waits for who reads them.
+        # Allocated here, on the first collective's stream: the second's never waits for the readers of these buffers.
         self._sent = wire.rows_for(between, form, self._own.numel(), local.device)
         self.packed = torch.empty_like(self._sent)
         self.num_left = 2
@@ -71,7 +74,7 @@ class NodeReduce:
         return self._exchange(sums.view(self._between.world_size, -1))
 
     def _exchange(self, sums: Tensor) -> Work:
-        """Quantise the other nodes' rows of ``sums [M, n]``, and send each to its owner."""
+        """Quantise the rows of ``sums [M, n]`` that other nodes own, and issue the all-to-all."""
         between = self._between
         wire.pack_rows(self._sent, sums, self._form, self._rounding.keys(between.world_size), but=between.rank)
         self._own.copy_(sums[between.rank])
@@ -80,7 +83,7 @@ class NodeReduce:
         return all_to_all(between, self.packed.view(-1), self._sent.view(-1))
 
     def deliver(self, target: Tensor) -> None:
-        """``target [n]`` becomes the sum, once both are done."""
+        """Write the sum to ``target [n]``, once both collectives are done."""
         wire.dequantised_sum(self.packed, self._own, self._between.rank, target, self._form)
         wire.read_here(self.packed)
         wire.read_here(self._own)

@@ -1,12 +1,12 @@
-"""Parameters whose values are older than the last optimizer step, or sharded: reads of them are seen.
+"""Detect reads of parameters that are outdated, because they are older than the last optimizer step or sharded.
 
 [Note: Read between steps]
-    Between an optimizer's step and the next forward a parameter that is refreshed lazily holds old numbers, or NaN. In
-    that time its class is a subclass of its own with a ``__torch_function__``, so whoever asks it for values, however
-    he came by it, is seen first: the weights are gathered then and there, as the next forward would have done, and the
-    class is the old one again. So it is with sharded parameters outside of forward and backward, whose readers are
-    warned. What does not ask for values (shape, dtype, ``grad``, flags, hooks) goes through untouched. A view or a
-    ``.data`` that was taken before the step is another tensor, and not seen.
+    Between an optimizer step and the next forward, a parameter that is refreshed lazily holds old values, or NaN.
+    During that time its class is a subclass of its original class, with a ``__torch_function__`` that detects every
+    operation that reads values: the engine then gathers the weights, as the next forward would have done, and restores
+    the original class. Sharded parameters outside of forward and backward are watched in the same way, and a read
+    warns. Operations that read no values (shape, dtype, ``grad``, flags, hooks) pass through. A view or a ``.data``
+    that was taken before the step is another tensor, and reads of it are not detected.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-_READ = "_zeroshard_read"  # on outdated parameters: what brings their values
+_READ = "_zeroshard_read"  # attribute of outdated parameters: the callback that runs before a read
 _PLAIN = torch._C._disabled_torch_function_impl
 
 
 def mark(params: Iterable[nn.Parameter], read: Callable[[], None]) -> None:
-    """Have ``read`` called before the first of these parameters is read; it must end in `unmark`."""
+    """Call ``read`` before the first read of any of these parameters; ``read`` must call `unmark` in the end."""
     for param in params:
         kind = type(param)
-        if kind.__torch_function__ is _PLAIN:  # else the user's own class, which hears of reads itself
+        if kind.__torch_function__ is _PLAIN:  # else a user's class that intercepts reads itself
             param.__class__ = _outdated(kind)
         if isinstance(param, _Outdated):
             vars(param)[_READ] = read
 
 
 def unmark(params: Iterable[nn.Parameter]) -> None:
-    """Make these ordinary parameters again: their values are current, or reads need not be watched any more."""
+    """Restore these parameters' own classes: their values are current, or reads need not be watched any more."""
     for param in params:
         if isinstance(param, _Outdated):
             param.__class__ = type(param).__mro__[2]
@@ -54,7 +54,7 @@ class _Outdated:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, _Outdated):  # not any more where it came by the read of another
+            if isinstance(leaf, _Outdated):  # the callback of another one may have restored it
                 vars(leaf)[_READ]()
         return func(*args, **kwargs)
 
@@ -69,12 +69,12 @@ class _Outdated:
 
 @functools.cache
 def _outdated(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """``kind``, by the same name, whose instances tell of being read."""
+    """Return a subclass of ``kind``, with the same name, whose instances call back before they are read."""
     return type(kind.__name__, (_Outdated, kind), {"__module__": kind.__module__})
 
 
 def _attribute(name: str) -> list[Any]:
-    """The functions by which torch tells of an attribute that is read, set or deleted."""
+    """Return the functions that ``__torch_function__`` is given for an attribute that is read, set or deleted."""
     member = getattr(Tensor, name)
     return [getattr(member, method) for method in ("__get__", "__set__", "__delete__") if hasattr(member, method)]
 

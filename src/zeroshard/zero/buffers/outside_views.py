@@ -1,9 +1,9 @@
-"""Tensors of the user's in the memory of full weights, which he was shown and which are to be freed.
+"""Tensors of the user that share memory with unsharded weights, which `Zero.full_params` exposed and which are freed.
 
-He may hold a view, a detached tensor, a graph over either. Were the storage shrunk to nothing, these would point at
-nothing, and a read would end the process. So where more tensors lie in it at the end than when it was shown, it is left
-to them, and the weights get another. They show the values that they were taken of until the weights change, as in one
-process, and NaN from then on.
+The user may keep a view, a detached tensor, or a graph over either. If the storage were resized to nothing, a read of
+such a tensor would crash the process. So if more tensors share the storage when it is to be freed than when it was
+exposed, the storage is left to them, and the weights get a new one. The user's tensors keep their values until the
+weights change, as in one process, and are filled with NaN then.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class OutsideViews:
-    """Of one buffer of full weights."""
+    """The user's tensors in one buffer of unsharded weights."""
 
     def __init__(self) -> None:
-        self._before: int | None = None  # tensors in its memory when it was shown; None: it is not shown
-        self._left: list[StorageWeakRef] = []  # memory that shows the weights as they still are
+        self._before: int | None = None  # tensors in its memory when it was exposed to the user; None: it is not
+        self._left: list[StorageWeakRef] = []  # storages left to the user's tensors, with values that are still current
 
     def may_come(self, full: Tensor) -> None:
-        """The user is shown this buffer from here on."""
+        """Record that this buffer is exposed to the user from here on."""
         self._before = _num_tensors(full)
 
     def hold(self, full: Tensor) -> bool:
-        """Whether the memory of ``full``, which is no longer shown, must be left to the user's tensors."""
+        """Return whether the memory of ``full``, exposed until now, must be left to the user's tensors."""
         before, self._before = self._before, None
         held = before is not None and _num_tensors(full) > before
         if held:
@@ -33,7 +33,7 @@ class OutsideViews:
         return held
 
     def outdate(self, value: Tensor) -> None:
-        """Fill with ``value``, 0-dim, what was left: the weights are others now."""
+        """Fill the storages that were left to the user with ``value``, 0-dim, because the weights have changed."""
         left, self._left = self._left, []
         for reference in left:
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
@@ -42,5 +42,5 @@ class OutsideViews:
 
 
 def _num_tensors(tensor: Tensor) -> int:
-    """How many lie in the memory of this one, itself among them; those that graphs have saved too."""
+    """Return how many tensors share this one's storage: itself, and those that graphs have saved, included."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

@@ -1,7 +1,7 @@
 """Which parameter belongs to which unit.
 
 A parameter belongs to the innermost unit module that contains it; one that several units share (tied weights) or
-that none contains goes to the root unit, whose weights are whole for the length of a forward and its backward.
+that none contains goes to the root unit, whose weights stay unsharded from a forward until its backward is over.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Init = Callable[[str, torch.Tensor], None]
 
 @runtime_checkable
 class DrawsParts(Protocol):
-    """An `Init` that also fills a part of a parameter, so that each rank draws what it keeps and no more."""
+    """An `Init` that can also fill a part of a parameter, so that each rank draws only its own shard."""
 
     def __call__(self, name: str, tensor: torch.Tensor) -> None:
-        """Fill all of a buffer or a parameter, in place."""
+        """Fill an entire buffer or parameter, in place."""
         ...
 
     def part(self, name: str, values: torch.Tensor, start: int, numel: int) -> None:
         """Fill ``values [n]``: the elements from ``start`` of a flattened parameter of ``numel`` elements.
 
-        They must depend on neither rank nor how much is asked for at once.
+        The values must depend neither on the rank nor on how many elements one call fills.
         """
         ...
 
@@ -44,17 +44,17 @@ class UnitSpec:
 
     @property
     def read_in_backward(self) -> bool:
-        """Whether a backward through the module reads its weights; one through rows that were looked up does not."""
+        """Whether the module's backward reads its weights; the backward of a plain embedding lookup does not."""
         module = self.module
         plain = type(module) is nn.Embedding and list(module._parameters) == ["weight"] and len(self.params) == 1
         return not plain or bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def partition(model: nn.Module, units: UnitChoice | None) -> tuple[UnitSpec, list[UnitSpec]]:
-    """The root unit and the others, in the order given; a unit that is given twice is one.
+    """Return the root unit and the others, in the order given; a module that is given twice is one unit.
 
     Raises:
-        TypeError: ``units`` holds something that is neither a module nor a word for one.
+        TypeError: ``units`` holds something that is neither a module nor names one.
         ValueError: a name that is no class and no path of the model; a unit that is no submodule of the model, or
             that is never called (`nn.ModuleList`).
     """
@@ -94,10 +94,10 @@ def _homes(model: nn.Module, specs: dict[nn.Module, UnitSpec], root: UnitSpec) -
 
 
 def materialise(model: nn.Module, device: torch.device, init: Init | None = None) -> set[nn.Parameter]:
-    """Replace what is on the meta device: parameters by ones that have a shape and, as yet, no memory; and buffers.
+    """Replace parameters on the meta device by placeholders without memory, and buffers on it by filled ones.
 
-    Each parameter is one NaN expanded to its shape, so that a model too large for this rank can be filled unit by unit.
-    Buffers are small, and ``init(name, tensor)`` fills them at once.
+    Each placeholder is one NaN expanded to the parameter's shape, so a model too large for this rank can be filled
+    unit by unit. Buffers are small, and ``init(name, tensor)`` fills them at once.
 
     Returns:
         The new parameters.
@@ -119,7 +119,7 @@ def materialise(model: nn.Module, device: torch.device, init: Init | None = None
             if buffer is not None and buffer.is_meta:
                 if buffer not in filled:
                     made_here = _filled(f"{prefix}.{key}" if prefix else key, buffer, device, init)
-                    if key in module._non_persistent_buffers_set:  # no load brings it
+                    if key in module._non_persistent_buffers_set:  # no checkpoint will fill it
                         _require_numbers(f"{prefix}.{key}" if prefix else key, made_here)
                     filled[buffer] = made_here
                 module._buffers[key] = filled[buffer]

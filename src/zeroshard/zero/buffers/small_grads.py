@@ -1,9 +1,9 @@
-"""Gradients of small parameters, which are copied into their flat buffer together.
+"""Gradients of small parameters: they wait for each other, and two operations copy all of them into the flat buffer.
 
-A block of GPT-2 has 12 parameters, of which 8 are norms and biases. Where a buffer has three such or more, their first
-gradients of a step wait for each other, and are copied in and scaled by two operations for all of them. Large ones
-are copied as they come, so no gradient of a size to speak of is kept. Further micro-batches are added as they come:
-autograd may hand over a tensor then that others have too.
+A block of GPT-2 has 12 parameters, of which 8 are norms and biases. If a buffer has at least three such parameters,
+their first gradients of a step wait until all have arrived; then one foreach operation copies them and one scales them.
+Large gradients are copied as they arrive, so only little memory waits. Gradients of later micro-batches are added as
+they arrive, because autograd may then hand over a tensor that it shares with others.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor
 
 from zeroshard.zero.buffers.layout import FlatLayout
 
-SMALL_NUMEL = 1 << 16  # of a gradient that waits for others
-LEAST_TOGETHER = 3  # fewer would take as many operations
+SMALL_NUMEL = 1 << 16  # most elements of a gradient that waits for others
+LEAST_TOGETHER = 3  # fewer gradients would need as many operations together as one by one
 
 
 class SmallGrads:
-    """What waits to be copied into one flat buffer.
+    """The gradients that wait to be copied into one flat buffer.
 
     Args:
-        layout: of the buffer.
-        dtype: of the buffer.
+        layout: layout of the buffer.
+        dtype: dtype of the buffer.
     """
 
     def __init__(self, layout: FlatLayout, dtype: torch.dtype) -> None:
@@ -33,13 +33,13 @@ class SmallGrads:
         self._num_together = small if small >= LEAST_TOGETHER and dtype.is_floating_point else 0
 
     def takes(self, grad: Tensor) -> bool:
-        """Whether the gradient, the first of its parameter, is small and memory of its own, and there are others."""
+        """Whether ``grad``, its parameter's first, is to wait: it is small, owns its memory, and others will follow."""
         if not self._num_together or grad.numel() > SMALL_NUMEL or grad.layout != torch.strided:
             return False
         return grad.is_floating_point() and grad.untyped_storage().nbytes() <= 2 * max(grad.nbytes, 256)
 
     def add(self, slot: int, grad: Tensor, views: Sequence[Tensor], scale: float) -> None:
-        """Have it wait; with the last of them all are copied in."""
+        """Let the gradient wait; if it is the last one expected, copy all into the buffer."""
         self._waiting[slot] = grad
         if len(self._waiting) == self._num_together:
             self.copy_in(views, scale)
@@ -48,7 +48,7 @@ class SmallGrads:
         return slot in self._waiting
 
     def copy_in(self, views: Sequence[Tensor], scale: float) -> None:
-        """Copy what waits into ``views``, the buffer's slots, and multiply it by ``scale``."""
+        """Copy the waiting gradients into ``views``, the buffer's slots, and multiply them by ``scale``."""
         if not self._waiting:
             return
         targets = [views[slot] for slot in self._waiting]
@@ -58,10 +58,10 @@ class SmallGrads:
         self._waiting = {}
 
     def clear(self) -> None:
-        """Forget what waits."""
+        """Drop the waiting gradients."""
         self._waiting = {}
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of what waits."""
+        """Bytes of the waiting gradients."""
         return sum(grad.nbytes for grad in self._waiting.values())

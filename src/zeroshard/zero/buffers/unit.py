@@ -4,9 +4,9 @@ A unit's parameters are grouped by dtype, device and whether they are trained, b
 and frozen weights need neither gradients nor refreshing. Nearly every unit has one group.
 
 [Note: Laid out anew]
-    Which layout is right depends on the optimizer, and the optimizer comes after the units. Groups begin with shards
-    that ignore tensors' borders; when an optimizer turns out to need whole tensors (see `requirements`), the parameters
-    that it is given leave their groups for new ones that keep tensors whole, before the first step.
+    The right layout depends on the optimizer, which is made after the units. Groups begin with shards that may end in
+    the middle of a tensor. If an optimizer needs whole tensors (see `requirements`), the parameters that it is given
+    move to new groups that keep tensors whole, before the first step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zeroshard.zero.streams import Streams
 
 
 class FlatGroup:
-    """One flat buffer of weights, its gradients, and what the optimizer sees of both.
+    """One flat buffer of weights, the buffer of their gradients, and the pieces of both that the optimizer sees.
 
     Attributes:
         shards: for each of ``params.pieces``, the `nn.Parameter` that the optimizer updates: a view of the master, 1-D
@@ -73,11 +73,11 @@ class FlatGroup:
         ]
         if self.grads.reduced_dtype != master_dtype:
             for shard in self.shards:
-                shard.grad_dtype = None  # a gradient may be narrower than it
+                shard.grad_dtype = None  # so that its gradient may have a narrower dtype
         self.awaited = False
 
     def use_streams(self, streams: Streams) -> None:
-        """Gather and reduce on these from now on."""
+        """Gather and reduce on these streams from now on."""
         self.params.use_streams(streams)
         self.grads.use_streams(streams)
 
@@ -92,14 +92,14 @@ class FlatGroup:
         return self.params.layout.longest is not None
 
     def keep_whole(self, chosen: set[nn.Parameter], name: str, loads: list[int]) -> list[FlatGroup]:
-        """The same parameters in new groups: first those that stay as they are laid out, if any, then the chosen.
+        """Return the parameters in new groups: first one of those not chosen, if any, then one of the chosen.
 
-        Collective. Values are the masters'; gradients there must be none.
+        Collective. The values are those of the master weights; there must be no gradients.
 
         Args:
-            chosen: some of the group's parameters, whose tensors are to be whole.
-            name: of their group, where others stay behind.
-            loads: elements of whole tensors that each rank owns; what it gets here is added.
+            chosen: the parameters of the group whose tensors are to be whole.
+            name: name of their new group, if it is not the only one.
+            loads: elements of whole tensors that each rank owns so far; those of this group are added.
         """
         layout, named = self.params.layout, self._take_out()
         stay = [(name, param) for name, param in named if param not in chosen]
@@ -115,7 +115,10 @@ class FlatGroup:
         return made
 
     def restaged(self, strategy: ShardingStrategy) -> FlatGroup:
-        """The same parameters, laid out alike, by another row of the table. Collective; as in `keep_whole`."""
+        """Return a new group of the same parameters and layout, by another row of the stage table. Collective.
+
+        Values and gradients: as in `keep_whole`.
+        """
         named = self._take_out()
         layout = self.params.layout
         made = self._again(self.params.name, named, strategy=strategy, layout=layout, frozen=self._frozen)
@@ -125,14 +128,14 @@ class FlatGroup:
         return made
 
     def thaw(self) -> None:
-        """Parameters that were frozen from the start are trained now: [Note: Frozen] in `flat_params`."""
+        """Prepare for training parameters that were frozen from the start: [Note: Frozen] in `flat_params`."""
         self._frozen = False
         if self.params.thaw():
             for piece, shard in zip(self.params.pieces, self.shards, strict=True):
                 shard.data = self.params.piece_of_master(piece)
 
     def _take_out(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters with their names, whole and in the master's dtype, as before there were groups. Collective."""
+        """Move the parameters, unsharded and in their own dtype, out of the buffer; return them by name. Collective."""
         self.params.wait()
         self.params.show_as_current()
         layout = self.params.layout
@@ -142,13 +145,13 @@ class FlatGroup:
         return named
 
     def expose_grads(self) -> None:
-        """Show the optimizer the reduced gradients; None for a parameter that had none on any rank."""
+        """Set ``grad`` of the optimizer's pieces to the reduced gradients; None if no rank had one."""
         used = self.grads.used
         for piece, shard in zip(self.params.pieces, self.shards, strict=True):
             shard.grad = self.grads.piece(piece) if used[piece.slot] else None
 
     def shards_of(self, slot: int) -> list[tuple[Piece, nn.Parameter]]:
-        """The optimizer's pieces of one parameter that this rank holds."""
+        """Return the optimizer's pieces of one parameter on this rank."""
         pairs = zip(self.params.pieces, self.shards, strict=True)
         return [(piece, shard) for piece, shard in pairs if piece.slot == slot]
 
@@ -157,15 +160,15 @@ class Unit:
     """One or more `FlatGroup`, gathered, freed and reduced as one.
 
     Attributes:
-        name: the module's name in the model; ``"root"`` for what is left.
-        module: whose forward uses the weights.
-        read_in_backward: whether its backward uses them too; where it does not, they are not gathered again for it.
-        inside: how many calls of it are in forward now; recomputation does not count.
-        calls: forward calls whose backward has not begun, by the number of the model's forward.
-        active: calls in backward now.
-        held: whether its weights stay until the last of several calls in one forward is over.
-        kept: the forwards after which its weights stay until backward is over, because nobody will tell when they are
-            needed; by their numbers.
+        name: the module's name in the model; ``"root"`` for the root unit.
+        module: the module whose forward uses the weights.
+        read_in_backward: whether its backward uses them too; if not, they are not gathered again for backward.
+        inside: number of calls of the module that are in forward now; recomputation does not count.
+        calls: number of forward calls whose backward has not begun, by the number of the model's forward.
+        active: number of calls in backward now.
+        held: whether weights stay unsharded until the last of several calls in one forward has had its backward.
+        kept: the forwards, by number, after which weights stay unsharded until backward is over, because no hook will
+            tell when backward needs them.
     """
 
     def __init__(self, name: str, module: nn.Module, groups: list[FlatGroup], *, read_in_backward: bool = True) -> None:
@@ -180,7 +183,7 @@ class Unit:
         self.kept: dict[int, object] = {}
 
     def forget_calls(self, forward_runs: Iterable[int] | None = None) -> None:
-        """Expect no backward of these forwards; None: of any forward."""
+        """Expect no more backwards of these forwards; None: of any forward."""
         if forward_runs is None:
             self.calls, self.kept = {}, {}
             return
@@ -189,14 +192,14 @@ class Unit:
             self.kept.pop(index, None)
 
     def gather(self, *, again: bool = False) -> bool:
-        """Issue the gather of the weights (``again``: even of current ones); returns whether anything is sent."""
+        """Issue the gather of the weights (``again``: even of current ones); return whether a gather was started."""
         before = self.on_its_way
         for group in self.groups:
             group.params.gather(again=again)
         return self.on_its_way and not before
 
     def wait(self) -> None:
-        """Finish what `gather` started."""
+        """Wait for the gather in flight."""
         for group in self.groups:
             group.params.wait()
 
@@ -207,36 +210,39 @@ class Unit:
 
     @property
     def on_its_way(self) -> bool:
-        """Whether weights are being gathered that nobody has waited for."""
+        """Whether a gather was started that nobody has waited for yet."""
         return any(group.params.on_its_way for group in self.groups)
 
     def reshard(self) -> None:
-        """Free full weights, where they are sharded."""
+        """Free the unsharded weights, if weights are sharded."""
         for group in self.groups:
             group.params.release()
 
     def reduce_grads(self) -> None:
-        """Start to reduce what has accumulated on this rank. Collective: every rank's trained groups, used or not."""
+        """Start to reduce this rank's gradients. Collective: every rank reduces all trained groups, used or not."""
         for group in self.trained_groups():
             group.grads.reduce()
 
     def reduce_across(self) -> None:
-        """Start to add up what replicas have reduced. Collective, in the order of `reduce_grads`."""
+        """Issue the next collective over replicas (or nodes) of each group's reduction. Collective.
+
+        Call it in the order of `reduce_grads`.
+        """
         for group in self.groups:
             group.grads.reduce_across()
 
     @property
     def crossing(self) -> bool:
-        """Whether `reduce_across` has more to issue."""
+        """Whether a reduction still has collectives over replicas (or nodes) to issue: see `reduce_across`."""
         return any(group.grads.crossing for group in self.groups)
 
     def settle(self) -> None:
-        """Finish the reductions under way."""
+        """Wait for the reductions in flight."""
         for group in self.groups:
             group.grads.settle()
 
     def trained_groups(self) -> list[FlatGroup]:
-        """Groups that take gradients now, or did in a backward of this step that reduced none."""
+        """Return the groups that take gradients now, or may have some from a backward that did not reduce."""
         return [group for group in self.groups if group.trained or group.awaited]
 
     def keep_whole(self, chosen: set[nn.Parameter], loads: list[int]) -> None:
@@ -250,16 +256,16 @@ class Unit:
 
     @property
     def stale(self) -> bool:
-        """Whether any weights are older than their masters."""
+        """Whether any weights are older than their master weights."""
         return any(group.params.stale for group in self.groups)
 
     @property
     def readable(self) -> bool:
-        """Whether the module's parameters are unsharded and current now, or will be once `wait` has returned."""
+        """Whether the module's parameters are unsharded and current now, or will be after `wait`."""
         return all(group.params.whole and not group.params.stale for group in self.groups)
 
     def named_slots(self) -> Iterator[tuple[str, nn.Parameter, FlatGroup, int]]:
-        """``(name, parameter, group, slot)`` of each parameter."""
+        """Yield ``(name, parameter, group, slot)`` of each parameter."""
         for group in self.groups:
             for index, (slot, param) in enumerate(zip(group.params.layout.slots, group.params.params, strict=True)):
                 yield slot.name, param, group, index
@@ -273,7 +279,7 @@ def build_groups(
     precision: MixedPrecision,
     init: dict[nn.Parameter, Init],
 ) -> list[FlatGroup]:
-    """Group a unit's parameters and make them flat; those in ``init`` get their values from it, not from memory."""
+    """Make the flat groups of a unit's parameters; functions in ``init`` draw the values of those that are its keys."""
     by_kind: dict[tuple[torch.dtype, torch.device, bool, bool, bool], list[tuple[str, nn.Parameter]]] = {}
     for param_name, param in params:
         exact = precision.is_exact(param.shape)
@@ -288,7 +294,7 @@ def build_groups(
 
 
 def memory_of(groups: Iterator[FlatGroup]) -> dict[str, int]:
-    """Resident bytes of weights, gradients and masters; a master that is (a shard of) the weights counts as weights."""
+    """Return resident bytes of weights, gradients and masters; a master of the compute dtype counts as weights."""
     total = {"params": 0, "grads": 0, "master": 0}
     for group in groups:
         params = group.params
@@ -302,7 +308,7 @@ def memory_of(groups: Iterator[FlatGroup]) -> dict[str, int]:
 
 
 def reduced_whole(group: FlatGroup) -> Tensor:
-    """``[padded_numel]``: the reduced gradients of every shard, in the dtype they wait in. Collective; a new tensor."""
+    """Gather the reduced gradients of every shard: a new tensor ``[padded_numel]`` of their own dtype. Collective."""
     reduced = group.grads.reduced
     assert reduced is not None
     if not group.params.shard_optim:

@@ -1,4 +1,4 @@
-"""Which modules become units: what `zeroshard.Zero` takes as ``units``, from a list of modules to ``"auto"``."""
+"""Which modules become units: the forms of the argument ``units`` of `zeroshard.Zero`, from modules to ``"auto"``."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from torch import nn
 
 from zeroshard.errors import nearest_name
 
-# Modules, or words for them: a class, a class's name, a path such as "transformer.h", or "auto".
+# Modules, or what names them: a class, a class's name, a path such as "transformer.h", or "auto".
 UnitChoice = str | type[nn.Module] | nn.Module | Iterable[str | type[nn.Module] | nn.Module]
 AUTO: Literal["auto"] = "auto"
-MOST_NAMES = 12  # that an error lists
+MOST_NAMES = 12  # the most names that an error lists
 
 
 def choose_units(model: nn.Module, units: UnitChoice | None) -> list[nn.Module]:
-    """The modules that ``units`` means, in the order in which they are given, else in the model's.
+    """Return the modules that ``units`` names, in the order in which they are given, else in the model's order.
 
     Args:
-        model: whose submodules they are.
+        model: the model whose submodules they are.
         units: None: the elements of the outermost `nn.ModuleList`s. ``"auto"``: `automatic_units`. A class, or the name
             of one: all modules of it. A path (``"transformer.h"``): the elements of the `nn.ModuleList` there, else
-            the module itself. Or several of these, or modules. One module: its elements, where it has some.
+            the module itself. Several of these, or modules. One module: its elements if it has some, else itself.
 
     Raises:
-        TypeError: something else.
-        ValueError: a name that is no class of the model's modules and no path in it; the line lists what there is.
+        TypeError: ``units`` is, or holds, anything else.
+        ValueError: a name that is no class of the model's modules and no path in it; the error lists what there is.
     """
     if units is None:
         return default_units(model)
@@ -42,9 +42,9 @@ def choose_units(model: nn.Module, units: UnitChoice | None) -> list[nn.Module]:
 
 
 def default_units(model: nn.Module) -> list[nn.Module]:
-    """The elements of each outermost `nn.ModuleList`: the repeated blocks of nearly every model; [] without one.
+    """Return the elements of each outermost `nn.ModuleList`, the repeated blocks of nearly every model; [] without one.
 
-    An element that is never called itself, such as a list in a list, gives its own ones.
+    An element that is never called itself, such as a list in a list, is replaced by its own elements.
     """
     found: list[nn.Module] = []
 
@@ -67,11 +67,12 @@ def default_units(model: nn.Module) -> list[nn.Module]:
 
 
 def automatic_units(model: nn.Module) -> list[nn.Module]:
-    """The model's repeated blocks.
+    """Return the model's repeated blocks, by the first of these rules that finds any.
 
-    The classes that `transformers` never splits over devices (``_no_split_modules``), where the model names some that
-    it has; else the `nn.ModuleList` with the most parameters whose elements are of one class; else `default_units`;
-    else such an `nn.Sequential` of several elements, which may be the model itself.
+    1. modules of the classes that `transformers` never splits over devices (``_no_split_modules`` of the model);
+    2. the elements of the `nn.ModuleList` with the most parameters, among those whose elements have one class;
+    3. `default_units`;
+    4. as 2., of an `nn.Sequential` with several elements, which may be the model itself.
     """
     named = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     blocks = [module for module in model.modules() if type(module).__name__ in named and module is not model]
@@ -84,7 +85,7 @@ def automatic_units(model: nn.Module) -> list[nn.Module]:
 def _largest_of_one_class(
     model: nn.Module, kind: type[nn.ModuleList | nn.Sequential], *, at_least: int
 ) -> list[nn.Module]:
-    """The elements of the container with the most parameters whose ``at_least`` elements have one class; else []."""
+    """Return the elements, of one class and ``at_least`` so many, of the container with most parameters; else []."""
     lists = [
         list(module)
         for module in model.modules()
@@ -97,7 +98,7 @@ def _largest_of_one_class(
 
 
 def told(model: nn.Module, chosen: list[nn.Module]) -> str:
-    """``32 units: LlamaDecoderLayer, model.layers.0 ... model.layers.31``."""
+    """Describe the chosen units: ``32 units: LlamaDecoderLayer, model.layers.0 ... model.layers.31``."""
     names = {module: name for name, module in model.named_modules()}
     distinct = list(dict.fromkeys(chosen))
     if not distinct:
@@ -130,7 +131,7 @@ def _meant(model: nn.Module, each: object) -> list[nn.Module]:
 
 
 def _at(model: nn.Module, path: str) -> list[nn.Module]:
-    """What lies at a path: the elements of a container such as `nn.ModuleList`, else the module, which is called."""
+    """Return the module at a path as [module]; if it is a container such as `nn.ModuleList`, its elements."""
     there, came_to = model, ""
     for part in path.split("."):
         children = dict(there.named_children())
@@ -164,6 +165,6 @@ def _some(names: Iterable[str]) -> str:
 
 
 def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
-    """Without those that lie in another of them."""
+    """Return the modules that lie in no other one of them."""
     inner = {part for module in modules for part in module.modules() if part is not module}
     return [module for module in modules if module not in inner]

@@ -1,13 +1,13 @@
-"""What travels in a wire format: weights that are gathered, gradients that are exchanged and added up.
+"""Collectives in a wire format: the all-gather of weights, and the reduce-scatter and all-reduce of gradients.
 
     weights     each rank quantises its fp32 shard; codes and scales are gathered; every rank, the owner too, computes
-                with what comes out. The master is never rounded, so errors do not add up from step to step.
-    gradients   one all-to-all of quantised shards, and the sum in fp32 at the owner in the order of ranks. A ring would
-                quantise a partial sum again at each hop. The owner's own part is not quantised: it does not travel.
-    replicas    the shard is summed within the group in its own dtype, as ever; what crosses between groups is exchanged
-                by pieces, each summed by one replica, and the sums are gathered, quantised once more.
+                with the decoded values. The master is never rounded, so errors do not accumulate from step to step.
+    gradients   one all-to-all of quantised shards; the owner sums them in fp32, in the order of ranks. (A ring would
+                quantise a partial sum again at each hop.) The owner's own part is not sent, and so not quantised.
+    replicas    each group reduces to shards without quantisation. Then replicas exchange quantised pieces of the shard
+                in an all-to-all, each replica sums one piece, and the sums are quantised again and gathered.
 
-Gradients are rounded stochastically, so that the mean over steps is right; weights to the nearest.
+Gradients are rounded stochastically, so that the mean over steps is right; weights are rounded to the nearest.
 
 Wang et al. 2023, "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training",
 https://arxiv.org/abs/2306.10209, section 3: qwZ and qgZ.
@@ -34,9 +34,9 @@ def _uncompiled(name: str) -> Callable[..., None]:
 
 
 def _kernel(name: str) -> Callable[..., None]:
-    """Of `zeroshard.kernels`; who has no wire format does not import Triton.
+    """Load a function of `zeroshard.kernels`, on first use: without a wire format Triton is not imported.
 
-    Where a model may be compiled, its compiler would go through the hooks into these, which are no part of the model.
+    If a model may be compiled, the function is excluded from it: dynamo would trace through the engine's hooks into it.
     """
     return _uncompiled(name) if "torch._dynamo" in sys.modules else loaded("zeroshard.kernels", name)
 
@@ -61,12 +61,12 @@ class PackedGather:
 
     Args:
         comm: the ranks that hold the shards.
-        form: what travels.
+        form: the wire format.
         full: ``[world_size * n]`` in the compute dtype; written by `deliver`.
-        master: ``[n]``, this rank's; it is read here and not any more. None: the codes come from a second copy.
+        master: ``[n]``, this rank's shard, read only by the constructor. None: the codes come from a second copy.
 
     Attributes:
-        packed: ``[world_size, bytes]``: what is gathered.
+        packed: ``[world_size, bytes]``: codes and scales of all shards.
     """
 
     def __init__(self, comm: Communicator, form: Format, full: Tensor, master: Tensor | None) -> None:
@@ -80,22 +80,22 @@ class PackedGather:
         return self._comm.all_gather(self.packed.view(-1), self.packed[self._comm.rank])
 
     def deliver(self) -> None:
-        """Write the weights, once it is done."""
+        """Write the decoded weights to ``full``, once the collective is done."""
         for row, shard in by_rank(self.packed, self._full.view(self._comm.world_size, -1)):
             dequantise(row, shard, self._form)
         read_here(self.packed)
 
 
 class Rounding:
-    """The keys of one buffer's stochastic rounding: another for each step, and each reduction of a step.
+    """The random keys of one buffer's stochastic rounding: each reduction of each step has keys of its own.
 
     Args:
-        seed: of the run.
+        seed: seed of the run.
         unit: the buffer's name.
-        rank: among all ranks.
+        rank: this rank among all ranks.
 
     Attributes:
-        step: optimizer steps so far, as `zeroshard.Zero.resume_at` may set it.
+        step: number of optimizer steps so far; `zeroshard.Zero.resume_at` may set it.
     """
 
     def __init__(self, seed: int, unit: str, rank: int) -> None:
@@ -105,30 +105,30 @@ class Rounding:
 
     @property
     def next_step(self) -> int:
-        """The step that is begun once gradients are cleared."""
+        """The step that begins when gradients are cleared."""
         return self.step + (self._num_reductions > 0)
 
     def end_step(self) -> None:
-        """Gradients are cleared: what is reduced next belongs to the next step."""
+        """Record that gradients are cleared: the next reduction belongs to the next step."""
         self._over = self._over or self._num_reductions > 0
 
     def resume_at(self, step: int) -> None:
-        """What is reduced next belongs to this step."""
+        """Let the next reduction belong to this step."""
         self.step, self._num_reductions, self._over = step, 0, False
 
     def loaded(self, step: int) -> None:
-        """As `resume_at`: a checkpoint says so of this buffer, whatever number of steps it is of."""
+        """As `resume_at`, with this buffer's own step from a checkpoint, which may lag behind the run's."""
         self.resume_at(step)
         self._is_loaded = True
 
     def begin_at(self, step: int) -> None:
-        """As `resume_at`, unless what was `loaded` knows better."""
+        """As `resume_at`, with the run's step, unless a checkpoint had one of this buffer (`loaded`)."""
         if not self._is_loaded:
             self.resume_at(step)
         self._is_loaded = False
 
     def keys(self, num_parts: int) -> list[int]:
-        """The keys of the parts of the next reduction."""
+        """Return the keys of the next reduction, one for each of ``num_parts`` parts."""
         if self._over:
             self.resume_at(self.step + 1)
         first = self._num_reductions * num_parts
@@ -142,13 +142,13 @@ class PackedReduce:
 
     Args:
         comm: the ranks that hold the shards.
-        form: what travels.
+        form: the wire format.
         local: ``[world_size * n]``: this rank's sum. Its own shard is read in `deliver`.
-        rounding: of this buffer.
+        rounding: rounding keys of this buffer.
 
     Attributes:
-        packed: what arrives.
-        num_left: collectives that are yet to be issued.
+        packed: the quantised shards that arrive.
+        num_left: number of collectives that are still to be issued.
     """
 
     def __init__(self, comm: Communicator, form: Format, local: Tensor, rounding: Rounding) -> None:
@@ -165,7 +165,7 @@ class PackedReduce:
         return all_to_all(self._comm, self.packed.view(-1), self._sent.view(-1))
 
     def deliver(self, target: Tensor) -> None:
-        """``target [n]`` becomes the sum, once the exchange is done; it may be this rank's shard of ``local``."""
+        """Write the sum to ``target [n]``, once the collective is done; it may be this rank's shard of ``local``."""
         dequantised_sum(self.packed, self._own, self._comm.rank, target, self._form)
         read_here(self.packed)
 
@@ -173,25 +173,25 @@ class PackedReduce:
 class AcrossReplicas:
     """The sum of a shard over replicas in a wire format: an all-to-all of pieces, then a gather of their sums.
 
-    Two collectives, of which the second can be issued only when the first is done: see [Note: Two levels] in
-    `flat_grads`. Every replica takes the sums as they were sent, so that all have the same bits.
+    The second collective can be issued only when the first is done: see [Note: Two levels] in `flat_grads`. Every
+    replica decodes the same quantised sums, so that all have the same bits.
 
     Args:
         comm: the replicas.
-        form: what travels.
-        values: ``[n]``, this replica's; read here, and written by `deliver`.
-        rounding: of this buffer.
+        form: the wire format.
+        values: ``[n]``, this replica's shard; read by the constructor, and written by `deliver`.
+        rounding: rounding keys of this buffer.
 
     Attributes:
-        packed: what arrives.
-        num_left: collectives that are yet to be issued.
+        packed: the quantised pieces that arrive, then the quantised sums.
+        num_left: number of collectives that are still to be issued.
     """
 
     def __init__(self, comm: Communicator, form: Format, values: Tensor, rounding: Rounding) -> None:
         self._comm, self._form, self.num_left = comm, form, 2
         self._length = -(-values.numel() // comm.world_size)
         *keys, self._key = rounding.keys(comm.world_size + 1)
-        ranks = (comm.rank,) if values.is_meta else range(comm.world_size)  # a plan's worlds are large
+        ranks = (comm.rank,) if values.is_meta else range(comm.world_size)  # memory plans (on meta) have large worlds
         pieces = [_padded(values, rank * self._length, self._length) for rank in ranks]
         self._own = pieces[comm.rank if len(pieces) > 1 else 0].to(torch.float32, copy=True)
         self._sent = rows_for(comm, form, self._length, values.device)
@@ -213,7 +213,7 @@ class AcrossReplicas:
         return self._comm.all_gather(self.packed.view(-1), own)
 
     def deliver(self, values: Tensor) -> None:
-        """``values [n]`` become the sum over replicas, once all is done."""
+        """Write the sum over replicas to ``values [n]``, once both collectives are done."""
         for rank, (row, _) in enumerate(by_rank(self.packed, self.packed)):
             part = values[rank * self._length : (rank + 1) * self._length]
             piece = part if part.numel() == self._length else values.new_empty(self._length)
@@ -224,16 +224,16 @@ class AcrossReplicas:
 
 
 def seen(full: Tensor) -> int | None:
-    """A number by which a write into ``full`` is noticed; None on a GPU, which is not waited for."""
+    """Return a fingerprint by which a write into ``full`` is detected; None on a GPU, because the host would block."""
     return fingerprint(full) if full.device.type == "cpu" and full.element_size() in (2, 4) else None
 
 
 def take_written(master: Tensor, written: Tensor, form: Format, common: Tensor | None) -> None:
-    """Take over into ``master [n]`` what somebody has written into its part of the weights, ``written [n]``.
+    """Copy to ``master [n]`` the elements that the user has changed in its part of the weights, ``written [n]``.
 
-    [Note: Changes in place] in `differences`. A block's scale may have changed with it, so that others of its elements
-    are shown otherwise from now on. ``common [n]``: what was shown, where differences to it travel; it takes over what
-    was written, and nothing else is shown otherwise.
+    See [Note: Changes in place] in `differences`. Afterwards ``written`` is quantised anew: a block's scale may have
+    changed, and with it the values of other elements in the block. ``common [n]``: this rank's shard of the common
+    copy, if weights are sent as differences to it; it takes the written values, and no other element changes.
     """
     if common is not None:
         if take_where_it_differs(master, written, common):
@@ -243,7 +243,7 @@ def take_written(master: Tensor, written: Tensor, form: Format, common: Tensor |
 
 
 def there_and_back(values: Tensor, form: Format, dtype: torch.dtype) -> Tensor:
-    """What every rank computes with where a shard of the masters is ``values [n]``: a new tensor of ``dtype``."""
+    """Quantise ``values [n]`` and decode them, as in an all-gather of weights: a new tensor of ``dtype``."""
     packed = torch.empty(form.num_bytes(values.numel()), dtype=torch.uint8, device=values.device)
     quantise(values, packed, form)
     back = torch.empty_like(values, dtype=dtype)
@@ -252,30 +252,30 @@ def there_and_back(values: Tensor, form: Format, dtype: torch.dtype) -> Tensor:
 
 
 def rows_for(comm: Communicator, form: Format, numel: int, device: torch.device) -> Tensor:
-    """``[world_size, bytes]``: a packed shard of each rank."""
+    """Allocate a buffer ``[world_size, bytes]`` for one packed shard of ``numel`` elements per rank."""
     num_bytes = form.num_bytes(numel)
     return empty_for(comm, comm.world_size * num_bytes, torch.uint8, device).view(comm.world_size, num_bytes)
 
 
 def by_rank(rows: Tensor, parts: Tensor | Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Each rank's row and part; none of a plan, which has no values, and whose worlds are large."""
+    """Pair each rank's row and part; [] on the meta device, whose memory plans have no values and large worlds."""
     return [] if rows.is_meta else list(zip(rows, parts, strict=True))
 
 
 def pack_rows(rows: Tensor, parts: Tensor | Sequence[Tensor], form: Format, keys: Sequence[int], but: int) -> None:
-    """Quantise each part into its row; nobody reads row ``but``."""
+    """Quantise each part into its row, except row ``but``, which nobody reads."""
     for rank, (row, part) in enumerate(by_rank(rows, parts)):
         if rank != but:
             quantise(part, row, form, keys[rank])
 
 
 def read_here(packed: Tensor) -> None:
-    """Memory of another stream has been read on this one: it must not be taken again there before that is over."""
+    """Record a read on the current stream of memory of another stream, which must not reuse it before the read ends."""
     if packed.is_cuda:
         packed.record_stream(torch.cuda.current_stream(packed.device))
 
 
 def _padded(values: Tensor, start: int, length: int) -> Tensor:
-    """``values[start : start + length]``, with zeros where they end before."""
+    """Return ``values[start : start + length]``, padded with zeros to ``length``."""
     part = values[min(start, values.numel()) : start + length]
     return part if part.numel() == length else torch.cat([part, part.new_zeros(length - part.numel())])

@@ -1,11 +1,11 @@
 """Optimizers that the user made without the engine: ``torch.optim.AdamW(model.parameters())``.
 
-That is the line of every script, written before `Zero` or after it. Left alone such an optimizer would change weights
-that are stale, or freed, and the masters would never move. So before its first step the engine takes it over: it
-becomes what `Zero.optimizer` would have made, and what cannot be taken over is refused by name.
+Every script has this line, before `Zero` or after it. Left alone, such an optimizer would update weights that are
+stale or freed, and the master weights would never change. So before its first step the engine takes it over: it
+becomes what `Zero.optimizer` would have made. An optimizer that cannot be taken over is refused by name.
 
-torch has one list of hooks for the steps of all optimizers in the process; ours is put there once, and looks whose
-parameters an optimizer has that no engine knows yet.
+torch has one list of hooks for the steps of all optimizers in the process. Ours is added to it once; if no engine knows
+the optimizer that steps, the hook looks up which engine its parameters belong to.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from zeroshard.zero.optimizers.methods import is_known
 
 
 class Adopter(Protocol):
-    """Who takes optimizers over."""
+    """An engine's object that takes optimizers over."""
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """All of its parameters are of this engine's model, and its first step is about to begin."""
+        """Take over an optimizer whose parameters are all of this engine's model, before its first step."""
         ...
 
 
-_owners: Any = WeakTensorKeyDictionary()  # parameter -> its engine's adopter, weakly
-_replaced: Any = WeakTensorKeyDictionary()  # parameters on the meta device that have given their place to others
+_owners: Any = WeakTensorKeyDictionary()  # parameter -> weak reference to its engine's adopter
+_replaced: Any = WeakTensorKeyDictionary()  # parameters on the meta device that `Zero` has replaced by others
 _lock = threading.Lock()
 _watching = False
 
 
 def own(params: Iterable[Tensor], adopter: Adopter) -> None:
-    """From now on optimizers over these parameters are this engine's."""
+    """From now on ``adopter`` takes over optimizers of these parameters."""
     global _watching
     reference = weakref.ref(adopter)
     with _lock:
@@ -50,27 +50,27 @@ def own(params: Iterable[Tensor], adopter: Adopter) -> None:
 
 
 def disown(params: Iterable[Tensor]) -> None:
-    """These parameters are ordinary ones again."""
+    """Make these parameters ordinary ones again."""
     with _lock:
         for param in params:
             _owners.pop(param, None)
 
 
 def replaced(params: Iterable[Tensor]) -> None:
-    """Other parameters have come into the place of these."""
+    """Record that `Zero` has replaced these parameters by others."""
     with _lock:
         for param in params:
             _replaced[param] = True
 
 
 def has_owner(param: Tensor) -> bool:
-    """Whether a parameter is one of a model that has an engine."""
+    """Whether a parameter belongs to a model that has an engine."""
     reference = _owners.get(param)
     return reference is not None and reference() is not None
 
 
 def take_over(optimizer: Optimizer) -> None:
-    """What the first step would do, before it: where the optimizer's parameters are an engine's, it becomes one of its.
+    """Do now what the first step would do: if the optimizer's parameters are an engine's, that engine adopts it.
 
     Raises:
         ValueError: it holds parameters of an engine's model beside others, or parameters that `Zero` has replaced.

@@ -1,10 +1,10 @@
-"""An exponential moving average of the weights, kept where the optimizer's states are.
+"""An exponential moving average of the weights, sharded like the optimizer's states.
 
-    average <- decay * average + (1 - decay) * weight        after each step, on what this rank's optimizer updates
+    average <- decay * average + (1 - decay) * weight        after each step, for the pieces that this rank updates
 
 Averaged weights often evaluate better than the last ones (Polyak and Juditsky 1992, "Acceleration of Stochastic
-Approximation by Averaging"). Nothing is sent to keep them: an average is as sharded as the masters are. To be used
-they change places with the weights, which costs no second model, and travel as weights do.
+Approximation by Averaging"). An update needs no communication, because averages are sharded like the master weights.
+To be used they are swapped with the weights, which needs no second model, and are then gathered as weights are.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ EMA = "ema"  # the kind of its tensors in a checkpoint
 
 
 class Ema:
-    """The average of some weights, from their values of now on; `Zero.ema` makes it for an engine.
+    """The average of some weights, which starts from their current values; `Zero.ema` makes one for an engine.
 
     Args:
-        weights: what an optimizer on this rank updates, each tensor once: pieces of masters, parameters, `DTensor`s.
-            Those that are not of a floating type have no average.
+        weights: the tensors that an optimizer on this rank updates, each once: pieces of master weights, parameters,
+            `DTensor`s. Those that are not of a floating type have no average.
         decay: how much of the old average an update keeps, in [0, 1).
-        replaced: called when other values have come into the place of the weights. Collective if it likes.
+        replaced: called after averages and weights were swapped; may be collective.
 
     Attributes:
         decay: may be changed between updates; a low one early forgets the initial values sooner.
@@ -49,7 +49,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the weights of now into the average: once after each step that was taken.
+        """Update the averages with the current weights; call it once after each step that was taken.
 
         Raises:
             RuntimeError: inside `weights`.
@@ -87,10 +87,10 @@ class Ema:
 
     @torch.no_grad()
     def load(self, read: Callable[[Tensor], Tensor | None]) -> None:
-        """Take saved averages; where ``read(weight)`` is None none was saved, and the average starts from the weight.
+        """Load saved averages; if ``read(weight)`` is None, none was saved, and the average starts from the weight.
 
         Args:
-            read: the average of a weight, with as many elements as the weight has on this rank.
+            read: returns the saved average of a weight, with as many elements as the weight has on this rank.
 
         Raises:
             RuntimeError: inside `weights`.
@@ -117,6 +117,6 @@ class Ema:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """The part in this process's memory: of a `DTensor`, whose import takes most of a second, its own."""
+    """The tensor, or a `DTensor`'s local part; `DTensor` is not imported, because that takes most of a second."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()

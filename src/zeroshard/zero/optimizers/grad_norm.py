@@ -1,10 +1,9 @@
 """Gradient norms over shards, with the same bits at every stage.
 
 For finite p the norm is ``(sum over ranks r of partial_r) ** (1/p)`` with ``partial_r = sum over units of
-||shard r of the unit's gradients||_p ** p``; for p = inf both sums are maxima. Shards of several parts
-(`FlatLayout.parts`) have a partial for each. Partials are kept in float64 and
-added in the order of ranks, also where nothing is sharded and one rank computes them all, so what is sharded where
-cannot be seen in the result.
+||shard r of the unit's gradients||_p ** p``; for p = inf both sums are maxima. A shard of several parts
+(`FlatLayout.parts`) has a partial for each part. Partials are kept in float64 and added in the order of ranks. If
+nothing is sharded, each rank computes all of them and adds them in the same order, so the result is the same.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def global_norm(
         comm: the ranks that hold the shards.
         norm_type: p > 0, or inf.
         device: where the result lives.
-        sum_of_squares: of a flat tensor, 0-dim float64, for p = 2; None: torch's norm, squared.
+        sum_of_squares: computes that of a flat tensor, 0-dim float64, for p = 2; None: torch's norm is squared.
     """
     sharded = bool(grads) and grads[0].shard_optim and comm.world_size > 1
     parts = grads[0].layout.parts if grads else 1
@@ -62,7 +61,7 @@ def global_norm(
 
 
 def _at(places: Sequence[tuple[int, Tensor]], found: Tensor, num_partials: int) -> Tensor:
-    """``found`` of the shards that have elements, with zeros for the others."""
+    """``[num_partials]``: ``found``, one value for each shard that has elements, with zeros for the other shards."""
     if len(places) == num_partials:
         return found
     spread = found.new_zeros(num_partials)
@@ -71,7 +70,7 @@ def _at(places: Sequence[tuple[int, Tensor]], found: Tensor, num_partials: int) 
 
 
 def norm_of(flat: Tensor, norm_type: float) -> Tensor:
-    """`torch.linalg.vector_norm`, of bfloat16 in fp32: its own dtype keeps two digits of it."""
+    """`torch.linalg.vector_norm`, computed in fp32 for a bfloat16 tensor: bfloat16 keeps only two digits."""
     return torch.linalg.vector_norm(flat, norm_type, dtype=torch.float32 if flat.dtype == torch.bfloat16 else None)
 
 
@@ -82,9 +81,9 @@ def _add(partials: Tensor, norms: Tensor, norm_type: float) -> Tensor:
 
 
 def clip_(grads: Sequence[FlatGrads], norm: Tensor, max_norm: float, *, lazily: bool = False) -> None:
-    """Scale gradients by ``max_norm / (norm + 1e-6)`` where that is below 1, as torch does; NaN makes them NaN.
+    """Scale gradients by ``max_norm / (norm + 1e-6)`` if that is below 1, as torch does; a NaN norm makes them NaN.
 
-    ``lazily``: leave the factor at the gradients, for whoever reads them next.
+    ``lazily``: store the factor in `FlatGrads.factor` only; the next reader of the gradients applies it.
     """
     coefficient = max_norm / (norm + 1e-6)
     if coefficient.device.type == "cpu":
@@ -92,7 +91,7 @@ def clip_(grads: Sequence[FlatGrads], norm: Tensor, max_norm: float, *, lazily: 
             return
         factor: Tensor | float = float(coefficient)
     else:
-        factor = coefficient.clamp(max=1.0)  # reading it here would stop the host until the device is done
+        factor = coefficient.clamp(max=1.0)  # reading it here would block the host until the device is done
     if lazily:
         due = torch.as_tensor(factor, dtype=torch.float32, device=norm.device)
         for buffer in grads:

@@ -1,6 +1,6 @@
-"""What stands in for methods of the user's optimizer, so that it does what it would do in one process, or says why not.
+"""Replaces methods of the user's optimizer, so that they do what they would do in one process, or raise a clear error.
 
-All of it is on the instance: its type stays exactly the user's class.
+The replacements are attributes of the instance: its type stays exactly the user's class.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _OURS = "_zeroshard"  # on an optimizer that an engine knows
 
 
 def is_known(optimizer: Optimizer) -> bool:
-    """Whether an engine has put its methods in."""
+    """Whether an engine has replaced this optimizer's methods."""
     return _OURS in vars(optimizer)
 
 
 def put_in(piecewise: PiecewiseOptimizer) -> None:
-    """Have the optimizer's methods speak of the model's parameters, and its steps be heard of."""
+    """Replace methods, so that they work on the model's parameters and the engine is notified of steps."""
     optimizer = piecewise.optimizer
     own = vars(optimizer)
     own[_OURS] = True
-    own["_step_supports_amp_scaling"] = False  # then GradScaler unscales gradients, which all ranks judge alike
+    own["_step_supports_amp_scaling"] = False  # so GradScaler unscales gradients itself; ranks agree on NaN/Inf
     put_around(piecewise)
     add_group = optimizer.add_param_group
     own["add_param_group"] = lambda param_group: piecewise.add_param_group(add_group, param_group)
@@ -44,20 +44,20 @@ def put_in(piecewise: PiecewiseOptimizer) -> None:
 
 
 class NoState:
-    """What makes the state of a key that has none: an empty dict for the class's own code, an error for any other.
+    """The default factory of ``optimizer.state``: an empty dict for the class's own code, an error for any other.
 
-    torch's makes an empty one for each key. So a log of ``optimizer.state[param]``, or a reset of what is there, would
-    find nothing and change nothing.
+    torch's factory makes an empty dict for any key that is missing. So code that logs ``optimizer.state[param]``, or
+    resets what is there, would find nothing and change nothing, without an error.
 
     Args:
-        holds_pieces: whether the class's own code runs now.
+        holds_pieces: tells whether the class's own code runs now.
     """
 
     def __init__(self, holds_pieces: Callable[[], bool]) -> None:
         self._holds_pieces = holds_pieces
 
     def __call__(self) -> dict[str, Any]:
-        """Of a key that has no state."""
+        """Make the state of a key that has none; RuntimeError unless the class's own code asks for it."""
         if self._holds_pieces():
             return {}
         raise RuntimeError(
@@ -65,8 +65,8 @@ class NoState:
             "zero.pieces(optimizer), or use zero.optim_state_dict(optimizer)"
         )
 
-    def __reduce__(self) -> Any:  # a copy, or what was pickled, belongs to no engine
-        return type, ({},)  # which is dict
+    def __reduce__(self) -> Any:  # a copied or pickled optimizer belongs to no engine
+        return type, ({},)  # type({}) is dict, torch's factory
 
 
 def _tell_where_states_are(piecewise: PiecewiseOptimizer) -> None:
@@ -75,7 +75,7 @@ def _tell_where_states_are(piecewise: PiecewiseOptimizer) -> None:
 
 
 def _wrap_own_methods(piecewise: PiecewiseOptimizer) -> None:
-    """What the class has beside torch's interface (``eval()`` of schedule-free ones, say) works on pieces."""
+    """Have methods beyond torch's interface (``eval()`` of schedule-free optimizers, say) run on pieces."""
     optimizer = piecewise.optimizer
     if type(optimizer).__module__.startswith("torch.optim.") or isinstance(optimizer, SavesPasses):
         return
@@ -123,11 +123,11 @@ def _load_state_dict(piecewise: PiecewiseOptimizer, state_dict: Mapping[str, Any
 
 
 def load_pieces(piecewise: PiecewiseOptimizer, state_dict: dict[str, Any]) -> None:
-    """Through the class's own `load_state_dict`, which knows the dtype and device of each kind of state.
+    """Load by the class's own `load_state_dict`, which knows the dtype and device of each kind of state.
 
     Args:
-        piecewise: whose optimizer.
-        state_dict: its parameters are the pieces, numbered in their order.
+        piecewise: the optimizer that loads.
+        state_dict: a state of this rank's pieces, numbered in their order.
     """
     optimizer = piecewise.optimizer
     hooks, optimizer._optimizer_load_state_dict_pre_hooks = (
@@ -139,5 +139,5 @@ def load_pieces(piecewise: PiecewiseOptimizer, state_dict: dict[str, Any]) -> No
             type(optimizer).load_state_dict(optimizer, state_dict)
     finally:
         optimizer._optimizer_load_state_dict_pre_hooks = hooks
-        _tell_where_states_are(piecewise)  # in the dict that torch has put there
+        _tell_where_states_are(piecewise)  # torch has put in another dict
     piecewise.has_state = True

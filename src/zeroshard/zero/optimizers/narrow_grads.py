@@ -1,9 +1,9 @@
-"""Gradients that are narrower than the weights that they update, for optimizers that want both alike.
+"""Widens gradients that are narrower than the weights that they update, for optimizers that need one dtype for both.
 
-With ``MixedPrecision(reduce_dtype=torch.bfloat16)`` reduced gradients wait for the optimizer in bfloat16. An optimizer
-that `SavesPasses` reads them so. Any other is shown copies in its pieces' own dtype while it steps: one of
-`torch.optim` unit by unit, so that no more than one unit's copies are there at a time; one from elsewhere, which may
-count its steps, all at once.
+With ``MixedPrecision(reduce_dtype=torch.bfloat16)`` reduced gradients stay in bfloat16 until the optimizer steps. An
+optimizer that `SavesPasses` reads them as they are. Any other is shown copies in its pieces' own dtype while it steps.
+A class of `torch.optim` steps unit by unit, so that only one unit's copies are resident at a time. A class from
+elsewhere may count its steps, so it steps once on all copies.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch import Tensor, nn
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer, SavesPasses
 
-Lists = list[list[nn.Parameter]]  # for each param group
+Lists = list[list[nn.Parameter]]  # pieces, for each param group
 
 
 class NarrowGrads:
-    """Around the steps of one optimizer; `widen` before its class's own code, `restore` after it."""
+    """Widens the gradients of one optimizer: call `widen` before its class's own code, and `restore` after it."""
 
     def __init__(self, piecewise: PiecewiseOptimizer) -> None:
         self._piecewise = piecewise
         self._narrow: list[tuple[nn.Parameter, Tensor]] = []
 
     def widen(self, *, by_unit: bool) -> None:
-        """Show wide copies of narrow gradients; the param groups hold pieces.
+        """Show wide copies of narrow gradients; the param groups must hold pieces.
 
-        ``by_unit``: step here for all units but the last, whose pieces the param groups then hold alone.
+        ``by_unit``: run the class's step here for all units but the last; the groups then hold only that one's pieces.
         """
         if isinstance(self._piecewise.optimizer, SavesPasses):
             return
@@ -47,7 +47,7 @@ class NarrowGrads:
         self._show(last)
 
     def restore(self) -> None:
-        """Show the gradients as they wait again."""
+        """Show the narrow gradients again, in place of the copies."""
         for piece, grad in self._narrow:
             piece.grad = grad
         self._narrow = []
@@ -61,7 +61,7 @@ class NarrowGrads:
                 piece.grad = piece.grad.to(piece.dtype)
 
     def _by_unit(self) -> list[Lists]:
-        """The pieces that have gradients, buffer by buffer."""
+        """The pieces that have gradients, flat group by flat group."""
         found: dict[FlatGroup, Lists] = {}
         for place, home, piece in self._homes():
             found.setdefault(home, [[] for _ in self._piecewise.by_group])[place].append(piece)
@@ -79,7 +79,7 @@ def _is_narrow(piece: nn.Parameter) -> bool:
 
 
 def _own_step(optimizer: Any) -> Callable[[Any], Any] | None:
-    """What a class of `torch.optim` does in a step, without hooks; None of others, and where torch hides it."""
+    """The ``step`` of a class of `torch.optim`, without hooks; None for other classes, or if torch hides it."""
     if not type(optimizer).__module__.startswith("torch.optim."):
         return None
     return getattr(type(optimizer).step, "__wrapped__", None)

@@ -1,15 +1,15 @@
-"""The user's optimizer over shards: the class that was asked for, given pieces of the masters.
+"""The user's optimizer over shards: the class that the user asked for, which is given pieces of the master weights.
 
 [Note: Element by element]
-    An optimizer whose update of an element depends on that element's own history alone computes on pieces of a
-    tensor what it computes on the whole. It is given 1-D pieces, cut wherever shards end. One that looks at whole
-    tensors is given whole tensors, each on the rank that owns it. Which of them a class is, and whether either will
-    do, `requirements.classify` says.
+    An optimizer whose update of an element depends on that element's own history alone computes the same on pieces of
+    a tensor as on the whole tensor. It is given 1-D pieces, cut wherever shards end. One that looks at whole tensors
+    is given whole tensors, each on the rank that owns it. `requirements.classify` says which of the two a class needs,
+    and whether either is right for it.
 
 [Note: Whose parameters]
     ``param_groups`` hold the model's parameters, as in one process: clipping, scalers and schedules read them there,
-    and their ``grad`` is global. Only while the class's own code runs (its ``step``, ``add_param_group``, loading) they
-    hold this rank's pieces. ``state`` is by piece.
+    and their ``grad`` is global. Only while the class's own code runs (its ``step``, ``add_param_group``, loading) do
+    they hold this rank's pieces. The keys of ``state`` are pieces.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ SCALAR_STATES = frozenset({"step", "eta", "mu", "mu_product"})
 
 @runtime_checkable
 class SavesPasses(Protocol):
-    """An optimizer that does as it passes over memory what would else take passes of its own.
+    """An optimizer that does further work in its own pass over memory, which would otherwise take more passes.
 
     `zeroshard.optim.FusedAdamW` is one. Its ``step`` takes ``grad_scale``: a 0-dim fp32 tensor by which it multiplies
     gradients as it reads them.
     """
 
     def sum_of_squares(self, flat: Tensor) -> Tensor:
-        """Of all elements of a contiguous tensor: 0-dim, float64, the same bits each time."""
+        """The sum of squares of a contiguous tensor's elements: 0-dim, float64, the same bits at every call."""
         ...
 
     def write_copies(self, copies: Mapping[Tensor, Tensor]) -> None:
-        """From now on, write each of these parameters, and no other, into the tensor beside it, in that one's dtype."""
+        """From now on, copy each updated parameter that is a key of ``copies`` to its value, in that tensor's dtype."""
         ...
 
 
@@ -54,34 +54,34 @@ class StepListener(Protocol):
     """What the engine does around an optimizer's step."""
 
     def keep_whole(self, params: set[nn.Parameter]) -> None:
-        """An optimizer that needs these parameters as whole tensors is about to be given them."""
+        """Lay these parameters out as whole tensors: an optimizer that needs them so is about to be given them."""
         ...
 
     def after_joining(self, optimizer: Optimizer, members: set[nn.Parameter]) -> None:
-        """``members`` are all that this optimizer updates from now on."""
+        """Note that this optimizer updates exactly ``members`` from now on."""
         ...
 
     def before_update(self, optimizer: Optimizer | None) -> Tensor | None:
-        """Gradients are about to be used.
+        """Prepare gradients, because a step is about to use them.
 
         Args:
-            optimizer: who can be told what gradients are still to be multiplied by; None: nobody can.
+            optimizer: the optimizer that steps, which may be able to multiply gradients by a factor; None: a closure.
 
         Returns:
-            That factor; None where gradients are as they should be.
+            The factor by which the optimizer must multiply gradients; None if they need none.
         """
         ...
 
     def after_update(self, optimizer: Optimizer) -> None:
-        """The masters of this optimizer's parameters have changed."""
+        """Note that a step of this optimizer has changed the master weights of its parameters."""
         ...
 
     def weights_changed(self, members: set[nn.Parameter]) -> None:
-        """The masters of these parameters have changed, whether they had gradients or not."""
+        """Note that the master weights of these parameters have changed, whether they had gradients or not."""
         ...
 
     def clear_grads(self, params: set[nn.Parameter] | None, *, set_to_none: bool) -> None:
-        """Gradients are to be forgotten, or to be zero."""
+        """Clear the gradients of ``params`` (None: of all), or set them to zero."""
         ...
 
 
@@ -94,13 +94,13 @@ class ShardedParams:
         self.locate(groups)
 
     def locate(self, groups: Iterable[FlatGroup]) -> None:
-        """Learn in which group and slot each parameter lies now."""
+        """Record in which group and slot each parameter is now."""
         for group in groups:
             for slot, param in enumerate(group.params.params):
                 self._homes[param] = (group, slot)
 
     def take(self, given: Mapping[str, Any]) -> list[nn.Parameter]:
-        """The parameters of a param group, which no other group may have from now on.
+        """Return the parameters of a param group, and refuse them to any other group from now on.
 
         Raises:
             TypeError: ``params`` is a set or holds something that is no tensor.
@@ -140,17 +140,17 @@ class ShardedParams:
         return group.params.layout.slots[slot].name
 
     def kept_whole(self) -> set[nn.Parameter]:
-        """The parameters whose tensors are whole on one rank."""
+        """The parameters whose layout keeps each tensor whole on one rank."""
         return {param for param, (group, _) in self._homes.items() if group.whole}
 
     def pieces(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """What this rank's optimizer sees of ``params``, in their order."""
+        """This rank's pieces of ``params``, in their order."""
         homes = (self._homes[param] for param in params)
         return [shard for group, slot in homes for _, shard in group.shards_of(slot)]
 
     @contextmanager
     def all_or_none(self) -> Generator[None]:
-        """What `take` took in this block is free again if the block fails."""
+        """If this block fails, let other groups have the parameters that `take` returned in it."""
         before = set(self._taken)
         try:
             yield
@@ -163,13 +163,13 @@ class PiecewiseOptimizer:
     """An optimizer over pieces, and the model's parameters that they are pieces of.
 
     Attributes:
-        optimizer: of exactly the class that was asked for.
-        by_group: for each of its param groups, the model's parameters.
-        pieces: for each of its param groups, what this rank updates.
-        holds_pieces: whether its param groups hold these now, as while the class's own code runs.
+        optimizer: an instance of exactly the class that was asked for.
+        by_group: the model's parameters, for each param group.
+        pieces: the pieces that this rank updates, for each param group.
+        holds_pieces: whether its param groups hold the pieces now, as they do while the class's own code runs.
         has_state: whether it has stepped, or state was loaded into it: the same on every rank.
-        sharded: where parameters lie.
-        listener: what hears of its steps.
+        sharded: maps parameters to their groups and pieces.
+        listener: is notified of its steps.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class PiecewiseOptimizer:
             pairs = list(zip(groups, self.by_group, strict=True))
             whole = {param for group, chosen in pairs for param in _whole(optimizer_cls, kwargs, group, chosen)}
             if whole:
-                # Before anything is laid out anew, the class may refuse what it is given by shape.
+                # Build the class once before anything is laid out anew: it may refuse parameters by their shape.
                 self._make([{**group, "params": [_stand_in(param) for param in chosen]} for group, chosen in pairs])
                 listener.keep_whole(whole)
             self.pieces = [sharded.pieces(chosen) for chosen in self.by_group]
@@ -208,11 +208,11 @@ class PiecewiseOptimizer:
 
     @classmethod
     def adopted(cls, optimizer: Optimizer, sharded: ShardedParams, listener: StepListener) -> PiecewiseOptimizer:
-        """One that the user has made over the model's parameters; its states are cut into pieces by the caller.
+        """Wrap an optimizer that the user has made over the model's parameters; the caller cuts its states into pieces.
 
         Raises:
-            ValueError: it holds other parameters too, or is of a class that no layout suits.
-            RuntimeError: it needs tensors that are whole.
+            ValueError: it holds other parameters too, or is of a class that cannot be sharded.
+            RuntimeError: it needs whole tensors, and some of them are cut into pieces.
         """
         self = cls.__new__(cls)
         name = type(optimizer).__name__
@@ -241,7 +241,7 @@ class PiecewiseOptimizer:
         return {param for chosen in self.by_group for param in chosen}
 
     def made_of(self, groups: list[dict[str, Any]]) -> Optimizer:
-        """Another one of the same class and settings, over these param groups."""
+        """Make another optimizer of the same class and settings, over these param groups."""
         return self._make(groups)
 
     # -- whose parameters -------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ class PiecewiseOptimizer:
         """Have the param groups hold this rank's pieces, as the class's own code needs them.
 
         Raises:
-            ValueError: groups, or parameters in them, are not those that it was given.
+            ValueError: groups, or parameters in them, are not those that the optimizer was given.
         """
         groups = self.optimizer.param_groups
         if self.holds_pieces:
@@ -284,10 +284,10 @@ class PiecewiseOptimizer:
             self.show_params()
 
     def take_pieces_anew(self) -> None:
-        """Hold the pieces of its parameters where they lie now; for an optimizer without state."""
+        """Take the pieces in the current groups, to which parameters have moved; for an optimizer without state."""
         assert not self.has_state
         self.pieces = [self.sharded.pieces(chosen) for chosen in self.by_group]
-        # Some classes have state from the start (Adagrad): that of the new pieces.
+        # Some classes (Adagrad) have state from the start: take the state that is made for the new pieces.
         groups = zip(self.optimizer.param_groups, self.pieces, strict=True)
         fresh = self._make([{**group, "params": pieces} for group, pieces in groups])
         self.optimizer.state.clear()
@@ -295,7 +295,7 @@ class PiecewiseOptimizer:
         self._join()
 
     def hold_pieces(self) -> None:
-        """Hold the pieces of its parameters where they lie now; their states are there already."""
+        """Take the pieces in the current groups, by which its states are already."""
         self.pieces = [self.sharded.pieces(chosen) for chosen in self.by_group]
         self._join()
 
@@ -304,7 +304,7 @@ class PiecewiseOptimizer:
             self.listener.after_joining(self.optimizer, self.members)
 
     def add_param_group(self, add_group: Callable[[dict[str, Any]], None], given: dict[str, Any]) -> None:
-        """Add a group of the model's parameters; ``add_group``: as the class does."""
+        """Add a group of the model's parameters; ``add_group``: the class's own method."""
         with self.sharded.all_or_none():
             chosen = self.sharded.take(given)
             whole = _whole(type(self.optimizer), self._kwargs, given, chosen)
@@ -330,7 +330,7 @@ def _are(found: Iterable[Any], expected: Sequence[Any]) -> bool:
 def _whole(
     optimizer_cls: type[Optimizer], kwargs: Mapping[str, Any], group: Mapping[str, Any], chosen: list[nn.Parameter]
 ) -> set[nn.Parameter]:
-    """Those of a group's parameters whose tensors must be whole: all or none; ValueError where even that won't do."""
+    """Those of a group's parameters that must be whole tensors: all or none; ValueError for a class that is refused."""
     device = chosen[0].device if chosen else torch.device("cpu")
     kind = classify(optimizer_cls, kwargs, group, device)
     if kind.refused:

@@ -1,10 +1,10 @@
 """What may an optimizer be given: pieces of tensors, whole tensors, or nothing less than all of them?
 
-Three answer, in this order:
+Three sources answer, in this order:
 
-| who                               | for which classes                                                 |
+| source                            | for which classes                                                 |
 |-----------------------------------|-------------------------------------------------------------------|
-| the class itself, by `zero_scope` | those that declare their scope: they are taken at their word      |
+| the class itself, by `zero_scope` | those that declare their scope, which is not checked              |
 | a table, `torch_scopes`           | those of `torch.optim`                                            |
 | an experiment, `scope_probe`      | all others, subclasses of torch's too: tiny tensors, on the CPU,  |
 |                                   | once for a class and its settings                                 |
@@ -14,17 +14,17 @@ A class declares its scope in one line. A subclass does not inherit it, since it
     class Lion(Optimizer):
         zero_scope = Scope.ELEMENT_WISE  # or "element-wise", which needs no import of zeroshard
 
-Someone else's class is declared in the same way: ``bitsandbytes.optim.Adam8bit.zero_scope = Scope.PER_TENSOR``. Where
-settings decide, it is a function of those that were given (a mapping; the param group's go before the class's)::
+Someone else's class is declared in the same way: ``bitsandbytes.optim.Adam8bit.zero_scope = Scope.PER_TENSOR``. If the
+scope depends on settings, it is a function of them (a mapping, in which a param group's override the class's)::
 
     @staticmethod
     def zero_scope(settings):
         return Scope.PER_TENSOR if settings.get("trust_ratio", True) else Scope.ELEMENT_WISE
 
-A class that takes parameters of some numbers of dimensions only may give an `OptimizerKind`, which says which.
+A class that accepts only parameters of certain numbers of dimensions may give an `OptimizerKind`, which lists them.
 
-Nobody checks a declaration: training goes on with silently wrong updates if an optimizer is declared to be element-wise
-and is not. ``zeroshard doctor --optimizers module:Class`` measures it.
+Nobody checks a declaration: if an optimizer is declared element-wise and is not, its updates are silently wrong.
+``zeroshard doctor --optimizers module:Class`` measures it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from zeroshard.zero.optimizers.torch_scopes import ALL_NDIMS, look_up
 
 __all__ = ["OptimizerKind", "Scope", "classify"]
 
-_lock = threading.Lock()  # ranks may be threads, and share the random generators that a probe borrows
+_lock = threading.Lock()  # ranks may be threads, which share the random generators that a probe seeds and restores
 _known: weakref.WeakKeyDictionary[type[Optimizer], dict[Any, OptimizerKind]] = weakref.WeakKeyDictionary()
 
 
@@ -53,16 +53,16 @@ def classify(
     group: Mapping[str, Any] | None = None,
     device: torch.device | str = "cpu",
 ) -> OptimizerKind:
-    """How far a gradient reaches in a step of ``optimizer_cls(params, **settings)``.
+    """Return how far the gradient of one element reaches in a step of ``optimizer_cls(params, **settings)``.
 
-    As the class declares by its attribute ``zero_scope`` (a `Scope`, its value, an `OptimizerKind`, or a function of
-    the settings that returns one of them), which is taken at its word; for torch's own classes from a table; else by
-    experiment on the CPU, which is remembered where settings are plain values.
+    The answer is what the class declares by its attribute ``zero_scope`` (a `Scope`, its value, an `OptimizerKind`, or
+    a function of the settings that returns one of them), unchecked. For torch's own classes it is in a table. Else it
+    is found by experiment on the CPU, whose result is cached if settings are plain values.
 
     Args:
         optimizer_cls: any optimizer class.
         settings: keyword arguments for it.
-        group: settings of the param group in question, which go before.
+        group: settings of the param group in question, which override them.
         device: where the parameters live; some settings work on some devices only.
 
     Raises:
@@ -76,7 +76,7 @@ def classify(
     if declared:
         return declared
     if isinstance(options.get("lr"), int | float):
-        options["lr"] = LEARNING_RATE  # groups that differ in it alone are one question
+        options["lr"] = LEARNING_RATE  # groups that differ in lr alone share one answer
     found = look_up(optimizer_cls, settings, options, device)
     if found:
         return found
@@ -92,7 +92,7 @@ def classify(
 
 
 def _declared(optimizer_cls: type[Optimizer], settings: Mapping[str, Any]) -> OptimizerKind | None:
-    """What the class itself says; None where it says nothing, whatever its bases say."""
+    """What the class itself declares; None if it declares nothing, even if a base class does."""
     said = vars(optimizer_cls).get("zero_scope")
     if said is None:
         return None

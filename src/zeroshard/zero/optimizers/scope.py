@@ -1,4 +1,4 @@
-"""What an optimizer may be given, pieces of tensors, whole tensors, or only all of them: the possible answers."""
+"""The possible answers to: may an optimizer be given pieces of tensors, whole tensors, or only all tensors at once?"""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class OptimizerKind:
     """What an optimizer class may be given, with its settings.
 
     Attributes:
-        scope: how far a gradient reaches.
+        scope: how far the gradient of one element reaches in a step.
         reason: why, as a clause that begins with "it".
-        ndims: the numbers of dimensions, of 0 to 4, that it takes parameters of.
+        ndims: the numbers of dimensions, from 0 to 4, of the parameters that the class accepts.
     """
 
     scope: Scope
@@ -46,11 +46,11 @@ class OptimizerKind:
 
     @property
     def refused(self) -> bool:
-        """Whether no layout is right for it."""
+        """Whether the class cannot be sharded in any layout."""
         return self.scope not in (Scope.ELEMENT_WISE, Scope.PER_TENSOR)
 
 
 def no_class(given: object) -> str:
-    """The error for what is given in place of an optimizer's class; an optimizer's own repr would list its settings."""
+    """The error for something that is no optimizer class; of an instance only the type, as its repr lists settings."""
     what = f"an {type(given).__name__} object" if isinstance(given, Optimizer) else repr(given)
     return f"optimizer_cls: {what} is not a torch.optim.Optimizer class; give the class itself"

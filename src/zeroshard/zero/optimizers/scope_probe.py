@@ -1,7 +1,7 @@
-"""The scope of an optimizer class that nobody has declared, by experiment.
+"""Finds the scope of an optimizer class by experiment, if nobody has declared it.
 
 No list of names could answer for a user's own class, or for a class that works element by element with one setting
-and not with another. So the class is run on tiny tensors, on the CPU wherever the parameters live, and watched:
+and not with another. So the class is run on tiny tensors, on the CPU wherever the parameters are, and compared:
 
 | trial                                                    | what a change in the result means                    |
 |----------------------------------------------------------|------------------------------------------------------|
@@ -14,8 +14,8 @@ A closure that is called again after weights have moved makes it *closure-driven
 and have zeros in them, so that clipping inside the optimizer and its treatment of zeros show. Learning rates are
 replaced by one that moves weights: a run may start from 0.
 
-The proof is by example: a class that changes its ways after `NUM_STEPS` steps, or for tensors beyond the largest one
-here, is not found out. Nor can a class be tried that runs on GPUs alone: such a class declares its scope.
+The proof is by example: a class that behaves differently after `NUM_STEPS` steps, or for tensors larger than the
+largest one here, is not detected. A class that runs on GPUs only cannot be tried: it must declare its scope.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ NUM_STEPS = 6
 SCALES = (1.0, 0.01, 30.0, 1.0, 0.03, 3.0)  # of the gradients, step by step
 LEARNING_RATE = 0.01
 SHAPES: tuple[tuple[int, ...], ...] = ((), (37,), (5, 7), (2, 3, 4), (3, 2, 3, 2))
-LARGE = (136, 160)  # some factor only matrices of 128 rows, or quantise only from 4096 elements on
+LARGE = (136, 160)  # some classes factor only matrices of 128 or more rows, or quantise only 4096 or more elements
 ON_CPU = "tried on the CPU; a class that runs on other devices only declares its scope by the attribute zero_scope"
-# Relative to the largest update. Bits are not asked for: fused and vectorised kernels round an element in the body of a
-# tensor otherwise than one in its tail, and pieces have other tails. What one element does to another is far larger.
+# Relative to the largest update. Equal bits are not required: fused and vectorised kernels round an element in the body
+# of a tensor differently from one in its tail, and pieces have other tails. Influence between elements is far larger.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
 class _TrialError(Exception):
-    """The class was not to be built with these tensors, or it was and its step raised."""
+    """The class could not be built with these tensors, or, if ``built``, its step raised."""
 
     def __init__(self, cause: Exception, *, built: bool) -> None:
         super().__init__(f"{type(cause).__name__}: {cause}")
@@ -54,11 +54,11 @@ class _TrialError(Exception):
 
 @dataclass
 class _Trial:
-    """Weights after `NUM_STEPS`, how far they went, and the optimizer with its state."""
+    """The result of one trial: weights after `NUM_STEPS` steps, and the optimizer with its state."""
 
     weights: list[Tensor]
     optimizer: Optimizer
-    closure_calls: int  # most in one step, counting only calls after weights have moved
+    closure_calls: int  # maximum in one step, counting only calls after weights have moved
 
 
 class _Subject:
@@ -86,7 +86,7 @@ class _Subject:
         return values.to(self.dtype)
 
     def run(self, histories: Sequence[Tensor], seed: int = 0) -> _Trial:
-        """Take `NUM_STEPS` with a new optimizer over tensors of these histories."""
+        """Take `NUM_STEPS` steps with a new optimizer over one tensor for each of these histories."""
         params = [nn.Parameter(history[0].clone()) for history in histories]
         group, settings = copy.deepcopy(dict(self.group)), copy.deepcopy(dict(self.settings))
         if self.elsewhere:
@@ -97,7 +97,7 @@ class _Subject:
             raise _TrialError(error, built=False) from error
         for given in optimizer.param_groups:
             if self.elsewhere and given.get("capturable"):
-                # Numbers are kept in tensors on a GPU, which torch refuses on the CPU; what is computed is the same.
+                # This keeps numbers in GPU tensors, which torch refuses on the CPU; the computation is the same.
                 numbers = {name: _with_tensors(value, Tensor.item) for name, value in given.items() if name != "params"}
                 given.update(numbers, capturable=False)
             rate = given.get("lr")
@@ -119,7 +119,7 @@ class _Subject:
         return _Trial([param.detach() for param in params], optimizer, closure_calls)
 
     def same(self, found: Tensor, whole: Tensor, start: Tensor) -> bool:
-        """Whether two results agree, measured by the distance from where they started."""
+        """Whether two results agree, relative to how far ``whole`` has moved from ``start``."""
         update = float((whole - start).abs().nan_to_num().max()) if whole.numel() else 0.0
         return torch.allclose(found, whole, rtol=0.0, atol=TOLERANCES[self.dtype] * update, equal_nan=True)
 
@@ -141,15 +141,15 @@ class _Closure:
 def probe(
     optimizer_cls: type[Optimizer], settings: Mapping[str, Any], group: Mapping[str, Any], device: torch.device
 ) -> OptimizerKind:
-    """What ``optimizer_cls`` with these settings does to tiny tensors on the CPU.
+    """Find the kind of ``optimizer_cls`` with these settings by running it on tiny tensors on the CPU.
 
-    Random generators are left as they were, and settings are copied before the class sees them. Not to be called by
-    several threads at once, which share those generators.
+    Random generators are restored afterwards, and the class is given copies of settings. Several threads must not call
+    this at once, because they share those generators.
 
     Args:
         optimizer_cls: any optimizer class.
         settings: keyword arguments for it.
-        group: settings of the param group in question, which go before.
+        group: settings of the param group in question, which override them.
         device: where the parameters live; settings that fit it alone (``capturable``, tensors there) are translated.
 
     Raises:
@@ -171,7 +171,7 @@ def probe(
 
 
 def _with_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Settings with each tensor in them changed."""
+    """Return settings in which ``change`` has replaced each tensor."""
     if isinstance(value, Tensor):
         return change(value)
     if type(value) is dict:
@@ -184,9 +184,9 @@ def _with_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
 def _meet(
     optimizer_cls: type[Optimizer], settings: Mapping[str, Any], group: Mapping[str, Any], device: torch.device
 ) -> tuple[_Subject, dict[tuple[int, ...], _Trial], list[_TrialError]]:
-    """A trial alone for each shape that the class accepts, in the first dtype and form of step that works for any."""
+    """Try a tensor of each shape alone; return the trials that worked, in the first dtype and form of step with any."""
     failures: list[_TrialError] = []
-    for dtype in TOLERANCES:  # float64 shows smaller influences; kernels of one's own may know float32 alone
+    for dtype in TOLERANCES:  # float64 shows smaller influences; custom kernels may support float32 only
         subject = _Subject(optimizer_cls, settings, group, device, dtype)
         for subject.with_closure in (False, True):
             alone: dict[tuple[int, ...], _Trial] = {}
@@ -236,7 +236,7 @@ def _watch(subject: _Subject, alone: dict[tuple[int, ...], _Trial]) -> tuple[Sco
 
 
 def _not_element_wise(subject: _Subject, alone: dict[tuple[int, ...], _Trial]) -> str:
-    """Why pieces will not do; "" where they do."""
+    """Return why the class cannot be given pieces; "" if it can."""
     for shape, trial in alone.items():
         for state in trial.optimizer.state.values():
             for kind, value in state.items():
@@ -255,7 +255,7 @@ def _not_element_wise(subject: _Subject, alone: dict[tuple[int, ...], _Trial]) -
 
 
 def _pieces_do(subject: _Subject, expected: Mapping[tuple[int, ...], tuple[Tensor, Tensor]]) -> bool:
-    """Whether permuted tensors, cut at odd places, come to the same weights."""
+    """Whether tensors that are permuted and cut into pieces reach the same weights as whole ones."""
     pieces: list[Tensor] = []
     cuts: list[tuple[Tensor, int]] = []  # of each tensor: its permutation and how many pieces it has
     for history, _ in expected.values():
@@ -276,7 +276,7 @@ def _pieces_do(subject: _Subject, expected: Mapping[tuple[int, ...], tuple[Tenso
 
 
 def _or_none(run: Callable[[], list[Tensor]]) -> list[Tensor] | None:
-    """What a trial gives; None where the class takes such tensors alone only."""
+    """The weights of a trial; None if it fails, because the class accepts such tensors only one at a time."""
     try:
         return run()
     except _TrialError:
@@ -285,7 +285,7 @@ def _or_none(run: Callable[[], list[Tensor]]) -> list[Tensor] | None:
 
 @contextmanager
 def _borrowed_generators() -> Generator[None]:
-    """Give every random generator that an optimizer may draw from back as it was."""
+    """After this block, restore every random generator that an optimizer may draw from."""
     numpy = _numpy_random()
     python_state, numpy_state = random.getstate(), numpy.get_state() if numpy else None
     try:
@@ -308,6 +308,6 @@ def _seed(seed: int) -> None:
 def _numpy_random() -> Any:
     try:
         import numpy
-    except ImportError:  # torch runs without it
+    except ImportError:  # torch runs without numpy
         return None
     return numpy.random

@@ -1,8 +1,8 @@
-"""The state of an optimizer over pieces, as the unsharded optimizer would have it, and back.
+"""Converts the state of an optimizer over pieces to the state of the unsharded optimizer, and back.
 
 The format is torch's: ``{"state": {number: {kind: tensor}}, "param_groups": [...]}``, with the model's parameters
-numbered in the order of the groups. So ``torch.optim.AdamW(model.parameters()).load_state_dict(...)`` takes it, and
-``optimizer.load_state_dict`` takes that one's at any stage and world size.
+numbered in the order of the groups. So ``torch.optim.AdamW(model.parameters()).load_state_dict(...)`` accepts it, and
+``optimizer.load_state_dict`` accepts the state of that AdamW at any stage and world size.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _PER_PARAM = ("params", "param_names")
 
 
 def whole_here(piecewise: PiecewiseOptimizer) -> dict[str, Any]:
-    """`whole_state` where this rank has all of it.
+    """Return `whole_state` without communication, if this rank has all states.
 
     Raises:
-        RuntimeError: it has a part.
+        RuntimeError: this rank has only a part of the states.
     """
     groups = [piecewise.sharded.home(param)[0] for param in piecewise.members]
     if any(group.params.shard_optim for group in groups):
@@ -38,7 +38,7 @@ def whole_here(piecewise: PiecewiseOptimizer) -> dict[str, Any]:
 
 
 def whole_state(piecewise: PiecewiseOptimizer, groups: Iterable[FlatGroup]) -> dict[str, Any]:
-    """All states on the CPU, each of its parameter's shape. Collective where states are sharded.
+    """Return all states on the CPU, each in its parameter's shape. Collective if states are sharded.
 
     Args:
         piecewise: the optimizer.
@@ -79,10 +79,10 @@ def _joined(parts: list[tuple[Piece, State]], shape: tuple[int, ...], *, whole: 
 
 
 def cut_into_pieces(piecewise: PiecewiseOptimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A whole state as a state of this rank's pieces, numbered in their order. Copies; nothing is sent.
+    """Cut an unsharded state into a state of this rank's pieces, numbered in their order. Copies, no communication.
 
     Raises:
-        ValueError: other groups than the optimizer's, or states that are not of its parameters' shapes.
+        ValueError: the groups are not the optimizer's, or a state is not in its parameter's shape.
     """
     saved_groups = state_dict["param_groups"]
     sizes = [[len(group["params"]) for group in saved_groups], [len(chosen) for chosen in piecewise.by_group]]
@@ -110,10 +110,10 @@ def cut_into_pieces(piecewise: PiecewiseOptimizer, state_dict: Mapping[str, Any]
 
 
 def cut_states(piecewise: PiecewiseOptimizer) -> None:
-    """Have the optimizer keep by piece what it has kept by parameter so far.
+    """Replace the optimizer's states by parameter with states by piece.
 
     Raises:
-        ValueError: a state is narrower than the masters, as torch makes it where weights compute in 16 bits.
+        ValueError: a state has another dtype than the master weights, as torch makes it if weights compute in 16 bits.
     """
     state = piecewise.optimizer.state
     cuts: dict[nn.Parameter, State] = {}
@@ -136,7 +136,7 @@ def cut_states(piecewise: PiecewiseOptimizer) -> None:
 
 
 def _pairs(piecewise: PiecewiseOptimizer, saved_groups: list[Mapping[str, Any]]) -> Iterator[tuple[nn.Parameter, Any]]:
-    """Each parameter with the key of its state: a number by the order in the groups, or its name."""
+    """Each parameter with the key of its saved state: a number in the order of the groups, or the parameter's name."""
     for saved, chosen in zip(saved_groups, piecewise.by_group, strict=True):
         keys = saved["params"]
         if all(isinstance(key, str) for key in keys):
@@ -151,10 +151,10 @@ def _pairs(piecewise: PiecewiseOptimizer, saved_groups: list[Mapping[str, Any]])
 
 
 def cut(state: Mapping[str, Any], piece: Piece, shape: tuple[int, ...], name: str) -> State:
-    """What of a whole parameter's state belongs to one piece of it; tensors are copies.
+    """Return the part of a parameter's unsharded state that belongs to one piece of it; tensors are copies.
 
     Raises:
-        ValueError: a state that is one rank's part of another layout.
+        ValueError: a state is not in the parameter's shape, such as one rank's part of another layout.
     """
     found: State = {}
     for kind, value in state.items():

@@ -1,10 +1,10 @@
-"""What happens around an optimizer's ``step``: the class's own code works on pieces, everybody else sees parameters.
+"""Hooks around an optimizer's ``step``: the class's own code works on pieces, all other code sees parameters.
 
 [Note: A step inside a step]
     torch runs an optimizer's hooks around every ``step`` that it has wrapped, and it wraps a class's ``step`` when the
-    first optimizer of that class is built in the process. So where a subclass calls ``super().step()``, hooks run
-    around the inner step too, or they do not. The subclass's own code goes on after it, on pieces: only the outermost
-    step is one that the engine hears of. The user's hooks around an inner one see parameters as well.
+    first optimizer of that class is built in the process. So if a subclass calls ``super().step()``, hooks may run
+    around the inner step too. The subclass's own code continues after it, on pieces: to the engine only the outermost
+    call is a step. The user's hooks around an inner step see parameters as well.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 
 
 def put_around(piecewise: PiecewiseOptimizer) -> None:
-    """Hear of the optimizer's steps, between the user's hooks and the class's own code."""
+    """Install the engine's hooks around the optimizer's steps, between the user's hooks and the class's own code."""
     optimizer, own = piecewise.optimizer, vars(piecewise.optimizer)
     steps = _Steps(piecewise)
     own["register_step_pre_hook"] = _between(
@@ -35,7 +35,7 @@ def put_around(piecewise: PiecewiseOptimizer) -> None:
 def _between(
     register: Callable[..., Any], hooks: Any, first: Callable[..., Any], last: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Run ``first`` before and ``last`` after all other hooks; returns what registers those that come later."""
+    """Run ``first`` before and ``last`` after all other hooks; returns a function that registers later ones between."""
     _first(hooks, register(first))
     ours = register(last)
 
@@ -52,7 +52,7 @@ def _first(hooks: Any, handle: Any) -> None:
 
 
 class _Steps:
-    """The steps of one optimizer: which one is running, and how deep inside of itself."""
+    """The engine's hooks around the steps of one optimizer, and how deeply the running step is nested."""
 
     def __init__(self, piecewise: PiecewiseOptimizer) -> None:
         self._piecewise, self._grads = piecewise, NarrowGrads(piecewise)
@@ -60,11 +60,11 @@ class _Steps:
         self._leaving: Any = None  # the handle of `leaves`
 
     def guarded(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """``step``, after which the groups hold parameters even where it fails."""
+        """Wrap ``step``, so that afterwards the groups hold parameters even if it raises."""
 
         @wraps(step)
         def run(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            self._depth = 0  # an exception may have ended the one before
+            self._depth = 0  # an exception may have ended the previous step
             try:
                 return step(*args, **kwargs)
             finally:
@@ -78,19 +78,19 @@ class _Steps:
     # -- hooks, in the order in which torch runs them; the user's come after `enters` and after `ends` --------------
 
     def enters(self, *_: Any) -> None:
-        """Show the user's hooks parameters."""
+        """Before the user's hooks of an inner step: show parameters."""
         if self._depth:
             self._piecewise.show_params()
 
     def begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        """Show the class pieces, and what clipping left to multiply; a closure does so after its backward."""
+        """Before the class's own code: show pieces, and pass clipping's factor on; a closure does so after backward."""
         self._depth += 1
         if self._depth > 1:
             self._piecewise.show_pieces()
             self._leave()
             self._leaving = optimizer.register_step_post_hook(self.leaves)
             return None
-        itself, *given = args  # torch passes the optimizer along
+        itself, *given = args  # torch passes the optimizer first
         closure = given[0] if given else kwargs.get("closure")
         if closure is None:
             factor = self._piecewise.listener.before_update(optimizer)
@@ -105,7 +105,7 @@ class _Steps:
         return ((itself, wrapped, *given[1:]), kwargs) if given else (args, {**kwargs, "closure": wrapped})
 
     def ends(self, optimizer: Optimizer, *_: Any) -> None:
-        """Show the user parameters again, and tell the engine."""
+        """After the class's own code: show parameters again, and notify the engine."""
         self._depth -= 1
         if not self._depth:
             self._grads.restore()
@@ -117,9 +117,9 @@ class _Steps:
             self._piecewise.listener.after_update(optimizer)
 
     def leaves(self, *_: Any) -> None:
-        """Show pieces to what is left of the class's own code: [Note: A step inside a step].
+        """After an inner step: show pieces to the rest of the class's own code; [Note: A step inside a step].
 
-        It is there for an inner step alone: torch takes no other hook than the last one that removes itself.
+        It is registered for inner steps only and removes itself, which torch allows for the last hook alone.
         """
         if self._depth:
             self._piecewise.show_pieces()
@@ -132,11 +132,11 @@ class _Steps:
             self._leaving = None
 
     def _once(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure runs backward inside ``step``: only after it are there gradients to use."""
+        """Wrap a closure, which runs backward inside ``step``: gradients can be prepared only after it."""
         called = False
 
         def run() -> Any:
-            """The user's closure, once."""
+            """Call the user's closure; a second call raises RuntimeError."""
             nonlocal called
             if called:
                 raise RuntimeError(

@@ -1,8 +1,8 @@
-"""The optimizers of an engine, and what happens around their steps.
+"""`Stepping`: the optimizers of an engine, and what the engine does around their steps.
 
-They are told of pieces and know nothing of ranks. What crosses ranks or buffers meets here: the norm and the clipping,
-whose factor an optimizer may apply as it reads; the weights that a step leaves stale; the layout that one which needs
-whole tensors asks for; the average that no step may change.
+An optimizer is given pieces of parameters and knows nothing of ranks. Whatever concerns several ranks or buffers is
+here: the global norm and clipping, whose factor an optimizer may apply as it reads gradients; weights that a step
+leaves stale; the layout for an optimizer that needs whole tensors; averages, which no step may change.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from zeroshard.zero.state import training_state
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader
 from zeroshard.zero.state.restage import Stateful
 
-MOSTLY_PADDING = 8  # times as large as what is in it: a buffer that costs more than a node's ranks save
+MOSTLY_PADDING = 8  # a buffer this many times as large as its parameters costs more than a node's ranks save
 
 
 class Stepping:
     """The `StepListener` of every optimizer of one engine.
 
     Attributes:
-        ema: the moving average of the weights; None where there is none.
-        missed: the parameters for which a checkpoint had states and no optimizer was there to take them.
-        replicas: those that take local steps; None where all ranks take every step together.
+        ema: the moving average of the weights; None if there is none.
+        missed: the parameters whose states in the loaded checkpoint were dropped, because they had no optimizer yet.
+        replicas: the replicas that take local steps; None if all ranks take every step together.
     """
 
     def __init__(self, runtime: Runtime, levels: Levels, replicas: Replicas | None = None) -> None:
@@ -56,7 +56,7 @@ class Stepping:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """In the order in which they were made."""
+        """The optimizers, in the order in which they were made."""
         return [known.optimizer for known in self._known]
 
     def optimizer(self, optimizer_cls: type[Optimizer], params: Iterable[Any], kwargs: dict[str, Any]) -> Optimizer:
@@ -71,9 +71,9 @@ class Stepping:
         """See `zeroshard.zero.optimizers.adoption`.
 
         Raises:
-            ValueError: a class that no layout suits, or that does not say how it is built; parameters that another
-                optimizer has; states that were made narrower than the masters.
-            RuntimeError: it needs whole tensors.
+            ValueError: a class that cannot be sharded, or whose settings do not tell how it was built; parameters that
+                another optimizer has; states that are narrower than the master weights.
+            RuntimeError: it needs whole tensors, and they are cut into pieces.
         """
         piecewise = PiecewiseOptimizer.adopted(optimizer, self._params, self)
         self._require_local(piecewise)
@@ -83,7 +83,7 @@ class Stepping:
         piecewise.hold_pieces()
 
     def _require_local(self, piecewise: PiecewiseOptimizer) -> None:
-        """Raise ValueError for an optimizer whose state could not live on after replicas have met."""
+        """Raise ValueError, if replicas take local steps, for an optimizer that keeps weights in its state."""
         if self.replicas is not None and not isinstance(piecewise.optimizer, SavesPasses):
             name = type(piecewise.optimizer).__name__
             require_no_weights_in_state(name, piecewise.made_of, piecewise.optimizer.param_groups)
@@ -99,11 +99,11 @@ class Stepping:
 
     @property
     def piecewise(self) -> list[PiecewiseOptimizer]:
-        """The optimizers with what they are over, in the order in which they were made."""
+        """The optimizers with their parameters and pieces, in the order in which they were made."""
         return self._known
 
     def known(self, optimizer: Optimizer | None, what: str) -> PiecewiseOptimizer:
-        """The one of ``optimizer``, None: of the only one; ValueError, in the name of ``what``, where there is none."""
+        """Return the entry of ``optimizer`` (None: the only one); ValueError about ``what`` if there is none."""
         found = [known for known in self._known if optimizer is None or known.optimizer is optimizer]
         if len(found) != 1:
             raise ValueError(
@@ -132,24 +132,24 @@ class Stepping:
         self._runtime.masters_replaced("back" if self.ema.applied else "for now")
 
     def require_weights(self, what: str) -> None:
-        """Raise RuntimeError, in the name of ``what``, where the average or anchors stand in the weights' place."""
+        """Raise RuntimeError about ``what`` while averages or anchors are in the weights' place."""
         if self.ema is not None:
             self.ema.require_away(what)
         if self.replicas is not None:
             self.replicas.require_local(what)
 
     def state_holders(self, what: str) -> list[Stateful]:
-        """Whatever keeps state by shard: the optimizers, and the average; raises as `require_weights`."""
+        """All objects that keep state by shard: the optimizers, and the average; raises as `require_weights` does."""
         self.require_weights(what)
         return [*self.optimizers, *([] if self.ema is None else [self.ema])]
 
     def require_common(self, what: str) -> None:
-        """Raise RuntimeError, in the name of ``what``, where each replica has weights of its own."""
+        """Raise RuntimeError about ``what`` if each replica has weights of its own."""
         if self.replicas is not None:
             self.replicas.require_rest(what)
 
     def show_what_travels(self, replaced: Replaced = "for good") -> None:
-        """Where weights travel in a format of their own, have those that outlive a step be what arrives. Collective."""
+        """If weights travel in a wire format, refresh unsharded weights with what that format delivers. Collective."""
         if any(group.params.wire is not None for group in self._runtime.groups()):
             self._runtime.masters_replaced(replaced)
 
@@ -157,11 +157,11 @@ class Stepping:
         """See `Zero.resume_at`."""
         for group in self._runtime.groups():
             group.grads.rounding.begin_at(step)
-        if self.replicas is not None and not self.replicas.num_steps:  # of a checkpoint that has counted none for them
+        if self.replicas is not None and not self.replicas.num_steps:  # the checkpoint has no count for them
             self.replicas.num_steps = step
 
     def weights_replaced(self) -> None:
-        """All weights were replaced by others, the same on every rank."""
+        """Refresh weights and anchors after all weights were replaced, by the same values on every rank."""
         self.show_what_travels()
         if self.replicas is not None:
             self.replicas.begin_again()
@@ -196,7 +196,7 @@ class Stepping:
         ]
 
     def hold_pieces(self) -> None:
-        """The optimizers hold the pieces of their parameters where they lie now; their states are there already."""
+        """Give the optimizers their pieces in the current groups; their states are by these pieces already."""
         self._params.locate(self._runtime.groups())
         for known in self._known:
             known.hold_pieces()
@@ -221,7 +221,7 @@ class Stepping:
         grad_norm.clip_(buffers, norm, float(max_norm), lazily=saves)
         return norm if exact else norm.to(torch.float32)
 
-    # -- what an optimizer tells ------------------------------------------------------------------------------
+    # -- what an optimizer calls (`StepListener`) -------------------------------------------------------------
 
     def keep_whole(self, params: set[nn.Parameter]) -> None:
         """Lay ``params`` out so that each tensor lies on one rank. Collective.
@@ -251,7 +251,7 @@ class Stepping:
             known.take_pieces_anew()
 
     def _warn_of_padding(self) -> None:
-        """Say so where whole tensors on many ranks make buffers that are mostly padding."""
+        """Warn if whole tensors on many ranks make buffers that are mostly padding."""
         layouts = [group.params.layout for group in self._runtime.groups() if group.whole]
         padded, numel = (sum(getattr(each, name) for each in layouts) for name in ("padded_numel", "numel"))
         if padded > MOSTLY_PADDING * numel:
@@ -263,7 +263,7 @@ class Stepping:
             )
 
     def after_joining(self, optimizer: Optimizer, members: set[nn.Parameter]) -> None:
-        """Where weights compute in another dtype than their masters have, let the optimizer write both."""
+        """If compute and master dtype differ, let an optimizer that can (`SavesPasses`) write weights in both."""
         if not isinstance(optimizer, SavesPasses):
             return
         copies: dict[Tensor, Tensor] = {}
@@ -275,9 +275,9 @@ class Stepping:
         optimizer.write_copies(copies)
 
     def before_update(self, optimizer: Optimizer | None) -> Tensor | None:
-        """Refuse a step that would drop gradients, or change an average instead of the weights.
+        """Refuse a step that would drop gradients, or change averages or anchors instead of the weights.
 
-        Returns what ``optimizer`` is to multiply the gradients that it reads by.
+        Returns the factor by which ``optimizer`` must multiply gradients as it reads them; None: there is none.
         """
         self._runtime.require_reduced("step")
         self._runtime.require_unpinned("step")
@@ -296,16 +296,16 @@ class Stepping:
         return None
 
     def _require_own_grads(self, members: set[nn.Parameter]) -> None:
-        """Raise RuntimeError where gradients of ``members`` are not of the weights that a step would change."""
+        """Raise RuntimeError if gradients of ``members`` were computed at other weights than a step would change."""
         for group in self._runtime.groups():
             for slot, why in group.grads.barred.why.items():
                 if group.params.params[slot] in members:
                     raise RuntimeError(f"step: {why}")
 
     def _require_every_leaf(self, members: set[nn.Parameter]) -> None:
-        """Raise RuntimeError where gradients are of another number of micro-batches than leaves.
+        """Raise RuntimeError if gradients are of a number of micro-batches that is no multiple of ``leaves``.
 
-        ``members``: of the optimizer that steps; none: of one that calls a closure, whichever it is.
+        ``members``: the parameters of the optimizer that steps; if empty (a step with a closure) all are checked.
         """
         leaves, world_size, parts = self._levels.leaves, self._levels.world.world_size, self._levels.parts
         for group in self._runtime.groups() if leaves is not None else ():
@@ -322,7 +322,7 @@ class Stepping:
         if self.replicas is not None:
             self.replicas.after_update(optimizer, members)
         copied = isinstance(optimizer, SavesPasses)
-        skips = copied or type(optimizer).__module__.startswith("torch.optim.")  # what has no gradient
+        skips = copied or type(optimizer).__module__.startswith("torch.optim.")  # parameters without a gradient
         for group in self._runtime.groups():
             trained = [
                 param
@@ -331,15 +331,15 @@ class Stepping:
             ]
             moved = [param for param in trained if param in members]
             if moved:
-                torch.autograd.graph.increment_version(moved)  # a graph from before must not be gone through any more
+                torch.autograd.graph.increment_version(moved)  # a backward through an earlier graph must raise
                 group.params.mark_stale(copied=copied)
 
     def _members(self, optimizer: Optimizer | None) -> set[nn.Parameter]:
-        """The parameters that ``optimizer`` is over."""
+        """The parameters that ``optimizer`` updates; empty for None."""
         return next((known.members for known in self._known if known.optimizer is optimizer), set())
 
     def weights_changed(self, members: set[nn.Parameter]) -> None:
-        """The masters of these parameters have changed, whether they had gradients or not."""
+        """Mark weights stale, as master weights of ``members`` have changed, whether they had gradients or not."""
         self._runtime.require_unpinned("optimizer")
         for group in self._runtime.groups():
             moved = [param for param in group.params.params if param in members]
@@ -348,7 +348,7 @@ class Stepping:
                 group.params.mark_stale()
 
     def clear_grads(self, params: set[nn.Parameter] | None, *, set_to_none: bool = True) -> None:
-        """Forget the gradients of ``params``, None: of all; or have them be zero."""
+        """Clear the gradients of ``params`` (None: of all), or set them to zero if ``set_to_none`` is False."""
         self._runtime.clear_grads(params, set_to_none=set_to_none)
 
     def _reduced_buffers(self) -> list[FlatGrads]:

@@ -1,8 +1,8 @@
 """The scope of each optimizer in `torch.optim`, as a table: torch's own classes need no experiment.
 
-A test holds every row against the experiment (`scope_probe`), with each setting that changes what a class computes.
-The table answers for torch's classes themselves, never for a subclass, and only where it was held against the
-experiment: it passes on a setting that it does not know (of a newer torch), and settings with which the class fails.
+A test compares every row with the experiment (`scope_probe`), for each setting that changes what a class computes.
+The table answers for torch's classes themselves, never for a subclass, and only for settings that were compared: a
+setting that it does not know (of a newer torch), or with which the class fails, is left to the experiment.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ KINDS: dict[type[Optimizer], OptimizerKind] = {
     ),
 }
 
-# With one of these away from its default the class is tried: most make every step fail, and LBFGS computes otherwise
-# with few iterations.
+# If one of these is not at its default, the experiment decides: most make every step fail, and LBFGS computes
+# something else with few iterations.
 TRIED = frozenset({"capturable", "differentiable", "max_eval", "max_iter", "tolerance_change", "tolerance_grad"})
 # All other settings: the answer is the same whatever their values.
 HARMLESS = frozenset(
@@ -70,31 +70,31 @@ HARMLESS = frozenset(
 def look_up(
     optimizer_cls: type[Optimizer], settings: Mapping[str, Any], group: Mapping[str, Any], device: torch.device
 ) -> OptimizerKind | None:
-    """The table's answer for a class with its settings; None where it has none.
+    """Return the table's answer for a class with its settings; None if it has none.
 
-    The class is built over one element, and takes no step, so that it refuses wrong settings itself.
+    The class is built over one element, without taking a step, so that it refuses wrong settings itself.
 
     Args:
         optimizer_cls: any optimizer class.
         settings: keyword arguments for it.
-        group: settings of the param group in question, which go before.
+        group: settings of the param group in question, which override them.
         device: where the parameters live.
 
     Raises:
         Exception: whatever torch's class raises when it is built with these settings.
     """
     kind = KINDS.get(optimizer_cls)
-    if kind is None or not optimizer_cls.__module__.startswith("torch.optim"):  # someone may replace torch's names
+    if kind is None or not optimizer_cls.__module__.startswith("torch.optim"):  # its names may be replaced
         return None
     make, param = cast("Any", optimizer_cls), nn.Parameter(torch.zeros(1, 1, device="cpu"))
     make([{**group, "params": [param]}], **settings)
     accepted = {name: each.default for name, each in signature(optimizer_cls).parameters.items() if name != "params"}
     given = {name: value for name, value in {**settings, **group}.items() if name in accepted}
-    harmless = HARMLESS if device.type == "cpu" else HARMLESS | {"capturable"}  # which fails on the CPU
+    harmless = HARMLESS if device.type == "cpu" else HARMLESS | {"capturable"}  # it fails on the CPU only
     if any(value != accepted[name] for name, value in given.items() if name not in harmless):
         return None
     try:
-        make([param], **given)  # classes check what they are built with, and not what groups say
-    except Exception:  # noqa: BLE001 -- each has its own; how far such a group gets is tried
+        make([param], **given)  # classes validate constructor arguments, not settings of groups
+    except Exception:  # noqa: BLE001 -- each class raises its own; the experiment decides
         return None
     return kind

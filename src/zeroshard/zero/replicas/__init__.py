@@ -1,1 +1,1 @@
-"""Replicas that meet every H steps instead of each: local steps, DiLoCo and its streaming form."""
+"""Replicas that synchronise ("meet") every H steps instead of every step: DiLoCo and its streaming form."""

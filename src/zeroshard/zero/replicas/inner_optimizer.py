@@ -1,12 +1,12 @@
-"""Which optimizers may take local steps: those whose state knows gradients, and not where the weights are.
+"""Which optimizers may take local steps: those that keep only moments of gradients in their state, and no weights.
 
-A meeting puts other weights in the place of those that an optimizer has stepped to. Moments of gradients stay right. A
-state that holds weights itself (an average of them, as torch's ASGD keeps, the iterate of a schedule-free method, the
-slow weights of Lookahead) would belong to weights that are gone, and the next steps would go on from them.
+A meeting of replicas replaces the weights that an optimizer has stepped to. Moments of gradients stay valid. A state
+that contains weights itself (an average of them, as torch's ASGD keeps, the iterate of a schedule-free method, the slow
+weights of Lookahead) would be out of date, and the next steps would continue from the old weights.
 
-So the class is tried on tiny tensors: twice, with the same gradients, where once a constant is added to the weights
-between two steps, as a meeting would. A state that differs by it afterwards holds weights, and an optimizer that has
-kept weights anywhere else (in its groups, in an attribute) goes back to them.
+So the class is run on tiny tensors twice, with the same gradients. In one run a constant is added to the weights
+between two steps, as a meeting would do. A state that differs by that constant afterwards contains weights. An
+optimizer that keeps weights anywhere else (in its groups, in an attribute) is found out when it goes back to them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _SHIFTED_AFTER = 2
 def require_no_weights_in_state(
     name: str, make: Callable[[list[dict[str, Any]]], Optimizer], groups: Sequence[dict[str, Any]]
 ) -> None:
-    """Raise ValueError where the optimizer keeps weights in its state, or cannot be tried.
+    """Raise ValueError if the optimizer keeps weights in its state, or cannot be tried.
 
     Args:
-        name: of the class.
-        make: from param groups to an optimizer.
-        groups: as it was given them; their parameters are replaced by tiny ones of as many dimensions.
+        name: the name of the class.
+        make: makes an optimizer from param groups.
+        groups: the optimizer's param groups; their parameters are replaced by tiny ones of one or two dimensions.
     """
     try:
         (near, moved), (far, moved_far) = (_tried(make, groups, shift) for shift in (0.0, _SHIFT))
@@ -63,13 +63,13 @@ def require_no_weights_in_state(
 def _tried(
     make: Callable[[list[dict[str, Any]]], Optimizer], groups: Sequence[dict[str, Any]], shift: float
 ) -> tuple[list[dict[str, Any]], list[torch.Tensor]]:
-    """The states of each tiny tensor after `_STEPS` from zeros, and how far these moved it beside ``shift``."""
+    """Take `_STEPS` steps from zeros; return the state of each tiny tensor, and its values without ``shift``."""
     generator = torch.Generator().manual_seed(0)
     stand_ins = [
         [nn.Parameter(torch.zeros([4] * min(param.dim(), 2) or [4])) for param in group["params"][:2]]
         for group in groups
     ]
-    # Weight decay is a gradient that knows the weights, and moments of it stay right.
+    # No weight decay: it adds weights to gradients, so moments would depend on the shift, although they stay valid.
     optimizer = make(
         [
             {**copy.copy(group), "params": params, **({"weight_decay": 0.0} if "weight_decay" in group else {})}

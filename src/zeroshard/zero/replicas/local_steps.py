@@ -1,8 +1,8 @@
-"""When replicas meet, and by which numbers: settings, and the schedule that follows from them. Pure.
+"""`LocalSteps`: the settings of replicas that take local steps, and the schedule of their meetings. Pure arithmetic.
 
-Each replica takes ``every`` steps of its own (the *inner* optimizer). Then the mean over replicas of what these steps
-changed, ``anchor - local``, is the gradient of an *outer* optimizer, SGD with Nesterov momentum, which moves the
-*anchor*: the last weights that all replicas had in common::
+Each replica takes ``every`` steps of its own (the *inner* optimizer). Then the replicas *meet*: the mean over replicas
+of the change by these steps, ``anchor - local``, is the gradient of an *outer* optimizer, SGD with Nesterov momentum.
+It updates the *anchor*, the last weights that all replicas had in common::
 
     step        1   2   3   4   5   6   7   8
     replica 0   .   .   .   M   .   .   .   M       every=4: M is a meeting
@@ -11,16 +11,16 @@ changed, ``anchor - local``, is the gradient of an *outer* optimizer, SGD with N
 Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models",
 https://arxiv.org/abs/2311.08105, algorithm 1; its numbers are the defaults here.
 
-With ``fragments`` the units of the model meet at different steps, each every ``every`` steps, and with
-``overlap_steps`` a fragment's difference travels while the next steps compute::
+With ``fragments`` the units of the model meet at different steps, each every ``every`` steps. With ``overlap_steps`` a
+fragment's difference is reduced over replicas while the next steps compute::
 
     step        1   2   3   4   5   6   7   8
-    fragment 0  .   S   a   .   .   S   a   .       every=4, fragments=2, overlap_steps=1: sent at S, taken in at a
+    fragment 0  .   S   a   .   .   S   a   .       every=4, fragments=2, overlap_steps=1: sent at S, applied at a
     fragment 1  .   .   .   S   a   .   .   S
 
-Unit i (the root is unit 0) is in fragment ``i % fragments``, the paper's strided pattern. What arrives does not find
-the weights that left: they are mixed, ``local <- mixing * local + (1 - mixing) * anchor``. Douillard et al. 2025,
-"Streaming DiLoCo with overlapping communication", https://arxiv.org/abs/2501.18512, algorithm 2.
+Unit i (the root is unit 0) is in fragment ``i % fragments``, the paper's strided pattern. Until a difference arrives
+the local weights have moved on, so they are mixed: ``local <- mixing * local + (1 - mixing) * anchor``. Douillard et
+al. 2025, "Streaming DiLoCo with overlapping communication", https://arxiv.org/abs/2501.18512, algorithm 2.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class LocalSteps:
         every: steps from one meeting of a unit to the next, 1 or more.
         outer_lr: learning rate of the outer SGD; 1.0 with no momentum averages weights.
         outer_momentum: its Nesterov momentum, in [0, 1); 0.0: none.
-        fragments: in how many parts, which meet at different steps, the units fall.
-        overlap_steps: steps that a difference may travel for; 0: the meeting waits for it.
-        mixing: share of the local weights that stays when a difference arrives ``overlap_steps`` late, in [0, 1). Not
+        fragments: number of parts into which the units are divided; the parts meet at different steps.
+        overlap_steps: steps for which a difference may be in flight; 0: the meeting waits for it.
+        mixing: share of the local weights that is kept when a difference arrives ``overlap_steps`` late, in [0, 1). Not
             used without overlap: the local weights become the anchor.
-        wire: in what differences travel: a dtype, in which they also add up, or a block format (``"int8"``, ``"int4"``,
-            ``"e4m3"`` or ``"fp8"``), whose pieces add up in fp32; None: the anchor's dtype, fp32.
+        wire: format in which differences travel: a dtype, in which they are also summed, or a block format (``"int8"``,
+            ``"int4"``, ``"e4m3"`` or ``"fp8"``), which is summed in fp32; None: the anchor's dtype, usually fp32.
         block: elements that share a scale in a block format.
-        rounding_seed: of the noise by which differences are rounded to a block format.
+        rounding_seed: seed of the noise by which differences are rounded to a block format.
 
     Raises:
         ValueError: a number outside of its range.
@@ -105,21 +105,21 @@ class LocalSteps:
 
     @property
     def form(self) -> BlockFormat | None:
-        """The block format of differences; None: they travel in a dtype."""
+        """The block format in which differences travel; None if they travel in a dtype."""
         return BlockFormat(cast(FormatName, self.wire), self.block) if isinstance(self.wire, str) else None
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype in which differences travel, or in fp32 what has come out of a block format; None: the anchor's."""
+        """The dtype in which differences travel, if ``wire`` is one; None for a block format or the anchor's dtype."""
         return self.wire if isinstance(self.wire, torch.dtype) else None
 
     @property
     def stays(self) -> float:
-        """The share of the local weights that is left after a meeting: 0.0 without overlap."""
+        """The share of the local weights that a meeting keeps: 0.0 without overlap."""
         return self.mixing if self.overlap_steps else 0.0
 
     def leaving(self, num_steps: int) -> list[int]:
-        """The fragments whose differences leave once ``num_steps`` steps are done."""
+        """The fragments whose differences are sent once ``num_steps`` steps are done."""
         return [
             fragment
             for fragment in range(self.fragments)
@@ -134,7 +134,7 @@ class LocalSteps:
         return unit % self.fragments
 
     def check_units(self, num_units: int) -> None:
-        """Raise ValueError where there are more fragments than units, the root counted."""
+        """Raise ValueError if there are more fragments than units, including the root."""
         if self.fragments > num_units:
             raise ValueError(
                 f"fragments: {self.fragments} are more than the {num_units} units of the model; give at most that many"

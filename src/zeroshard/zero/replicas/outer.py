@@ -1,11 +1,11 @@
-"""The outer optimizer of one flat group, on this rank's shard: the anchor, its momentum, a difference on its way.
+"""The outer optimizer of one flat group, on this rank's shard: the anchor, its momentum, a difference in flight.
 
     difference  = mean over replicas of (anchor - local)
     momentum   <- outer_momentum * momentum + difference
     anchor     <- anchor - outer_lr * (difference + outer_momentum * momentum)          Nesterov, as `torch.optim.SGD`
 
-Anchor and momentum are sharded over the ranks of a replica at every stage, at stage 0 too, by the layout of the group:
-no stage changes where they lie or the bits that they have. They are fp32, or the masters' dtype where that is wider.
+Anchor and momentum are sharded over the ranks of a replica at every stage, even at stage 0, by the layout of the group,
+so the stage changes neither their place nor their bits. They are fp32, or the master weights' dtype if that is wider.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from zeroshard.zero.replicas.local_steps import LocalSteps
 
 
 class Outer:
-    """What this rank keeps of one group for meetings; begins at the weights that the group has now.
+    """This rank's outer state of one group; the anchor starts from the group's current weights.
 
-    ``rank`` is this rank's among all: in a block format each rounds with noise of its own.
+    ``rank``: this rank's number in the world; in a block format each rank rounds with noise of its own.
 
     Attributes:
         anchor, momentum: ``[shard_numel]``, fp32 or wider.
-        due: after how many steps the difference on its way is taken in; None: there is none on its way.
+        due: the number of steps after which the difference in flight is applied; None: no difference is in flight.
     """
 
     def __init__(self, group: FlatGroup, settings: LocalSteps, rank: int) -> None:
@@ -39,26 +39,26 @@ class Outer:
         self._difference: Tensor | None = None
         self._work: Work | None = None
         self._packed: AcrossReplicas | None = None
-        self._gathers = False  # whether the sums of what is packed are being gathered
+        self._gathers = False  # whether a block format's second collective, the gather of sums, was issued
         self._rounding = Rounding(settings.rounding_seed, f"{group.params.name}/difference", rank)
 
     def begin_again(self, group: FlatGroup) -> None:
-        """The weights of now are the anchor, without momentum; a difference on its way is dropped."""
+        """Make the current weights the anchor, without momentum, and drop a difference in flight. Collective."""
         self.drop(group)
         self.anchor.copy_(own_master(group.params))
         self.momentum.zero_()
 
     def drop(self, group: FlatGroup) -> None:
-        """Wait for a difference on its way, and leave it out. Collective."""
+        """Wait for a difference in flight, and drop it. Collective."""
         self.go_on(group)
         self.difference()
         self.due = self._difference = None
 
     def send(self, group: FlatGroup, replicas: Communicator, settings: LocalSteps, num_steps: int) -> int:
-        """Start to add up this shard's difference over the replicas, ``num_steps`` steps being done. Collective.
+        """Start to sum this shard's difference over the replicas, after ``num_steps`` steps. Collective.
 
         Returns:
-            Bytes of what travels.
+            Bytes that this rank gives to the collective.
         """
         group.params.take_changes()
         self.due = num_steps + settings.overlap_steps
@@ -82,7 +82,7 @@ class Outer:
         return message.nbytes
 
     def go_on(self, group: FlatGroup) -> None:
-        """Once pieces in a block format have been exchanged: add them up, and start to gather the sums. Collective."""
+        """In a block format: wait for the exchange of pieces, sum them, and issue the gather of sums. Collective."""
         if self._packed is None or self._gathers:
             return
         assert self._work is not None
@@ -92,9 +92,9 @@ class Outer:
         self._gathers = True
 
     def difference(self) -> Tensor | None:
-        """``[shard_numel]``: the mean of what was sent, in the dtype that travelled; waits for it. None: none was.
+        """Wait for the mean difference, ``[shard_numel]``, in the dtype that travelled; None if none was sent.
 
-        After `go_on`.
+        Call `go_on` before. A difference that travelled in a block format has the anchor's dtype.
         """
         if self._work is not None:
             self._work.wait()
@@ -106,14 +106,14 @@ class Outer:
         return self._difference
 
     def on_its_way(self, difference: Tensor, due: int) -> None:
-        """Go on with a mean that had arrived when it was saved."""
+        """Resume with a mean difference that had arrived when the checkpoint was saved, and is applied when due."""
         self._difference, self.due = difference, due
 
     def step(self, settings: LocalSteps) -> None:
-        """Take the difference that has arrived into the anchor."""
+        """Update the anchor with the difference that has arrived; waits for it."""
         arrived, self._difference, self.due = self.difference(), None, None
         assert arrived is not None
-        difference = arrived.to(self.anchor.dtype, copy=True)  # a checkpoint may still read what arrived
+        difference = arrived.to(self.anchor.dtype, copy=True)  # a save may still be reading what arrived
         self.momentum.mul_(settings.outer_momentum).add_(difference)
         difference.add_(self.momentum * settings.outer_momentum)
         self.anchor.sub_(difference.mul_(settings.outer_lr))
@@ -128,7 +128,7 @@ class Outer:
             whole = torch.empty(params.layout.padded_numel, dtype=anchor.dtype, device=anchor.device)
             with scope(f"{params.name}/anchor"):
                 gather_shards(params.comm, params.layout, whole, anchor).wait()
-            # Shard by shard, as where each lies on its own rank: vector bodies and tails on the same elements.
+            # Shard by shard, as if each were on its own rank, so that vector bodies and tails have the same elements.
             intervals = (slice(*params.layout.interval(rank)) for rank in range(params.comm.world_size))
             shards = [(params.master[own], whole[own]) for own in intervals]
         for local, common in shards:
@@ -144,17 +144,17 @@ class Outer:
 
     @property
     def num_bytes(self) -> int:
-        """Of anchor and momentum."""
+        """Bytes of anchor and momentum."""
         return self.anchor.nbytes + self.momentum.nbytes
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that is held now."""
+        """All resident tensors."""
         return [self.anchor, self.momentum, *([] if self._difference is None else [self._difference])]
 
 
 def own_master(params: FlatParams) -> Tensor:
-    """``[shard_numel]``: view of this rank's shard of the master."""
+    """``[shard_numel]``: view of this rank's shard of the master weights."""
     if params.shard_optim:
         return params.master
     start, stop = params.layout.interval(params.comm.rank)

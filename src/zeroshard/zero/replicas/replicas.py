@@ -1,12 +1,13 @@
 """`Replicas`: the replicas of an engine that takes local steps, and their meetings.
 
-Inside a replica the engine is that of a world of ``shard_size`` ranks, whatever its stage: its gradients, norms and
-control messages never leave the replica. What leaves it is here: first weights, differences, statistics of modules.
+Inside a replica the engine works as in a world of ``shard_size`` ranks, at any stage: gradients, norms and control
+collectives stay inside. All communication between replicas is here: of initial weights, differences, and statistics of
+modules. Replicas *meet* when a difference is applied: see `zeroshard.zero.replicas.local_steps`.
 
 [Note: The same order everywhere]
-    Which fragments leave and which arrive follows from the number of steps alone, so every rank issues the same
-    collectives at the same step. A replica that skips an update (its loss was NaN) still calls `step`; told so, it
-    marks its weights stale as an update would have, so that its next forward issues the gathers of the others.
+    Which differences are sent and applied depends on the number of steps alone, so every rank issues the same
+    collectives at the same step. A replica that skips an update (its loss was NaN) still calls ``step(taken=False)``:
+    it marks its weights stale, as an update would have done, so that its next forward issues the others' gathers.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from zeroshard.zero.transfer import as_bytes, put_bytes
 
 @dataclass(frozen=True)
 class Meeting:
-    """A fragment's difference that was taken in.
+    """A meeting of one fragment: its mean difference was applied to the anchor.
 
     Attributes:
-        step: steps done when it left; with overlap it arrives later.
-        fragment: which part of the units.
-        num_bytes: that this rank gave to the all-reduce over replicas.
+        step: steps done when the difference was sent; with overlap it is applied later.
+        fragment: the number of the fragment.
+        num_bytes: bytes that this rank gave to the all-reduce over replicas.
         difference_norm: L2 norm of the mean difference, over all ranks of a replica; the same on every rank.
-        num_replicas: over how many the mean was taken.
+        num_replicas: number of replicas over which the mean was taken.
     """
 
     step: int
@@ -53,25 +54,25 @@ class Meeting:
 
 
 class ReplicaDivergedError(RuntimeError):
-    """A difference is not finite: some replica's weights are not. On every rank."""
+    """A mean difference has NaN/Inf, because the weights of some replica have. Raised on every rank."""
 
 
 class Replicas:
-    """What `Zero.replicas` is: call `step` after each step of the optimizer.
+    """The replicas of an engine, as `Zero.replicas`: call `step` after each step of the optimizer.
 
     Args:
-        settings: how they meet.
-        runtime: of the engine.
-        levels: the whole world, a replica, the ranks that hold the same shard.
-        buffers: of the model, made alike over replicas at meetings.
+        settings: how the replicas meet.
+        runtime: the engine's runtime.
+        levels: the communicators of the whole world, of a replica, and of the ranks that hold the same shard.
+        buffers: the model's buffers, which are synchronised over replicas at meetings.
 
     Attributes:
         comm: the ranks that hold the same shard, one of each replica.
         shard: the ranks of this replica.
-        left: the fragments whose differences left at the last `step`.
-        num_steps: steps done, of the optimizer or skipped.
+        left: the fragments whose differences were sent at the last `step`.
+        num_steps: steps done, including skipped ones.
         applied: whether anchors are in the place of the local weights.
-        before_change: called before a meeting changes weights and anchors, which a save may still read.
+        before_change: called before a meeting changes weights and anchors, which a save may still be reading.
     """
 
     def __init__(self, settings: LocalSteps, runtime: Runtime, levels: Levels, buffers: ModuleBuffers) -> None:
@@ -81,15 +82,15 @@ class Replicas:
         self.settings, self.comm, self.shard, self._world = settings, levels.replicas, levels.shard, levels.world
         self._runtime, self._buffers = runtime, buffers
         self._outer: dict[tuple[Unit, int], Outer] = {}
-        self._sent: dict[int, tuple[int, int]] = {}  # by fragment on its way: steps when it left, bytes
+        self._sent: dict[int, tuple[int, int]] = {}  # by fragment in flight: steps done when it was sent, bytes
         self.order = StepOrder()
         self.num_steps = 0
         self.left: list[int] = []
         self.applied = False
-        self.rests = True  # whether local weights are the anchors, so that none is to be saved beside them
+        self.rests = True  # whether local weights are the anchors and need not be saved beside them
         self.before_change: Callable[[], None] = lambda: None
 
-    # -- what the engine tells ----------------------------------------------------------------------------------
+    # -- what the engine calls ----------------------------------------------------------------------------------
 
     def begin_alike(self) -> None:
         """Give every replica the weights and buffers of the first. Collective, before a step."""
@@ -104,22 +105,22 @@ class Replicas:
         self._runtime.masters_replaced()
 
     def begin_anchors(self) -> None:
-        """Weights are about to be changed: those that nobody has trained before are anchors now."""
+        """Before weights change: make current weights the anchors of groups that are trained for the first time."""
         for key, group in self.groups():
             if group.trained or any(group.grads.used):
                 self.outer_of(key, group)
 
     def after_update(self, optimizer: Optimizer, members: set[nn.Parameter]) -> None:
-        """The optimizer of ``members`` has stepped.
+        """Record that the optimizer of ``members`` has stepped.
 
         Raises:
-            RuntimeError: it did so before, and `step` was not called in between.
+            RuntimeError: it has stepped before, and `step` was not called in between.
         """
         self.order.stepped(optimizer, members)
         self.rests = False
 
     def begin_again(self) -> None:
-        """All weights were replaced: the first replica's are everybody's anchors, without momentum. Collective."""
+        """Restart after weights were replaced: the first replica's become all anchors, without momentum. Collective."""
         self.begin_alike()
         for key, group in self.groups():
             if key in self._outer:
@@ -137,18 +138,18 @@ class Replicas:
         self.rests = True
 
     def unsent(self) -> None:
-        """Wait for what is on its way, and leave it out."""
+        """Wait for differences in flight, and drop them. Collective."""
         for _, group, outer in self.by_group():
             outer.drop(group)
         self._sent.clear()
 
     def require_local(self, what: str) -> None:
-        """Raise RuntimeError, in the name of ``what``, while anchors are in the place of the local weights."""
+        """Raise RuntimeError about ``what`` while anchors are in the place of the local weights."""
         if self.applied:
             raise RuntimeError(f"{what}: the anchors are in the place of the weights; leave replicas.anchors() first")
 
     def require_rest(self, what: str) -> None:
-        """Raise RuntimeError, in the name of ``what``, where a replica has weights of its own."""
+        """Raise RuntimeError about ``what`` if each replica has weights of its own."""
         if not self.rests:
             raise RuntimeError(
                 f"{what}: each replica has weights of its own between meetings; do it before the first step, or after "
@@ -156,7 +157,7 @@ class Replicas:
             )
 
     def require_same_layout(self, moving: bool) -> None:
-        """Raise RuntimeError where parameters are to move to other buffers and anchors have the old ones."""
+        """Raise RuntimeError if parameters would move to other buffers while anchors have the old layout."""
         if moving and self._outer:
             raise RuntimeError(
                 "optimizer: it needs a new layout, and the anchors of replicas have the old one; make it before the "
@@ -166,30 +167,30 @@ class Replicas:
     # -- the step -----------------------------------------------------------------------------------------------
 
     def step(self, *, taken: bool = True) -> list[Meeting]:
-        """One more step is done, of all optimizers together: meet, if it is time. Collective.
+        """Count one more step of all optimizers together, and meet if it is due. Collective.
 
-        Call it after each step of the optimizer, also one that a `GradScaler` has skipped, and not after each backward.
+        Call it after each step of the optimizer, even one that a `GradScaler` has skipped, but not after each backward.
 
         Args:
-            taken: False where this replica skipped its update; then too it must be called.
+            taken: False if this replica skipped its update; even then this must be called.
 
         Returns:
-            The fragments whose differences were taken in now; usually none.
+            The meetings of the fragments whose differences were applied now; usually none.
 
         Raises:
-            RuntimeError: a difference is not finite, on every rank; inside `anchors` or `Zero.full_params`.
+            RuntimeError: a difference has NaN/Inf, on every rank; or inside `anchors` or `Zero.full_params`.
         """
         self.require_local("replicas.step")
         self._runtime.require_unpinned("replicas.step")
         self.order.ends((group for _, group in self.groups()), taken=taken)
-        self.begin_anchors()  # of a replica whose first step was skipped
+        self.begin_anchors()  # for a replica whose first step was skipped
         self.num_steps += 1
         if not taken:
             self._mark_stale(group for _, group in self.groups())
         met = self._take_in([each for each in self._sent if self._due(each) <= self.num_steps])
         self.left = leaving = self.settings.leaving(self.num_steps)
         if leaving:
-            met += self._take_in([each for each in leaving if each in self._sent])  # of a run with another `every`
+            met += self._take_in([each for each in leaving if each in self._sent])  # sent in a run with another `every`
             self._send(leaving)
             if not self.settings.overlap_steps:
                 met += self._take_in(leaving)
@@ -197,9 +198,9 @@ class Replicas:
         return met
 
     def meet(self) -> list[Meeting]:
-        """Have all fragments meet now, without overlap, as at the end of a training. Collective.
+        """Have all fragments meet now, without overlap, as at the end of training. Collective.
 
-        What is on its way is taken in first. Afterwards every replica has the same weights, the anchors.
+        Differences in flight are applied first. Afterwards every replica has the same weights, the anchors.
         """
         self.require_local("replicas.meet")
         self._runtime.require_unpinned("replicas.meet")
@@ -211,12 +212,12 @@ class Replicas:
         return met
 
     def meets(self, num_steps: int) -> bool:
-        """Whether replicas talk to each other once so many steps are done: differences leave or are taken in."""
+        """Whether replicas communicate once ``num_steps`` steps are done: differences are sent or applied."""
         settings = self.settings
         return bool(settings.leaving(num_steps)) or self.takes_in(num_steps)
 
     def takes_in(self, num_steps: int) -> bool:
-        """Whether differences are taken in once so many steps are done: nothing is on its way to be waited for."""
+        """Whether differences are due once ``num_steps`` steps are done: `step` waits for them and applies them."""
         return bool(self.settings.leaving(num_steps - self.settings.overlap_steps))
 
     def _send(self, fragments: list[int]) -> None:
@@ -253,16 +254,16 @@ class Replicas:
         return met
 
     def arrive(self, fragments: list[int] | None = None) -> None:
-        """See to it that what left has arrived, or will once it is waited for; None: all. Collective.
+        """Issue the remaining collectives of these fragments' differences, None: of all in flight. Collective.
 
-        In a block format that takes a second collective, which is issued here at the latest.
+        Only a block format has a second collective; it is issued here at the latest. `Outer.difference` waits for it.
         """
         for fragment in list(self._sent) if fragments is None else fragments:
             for group, outer in self._in(fragment):
                 outer.go_on(group)
 
     def _norms(self, fragments: list[int]) -> list[float]:
-        """Of each fragment's mean difference, over a replica's ranks. Collective."""
+        """The norm of each fragment's mean difference, over a replica's ranks. Collective."""
         sums = []
         for fragment in fragments:
             arrived = [outer.difference() for _, outer in self._in(fragment)]
@@ -285,7 +286,7 @@ class Replicas:
 
     def _mark_stale(self, groups: Iterator[FlatGroup] | list[FlatGroup]) -> None:
         for group in groups:
-            torch.autograd.graph.increment_version(group.params.params)  # no backward through a graph from before
+            torch.autograd.graph.increment_version(group.params.params)  # backward through an old graph raises
             group.params.mark_stale()
 
     # -- anchors ------------------------------------------------------------------------------------------------
@@ -294,12 +295,12 @@ class Replicas:
     def anchors(self) -> Generator[None]:
         """In this block the model computes with the anchors, the same on every replica: evaluate them. Collective.
 
-        Where local weights are the anchors already, they stay. Else this rank holds a copy of its local masters.
-        Gradients of this block may be read, and no optimizer steps by them.
+        If local weights are the anchors already, they stay. Else this rank keeps a copy of its local master weights.
+        Gradients of this block may be read, but no optimizer steps by them.
         """
         self.require_local("anchors")
         with nullcontext() if self.still_rests() else self._shown():
-            self._visit("the anchors")  # at rest too: who trains in this block is told so at the first step
+            self._visit("the anchors")  # even if nothing was swapped: training in this block must raise at its step
             try:
                 yield
             finally:
@@ -326,7 +327,7 @@ class Replicas:
             self._runtime.masters_replaced("back")
 
     def still_rests(self) -> bool:
-        """Whether local weights are the anchors: not any more where some were written into since. Collective."""
+        """Whether local weights are still the anchors: no longer if any were written to since. Collective."""
         if not self.rests:
             return False
         self._runtime.take_changes()
@@ -339,27 +340,27 @@ class Replicas:
 
     @property
     def num_bytes(self) -> int:
-        """Of anchors and momentum on this rank."""
+        """Bytes of anchors and momentum on this rank."""
         return sum(outer.num_bytes for outer in self._outer.values())
 
     @property
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """``(unit, tensor)`` of all that is held now: anchors, momentum, differences on their way."""
+        """``(unit's name, tensor)`` of all resident tensors: anchors, momentum, differences in flight."""
         return [(unit.name, tensor) for (unit, _), outer in self._outer.items() for tensor in outer.tensors]
 
     def by_group(self) -> Iterator[tuple[tuple[Unit, int], FlatGroup, Outer]]:
-        """Every group with what it keeps for meetings; groups that were never trained keep nothing."""
+        """Every group with its `Outer`, without the groups that were never trained: they have none."""
         for key, group in self.groups():
             if key in self._outer:
                 yield key, group, self._outer[key]
 
     def loaded(self, num_steps: int, sent: dict[int, tuple[int, int]], *, rests: bool) -> None:
-        """Go on as of a checkpoint, whose anchors are there already."""
+        """Resume from a checkpoint, whose anchors are loaded already."""
         self.num_steps, self._sent, self.rests = num_steps, sent, rests
         self.order.forget()
 
     def outer_of(self, key: tuple[Unit, int], group: FlatGroup) -> Outer:
-        """What a group keeps for meetings, begun if need be."""
+        """The `Outer` of a group; made at the first call."""
         if key not in self._outer:
             self._outer[key] = Outer(group, self.settings, self._world.rank)
         return self._outer[key]
@@ -369,7 +370,7 @@ class Replicas:
         return self.settings.fragment_of(self._runtime.all_units().index(unit))
 
     def left_at(self, fragment: int) -> int | None:
-        """After how many steps the difference left that is on its way; None where none is."""
+        """The number of steps done when the difference in flight was sent; None if none is in flight."""
         return self._sent[fragment][0] if fragment in self._sent else None
 
     def _due(self, fragment: int) -> int:
@@ -380,11 +381,11 @@ class Replicas:
         return [(group, outer) for (unit, _), group, outer in self.by_group() if self.fragment_of(unit) == fragment]
 
     def _under_way(self, fragment: int) -> list[tuple[FlatGroup, Outer]]:
-        """Those of a fragment that sent something: others are trained since, or were in no fragment that did."""
+        """The groups of a fragment with a difference in flight; others were first trained after it was sent."""
         return [(group, outer) for group, outer in self._in(fragment) if outer.due is not None]
 
     def groups(self) -> Iterator[tuple[tuple[Unit, int], FlatGroup]]:
-        """Every group of floating-point parameters, with its unit and its place there."""
+        """``((unit, index in the unit), group)`` of every group of floating-point parameters."""
         for unit in self._runtime.all_units():
             for index, group in enumerate(unit.groups):
                 if group.params.master.is_floating_point():

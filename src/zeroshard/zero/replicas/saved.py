@@ -1,21 +1,22 @@
-"""Replicas in checkpoints.
+"""Saves replicas that take local steps to a checkpoint, and loads them.
 
-What all have in common is saved once, under the ordinary names: the anchor in the weights' place (kind ``"param"``),
-``"outer_momentum"``, ``"outer_steps"``, and of a fragment on its way the mean that has arrived, ``"outer_difference"``
-with ``"outer_due"``. So whatever reads weights reads the anchors, the last weights that all replicas had in common.
+State that all replicas share is saved once, under the ordinary names: the anchor in place of the weights (kind
+``"param"``), ``"outer_momentum"``, ``"outer_steps"``, and, if a fragment's difference is in flight, its mean once that
+has arrived, ``"outer_difference"`` with ``"outer_due"``. So any reader of weights reads the anchors, the last weights
+that all replicas had in common.
 
-What each replica has alone, the states of its inner optimizer and between meetings its local weights (kind
-``"local"``) and its modules' statistics, is saved for each: the first replica's states and statistics under the
-ordinary names, as an engine without local steps saves them, and all the rest as ``NAME@replica1`` and so on, which only
+State that replicas do not share is saved for each of them: the states of its inner optimizer, and between meetings its
+local weights (kind ``"local"``) and its modules' statistics. The first replica's states and statistics have the
+ordinary names, as an engine without local steps saves them; all others have names like ``NAME@replica1``, which only
 `ReplicaReader` asks for.
 
-    loaded into as many replicas                 every replica has what it had, to the bit
+    loaded into as many replicas                 every replica resumes with the same bits
     fewer                                        the last ones' inner states and local steps are left out
     more                                         a new one begins at the anchor, with the first one's inner states
     no local steps, another strategy             the anchors, with the first one's inner states
     replicas, from a checkpoint that has none    the weights are the anchors; no momentum; inner states for each
 
-Stage and ``shard_size`` may be others in each case: all of it is saved as intervals of tensors.
+Stage and ``shard_size`` may change in each case, because everything is saved as intervals of tensors.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ LOCAL = "local"
 
 
 def named_shards(replicas: Replicas, written: Iterator[NamedShard]) -> Iterator[NamedShard]:
-    """What this rank writes; ``written``: what it would write if its replica were the whole world."""
+    """Yield the shards that this rank writes; ``written``: those that it would write if its replica were the world."""
     number = replicas.comm.rank
     replicas.arrive()
     rests = replicas.still_rests()
@@ -66,7 +67,7 @@ def _owned(group: FlatGroup) -> Iterator[tuple[str, Piece]]:
 def _common(
     replicas: Replicas, shard: NamedShard, group: FlatGroup, outer: Outer, piece: Piece
 ) -> Iterator[NamedShard]:
-    """The anchor of one piece, with all that belongs to it."""
+    """Yield the anchor of one piece, with the outer optimizer's state that belongs to it."""
     cut = _cut(group, piece)
     anchor = outer.anchor[cut]
     yield replace(shard, tensor=anchor.to(shard.tensor.dtype))
@@ -90,44 +91,44 @@ def _number(shard: NamedShard, kind: str, value: int) -> NamedShard:
 
 
 def _cut(group: FlatGroup, piece: Piece) -> slice:
-    """Where a piece lies in this rank's shard."""
+    """The slice of this rank's shard that holds a piece."""
     start = piece.offset - group.params.layout.interval(group.params.comm.rank)[0]
     return slice(start, start + piece.numel)
 
 
 class ReplicaReader:
-    """A reader that shows one replica what it had: its own weights and inner states where they were saved.
+    """Reads a checkpoint for one replica: its own weights and states if they were saved, else the shared ones.
 
     Args:
-        reader: of a checkpoint.
-        number: of the replica.
+        reader: the checkpoint's reader.
+        number: the replica's number.
     """
 
     def __init__(self, reader: ShardReader, number: int) -> None:
         self._reader, self._number = reader, number
 
     def kinds(self, name: str) -> Mapping[str, tuple[int, ...]]:
-        """As `ShardReader.kinds`, of what this replica takes."""
+        """As `ShardReader.kinds`, for the state that this replica loads."""
         found, own = dict(self._reader.kinds(name)), self._own(name)
         if own:
             found = {kind: shape for kind, shape in found.items() if kind in MODEL_KINDS} | own
         return found
 
     def read(self, name: str, kind: str, interval: tuple[int, int]) -> Tensor:
-        """As `ShardReader.read`."""
+        """As `ShardReader.read`, for the state that this replica loads."""
         mine = of_replica(name, self._number)
         if kind == "param" and LOCAL in self._reader.kinds(mine):
             return self._reader.read(mine, LOCAL, interval)
         return self._reader.read(mine if kind in self._own(name) else name, kind, interval)
 
     def _own(self, name: str) -> dict[str, tuple[int, ...]]:
-        """Its inner optimizer's states, where they are saved apart from the first replica's."""
+        """The kinds that are saved under this replica's own name, but its local weights: inner states, statistics."""
         kinds = self._reader.kinds(of_replica(name, self._number))
         return {kind: shape for kind, shape in kinds.items() if kind != LOCAL}
 
 
 def load(replicas: Replicas, reader: ShardReader) -> None:
-    """Take anchors, momentum and what is on its way from ``reader``, once the weights were loaded."""
+    """Load anchors, momentum and differences in flight from ``reader``; the weights must be loaded already."""
     num_steps, rests = 0, True
     sent: dict[int, tuple[int, int]] = {}
     for key, group in replicas.groups():
@@ -151,7 +152,7 @@ def load(replicas: Replicas, reader: ShardReader) -> None:
 
 
 def _read_into(group: FlatGroup, outer: Outer, wire: torch.dtype | None, reader: ShardReader) -> Tensor:
-    """Read this rank's shard of anchor and momentum; returns that of a difference on its way, zeros where none is."""
+    """Read this rank's shard of anchor and momentum; returns its shard of the difference in flight, zeros if none."""
     arrived = torch.zeros_like(outer.anchor, dtype=wire)
     for name, piece in _owned(group):
         kinds, cut = reader.kinds(name), _cut(group, piece)

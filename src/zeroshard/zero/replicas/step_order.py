@@ -1,12 +1,12 @@
-"""Whether `Replicas.step` is called where it belongs: once after each step of all optimizers.
+"""Checks that `Replicas.step` is called once after each step of all optimizers.
 
-Forgotten, replicas would never meet. Called for each backward, or before the optimizer's step, they would meet more
-often than was asked for, and gradients of weights that a meeting has replaced would be stepped by.
+If it were never called, replicas would never meet. If it were called after each backward, or before the optimizer's
+step, they would meet too often, and an optimizer would use gradients of weights that a meeting has replaced.
 
 [Note: Steps that were skipped]
-    A `torch.amp.GradScaler` skips a step and tells nobody, also that of one optimizer of several. So gradients that
-    wait for a step when `Replicas.step` is called are barred, and are a mistake only if their optimizer steps by them
-    later: who skips a step clears them.
+    A `torch.amp.GradScaler` skips a step silently, possibly that of one optimizer among several. So gradients that
+    wait for a step when `Replicas.step` is called are no error yet. They are barred (`zeroshard.zero.buffers.barred`):
+    their optimizer raises if it steps by them later. A loop that skips a step clears them instead.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _WAITED = (
 
 
 class StepOrder:
-    """What has happened since the last `Replicas.step`."""
+    """Records which optimizers have stepped since the last `Replicas.step`."""
 
     def __init__(self) -> None:
         self._stepped: list[Optimizer] = []
-        self._members: set[nn.Parameter] = set()  # of those that have stepped
+        self._members: set[nn.Parameter] = set()  # parameters of the optimizers that have stepped
 
     def stepped(self, optimizer: Optimizer, members: set[nn.Parameter]) -> None:
-        """The optimizer has stepped; raises RuntimeError where it did so before, without `ends` in between."""
+        """Record a step of the optimizer; raises RuntimeError if it has stepped before without `ends` in between."""
         if any(optimizer is known for known in self._stepped):
             raise RuntimeError(
                 "step: replicas take local steps and would never meet; call zero.replicas.step() after each step of "
@@ -42,7 +42,7 @@ class StepOrder:
         self._members |= members
 
     def ends(self, groups: Iterable[FlatGroup], *, taken: bool) -> None:
-        """A step of all optimizers is over; ``taken``: nobody has said that it was skipped."""
+        """End a step of all optimizers; ``taken``: False if the caller says that this replica has skipped it."""
         for group in groups if taken else ():
             for slot, param in enumerate(group.params.params):
                 if group.grads.used[slot] and param not in self._members:
@@ -50,12 +50,12 @@ class StepOrder:
         self.forget()
 
     def forget(self) -> None:
-        """Begin again, as after a load."""
+        """Forget the recorded steps, as after a load."""
         self._stepped.clear()
         self._members.clear()
 
     def require_counted(self, what: str) -> None:
-        """Raise RuntimeError, in the name of ``what``, where a step of an optimizer was not followed by `ends`."""
+        """Raise RuntimeError about ``what`` if a step of an optimizer was not followed by `ends`."""
         if self._stepped:
             raise RuntimeError(
                 f"{what}: the optimizer has stepped, and zero.replicas.step() was not called since; call it first, or "

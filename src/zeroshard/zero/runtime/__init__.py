@@ -1,1 +1,1 @@
-"""The engine while it runs: what it hears of forward and backward, and the order in which it communicates."""
+"""The engine at run time: hooks on forward and backward, and the order in which ranks issue their collectives."""

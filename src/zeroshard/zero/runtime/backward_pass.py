@@ -26,7 +26,7 @@ class BackwardPass:
         run: the call of autograd that this pass belongs to.
 
     Attributes:
-        forward_run: the one whose calls it goes through now.
+        forward_run: the number of the forward whose calls it goes through now.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class BackwardPass:
         self.cursor = Cursor([op for op in ops if op.action != "gather" or units[op.place].read_in_backward], take)
         self._run = weakref.ref(run)
         self._failed = False
-        # Then a backward through this backward may follow, which begins with reading weights and tells nobody.
+        # If so, a backward through this backward may follow; it reads weights before any hook is called.
         self.creates_graph = torch.is_grad_enabled()
 
     def before_end(self, unit: Unit, forward_run: int) -> None:
@@ -62,11 +62,11 @@ class BackwardPass:
             self.cursor.through(self._end(unit, forward_run))
 
     def _end(self, unit: Unit, forward_run: int) -> Op:
-        sweep = self._sweep.get(forward_run, 0)  # one that is not expected any more: a graph may be run twice
+        sweep = self._sweep.get(forward_run, 0)  # 0: a forward no longer expected; a graph may be run twice
         return Op("reduce" if sweep == 0 else "free", self._place[unit], sweep)
 
     def run_of(self, op: Op) -> int:
-        """The forward that the op is about."""
+        """The number of the forward that the operation belongs to."""
         return self.forward_runs[-1 - op.sweep]
 
     def is_first(self, sweep: int) -> bool:

@@ -1,10 +1,11 @@
-"""What ranks agree on so that all issue the same collectives, and how they detect that they did not.
+"""How ranks agree to issue the same collectives in the same order, and how they detect that they did not.
 
 [Note: Diverged]
     A schedule cannot foresee that one rank calls a unit more often than the others do: that rank would gather alone.
     A backend may pair its gather with another rank's next one of the same size; then nothing fails, and the weights are
-    wrong. So each rank keeps a digest of the gathers that it has issued. The message at the end of each backward, which
-    says which parameters had gradients, contains it too: where digests differ every rank raises, before any step.
+    wrong. So each rank keeps a digest of the gathers that it has issued. It is sent with the all-reduce at the end of
+    each backward, which tells which parameters had gradients. If the digests of ranks that gather together differ,
+    all of them raise, before any step.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from zeroshard.zero.levels import Levels
 from zeroshard.zero.transfer import send_bytes
 
 DIGEST_BYTES = 7
-REMEMBERED = 4096  # gathers, to name the first that differs
+REMEMBERED = 4096  # gathers that are kept, to name the first one that differs
 
 
 class CollectiveOrder:
-    """This rank's view of what all ranks agree on.
+    """Records the gathers of this rank, and agrees with other ranks on orders and flags.
 
     Args:
-        levels: all ranks, and those that gather together.
+        levels: the communicators of all ranks (`world`) and of the ranks that gather together (`shard`).
         units: the root unit, then the others, in the same order on every rank.
     """
 
@@ -41,17 +42,17 @@ class CollectiveOrder:
         self._gathers: deque[int] = deque(maxlen=REMEMBERED)
 
     def note_gather(self, unit: Unit) -> None:
-        """This rank has issued a gather of the unit's weights."""
+        """Record that this rank has issued a gather of the unit's weights."""
         number = self._number[unit]
         self._digest = (self._digest * 1_000_003 + number) % (1 << 8 * DIGEST_BYTES)
         self._count += 1
         self._gathers.append(number)
 
     def agree_on_units(self, units: list[Unit], ran: list[Unit]) -> list[Unit]:
-        """``units`` in the order in which they ran on rank 0. Collective."""
+        """Return ``units`` in the order in which rank 0 ran them; ``ran``: this rank's order. Collective."""
         recorded = list(ran)
         for place, unit in enumerate(units):
-            if unit not in recorded:  # another rank may run it: where it was registered, then
+            if unit not in recorded:  # another rank may run it: put it after the unit registered before it
                 recorded.insert(recorded.index(units[place - 1]) + 1 if place else 0, unit)
         if self.comm.world_size == 1:
             return recorded
@@ -63,25 +64,25 @@ class CollectiveOrder:
         return [units[place] for place in message.tolist()]
 
     def agree_on_forwards(self, votes: list[int]) -> list[int]:
-        """The greatest of each vote. Collective; as many on every rank."""
+        """Return the maximum of each vote over ranks. Collective; every rank gives equally many votes."""
         message = torch.tensor(votes, dtype=torch.int64, device=self._gathering.control_device)
         with scope(CONTROL):
             self._gathering.all_reduce(message, "max").wait()
         return message.tolist()
 
     def agree_on_flags(self, flags: list[bool]) -> list[bool]:
-        """For each flag whether any rank has set it; and that no rank has gone another way. Collective.
+        """Return for each flag whether any rank has set it; check that ranks issued the same gathers. Collective.
 
         Raises:
-            RuntimeError: ranks have issued different gathers; on every rank. [Note: Diverged]
+            RuntimeError: ranks that gather together have issued different gathers; on each of them. [Note: Diverged]
         """
         if self.comm.world_size == 1:
             return flags
         own = list(self._digest.to_bytes(DIGEST_BYTES, "big"))
-        digest = [*own, *(255 - byte for byte in own)]  # of the largest bytes, and of the smallest
+        digest = [*own, *(255 - byte for byte in own)]  # their maxima give the largest and the smallest of each byte
         if self._gathering is self.comm:
             agreed = self._max(self.comm, [*flags, *digest])
-        else:  # replicas may go other ways
+        else:  # replicas may issue different gathers
             agreed = [*self._max(self.comm, flags), *self._max(self._gathering, digest)]
         largest, smallest = agreed[len(flags) : -DIGEST_BYTES], agreed[-DIGEST_BYTES:]
         if any(high != 255 - low for high, low in zip(largest, smallest, strict=True)):

@@ -18,19 +18,19 @@ from zeroshard.zero.runtime.unsharded_weights import UnshardedWeights
 
 
 class ForwardPass:
-    """The model's call that is running, or the last one: which units it has reached, and what it gathers and frees.
+    """The forward that is running, or the last one: gathers and frees the weights of the units that it reaches.
 
     Args:
         root, units: the root unit, and the others in order of registration.
-        weights: of all of them.
+        weights: the weights of all units.
         prefetch: how many units ahead sharded weights are gathered.
 
     Attributes:
-        order: of the units but the root, in which their weights are gathered.
+        order: the units but the root, in the order in which their weights are gathered.
         ran: units in order of their first call in this forward.
-        by_parts: units of which parts alone were called, and nobody frees.
-        unseen: units whose weights came after the forward that may have read them.
-        at_the_turn: whose weights stay until its backward: [Note: The turn].
+        by_parts: units that were not called themselves, only their submodules, so that no hook frees their weights.
+        unseen: units whose current weights arrived after a forward that may have read the stale ones.
+        at_the_turn: the unit whose weights stay unsharded until its backward, or None: [Note: The turn].
     """
 
     def __init__(self, root: Unit, units: Sequence[Unit], weights: UnshardedWeights, prefetch: int) -> None:
@@ -44,14 +44,14 @@ class ForwardPass:
         self._cursor = Cursor([], lambda op: None)
 
     def take_order(self, units: list[Unit]) -> None:
-        """Gather in this order from now on."""
+        """Gather the units in this order from now on."""
         self.order = units
         self._place = {unit: place for place, unit in enumerate(units)}
 
     def begin(self, *, reshard_after_forward: bool) -> None:
-        """The model is called: have the root's weights on their way, and those of the first units, or of all."""
+        """Begin a forward: issue the gathers of the root and the first units, or of all units if none is sharded."""
         self.ran, self.by_parts, self.unseen = {}, {}, set()
-        # One answer for all units, run or skipped: what is whole must be so on every rank.
+        # One answer for all units, called or skipped: every rank must keep the same units unsharded.
         self._frees_after_use = reshard_after_forward or not torch.is_grad_enabled()
         self.at_the_turn = self.order[-1] if self.order and torch.is_grad_enabled() else None
         self._weights.gather(self._root)
@@ -64,17 +64,17 @@ class ForwardPass:
                 self._weights.gather(unit)
 
     def reach(self, unit: Unit) -> None:
-        """Gather everything up to this unit, and as far ahead as is wished."""
+        """Issue the gathers up to this unit and ``prefetch`` units further."""
         self.ran.setdefault(unit)
         self.unseen.discard(unit)
         self._cursor.through(Op("gather", min(self._place[unit] + self._prefetch, len(self.order) - 1)))
 
     def gather_the_rest(self) -> None:
-        """The model's call is over: gather what other ranks may have run and this one has not."""
+        """Issue the remaining gathers when forward ends: other ranks may have called units that this one has not."""
         self._cursor.finish()
 
     def free_what_nobody_frees(self) -> None:
-        """Free units that were skipped, and those of which parts alone were called."""
+        """Free the units that no hook frees: skipped ones, and those of which only submodules were called."""
         for unit in self.order:
             if unit not in self.ran:
                 self._skipped(unit)
@@ -89,9 +89,9 @@ class ForwardPass:
             self._weights.reshard(unit)
 
     def _skipped(self, unit: Unit) -> None:
-        """Wait for weights that nobody asked for; only then may they be gathered anew."""
+        """Wait for the gather of a unit that was not called; its weights may be gathered again only after that."""
         if unit.on_its_way and not self._weights.shard_params and torch.is_grad_enabled():
-            # Who has read them without a module's call has read old ones: let autograd see that they have changed.
+            # A read without a module's call has seen stale values: the new version lets autograd detect that.
             torch.autograd.graph.increment_version([p for group in unit.groups for p in group.params.params])
             self.unseen.add(unit)
         unit.wait()

@@ -2,7 +2,7 @@
 
 One backward may go through the graphs of several forwards (a preference loss, a discriminator of real and generated
 samples), and the graph of a forward may be dropped without a backward. When a graph is garbage collected differs from
-rank to rank, so no rank decides by itself: where several forwards are outstanding, ranks agree in a message first.
+rank to rank, so no rank decides by itself: if several forwards are outstanding, ranks that shard weights agree first.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from zeroshard.zero.runtime.module_hooks import ForwardRun
 
 
 class Forwards:
-    """Which forwards have been run; `outstanding` has as many entries on every rank.
+    """The forwards that have been run; `outstanding` has equally many entries on every rank.
 
     Attributes:
-        current: the one that is running, or the last.
-        outstanding: the numbers of those whose backward may still come, in order.
+        current: the forward that is running, or the last one.
+        outstanding: the numbers of the forwards whose backward may still come, in order.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Forwards:
         self._graphs: dict[int, weakref.ref[ForwardRun]] = {}
 
     def begin(self, *, grads: bool) -> None:
-        """The model is called; ``grads``: and a backward may follow."""
+        """Begin another forward, because the model is called; ``grads``: whether a backward may follow."""
         self.current.ends()
         self.current = ForwardRun(self.current.index + 1)
         if grads:
@@ -34,22 +34,25 @@ class Forwards:
             self._graphs[self.current.index] = weakref.ref(self.current)
 
     def gone(self) -> list[int]:
-        """The outstanding ones of which this rank has no graph left; the last one counts as left."""
+        """The outstanding forwards whose graph has been freed on this rank; `current` counts as having one."""
         return [index for index in self.outstanding if self._graphs[index]() is None]
 
     def votes(self, begun: int) -> list[int]:
-        """What this rank says of a backward that began at the outputs of ``begun``; the greatest votes decide."""
+        """This rank's votes on a backward that began at the outputs of ``begun``; the maxima over ranks decide.
+
+        The place of ``begun`` among the outstanding forwards (-1: none), then for each of these 1 if its graph is left.
+        """
         gone = set(self.gone())
         first = self.outstanding.index(begun) if begun in self.outstanding else -1
         return [first, *(int(index not in gone) for index in self.outstanding)]
 
     def taken(self, votes: list[int]) -> list[int]:
-        """The forwards that this backward goes through, the latest first."""
+        """The forwards that this backward goes through by the ranks' ``votes``, the latest first."""
         first, *flags = votes
         return [index for place, index in enumerate(self.outstanding) if place <= first and flags[place]][::-1]
 
     def forget(self, indices: list[int] | None = None) -> None:
-        """No backward is expected of these forwards any more; None: of any."""
+        """Expect no backward of these forwards any more; None: of any forward."""
         gone = set(self.outstanding if indices is None else indices)
         self.outstanding = [index for index in self.outstanding if index not in gone]
         self._graphs = {index: ref for index, ref in self._graphs.items() if index not in gone}

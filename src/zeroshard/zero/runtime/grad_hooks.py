@@ -1,10 +1,10 @@
-"""A hook on each parameter, which takes its gradient the moment autograd has it, and what ``param.grad`` shows then.
+"""Hooks on parameters: each takes a gradient as soon as autograd has it, and sets ``param.grad`` to a `ShardedGrad`.
 
 [Note: What a parameter shows]
-    From its first gradient until gradients are cleared, ``param.grad`` is a `ShardedGrad`: until the reduction a
-    promise that raises when it is read, after it the mean over ranks. It is None where no rank had a gradient. Autograd
-    adds the next micro-batch's gradient to it, which is how the hook is given that one. What the user puts there (None,
-    or a tensor) is taken over by `heed` before gradients are used or added to.
+    From a parameter's first gradient until gradients are cleared, ``param.grad`` is a `ShardedGrad`. Until the
+    reduction it raises when it is read; after it, it is the mean over ranks. It is None if no rank had a gradient.
+    Autograd adds the next micro-batch's gradient to it; the `ShardedGrad` sets that one aside for the hook to take.
+    `heed` applies what the user assigns to ``param.grad`` (None, or a tensor) before gradients are used or added to.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ class GradTaker(Protocol):
     """Receives each gradient that autograd has computed: accumulates it, and may reduce it."""
 
     def take_grad(self, group: FlatGroup, slot: int, grad: Tensor) -> None:
-        """Take the gradient, in its shape, of the group's parameter in that slot; no other code refers to it."""
+        """Take ``grad`` for the group's parameter in ``slot``; it has its shape, and no other code refers to it."""
         ...
 
     def require_shown(self, what: str) -> None:
-        """Raise RuntimeError where gradients are yet to be reduced, or have no graph that they would need."""
+        """Raise RuntimeError if gradients are not reduced yet, or lack an autograd graph that they would need."""
         ...
 
     def clear_slots(self, group: FlatGroup, slots: set[int]) -> None:
-        """Forget the gradients of these parameters."""
+        """Clear the gradients of the group's parameters in these slots."""
         ...
 
 
 class GradHooks:
-    """The hooks of one engine: each gradient goes to ``taker``, and ``param.grad`` shows what became of it."""
+    """The hooks of one engine: each gradient goes to ``taker``, and ``param.grad`` shows the result."""
 
     def __init__(self, taker: GradTaker) -> None:
         self._taker = weakref.ref(taker)
@@ -49,19 +49,19 @@ class GradHooks:
         self._handles: list[Any] = []
 
     def attach(self, units: Iterable[Unit]) -> None:
-        """Hook these units' parameters, and no others any more; gradients that they have are forgotten."""
+        """Hook these units' parameters after removing all earlier hooks; gradients that they show are cleared."""
         self.detach()
         _let_foreach_know()
         for unit in units:
             for name, param, group, slot in unit.named_slots():
                 param.grad = None
                 if group.grads.reduced_dtype != param.dtype:
-                    param.grad_dtype = None  # the mean has its own
+                    param.grad_dtype = None  # allows a gradient of another dtype, such as the reduced one
                 self._frozen.append(_Shown(_Home(self._taker, group, slot, name), group, param))
         self.attach_trained()
 
     def attach_trained(self) -> None:
-        """Hook what is trained now and was frozen before: autograd takes no hook on a frozen parameter."""
+        """Hook parameters that were frozen and are trained now: autograd accepts no hook on a frozen parameter."""
         frozen = []
         for shown in self._frozen:
             if shown.param.requires_grad:
@@ -73,7 +73,7 @@ class GradHooks:
         self._frozen = frozen
 
     def detach(self) -> None:
-        """Remove all hooks, and what they have shown."""
+        """Remove all hooks and the gradients that parameters show."""
         for handle in self._handles:
             handle.remove()
         for shown in self._hooked:
@@ -108,16 +108,16 @@ class GradHooks:
                 shown.replace(grad)
 
     def hide(self, params: set[nn.Parameter] | None) -> None:
-        """The gradients of ``params``, None: of all, were forgotten."""
+        """Set ``grad`` of ``params`` (None: of all) to None, after their gradients were cleared."""
         for shown in self._hooked:
             if params is None or shown.param in params:
                 shown.hide()
 
 
 class _Home:
-    """Where one parameter's gradient lies, until gradients are cleared; see `GradHome`.
+    """Where one parameter's gradient is stored, until gradients are cleared; see `GradHome`.
 
-    The group is held weakly: the garbage collector cannot see through a parameter's gradient.
+    The reference to the group is weak, because the garbage collector cannot follow a parameter's gradient.
     """
 
     def __init__(self, taker: weakref.ref[GradTaker], group: FlatGroup, slot: int, name: str) -> None:
@@ -131,7 +131,7 @@ class _Home:
 
     @cached_property
     def intervals(self) -> list[tuple[int, int]]:
-        """See `GradHome.intervals`; as long as the world is large, and asked for by who reads whole gradients."""
+        """See `GradHome.intervals`; computed at first use, because it has an entry for every rank."""
         return [self.layout.part(rank, self.slot) for rank in range(self.layout.world_size)]
 
     def cuts(self, rank: int) -> list[tuple[int, int]]:
@@ -157,7 +157,7 @@ class _Home:
 
 
 class _Shown:
-    """One parameter, and the `ShardedGrad` that it shows; kept for the next step unless the user has kept it."""
+    """One parameter and the `ShardedGrad` that it shows, which is reused unless user code still refers to it."""
 
     def __init__(self, home: _Home, group: FlatGroup, param: nn.Parameter) -> None:
         self.param, self.group = param, group
@@ -169,11 +169,11 @@ class _Shown:
 
     @property
     def used(self) -> bool:
-        """Whether it has had a gradient since they were cleared."""
+        """Whether the parameter has had a gradient since gradients were cleared."""
         return self.group.grads.used[self.slot]
 
     def show(self) -> None:
-        """Have the parameter show its gradient."""
+        """Set ``param.grad`` to the parameter's `ShardedGrad`."""
         if self.grad is None:
             self.grad = ShardedGrad(self._home, self._like, self._dtype)
         self.param.grad = self.grad
@@ -183,7 +183,7 @@ class _Shown:
         self.param.grad = None
         if self.grad is None:
             return
-        # Ours and the one that asks; for the home, the gradient's too.
+        # References that are not the user's: ours and the one of this call; to the home also the gradient's.
         if sys.getrefcount(self.grad) > 2 or sys.getrefcount(self._home) > 3:
             self._home.gone, self.grad = True, None
             self._home = _Home(self.taker, self.group, self.slot, self.name)
@@ -197,7 +197,7 @@ class _Shown:
 
     def replace(self, grad: Tensor) -> None:
         """Replace the gradient by ``grad``: each rank copies the part that it owns."""
-        if isinstance(grad, ShardedGrad) and grad.is_all_of(self._home):  # what it shows, detached
+        if isinstance(grad, ShardedGrad) and grad.is_all_of(self._home):  # its own gradient, detached
             self.show()
             return
         whole = grad.full_tensor() if isinstance(grad, ShardedGrad) else grad.detach()
@@ -210,11 +210,11 @@ class _Shown:
 
 
 def _hook(taker_ref: weakref.ref[GradTaker], shown: _Shown) -> Callable[[Tensor], None]:
-    # Weakly: the garbage collector cannot see through a parameter's hook. The module's own hooks keep us alive.
+    # Weak references: the garbage collector cannot follow a parameter's hooks. The module's hooks keep us alive.
     shown_ref = weakref.ref(shown)
 
     def take(param: Tensor) -> None:
-        """Move the gradient that autograd has left in ``param.grad`` into the flat buffer, and show it from there."""
+        """Move the gradient that autograd left in ``param.grad`` to the flat buffer, and show the `ShardedGrad`."""
         taker, shown = taker_ref(), shown_ref()
         assert taker is not None
         assert shown is not None
@@ -233,9 +233,9 @@ def _hook(taker_ref: weakref.ref[GradTaker], shown: _Shown) -> Callable[[Tensor]
 
 
 def _let_foreach_know() -> None:
-    """Have torch's clipping measure a list of gradients at once, and so in one message, as it does those of `DTensor`.
+    """Register `ShardedGrad` for torch's foreach functions, as `DTensor` is: clipping then needs one collective.
 
-    Without it the numbers are the same, and there is a message for each parameter.
+    Without it the numbers are the same, but there is one collective for each parameter.
     """
     known = getattr(_foreach_utils, "_foreach_supported_types", None)
     if isinstance(known, list) and ShardedGrad not in known:

@@ -1,4 +1,4 @@
-"""Errors for gradients that a user must not read now: why they are not the averaged ones, and what to do instead."""
+"""Errors for gradients that a user must not read now: they say why these are not averaged, and what to do instead."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from zeroshard.zero.runtime.backward_pass import BackwardPass
 def require_usable(
     what: str, backward: BackwardPass | None, *, removed: bool, has_graph: bool, unreduced: bool
 ) -> None:
-    """Raise RuntimeError where gradients are gone, incomplete, not yet reduced, or were never reduced.
+    """Raise RuntimeError if gradients are gone, incomplete, not reduced yet, or were never reduced.
 
     Args:
-        what: was called, with which the message begins.
-        backward: the one that is running, or that an exception has ended.
-        removed: whether the engine has given its model back.
-        has_graph: whether gradients are wanted of a backward that has made a graph of its own.
-        unreduced: whether they were accumulated without communication.
+        what: the call or attribute that needs gradients; the message begins with it.
+        backward: the backward pass that is running, or that an exception has ended; else None.
+        removed: whether `Zero.remove` has made the model an ordinary one again.
+        has_graph: whether backward ran with ``create_graph`` and grad mode is on: ``.grad`` would need a graph.
+        unreduced: whether gradients were accumulated under `no_sync` and never reduced.
     """
     if removed:
         raise RuntimeError(
@@ -48,7 +48,7 @@ def require_usable(
 
 
 def refuse_unseen(group: FlatGroup, unseen: Iterable[Unit]) -> None:
-    """Raise RuntimeError if the group is of a unit whose weights came after the forward that may have read them."""
+    """Raise RuntimeError if the group is of a unit in ``unseen``: forward may have read that unit's stale weights."""
     unit = next((unit for unit in unseen if group in unit.groups), None)
     if unit is not None:
         raise RuntimeError(

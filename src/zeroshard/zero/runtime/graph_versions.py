@@ -1,9 +1,9 @@
-"""Autograd is told which weights a graph was made of, where other weights come into their place.
+"""Version counters of parameters, so that autograd raises in a backward through a graph of weights that were replaced.
 
-A graph refers to parameters, and autograd compares their versions with those that it saw in forward. So versions move
-on where weights are replaced, and a backward through a forward of the weights from before raises. Where weights only
-visit (averages, anchors), the versions from before come back with the weights from before: an evaluation may lie
-between a forward and its backward, and a backward of the evaluation's own forward raises after it.
+A graph refers to parameters, and autograd compares their versions with those that it saw in forward. So the engine
+increments versions when it replaces weights, and a backward through an earlier forward raises. If weights are replaced
+for the length of a block only (by averages or anchors), their versions are restored with them: an evaluation may come
+between a forward and its backward, while a backward through the evaluation's own forward raises after the block.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch._C._autograd import _unsafe_set_version_counter
 
 from zeroshard.zero.buffers.common_copy import Replaced
 
-_FAR = 1 << 20  # versions of visitors: further than steps move one while somebody still holds their graph
+_FAR = 1 << 20  # added to versions in such a block: more than steps add while a graph from the block is still alive
 
 
 class GraphVersions:
-    """The versions of the parameters of one engine."""
+    """Changes the version counters of one engine's parameters, and remembers those that will be restored."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Tensor, int]] = []
 
     def replaced(self, params: Iterable[Tensor], how: Replaced) -> None:
-        """Other values are about to come into the place of ``params``."""
+        """Set the versions of ``params``, whose values are being replaced; ``how``: see `Replaced`."""
         params = [param for param in params if not param.is_inference()]
         if how == "back":
             _set(self._before)

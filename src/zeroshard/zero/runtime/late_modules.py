@@ -1,8 +1,8 @@
-"""Modules that come into a model after its engine: refused where they bring parameters that it would never train.
+"""Refuses modules that are added to a model after `Zero()` and bring parameters to train, which the engine lacks.
 
-A head that is exchanged, a block that is appended, adapters that are put around layers: no engine has their parameters,
-so no rank would average their gradients, and each would train its own. torch tells one list of hooks of every module
-that is registered in another; ours is put there once.
+A head that is exchanged, a block that is appended, adapters around layers: the engine does not know their parameters,
+so their gradients would not be averaged, and each rank would train its own values. torch has one list of hooks for the
+whole process that are called when a module is registered in another; ours is added to it once.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 MARK = "_zeroshard"  # on modules and parameters that have an engine
-_LATE = "_zeroshard_late"  # on modules that have come into such a one since
+_LATE = "_zeroshard_late"  # on modules that were added to a marked module since
 
 _lock = threading.Lock()
 _watching = False
 
 
 def watch() -> None:
-    """From now on no module of an engine's model takes one in that brings other parameters to train."""
+    """From now on refuse to register a module with new parameters to train inside a model that has an engine."""
     global _watching
     with _lock:
         if not _watching:
@@ -29,7 +29,7 @@ def watch() -> None:
 
 
 def forget(module: nn.Module) -> None:
-    """It may take in what it will again."""
+    """Unmark a module that was added late: it may register any module again."""
     vars(module).pop(_LATE, None)
 
 

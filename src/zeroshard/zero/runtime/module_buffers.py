@@ -1,10 +1,10 @@
-"""Buffers that forwards change, such as running statistics: the same on every rank after each backward that reduces.
+"""Synchronises buffers that forwards change, such as running statistics, after each backward that reduces.
 
-Each rank's forward sees its own rows, so statistics drift apart, and a checkpoint holds those of one rank: a resumed
-run would go on from others than it had. Which buffers change is found out, not declared: a rank says in the message
-that ends a backward which modules' buffers it has written to, and those that any rank names travel. A model whose
-buffers are constants sends nothing. Buffers that are no part of the module's state (``persistent=False``) are left
-alone.
+Each rank's forward sees its own samples, so statistics drift apart, but a checkpoint saves those of one rank: without
+synchronisation a resumed run would start from other statistics than most ranks had. Which buffers change is detected,
+not declared: in the all-reduce at the end of backward each rank flags the modules whose buffers it has written to, and
+the buffers of all flagged modules are broadcast or averaged. A model whose buffers are constants sends nothing.
+Buffers that are no part of the module's state (``persistent=False``) are left alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LABEL = "buffers/step"
 
 
 def check_sync(sync: str) -> None:
-    """Raise ValueError for what is no `BufferSync`."""
+    """Raise ValueError if ``sync`` is no `BufferSync`."""
     if sync not in get_args(BufferSync):
         choices = ", ".join(map(repr, get_args(BufferSync)))
         raise ValueError(f"buffers: {sync!r} is unknown; choose one of {choices}")
@@ -33,16 +33,16 @@ class ModuleBuffers:
     """The persistent buffers of a model, module by module.
 
     Args:
-        model: its modules, as they are now.
-        comm: all ranks.
-        sync: see `Zero`.
-        may_change: whether it makes sense that a forward changes them.
+        model: the model, whose modules are listed once, here.
+        comm: the ranks among which buffers are synchronised.
+        sync: how, see `Zero`.
+        may_change: whether forwards may change buffers at all; if not, `sync` raises.
     """
 
     def __init__(self, model: nn.Module, comm: Communicator, sync: BufferSync, *, may_change: bool = True) -> None:
         self._comm, self._sync, self._may_change = comm, sync, may_change
         follows = (sync != "keep" and comm.world_size > 1) or not may_change
-        # Together: a batch norm counts its batches where autograd sees it, and writes its means where nothing does.
+        # By module: batch norm's counter of batches has a new version after a forward, its running means do not.
         self._modules = [m for m in model.modules() if follows and _persistent(m)]
         self._seen = [_marks(module) for module in self._modules]
 
@@ -51,10 +51,10 @@ class ModuleBuffers:
         return [_marks(module) != seen for module, seen in zip(self._modules, self._seen, strict=True)]
 
     def sync(self, changed: Sequence[bool]) -> None:
-        """Make the buffers of these modules alike on all ranks. Collective; ``changed`` as all have agreed.
+        """Make the buffers of modules flagged in ``changed``, on which all ranks agree, equal on all. Collective.
 
         Raises:
-            RuntimeError: they may not change.
+            RuntimeError: a forward has changed buffers although they may not change.
         """
         if not any(changed):
             return

@@ -1,30 +1,30 @@
-"""What the engine learns from the model while it runs, and how.
+"""Hooks by which the engine learns when the forward and the backward of each unit begin and end.
 
 Module hooks tell when a unit's forward begins and ends. Hooks on the tensors that go in and come out tell when its
-backward ends and begins: a call's outputs receive their gradients before anything inside runs backward, its inputs
-receive theirs after everything inside has. A hook on each parameter takes its gradient the moment autograd has it.
+backward ends and begins: a call's outputs receive their gradients before anything inside runs backward, and its inputs
+receive theirs after everything inside has. `grad_hooks` hooks the parameters themselves.
 
 [Note: Recomputation]
-    Activation checkpointing runs a unit's forward again inside backward, and may leave it by an exception when it
-    has seen enough. Such a forward must gather the weights but never free them: the backward that asked for it comes
-    next. `in_backward` tells the two apart. The reentrant kind then runs a backward of its own, nested in the
-    first, through what it recomputed; its inputs are leaves, which do not wait for what is inside, so a call ends
-    when the nested backward does.
+    Activation checkpointing runs a unit's forward again inside backward, and may leave it by an exception once it
+    has recomputed enough. Such a forward must gather the weights but never free them: the backward that asked for it
+    comes next. `in_backward` tells it from an ordinary forward. Reentrant checkpointing then runs a backward of its
+    own, nested in the first, through what it recomputed. Its inputs are leaves, whose gradients may arrive before
+    everything inside is done, so such a call ends when the nested backward ends.
 
 [Note: Which call]
-    A module may be called several times before one backward, and the same graph may be run backward twice. Each
-    call's hooks therefore fire once per backward pass, not once in their life. Which forward a call belonged to tells
-    the turns of a unit apart where several forwards come before a backward.
+    A module may be called several times before one backward, and the same graph may be run backward twice. So each
+    call's hooks fire once per backward pass, not once altogether. If one backward goes through several forwards, a
+    unit's calls are told apart by the number of the forward that each belonged to.
 
 [Note: Parts]
-    A model may call the modules inside of a unit and not the unit. So every module that owns parameters has a hook,
-    which does nothing while its unit runs; else it gathers the unit's weights and waits for them. Nobody will tell when
-    backward is done with them: they stay until it is over.
+    A model may call submodules of a unit without calling the unit. So every module that owns parameters has a hook. It
+    does nothing while the unit itself runs; else it gathers the unit's weights and waits for them. No hook tells when
+    backward has used such weights for the last time: they stay unsharded until the whole backward is over.
 
 [Note: Transforms]
     Inside `torch.func.grad`, `vmap` and the like a tensor stands for several, and torch refuses writes into buffers. So
-    a unit that is called there is no call of ours: its weights must be readable already, and gradients are the
-    transform's.
+    the engine ignores a unit's call there: the unit's weights must be readable already, and the transform keeps the
+    gradients.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ from zeroshard.zero.buffers.unit import Unit
 
 
 class Listener(Protocol):
-    """What the engine does about each event; ``forward_run`` is of the forward that the call belonged to."""
+    """Receives the events; ``forward_run`` is the number of the model's forward that the call belonged to."""
 
     def forward_begins(self, unit: Unit) -> None:
         """A unit's module is called."""
         ...
 
     def forward_ends(self, unit: Unit, *, grads_flow: bool, keep: bool) -> None:
-        """It returns; ``keep``: nobody will tell when its weights are needed again."""
+        """The unit's module returns. ``keep``: no hook will tell when its weights are needed again, so they stay."""
         ...
 
     def backward_begins(self, unit: Unit, forward_run: int | None) -> None:
-        """Gradients have reached the outputs of a call; None: of one that was computed again in this backward."""
+        """Gradients have reached the outputs of a call; ``forward_run``: None for a call recomputed in backward."""
         ...
 
     def backward_ends(self, unit: Unit, forward_run: int | None) -> None:
-        """Gradients have reached the inputs of a call."""
+        """Gradients have reached the inputs of a call; ``forward_run`` is None for a recomputed one."""
         ...
 
     @property
     def backward_pass(self) -> object:
-        """The backward pass that is running; another object for each."""
+        """The backward pass that is running; each pass is a new object."""
         ...
 
     @property
@@ -72,7 +72,7 @@ class Listener(Protocol):
         ...
 
     def views(self, unit: Unit, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Those of the tensors that lie in the unit's weights, where these are freed after forward."""
+        """Those of the tensors that share storage with the unit's weights, if these are freed after forward."""
         ...
 
 
@@ -82,12 +82,12 @@ def in_backward() -> bool:
 
 
 def in_transform() -> bool:
-    """Whether this is called inside a transform of `torch.func`: grad, vmap, jvp and those that are made of them."""
+    """Whether this is called inside a transform of `torch.func`: grad, vmap, jvp and those built from them."""
     return not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None
 
 
 def require_readable(unit: Unit) -> None:
-    """Raise RuntimeError where a unit that is called in a transform would have to gather its weights."""
+    """Raise RuntimeError if a unit that is called in a transform would have to gather its weights."""
     if unit.on_its_way or not unit.readable:
         raise RuntimeError(
             f"{unit.name}: weights cannot be gathered inside a transform of torch.func (grad, vmap, jvp); "
@@ -99,13 +99,13 @@ def attach(unit: Unit, listener: Listener, cast: torch.dtype | None) -> list[Any
     """Hook ``unit.module``; ``cast``: the dtype that floating-point inputs are cast to. Returns removable handles."""
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        """Before forward: the engine unshards weights; the inputs' gradients say when backward ends."""
+        """Before forward: have the engine unshard weights, and hook the inputs, whose gradients end the backward."""
         if in_transform():
             require_readable(unit)
             return _all_cast(args, kwargs, cast)
         listener.forward_begins(unit)
         if torch.is_grad_enabled() and not in_backward():
-            # now: the module may change its inputs in place, or put its outputs into the container they came in
+            # Hook them now: the module may change its inputs in place, or put its outputs into the same container.
             inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad and t.grad_fn is not None]
             run = listener.forward_run
             index = run.index
@@ -117,7 +117,7 @@ def attach(unit: Unit, listener: Listener, cast: torch.dtype | None) -> list[Any
         torch.autograd.Variable._execution_engine.queue_callback(lambda: listener.backward_ends(unit, None))
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """After forward: the engine hears that the unit is done; the outputs' gradients say when backward begins."""
+        """After forward: report that the unit is done, and hook the outputs, whose gradients begin the backward."""
         if in_transform():
             return None
         returned, output = output, _outliving(listener, unit, output)
@@ -132,7 +132,7 @@ def attach(unit: Unit, listener: Listener, cast: torch.dtype | None) -> list[Any
             run = listener.forward_run
             inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
             outputs = [t for t in tensors_in(output) if t.grad_fn is not None]
-            # These hold ``run``, which so lives as long as a graph of this forward does.
+            # The hooks refer to ``run``, so it lives as long as a graph of this forward does.
             run.hook(outputs, _once_per_pass(listener, lambda: listener.backward_begins(unit, run.index)))
             # Gradients will flow, but no tensor of the output was found to tell us when: the weights must stay.
             keep = not outputs and bool(inputs or unit.trained_groups())
@@ -146,10 +146,10 @@ def attach(unit: Unit, listener: Listener, cast: torch.dtype | None) -> list[Any
 
 
 def attach_parts(units: Iterable[Unit], model: nn.Module, part_begins: Callable[[Unit], None]) -> list[Any]:
-    """Hook every module that owns parameters of a unit and is not its module: ``part_begins(unit)`` when it is called.
+    """Hook each module, but the units' own, that owns parameters of a unit, to call ``part_begins(unit)`` first.
 
-    So a model may call a unit's parts in its place. Compiled code knows no such hook: within a unit nothing is to be
-    done, and outside of one weights are seen to be missing. Returns removable handles.
+    So a model may call a unit's submodules instead of the unit. The hook does nothing in compiled code: inside of a
+    unit there is nothing to do, and outside of one the missing weights show. Returns removable handles.
     """
     homes = {param: unit for unit in units for group in unit.groups for param in group.params.params}
     handles = []
@@ -162,7 +162,7 @@ def attach_parts(units: Iterable[Unit], model: nn.Module, part_begins: Callable[
 
 def _tells(part_begins: Callable[[Unit], None], unit: Unit) -> Callable[[nn.Module, tuple[Any, ...]], None]:
     def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Before the forward of a part that is called without its unit."""
+        """Before the forward of a part: report it, unless the unit's own forward is running."""
         if in_transform():
             require_readable(unit)
         elif not torch.compiler.is_compiling() and not unit.inside:
@@ -172,10 +172,10 @@ def _tells(part_begins: Callable[[Unit], None], unit: Unit) -> Callable[[nn.Modu
 
 
 class ForwardRun:
-    """One forward of the model. The hooks on what its units returned hold it: it is gone when its graph is.
+    """One forward of the model. Hooks on the outputs of its units refer to it, so it is freed with its graph.
 
     Attributes:
-        index: its number.
+        index: the number of the forward.
     """
 
     def __init__(self, index: int) -> None:
@@ -183,13 +183,13 @@ class ForwardRun:
         self._hooked: dict[int, tuple[weakref.ref[Tensor], int, list[Callable[[Tensor], None]]]] = {}
 
     def hook(self, tensors: Iterable[Tensor], event: Callable[[Tensor], None]) -> None:
-        """Call ``event`` when a gradient reaches one of the tensors; each has one hook, however many events it tells.
+        """Call ``event`` when a gradient reaches one of the tensors. A tensor gets one hook for all of its events.
 
-        A cache of keys and values goes through every block, and would have one hook for each of them.
+        A key-value cache goes through every block, and would otherwise get one hook from each of them.
         """
         for tensor in tensors:
             known = self._hooked.get(id(tensor))
-            # after a change in place it is another tensor to autograd
+            # after an in-place change an earlier hook sees the gradient of the old value only
             if known is not None and known[0]() is tensor and known[1] == tensor._version:
                 known[2].append(event)
                 continue
@@ -198,7 +198,7 @@ class ForwardRun:
             tensor.register_hook(partial(_tell, events))
 
     def ends(self) -> None:
-        """The model has returned: forget which tensors have a hook, which hold what the hooks hold."""
+        """The model has returned: drop the list of hooked tensors, whose events refer back to this object."""
         self._hooked = {}
 
 
@@ -219,10 +219,10 @@ def _once_per_pass(listener: Listener, event: Callable[[], None]) -> Callable[[T
 
 
 def _outliving(listener: Listener, unit: Unit, output: Any) -> Any:
-    """``output``, with copies of tensors that lie in the unit's weights, which are about to be freed.
+    """Return ``output`` with clones of tensors that share storage with the unit's weights, which will be freed.
 
     Raises:
-        RuntimeError: such a tensor is where it cannot be replaced.
+        RuntimeError: such a tensor is inside an object, where it cannot be replaced.
     """
     views = {id(tensor) for tensor in listener.views(unit, tensors_in(output))}
     if not views:
@@ -237,14 +237,14 @@ def _outliving(listener: Listener, unit: Unit, output: Any) -> Any:
 
 
 def _all_cast(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None) -> tuple[Any, Any] | None:
-    """What a pre-hook returns for arguments that are cast; None: they stay."""
+    """Return the arguments cast to ``dtype``, as a pre-hook returns them; None: they stay as they are."""
     if dtype is None:
         return None
     return tuple(_cast(value, dtype) for value in args), {name: _cast(value, dtype) for name, value in kwargs.items()}
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with its floating-point tensors in ``dtype``; itself, which may be written into, where they are."""
+    """Return ``value`` with its floating-point tensors in ``dtype``: ``value`` itself, not a copy, if they all are."""
 
     def is_other(leaf: Any) -> bool:
         return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != dtype

@@ -1,4 +1,4 @@
-"""Methods of `nn.Module` that would be silently wrong on sharded weights: each is replaced or raises a clear error.
+"""Replaces methods of `nn.Module` that would be silently wrong on sharded weights; some of them raise a clear error.
 
 Users keep calling the model as an ordinary module. Most methods work unchanged; this file handles the others.
 """
@@ -30,9 +30,9 @@ class Guard:
     """Replaces methods of ``model`` and its submodules until `remove`.
 
     Args:
-        model: that the engine has taken over.
-        runtime: of the engine.
-        stepping: of the engine.
+        model: the model that the engine has taken over.
+        runtime: the engine's runtime.
+        stepping: the engine's optimizers.
     """
 
     def __init__(self, model: nn.Module, runtime: Runtime, stepping: Stepping) -> None:
@@ -60,7 +60,7 @@ class Guard:
                 module.__dict__["generate"] = _generate_together(module, runtime)
         self._handles.append(model.register_forward_pre_hook(_begins(params)))
         computes_otherwise = any(group.params.full.dtype != group.params.dtype for group in runtime.groups())
-        if runtime.levels.shard.world_size > 1 or computes_otherwise:  # else weights are always whole and current
+        if runtime.levels.shard.world_size > 1 or computes_otherwise:  # else weights are always unsharded and current
             self._handles += attach_parts(runtime.all_units(), model, runtime.part_begins)
 
     def remove(self) -> None:
@@ -78,7 +78,7 @@ class Guard:
 
 
 def has_engine(model: nn.Module) -> bool:
-    """Whether the model, a part of it or a parameter that it shares with another model has one already."""
+    """Whether the model, a submodule, or a parameter that it shares with another model has an engine already."""
     return any(MARK in vars(part) for part in (*model.modules(), *model.parameters()))
 
 
@@ -118,13 +118,13 @@ def _refuse_pickle(protocol: int) -> Any:
 
 
 def _apply_in_place(module: nn.Module) -> Callable[..., nn.Module]:
-    """``module._apply``, for functions that leave every parameter where it is; buffers they may change."""
+    """Return a ``module._apply`` for functions that would not change parameters; it applies them to buffers only."""
 
     def apply(fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
         own = (param for part in module.modules() for param in part._parameters.values() if param is not None)
         kinds = {(param.dtype, param.device, min(param.dim(), 5)) for param in own}
         for dtype, device, num_dims in kinds:
-            # What it does to a tensor like these: a model's copy would be as large as the model.
+            # Try it on a small tensor of the same kind: on the parameters it might copy the whole model.
             probe = torch.arange(1, 1 + 2**num_dims, device=device).to(dtype).view([2] * num_dims)
             _require_in_place(probe, fn(probe))
         for part in module.modules():
@@ -137,7 +137,7 @@ def _apply_in_place(module: nn.Module) -> Callable[..., nn.Module]:
 
 
 def _require_in_place(probe: Tensor, found: Tensor) -> None:
-    """Raise RuntimeError unless ``found`` is what ``probe`` is, be it a copy."""
+    """Raise RuntimeError unless ``found`` has the dtype, device, strides and values of ``probe``; it may be a copy."""
     if found is probe:
         return
     if found.dtype != probe.dtype:
@@ -157,7 +157,7 @@ def _require_in_place(probe: Tensor, found: Tensor) -> None:
 
 
 def _apply_where_whole(module: nn.Module, runtime: Runtime) -> Callable[..., nn.Module]:
-    """``module.apply``: what initialises weights by it would be lost, or differ from rank to rank."""
+    """Return a ``module.apply`` that raises on several ranks outside of `pinned`: changes would be lost or differ."""
 
     def apply(fn: Callable[[nn.Module], None]) -> nn.Module:
         if runtime.levels.world.world_size > 1 and not runtime.is_pinned:
@@ -175,7 +175,7 @@ def _words_of(function: Any) -> Iterable[str]:
 
 
 def _generate_together(model: nn.Module, runtime: Runtime) -> Callable[..., Any]:
-    """``generate`` of transformers' models: while forwards gather, a rank whose texts have ended joins the others'."""
+    """Return ``generate`` of a transformers model with ``synced_gpus``: ranks that are done join others' gathers."""
 
     def generate(*args: Any, **kwargs: Any) -> Any:
         if runtime.shard_params and not runtime.is_pinned:
@@ -192,7 +192,7 @@ def _generate_together(model: nn.Module, runtime: Runtime) -> Callable[..., Any]
 
 
 class _RefusesDdp:
-    """Stands where `DistributedDataParallel` looks first, for the names that it shall leave alone."""
+    """Raises when `DistributedDataParallel` reads the model's list of parameters to ignore, which it does first."""
 
     def __iter__(self) -> Iterator[str]:
         raise RuntimeError(_NO_DDP)
@@ -208,7 +208,7 @@ def _begins(params: set[nn.Parameter]) -> Callable[[nn.Module, tuple[Any, ...]],
 
 
 def _register_known(module: nn.Module, known: set[nn.Parameter]) -> Callable[[str, nn.Parameter | None], None]:
-    """``module.register_parameter``, for parameters that the engine has."""
+    """Return a ``module.register_parameter`` that accepts only parameters that the engine has."""
 
     def register(name: str, param: nn.Parameter | None) -> None:
         if param is not None and param not in known:

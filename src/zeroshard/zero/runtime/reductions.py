@@ -1,4 +1,4 @@
-"""The gradient reductions of one backward: issued unit by unit, a few in flight, and what ranks agree on at its end."""
+"""The gradient reductions of one backward: issued unit by unit, a few of them in flight, and completed at its end."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ class Reductions:
     """The gradient reductions that are in flight.
 
     Args:
-        collectives: by which ranks agree.
-        buffers: of the model, which are made alike at the end of each backward.
+        collectives: through which ranks agree on flags at the end of each backward.
+        buffers: the model's buffers, which are synchronised at the end of each backward.
     """
 
     def __init__(self, collectives: CollectiveOrder, buffers: ModuleBuffers) -> None:
         self._collectives, self._buffers = collectives, buffers
         self._in_flight: deque[Unit] = deque()
-        self._to_replicas: deque[Unit] = deque()  # reduced within this rank's group so far
+        self._to_replicas: deque[Unit] = deque()  # units with further collectives to issue, over replicas or nodes
 
     def start(self, unit: Unit, *, shard_grads: bool) -> None:
-        """Start to reduce the unit's gradients; ``shard_grads``: and have no more whole ones than must be."""
+        """Start to reduce the unit's gradients; if ``shard_grads``, wait for older reductions to free their buffers."""
         unit.reduce_grads()
-        self._across()  # those before it: meanwhile their first sum has come
+        self._across()  # for earlier units: their first reduction has had time to finish
         self._to_replicas.append(unit)
         if shard_grads:
             self._in_flight.append(unit)
@@ -36,16 +36,16 @@ class Reductions:
                 self._in_flight.popleft().settle()
 
     def _across(self) -> None:
-        """Issue the next collective of each unit that has more to issue."""
+        """Issue the next collective, over replicas or nodes, of each unit that has one left."""
         for unit in self._to_replicas:
             unit.reduce_across()
         self._to_replicas = deque(unit for unit in self._to_replicas if unit.crossing)
 
     def settle(self, all_units: Sequence[Unit]) -> None:
-        """Agree on which parameters had gradients anywhere, reduce what came late, wait for all. Collective.
+        """Agree on which parameters had gradients on any rank, reduce late gradients, and wait for all. Collective.
 
         Raises:
-            RuntimeError: ranks have gone different ways; see `CollectiveOrder.agree_on_flags`.
+            RuntimeError: ranks have issued different gathers; see `CollectiveOrder.agree_on_flags`.
         """
         while self._to_replicas:
             self._across()

@@ -1,4 +1,4 @@
-"""Between steps: move weights and gradients to another layout, for a new stage or an optimizer of whole tensors.
+"""Moves weights and gradients to another layout between steps: for a new stage, or an optimizer of whole tensors.
 
 This is refused while gradients wait for an optimizer step, because they would be lost, and inside `Runtime.pinned`,
 which promises that all weights stay unsharded.
@@ -14,7 +14,7 @@ from zeroshard.zero.strategy import ShardingStrategy
 
 
 def groups_to_leave(runtime: Runtime, params: set[nn.Parameter]) -> list[FlatGroup]:
-    """The groups of ``params`` that do not keep tensors whole."""
+    """Return the groups that hold some of ``params`` and whose layout does not keep tensors whole."""
     return [group for group in runtime.groups() if not group.whole and not params.isdisjoint(group.params.params)]
 
 
@@ -48,7 +48,7 @@ def require_rest(runtime: Runtime, what: str) -> None:
 
 
 def take_row(runtime: Runtime, strategy: ShardingStrategy) -> None:
-    """Move weights and gradients as this row says from now on; the groups are laid out by it already."""
+    """From now on shard weights and gradients as this row of the stage table says; groups have its layout already."""
     runtime.read_row(strategy)
     runtime.forget_calls()
     runtime.laid_out_anew(runtime.groups())

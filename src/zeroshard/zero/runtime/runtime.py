@@ -1,16 +1,16 @@
-"""What the engine does at each event of forward and backward: it unshards, reshards and reduces along the schedule.
+"""`Runtime`: unshards, reshards and reduces units at each event of forward and backward, in the order of the schedule.
 
-A forward pass begins when the model is called. Weights that the last step made stale are refreshed in one order on
-every rank; sharded ones are gathered `prefetch` units ahead of their use and freed after it. A backward pass begins
-with the first gradient that reaches an output and ends when autograd is done. In between, units are gathered and
-reduced along the schedule (`zeroshard.zero.runtime.schedule`).
+A forward pass begins when the model is called. Weights that the last step made stale are refreshed in the same order
+on every rank; sharded weights are gathered `prefetch` units ahead of their use and freed after it. A backward pass
+begins with the first gradient that reaches a unit's output and ends when autograd is done. In between, units are
+gathered and reduced as the schedule says (`zeroshard.zero.runtime.schedule`).
 
 [Note: Order of execution]
-    Places in the schedule are those of the first forward on rank 0, told to the others at the first backward. A rank
-    may skip units, or run each of them once in another order than the others: weights that were gathered ahead wait for
-    their turn, and gradients that come after their unit was reduced are reduced once more at the end. What no list
-    foresees, a unit that is called again after it was freed, is gathered then and there, and so must happen on every
-    rank alike; where it did not, all raise at the end of backward: [Note: Diverged] in `collective_order`.
+    The schedule has the units in the order in which rank 0's forward called them; rank 0 broadcasts it at the first
+    backward. A rank may skip units, or call each of them once in another order: weights that were gathered ahead stay
+    unsharded until they are used, and gradients that arrive after their unit was reduced are reduced once more at the
+    end. A unit that is called again after it was freed has no place in the schedule and is gathered on the spot, so
+    every rank must call it again. If one does not, all raise after backward: [Note: Diverged] in `collective_order`.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Runtime:
     """Receives the events of the module hooks and acts on them.
 
     Attributes:
-        comm: all ranks.
+        comm: the communicator of all ranks.
         root, units: the root unit, and the others in order of registration.
-        removed: whether the engine has given its model back.
+        removed: whether `Zero.remove` has made the model an ordinary one again.
         sync: whether backward passes reduce; False inside `no_sync`.
-        unreduced: whether the last backward pass left gradients on this rank that no reduction has seen.
-        backward_pass: the one that is running.
+        unreduced: whether the last backward pass left gradients on this rank that are not reduced yet.
+        backward_pass: the backward pass that is running, or that an exception ended; else None.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Runtime:
         return (group for unit in self.all_units() for group in unit.groups)
 
     def _attach(self) -> None:
-        """Hook gradients, and reads of what a step has outdated; have weights and gradients move on streams."""
+        """Hook gradients and reads of stale weights; have groups issue their collectives on the engine's streams."""
         self._grad_hooks.attach(self.all_units())
         self._weights.hear_of_reads()
         for group in self.groups():
@@ -113,7 +113,7 @@ class Runtime:
         self._weights.unshard(unit)
 
     def part_begins(self, unit: Unit) -> None:
-        """A module inside of a unit is called while the unit is not: [Note: Parts] in `module_hooks`."""
+        """Unshard a unit whose submodule is called outside of the unit's forward: [Note: Parts] in `module_hooks`."""
         if in_backward():
             self._runs_again(unit)
         else:
@@ -127,7 +127,7 @@ class Runtime:
             self._weights.unshard(unit)
 
     def _runs_again(self, unit: Unit) -> None:
-        """Unshard a unit for recomputation, which may precede its backward and come out of the schedule's order."""
+        """Walk the schedule up to a unit that is recomputed, unless a recorded call of it still awaits its backward."""
         backward = self.backward_pass
         if unit is not self.root and backward is not None and not unit.calls.get(backward.forward_run):
             backward.before_end(unit, backward.forward_run)
@@ -135,7 +135,7 @@ class Runtime:
     def _begin_forward(self) -> None:
         if self.backward_pass is not None:
             self._forget_backward()  # an exception ended it
-        self._grad_hooks.heed()  # memory of gradients that are not wanted any more is free for this forward
+        self._grad_hooks.heed()  # frees gradients that the user has set to None, before this forward takes memory
         self._grad_hooks.attach_trained()
         for unit in self.all_units():
             unit.inside = 0  # an exception may have ended a forward
@@ -161,7 +161,7 @@ class Runtime:
             self._forward_pass.free(unit)
 
     def views(self, unit: Unit, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Those of the tensors that lie in weights that are freed after forward."""
+        """Return those of the tensors that share storage with weights that are freed after forward."""
         return self._weights.views(unit, tensors)
 
     # -- backward ---------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ class Runtime:
         return backward is not None and any(unit.calls.get(index) for index in backward.forward_runs)
 
     def _backward(self, forward_run: int | None = None) -> BackwardPass:
-        """The pass that is running, begun if need be by the outputs of that forward."""
+        """Return the running backward pass, or begin one; ``forward_run``: the forward whose outputs got gradients."""
         if self.backward_pass is not None and self.backward_pass.failed:
             self._forget_backward()
         if self.backward_pass is None:
@@ -222,7 +222,7 @@ class Runtime:
         return self.backward_pass
 
     def _forwards_of_this_pass(self, begun: int | None) -> list[int]:
-        """The latest first. Collective where several may take part and weights move."""
+        """Forwards that this backward goes through, latest first. Collective if several may and weights are sharded."""
         forwards = self._forwards
         for unit in self.all_units():
             unit.forget_calls(forwards.gone())
@@ -236,7 +236,7 @@ class Runtime:
         return forwards.taken(votes) or [begun]
 
     def _take(self, op: Op) -> None:
-        """Do what the schedule of this backward says."""
+        """Execute one operation of this backward's schedule."""
         backward = self.backward_pass
         assert backward is not None
         unit = self.root if op.place == ROOT else backward.units[op.place]
@@ -246,14 +246,14 @@ class Runtime:
             )
             self._weights.gather(unit, again=others_may_have_freed_it)
             if unit.kept or unit.held or unit.active:
-                unit.wait()  # whoever reads them next does not say so
+                unit.wait()  # the next read of these weights triggers no hook
         elif op.action == "reduce":
             self._reduce(unit)
         elif self.reshard_after_forward and not (unit.active or unit.held or unit.calls.get(backward.run_of(op))):
             self._weights.reshard(unit)
 
     def _hold_what_runs_again(self, backward: BackwardPass) -> None:
-        """Gather what one forward called several times now, and keep it: its turns have no place in the schedule."""
+        """Gather and keep units that one forward called several times: the schedule has one place for each unit."""
         for unit in backward.units:
             several = any(unit.calls.get(index, 0) > 1 for index in backward.forward_runs)
             if several and self.shard_params and unit.read_in_backward:
@@ -261,7 +261,7 @@ class Runtime:
                 unit.held = True
 
     def forget_calls(self) -> None:
-        """Expect no backward of any forward that has been run."""
+        """Forget all forwards that were run: no backward of them is expected any more."""
         self._weights.held_by_graph = False
         self._forwards.forget()
         for unit in self.all_units():
@@ -308,24 +308,24 @@ class Runtime:
     # -- gradients --------------------------------------------------------------------------------------------
 
     def take_grad(self, group: FlatGroup, slot: int, grad: Tensor) -> None:
-        """A parameter's gradient is there."""
+        """Accumulate a gradient that autograd has computed for the group's parameter in ``slot``."""
         self._backward()
         if self._forward_pass.unseen:
             refuse_unseen(group, self._forward_pass.unseen)
         group.grads.accumulate(slot, grad)
 
     def take_changes(self) -> None:
-        """Copy what was written into weights to the fp32 masters: [Note: Changes in place] in `differences`."""
+        """Copy in-place changes of weights to the master weights: [Note: Changes in place] in `differences`."""
         for group in self.groups():
             group.params.take_changes()
 
     def require_reduced(self, what: str) -> None:
-        """Take over what the user has put into ``param.grad``; raises as `require_shown`."""
+        """Apply what the user has assigned to ``param.grad``, then raise if gradients are unusable: `require_shown`."""
         self._grad_hooks.heed()
         self.require_shown(what)
 
     def require_shown(self, what: str) -> None:
-        """Raise RuntimeError if gradients are yet to be reduced, were never reduced, or if the engine is gone."""
+        """Raise RuntimeError if gradients are not reduced, lack a graph that is needed, or the engine was removed."""
         require_usable(
             what,
             self.backward_pass,
@@ -335,7 +335,7 @@ class Runtime:
         )
 
     def clear_grads(self, params: set[nn.Parameter] | None = None, *, set_to_none: bool = True) -> None:
-        """Forget the gradients of ``params``, None: all; or have them be zero."""
+        """Clear the gradients of ``params`` (None: of all), or set them to zero if ``set_to_none`` is False."""
         if params is None and self.backward_pass is not None and self.backward_pass.failed:
             self._forget_backward()
         for group in self.groups():
@@ -346,7 +346,7 @@ class Runtime:
             self._grad_hooks.hide(params)
 
     def clear_slots(self, group: FlatGroup, slots: set[int]) -> None:
-        """Forget the gradients of these parameters."""
+        """Clear the gradients of the group's parameters in these slots."""
         group.awaited = group.awaited and len(slots) < len(group.params.params)
         group.grads.clear(slots)
         for piece, shard in zip(group.params.pieces, group.shards, strict=True):
@@ -355,31 +355,31 @@ class Runtime:
         self.unreduced = self.unreduced and any(group.grads.pending for group in self.groups())
 
     def require_unpinned(self, what: str) -> None:
-        """Raise RuntimeError inside `pinned`, which promises weights that are whole and current."""
+        """Raise RuntimeError inside `pinned`, which promises weights that are unsharded and current."""
         if self._weights.pinned:
             raise RuntimeError(f"{what}: it changes weights; call it outside full_params()")
 
     def laid_out_anew(self, groups: Iterable[FlatGroup]) -> None:
-        """Hook the gradients of these groups' parameters, which were moved to other buffers."""
-        # A graph from before holds the old buffers: autograd shall say so if a backward goes through it.
+        """Hook gradients anew, after the parameters of these groups were moved to other buffers."""
+        # A graph from before the move holds the old buffers; the new version makes autograd raise in its backward.
         torch.autograd.graph.increment_version([param for group in groups for param in group.params.params])
         self._attach()
 
     def read_row(self, strategy: ShardingStrategy) -> None:
-        """Move weights and gradients as this row says from now on."""
+        """From now on shard weights and gradients as this row of the stage table says."""
         several = self.levels.shard.world_size > 1
         self.shard_params = self._weights.shard_params = strategy.params is SHARD and several
         self.shard_grads = strategy.grads is SHARD and several
         self.reshard_after_forward = strategy.reshard_after_forward
 
-    # -- whole weights ----------------------------------------------------------------------------------------
+    # -- unsharded weights ------------------------------------------------------------------------------------
 
     def pinned(self) -> AbstractContextManager[None]:
         """Keep all weights unsharded and current in this block. Collective on entry."""
         return self._weights.pin()
 
     def masters_replaced(self, replaced: Replaced = "for good") -> None:
-        """Refresh weights after the masters changed outside of a step. Collective."""
+        """Refresh weights after the master weights changed outside of a step. Collective."""
         self._weights.masters_replaced(replaced)
 
     @property
@@ -393,7 +393,7 @@ class Runtime:
         return self._weights.readable
 
     def detach(self) -> None:
-        """Remove the hooks on parameters: the engine is gone."""
+        """Remove the hooks on parameters, because the engine is being removed from its model."""
         self.removed = True
         self._grad_hooks.detach()
         self._weights.show_as_current()

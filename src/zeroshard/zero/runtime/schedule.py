@@ -1,9 +1,9 @@
-"""In which order a rank issues its collectives: lists made before the first of them, the same on every rank.
+"""The order in which ranks issue their collectives: lists made before the first of them, the same on every rank.
 
 Ranks may run different code for a step (a branch that one of them does not take), yet must issue the same
-collectives in the same order. So no rank issues what it happens to need. Each walks the same list; an event of its
-own execution (a unit's forward begins, its backward begins or ends) only says *how far* it may walk. What a rank
-skipped over is issued all the same when it gets past it.
+collectives in the same order. So no rank issues a collective just when it needs it. Each walks the same list; an
+event of its own execution (a unit's forward begins, its backward begins or ends) only says *how far* it may walk. The
+collectives of a unit that a rank skips are issued all the same, when the rank gets past them.
 
 Forward, weights sharded, one unit ahead (``prefetch=1``) over four units::
 
@@ -13,10 +13,10 @@ Backward::
 
     gather 3, gather 2 | reduce 3, gather 1 | reduce 2, gather 0 | reduce 1 | reduce 0, reduce root
 
-The gather of unit 3 finds its weights where forward left them, at every rank, and sends nothing. A unit whose backward
-reads no weights, an embedding, is not gathered for it (`Unit.read_in_backward`).
+The gather of unit 3 sends nothing: forward has left its weights unsharded on every rank. A unit whose backward reads
+no weights, such as an embedding, is not gathered for it (`Unit.read_in_backward`).
 
-Where two forwards share a backward, it goes through the second and then through the first::
+If one backward goes through two forwards, the second comes first::
 
     gather 3, gather 2 | free 3, gather 1 | ... | free 0 || gather 3, gather 2 | reduce 3, ... reduce 0, reduce root
 """
@@ -33,7 +33,7 @@ class Op(NamedTuple):
     """One step of a schedule: gather, free or reduce the unit at a place of the order.
 
     Attributes:
-        sweep: how many forwards of the model are still to be gone through backward after this one.
+        sweep: the number of forwards of the model that this backward still has to go through after the op's own.
     """
 
     action: Literal["gather", "free", "reduce"]
@@ -47,10 +47,10 @@ def forward_ops(num_units: int) -> list[Op]:
 
 
 def backward_ops(num_units: int, *, prefetch: int, gather: bool, num_sweeps: int = 1) -> list[Op]:
-    """Last to first: gather a unit ``prefetch`` places ahead of its use, reduce it when its turn is over.
+    """From the last unit to the first: gather ``prefetch`` places ahead of use, reduce when the unit's backward ends.
 
-    ``num_sweeps``: forwards that this backward goes through, the latest first. Each but the last sweep gathers and
-    frees every unit; only the last one has all gradients, and reduces.
+    ``num_sweeps``: forwards that this backward goes through, the latest first. Each sweep but the last gathers and
+    frees every unit; gradients are complete in the last one only, which reduces them.
     """
     ops: list[Op] = []
     for sweep in reversed(range(num_sweeps)):
@@ -75,19 +75,19 @@ class Cursor:
         self._next = 0
 
     def through(self, op: Op) -> None:
-        """Run everything up to and with ``op``; nothing if it is passed, or no part of the schedule."""
+        """Run all operations up to and including ``op``; none if it was passed already or is not in the schedule."""
         self._walk(self._index.get(op, -1) + 1)
 
     def before(self, op: Op) -> None:
-        """Run everything up to ``op``, without it."""
+        """Run all operations up to ``op``, excluding it."""
         self._walk(self._index.get(op, 0))
 
     def finish(self) -> None:
-        """Run what is left."""
+        """Run the remaining operations."""
         self._walk(len(self._ops))
 
     def _walk(self, stop: int) -> None:
         while self._next < stop:
             op = self._ops[self._next]
-            self._next += 1  # before running: an op may come back here
+            self._next += 1  # before running: an op may call this cursor again
             self._run(op)

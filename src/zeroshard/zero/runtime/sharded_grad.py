@@ -1,15 +1,15 @@
-"""What ``param.grad`` is under an engine: the gradient averaged over ranks, of the parameter's shape, kept in shards.
+"""`ShardedGrad`: ``param.grad`` under an engine, the gradient averaged over ranks, in the parameter's shape, sharded.
 
-Reading gathers it, writing changes each rank's own part, and the optimizer's pieces share that memory. So what a
-training loop does with gradients (`torch.nn.utils.clip_grad_norm_`, `clip_grad_value_`, `torch.amp.GradScaler`, norms
-for a log, ``p.grad.mul_()``) gives every rank the numbers of one process.
+Reading gathers it, writing changes this rank's own part, and the optimizer's pieces share the memory of that part. So
+whatever a training loop does with gradients (`torch.nn.utils.clip_grad_norm_`, `clip_grad_value_`, `GradScaler`, norms
+for a log, ``p.grad.mul_()``) gives the same numbers on every rank as in one process. By kind of operation:
 
-    norm                           one number a gradient and rank is sent, for a whole list of gradients at once
-    in place, element by element   nothing is sent: each rank computes its own part
-    any other                      the gradient is gathered; what it has become is written back, each rank its own part
+    norm                         one all-gather for a list of gradients: each rank sends one number for each of them
+    element-wise and in place    no communication: each rank computes its own part
+    any other                    the gradient is gathered; if it was written to, each rank copies its own part back
 
-As with a `DTensor`, of which this is the small case that an engine needs: whatever is sent is collective, so every rank
-does the same, in the same order.
+It is the small case of a `DTensor` that an engine needs, and as there operations may be collective: every rank must
+do the same ones in the same order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zeroshard.comm import CONTROL, Communicator, scope
 aten = torch.ops.aten
 View = Callable[[Tensor], Tensor]
 
-# In place, each element from its own: what a shard computes is what the whole tensor would.
+# In-place and element-wise: on a shard they compute the same values as on the unsharded tensor.
 _ELEMENT_WISE = frozenset(
     {"abs_", "add_", "addcdiv_", "addcmul_", "ceil_", "clamp_", "clamp_max_", "clamp_min_", "copy_", "div_", "exp_"}
     | {"fill_", "floor_", "lerp_", "log_", "masked_fill_", "mul_", "nan_to_num_", "neg_", "pow_", "reciprocal_"}
@@ -36,7 +36,7 @@ _ELEMENT_WISE = frozenset(
 
 
 class GradHome(Protocol):
-    """Where one parameter's gradient lies."""
+    """Where the gradient of one parameter is stored."""
 
     @property
     def comm(self) -> Communicator:
@@ -45,60 +45,60 @@ class GradHome(Protocol):
 
     @property
     def sharded(self) -> bool:
-        """Whether they hold a part each, or all of them the whole."""
+        """Whether each rank holds one part of the gradient; if False, each rank holds all of it."""
         ...
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The parameter's."""
+        """The parameter's shape."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where it lies."""
+        """The device of the gradient."""
         ...
 
     @property
     def intervals(self) -> Sequence[tuple[int, int]]:
-        """By rank, ``[start, stop)`` of the flattened gradient that is the rank's own."""
+        """``[start, stop)`` of the part that each rank holds, in the flattened gradient, by rank."""
         ...
 
     def cuts(self, rank: int) -> Sequence[tuple[int, int]]:
-        """``[start, stop)`` of each part of that, as partial norms are of."""
+        """``[start, stop)`` of each stretch of the rank's part that has a partial norm of its own (see `norms`)."""
         ...
 
     def local(self) -> Tensor:
-        """1-D: the part that this rank holds; RuntimeError where there is nothing to be read now."""
+        """1-D: the part that this rank holds; raises RuntimeError if the gradient cannot be read now."""
         ...
 
     def zero(self) -> None:
-        """Set the gradient to zero, whether it was reduced or not."""
+        """Set the gradient to zero, whether it is reduced already or not."""
         ...
 
 
 class ShardedGrad(Tensor):
     """A gradient of which each rank holds a part; see the module's docstring.
 
-    It is good until gradients are cleared; what is kept longer must be a copy (`full_tensor`). It has no graph.
+    It is valid until gradients are cleared; to keep it longer, take a copy (`full_tensor`). It has no autograd graph.
     """
 
     _home: GradHome
     _views: tuple[View, ...]
     _arrived: Tensor | None
     __torch_function__ = torch._C._disabled_torch_function_impl  # ty: ignore[incompatible-method-override]
-    # What is assigned becomes the gradient; torch's own would be memory of this tensor, which nobody looks at.
+    # Assigning to `data` writes the gradient; torch's own `data` would be this tensor's memory, which it does not have.
     data: Any = property(Tensor.detach, lambda self, new: self.copy_(new.detach().view(self.shape)))
 
     @staticmethod
     def __new__(
         cls: type[ShardedGrad], home: GradHome, like: Tensor, dtype: torch.dtype, views: tuple[View, ...] = ()
     ) -> ShardedGrad:
-        """As ``like`` lies, wherever its memory is; ``views`` lead from the gradient to what this shows."""
+        """Make one with the shape and strides of ``like``; ``views`` map the gradient to the view of it shown here."""
         made = Tensor._make_wrapper_subclass(
             cls,
             like.shape,
             strides=like.stride(),
-            storage_size=0,  # it has no memory, and whoever counts bytes shall see none
+            storage_size=0,  # it has no memory of its own, so that memory counters do not count it twice
             dtype=dtype,
             device=home.device,
         )
@@ -109,7 +109,7 @@ class ShardedGrad(Tensor):
     def __torch_dispatch__(  # ty: ignore[incompatible-method-override] -- torch's own has other names
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Every operation that a gradient takes part in."""
+        """Run any operation that a gradient takes part in, by its kind as in the module's docstring."""
         kwargs = kwargs or {}
         first = args[0] if args else None
         adds = func in (aten.add_.Tensor, aten.add.Tensor) and isinstance(first, cls) and isinstance(args[1], Tensor)
@@ -129,27 +129,27 @@ class ShardedGrad(Tensor):
         return func(*tree_map(whole, args), **tree_map(whole, kwargs))
 
     def full_tensor(self) -> Tensor:
-        """A plain copy of all of it, in the masters' dtype. Collective.
+        """The unsharded gradient as a plain tensor, a copy, in this gradient's dtype. Collective if it is sharded.
 
         Raises:
-            RuntimeError: it was cleared, or its reduction is yet to come.
+            RuntimeError: the gradient was cleared, or is not reduced yet.
         """
         return _through(self._views, gather(self._home))
 
     def to_local(self) -> Tensor:
-        """1-D: the part that this rank holds, in the engine's own memory; raises as `full_tensor`."""
+        """1-D: the part that this rank holds, a view of the engine's own memory; raises as `full_tensor` does."""
         return self._home.local()
 
     def is_all_of(self, home: GradHome) -> bool:
-        """Whether it shows all of what lies there, as it lies."""
+        """Whether this is the gradient of ``home`` itself, not a view of it."""
         return self._home is home and not self._views
 
     def numpy(self, *, force: bool = False) -> Any:
-        """As of a plain tensor. Collective."""
+        """`Tensor.numpy` of the unsharded gradient. Collective."""
         return self.full_tensor().numpy(force=force)
 
     def tolist(self) -> Any:
-        """As of a plain tensor. Collective."""
+        """`Tensor.tolist` of the unsharded gradient. Collective."""
         return self.full_tensor().tolist()
 
     def __array__(self, dtype: Any = None) -> Any:
@@ -167,12 +167,12 @@ class ShardedGrad(Tensor):
     # -- for the engine ---------------------------------------------------------------------------------------
 
     def take_arrived(self) -> Tensor | None:
-        """What autograd has added to it since, which is this rank's own and yet to be reduced."""
+        """Remove and return the gradient that autograd has added since the last call: this rank's own, unreduced."""
         arrived, self._arrived = self._arrived, None
         return arrived
 
     def _arrives(self, func: Any, grad: Tensor) -> Tensor:
-        if func is aten.add.Tensor:  # under create_graph, which puts the sum in this tensor's place
+        if func is aten.add.Tensor:  # under create_graph autograd assigns the sum to `grad`
             return grad.detach()
         self._arrived = grad.detach()
         return self
@@ -197,12 +197,12 @@ def _through(views: Iterable[View], whole: Tensor) -> Tensor:
 
 
 def _accumulates() -> bool:
-    """Whether autograd is adding a new gradient to what is there, as it does in a backward and nobody else may."""
+    """Whether a backward is running: only then does autograd add to an existing gradient, and nobody else may."""
     return torch._C._current_graph_task_id() != -1
 
 
 def gather(home: GradHome) -> Tensor:
-    """The unsharded gradient in the parameter's shape, as a new tensor. Collective where it is sharded."""
+    """Return the unsharded gradient in the parameter's shape, as a new tensor. Collective if it is sharded."""
     local = home.local()
     if not home.sharded:
         return local.clone().view(home.shape)
@@ -220,7 +220,7 @@ def gather(home: GradHome) -> Tensor:
 
 
 class _Whole:
-    """Replaces each sharded argument of a function by the unsharded gradient; each is gathered once."""
+    """Replaces each `ShardedGrad` among a function's arguments by the unsharded tensor; gathers each gradient once."""
 
     def __init__(self) -> None:
         self._gathered: dict[int, Tensor] = {}
@@ -274,12 +274,12 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: li
 
 
 def held(home: GradHome) -> tuple[int, int]:
-    """``[start, stop)`` of the flattened gradient that `GradHome.local` is."""
+    """``[start, stop)`` of the part of the flattened gradient that `GradHome.local` returns on this rank."""
     return home.intervals[home.comm.rank] if home.sharded else (0, math.prod(home.shape))
 
 
 def _part(value: Any, home: GradHome) -> Any:
-    """What of an operand meets this rank's part of the gradient at ``home``, element by element."""
+    """Return the elements of an operand that belong to this rank's part of the gradient at ``home``."""
     if isinstance(value, ShardedGrad):
         if value._home is home and not value._views:
             return home.local()
@@ -296,8 +296,8 @@ def _part(value: Any, home: GradHome) -> Any:
 def norms(homes: Sequence[GradHome], order: float) -> Tensor:
     """``[len(homes)]``, float64: the p-norm of each gradient, the same bits on every rank and at every stage.
 
-    Collective where they are sharded: one message for all of them. Partials are kept in float64 and added in the order
-    of ranks, as `zeroshard.zero.optimizers.grad_norm` does.
+    Collective if they are sharded: one all-gather for all of them. Partial norms are kept in float64 and added in the
+    order of ranks, as `zeroshard.zero.optimizers.grad_norm` does.
     """
     locals_ = [home.local() for home in homes]
     comm, sharded = homes[0].comm, homes[0].sharded
@@ -308,7 +308,7 @@ def norms(homes: Sequence[GradHome], order: float) -> Tensor:
             for home, local, (start, stop) in zip(homes, locals_, cuts, strict=True):
                 before = held(home)[0]
                 part = local[start - before : stop - before]
-                wide = torch.float32 if part.dtype == torch.bfloat16 else None  # its own keeps two digits of a norm
+                wide = torch.float32 if part.dtype == torch.bfloat16 else None  # bfloat16 keeps two digits of a norm
                 norm = torch.linalg.vector_norm(part, order, dtype=wide).to(torch.float64) if stop > start else zero
                 parts.append(norm if math.isinf(order) else norm**order)
     table = torch.stack(parts).view(-1, len(homes))
@@ -330,7 +330,7 @@ def _norm_dtype(grad: ShardedGrad, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _order(value: Any) -> float | None:
-    """p where partial norms can be put together; None where they cannot."""
+    """Return p of the p-norm if partial norms can be combined for it (p > 0), else None."""
     order = 2.0 if value is None else float(value)
     return order if order > 0 else None
 
@@ -346,7 +346,7 @@ def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _norms_of_all(homes: Sequence[GradHome], order: float) -> list[Tensor]:
-    """`norms` of gradients that several engines may have: those that lie on the same ranks in the same way together."""
+    """`norms` of gradients that may be of several engines: one call for those with the same ranks and sharding."""
     alike: dict[tuple[int, bool], list[int]] = {}
     for place, home in enumerate(homes):
         alike.setdefault((id(home.comm), home.sharded), []).append(place)
@@ -367,14 +367,14 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`torch.amp.GradScaler`'s: whether any rank's part has overflowed is told to all. Collective."""
+    """Unscale for `torch.amp.GradScaler`; ranks agree on whether any rank's part has NaN/Inf. Collective."""
     grads, found_inf, inverse_scale = args
     if not all(isinstance(grad, ShardedGrad) and not grad._views for grad in grads):
         raise RuntimeError("GradScaler.unscale_: some gradients are sharded and some are not; give each an optimizer")
     func([grad._home.local() for grad in grads], found_inf, inverse_scale)
     home = grads[0]._home
     if home.sharded:
-        told = found_inf.reshape(1)  # where the gradients are: on a GPU the host would have to wait for it
+        told = found_inf.reshape(1)  # stays on the gradients' device: moving it to the host would block the host
         with scope(CONTROL):
             home.comm.all_reduce(told, "max").wait()
         found_inf.copy_(told.view(found_inf.shape))

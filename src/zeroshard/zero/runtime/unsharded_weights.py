@@ -1,4 +1,4 @@
-"""Which units' weights are unsharded, and who may reshard them."""
+"""The unsharded weights of all units: gathered, freed unless still needed, pinned, and watched for reads."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class UnshardedWeights:
     """The weights of all units of an engine.
 
     Args:
-        units: root first.
-        collectives: told of each gather where weights are sharded.
+        units: all units, the root first.
+        collectives: records each gather, if weights are sharded.
 
     Attributes:
-        shard_params: whether full weights are freed after use.
-        pinned: whether all weights stay whole and current for now.
-        held_by_graph: whether a backward has made a graph of its own, which reads weights unannounced.
-        order: of the units but the root, in which a forward begins to gather them.
+        shard_params: whether unsharded weights are freed after use.
+        pinned: whether this is inside `pin`, which keeps all weights unsharded and current.
+        held_by_graph: whether a backward ran with ``create_graph``: its graph may read weights without calling hooks.
+        order: the units but the root, in the order in which a forward gathers them.
     """
 
     def __init__(self, units: Sequence[Unit], collectives: CollectiveOrder) -> None:
@@ -42,7 +42,7 @@ class UnshardedWeights:
         self._versions = GraphVersions()
 
     def gather(self, unit: Unit, *, again: bool = False) -> None:
-        """Issue the gather of the unit's weights; ``again``: even of current ones, which other ranks may lack."""
+        """Issue the gather of the unit's weights; ``again``: even if they are current, as other ranks may lack them."""
         if unit.gather(again=again) and self.shard_params:
             self._collectives.note_gather(unit)
 
@@ -53,7 +53,7 @@ class UnshardedWeights:
 
     def reshard(self, unit: Unit) -> None:
         """Free the unit's unsharded weights, unless they are pinned or a later backward needs them."""
-        # A gradient may be asked for in the middle of a forward (forces from an energy).
+        # A backward may run in the middle of a forward (forces as the gradient of an energy).
         needed = self.pinned or self.held_by_graph or unit.inside or unit.kept
         if self.shard_params and not needed:
             unit.reshard()
@@ -61,7 +61,7 @@ class UnshardedWeights:
                 self._watch(unit)
 
     def watch_freed(self) -> None:
-        """The model has returned: whoever reads what its forward has freed is told."""
+        """Begin to watch for reads of weights that forward has freed, because the model has returned."""
         for unit in self._units:
             self._watch(unit)
 
@@ -71,7 +71,7 @@ class UnshardedWeights:
                 group.params.watch_reads()
 
     def views(self, unit: Unit, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Those of the tensors that lie in weights that are freed after forward."""
+        """Return those of the tensors that share storage with weights that are freed after forward."""
         if not self.shard_params:
             return []
         storages = {group.params.full.untyped_storage()._cdata for group in unit.groups}
@@ -85,7 +85,7 @@ class UnshardedWeights:
             return
         for unit in self._units:
             for group in unit.groups:
-                group.params.take_changes()  # which are no part of what is dropped below
+                group.params.take_changes()  # keeps changes from before this block; changes inside it are dropped below
             unit.gather()
         for unit in self._units:
             unit.wait()
@@ -101,10 +101,10 @@ class UnshardedWeights:
                 self.reshard(unit)
 
     def masters_replaced(self, replaced: Replaced) -> None:
-        """Masters have got other values, outside of a step. Collective.
+        """Refresh weights, because master weights were replaced outside of a step. Collective.
 
-        Whole weights follow at once, in one order on every rank: `pin` shows them, and a backward whose forward is over
-        would ask for those alone that this rank runs.
+        Unsharded weights are gathered at once, in the same order on every rank: inside `pin` they must be current, and
+        a backward whose forward is over would gather only those of the units that this rank runs.
         """
         params = (param for unit in self._units for group in unit.groups for param in group.params.params)
         self._versions.replaced(params, replaced)
@@ -124,7 +124,7 @@ class UnshardedWeights:
                 group.params.hand_out()
 
     def hear_of_reads(self) -> None:
-        """From now on have `bring_up_to_date` called before weights are read that are outdated or sharded."""
+        """From now on call `bring_up_to_date` before stale or sharded weights are read."""
         this = weakref.ref(self)
 
         def read() -> None:
@@ -138,14 +138,14 @@ class UnshardedWeights:
         self.watch_freed()
 
     def bring_up_to_date(self) -> None:
-        """Gather outdated weights because one of them is about to be read: [Note: Read between steps] in `outdated`.
+        """Gather stale weights, because one of them is about to be read: [Note: Read between steps] in `outdated`.
 
-        The gathers and their order are those with which the next forward begins: a rank that reads alone waits for the
-        others there. Sharded weights stay sharded, and a warning says so once.
+        These are the gathers, in their order, with which the next forward begins: a rank that reads alone blocks until
+        the other ranks begin that forward. At stage 3 weights stay sharded, and a warning says so once.
         """
         if self.shard_params:
             self.show_as_current()
-            if not self._warned and CompileContext.try_get() is None:  # dynamo looks at parameters, not at values
+            if not self._warned and CompileContext.try_get() is None:  # dynamo reads no values
                 self._warned = True
                 warnings.warn(
                     "model: weights are read outside of forward and backward, where they are sharded and show NaN; "
@@ -160,7 +160,7 @@ class UnshardedWeights:
             unit.wait()
 
     def show_as_current(self) -> None:
-        """Stop watching reads until the next step."""
+        """Stop watching for reads of weights until the next step."""
         for unit in self._units:
             for group in unit.groups:
                 group.params.show_as_current()
@@ -172,7 +172,7 @@ class UnshardedWeights:
 
 
 def _storage(tensor: Tensor) -> int:
-    """Which one the tensor lies in; 0 where that is nobody's."""
+    """The identity of the tensor's storage; 0 if it has no storage that weights could be in."""
     if tensor.layout is not torch.strided or is_functorch_wrapped_tensor(tensor):
         return 0
     return tensor.untyped_storage()._cdata

@@ -1,1 +1,1 @@
-"""`ShardedOptimizer`: the optimizer's state alone is sharded, beside DDP or a loop of one's own."""
+"""`ShardedOptimizer`: shards the optimizer's state alone, for use with DDP or a hand-written training loop."""

@@ -1,4 +1,4 @@
-"""What `ShardedOptimizer` accepts: classes, settings and parameters, each refused in one line that says what to do."""
+"""Checks the classes, settings and parameters given to `ShardedOptimizer`; each error says in one line what to do."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from zeroshard.zero.optimizers.adoption import has_owner
 from zeroshard.zero.optimizers.requirements import Scope, classify
 from zeroshard.zero.optimizers.scope import no_class
 
-PER_RANK = ("params", "param_names")  # what differs between a group here and the inner optimizer's
+PER_RANK = ("params", "param_names")  # keys whose values differ between a group and the inner optimizer's group
 
-# What no rank can do with some of the tensors alone. A class that fails on dense gradients may have sparse ones, and
-# random numbers that only the owner draws are the same weights everywhere.
+# Scopes that need more than one rank's tensors. Others are fine: a class that fails on dense gradients may be given
+# sparse ones, and random numbers are drawn by a parameter's owner only, so that weights are the same on every rank.
 _REFUSED = (Scope.CROSS_TENSOR, Scope.CLOSURE_DRIVEN)
 
 
 def check_class(optimizer_cls: type[Optimizer], kwargs: dict[str, Any]) -> None:
-    """Raise TypeError for what is no optimizer class, ValueError for one that is differentiable."""
+    """Raise TypeError if ``optimizer_cls`` is no optimizer class, ValueError if it is set to be differentiable."""
     if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
         raise TypeError(no_class(optimizer_cls))
     if kwargs.get("differentiable"):
@@ -39,7 +39,7 @@ def check_reach(optimizer_cls: type[Optimizer], kwargs: dict[str, Any], groups: 
 
 
 def check_param(param: Tensor) -> None:
-    """Raise ValueError for a parameter that is not whole and dense in this process."""
+    """Raise ValueError for a parameter that is not unsharded and dense in this process."""
     what = None
     if is_traceable_wrapper_subclass(param):
         what = f"a {type(param).__name__}, of which this rank may hold only a part"
@@ -57,6 +57,6 @@ def check_param(param: Tensor) -> None:
 
 
 def describe(param: Tensor) -> str:
-    """A parameter in words that are the same on every rank: dtype, shape, kind of device, frozen or not."""
+    """Describe a parameter in words that are the same on every rank: dtype, shape, type of device, frozen or not."""
     frozen = "" if param.requires_grad else " (frozen)"
     return f"{str(param.dtype).removeprefix('torch.')} {list(param.shape)} on {param.device.type}{frozen}"

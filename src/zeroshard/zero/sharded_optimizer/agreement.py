@@ -1,7 +1,7 @@
-"""Ranks that build the same thing from their own arguments find out at once where these differ.
+"""Checks that ranks which build the same object together were given the same arguments, and raises on all if not.
 
-Without it a rank that was given other parameters, or whose constructor raised, leaves the others in a collective that
-never ends.
+Without the check, a rank that was given other parameters, or whose constructor raised, would leave the other ranks
+blocked in a collective.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _ERRORS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": Val
 def agreement(
     comm: Communicator, what: str = "params", todo: str = "give every rank the same parameters in the same order"
 ) -> Generator[list[str]]:
-    """Leave this block together: each rank describes its things in the list, in order. Collective.
+    """At the end of this block compare the descriptions that each rank has appended to the list. Collective.
 
     Args:
         comm: all ranks.
         what: the argument that is described.
-        todo: what whoever has given different ones is told.
+        todo: advice, for the error, to a user who has given ranks different arguments.
 
     Raises:
-        Exception: what the block raised here; else what it raised on the first rank where it did (a TypeError or
-            ValueError as such, another one as a RuntimeError), with that rank's number.
-        ValueError: ranks have described different things; names the first.
+        Exception: the error that the block raised on this rank; else that of the first rank on which it raised (a
+            TypeError or ValueError as such, another one as a RuntimeError), with that rank's number.
+        ValueError: ranks have appended different descriptions; it names the first that differs.
     """
     described: list[str] = []
     try:
@@ -62,13 +62,13 @@ def _exchange(comm: Communicator, described: list[str], error: Exception | None,
 
 
 def _first_difference(comm: Communicator, described: list[str], rank: int) -> tuple[str, str]:
-    """Where rank 0 and ``rank`` first differ, as they describe it; collective, on every rank."""
+    """Return the first descriptions in which rank 0 and ``rank`` differ. Collective, for all ranks."""
     lists = [send_bytes(comm, "\n".join(described).encode(), r).decode().split("\n") for r in (0, rank)]
     return next((ours, theirs) for ours, theirs in zip_longest(*lists, fillvalue="nothing more") if ours != theirs)
 
 
 def _gather(comm: Communicator, numbers: list[int]) -> list[list[int]]:
-    """Each of ``numbers`` by rank."""
+    """All-gather ``numbers``: return for each of them a list of its values by rank. Collective."""
     own = torch.tensor(numbers, dtype=torch.int64, device=comm.control_device)
     found = torch.empty(comm.world_size * len(numbers), dtype=torch.int64, device=comm.control_device)
     with scope(CONTROL):

@@ -1,21 +1,21 @@
 """`ShardedOptimizer`: any per-tensor optimizer, with each parameter's state on one rank only.
 
-Weights and gradients stay whole on every rank, as DDP or averaging by hand leaves them. The ranks share out the
-parameters; each runs the user's optimizer on its own and sends the new weights to the others:
+Weights and gradients stay unsharded on every rank, as DDP or averaging by hand leaves them. One rank owns each
+parameter. Every rank runs the user's optimizer on the parameters that it owns and broadcasts the new weights:
 
     rank 0   update a | send a ->      | update c | send c ->      |
     rank 1   update b | <- receive a   | send b -> | update d ...
 
 Tensors stay whole, so an optimizer that works tensor by tensor does the same arithmetic as without sharding, and gives
-the same bits; element by element is not needed. Source: optimizer state sharding ("P_os") of Rajbhandari et al. 2020,
-ZeRO, https://arxiv.org/abs/1910.02054, section 5.1.
+the same bits; it need not work element by element. Source: optimizer state sharding ("P_os") of Rajbhandari et al.
+2020, ZeRO, https://arxiv.org/abs/1910.02054, section 5.1.
 
 [Note: Update in parts]
-    Bucket after bucket of this rank's parameters is updated while earlier buckets travel. For that the inner
-    optimizer steps once per bucket, on the parameters in it alone. It is exact where all that a step counts is
-    counted per parameter, as every class of `torch.optim` does. A class from elsewhere may count steps in itself or
-    in a group, so it steps once, on everything, before this rank sends its first bucket; the other ranks' travel on.
-    So does one with step hooks of its own.
+    This rank's parameters are updated bucket by bucket, while earlier buckets are in flight. For that the inner
+    optimizer steps once per bucket, on the parameters in it alone. This is exact if everything that a step counts is
+    counted per parameter, as in every class of `torch.optim`. A class from elsewhere may count steps in itself or in
+    a group, so it steps once, on all parameters, before this rank sends its first bucket; other ranks' buckets are
+    not delayed. An optimizer with step hooks of its own also steps once.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ BUCKET_BYTES = 16 << 20
 
 
 class ShardedOptimizer(Optimizer):
-    """An ``optimizer_cls`` whose state is shared out among the ranks, a whole parameter's on one rank.
+    """An ``optimizer_cls`` whose state is distributed over the ranks: a parameter's is on the rank that owns it.
 
     A drop-in for the optimizer itself: `param_groups` holds all of the user's parameters, and edits of a group's
     settings (by hand or by a scheduler) take effect at the next step. After `step` the parameters are the same objects
-    as before, whole and equal on every rank. For Adam a rank holds about 2/N of the parameters' bytes as state.
+    as before, unsharded and equal on every rank. For Adam a rank has about 2/N of the parameters' bytes as state.
 
-    To build one, `add_param_group`, `step` and `consolidate_state_dict` are collective. As with DDP, training starts
-    from rank 0's weights. Before `step` a parameter's gradient must be averaged on its owner at least. One without
-    gradient there is not sent, for torch's classes skip it, nor is a frozen one. A step's control message is one byte
-    for each parameter, which travels from host to host: see `TorchCommunicator`.
+    The constructor, `add_param_group`, `step` and `consolidate_state_dict` are collective. As with DDP, training starts
+    from rank 0's weights. Before `step`, a parameter's gradient must be averaged at least on its owner. A parameter
+    without gradient there is not sent, because torch's classes skip it; nor is a frozen one. Each step has one control
+    collective of a byte per parameter, from host to host: see `TorchCommunicator`.
 
     Args:
         params: parameters, named or not, or group dicts of them, as for any optimizer.
@@ -58,9 +58,9 @@ class ShardedOptimizer(Optimizer):
             `torch.optim` but LBFGS.
         process_group: among which ranks; None: `torch.distributed`'s default group if initialised, else one process.
         comm: a `Communicator` instead of a process group.
-        bucket_bytes: parameters smaller than this travel packed in messages of at most so many bytes, of which
-            `MAX_PENDING_BROADCASTS` are under way: that is all the memory a step takes. A larger one travels alone from
-            where it lies (if its elements do not lie in order, by way of a copy of it).
+        bucket_bytes: parameters smaller than this are packed into broadcasts of at most so many bytes. Of these
+            `MAX_PENDING_BROADCASTS` are in flight, which is all the memory that a step takes. A larger parameter is
+            broadcast alone and in place (through a copy if it is not contiguous).
         **kwargs: for ``optimizer_cls``; ``fused`` and ``foreach`` too.
 
     Raises:
@@ -91,7 +91,7 @@ class ShardedOptimizer(Optimizer):
         self.optim: Optimizer
         self._owners: dict[Tensor, int] = {}
         self._loads = [0] * self.comm.world_size
-        # All ranks' states on the rank that has them, from a consolidation to the next change
+        # All ranks' states, on the rank that a consolidation brought them to, until the next change
         self._whole_state: dict[Any, Any] | None = None
         self._consolidated_to: int | None = None
         with agreement(self.comm) as described:
@@ -114,11 +114,11 @@ class ShardedOptimizer(Optimizer):
         return self._owners[param]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its parameters go to the ranks that own least, and no other moves. Collective.
+        """Add a group; its parameters go to the ranks that own fewest bytes, and no other moves. Collective.
 
         Raises:
-            TypeError, ValueError: as for any optimizer, or for parameters that differ between ranks. Nothing has
-                changed then.
+            TypeError, ValueError: as for any optimizer, or for parameters that differ between ranks. In that case
+                nothing has changed.
         """
         if not hasattr(self, "optim"):  # called by Optimizer.__init__
             super().add_param_group(param_group)
@@ -139,7 +139,7 @@ class ShardedOptimizer(Optimizer):
         self._start_from_rank_0(added)
 
     def _assign(self, groups: list[dict[str, Any]], described: list[str]) -> list[Tensor]:
-        """Give the parameters of new groups owners; they are returned, and described for the other ranks."""
+        """Assign owners to the parameters of new groups; return these parameters, and describe them in the list."""
         added = list(dict.fromkeys(param for group in groups for param in group["params"]))
         described.append(f"{len(added)} parameters, in groups of {[len(group['params']) for group in groups]}")
         for number, param in enumerate(added):
@@ -150,7 +150,7 @@ class ShardedOptimizer(Optimizer):
         return added
 
     def _own_part(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """The inner optimizer's group: the same settings, this rank's parameters."""
+        """Return the inner optimizer's group: the same settings, with only this rank's parameters."""
         try:
             mine = [i for i, param in enumerate(group["params"]) if self._owners[param] == self.comm.rank]
         except KeyError:
@@ -158,14 +158,14 @@ class ShardedOptimizer(Optimizer):
         return {key: [value[i] for i in mine] if key in PER_RANK else value for key, value in group.items()}
 
     def _take_options(self) -> None:
-        """Settings as the inner optimizer has them: defaults filled in, or changed by it."""
+        """Copy settings from the inner optimizer, which fills in defaults and may change settings."""
         self.defaults = self.optim.defaults
         self.state = self.optim.state
         for group, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
             _set_options(group, inner)
 
     def _give_options(self) -> None:
-        """Settings as the user and the schedulers have left them, and the parameters that are still there."""
+        """Copy settings, as the user and schedulers have left them, and current parameters to the inner optimizer."""
         if len(self.param_groups) != len(self.optim.param_groups):
             raise ValueError("param_groups: a group was added or removed by hand; use add_param_group")
         for group, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
@@ -190,18 +190,18 @@ class ShardedOptimizer(Optimizer):
         """Update this rank's parameters and exchange the new weights; on return all are in place. Collective.
 
         Args:
-            closure: computes gradients (averaged over ranks) and returns the loss. The inner optimizer is given it, and
-                calls it on every rank; no weight may have moved before it does. All is updated then before anything
-                is sent.
+            closure: computes gradients (averaged over ranks) and returns the loss. The inner optimizer calls it on
+                every rank, and must not have changed any weight before. With a closure all of this rank's parameters
+                are updated before any is sent.
             **kwargs: for the inner optimizer's step.
 
         Returns:
-            What the inner optimizer's step does with a closure: the loss.
+            The result of the inner optimizer's step with a closure, which is the loss; else None.
         """
         loss = None
         self._state_has_changed()
         self._give_options()
-        if closure:  # as torch's ZeroRedundancyOptimizer: whatever is false is none
+        if closure:  # as in torch's ZeroRedundancyOptimizer: any false value means no closure
             loss = self.optim.step(closure=torch.enable_grad()(closure), **kwargs)
         buckets = self._buckets()
         params = list(self._owners)
@@ -209,7 +209,7 @@ class ShardedOptimizer(Optimizer):
         updates = iter(()) if closure else self._update_in_parts(mine, kwargs)
         pending = PendingBroadcasts(self.comm, "optimizer/weights")
         for bucket in buckets:
-            next(updates, None)  # while the buckets before travel; by now our next bucket to leave is up to date
+            next(updates, None)  # overlaps with earlier broadcasts; updates our next bucket before it is sent
             pending.issue([params[i] for i in bucket.members], bucket.owner)
         for _ in updates:
             pass
@@ -218,7 +218,7 @@ class ShardedOptimizer(Optimizer):
         return loss
 
     def _buckets(self) -> list[Bucket]:
-        """What may have changed on any rank: parameters with a gradient on their owner. Collective."""
+        """Return the buckets of parameters that may have changed: with a gradient on their owner. Collective."""
         if self.comm.world_size == 1:
             return []
         params, owners = list(self._owners), list(self._owners.values())
@@ -234,11 +234,11 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def _of_torch(self) -> bool:
-        """Whether it is known to leave alone what has no gradient, and to count its steps by parameter."""
+        """Whether the class is torch's own: these skip parameters without gradients, and count steps per parameter."""
         return type(self.optim).__module__.startswith("torch.optim.")
 
     def _update_in_parts(self, mine: list[Bucket], kwargs: dict[str, Any]) -> Iterator[None]:
-        """Each `next` updates the parameters of this rank's next bucket, or all: [Note: Update in parts]."""
+        """At each `next`, update this rank's next bucket, or all its parameters at once: [Note: Update in parts]."""
         hooked = self.optim._optimizer_step_pre_hooks or self.optim._optimizer_step_post_hooks
         if self.comm.world_size == 1 or hooked or not self._of_torch:
             self.optim.step(**kwargs)
@@ -272,7 +272,7 @@ class ShardedOptimizer(Optimizer):
             self._whole_state = {params[i]: found[i] for i in sorted(found)} | gathered[to][1]
 
     def state_dict(self) -> dict[str, Any]:
-        """The plain dict that the unsharded optimizer gives and loads, with states as of the consolidation.
+        """Return the dict that the unsharded optimizer would return and loads, with states as of the consolidation.
 
         Raises:
             RuntimeError: before `consolidate_state_dict`, on another rank than it named, or after a further step.
@@ -296,7 +296,7 @@ class ShardedOptimizer(Optimizer):
         self._whole_state, self._consolidated_to = None, None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the settings, and copies of the states that this rank owns. Not collective: every rank loads the dict.
+        """Load the settings, and copies of the states that this rank owns. Not collective: every rank loads the dict.
 
         Args:
             state_dict: of the unsharded optimizer, or of a `ShardedOptimizer` at any world size.
@@ -334,7 +334,7 @@ class ShardedOptimizer(Optimizer):
     # -- copies -----------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedOptimizer:
-        """A copy over copies of the parameters, among the same ranks; as with any optimizer, hooks stay behind."""
+        """A copy over copies of the parameters, among the same ranks; as with any optimizer, hooks are not copied."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.comm, twin.bucket_bytes, twin._kwargs = self.comm, self.bucket_bytes, self._kwargs
@@ -366,13 +366,13 @@ def _communicator(process_group: dist.ProcessGroup | None, comm: Communicator | 
 
 
 def _devices(params: list[Tensor]) -> list[int]:
-    """Each parameter's device as a number that is the same on every rank, whatever its own devices are called."""
+    """Each parameter's device as a number that is the same on every rank, whatever the rank's devices are called."""
     numbers: dict[torch.device, int] = {}
     return [numbers.setdefault(param.device, len(numbers)) for param in params]
 
 
 def _set_options(target: dict[str, Any], source: Mapping[str, Any]) -> None:
-    """Make all settings of a group those of another."""
+    """Make all settings of the group ``target`` those of ``source``, but for the keys in `PER_RANK`."""
     for key in [key for key in target if key not in PER_RANK and key not in source]:
         del target[key]
     target.update((key, value) for key, value in source.items() if key not in PER_RANK)
@@ -380,7 +380,7 @@ def _set_options(target: dict[str, Any], source: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _only(params: set[Tensor], groups: list[dict[str, Any]]) -> Generator[None]:
-    """In this block the groups hold those of their parameters that are in ``params``."""
+    """In this block the groups hold only those of their parameters that are in ``params``."""
     whole = [group["params"] for group in groups]
     try:
         for group in groups:

@@ -1,15 +1,15 @@
-"""Which rank owns which whole tensor, and in which messages the owners' tensors travel. Pure arithmetic.
+"""Assigns whole tensors to owner ranks, and packs them into buckets that their owners broadcast. Pure arithmetic.
 
 Owners: largest tensor first, each to the rank that owns the fewest bytes so far; equal tensors in their order, equal
-ranks from the lowest. The fullest rank then holds at most 4/3 of what the best assignment would give it (R. L. Graham,
-"Bounds on multiprocessing timing anomalies", 1969), and no rank needs to ask another.
+ranks from the lowest. The fullest rank then has at most 4/3 of the bytes that it would have in the best assignment
+(R. L. Graham, "Bounds on multiprocessing timing anomalies", 1969), and ranks need no communication to agree.
 
-Buckets: an owner's tensors are packed, in their order, into buckets of at most ``bucket_bytes``; one of that size or
-more travels alone, from where it lies. The buckets of all owners alternate:
+Buckets: an owner's tensors are packed, in their order, into buckets of at most ``bucket_bytes``; a tensor of that size
+or more has a bucket of its own. The buckets of all owners alternate:
 
     owner 0, first | owner 1, first | owner 2, first | owner 0, second | owner 1, second | ...
 
-so that every rank can work on its second while the first ones are under way.
+so that every rank can update its second bucket while the first ones are in flight.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from itertools import zip_longest
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What one broadcast carries: tensors of one owner, on one device, by their indices."""
+    """The tensors of one broadcast: of one owner, on one device, by their indices."""
 
     owner: int
     members: tuple[int, ...]
 
 
 def assign(num_bytes: Sequence[int], trained: Sequence[bool], loads: list[int]) -> list[int]:
-    """The owner of each tensor. Frozen ones come last: they have no state, so must not count where it is balanced.
+    """Return the owner of each tensor. Frozen ones are assigned last: without state, they must not affect its balance.
 
     Args:
-        num_bytes: of each tensor.
-        trained: whether it will have a gradient.
-        loads: bytes that each rank owns already; the new ones are added.
+        num_bytes: bytes of each tensor.
+        trained: whether each tensor will have a gradient.
+        loads: bytes that each rank owns already; those of its new tensors are added in place.
     """
     owners = [0] * len(num_bytes)
     for index in sorted(range(len(num_bytes)), key=lambda i: (not trained[i], -num_bytes[i], i)):
@@ -51,7 +51,7 @@ def pack(
     bucket_bytes: int,
     world_size: int,
 ) -> list[Bucket]:
-    """The buckets that carry the tensors with the indices ``moved``, in the order in which they leave.
+    """Return the buckets for the tensors with the indices ``moved``, in the order in which they are broadcast.
 
     ``owners``, ``num_bytes`` and ``devices`` are those of all tensors, by index.
     """

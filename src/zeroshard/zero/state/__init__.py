@@ -1,1 +1,1 @@
-"""Training state under ordinary names: pieces for checkpoints, whole tensors, other stages."""
+"""Training state by the model's own names: shards for checkpoints, full state dicts, and changes of the stage."""

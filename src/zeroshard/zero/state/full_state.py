@@ -1,4 +1,4 @@
-"""Whole tensors from shards, and back: for export, evaluation elsewhere, and questions about gradients."""
+"""Full tensors from shards, and back: full state dicts for export and evaluation elsewhere, and full gradients."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from zeroshard.zero.runtime.runtime import Runtime
 
 
 class IncompatibleKeys(NamedTuple):
-    """What `load_state_dict` could not match."""
+    """The keys that `load_state_dict` could not match."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
 
 
 def state_dict(model: nn.Module, runtime: Runtime, *, keep: bool = True) -> OrderedDict[str, Tensor]:
-    """See `Zero.state_dict`; ``keep``: whether this rank is one that returns it."""
+    """See `Zero.state_dict`; ``keep``: whether this rank returns it, or only takes part in the gathers."""
     whole: dict[Tensor, Tensor] = {}
     for group in runtime.groups():
         gathered = group.params.gather_master()
@@ -62,7 +62,7 @@ def load_state_dict(
                 if source is not None:
                     start, stop = piece.interval
                     params.piece_of_master(piece).copy_(source.reshape(-1)[start:stop].view(piece.shape))
-            torch.autograd.graph.increment_version(params.params)  # no backward through a graph from before
+            torch.autograd.graph.increment_version(params.params)  # a backward through an older graph must fail
             params.mark_stale()
         for tensor, source in given.items():
             if not isinstance(tensor, nn.Parameter):
@@ -86,13 +86,13 @@ def full_grads(model: nn.Module, runtime: Runtime) -> dict[str, Tensor | None]:
 
 
 def tied_names(named: Mapping[str, Tensor]) -> dict[str, str]:
-    """Each further name of a tensor that has several -> its first one, under which a checkpoint has it."""
+    """Map each further name of a tensor that has several to its first name, under which a checkpoint has it."""
     first: dict[int, str] = {}
     return {name: known for name, tensor in named.items() if (known := first.setdefault(id(tensor), name)) != name}
 
 
 def named_state(model: nn.Module) -> dict[str, Tensor]:
-    """Every entry of ``model.state_dict()`` as the live tensor, without running its hooks."""
+    """Return every entry of ``model.state_dict()`` as the live tensor, without running its hooks."""
     found: dict[str, Any] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""

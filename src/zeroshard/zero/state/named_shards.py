@@ -1,7 +1,7 @@
-"""What a checkpoint knows of the engine: one-dimensional pieces of flattened tensors, by ordinary names.
+"""The interface between checkpoints and the engine: one-dimensional pieces of flattened tensors, by the model's names.
 
-Every strategy speaks in these pieces, so what was saved at one stage and world size can be read at another:
-a reader asks for an interval of a tensor, never for a rank's file.
+Every sharding strategy saves and loads such pieces, so a checkpoint of one stage and world size can be loaded at
+another: the engine asks for an interval of a tensor, never for a rank's file.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from torch.optim import Optimizer
 
 from zeroshard.errors import UserError
 
-# What replicas that take local steps keep beside their weights: see `zeroshard.zero.replicas.saved`.
+# Kinds of state that replicas with local steps have beside their weights: see `zeroshard.zero.replicas.saved`.
 OUTER_KINDS = frozenset({"anchor", "outer_momentum", "outer_difference", "outer_steps", "outer_due", "outer_left"})
-GATHERED = "gathered"  # what every rank has, where differences to it travel: `zeroshard.zero.buffers.common_copy`
-ROUNDING = "rounding_step"  # that gradients in a wire format are rounded by next
+GATHERED = "gathered"  # the common copy, if ranks send differences to it: `zeroshard.zero.buffers.common_copy`
+ROUNDING = "rounding_step"  # the step for which gradients in a wire format are rounded next
 MODEL_KINDS = (
     frozenset({"param", "buffer", "ema", GATHERED, ROUNDING}) | OUTER_KINDS
 )  # every other kind is a state of an optimizer
-_REPLICA = "@replica"  # in the name of what one replica has alone
+_REPLICA = "@replica"  # part of the name of state that only one replica has
 
 
 def of_replica(name: str, number: int) -> str:
-    """The name under which a checkpoint has what one replica alone has of a parameter."""
+    """Return the name under which a checkpoint has state of the parameter that only replica ``number`` has."""
     return f"{name}{_REPLICA}{number}"
 
 
 def is_of_replica(name: str) -> bool:
-    """Whether it is such a name."""
+    """Whether `of_replica` made the name."""
     return _REPLICA in name
 
 
@@ -43,9 +43,9 @@ class NamedShard:
 
     Attributes:
         name: the parameter's or buffer's name in ``model.state_dict()``; a tied parameter has its first name.
-        kind: ``"param"``, ``"buffer"``, or the optimizer's own name of a state (``"exp_avg"``, ``"step"``).
-        shape: of the whole tensor; ``()`` for a scalar state.
-        interval: ``[start, stop)`` in elements of the flattened whole tensor.
+        kind: one of `MODEL_KINDS`, or the optimizer's own name of a state (``"exp_avg"``, ``"step"``).
+        shape: shape of the unsharded tensor; ``()`` for a scalar state.
+        interval: ``[start, stop)`` in elements of the flattened, unsharded tensor.
         tensor: ``[stop - start]``, any dtype; shares the engine's memory, so copy it before the next step.
     """
 
@@ -60,16 +60,16 @@ class ShardReader(Protocol):
     """Random access to saved tensors by interval."""
 
     def kinds(self, name: str) -> Mapping[str, tuple[int, ...]]:
-        """Every saved kind of ``name`` with the whole tensor's shape; empty where nothing was saved."""
+        """Return every saved kind of ``name`` with the unsharded tensor's shape; empty if nothing was saved."""
         ...
 
     def read(self, name: str, kind: str, interval: tuple[int, int]) -> Tensor:
-        """The piece ``[start, stop)`` of the flattened tensor: 1-D, on the CPU, the caller's own to keep and change."""
+        """Return the piece ``[start, stop)`` of the flattened tensor: 1-D, on the CPU; the caller may change it."""
         ...
 
 
 def require_shape(reader: ShardReader, name: str, kind: str, shape: tuple[int, ...]) -> None:
-    """Raise UserError unless ``name`` was saved with this shape: a smaller tensor would take a part of a larger one."""
+    """Raise UserError unless ``name`` was saved with this shape: a smaller one would load a part of a larger one."""
     saved = reader.kinds(name).get(kind)
     if saved == shape:
         return
@@ -80,26 +80,26 @@ def require_shape(reader: ShardReader, name: str, kind: str, shape: tuple[int, .
 
 
 def read_whole(reader: ShardReader, name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
-    """The tensor, on the CPU; UserError where it was saved with another shape, or not at all."""
+    """Return the unsharded tensor on the CPU; raise UserError if it was saved with another shape, or not at all."""
     require_shape(reader, name, kind, shape)
     return reader.read(name, kind, (0, prod(shape))).view(shape)
 
 
 def named_group(group: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """An optimizer's param group as JSON can hold it: its settings, and the names of its ``params``.
+    """Return an optimizer's param group as JSON can hold it: its settings, and the names of its ``params``.
 
-    A number in a tensor becomes a number, and what JSON has no word for its ``repr``.
+    A tensor of one element becomes a number; a value that JSON cannot represent becomes its ``repr``.
     """
     return {**{key: _plain(value) for key, value in group.items() if key != "params"}, "params": list(names)}
 
 
 def named_groups(optimizer: Optimizer, params: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-    """`named_group` of each of an optimizer's groups; ``params``: by their names, all that it updates."""
+    """Return `named_group` of each param group of an optimizer; ``params``: all that it updates, by name."""
     return [named_group(group, names) for group, names in _with_names(optimizer, params)]
 
 
 def restore_groups(optimizer: Optimizer, params: Mapping[str, Tensor], saved: Sequence[Mapping[str, Any]]) -> None:
-    """`restore_settings` of what `named_groups` gave."""
+    """Restore the settings that `named_groups` returned: see `restore_settings`."""
     groups = _with_names(optimizer, params)
     restore_settings([group for group, _ in groups], [names for _, names in groups], saved)
 
@@ -109,23 +109,23 @@ def _with_names(optimizer: Optimizer, params: Mapping[str, Tensor]) -> list[tupl
     return [(group, [names[id(param)] for param in group["params"]]) for group in optimizer.param_groups]
 
 
-# How a step is computed, not what: right for the machine that saved, and not always for the one that loads.
+# Settings that choose an implementation, not a result: they suit the machine that saved, maybe not the one that loads.
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
-_OF_SCHEDULERS = frozenset({"initial_lr"})  # a scheduler that goes on asks for it
+_OF_SCHEDULERS = frozenset({"initial_lr"})  # a scheduler that resumes requires it
 
 
 def restore_settings(
     groups: Sequence[dict[str, Any]], names: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Give param groups the settings that `named_group` wrote down, as ``optimizer.load_state_dict`` does.
+    """Restore to param groups the settings that `named_group` recorded, as ``optimizer.load_state_dict`` does.
 
-    A group takes those of the saved group with the same parameters. Which kernels compute (``foreach``, ``fused``,
-    ``capturable``) stays as it is. A group that has no counterpart keeps its settings, and a warning says so.
+    Each group takes the settings of the saved group with the same parameters, except those that choose kernels
+    (``foreach``, ``fused``, ``capturable``). A group without such a counterpart keeps its settings, with a warning.
 
     Args:
-        groups: an optimizer's; changed in place.
-        names: of each group's parameters.
-        saved: as `named_group` made them.
+        groups: param groups of an optimizer; changed in place.
+        names: names of each group's parameters.
+        saved: groups as `named_group` returned them.
     """
     by_members = {frozenset(group["params"]): group for group in saved}
     for group, members in zip(groups, names, strict=True):
@@ -142,7 +142,7 @@ def restore_settings(
 
 
 def _restored(current: Any, saved: Any) -> Any:
-    """``saved`` in the form of ``current``; that one itself where JSON could not hold such a thing."""
+    """Return ``saved`` in the type of ``current``; ``current`` itself if JSON could not hold such a value."""
     if isinstance(current, Tensor) and isinstance(saved, int | float) and current.numel() == 1:
         return current.detach().clone().fill_(saved)
     if isinstance(current, list | tuple) and isinstance(saved, list) and len(current) == len(saved):

@@ -1,8 +1,8 @@
-"""From one row of the stage table to another between two steps, in memory: everything moves, and no bit changes.
+"""Change the row of the stage table between two steps, in memory: state moves, and no bit of it changes.
 
-The flat layout depends on the world and the optimizer, never on the row. So where the optimizer sees shards before
-and after, its states stay where they lie; where it has been replicated, each rank keeps its own part and sends
-nothing; and where it will be, every rank sends its part to all. One group of parameters is under way at a time.
+The flat layout depends on the world and the optimizer, never on the row. So if the optimizer is sharded before and
+after, its states stay in place. If it was replicated, each rank keeps its own part and sends nothing. If it will be
+replicated, every rank sends its part to all others. One group of parameters moves at a time.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from zeroshard.zero.sharded_optimizer.agreement import agreement
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
 from zeroshard.zero.transfer import PendingBroadcasts, send_bytes
 
-State = dict[str, Any]  # of one piece, by kind
+State = dict[str, Any]  # the states of one piece, by kind
 
 
 class Stateful(Protocol):
-    """What has state for the pieces that it is given: an optimizer, an average."""
+    """An object that has state for the pieces that it is given: an optimizer, or an average."""
 
     @property
     def state(self) -> MutableMapping[Any, State]:
-        """By piece, then by kind."""
+        """States by piece, then by kind."""
         ...
 
 
 def restage(runtime: Runtime, strategy: ShardingStrategy, holders: Sequence[Stateful]) -> None:
-    """Lay weights, gradients and the states of ``holders`` out by another row. Collective.
+    """Rebuild every group by another row, with its weights and the states that ``holders`` have of it. Collective.
 
-    Whoever was given pieces before must be given the new groups' ``shards``.
+    Afterwards the caller must give the optimizers the new groups' ``shards``.
 
     Raises:
         RuntimeError: inside `Runtime.pinned`, or while gradients wait for a step.
@@ -47,7 +47,7 @@ def restage(runtime: Runtime, strategy: ShardingStrategy, holders: Sequence[Stat
     """
     require_rest(runtime, "restage")
     if any(_sends(group, strategy) for group in runtime.groups()):
-        with agreement(runtime.comm):  # before anything is taken apart, and on every rank
+        with agreement(runtime.comm):  # an error is raised on every rank, before anything has changed
             _require_sendable(runtime, strategy, holders)
     for unit in runtime.all_units():
         for index, old in enumerate(unit.groups):
@@ -62,7 +62,7 @@ def restage(runtime: Runtime, strategy: ShardingStrategy, holders: Sequence[Stat
 
 
 def _sends(group: FlatGroup, strategy: ShardingStrategy) -> bool:
-    """Whether its states, which are sharded now, will be whole on every rank."""
+    """Whether ranks must send the group's states: they are sharded now, and will be replicated."""
     return group.params.shard_optim and strategy.optim is not SHARD
 
 
@@ -75,7 +75,7 @@ def _require_sendable(runtime: Runtime, strategy: ShardingStrategy, holders: Seq
 
 
 def _own(group: FlatGroup, holders: Sequence[Stateful]) -> list[tuple[Piece, list[State]]]:
-    """What each holder has of each piece on this rank; it has it no more."""
+    """Take the states of each piece on this rank out of the holders, and return them."""
     found = _shared(group, holders)
     for shard in group.shards:
         for holder in holders:
@@ -84,19 +84,19 @@ def _own(group: FlatGroup, holders: Sequence[Stateful]) -> list[tuple[Piece, lis
 
 
 def _shared(group: FlatGroup, holders: Sequence[Stateful]) -> list[tuple[Piece, list[State]]]:
-    """What each holder has of each piece on this rank."""
+    """Return each piece on this rank with each holder's states of it."""
     pairs = zip(group.params.pieces, group.shards, strict=True)
     return [(piece, [holder.state.get(shard, {}) for holder in holders]) for piece, shard in pairs]
 
 
 def states_of(group: FlatGroup, holders: Sequence[Stateful]) -> Iterator[tuple[Piece, list[State]]]:
-    """What each holder has of each piece of the group, whichever rank's it is. Collective where pieces are sharded."""
+    """Yield each piece of the group, from all ranks, with each holder's states of it. Collective if it is sharded."""
     own = _shared(group, holders)
     yield from _everybodys(group, own) if group.params.shard_optim else own
 
 
 def _everybodys(group: FlatGroup, own: list[tuple[Piece, list[State]]]) -> Iterator[tuple[Piece, list[State]]]:
-    """The same of the pieces on every rank, in the order of ranks. Collective."""
+    """Yield the pieces of every rank with their states, in the order of ranks; ``own``: this rank's. Collective."""
     comm, device = group.params.comm, group.params.master.device
     for src in range(comm.world_size):
         mine = [states for _, states in own] if src == comm.rank else []
@@ -105,7 +105,7 @@ def _everybodys(group: FlatGroup, own: list[tuple[Piece, list[State]]]) -> Itera
 
 
 def _sent(comm: Communicator, src: int, mine: list[list[State]], device: torch.device) -> list[list[State]]:
-    """Rank ``src``'s states on every rank. Collective."""
+    """Return rank ``src``'s states, on every rank. Collective."""
     description = json.loads(
         send_bytes(comm, json.dumps([[_describe(s) for s in each] for each in mine]).encode(), src)
     )
@@ -115,7 +115,7 @@ def _sent(comm: Communicator, src: int, mine: list[list[State]], device: torch.d
     for each in received:
         for state in each:
             for kind, value in state.items():
-                if isinstance(value, Tensor):  # a count may lie on the CPU beside weights on a GPU
+                if isinstance(value, Tensor):  # a step count may lie on the CPU, though the weights are on a GPU
                     there = value.to(device).contiguous()
                     pending.issue([there], src)
                     homes.append((state, kind, there))
@@ -141,7 +141,7 @@ def _facts(kind: str, value: Any) -> Any:
 
 
 def _empty(description: list[tuple[str, Any]]) -> State:
-    """Tensors of the described dtypes and shapes, to be filled; numbers are there already."""
+    """Return a state with uninitialised tensors of the described dtypes and shapes; numbers are final already."""
     return {
         kind: torch.empty(facts[1], dtype=getattr(torch, facts[0]), device=facts[2])
         if isinstance(facts, list)
@@ -151,7 +151,7 @@ def _empty(description: list[tuple[str, Any]]) -> State:
 
 
 def _hand_over(group: FlatGroup, holders: Sequence[Stateful], found: list[tuple[Piece, list[State]]]) -> None:
-    """Give each holder, for each piece of the new group, what was found of that piece."""
+    """Give each holder its states for each piece of the new group, cut or joined from the pieces in ``found``."""
     by_slot: dict[int, list[tuple[Piece, list[State]]]] = {}
     for piece, states in found:
         by_slot.setdefault(piece.slot, []).append((piece, states))
@@ -169,7 +169,7 @@ def _hand_over(group: FlatGroup, holders: Sequence[Stateful], found: list[tuple[
 
 
 def _joined(piece: Piece, shard: nn.Parameter, parts: list[tuple[Piece, State]]) -> State:
-    """The state of ``piece`` from the states of the pieces that make it up, or of one that holds it."""
+    """Return the state of ``piece``, joined from the pieces that make it up, or cut out of one that contains it."""
     if not parts or (len(parts) == 1 and parts[0][0].interval == piece.interval):
         return parts[0][1] if parts else {}
     joined: State = {}

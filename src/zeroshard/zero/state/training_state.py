@@ -1,9 +1,9 @@
-"""The engine's training state as `NamedShard`s, and from them.
+"""Save the engine's training state as `NamedShard`s, and load it from them.
 
-A parameter's pieces and its optimizer's states are cut at the same places. A state that is one number for a whole
-parameter (AdamW's ``step``) is written by the rank that owns the parameter's first element, and one that has a shape
-of its own (Adafactor's ``row_var``) whole by the tensor's owner. Where the optimizer is replicated each rank writes the
-part that it would own if it were not; where there are replicas, those of the first one do.
+The pieces of a parameter and of its optimizer states have the same intervals. A state that is one number for a whole
+parameter (AdamW's ``step``) is written by the rank that owns the parameter's first element. If tensors are whole, the
+tensor's owner writes each state unsharded, in the shape that it has (Adafactor's ``row_var``). If the optimizer is
+replicated, each rank writes the part that it would own otherwise. If there are replicas, the first one writes.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from zeroshard.zero.state.named_shards import (
 
 
 class Stateful(Protocol):
-    """What has state for the pieces that it is given: an optimizer, an average."""
+    """An object that has state for the pieces that it is given: an optimizer, or an average."""
 
     @property
     def state(self) -> Mapping[Any, Mapping[str, Any]]:
-        """By piece, then by kind."""
+        """States by piece, then by kind."""
         ...
 
 
@@ -74,7 +74,7 @@ def named_shards(model: nn.Module, runtime: Runtime, optimizers: Sequence[Statef
     if rank == 0:
         for group in runtime.groups():
             for slot in group.params.layout.slots:
-                if 0 in slot.shape:  # nobody owns a piece of it, and other strategies ask for it by name
+                if 0 in slot.shape:  # no rank owns a piece of it, yet a load at another stage asks for its name
                     yield NamedShard(slot.name, "param", slot.shape, (0, 0), group.params.full[:0])
         for name, buffer in persistent_buffers(model).items():
             yield NamedShard(name, "buffer", tuple(buffer.shape), (0, buffer.numel()), buffer.detach().reshape(-1))
@@ -104,7 +104,7 @@ def load_named_shards(
                     for kind, shape in kinds.items()
                     if kind not in MODEL_KINDS
                 }
-            torch.autograd.graph.increment_version(group.params.params)  # no backward through a graph from before
+            torch.autograd.graph.increment_version(group.params.params)  # a backward through an older graph must fail
             group.params.mark_stale()
             _load_gathered(group, reader)
             _load_rounding(group, reader)
@@ -117,7 +117,7 @@ def load_named_shards(
 
 
 def _load_gathered(group: FlatGroup, reader: ShardReader) -> None:
-    """What every rank had, where it was saved; else the weights themselves. The next gather brings it whole."""
+    """Load the common copy if it was saved, else start it from the weights. The next gather sends all of it."""
     params = group.params
     if params.common is None:
         return
@@ -133,7 +133,7 @@ def _load_gathered(group: FlatGroup, reader: ShardReader) -> None:
 
 
 def _load_rounding(group: FlatGroup, reader: ShardReader) -> None:
-    """The step that what is reduced next belongs to: of parameters that were frozen for a time another than others'."""
+    """Load the step that numbers the group's next stochastic rounding; it lags if parameters were frozen for a time."""
     names = (slot.name for slot in group.params.layout.slots)
     saved = next((name for name in names if ROUNDING in reader.kinds(name)), None)
     if saved is not None:
@@ -141,7 +141,7 @@ def _load_rounding(group: FlatGroup, reader: ShardReader) -> None:
 
 
 def reader_of(runtime: Runtime, reader: ShardReader, kind: str) -> Callable[[Tensor], Tensor | None]:
-    """From this rank's piece of a master to the saved values of ``kind`` that belong to it; None where none were."""
+    """Return a function from this rank's piece of a master to its saved values of ``kind``; None if none were saved."""
     places = {
         shard: (group.params.layout.slots[piece.slot].name, piece.interval)
         for group in runtime.groups()
@@ -169,7 +169,7 @@ def _read_state(
 
 
 def _load_optimizer(piecewise: PiecewiseOptimizer, states: Mapping[nn.Parameter, dict[str, Tensor]]) -> None:
-    """The states of its pieces; its settings stay."""
+    """Load the states of the optimizer's pieces; its settings do not change."""
     groups: list[dict[str, Any]] = []
     loaded: dict[int, dict[str, Any]] = {}
     number = 0
@@ -195,7 +195,7 @@ def _states(optimizers: Sequence[Stateful], shard: nn.Parameter) -> Iterator[tup
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that are part of the module's state, by name; a shared one once."""
+    """Return the buffers that are part of the module's state, by name; a shared buffer once."""
     names: dict[Tensor, str] = {}
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
