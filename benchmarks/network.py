@@ -41,7 +41,7 @@ def train(folder: Path, *flags: str) -> RunResult:
     return read_run(out)
 
 
-def iperf(nodes: network.Nodes, seconds: float = 3.0) -> list[float]:
+def iperf(nodes: network.NetnsNodes, seconds: float = 3.0) -> list[float]:
     """Bytes a second from each node to the next, all at once."""
     for name in nodes.names:
         subprocess.run(["ip", "netns", "exec", name, "iperf3", "-s", "-1", "-D"], check=True)

@@ -30,7 +30,7 @@ import forked
 from made_once import made_once  # noqa: F401 -- a fixture
 from ranks import gloo_ranks, pytest_addoption  # noqa: F401 -- a fixture, and the option that it brings
 from tiny_runs import data_folder, text_config, tiny_config  # noqa: F401 -- fixtures
-from zeroshard import garbage
+from zeroshard import gc_frequency
 from zeroshard.process import num_cpus
 
 _WORLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE")
@@ -52,9 +52,9 @@ def pytest_configure(config):
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
     """Modules and tests live to the end: the collector need not go over a million of their objects again and again."""
-    with garbage.seldom():
+    with gc_frequency.rare_collections():
         collected = yield
-    garbage.as_ever()
+    gc_frequency.default_collections()
     return collected
 
 

@@ -46,7 +46,7 @@ PRELOADED = [
     "zeroshard.train.setup.prepare_data",
     "zeroshard.interop.hf_export",
     "zeroshard.interop.hf_import",
-    "zeroshard.train.state.checkpoints",
+    "zeroshard.train.state.checkpoint_command",
     "zeroshard.parallel.zero",
     "zeroshard.parallel.ddp",
     "zeroshard.parallel.fsdp2",

@@ -70,7 +70,7 @@ EDGES_AS_TOML = (
 
 
 @dataclass(frozen=True)
-class Material:
+class ReportContents:
     """Good files, by what they are; a case copies what it spoils."""
 
     folder: Path
@@ -91,7 +91,7 @@ class Material:
         return self.folder / "sweep"
 
 
-def make_material(folder: Path) -> Material:
+def make_material(folder: Path) -> ReportContents:
     """Train for a step, export, and write the other files by hand."""
     folder.mkdir(parents=True, exist_ok=True)
     text = folder / "text.txt"
@@ -122,7 +122,7 @@ def make_material(folder: Path) -> Material:
     write_calibration(folder / "device.json", this_machine(2**34, "cpu"))
     write_run(folder / "finished")
     write_sweep(folder / "sweep", bandwidths=("1Gbit/s",), num_steps=3)
-    return Material(folder)
+    return ReportContents(folder)
 
 
 def _nanogpt_weights(run: Path) -> dict[str, torch.Tensor]:

@@ -308,7 +308,7 @@ def on_device(monkeypatch: Any, device: HazardDevice) -> None:
     """Have engines take this device's streams for CPU tensors."""
     made = streams.DeviceStreams(torch.device("cpu"), device)
     monkeypatch.setattr(streams.ByDevice, "__getitem__", lambda self, key: made)
-    monkeypatch.setattr(wire, "read_here", device.record_stream)
+    monkeypatch.setattr(wire, "record_read", device.record_stream)
     told = {"quantise": _told_of_quantise, "dequantise": _told_of_dequantise, "dequantised_sum": _told_of_sum}
     for name, tell in told.items():
         monkeypatch.setattr(wire, name, tell(device, getattr(wire, name)))

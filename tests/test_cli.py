@@ -300,7 +300,7 @@ def test_more_ranks_than_the_machine_can_hold_are_refused_before_any_starts(caps
     def started(*args: object, **kwargs: object) -> None:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr("zeroshard.launch.launch.launch_workers", started)
+    monkeypatch.setattr("zeroshard.launch.start_ranks.launch_workers", started)
     for verb in (["train"], ["eval", "runs/x"]):
         line = refusal(capsys, *verb, "--nproc", "99999999")
         assert re.match(r"error: nproc: 99,999,999 ranks do not fit into this machine's [\d,]+ GiB; give ", line)

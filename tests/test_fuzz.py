@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from fuzz_material import Material, copied, make_material, spoil
+from fuzz_material import ReportContents, copied, make_material, spoil
 from fuzz_sandbox import run
 from fuzz_words import Line, command_lines
 from zeroshard.launch.ending import Ending
@@ -22,7 +22,7 @@ ORDINARY, SOAK = 200, 5000  # cases
 
 
 @pytest.fixture(scope="module")
-def material(tmp_path_factory) -> Material:
+def material(tmp_path_factory) -> ReportContents:
     return make_material(tmp_path_factory.mktemp("fuzz") / "good")
 
 
@@ -39,7 +39,7 @@ def nothing_lasts(monkeypatch):
     gc.collect()
     gc.freeze()  # a command that ends collects garbage: not that of all tests before this one
     monkeypatch.setattr("zeroshard.train.loop.loop.run_training", done)
-    monkeypatch.setattr("zeroshard.launch.launch.launch_workers", started)
+    monkeypatch.setattr("zeroshard.launch.start_ranks.launch_workers", started)
     monkeypatch.setattr("zeroshard.launch.environment.end_with_starter", done)
     monkeypatch.setattr("zeroshard.inference.harness.run_tasks", done)
     monkeypatch.setattr("zeroshard.lab.bench.command.run_bench", done)
@@ -77,7 +77,7 @@ def test_no_words_and_no_files_end_in_a_traceback(request, material, tmp_path):
     holds()
 
 
-def prepared(material: Material, line: Line, folder: Path) -> Path:
+def prepared(material: ReportContents, line: Line, folder: Path) -> Path:
     """``folder`` with copies of what the line's words lead to, spoiled as it says, and nothing else."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()

@@ -17,7 +17,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import zeroshard
-from zeroshard import garbage, process
+from zeroshard import gc_frequency, process
 from zeroshard.errors import ExitStatus, UserError, is_out_of_memory, is_out_of_threads, memory_line, path_line
 from zeroshard.flags import flags_of, read_flags, refuse_no_text, take_option
 from zeroshard.train.config.config import merge
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     own_process = argv is None
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        with garbage.seldom() if own_process else nullcontext(), _stop_signals_exit():
+        with gc_frequency.rare_collections() if own_process else nullcontext(), _stop_signals_exit():
             status = _dispatch(argv)
             sys.stdout.flush()  # so that a BrokenPipeError is raised here and not at the interpreter's exit
             return status

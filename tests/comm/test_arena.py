@@ -9,7 +9,7 @@ import torch
 
 from zeroshard.comm import SharedMemoryCommunicator
 from zeroshard.comm.shm import arena, mapped, shm
-from zeroshard.comm.shm.arena import Arena, Neighbour
+from zeroshard.comm.shm.arena import Arena, MappedArena
 from zeroshard.comm.shm.mapped import LOST, Segment
 
 
@@ -35,7 +35,7 @@ def test_another_rank_sees_the_same_memory(segments, dtype, numel):
     part = tensor[numel // 2 :]
     place = mine.place_of(part)
     assert place is not None
-    seen = Neighbour(other).view(place, part.numel(), dtype)
+    seen = MappedArena(other).view(place, part.numel(), dtype)
     assert seen.data_ptr() != part.data_ptr()
     assert torch.equal(seen, part)
     part.zero_()
@@ -68,7 +68,7 @@ def test_a_tensor_from_elsewhere_has_no_place(segments):
 def test_extents_follow_one_another(segments, monkeypatch):
     monkeypatch.setattr(arena, "_EXTENT_BYTES", 8192)
     own, other = segments
-    mine, theirs = Arena(own), Neighbour(other)
+    mine, theirs = Arena(own), MappedArena(other)
     tensors = [mine.empty(numel, torch.int32).fill_(i) for i, numel in enumerate((1000, 1024, 5000, 1, 2000))]
     for i, tensor in enumerate(tensors):
         place = mine.place_of(tensor)

@@ -10,7 +10,7 @@ import torch
 from fake_time import Clock
 from zeroshard import stopwatch
 from zeroshard.comm import CONTROL, Exposed, NullCommunicator, ObservedCommunicator, by_kind, scope
-from zeroshard.comm.labels import beside, is_beside
+from zeroshard.comm.labels import is_on_side_stream, on_side_stream
 from zeroshard.comm.wrappers import observe
 
 CPU = torch.device("cpu")
@@ -134,9 +134,9 @@ def test_what_a_stream_beside_the_one_that_computes_waits_for_is_not_exposed(mon
         def record(self):
             """As CUDA's."""
 
-    with beside(), exposed.timed("unit/grads", torch.device("cuda", 0)):
-        assert is_beside()
+    with on_side_stream(), exposed.timed("unit/grads", torch.device("cuda", 0)):
+        assert is_on_side_stream()
     assert not made
     with exposed.timed("unit/grads", torch.device("cuda", 0)):
-        assert not is_beside()
+        assert not is_on_side_stream()
     assert len(made) == 2

@@ -13,8 +13,8 @@ from torch.distributed.elastic.agent.server.api import WorkerState
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
 from zeroshard.launch import elastic, many_hosts
-from zeroshard.launch.machines import Meeting
 from zeroshard.launch.many_hosts import ManyHosts
+from zeroshard.launch.rendezvous_address import RendezvousAddress
 from zeroshard.launch.rounds import (
     FIRST_CALL_LOOKS,
     MACHINE_CAME,
@@ -154,7 +154,7 @@ def meet(monkeypatch):
     made = []
 
     def make(port, *, serves, most=2):
-        made.append(ManyHosts(Meeting("127.0.0.1", port, 1, most, "127.0.0.1", serves=serves), 2, "test"))
+        made.append(ManyHosts(RendezvousAddress("127.0.0.1", port, 1, most, "127.0.0.1", serves=serves), 2, "test"))
         return made[-1]
 
     yield make

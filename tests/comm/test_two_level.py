@@ -146,7 +146,7 @@ def test_on_one_host_it_has_the_bits_of_shared_memory(gloo_ranks):
 def test_auto_takes_what_the_hosts_allow(hosts, chosen, monkeypatch):
     monkeypatch.setattr(ranks, "hosts_of_ranks", lambda: list(hosts))
     assert ranks.choose("zero2", torch.device("cpu")) == chosen
-    assert ranks.choose("zero2", torch.device("cpu"), memory_goes_around=True) == "ring"
+    assert ranks.choose("zero2", torch.device("cpu"), shared_memory_bypasses=True) == "ring"
     assert ranks.choose("ddp", torch.device("cpu")) == "torch"
 
 
@@ -155,4 +155,4 @@ def test_auto_takes_what_the_hosts_allow(hosts, chosen, monkeypatch):
 )
 def test_nodes_in_namespaces_are_hosts_and_memory_goes_around_an_interface(mode, goes_around):
     slowed = {"none": {}, "tc": {"device": "eth0", "bandwidth": "1Gbit/s"}}.get(mode, {"bandwidth": "1Gbit/s"})
-    assert Links.of(LinkConfig(mode=mode, **slowed)).memory_goes_around == goes_around
+    assert Links.of(LinkConfig(mode=mode, **slowed)).shared_memory_bypasses == goes_around

@@ -170,7 +170,7 @@ def test_batches_after_a_resume_are_those_of_the_undisturbed_run(stream, world_s
     for known in (saved, None):
         resumed = stream(world_size, micro, accum)
         for each in resumed:
-            each.go_on(known, at)
+            each.restore_position(known, at)
         for step in range(at, at + 8):
             assert all(map(torch.equal, global_batch(resumed, step, accum), wanted[step]))
 
@@ -185,7 +185,7 @@ def test_a_run_that_goes_on_encodes_no_more_than_its_turn_and_the_next(stream, m
     of_document = lanes_module.document_ids
     monkeypatch.setattr(lanes_module, "document_ids", lambda *args: (encoded.append(1), of_document(*args))[1])
     (resumed,) = stream()
-    resumed.go_on(saved, 30)
+    resumed.restore_position(saved, 30)
     resumed(30, 0)
     resumed.close()
     resumed._lanes._pool.shutdown(wait=True)
@@ -196,7 +196,7 @@ def test_a_run_that_goes_on_with_another_batch_takes_the_rows_that_follow(stream
     whole, resumed = stream(1, 1, 1)[0], stream(1, 1, 3)[0]
     (sixteen,) = stream(1, 16, 1)
     sixteen(4, 0)
-    resumed.go_on(sixteen.position(5), 5)
+    resumed.restore_position(sixteen.position(5), 5)
     for step in (5, 6, 7):
         for micro in range(3):
             row = 5 * 16 + (step - 5) * 3 + micro
@@ -209,7 +209,7 @@ def test_a_run_that_goes_on_with_other_rows_begins_with_its_turn(stream):
     first, again = stream(1, 16, 1)[0], stream(1, 16, 1, seq_len=T // 2)[0]
     first(9, 0)
     saved = first.position(10)
-    again.go_on(saved, 10)
+    again.restore_position(saved, 10)
     assert again.position(10)["row"] == saved["first_row"]
     assert again(10, 0)[0].shape == (16, T // 2)
 
@@ -228,7 +228,7 @@ def test_a_place_that_is_none_is_refused(stream, change, line):
     (batches,) = stream()
     batches(2, 0)
     with pytest.raises(UserError, match=line):
-        stream()[0].go_on(batches.position(3) | change, 3)
+        stream()[0].restore_position(batches.position(3) | change, 3)
 
 
 def test_an_earlier_step_is_read_again(stream):

@@ -4,7 +4,7 @@ import sys
 
 from run_folders import LINK, write_run
 from zeroshard.lab.run_folders import read_run
-from zeroshard.lab.sweep.board import Board
+from zeroshard.lab.sweep.board import SweepProgress
 from zeroshard.lab.sweep.cases import make_case
 
 
@@ -12,7 +12,7 @@ def shown(play) -> str:
     """What a terminal is sent while ``play(board)`` runs."""
     master, slave = pty.openpty()
     with os.fdopen(slave, "w") as terminal:
-        play(Board(terminal))
+        play(SweepProgress(terminal))
         terminal.flush()
         os.set_blocking(master, False)
         text = b""
@@ -49,7 +49,7 @@ def test_a_terminal_shows_a_table_that_moves(tmp_path, monkeypatch):
 
 def test_a_pipe_gets_a_line_for_each_run_and_what_cannot_be_compared(tmp_path, capsys):
     good = make_case({}, {"seed": 1})
-    board = Board(sys.stdout)
+    board = SweepProgress(sys.stdout)
     with board.live([good], 1):
         board.begins(good, 0)
         board.ended(good, 0, read_run(write_run(tmp_path / "run", link=LINK)), seconds=1.25)

@@ -14,7 +14,7 @@ from zeroshard.lab.report.entries import gather
 from zeroshard.lab.report.figures import figures_of
 from zeroshard.lab.report.time_figures import time_table
 from zeroshard.lab.run_folders import read_run
-from zeroshard.lab.sweep.board import Board
+from zeroshard.lab.sweep.board import SweepProgress
 from zeroshard.lab.sweep.cases import SweepConfig, cases_of
 from zeroshard.lab.sweep.remedies import settings_of
 from zeroshard.lab.sweep.results import SWEEP_FORMAT, read_sweep, run_folder
@@ -192,7 +192,7 @@ def test_timed_steps_with_other_losses_than_their_curve_are_said(tmp_path):
 
 def test_a_sweep_says_when_each_case_is_at_the_target(done):
     stream = io.StringIO()
-    Board(stream).say_results(done)
+    SweepProgress(stream).say_results(done)
     lines = stream.getvalue().splitlines()
     assert lines[-1] == "target: validation loss 1.4142, what none has after 32 of 40 steps"
     assert any("zero2  none" in line and "32.0 s to the target, reached after 32 steps" in line for line in lines)

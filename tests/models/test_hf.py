@@ -7,7 +7,7 @@ import pytest
 
 from zeroshard.errors import UserError
 from zeroshard.models import GPT2Config, LlamaConfig
-from zeroshard.models.hugging_face.own_models import find_weights, from_hf_config, hf_config, hf_weights
+from zeroshard.models.hugging_face.gpt2_llama_conversion import find_weights, from_hf_config, hf_config, hf_weights
 
 GPT2_SHAPE = GPT2Config(vocab_size=50, seq_len=16, n_layer=2, n_head=2, n_embd=8)
 LLAMA_SHAPE = LlamaConfig(vocab_size=50, seq_len=16, n_layer=2, n_head=4, n_kv_head=2, n_embd=16, ffn_hidden=24)

@@ -13,7 +13,7 @@ from zeroshard.train.config.config import TrainConfig, load_config
 from zeroshard.train.loop.loop import run_training
 from zeroshard.train.setup.assemble import make_model
 from zeroshard.train.setup.build import build_run, choose_device
-from zeroshard.train.setup.numbers import with_dtype
+from zeroshard.train.setup.numerics import with_dtype
 
 CPU = torch.device("cpu")
 
@@ -296,6 +296,6 @@ def test_the_training_loss_is_smoothed_and_the_validation_loss_is_not(tiny_confi
 
 
 def test_a_model_with_a_loss_of_its_own_is_not_smoothed(tiny_config, monkeypatch):
-    monkeypatch.setattr(GPT2, "smooths", False)
+    monkeypatch.setattr(GPT2, "takes_loss_options", False)
     with pytest.raises(UserError, match=r"^optim\.z_loss: a GPT2 computes a loss of its own; leave it out"):
         make_model(tiny_config(optim={"z_loss": 1e-4}), 32, "meta")

@@ -19,7 +19,7 @@ from zeroshard.models.float8 import require_float8, use_float8
 from zeroshard.train.config.command_settings import ExportConfig
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.loop.loop import run_training
-from zeroshard.train.setup import assemble, numbers
+from zeroshard.train.setup import assemble, numerics
 from zeroshard.train.setup.assemble import sharded
 from zeroshard.train.setup.build import build_run
 
@@ -34,7 +34,7 @@ LLAMA = {**GPT2, "name": "llama-tiny", "n_kv_head": 1, "ffn_hidden": 64}
 @pytest.fixture
 def emulated(monkeypatch):
     """A CPU computes in fp8."""
-    monkeypatch.setattr(numbers, "require_float8", lambda device: None)
+    monkeypatch.setattr(numerics, "require_float8", lambda device: None)
     monkeypatch.setattr(assemble, "use_float8", partial(use_float8, emulate=True))
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from zeroshard import checkpoint
-from zeroshard.checkpoint.stream import StreamedTensor
+from zeroshard.checkpoint.streamed_safetensors import StreamedTensor
 from zeroshard.cli import main
 from zeroshard.comm import LocalCommunicator
 from zeroshard.interop import hf_export

@@ -86,7 +86,7 @@ def trained_by_peft(folder):
 
     model = require_transformers().AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model = peft.get_peft_model(model, peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, task_type="CAUSAL_LM")).train()
-    ours = build_model(f"hf:{folder}", lora=Lora(RANK)).adapted.state_dict()
+    ours = build_model(f"hf:{folder}", lora=Lora(RANK)).lora_root.state_dict()
     missing, unexpected = model.base_model.model.load_state_dict(ours, strict=False)
     assert not missing
     assert not unexpected

@@ -162,7 +162,7 @@ def test_a_model_that_takes_no_positions_is_refused(packed_config, tmp_path):
     folder = folder_of("bloom", sizes, tmp_path / "model")
     with pytest.raises(UserError, match=r"data\.packing: .* does not take positions for documents"):
         built(packed_config(f"hf:{folder}", {"tokenizer": "bytes"}))
-    assert hugging_face.HuggingFaceModel.packs
+    assert hugging_face.HuggingFaceModel.takes_positions
 
 
 def test_text_is_packed_by_whole_documents(tiny_config, tmp_path):

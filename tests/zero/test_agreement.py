@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zeroshard.comm import LocalCommunicator, ObservedCommunicator, run_threads
-from zeroshard.zero.sharded_optimizer.agreement import agreement
+from zeroshard.zero.sharded_optimizer.argument_check import agreement
 
 
 def _outcome(comm, lines, error=None):

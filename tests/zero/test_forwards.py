@@ -106,8 +106,8 @@ def test_weights_are_gathered_and_freed_for_each_call(turn, prefetch):
     for _ in range(2):
         turn(net)
         zero.zero_grad()
-    at_the_turn = 1  # the last unit of a forward, which another forward or backward may begin beside
-    assert max(seen) <= prefetch + 1 + at_the_turn
+    kept_for_backward = 1  # the last unit of a forward, which another forward or backward may begin beside
+    assert max(seen) <= prefetch + 1 + kept_for_backward
     net(rows(0))
     assert sum(group.params.full_bytes > 0 for unit in zero.units[1:] for group in unit.groups) == 1
 

@@ -392,7 +392,7 @@ FAULTS = {
         Case(3, inline=True),
     ),
     "what has arrived in a wire format is freed while it is read": (
-        _replaces(wire, "read_here", lambda packed: None),
+        _replaces(wire, "record_read", lambda packed: None),
         Case(3, wire="int8"),  # at stages 1 and 2 the next codes come after the step, and so after these
     ),
     "a shard is quantised before it is computed": (_forgets("reduce"), Case(2, wire="int8")),
@@ -401,7 +401,7 @@ FAULTS = {
         Case(2, wire="int8", node_size=2),
     ),
     "a node's sum is freed while it is quantised": (
-        _replaces(wire, "read_here", lambda packed: None),
+        _replaces(wire, "record_read", lambda packed: None),
         Case(2, wire="int8", node_size=2, num_micro=2),
     ),
     "leaves are added before they have come": (

@@ -124,7 +124,6 @@ def test_pieces_tile_every_tensor_exactly_once(stage, world_size, optimizer):
 def test_each_rank_writes_its_part_of_pieces_that_are_whole(monkeypatch):
     """A replicated optimizer sees whole tensors on a GPU, and pieces that end where shards do on the CPU."""
 
-
     on_cpu = Saved([shards for shards, _ in run_threads(lambda comm: _save(comm, 0, "AdamW"), 3)])
     monkeypatch.setattr(FlatLayout, "updated_by_all", lambda layout, device: layout.tensors())
     on_gpu = Saved([shards for shards, _ in run_threads(lambda comm: _save(comm, 0, "AdamW"), 3)])

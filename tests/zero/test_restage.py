@@ -213,7 +213,6 @@ def test_a_backward_through_a_forward_from_before_is_refused():
 def test_states_of_whole_parameters_are_cut_and_joined(monkeypatch):
     """As on a GPU, where a replicated optimizer sees whole parameters, which end where shards do not."""
 
-
     monkeypatch.setattr(FlatLayout, "updated_by_all", lambda layout, device: layout.tensors())
     for path in ([0, 2, 2], [2, 0, 0], [3, 0, 3]):
         for changed, fixed in zip(

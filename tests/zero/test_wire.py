@@ -10,8 +10,8 @@ from zeroshard import checkpoint
 from zeroshard.comm import NullCommunicator, ObservedCommunicator, ThreadCommunicator, run_threads
 from zeroshard.wire_formats import BlockFormat
 from zeroshard.zero import MixedPrecision, Zero
-from zeroshard.zero.buffers.differences import fingerprint
-from zeroshard.zero.buffers.wire import there_and_back
+from zeroshard.zero.buffers.wire import quantise_roundtrip
+from zeroshard.zero.buffers.written_weights import fingerprint
 
 INT8 = MixedPrecision(gather="int8", reduce="int8", block=64)
 WIRES = {
@@ -328,8 +328,8 @@ def test_a_fingerprint_sees_each_element_and_signs_that_change_together(dtype, n
 
 def test_there_and_back_is_what_every_rank_has():
     values = torch.randn(1000)
-    back = there_and_back(values, BlockFormat("int8"), torch.float32)
-    assert torch.equal(there_and_back(back, BlockFormat("int8"), torch.float32).sign(), back.sign())
+    back = quantise_roundtrip(values, BlockFormat("int8"), torch.float32)
+    assert torch.equal(quantise_roundtrip(back, BlockFormat("int8"), torch.float32).sign(), back.sign())
     assert (back - values).abs().max() < values.abs().max() / 127
 
 

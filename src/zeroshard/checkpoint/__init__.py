@@ -2,7 +2,7 @@
 
 from zeroshard.checkpoint.api import (
     Choice,
-    PassedOver,
+    Rejected,
     Saveable,
     Shardable,
     load,
@@ -12,6 +12,7 @@ from zeroshard.checkpoint.api import (
     save,
 )
 from zeroshard.checkpoint.background import BackgroundSaver, Keep, Saved
+from zeroshard.checkpoint.consolidated import consolidate
 from zeroshard.checkpoint.folder import (
     BEST,
     Found,
@@ -26,7 +27,6 @@ from zeroshard.checkpoint.folder import (
 from zeroshard.checkpoint.manifest import Manifest, parsed_once
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.verify import Damage, verify
-from zeroshard.checkpoint.whole import consolidate
 
 __all__ = [
     "BEST",
@@ -37,7 +37,7 @@ __all__ = [
     "Found",
     "Keep",
     "Manifest",
-    "PassedOver",
+    "Rejected",
     "Saveable",
     "Saved",
     "Shardable",

@@ -35,7 +35,7 @@ from zeroshard.checkpoint.verify import damages, share
 from zeroshard.comm import Communicator
 from zeroshard.errors import UserError
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader
-from zeroshard.zero.transfer import send_bytes
+from zeroshard.zero.tensor_broadcast import send_bytes
 
 
 class Saveable(Protocol):
@@ -165,7 +165,7 @@ def load(
 
 
 @dataclass(frozen=True)
-class PassedOver:
+class Rejected:
     """A checkpoint that cannot be resumed from: if ``complete``, it is damaged; otherwise it was never finished."""
 
     path: Path
@@ -183,7 +183,7 @@ class Choice:
     """
 
     path: Path | None
-    passed_over: tuple[PassedOver, ...]
+    passed_over: tuple[Rejected, ...]
 
 
 def newest_valid(comm: Communicator, folder: str | PathLike[str]) -> Choice:
@@ -193,7 +193,7 @@ def newest_valid(comm: Communicator, folder: str | PathLike[str]) -> Choice:
     """
     found = [[each.path.name, each.complete] for each in folders.find(folder)] if comm.rank == 0 else []
     names = json.loads(send_bytes(comm, json.dumps(found).encode(), src=0))
-    passed_over: list[PassedOver] = []
+    passed_over: list[Rejected] = []
     for name, complete in names:
         path = Path(folder) / name
         failure: UserError | None = None
@@ -202,7 +202,7 @@ def newest_valid(comm: Communicator, folder: str | PathLike[str]) -> Choice:
             if failure is None:
                 return Choice(path, tuple(passed_over))
         why = f"{failure.field} {failure.what}" if failure else f"it was never completed (no {MANIFEST})"
-        passed_over.append(PassedOver(path, complete, why))
+        passed_over.append(Rejected(path, complete, why))
     return Choice(None, tuple(passed_over))
 
 
@@ -286,7 +286,7 @@ def write_rank(
         for key, shard in by_key.items()
     ]
     note = {"file": file, "entry": asdict(written.file), "tensors": [asdict(entry) for entry in entries]}
-    store.write_text(_note(folder, comm.rank), json.dumps(note))
+    store.write_text(_rank_manifest_path(folder, comm.rank), json.dumps(note))
 
 
 def finish(path: Path, facts: Facts, progress: Callable[[], None] = lambda: None) -> None:
@@ -299,12 +299,12 @@ def finish(path: Path, facts: Facts, progress: Callable[[], None] = lambda: None
     entries: list[TensorEntry] = []
     for rank in range(facts.world_size):
         try:
-            note = json.loads(_note(folder, rank).read_text(encoding="utf-8"))
+            note = json.loads(_rank_manifest_path(folder, rank).read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise OSError(f"{folder}: rank {rank}'s files are not here; all ranks must share the folder") from None
         files[note["file"]] = manifests.file_entry(note["entry"])
         entries += [manifests.tensor_entry(entry) for entry in note["tensors"]]
-        _note(folder, rank).unlink()
+        _rank_manifest_path(folder, rank).unlink()
         progress()
     versions = {
         "zeroshard": zeroshard.__version__,
@@ -360,5 +360,5 @@ def _first_error(comm: Communicator, error: UserError | None) -> UserError | Non
     return UserError(*json.loads(words[1])) if words else None
 
 
-def _note(folder: Path, rank: int) -> Path:
+def _rank_manifest_path(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05d}.json"

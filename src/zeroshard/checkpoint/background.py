@@ -133,7 +133,7 @@ class BackgroundSaver:
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._host, self._streams = HostMemory(), ByDevice()
         self._pending: _Pending | None = None
-        self._untold: Saved | None = None  # the outcome of a finished save that no call has returned yet
+        self._unreported: Saved | None = None  # the outcome of a finished save that no call has returned yet
 
     def start(
         self,
@@ -176,7 +176,7 @@ class BackgroundSaver:
         pending.saved = replace(pending.saved, stall_s=perf_counter() - began)
         if not self._background:
             saved = self.wait(progress)
-            self._untold = None if saved is None else replace(saved, stall_s=saved.total_s)
+            self._unreported = None if saved is None else replace(saved, stall_s=saved.total_s)
         return earlier
 
     def settle(self) -> None:
@@ -208,7 +208,7 @@ class BackgroundSaver:
         """
         pending, comm = self._pending, self._comm
         if pending is None:
-            untold, self._untold = self._untold, None
+            untold, self._unreported = self._unreported, None
             return untold
         if not pending.saved.error:
             if self._is_writing(pending):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zeroshard.checkpoint.manifest import Manifest, TensorEntry
 from zeroshard.checkpoint.reader import CheckpointReader
-from zeroshard.checkpoint.stream import intervals
+from zeroshard.checkpoint.streamed_safetensors import intervals
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -12,7 +12,7 @@ import torch
 
 from zeroshard.comm import CONTROL, Communicator, scope
 from zeroshard.errors import UserError
-from zeroshard.zero.transfer import send_bytes
+from zeroshard.zero.tensor_broadcast import send_bytes
 
 
 def fail_together(comm: Communicator, phase: str, work: Callable[[], object]) -> None:

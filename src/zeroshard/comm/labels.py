@@ -31,7 +31,7 @@ def current_scope() -> str:
 
 
 @contextmanager
-def beside() -> Generator[None]:
+def on_side_stream() -> Generator[None]:
     """Mark this block, on this thread: a `Work.wait` in it makes a side stream wait, not the stream that computes."""
     token = _beside.set(True)
     try:
@@ -40,6 +40,6 @@ def beside() -> Generator[None]:
         _beside.reset(token)
 
 
-def is_beside() -> bool:
-    """Return whether the caller is inside `beside`, so that a wait here does not block computation."""
+def is_on_side_stream() -> bool:
+    """Return whether the caller is inside `on_side_stream`, so that a wait here does not block computation."""
     return _beside.get()

@@ -35,7 +35,7 @@ def end_ids(tokenizer: Tokenizer, *, ends_line: bool) -> NDArray[np.int64]:
     return tokenizer.encode_piece("\n")
 
 
-def put_around(tokenizer: Tokenizer) -> list[list[int]]:
+def surrounding_ids(tokenizer: Tokenizer) -> list[list[int]]:
     """Return the ids that a tokenizer's file puts before and after documents; empty if there is only an eos_id."""
     before, after = tokenizer.around
     return [list(before), list(after)] if before or after not in ((), (tokenizer.eos_id,)) else []

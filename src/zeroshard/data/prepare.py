@@ -18,7 +18,7 @@ from zeroshard.data.bins import BIN_SPLIT, TokenBins
 from zeroshard.data.documents import Fingerprint
 from zeroshard.data.encode import Piece, encode_pieces, keep_for_workers, pieces_of, train_texts
 from zeroshard.data.examples.prepare import prepare_examples
-from zeroshard.data.joining import put_around
+from zeroshard.data.joining import surrounding_ids
 from zeroshard.data.meta import (
     DTYPES,
     META_NAME,
@@ -135,15 +135,15 @@ def _rules_that_matter(spec: DataSpec, source: Source, fingerprint: Fingerprint)
 
 
 def _around(spec: DataSpec) -> list[list[int]]:
-    """Return the ids that stand around documents, see `put_around`; empty if the tokenizer is yet to be trained."""
+    """Return the ids around documents (`surrounding_ids`); empty if the tokenizer is yet to be trained."""
     if not source_entry(spec.source).has_text or not spec.tokenizer.startswith("json:"):
         return []
-    return put_around(read_tokenizer(Path(spec.tokenizer.removeprefix("json:"))))
+    return surrounding_ids(read_tokenizer(Path(spec.tokenizer.removeprefix("json:"))))
 
 
 def _recorded(spec: DataSpec, rule: str, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Return the user's choices, and the rules by which text was split and documents joined, for ``meta.json``."""
-    around = put_around(tokenizer) if tokenizer is not None else []
+    around = surrounding_ids(tokenizer) if tokenizer is not None else []
     return spec.identity() | ({"split": rule} if rule else {}) | ({"around": around} if around else {})
 
 

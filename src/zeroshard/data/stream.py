@@ -134,7 +134,7 @@ class StreamBatches:
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
     def position(self, step: int) -> dict[str, Any]:
-        """Return, as JSON values, where the rows of ``step`` begin; the argument of `go_on`."""
+        """Return, as JSON values, where the rows of ``step`` begin; the argument of `restore_position`."""
         row = self._row_of(step)
         begins = [self._origin, *(turn.begin for turn in self._turns), self._next]
         begin = max((each for each in begins if each.first_row <= row), key=lambda each: each.first_row)
@@ -150,7 +150,7 @@ class StreamBatches:
             "left_over": base64.b64encode(begin.left_over.tobytes()).decode(),
         }
 
-    def go_on(self, saved: Mapping[str, Any] | None, step: int) -> None:
+    def restore_position(self, saved: Mapping[str, Any] | None, step: int) -> None:
         """Resume: make ``step`` begin at the row that a saved run was to take next.
 
         Args:

@@ -35,7 +35,7 @@ from zeroshard.zero.buffers.unit_choice import choose_units
 from zeroshard.zero.optimizers.adoption import take_over
 
 SHARDS, META = "zero", "meta.ckpt"  # names inside a checkpoint's folder
-_AROUND = "_zeroshard_around"  # attribute of a module that has an engine: its wrapper `_Around`, the engine's model
+_AROUND = "_zeroshard_around"  # attribute of a module that has an engine: its wrapper `_Wrapper`, the engine's model
 _OF_WHOLE_FILES = ("state_dict", "optimizer_states")
 _COMPUTES = {"bf16-mixed": "bf16", "32-true": "no", "bf16-true": "no", "64-true": "no"}
 _OPTIONS = frozenset(
@@ -46,7 +46,7 @@ _OPTIONS = frozenset(
 )
 
 
-class _Around(nn.Module):
+class _Wrapper(nn.Module):
     """Wraps the user's module: `ZeroStrategy` calls the wrapper, and the user's methods may call the inner module."""
 
     def __init__(self, inner: nn.Module) -> None:
@@ -114,7 +114,7 @@ class ZeroStrategy(DDPStrategy):
         around = vars(module).get(_AROUND)
         if around is None:
             module = self.precision_plugin.convert_module(module).to(self.root_device)
-            around = _Around(module)
+            around = _Wrapper(module)
             units = choose_units(module, self.zero_plugin.units)
             replace(self.zero_plugin, units=units).engine(around, computes)
             vars(module)[_AROUND] = around

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from zeroshard import checkpoint
-from zeroshard.checkpoint.stream import StreamedTensor, write_streamed
+from zeroshard.checkpoint.streamed_safetensors import StreamedTensor, write_streamed
 from zeroshard.models import LanguageModel
 from zeroshard.models.adapters import ADAPTER, is_adapter
 from zeroshard.models.hugging_face.model import INNER, HuggingFaceModel

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from zeroshard import checkpoint
+from zeroshard.checkpoint.consolidated import verified_manifest
 from zeroshard.checkpoint.manifest import Manifest
-from zeroshard.checkpoint.stream import StreamedTensor, drafted, intervals, write_streamed
-from zeroshard.checkpoint.whole import require_whole
+from zeroshard.checkpoint.streamed_safetensors import StreamedTensor, drafted, intervals, write_streamed
 from zeroshard.data import Tokenizer, load_tokenizer, read_meta
 from zeroshard.data.portable import portable
 from zeroshard.errors import ExitStatus, UserError
@@ -32,8 +32,8 @@ from zeroshard.interop.adapter_export import base_of, write_adapters
 from zeroshard.models import GPT2Config, LlamaConfig, model_config
 from zeroshard.models.adapters import Lora, base_name
 from zeroshard.models.hugging_face.folder import is_hugging_face
+from zeroshard.models.hugging_face.gpt2_llama_conversion import HFWeight, hf_config, hf_weights, published
 from zeroshard.models.hugging_face.model import HuggingFaceModel
-from zeroshard.models.hugging_face.own_models import HFWeight, hf_config, hf_weights, published
 from zeroshard.train.config.command_settings import ExportConfig
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.sizes import parse_size
@@ -151,7 +151,7 @@ def _open(config: ExportConfig) -> _Source:
     if config.merged and lora is None:
         raise UserError("merged", f"{path} has no adapters", "leave it out")
     if is_hugging_face(trained.model.name):
-        folder, manifest = require_whole(path)
+        folder, manifest = verified_manifest(path)
         built = hf_folder_export.model_of(trained)
         return _Source(folder, manifest, built, run, _tokenizer(run), kind, lora, transposed_weights(built))
     if lora is not None and not config.merged:
@@ -164,7 +164,7 @@ def _open(config: ExportConfig) -> _Source:
         if weight.name and shapes.get(weight.name) != weight.shape:
             what = f"{path} has {weight.name} as {shapes.get(weight.name)}, its configuration as {weight.shape}"
             raise UserError("source", what, "export a checkpoint of `zeroshard train`")
-    folder, manifest = require_whole(path)
+    folder, manifest = verified_manifest(path)
     return _Source(folder, manifest, model, run, _tokenizer(run), kind, lora)
 
 

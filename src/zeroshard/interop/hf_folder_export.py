@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.checkpoint.stream import StreamedTensor, intervals
+from zeroshard.checkpoint.streamed_safetensors import StreamedTensor, intervals
 from zeroshard.data import Tokenizer
 from zeroshard.data.tokenizer import TOKENIZER_FILE, BpeTokenizer, read_tokenizer
 from zeroshard.errors import UserError

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from zeroshard import checkpoint
-from zeroshard.checkpoint.stream import drafted
+from zeroshard.checkpoint.streamed_safetensors import drafted
 from zeroshard.comm import Communicator, LocalCommunicator
 from zeroshard.data.examples.template import TEMPLATE_FILES
 from zeroshard.data.tokenizer import (
@@ -35,7 +35,7 @@ from zeroshard.errors import ExitStatus, UserError
 from zeroshard.interop.nanogpt_weights import import_nanogpt, is_nanogpt
 from zeroshard.models import GPT2Config, LanguageModel, LlamaConfig
 from zeroshard.models.hugging_face.folder import ADAPTER_CONFIG, only_adapters
-from zeroshard.models.hugging_face.own_models import find_weights, from_hf_config
+from zeroshard.models.hugging_face.gpt2_llama_conversion import find_weights, from_hf_config
 from zeroshard.regular_files import read_text, require_regular
 from zeroshard.train.config.command_settings import ImportConfig
 from zeroshard.train.config.config import FINE_TUNING, TrainConfig

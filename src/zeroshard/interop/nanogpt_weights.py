@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zeroshard import checkpoint
-from zeroshard.checkpoint.stream import drafted
+from zeroshard.checkpoint.streamed_safetensors import drafted
 from zeroshard.comm import Communicator, LocalCommunicator
 from zeroshard.data.meta import SPLITS, DataMeta, SourceMeta, SplitMeta, dtype_for, write_meta
 from zeroshard.data.tiktokens import TIKTOKEN

@@ -50,7 +50,7 @@ def all_logits() -> Generator[None]:
         _all_logits.reset(token)
 
 
-def serves(kernels: Choice | None, *tensors: Tensor) -> bool:
+def can_chunk(kernels: Choice | None, *tensors: Tensor) -> bool:
     """Whether to compute a loss of these tensors by chunks; if not, use the reference, with PyTorch's own behaviour.
 
     The reference is used on a GPU if it was requested by name (``kernels``); under torch.compile, which fuses in its

@@ -143,7 +143,7 @@ def cross_entropy(
     backend = choose("cross_entropy", logits.device, kernels)
     if not torch.is_grad_enabled():  # needs_input_grad would say True even though grad mode is off
         logits = logits.detach()
-    if backend == "reference" and chunked_losses.serves(kernels, logits):
+    if backend == "reference" and chunked_losses.can_chunk(kernels, logits):
         return chunked_losses.cross_entropy(logits, targets, *options)
     if backend == "reference":
         return cross_entropy_reference(logits, targets, *options)

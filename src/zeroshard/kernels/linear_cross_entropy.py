@@ -182,7 +182,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """`cross_entropy` of the logits ``hidden @ weight.T``, which never exist all at once.
 
-    The exceptions, in which the reference materializes them: see `zeroshard.kernels.chunked_losses.serves`.
+    The exceptions, in which the reference materializes them: see `zeroshard.kernels.chunked_losses.can_chunk`.
 
     If a gradient is needed, forward computes it together with the loss; `backward` may run again. Under `torch.no_grad`
     and `torch.inference_mode` none is needed, and no memory is allocated for one.
@@ -214,7 +214,7 @@ def linear_cross_entropy(
     if not torch.is_grad_enabled():  # needs_input_grad would say True even though grad mode is off
         hidden, weight = hidden.detach(), weight.detach()
     backend = choose("linear_cross_entropy", hidden.device, kernels)
-    if backend == "reference" and chunked_losses.serves(kernels, hidden, weight):
+    if backend == "reference" and chunked_losses.can_chunk(kernels, hidden, weight):
         return chunked_losses.linear_cross_entropy(hidden, weight, targets, *options, chunk_rows=chunk_rows)
     if backend == "reference":
         return linear_cross_entropy_reference(hidden, weight, targets, *options)

@@ -1,4 +1,4 @@
-"""The lab: says before a run what each stage holds, sends and takes, from the same table and layout as the engine."""
+"""The lab predicts a run's memory, traffic and time, at any stage, from the engine's own stage table and layout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["Plan", "plan"]
 
 
-def __getattr__(name: str) -> Any:  # lazily: the command line reads settings of the lab before it needs torch
+def __getattr__(name: str) -> Any:  # lazily: the command line reads the lab's settings before it needs torch
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return loaded("zeroshard.lab.planner.plan", name)

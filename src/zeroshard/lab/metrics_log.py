@@ -1,7 +1,7 @@
-"""``metrics.jsonl`` as facts, read on from where it was read before: a log may grow by thousands of lines an hour.
+"""Reads ``metrics.jsonl`` incrementally: each read parses only the lines that were appended since the last one.
 
-A log is only ever appended to. Where it was cut off, replaced or written anew all the same, it is read from its
-beginning.
+That matters because a log may grow by thousands of lines an hour. A run only appends to its log. If the file was
+truncated, replaced or rewritten nevertheless, it is read again from its beginning.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any, BinaryIO
 
 from zeroshard.regular_files import json_of, open_binary
 
-NAMED = "val_loss/"  # before the name of a further validation set
+NAMED = "val_loss/"  # prefix of the losses of additional validation sets, by name
 _NUMBERS = frozenset((int, float, bool))
 
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step, as `zeroshard.train.records.records.StepRecord` was written; NaN where the log has null.
+    """One optimizer step, as `zeroshard.train.records.records.StepRecord` was written; NaN if the log has null.
 
     Attributes:
-        exposed_s: seconds that rank 0 stood still for communication, by kind ("weights/forward", ...).
-        comm_bytes: that rank 0 took part in moving, by operation.
+        exposed_s: seconds for which rank 0 waited for communication, by kind ("weights/forward", ...).
+        comm_bytes: bytes of the collectives that rank 0 took part in, by operation.
     """
 
     step: int
@@ -48,8 +48,8 @@ class Evaluation:
     """Validation loss after a step, in nats per token.
 
     Attributes:
-        ema_loss: of averaged weights; NaN where there are none.
-        named: of further validation sets, by name.
+        ema_loss: loss of the averaged weights; NaN if the run keeps no average.
+        named: losses on additional validation sets, by name.
     """
 
     step: int
@@ -59,14 +59,14 @@ class Evaluation:
 
 
 class MetricsLog:
-    """What a log has said so far; `read` takes what is new.
+    """The contents of a log so far; `read` adds the lines that are new.
 
     Attributes:
         start: the last ``start`` event.
-        steps, evaluations: by number of the step.
-        checkpoints: facts of each that was saved, or failed to be (``error``), by number of the step.
-        torn: whether the last line is a piece of one, as a run leaves it that was killed while it wrote.
-        problem: what cannot be read of it; empty where all can.
+        steps, evaluations: records by step number.
+        checkpoints: the log entry of each save, including failed ones (which have ``error``), by step number.
+        torn: whether the last line is incomplete, as it is if the run was killed while it wrote.
+        problem: which lines cannot be parsed, or why the file cannot be read; empty if there is no problem.
     """
 
     def __init__(self, path: Path) -> None:
@@ -80,12 +80,12 @@ class MetricsLog:
         self.checkpoints: dict[int, dict[str, Any]] = {}
         self.torn, self.problem = False, ""
         self._file_id: tuple[int, int] | None = None
-        self._offset, self._num_lines = 0, 0  # of whole lines that were taken
+        self._offset, self._num_lines = 0, 0  # of the complete lines that were read
         self._last_line = b""
         self._bad: list[int] = []
 
     def read(self) -> None:
-        """Take the lines that were appended since, or all where the file is another one now."""
+        """Parse the lines that were appended since the last call, or all lines if the file has been replaced."""
         self.torn, self.problem = False, ""
         try:
             with open_binary(self._path) as file:
@@ -112,7 +112,7 @@ class MetricsLog:
         self._take_appended(file)
 
     def _take_appended(self, file: BinaryIO) -> None:
-        """Take what ``file`` has from its place on."""
+        """Parse the lines of ``file`` from its current position on."""
         for line in file:
             if not line.endswith(b"\n"):
                 self.torn = True
@@ -120,25 +120,25 @@ class MetricsLog:
             self._take_whole(line)
 
     def _take_whole(self, line: bytes) -> None:
-        """Take a line with its end, and count it."""
+        """Parse and count a line that includes its newline."""
         self._pass(line, 1)
         if not self._take(line):
             self._bad.append(self._num_lines)
 
     def _pass(self, lines: bytes, count: int) -> None:
-        """Go on behind ``lines``, which are as many."""
+        """Move the position past ``lines``, which are ``count`` lines."""
         self._num_lines += count
         self._offset += len(lines)
         self._last_line = lines[lines.rfind(b"\n", 0, -1) + 1 :]
 
     def _take(self, line: bytes) -> bool:
-        """Take what a line says; whether it could be read."""
+        """Parse a line and store its event; returns whether it could be parsed."""
         try:
             entry = json_of(line)
             match entry["event"]:
                 case "start":
                     self.start, step = entry, int(entry.get("step", 0))
-                    # a run that goes on from an earlier step has left the later ones behind
+                    # a run that resumed from an earlier step has discarded the later ones
                     self.steps = {number: each for number, each in self.steps.items() if number <= step}
                     self.evaluations = {number: each for number, each in self.evaluations.items() if number <= step}
                 case "step":
@@ -176,7 +176,7 @@ def _evaluation(entry: Mapping[str, Any]) -> Evaluation:
 
 
 def _numbers(found: Any) -> dict[str, Any]:
-    """Numbers by name; TypeError where anything else stands there."""
+    """A dict of numbers by name; raises TypeError if a value is not a number."""
     numbers = dict(found or {})
     if not _NUMBERS.issuperset(map(type, numbers.values())):
         raise TypeError("not numbers alone")
@@ -184,10 +184,10 @@ def _numbers(found: Any) -> dict[str, Any]:
 
 
 def number_of(value: Any) -> float:
-    """A number as it was written; NaN for null."""
+    """The logged number as a float; NaN for null."""
     return math.nan if value is None else float(value)
 
 
 def why_unread(error: Exception) -> str:
-    """Why a file cannot be read, in words."""
+    """A phrase that says why a file cannot be read."""
     return f"cannot be read ({error.strerror})" if isinstance(error, OSError) else f"does not parse ({error})"

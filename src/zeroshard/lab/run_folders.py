@@ -1,13 +1,13 @@
-"""Run folders as facts: the one reader of ``config.toml``, ``metrics.jsonl`` and ``summary.json``.
+"""Reads run folders: the only code that parses ``config.toml``, ``metrics.jsonl`` and ``summary.json``.
 
-A folder may be of a run that is under way, was killed, or was damaged since. None of that is an error here: what can
-be read is, what cannot is a line in ``problems``, and ``state`` says what the folder is worth:
+A folder may belong to a run that is still running, was killed, or was damaged later. None of that raises an error here:
+everything readable is read, each unreadable part becomes a line in ``problems``, and ``state`` is one of:
 
-    done         the run has ended well
-    failed       it has ended otherwise, and says so
-    running      somebody holds the folder
-    unfinished   nobody does, and it has not ended: killed, or the machine went down
-    damaged      something in it cannot be read
+    done         the run ended successfully
+    failed       the run ended with an error, and its summary says so
+    running      a process holds the folder's lock
+    unfinished   no process holds the lock, and the run did not end: it was killed, or the machine went down
+    damaged      something in the folder cannot be read
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from zeroshard.train.state.lock import LOCK
 
 State = Literal["done", "failed", "running", "unfinished", "damaged"]
 CONFIG, METRICS, SUMMARY = "config.toml", "metrics.jsonl", "summary.json"
-WARM_UP_STEPS = 2  # of a run, left out of its medians: the first allocates, the second still settles
+WARM_UP_STEPS = 2  # a run's first steps, left out of its medians: the first allocates, the second is still slower
 
 
 @dataclass(frozen=True)
 class LinkFacts:
-    """The link that a run asked for, and what its probe found; infinite bandwidth: as the network is."""
+    """The slowed link that a run asked for, and what its probe measured; infinite bandwidth: that of the network."""
 
     mode: str
     node_size: int
@@ -46,7 +46,7 @@ class LinkFacts:
 
 @dataclass(frozen=True)
 class Spread:
-    """Several measurements of one thing."""
+    """Median, lowest, highest and number of several measurements of one quantity."""
 
     median: float
     low: float
@@ -55,36 +55,36 @@ class Spread:
 
     @property
     def relative(self) -> float:
-        """From the lowest to the highest, as a share of the median."""
+        """The range from the lowest to the highest value, divided by the median."""
         return (self.high - self.low) / self.median if self.median else 0.0
 
 
 def spread(values: Iterable[float]) -> Spread | None:
-    """The spread of those that are finite; None where none is."""
+    """The spread of the finite values; None if no value is finite."""
     finite = [value for value in values if math.isfinite(value)]
     return Spread(statistics.median(finite), min(finite), max(finite), len(finite)) if finite else None
 
 
 def scaled(found: Spread | None, scale: float) -> Spread | None:
-    """In another unit."""
+    """The spread converted to another unit: every value times ``scale``."""
     return Spread(found.median * scale, found.low * scale, found.high * scale, found.count) if found else None
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run folder says.
+    """The contents of a run folder.
 
     Attributes:
-        folder: of the run.
+        folder: the run's folder.
         state: see the module's docstring.
-        config: nested, as in ``config.toml``; empty where that cannot be read.
-        start: what the run said when it last began: world_size, tokens_per_step, num_params, ...
-        steps: by number, each once: those taken again after a resume replace the earlier ones.
-        evaluations: by step.
-        summary: ``summary.json``; empty where there is none.
-        link: None where no link was slowed.
-        problems: what could not be read, a line each.
-        checkpoints: what its log says of each, in order of steps.
+        config: nested settings, as in ``config.toml``; empty if that cannot be read.
+        start: the ``start`` event that the run logged when it last began: world_size, tokens_per_step, num_params, ...
+        steps: the steps in order, each once: a step that was repeated after a resume replaces the earlier one.
+        evaluations: evaluations in order of steps.
+        summary: the contents of ``summary.json``; empty if there is none.
+        link: the link that the run slowed; None if it slowed none.
+        problems: one line for each thing that could not be read.
+        checkpoints: the log entry of each checkpoint, in order of steps.
     """
 
     folder: Path
@@ -100,13 +100,13 @@ class RunResult:
 
     @cached_property
     def settled(self) -> tuple[Step, ...]:
-        """The steps without those that warm up, or all where there are no others."""
+        """The steps after the warm-up steps, or all steps if there are no others."""
         return self.steps[WARM_UP_STEPS:] or self.steps
 
     @cached_property
     def rounds(self) -> tuple[tuple[Step, ...], ...]:
-        """The settled steps by rounds, from one meeting of replicas to the next: each step is one where all ranks
-        meet at each, and where not one round of local steps is whole.
+        """The settled steps in rounds, from one synchronisation of replicas to the next. Each step is its own round
+        if replicas take no local steps, or if the run did not complete a round of them.
         """
         every = self.setting("replicas.every", 1)
         every = every if isinstance(every, int) and 1 < every <= len(self.settled) else 1
@@ -114,32 +114,32 @@ class RunResult:
 
     @cached_property
     def step_s(self) -> float:
-        """The median step, in seconds; of local steps the median round's mean. NaN without steps."""
+        """Seconds of the median step; with local steps, the mean step of the median round. NaN without steps."""
         return _median(statistics.fmean(step.step_s for step in steps) for steps in self.rounds)
 
     @cached_property
     def tokens_per_s(self) -> float:
-        """Of all ranks together, at the median step or in the median round; NaN without steps."""
+        """Tokens per second of all ranks together, in the median step or the median round; NaN without steps."""
         return _median(_rate(steps) for steps in self.rounds)
 
     @cached_property
     def exposed_s(self) -> float:
-        """Seconds of the median step that rank 0 stood still for communication; NaN without steps."""
+        """Seconds per step for which rank 0 waited for communication (median); NaN without steps."""
         return _median(statistics.fmean(sum(step.exposed_s.values()) for step in steps) for steps in self.rounds)
 
     @cached_property
     def held_bytes(self) -> int:
-        """The most that rank 0 held of training state, without activations."""
+        """The largest resident training state of rank 0 after any step, without activations."""
         return max((sum(step.memory_bytes.values()) for step in self.steps), default=0)
 
     @property
     def peak_bytes(self) -> int | None:
-        """The most that rank 0 held of everything; None where the run did not look for it."""
+        """Peak memory of rank 0, activations included; None if the run did not measure it."""
         found = self.summary.get("memory_peak")
         return found["bytes"] if isinstance(found, Mapping) and isinstance(found.get("bytes"), int) else None
 
     def setting(self, name: str, default: Any = None) -> Any:
-        """A setting by its dotted name, as ``link.bandwidth``."""
+        """Return the setting with a dotted name such as ``link.bandwidth``."""
         value: Any = self.config
         for part in name.split("."):
             value = value.get(part, default) if isinstance(value, Mapping) else default
@@ -149,12 +149,12 @@ class RunResult:
 def read_run(
     folder: str | Path, held: frozenset[tuple[int, int, int]] | None = None, log: MetricsLog | None = None
 ) -> RunResult:
-    """What ``folder`` says; never fails, whatever is in it.
+    """Read a run folder; never raises, whatever the folder contains.
 
     Args:
-        folder: of a run.
-        held: `locks_held`, to ask only once for many folders.
-        log: of the folder, from an earlier reading: lines that it has taken are not read again.
+        folder: the run's folder.
+        held: the result of `locks_held`, to read it only once for many folders.
+        log: the folder's log from an earlier read: lines that it has parsed are not parsed again.
     """
     folder = Path(folder)
     problems: list[str] = []
@@ -184,14 +184,15 @@ def read_run(
 
 
 def validation_sets(run: RunResult) -> list[str]:
-    """Names of the further validation sets that ``run`` was evaluated on, in the order of their first losses."""
+    """Names of the additional validation sets that ``run`` was evaluated on, in the order of their first losses."""
     return list(dict.fromkeys(name for each in run.evaluations for name in each.named))
 
 
 def find_runs(root: str | Path) -> list[Path]:
-    """Folders at or below ``root`` that hold a run, or what is left of one, in order of name.
+    """Folders at or below ``root`` that contain a run, or the remains of one, in order of name.
 
-    A folder that may not be listed is among them: `read_run` says so, where to leave it out would hide a run.
+    Folders that we have no permission to list are included, because leaving them out could hide a run; `read_run`
+    reports the problem.
     """
     root = Path(root)
     found = []
@@ -203,14 +204,14 @@ def find_runs(root: str | Path) -> list[Path]:
     for folder, inner, names in os.walk(root, onerror=note):
         if {CONFIG, METRICS, SUMMARY, LOCK} & set(names):
             found.append(Path(folder))
-            inner.clear()  # what a run keeps below is its own
+            inner.clear()  # folders below belong to this run
     return sorted(found)
 
 
 def locks_held() -> frozenset[tuple[int, int, int]]:
-    """Files that some process of this host has locked, as (major, minor, inode); empty where the kernel does not say.
+    """Files that a process of this host has locked, as (major, minor, inode); empty if the kernel does not list them.
 
-    It is read and not tried: a lock taken to look would turn away a run that begins at that moment.
+    We read the kernel's list and do not try to take the lock: a run that starts at that moment would be refused.
     """
     try:
         lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
@@ -218,14 +219,14 @@ def locks_held() -> frozenset[tuple[int, int, int]]:
         return frozenset()
     found = set()
     for words in (line.split() for line in lines):
-        if "FLOCK" in words and "->" not in words:  # an arrow: who waits
+        if "FLOCK" in words and "->" not in words:  # an arrow marks a process that waits for the lock
             major, minor, inode = words[-3].split(":")
             found.add((int(major, 16), int(minor, 16), int(inode)))
     return frozenset(found)
 
 
 def is_held(path: Path, held: frozenset[tuple[int, int, int]]) -> bool:
-    """Whether a lock file is among those that are held."""
+    """Whether the lock file at ``path`` is among the locked files ``held``."""
     try:
         facts = path.stat()
     except OSError:
@@ -254,7 +255,7 @@ def _read_config(path: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
-    """The JSON object in a file; empty where there is none, or where it cannot be read, which is a problem."""
+    """The JSON object in a file. Empty if there is no file, or if it cannot be read, which adds to ``problems``."""
     try:
         found = json_of(read_text(path))
     except FileNotFoundError:
@@ -289,7 +290,7 @@ def _link(found: Any, problems: list[str]) -> LinkFacts | None:
 
 
 def _rate(steps: Sequence[Step]) -> float:
-    """Tokens a second over several steps, from those of each."""
+    """Tokens per second over several steps together, from the rate of each step."""
     if len(steps) == 1:
         return steps[0].tokens_per_s
     return sum(step.tokens_per_s * step.step_s for step in steps) / sum(step.step_s for step in steps)

@@ -39,11 +39,11 @@ from zeroshard.launch.ending import Ending, root_cause
 from zeroshard.launch.environment import child_environment, count_restart, variable
 from zeroshard.launch.fork_server import ForkServer, ForkServerLostError
 from zeroshard.launch.forked import ForkedRank, can_fork, fork_command
-from zeroshard.launch.leaving import end_at_once
 from zeroshard.launch.leftovers import owned_folder
-from zeroshard.launch.machines import UNREACHABLE_AFTER_S, Meeting, watch
 from zeroshard.launch.many_hosts import JOIN_TIMEOUT_S, ManyHosts
 from zeroshard.launch.one_host import OneHost
+from zeroshard.launch.rank_exit import end_at_once
+from zeroshard.launch.rendezvous_address import UNREACHABLE_AFTER_S, RendezvousAddress, watch
 from zeroshard.launch.rounds import MACHINE_CAME
 
 MONITOR_INTERVAL_S = 0.1
@@ -56,10 +56,10 @@ WORTH_A_RESTART = frozenset({int(ExitStatus.FAILED), int(ExitStatus.PEER_LOST)})
 def run_elastic(
     words: Sequence[str],
     nproc: int,
-    meeting: Meeting,
+    meeting: RendezvousAddress,
     *,
     max_restarts: int,
-    max_moves: int = 0,
+    max_stage_raises: int = 0,
     grace_s: int,
     run_id: str,
 ) -> Ending:
@@ -76,7 +76,7 @@ def run_elastic(
         nproc: how many ranks to start on this machine.
         meeting: where the ranks meet, on this machine or among several; port 0: any free one.
         max_restarts: how often all ranks are started again after one failed or was lost.
-        max_moves: how often they are also started again after one has ended with `ExitStatus.MOVED_UP`.
+        max_stage_raises: how often they are also started again after one has ended with `ExitStatus.STAGE_RAISED`.
         grace_s: seconds from asking a rank to stop until SIGKILL.
         run_id: id of this launch, the same on each machine.
 
@@ -96,12 +96,12 @@ def run_elastic(
             return Ending(ExitStatus.PEER_LOST, f"rdzv_endpoint: nobody answers at {meeting.endpoint}; start there too")
         log_dir = stack.enter_context(owned_folder("zeroshard-launch-"))
         stack.enter_context(_ended_where_cut_off(meeting, log_dir))
-        agent = _agent(words, nproc, meeting, handler, max_restarts, max_moves, grace_s, log_dir)
+        agent = _agent(words, nproc, meeting, handler, max_restarts, max_stage_raises, grace_s, log_dir)
         agent.fork = fork
         return _run(agent, handler, meeting)
 
 
-def _run(agent: _Agent, handler: OneHost | ManyHosts, meeting: Meeting) -> Ending:
+def _run(agent: _Agent, handler: OneHost | ManyHosts, meeting: RendezvousAddress) -> Ending:
     try:
         result = agent.run()
     except (RendezvousTimeoutError, RendezvousClosedError, RendezvousConnectionError, DistNetworkError) as error:
@@ -122,7 +122,7 @@ def _run(agent: _Agent, handler: OneHost | ManyHosts, meeting: Meeting) -> Endin
             handler.leave()
 
 
-def _why_not_met(error: Exception, meeting: Meeting) -> str:
+def _why_not_met(error: Exception, meeting: RendezvousAddress) -> str:
     """Return one line for the user: why the machines did not meet, or can meet no more."""
     if isinstance(error, RendezvousTimeoutError):
         what = f"fewer than {meeting.min_nodes} machines came to {meeting.endpoint} within {JOIN_TIMEOUT_S} s"
@@ -134,7 +134,7 @@ def _why_not_met(error: Exception, meeting: Meeting) -> str:
 
 
 @contextmanager
-def _ended_where_cut_off(meeting: Meeting, log_dir: str) -> Generator[None]:
+def _ended_where_cut_off(meeting: RendezvousAddress, log_dir: str) -> Generator[None]:
     """Inside, end this launcher and with it its ranks once the meeting can no longer be reached.
 
     The process then ends at once, without cleanup, so ``log_dir`` is removed before.
@@ -203,7 +203,7 @@ class _Agent(LocalElasticAgent):
         ending = _ending(result.failures)
         why = ending.line or f"exit status {ending.status}"
         elsewhere = not self.alone and ending.status == ExitStatus.PEER_LOST and not self.restarts_left
-        if self.moves_left and (ending.status == ExitStatus.MOVED_UP or elsewhere):
+        if self.moves_left and (ending.status == ExitStatus.STAGE_RAISED or elsewhere):
             self.moves_left -= 1
             print(f"started again: {why}", file=sys.stderr, flush=True)
         elif ending.status in WORTH_A_RESTART and self.restarts_left:
@@ -285,10 +285,10 @@ def _environment(group: WorkerGroup, worker: Worker, restarts: int) -> dict[str,
 def _agent(
     words: Sequence[str],
     nproc: int,
-    meeting: Meeting,
+    meeting: RendezvousAddress,
     handler: OneHost | ManyHosts,
     max_restarts: int,
-    max_moves: int,
+    max_stage_raises: int,
     grace_s: int,
     log_dir: str,
 ) -> _Agent:
@@ -298,12 +298,12 @@ def _agent(
         entrypoint=sys.executable,
         args=("-m", "zeroshard", *words),
         rdzv_handler=handler,
-        max_restarts=max_restarts + max_moves,
+        max_restarts=max_restarts + max_stage_raises,
         monitor_interval=MONITOR_INTERVAL_S,
         local_addr=meeting.own_address,
     )
     agent = _Agent(spec, DefaultLogsSpecs(log_dir=log_dir), shutdown_timeout=grace_s)
-    agent.restarts_left, agent.moves_left = max_restarts, max_moves
+    agent.restarts_left, agent.moves_left = max_restarts, max_stage_raises
     agent.alone, agent.words = isinstance(handler, OneHost), tuple(words)
     return agent
 

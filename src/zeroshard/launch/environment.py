@@ -38,7 +38,7 @@ class World:
 
 
 @dataclass(frozen=True, slots=True)
-class Nodes:
+class NetnsNodes:
     """Network namespaces of this machine that simulate nodes.
 
     Attributes:
@@ -133,7 +133,7 @@ def count_restart() -> None:
     os.environ[_RESTARTS] = str(int(os.environ.get(_RESTARTS, "0")) + 1)
 
 
-def set_for_workers(nproc: int, *, nodes: Nodes | None, interface: str) -> None:
+def set_for_workers(nproc: int, *, nodes: NetnsNodes | None, interface: str) -> None:
     """Set the variables that the ranks and torch's agent in this process read. Call it before torch is imported.
 
     Args:
@@ -172,7 +172,7 @@ def enter_node(local_rank: int) -> None:
     if _NODES not in os.environ:
         what = "netns is set up by the launcher, and another one has started this rank"
         raise UserError("link.mode", what, "start the ranks with --nproc")
-    nodes = Nodes(**json.loads(os.environ[_NODES]))
+    nodes = NetnsNodes(**json.loads(os.environ[_NODES]))
     clone_newnet = 0x40000000
     libc = ctypes.CDLL(None, use_errno=True)  # os.setns came with Python 3.12
     with open(f"/run/netns/{nodes.names[local_rank // nodes.node_size]}", "rb") as namespace:

@@ -23,8 +23,8 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from zeroshard.launch.machines import Meeting
-from zeroshard.launch.meeting_store import open_store
+from zeroshard.launch.bound_tcp_store import open_store
+from zeroshard.launch.rendezvous_address import RendezvousAddress
 from zeroshard.launch.rounds import LOOK_S, Entry, Leader, Round, RoundStore
 
 JOIN_TIMEOUT_S = 600  # how long a machine waits until enough others have come
@@ -47,7 +47,7 @@ class ManyHosts(RendezvousHandler):
         RendezvousConnectionError: nobody answers at the meeting's address, or another program uses its port.
     """
 
-    def __init__(self, meeting: Meeting, num_ranks: int, run_id: str) -> None:
+    def __init__(self, meeting: RendezvousAddress, num_ranks: int, run_id: str) -> None:
         self._run_id = run_id
         self._store, serves = _open(meeting)
         self._board = RoundStore(dist.PrefixStore(run_id, self._store))
@@ -198,7 +198,7 @@ class ManyHosts(RendezvousHandler):
         return True
 
 
-def _open(meeting: Meeting) -> tuple[dist.TCPStore, bool]:
+def _open(meeting: RendezvousAddress) -> tuple[dist.TCPStore, bool]:
     """Open the store at the meeting's address; return it, and whether this process serves it."""
     host, port = meeting.host, meeting.port
     try:

@@ -24,7 +24,7 @@ def meet(world: World, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> dist.Store:
     """
     import torch.distributed as dist
 
-    from zeroshard.launch.meeting_store import open_store
+    from zeroshard.launch.bound_tcp_store import open_store
 
     if world.world_size == 1:
         return dist.HashStore()

@@ -63,11 +63,11 @@ class LanguageModel(nn.Module, ABC):
         seed: seed of the initial values.
         kernels: backend of the ``operations``; see `zeroshard.kernels.dispatch`.
         operations: keys of `zeroshard.kernels.OPERATIONS`: the operations with kernels that the model uses.
-        eos_id: token id that separates documents; attention does not cross it, see `zeroshard.models.documents`.
+        eos_id: token id that separates documents; attention does not cross it, see `zeroshard.models.document_masks`.
             None: a position attends to all earlier ones.
-        packs: whether ``forward`` also takes ``positions_BT`` [B, T], int64, which restart at 0 in each of several
-            examples in a row, and keeps attention inside each example: see `zeroshard.models.documents.mask_of`.
-        smooths: whether the model's loss takes the `loss_options`.
+        takes_positions: whether ``forward`` also takes ``positions_BT`` [B, T], int64, which restart at 0 in each of
+            several examples in a row, and keeps attention inside each (`zeroshard.models.document_masks.mask_of`).
+        takes_loss_options: whether the model's loss takes the `loss_options`.
         label_smoothing, z_loss: options of the loss in training mode, as in `zeroshard.kernels.cross_entropy`; in
             evaluation mode the loss has neither.
         lora: settings of the adapters, which alone are trained, see `zeroshard.models.lora`; None: no adapters.
@@ -81,8 +81,8 @@ class LanguageModel(nn.Module, ABC):
     seed: int
     kernels: Choice
     operations: ClassVar[tuple[str, ...]]
-    packs: ClassVar[bool] = False
-    smooths: bool = False
+    takes_positions: ClassVar[bool] = False
+    takes_loss_options: bool = False
     eos_id: int | None = None
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -92,7 +92,7 @@ class LanguageModel(nn.Module, ABC):
     architecture: str = ""
 
     @property
-    def adapted(self) -> nn.Module:
+    def lora_root(self) -> nn.Module:
         """The module whose layers get the adapters; targets of adapters are names of layers inside it."""
         return self
 
@@ -117,7 +117,7 @@ class LanguageModel(nn.Module, ABC):
             UserError: the model computes a loss of its own, which takes neither.
         """
         for name, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss)):
-            if value and not self.smooths:
+            if value and not self.takes_loss_options:
                 what = f"a {type(self).__name__} computes a loss of its own"
                 raise UserError(f"optim.{name}", what, "leave it out")
         self.label_smoothing, self.z_loss = label_smoothing, z_loss

@@ -32,7 +32,7 @@ from zeroshard.models.base import (
 )
 from zeroshard.models.cache import KVCache, LayerCache
 from zeroshard.models.config import check_counts, check_divides, check_types
-from zeroshard.models.documents import mask_of, separate
+from zeroshard.models.document_masks import mask_of, positions_and_mask
 from zeroshard.models.head import Head, head_loss
 from zeroshard.models.recompute import recompute_blocks, recomputed_blocks
 
@@ -129,7 +129,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
-        """[B, T, C] -> [B, T, C]; ``mask`` from `zeroshard.models.documents.separate`."""
+        """[B, T, C] -> [B, T, C]; ``mask`` from `zeroshard.models.document_masks.separate`."""
         mixed = self.attn(self.ln_1(x), mask, cache)
         # the norm also computes x + mixed and returns it; under autocast mixed is narrower than x
         normed, x = self.ln_2(mixed.to(x.dtype), x)
@@ -146,8 +146,8 @@ class GPT2(LanguageModel):
     """
 
     operations = ("layer_norm", "linear_cross_entropy")
-    packs = True
-    smooths = True
+    takes_positions = True
+    takes_loss_options = True
     architecture = "gpt2"
 
     def __init__(self, config: GPT2Config, seed: int = 0, kernels: Choice = "auto") -> None:
@@ -191,7 +191,7 @@ class GPT2(LanguageModel):
         if positions_BT is not None:
             positions, masks = positions_BT, (mask_of(positions_BT),)
         elif self.eos_id is not None and cache is None:
-            positions, mask = separate(tokens_BT, self.eos_id)
+            positions, mask = positions_and_mask(tokens_BT, self.eos_id)
             masks = (mask,)
         x = self.drop(self.wte(tokens_BT) + self.wpe(positions))  # [B, T, C]: (8, 1024, 768)
         for layer, block in enumerate(self.blocks):

@@ -32,7 +32,7 @@ from zeroshard.models.base import (
 )
 from zeroshard.models.cache import KVCache, LayerCache
 from zeroshard.models.config import check_counts, check_divides, check_most, check_types
-from zeroshard.models.documents import mask_of, separate
+from zeroshard.models.document_masks import mask_of, positions_and_mask
 from zeroshard.models.head import Head, head_loss, with_embedding_and_head
 from zeroshard.models.recompute import recompute_blocks, recomputed_blocks
 
@@ -188,7 +188,7 @@ class Block(nn.Module):
     ) -> Tensor:
         """[B, T, C] -> [B, T, C].
 
-        ``cos`` and ``sin`` [T, D / 2] are from :func:`rope_tables`, ``mask`` from `separate`.
+        ``cos`` and ``sin`` [T, D / 2] are from :func:`rope_tables`, ``mask`` from `positions_and_mask`.
         """
         mixed = self.self_attn(self.input_layernorm(x), cos, sin, mask, cache)
         # the norm also computes x + mixed and returns it; under autocast mixed is narrower than x
@@ -204,8 +204,8 @@ class Llama(LanguageModel):
     """
 
     operations = ("rms_norm", "rope", "swiglu", "linear_cross_entropy")
-    packs = True
-    smooths = True
+    takes_positions = True
+    takes_loss_options = True
     architecture = "llama"
 
     def __init__(self, config: LlamaConfig, seed: int = 0, kernels: Choice = "auto") -> None:
@@ -251,7 +251,7 @@ class Llama(LanguageModel):
         if positions_BT is not None:
             masks = (mask_of(positions_BT),)
         elif self.eos_id is not None and cache is None:
-            masks = (separate(tokens_BT, self.eos_id)[1],)
+            masks = (positions_and_mask(tokens_BT, self.eos_id)[1],)
         x = self.embed_tokens(tokens_BT)  # [B, T, C]: (8, 2048, 1152)
         for layer, block in enumerate(self.blocks):
             x = block(x, cos, sin, *masks) if cache is None else block(x, cos, sin, None, cache.layers[layer])

@@ -49,7 +49,7 @@ def add_lora(model: LanguageModel, lora: Lora) -> None:
         UserError: `peft` is not installed, or a target is not a linear layer of the model.
     """
     peft = _peft()
-    named = dict(model.adapted.named_modules())
+    named = dict(model.lora_root.named_modules())
     targets = list(lora.targets) or list(_default_targets(model))
     chosen = _layers(model, named, targets)
     transposed = {type(named[name]).__name__ == "Conv1D" for name in chosen}
@@ -62,7 +62,7 @@ def add_lora(model: LanguageModel, lora: Lora) -> None:
         task_type="CAUSAL_LM",
     )
     with shapes_only():  # not peft's own option for this, which patches a method of nn.Module in the whole process
-        peft.inject_adapter_in_model(config, model.adapted, ADAPTER)
+        peft.inject_adapter_in_model(config, model.lora_root, ADAPTER)
     model.lora, model.lora_config = lora, config
     added = [param for name, param in model.named_parameters() if is_adapter(name)]
     model.num_frozen_multiplied_params = model.num_multiplied_params
@@ -122,14 +122,14 @@ def _require_linear(model: LanguageModel, name: str, layer: nn.Module) -> None:
     todo = f"name linear layers: {', '.join(_last_parts(_linear_in_blocks(model)))}; or {ALL_LINEAR}"
     if not _is_linear(layer):
         raise UserError("lora.targets", f"{name} is a {type(layer).__name__}, and no linear layer", todo)
-    every = [param for _, param in model.adapted.named_parameters(remove_duplicate=False)]
+    every = [param for _, param in model.lora_root.named_parameters(remove_duplicate=False)]
     if sum(param is layer.weight for param in every) > 1:
         raise UserError("lora.targets", f"{name} shares its matrix with another layer", todo)
 
 
 def _linear_in_blocks(model: LanguageModel) -> list[str]:
     inside = {id(module) for module in model.blocks.modules()}
-    return [name for name, each in model.adapted.named_modules() if id(each) in inside and _is_linear(each)]
+    return [name for name, each in model.lora_root.named_modules() if id(each) in inside and _is_linear(each)]
 
 
 def _is_linear(layer: nn.Module) -> bool:

@@ -31,7 +31,7 @@ from zeroshard.verbs.base import read_file, say
 from zeroshard.verbs.working import cursor_given_back, working
 
 if TYPE_CHECKING:
-    from zeroshard.launch.environment import Nodes
+    from zeroshard.launch.environment import NetnsNodes
 
 NUM_STAGES = 4
 # Modules that each rank imports in any case. torch's optimizers import torch._dynamo at their first step: seconds.
@@ -41,7 +41,7 @@ LEAST_BYTES_OF_A_RANK = 32 * 2**20  # private memory, even of a rank forked from
 
 def train(config: TrainConfig, argv: Sequence[str]) -> int:
     """Run `zeroshard train`: as a rank, or as the launcher that starts the ranks."""
-    from zeroshard.launch import environment, launch, leaving, machines
+    from zeroshard.launch import environment, rank_exit, rendezvous_address, start_ranks
 
     require_data(config.data)
     process.prepare_torch()
@@ -50,16 +50,16 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
     if world is None and (config.nproc > 1 or several):
         require_room(config.nproc)
         environment.end_with_starter()
-        max_moves = NUM_STAGES - 1 if config.strategy == "auto" else 0
-        meeting = machines.meeting_at(config.rdzv_endpoint, *parse_nnodes(config.nnodes)) if several else None
+        max_stage_raises = NUM_STAGES - 1 if config.strategy == "auto" else 0
+        meeting = rendezvous_address.meeting_at(config.rdzv_endpoint, *parse_nnodes(config.nnodes)) if several else None
         nproc = max(1, config.nproc)
         with _nodes(config) as nodes:
-            ending = launch.launch_workers(
+            ending = start_ranks.launch_workers(
                 argv,
                 nproc,
                 config.port,
                 config.max_restarts,
-                max_moves,
+                max_stage_raises,
                 meeting=meeting,
                 nodes=nodes,
                 imports=(*TRAINS, *_of_strategy(config.strategy)),
@@ -74,7 +74,7 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
             "leave --nproc out under a launcher",
         )
     faulthandler.enable(2)  # a crash in C code, such as reading a truncated mapped file, at least prints a traceback
-    with leaving.ended_with_launcher():
+    with rank_exit.ended_with_launcher():
         from zeroshard.comm import PeerError
         from zeroshard.train.loop.loop import run_training
 
@@ -101,7 +101,7 @@ def require_room(nproc: int) -> None:
         raise UserError("nproc", what, f"give {most:,} or fewer; plan larger worlds with zeroshard plan --gpus")
 
 
-def _nodes(config: TrainConfig) -> AbstractContextManager[Nodes | None]:
+def _nodes(config: TrainConfig) -> AbstractContextManager[NetnsNodes | None]:
     """The network namespaces in which a run's ranks start, if ``link.mode`` is ``netns``; else None."""
     if config.link.mode != "netns":
         return nullcontext()
@@ -152,7 +152,7 @@ def generate(config: GenerateConfig, argv: Sequence[str]) -> int:
 
 def evaluate(config: EvalConfig, argv: Sequence[str]) -> int:
     """Run `zeroshard eval`: prints loss, perplexity and bits per byte, or scores of tasks."""
-    from zeroshard.launch import environment, launch, leaving
+    from zeroshard.launch import environment, rank_exit, start_ranks
 
     process.prepare_torch()
     if config.tasks:
@@ -164,7 +164,7 @@ def evaluate(config: EvalConfig, argv: Sequence[str]) -> int:
     if environment.world_from_env() is None and config.nproc > 1:
         require_room(config.nproc)
         with cursor_given_back():  # a rank that is killed while it shows a spinner leaves the cursor hidden
-            ending = launch.launch_workers(
+            ending = start_ranks.launch_workers(
                 argv,
                 config.nproc,
                 config.port,
@@ -174,7 +174,7 @@ def evaluate(config: EvalConfig, argv: Sequence[str]) -> int:
         if ending.line:
             say(ending.line)
         return ending.status
-    with leaving.ended_with_launcher():
+    with rank_exit.ended_with_launcher():
         world = environment.world_from_env()
         shows = world is None or (world.rank == 0 and environment.has_launcher())
         with working("evaluating") if shows else nullcontext():
@@ -213,10 +213,10 @@ def written(out: str, write: Callable[[], int]) -> int:
 
 
 def look_at_checkpoints(config: None, words: Sequence[str]) -> int:
-    """Run `zeroshard checkpoint`: prints the output of `zeroshard.train.state.checkpoints`."""
+    """Run `zeroshard checkpoint`: prints the output of `zeroshard.train.state.checkpoint_command`."""
     try:
         with working("reading"):
-            from zeroshard.train.state.checkpoints import run_checkpoint
+            from zeroshard.train.state.checkpoint_command import run_checkpoint
 
             status = run_checkpoint(words)
         sys.stdout.flush()

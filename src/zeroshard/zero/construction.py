@@ -18,7 +18,7 @@ from zeroshard.zero.levels import Levels, check_levels, check_wire
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.runtime.module_methods import has_engine
 from zeroshard.zero.strategy import ShardingStrategy
-from zeroshard.zero.transfer import as_bytes, put_bytes
+from zeroshard.zero.tensor_broadcast import as_bytes, put_bytes
 
 _log = logging.getLogger("zeroshard.zero")
 _OTHER_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)

@@ -135,7 +135,7 @@ class Zero:
         self._handles = [h for unit in units_here for h in attach(unit, self._runtime, cast if unit is root else None)]
         self._guard = Guard(model, self._runtime, self._stepping)
         adoption.replaced(on_meta)
-        adoption.own(model.parameters(), self._stepping)
+        adoption.register_params(model.parameters(), self._stepping)
         self._stepping.show_what_travels()
         if self.replicas is not None and init is not loaded_later:
             self.replicas.begin_alike()
@@ -397,4 +397,4 @@ class Zero:
             if param.grad_dtype is None:
                 param.grad_dtype = weight.dtype
         self._guard.remove()
-        adoption.disown(self.model.parameters())
+        adoption.unregister_params(self.model.parameters())

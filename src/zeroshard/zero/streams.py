@@ -32,7 +32,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from zeroshard.comm import Work
-from zeroshard.comm.labels import beside
+from zeroshard.comm.labels import on_side_stream
 
 Lane = Literal["copy_in", "gather", "reduce", "replicas", "save"]
 Mark = Any
@@ -141,7 +141,7 @@ class DeviceStreams:
         for mark in after:
             if mark is not None:
                 stream.wait_event(mark)
-        with self._api.stream(stream), beside():
+        with self._api.stream(stream), on_side_stream():
             yield
 
     def issued(self, work: Work) -> Work:

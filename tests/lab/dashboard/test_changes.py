@@ -14,7 +14,7 @@ from dash import no_update
 
 from zeroshard.lab.dashboard.app import make_app
 from zeroshard.lab.dashboard.changes import Part
-from zeroshard.lab.dashboard.posted import UPDATE
+from zeroshard.lab.dashboard.request_validation import UPDATE
 
 
 class Page:

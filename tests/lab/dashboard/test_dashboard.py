@@ -23,11 +23,11 @@ from zeroshard.cli import main
 
 pytest.importorskip("dash", reason="the extra `dashboard` is not installed")
 
-from zeroshard.lab.dashboard import live, run_table
+from zeroshard.lab.dashboard import run_table, step_curves
 from zeroshard.lab.dashboard import runs as page_of_runs
 from zeroshard.lab.dashboard.app import make_app
 from zeroshard.lab.dashboard.planner import answer
-from zeroshard.lab.dashboard.posted import UPDATE, refuser
+from zeroshard.lab.dashboard.request_validation import UPDATE, refuser
 from zeroshard.lab.dashboard.watch import Watch
 
 
@@ -83,7 +83,7 @@ def test_figures_and_plans_come_from_runs_whole_and_damaged(tmp_path):
     (write_run(tmp_path / "damaged") / "config.toml").write_text("= 3")
     watch = Watch(tmp_path)
     found = watch.runs()
-    parts = page_of_runs.parts_of_page(found, watch.whole(found), live.AS_WRITTEN, root="x", num_unread=0)
+    parts = page_of_runs.parts_of_page(found, watch.whole(found), step_curves.AS_WRITTEN, root="x", num_unread=0)
     page = {name: part.whole() for name, part in parts.items()}
     for name in page_of_runs.GRAPHS:
         assert len(page[f"graph-{name}"]["data"]) >= 5
@@ -93,7 +93,7 @@ def test_figures_and_plans_come_from_runs_whole_and_damaged(tmp_path):
     called = run_table.labels({name: seen.run for name, seen in found.items()})
     assert sorted(called.values()) == ["damaged", *(f"zero{stage}, run 1" for stage in range(4))]
     assert "4 done, 1 damaged" in page["summary"]
-    empty = page_of_runs.parts_of_page({}, {}, live.AS_WRITTEN, root="x", num_unread=0)
+    empty = page_of_runs.parts_of_page({}, {}, step_curves.AS_WRITTEN, root="x", num_unread=0)
     assert all(empty[f"graph-{name}"].whole()["data"] == [] for name in page_of_runs.GRAPHS)
 
 

@@ -11,7 +11,7 @@ from run_folders import write_run, write_sweep
 
 pytest.importorskip("dash", reason="the extra `dashboard` is not installed")
 
-from zeroshard.lab.dashboard import live, planner, run_page, run_table
+from zeroshard.lab.dashboard import planner, run_page, run_table, step_curves
 from zeroshard.lab.dashboard import runs as page_of_runs
 from zeroshard.lab.dashboard.watch import Watch
 from zeroshard.lab.planner.command import answer_plan
@@ -27,25 +27,25 @@ def run(tmp_path):
 
 @pytest.mark.parametrize(("x", "first", "last"), [("step", 2, 10), ("tokens", 128, 640), ("time", 18 / 60, 18.8 / 60)])
 def test_curves_are_over_steps_tokens_or_time(run, x, first, last):
-    (line, _) = live.curve("loss", {"run": run}, live.View(x=x)).series
+    (line, _) = step_curves.curve("loss", {"run": run}, step_curves.View(x=x)).series
     assert (line.x[0], line.x[-1]) == pytest.approx((first, last))
     assert (line.y[0], line.y[-1]) == (4.8, 4.0)
 
 
 def test_validation_losses_stand_where_their_step_does(run):
-    points = live.curve("loss", {"run": run}, live.View(x="tokens")).series[1]
+    points = step_curves.curve("loss", {"run": run}, step_curves.View(x="tokens")).series[1]
     assert (points.x, points.y) == ((640.0,), (4.0,))
 
 
 def test_a_smoothed_curve_is_the_corrected_moving_average():
-    assert live.smoothed([3.0, 3.0, 3.0], 0.9) == pytest.approx([3.0, 3.0, 3.0])
-    assert live.smoothed([1.0, 2.0], 0.5) == pytest.approx([1.0, (0.25 + 1.0) / 0.75])
-    assert live.smoothed([1.0, 2.0], 0.0) == [1.0, 2.0]
+    assert step_curves.smoothed([3.0, 3.0, 3.0], 0.9) == pytest.approx([3.0, 3.0, 3.0])
+    assert step_curves.smoothed([1.0, 2.0], 0.5) == pytest.approx([1.0, (0.25 + 1.0) / 0.75])
+    assert step_curves.smoothed([1.0, 2.0], 0.0) == [1.0, 2.0]
 
 
 def test_the_scale_is_logarithmic_where_all_values_are_positive(run):
-    assert live.curve("lr", {"run": run}, live.View(scale="log")).y.log
-    figure = live.curve("loss", {}, live.View(scale="log"))
+    assert step_curves.curve("lr", {"run": run}, step_curves.View(scale="log")).y.log
+    figure = step_curves.curve("loss", {}, step_curves.View(scale="log"))
     assert (figure.y.log, figure.x.title) == (False, "not measured in these runs")
 
 
@@ -53,13 +53,13 @@ def test_the_scale_is_logarithmic_where_all_values_are_positive(run):
     ("name", "value"), [("lr", 1e-3), ("grad-norm", 1.0), ("exposed", 30.0), ("tokens", 640.0), ("held", 160 / 2**20)]
 )
 def test_each_quantity_of_a_step_has_its_curve(run, name, value):
-    (line,) = live.curve(name, {"run": run}, live.AS_WRITTEN).series
+    (line,) = step_curves.curve(name, {"run": run}, step_curves.AS_WRITTEN).series
     assert line.y[-1] == pytest.approx(value)
 
 
 def test_what_no_control_offers_is_the_first_choice():
-    assert page_of_runs.view_of("furlongs", 7, None) == live.AS_WRITTEN
-    assert page_of_runs.view_of("time", "0.9", "log") == live.View("time", "0.9", "log")
+    assert page_of_runs.view_of("furlongs", 7, None) == step_curves.AS_WRITTEN
+    assert page_of_runs.view_of("time", "0.9", "log") == step_curves.View("time", "0.9", "log")
 
 
 def test_the_page_of_a_run_has_its_settings_checkpoints_and_stacks(tmp_path):
@@ -80,7 +80,9 @@ def test_the_page_of_a_run_has_its_settings_checkpoints_and_stacks(tmp_path):
 
 def test_each_validation_set_has_a_mark_of_its_own_and_a_row_on_the_page_of_its_run(tmp_path):
     read = read_run(write_run(tmp_path / "run", named={"maths": 1.5, "code": 2.5}))
-    own, *further = [line for line in live.lines("loss", "run", read, 0, live.AS_WRITTEN) if line.mark == "points"]
+    own, *further = [
+        line for line in step_curves.lines("loss", "run", read, 0, step_curves.AS_WRITTEN) if line.mark == "points"
+    ]
     assert (own.name, own.marker, own.y) == ("", "diamond", (4.0,))
     assert [(line.name, line.y) for line in further] == [
         ("run, val_loss/maths", (1.5,)),

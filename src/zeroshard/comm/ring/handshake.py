@@ -55,7 +55,7 @@ class Listener:
     ) -> None:
         self._server, self._secret, self._rank, self._accept = server, secret, rank, accept
         self._awaited = set(range(world_size)) - {rank}
-        self._strangers: dict[socket.socket, _Stranger] = {}  # in the order in which they came
+        self._strangers: dict[socket.socket, _UnverifiedConnection] = {}  # in the order in which they came
         self._stop, self._stopped = socket.socketpair()
         server.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -95,14 +95,14 @@ class Listener:
         if len(self._strangers) >= MOST_STRANGERS:
             self._hang_up(next(iter(self._strangers.values())))
         line.setblocking(False)
-        stranger = self._strangers[line] = _Stranger(line)
+        stranger = self._strangers[line] = _UnverifiedConnection(line)
         self._selector.register(line, selectors.EVENT_READ, stranger)
         try:
             line.sendall(stranger.challenge)  # does not block: the send buffer is empty
         except OSError:
             self._hang_up(stranger)
 
-    def _listen_to(self, stranger: _Stranger) -> None:
+    def _listen_to(self, stranger: _UnverifiedConnection) -> None:
         """Read what has arrived of the caller's answer; once it is complete, verify it and keep or drop the caller."""
         try:
             part = stranger.line.recv(_HELLO.size - len(stranger.hello))
@@ -122,7 +122,7 @@ class Listener:
             else:
                 self._hang_up(stranger)
 
-    def _keep(self, stranger: _Stranger, rank: int, proof: bytes) -> None:
+    def _keep(self, stranger: _UnverifiedConnection, rank: int, proof: bytes) -> None:
         line = stranger.line
         try:
             line.sendall(proof)
@@ -135,13 +135,13 @@ class Listener:
         self._awaited.remove(rank)
         self._accept(rank, line)
 
-    def _hang_up(self, stranger: _Stranger) -> None:
+    def _hang_up(self, stranger: _UnverifiedConnection) -> None:
         self._selector.unregister(stranger.line)
         del self._strangers[stranger.line]
         stranger.line.close()
 
 
-class _Stranger:
+class _UnverifiedConnection:
     """A connection whose caller has not authenticated itself yet."""
 
     __slots__ = ("challenge", "hang_up_at", "hello", "line")

@@ -1,7 +1,7 @@
 """An allocator in shared memory: tensors that other ranks of the host can read in place.
 
 `Arena.empty` allocates tensors in this rank's segment. A `Place` says where a tensor lies in the segment, in numbers
-that are valid in every process, and `Neighbour.view` returns a tensor over the same memory in another process. So a
+that are valid in every process, and `MappedArena.view` returns a tensor over the same memory in another process. So a
 collective over such tensors needs no copy into a slot: it reads the tensors of other ranks directly.
 
 The memory of a tensor that was freed is reused for the next tensor of the same size. It is returned to the system when
@@ -90,7 +90,7 @@ class Arena:
         return extent, offset
 
 
-class Neighbour:
+class MappedArena:
     """Another rank's arena, as this process maps it."""
 
     def __init__(self, segment: Segment) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from zeroshard.comm.base import PeerError
 from zeroshard.comm.queued.pieces import lies_in_order
-from zeroshard.comm.shm.arena import Arena, Neighbour, Place
+from zeroshard.comm.shm.arena import Arena, MappedArena, Place
 from zeroshard.comm.shm.mapped import LOST, NOTE_WORDS, PeerLost, Segment
 
 SLOT_BYTES = 1 << 20
@@ -66,7 +66,7 @@ class Slots:
         self.topic = 0
         self._num_published = self._num_read = self._num_offers = self._num_done = 0
         self.arena = Arena(segments[rank]) if segments else None
-        self._neighbours = [Neighbour(segment) for segment in segments]
+        self._neighbours = [MappedArena(segment) for segment in segments]
         self._views: dict[torch.dtype, list[list[Tensor]]] = {}
 
     def numel(self, dtype: torch.dtype) -> int:

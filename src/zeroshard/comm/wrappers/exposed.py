@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from zeroshard.comm.labels import CONTROL, is_beside
+from zeroshard.comm.labels import CONTROL, is_on_side_stream
 from zeroshard.stopwatch import Stopwatch
 
 
@@ -36,7 +36,7 @@ class Exposed:
         ``issuing``: the block issues the operation rather than wait for it, which on CUDA costs no time on the device.
         """
         on_cuda = device.type == "cuda"
-        if on_cuda and (issuing or is_beside()):
+        if on_cuda and (issuing or is_on_side_stream()):
             return nullcontext()
         return self._watch.span(with_phase(label), on_cuda=on_cuda)
 

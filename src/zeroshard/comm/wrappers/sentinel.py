@@ -8,7 +8,7 @@ while they hang.
 
 * Every `PULSE_S` a rank posts a pulse to the board: a counter, and its last operations with their digests. If a digest
   differs from rank 0's for the same operation number, the ranks have diverged, and the operations there say how.
-* A rank whose host has waited, or whose GPU has completed no collective (`zeroshard.comm.wrappers.under_way`), for
+* A rank whose host has waited, or whose GPU has completed no collective (`zeroshard.comm.wrappers.in_flight`), for
   longer than ``stall_s`` looks for a rank that no longer posts pulses: that rank is lost.
 
 The rank that finds a fault posts it on the board as the verdict, and all ranks act on the verdict.
@@ -38,7 +38,7 @@ from torch import Tensor
 
 from zeroshard.comm.base import Communicator, PeerError, Work
 from zeroshard.comm.labels import current_scope
-from zeroshard.comm.wrappers.under_way import UnderWay, Watched
+from zeroshard.comm.wrappers.in_flight import InFlight, Watched
 from zeroshard.comm.wrappers.wrapper import WrappedWork, Wrapper
 
 PULSE_S = 1.0
@@ -122,7 +122,7 @@ class _Watch:
         self, rank: int, world_size: int, board: Board, on_fault: Callable[[str, bool], None], stall_s: float
     ) -> None:
         self.rank, self.world_size = rank, world_size
-        self.log, self.under_way = _OperationLog(), UnderWay()
+        self.log, self.under_way = _OperationLog(), InFlight()
         self._board, self._on_fault, self._stall_s = board, on_fault, stall_s
         self._waiting_since: float | None = None
         self._last_pulse: dict[int, tuple[int, float]] = {}  # by rank: number of its last pulse, and when we saw it

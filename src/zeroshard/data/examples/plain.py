@@ -1,7 +1,7 @@
 """Documents of prepared plain text as examples in which every token counts, so that documents can be packed into rows.
 
-A document begins with the id that ended the previous one and ends with its own end id, as `zeroshard.models.documents`
-separates documents. A document that is longer than a row continues in further rows.
+A document begins with the id that ended the previous one and ends with its own end id, as
+`zeroshard.models.document_masks` separates documents. A document that is longer than a row continues in further rows.
 """
 
 from __future__ import annotations

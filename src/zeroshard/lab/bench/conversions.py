@@ -22,7 +22,7 @@ from torch import Tensor
 from zeroshard.kernels import dequantise, dequantised_sum, quantise
 from zeroshard.lab.predict.conversions import CONVERSIONS, FINGERPRINT, Conversion
 from zeroshard.wire_formats import FORMATS, BlockFormat, rounding_key
-from zeroshard.zero.buffers.differences import fingerprint
+from zeroshard.zero.buffers.written_weights import fingerprint
 
 SIZES = {"cpu": (1 << 14, 1 << 20), "cuda": (1 << 18, 1 << 26)}  # elements of a small buffer, and of a unit's buffer
 NUM_RECEIVED = 2  # pieces that are added to a rank's own

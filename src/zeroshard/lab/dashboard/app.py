@@ -12,15 +12,15 @@ from typing import Any
 
 from dash import Dash, Input, Output, State, dcc, html, no_update
 
-from zeroshard.lab.dashboard import planner, run_page, runs
+from zeroshard.lab.dashboard import all_runs_page, planner, run_page
 from zeroshard.lab.dashboard.labelled import labelled
-from zeroshard.lab.dashboard.live import View
 from zeroshard.lab.dashboard.plan_table import plans
 from zeroshard.lab.dashboard.run_table import labels, latest
+from zeroshard.lab.dashboard.step_curves import View
 from zeroshard.lab.dashboard.watch import Watch
 
 PAGES: Mapping[str, tuple[str, Callable[[], html.Div]]] = {
-    "runs": ("Runs", runs.page),
+    "runs": ("Runs", all_runs_page.page),
     "run": ("Run", run_page.page),
     "planner": ("Planner", planner.page),
 }
@@ -63,7 +63,7 @@ def _layout() -> html.Main:
                 "Pages",
             ),
             *(html.Div(page(), id=f"page-{name}", hidden=name != "runs") for name, (_, page) in PAGES.items()),
-            dcc.Interval(id="clock", interval=runs.REFRESH_MS),
+            dcc.Interval(id="clock", interval=all_runs_page.REFRESH_MS),
             dcc.Store(id="seen"),
         ]
     )
@@ -79,16 +79,16 @@ def _answer_runs(app: Dash, watch: Watch) -> None:
         Output("one-run", "options"),
         Output("plans", "children"),
         Output("differences", "children"),
-        *(Output(f"graph-{name}", "figure") for name in runs.GRAPHS),
+        *(Output(f"graph-{name}", "figure") for name in all_runs_page.GRAPHS),
         Output("seen", "data"),
         Input("clock", "n_intervals"),
         Input("chosen", "value"),
-        *(Input(f"view-{name}", "value") for name in runs.VIEWS),
+        *(Input(f"view-{name}", "value") for name in all_runs_page.VIEWS),
         State("seen", "data"),
     )
     def refresh(ticks: int | None, chosen: list[str] | None, x: str, smoothing: str, scale: str, seen: Any) -> Any:
         """The changes of the page since the marks ``seen``, which the browser stores."""
-        return _changes(watch, chosen, runs.view_of(x, smoothing, scale), seen)
+        return _changes(watch, chosen, all_runs_page.view_of(x, smoothing, scale), seen)
 
     @app.callback(*(Output(f"page-{name}", "hidden") for name in PAGES), Input("tabs", "value"))
     def turn(tab: str) -> Any:
@@ -102,11 +102,11 @@ def _changes(watch: Watch, chosen: list[str] | None, view: View, seen: Any) -> A
     names = chosen or sorted(latest(found))  # sorted by name, so that a run's colour does not depend on who wrote last
     names = [name for name in names if name in found]
     shown = watch.whole({name: found[name] for name in names})
-    parts = runs.parts_of_page(found, shown, view, root=watch.root.name, num_unread=watch.num_unread)
+    parts = all_runs_page.parts_of_page(found, shown, view, root=watch.root.name, num_unread=watch.num_unread)
     sent = seen if isinstance(seen, dict) else {}
     marks = {name: list(part.marks) for name, part in parts.items()}
     changes = {name: part.since(sent.get(name)) for name, part in parts.items()}
-    graphs = [changes[f"graph-{name}"] for name in runs.GRAPHS]
+    graphs = [changes[f"graph-{name}"] for name in all_runs_page.GRAPHS]
     options = changes["options"]
     tables = changes["plans"], changes["differences"]
     new = no_update if marks == sent else marks

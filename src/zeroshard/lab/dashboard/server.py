@@ -20,7 +20,7 @@ from werkzeug.serving import make_server
 
 from zeroshard.errors import UserError
 from zeroshard.lab.dashboard.app import make_app
-from zeroshard.lab.dashboard.posted import refuser
+from zeroshard.lab.dashboard.request_validation import refuser
 
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 

@@ -42,7 +42,7 @@ from typing import Any
 import psutil
 
 from zeroshard.errors import UserError
-from zeroshard.launch.environment import Nodes
+from zeroshard.launch.environment import NetnsNodes
 from zeroshard.regular_files import open_regular
 
 LOCKS = Path("/run/zeroshard")
@@ -88,7 +88,7 @@ def shaping(bytes_per_s: float, latency_s: float = 0.0, burst_bytes: int = 0) ->
 @contextmanager
 def nodes(
     num_nodes: int, node_size: int, bytes_per_s: float, latency_s: float = 0.0, burst_bytes: int = 0
-) -> Generator[Nodes]:
+) -> Generator[NetnsNodes]:
     """Make nodes as shaped network namespaces, which exist while the block runs; first removes leftover networks.
 
     Args:
@@ -108,7 +108,7 @@ def nodes(
         with _signals_wait():
             _make(number, num_nodes, shaping(bytes_per_s, latency_s, burst_bytes), shaping(bytes_per_s, 0, burst_bytes))
         names = tuple(f"zsnet{number}-{node}" for node in range(num_nodes))
-        yield Nodes(names, INTERFACE, _address(number, MAX_NODES), node_size)
+        yield NetnsNodes(names, INTERFACE, _address(number, MAX_NODES), node_size)
     finally:
         with _signals_wait():
             _remove(number)

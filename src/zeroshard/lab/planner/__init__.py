@@ -1,1 +1,1 @@
-"""`plan`: what a step will hold, send and take at each stage, and which stage to choose."""
+"""`plan`: predicts a step's memory, traffic and time at each stage, and recommends a stage."""

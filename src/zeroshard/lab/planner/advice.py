@@ -1,6 +1,6 @@
-"""What to do about a plan, in words: the row to take and why, or the nearest change that makes one fit.
+"""Recommends a row of a plan and gives the reason, or suggests the nearest change that makes a row fit.
 
-There is one rule, which `docs/how-to/choose-a-stage.md` states: the lowest stage that fits with room.
+The rule is that of `docs/how-to/choose-a-stage.md`: the lowest stage that fits with room.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from zeroshard.models import LanguageModel
 from zeroshard.zero import ShardingStrategy
 
 GIB = 2**30
-AS_FAST = 0.01  # rates that differ by less are called equal
-WITH_ROOM = 0.9  # of the fastest row's rate: a stage that reaches it has room for a good micro-batch
+AS_FAST = 0.01  # rates that differ by a smaller share count as equal
+WITH_ROOM = 0.9  # share of the fastest row's rate: a stage that reaches it has room for a good micro-batch
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def recommended(rows: Iterable[Row]) -> Row | None:
-    """The row of the lowest stage that fits with room; None where nothing fits.
+    """The recommended row: one of the lowest stage that fits with room; None if no row fits.
 
-    Room is what a good micro-batch needs: a stage has it where its fastest row that fits is at least `WITH_ROOM` times
-    as fast as the fastest of all rows that fit. Of that stage's rows it is the fastest, and among those as fast the one
-    with the most memory left.
+    A stage has room, that is memory for a good micro-batch, if its fastest fitting row is at least `WITH_ROOM` times as
+    fast as the fastest of all fitting rows. The result is that stage's fastest row, or among equally fast ones the row
+    with the most headroom.
     """
     fitting = [row for row in rows if row.fits]
     if not fitting:
@@ -36,9 +36,9 @@ def recommended(rows: Iterable[Row]) -> Row | None:
 
 
 def describe(row: Row, world_size: int, num_gpus: int = 1) -> str:
-    """A row in words: ``stage 3 over 8 GPUs, replicated 8 times, micro-batch 4``.
+    """Describe a row in words: ``stage 3 over 8 GPUs, replicated 8 times, micro-batch 4``.
 
-    ``num_gpus``: all, where several of them hold one of the ``world_size`` ranks' model together.
+    ``num_gpus``: number of all GPUs, if several of them count as one of the ``world_size`` ranks.
     """
     accumulated = f" x {row.num_micro}" if row.num_micro > 1 else ""
     micro_batch = f"micro-batch {row.micro_batch}{accumulated}"
@@ -57,7 +57,7 @@ def describe(row: Row, world_size: int, num_gpus: int = 1) -> str:
 
 
 def _spread(row: Row) -> str:
-    """How sure the rate is; nothing where the device was measured."""
+    """The likely range of the row's rate, as text; empty if the device was measured."""
     if row.spread == (1.0, 1.0):
         return ""
     least, most = row.tokens_per_s_range
@@ -65,7 +65,7 @@ def _spread(row: Row) -> str:
 
 
 def reason(planner: Planner, rows: Sequence[Row], best: Row) -> str:
-    """Why ``best`` is the one to take: what it comes to, why no lower stage, and what would be faster."""
+    """Why ``best`` is recommended: its predictions, why no lower stage is, and what would be faster."""
     world_size = planner.cluster.world_size
     stages = sorted({row.stage for row in rows if row.stage is not None})
     rule = ", the lowest stage that fits with room" if len(stages) > 1 else ""
@@ -104,8 +104,8 @@ def _order(row: Row) -> int:
 def nearest_change(
     planner: Planner, stages: Sequence[int | ShardingStrategy], micro_batch: int | None, rows: Sequence[Row]
 ) -> str:
-    """The first of these that makes a row fit, in a sentence: less a micro-batch, recomputation, more GPUs, shorter
-    sequences.
+    """A sentence with the first change that makes a row fit: a smaller micro-batch, no second copy of weights,
+    activation checkpointing, more GPUs, or shorter sequences.
     """
     best = min(rows, key=lambda row: row.needed_bytes)
     gib = f"{best.needed_bytes / GIB:,.1f} GiB where {planner.device.memory_bytes / GIB:.1f} are"
@@ -141,14 +141,14 @@ def nearest_change(
 
 
 def shorter_sequences(planner: Planner, stage: int | ShardingStrategy, micro_batch: int) -> int | None:
-    """The longest half, quarter, ... of the sequences that fits; None: not even one token does."""
+    """The longest sequence length that fits among a half, a quarter, ... of the workload's; None if none does."""
 
     def fits(length: int) -> bool:
         return _fits(planner.on(workload=planner.workload.changed(seq_len=length)), stage, micro_batch)
 
     halves = (planner.workload.seq_len >> times for times in range(1, planner.workload.seq_len.bit_length()))
     lengths = [length for length in halves if length % planner.beside.context_parallel == 0]
-    if not lengths or not fits(lengths[-1]):  # where one token is too much, no trace of more is needed
+    if not lengths or not fits(lengths[-1]):  # checked first, to save the traces of longer ones
         return None
     return next(length for length in lengths if fits(length))
 
@@ -156,18 +156,18 @@ def shorter_sequences(planner: Planner, stage: int | ShardingStrategy, micro_bat
 def fewest_gpus(
     planner: Planner, stages: Sequence[int | ShardingStrategy], micro_batch: int, most: int = 2**17
 ) -> int | None:
-    """The smallest world where some of ``stages`` fits, in full nodes beyond the first; None: none up to ``most``."""
+    """The smallest world size up to ``most``, in full nodes beyond the first, at which a stage fits, or None."""
     per_node = planner.cluster.ranks_per_node
 
     def in_full_nodes(world_size: int) -> int:
-        """Where a second copy of weights shares out the ranks."""
+        """Round up to full nodes, among which a second copy of weights can be divided."""
         return world_size if world_size <= per_node else -(-world_size // per_node) * per_node
 
     def fits(world_size: int) -> bool:
         other = planner.on(world_size=in_full_nodes(world_size), global_batch=0)
         return any(_fits(other, stage, micro_batch) for stage in reversed(stages))
 
-    if not fits(most):  # a larger world needs no more memory of a rank
+    if not fits(most):  # a rank needs no more memory in a larger world
         return None
     low, high = 0, 1
     while not fits(high):
@@ -189,6 +189,6 @@ def _stage_name(stage: int | ShardingStrategy) -> str:
 
 
 def _stages_named(stages: Sequence[int]) -> str:
-    """``Stage 1``, ``Stages 0, 1 and 2``."""
+    """Name stages in words: ``Stage 1``, ``Stages 0, 1 and 2``."""
     *most, last = map(str, stages)
     return f"Stages {', '.join(most)} and {last}" if most else f"Stage {last}"

@@ -1,4 +1,4 @@
-"""`zeroshard plan`: from settings to what is printed and the exit status."""
+"""`zeroshard plan`: turns settings into the printed answer and the exit status."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ from zeroshard.zero import STAGES
 
 
 def answer_plan(config: PlanConfig, width: int = 0) -> PlanAnswer:
-    """What is printed, and the exit status: 3 where nothing fits; ``width``: of the terminal, 0: there is none.
+    """The text to print, and the exit status, which is 3 if nothing fits; ``width``: the terminal's columns, 0: none.
 
     Raises:
-        UserError: what cannot be planned.
+        UserError: the settings cannot be planned.
     """
     try:
         return _answer(config, width)
     except RuntimeError as error:
-        if "overflow" not in str(error):  # torch's word for a size that 64 bits do not hold
+        if "overflow" not in str(error):  # torch says so of a size that 64 bits do not hold
             raise
         what = f"one of its tensors has more bytes than 64 bits count ({' '.join(str(error).split())})"
         raise UserError("model", what, "choose smaller sizes, seq_len or micro_batch") from None
@@ -88,7 +88,7 @@ def _asked_planner(config: PlanConfig, given: dict[str, Any]) -> Planner:
     check_node_copy(planner, 3, config.shard_size or None)
     check_wire_nodes(planner)
     if config.ask in ("largest-model", "lowest-bandwidth", "crossover"):
-        micro_batches(planner, config.micro_batch or 1)  # refuses what the global batch is no multiple of
+        micro_batches(planner, config.micro_batch or 1)  # raises if the global batch is no multiple of it
     return planner
 
 
@@ -98,12 +98,12 @@ def _plan(config: PlanConfig) -> Plan:
         stage=None if config.stage == "all" else int(config.stage),
         shard_size=config.shard_size or None,
         micro_batch=config.micro_batch or None,
-        local_steps=local_steps(config.replicas, config.replicas.fragments),  # a model may be anybody's
+        local_steps=local_steps(config.replicas, config.replicas.fragments),  # units of the model are not known here
     )
 
 
 def _with_cost(config: PlanConfig, found: Plan, width: int) -> str:
-    """The whole answer, and what the row advised costs where that was asked."""
+    """The complete answer, with the cost of the recommended row if that was asked for."""
     asked = bool(config.price or config.tokens)
     prices = parse_prices(config.price, 1)
     cost = found.cost(config.tokens, prices[0] if prices else 0.0) if asked else None
@@ -114,7 +114,7 @@ def _with_cost(config: PlanConfig, found: Plan, width: int) -> str:
 
 
 def _compared_gpus(config: PlanConfig) -> PlanAnswer:
-    """A plan for each kind of GPU; those of which there is none say why, unless it is all of them."""
+    """Plan each kind of GPU and compare them. A kind that fails is listed with the reason; if all fail, raise."""
     plans: list[Plan | compare_gpus.Refusal] = []
     errors = []
     for name in config.gpu_names:
@@ -133,15 +133,15 @@ def _compared_gpus(config: PlanConfig) -> PlanAnswer:
 
 
 def _dtype_on(gpu: str, dtype: str) -> str:
-    """What a GPU that is older than bfloat16 computes in beside others."""
+    """The dtype to plan a GPU with in a comparison: float16 for one that has no bfloat16."""
     served = find_device(gpu).device.matmul_flops_per_s
     return "float16" if dtype == "bfloat16" and dtype not in served and "float16" in served else dtype
 
 
 def chosen_row(config: PlanConfig, found: Plan) -> Row:
-    """The row to explain or to run: the one advised, or of the stage that was asked for; else what needs least memory.
+    """The row to explain or to run: the recommended one of those requested, or if none fits, that with least memory.
 
-    A stage by its number, with no ``shard_size``, shards over all GPUs: groups of fewer are advice, and not asked for.
+    If a stage is given without a ``shard_size``, only rows that shard over all GPUs count as requested.
     """
     rows = list(found.rows)
     if config.stage != "all" and not config.shard_size:
@@ -150,7 +150,7 @@ def chosen_row(config: PlanConfig, found: Plan) -> Row:
 
 
 def arguments(config: PlanConfig) -> dict[str, Any]:
-    """What is `Given` to `plan` and `planner_for`."""
+    """The arguments (`Given`) of `plan` and `planner_for`."""
     return {
         "model": config.model.name,
         "overrides": model_overrides(config.model),
@@ -182,7 +182,7 @@ def arguments(config: PlanConfig) -> dict[str, Any]:
 
 
 def ask(config: PlanConfig, planner: Planner) -> Answer:
-    """The answer to ``config.ask``, at the stage given, else at the highest that there is."""
+    """The answer to ``config.ask`` at the given stage, or else at the highest one."""
     stages = tuple(each for each in STAGES if planner.has(each)) if config.stage == "all" else (int(config.stage),)
     stage = stages[-1]
     micro_batch = config.micro_batch or 1
@@ -201,9 +201,9 @@ def ask(config: PlanConfig, planner: Planner) -> Answer:
 
 
 def compare(config: PlanConfig, planner: Planner, row: Row) -> dict[str, Any]:
-    """The row's step run for real on this machine's device: predicted, measured, ratio.
+    """Run the row's step on this machine's device, and compare: predicted, measured, ratio.
 
-    Memory and messages are predicted for that device; a time is only measured, since the plan's is of another one.
+    Memory and collectives are predicted for that device. Time is only measured, because the plan's is for another one.
     """
     if planner.workload.optimizer != "AdamW":
         raise UserError("dry_run", f"it runs AdamW, and optimizer is {config.optimizer}", "leave one of the two out")
@@ -246,7 +246,7 @@ def compare(config: PlanConfig, planner: Planner, row: Row) -> dict[str, Any]:
 
 
 def _predicted_and_measured(step: Step, measured: Measured) -> dict[str, tuple[int, int]]:
-    """By name what was predicted and what was measured: bytes, and how many messages."""
+    """Pairs of a predicted and a measured value by name: bytes, and the number of collectives."""
     lines = {"peak": (step.peak.total, measured.peak_bytes)}
     for name in ("params", "master", "grads", "optimizer"):
         lines[name] = (step.before_update[name], measured.before_update[name])
@@ -264,10 +264,10 @@ def _predicted_and_measured(step: Step, measured: Measured) -> dict[str, tuple[i
 
 
 def _device_of(config: PlanConfig, model: nn.Module) -> torch.device:
-    """Where a dry run computes; the meta device where it does so without values.
+    """The device of a dry run; the meta device if it runs without values.
 
     Raises:
-        UserError: none are asked for, and of this model that is not known to be the same.
+        UserError: the run is to be without values, and is not known to be equivalent for this model.
     """
     if config.dry_run_values == "none" and not serves_step(model):
         what = "without values a step is known to be the same for GPT-2 and LLaMA of ours without document_mask"
@@ -302,7 +302,7 @@ def _comparison_text(compared: dict[str, Any]) -> str:
 
 
 def _printed(config: PlanConfig, content: dict[str, Any], plain: str, unused: Sequence[str] = ()) -> str:
-    """As JSON or as text; ``unused``: settings that have changed nothing."""
+    """The answer as JSON or as text; ``unused``: settings that had no effect."""
     if config.json:
         return json.dumps(content | ({"unused": list(unused)} if unused else {}), indent=2, allow_nan=False)
     return "\n".join([plain, *told(unused, config.gpus)])

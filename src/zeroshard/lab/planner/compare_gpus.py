@@ -1,4 +1,4 @@
-"""`zeroshard plan --gpu a,b,c`: one plan for each, beside each other, and which of them is the cheapest or fastest."""
+"""`zeroshard plan --gpu a,b,c`: compares the plans of several GPUs, and says which one is the cheapest or fastest."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ RANGE = "4 of 5 runs between"
 
 @dataclass(frozen=True)
 class Offer:
-    """A plan for one kind of GPU, and what its best row costs; None where nothing fits."""
+    """A plan for one kind of GPU, and the cost of its best row; None if no row fits."""
 
     plan: Plan
     cost: Cost | None
 
     @property
     def name(self) -> str:
-        """Of the GPU."""
+        """Name of the GPU."""
         return self.plan.device.name
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A kind of GPU for which there is no plan, and why."""
+    """A kind of GPU that could not be planned, and the reason."""
 
     name: str
     reason: str
@@ -39,7 +39,7 @@ Answers = Sequence[Offer | Refusal]
 
 
 def offers(plans: Sequence[Plan | Refusal], prices: Sequence[float], num_tokens: int) -> list[Offer | Refusal]:
-    """``prices``: dollars an hour, as many as plans; none: nobody asks what they cost."""
+    """Add costs to plans. ``prices``: dollars per hour of a GPU, one for each plan; empty: no prices are known."""
     found: list[Offer | Refusal] = []
     for index, plan in enumerate(plans):
         cost_of = prices[index] if prices else 0.0
@@ -48,12 +48,12 @@ def offers(plans: Sequence[Plan | Refusal], prices: Sequence[float], num_tokens:
 
 
 def planned(found: Answers) -> list[Offer]:
-    """Those with a plan."""
+    """The offers among ``found``, without refusals."""
     return [each for each in found if isinstance(each, Offer)]
 
 
 def cheapest(found: Answers) -> Offer | None:
-    """Of those that fit: by dollars for a token where prices are known, else by speed."""
+    """The offer with the lowest cost per token among those that fit, or the fastest one if no prices are known."""
     fitting = [(offer.cost, offer) for offer in planned(found) if offer.cost is not None]
     if not fitting:
         return None
@@ -61,7 +61,7 @@ def cheapest(found: Answers) -> Offer | None:
 
 
 def text(found: Answers, dtype: str) -> str:
-    """A table, one line for each GPU, and a sentence; ``dtype``: what was asked for."""
+    """The comparison as text: a table with a line for each GPU, and a sentence; ``dtype``: the requested dtype."""
     best = cheapest(found)
     costs = [offer.cost for offer in planned(found) if offer.cost is not None]
     priced = bool(costs) and costs[0].dollars_per_h > 0
@@ -94,7 +94,7 @@ def text(found: Answers, dtype: str) -> str:
 
 
 def _remarks(found: Answers, dtype: str) -> list[str]:
-    """Which GPUs are planned in another dtype, and which are not planned."""
+    """Sentences on the GPUs that are planned in another dtype, and on those that are not planned."""
     others = [offer for offer in planned(found) if offer.plan.dtype != dtype]
     told = [f"{each.name} does not compute in {dtype}: planned in {each.plan.dtype}." for each in others]
     return told + [f"{each.name} is not planned: {each.reason}." for each in found if isinstance(each, Refusal)]
@@ -116,7 +116,7 @@ def _cells(offer: Offer, width: int, dtype: str, *, priced: bool) -> list[str]:
 
 
 def _range(row: Row) -> str:
-    """Of its rate; nothing where the device was measured."""
+    """The likely range of the row's tokens/s, as text; empty if the device was measured."""
     if row.spread == (1.0, 1.0):
         return ""
     least, most = row.tokens_per_s_range
@@ -124,7 +124,7 @@ def _range(row: Row) -> str:
 
 
 def unsure(found: Answers) -> list[str]:
-    """GPUs that may be better than the one to take, by the ranges of rates: in tokens for a dollar, or for a second."""
+    """GPUs that may be better than the recommended one within the ranges of rates: in tokens per dollar or second."""
     best = cheapest(found)
     if best is None:
         return []
@@ -137,7 +137,7 @@ def unsure(found: Answers) -> list[str]:
 
 
 def _for_a_dollar(offer: Offer) -> tuple[float, float]:
-    """Least and most tokens for a dollar; for a second where no price is known."""
+    """Lowest and highest tokens per dollar; per second if no price is known."""
     row, cost = offer.plan.best, offer.cost
     assert row is not None
     assert cost is not None
@@ -147,7 +147,7 @@ def _for_a_dollar(offer: Offer) -> tuple[float, float]:
 
 
 def sentence(found: Answers) -> str:
-    """Which to take, and how sure that is."""
+    """A sentence that recommends a GPU and says how sure that is."""
     best = cheapest(found)
     if best is None or best.cost is None:
         return "Nothing fits on any of them: plan one of them alone to hear which change would help."
@@ -170,7 +170,7 @@ def sentence(found: Answers) -> str:
 
 
 def as_dict(found: Answers) -> dict[str, Any]:
-    """For JSON; a GPU without a plan has no rows, and says why as ``refused``."""
+    """The comparison as a dict, for JSON; a GPU without a plan has no rows, and the reason as ``refused``."""
     best = cheapest(found)
     return {
         "plans": [

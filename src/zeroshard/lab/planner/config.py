@@ -30,12 +30,12 @@ Question = Literal[
 
 ESTIMATE = "plan only: zeroshard does not do it."
 
-# pydantic has an old method of its base class by that name, long replaced by `model_dump_json`.
+# pydantic's base class has a deprecated method of that name, replaced by `model_dump_json`.
 warnings.filterwarnings("ignore", message='Field name "json" in "PlanConfig" shadows', category=UserWarning)
 
 
 class PlanConfig(Config):
-    """What is to be trained, and on what."""
+    """Settings of a plan: the training job, and the hardware to plan it for."""
 
     model: ModelConfig = ModelConfig()
     lora: LoraConfig = LoraConfig()
@@ -167,7 +167,7 @@ class PlanConfig(Config):
         return self
 
     def _differences_are_to_what_stays(self) -> None:
-        """Raise UserError where weights travel as differences and nothing stays to which they could be added."""
+        """Raise UserError if weights are sent as differences and there is no permanent copy to add them to."""
         if not self.wire.of_differences:
             return
         given = f"{self.wire.weights} is given, and"
@@ -180,7 +180,7 @@ class PlanConfig(Config):
             raise UserError("wire.weights", what, "use int4, or leave replicas.every and remedy out")
 
     def _copies_what_is_sharded(self) -> None:
-        """Raise UserError for a second copy of weights where none are sharded, or of a world that is looked for."""
+        """Raise UserError for a second copy of weights if none are sharded, or the question varies the world size."""
         if not self.node_copy:
             return
         if "3" not in (self.stage, self.against if self.ask.startswith("crossover") else "") and self.stage != "all":
@@ -190,7 +190,7 @@ class PlanConfig(Config):
             raise UserError("node_copy", "fewest-gpus changes the GPUs that it shares out", "leave one of the two out")
 
     def _adds_up_alike(self) -> None:
-        """Raise UserError beside sums that are rounded once for what rounds in between, or looks for other worlds."""
+        """Raise UserError for settings that conflict with ``reproducible``: they round partial sums or change bits."""
         if not self.reproducible:
             return
         check_power(self.reproducible)
@@ -205,7 +205,7 @@ class PlanConfig(Config):
             raise UserError("reproducible", what, "leave one of the two out")
 
     def _asks_one_thing(self) -> None:
-        """Raise UserError where settings answer another question than the one that is asked."""
+        """Raise UserError for settings that do not belong to the question that is asked."""
         asked = "ask" if self.ask != "none" else "explain" if self.explain else "dry_run" if self.dry_run else ""
         if asked and len(self.gpu_names) > 1:
             raise UserError("gpu", f"{asked} is of one device, and {len(self.gpu_names)} are named", "name one")
@@ -230,7 +230,7 @@ class PlanConfig(Config):
             raise UserError(parallel[0], f"{self.ask} changes what it divides", "leave one of the two out")
 
     def _asks_of_one_size(self) -> None:
-        """Raise UserError for sizes that the question leaves open: they would change nothing."""
+        """Raise UserError for sizes that the question itself varies or does not use: they would change nothing."""
         ask = self.ask
         given = {
             "global_batch": ask in ("fewest-gpus", "largest-micro-batch") and "looks at one micro-batch of each GPU",

@@ -1,4 +1,4 @@
-"""A step told action by action: what is computed, what is sent and why, with formula and source."""
+"""Explains a step action by action: computation and collectives in order, each with its purpose, formula and source."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ACROSS = (
 BETWEEN = ("quantised sums of nodes, each to its owner", "(M-1)/M S N q", f"{ZEROPP}, section 3.3")
 INSIDE = ("each rank its part of the sum over its node", "(N-1)/N P g", "zeroshard.zero.buffers.node_reduce")
 NEAR = ("unsharded weights from the second copy in the node", "(C-1)/C P c, packed P q", f"{ZEROPP}, section 3.2")
-ALIKE = 0.1  # units whose times differ by a smaller share are told in one line
+ALIKE = 0.1  # units whose times differ by a smaller share are shown in one line
 LEGEND = (
     "P: elements of a unit's padded buffer, S = P / W of a shard; W ranks shard, R hold the same shard, "
     "C of a node a second copy, M nodes of N ranks; "
@@ -41,9 +41,9 @@ LEGEND = (
 
 
 def explain(planner: Planner, row: Row) -> str:
-    """The last micro-batch of ``row`` and its update, in order; units that do the same share a line."""
+    """Describe the last micro-batch of ``row`` and its update, in order; units that do the same share a line."""
     timing = simulate(row.step, planner.device, planner.cluster, software=planner.software, with_spans=True)
-    took = row.timing  # with what comes on top
+    took = row.timing  # includes the seconds that plan-only settings add
     lines = [
         f"One step of {describe(row, planner.cluster.world_size, planner.num_gpus)}: {seconds(took.step_s)}, of it "
         f"{seconds(took.compute_s)} computing and {seconds(took.exposed_s)} waiting; collectives run for "
@@ -66,19 +66,19 @@ def explain(planner: Planner, row: Row) -> str:
 
 @dataclass
 class _Event:
-    """One line: what one unit, or units that do the same, compute or send."""
+    """One line: a computation or collective of one unit, or of several units that do the same."""
 
     start_s: float
     took_s: float
-    key: tuple[str, ...]  # equal for what may share a line: phase, operation, bytes, and the units' common name
+    key: tuple[str, ...]  # equal for events that may share a line: phase, operation, bytes, and the units' common name
     units: list[str]
-    label: str  # with a place for the units' names
+    label: str  # with a placeholder for the units' names
     what: str
     bytes: str
     why: str
 
     def takes_in(self, other: _Event) -> bool:
-        """Whether ``other`` is the same of another unit; then it is counted in."""
+        """Merge ``other`` into this line if it is the same event of another unit; returns whether it is."""
         if self.key != other.key or abs(other.took_s / len(other.units) - self._each_s) > ALIKE * self._each_s:
             return False
         self.took_s += other.took_s
@@ -99,7 +99,7 @@ class _Event:
 
 
 def _sequence(row: Row, spans: list[TimedSpan]) -> list[str]:
-    """A line for each thing that happens, in order; units that do the same one after another share it."""
+    """A line for each event, in order; units that do the same one after another share a line."""
     events = sorted([*_computing(row.step, spans), *_sending(row, spans)], key=lambda event: event.start_s)
     first_s = min((event.start_s for event in events), default=0.0)
     merged: list[_Event] = []
@@ -114,7 +114,7 @@ def _sequence(row: Row, spans: list[TimedSpan]) -> list[str]:
 
 
 def _computing(step: Step, spans: list[TimedSpan]) -> list[_Event]:
-    """What each unit computes in a phase; what a unit computes in several pieces is one."""
+    """An event for each unit's computation in a phase, however many pieces it has."""
     num_computed = sum(isinstance(action, Compute) for action in (*step.last, *step.update))
     found: dict[tuple[str, str, bool], _Event] = {}
     for span in [span for span in spans if span.kind == "compute"][-num_computed:] if num_computed else []:
@@ -132,7 +132,7 @@ def _computing(step: Step, spans: list[TimedSpan]) -> list[_Event]:
 
 
 def _sending(row: Row, spans: list[TimedSpan]) -> list[_Event]:
-    """Every collective."""
+    """An event for every collective among more than one rank."""
     issued = [action for action in (*row.step.last, *row.step.update) if isinstance(action, Issue)]
     comm = [span for span in spans if span.kind == "comm"][-len(issued) :] if issued else []
     backward_s = min((s.start_s for s in spans if s.kind == "compute" and s.phase == "backward"), default=0.0)
@@ -154,12 +154,12 @@ def _sending(row: Row, spans: list[TimedSpan]) -> list[_Event]:
 
 
 def _common_name(unit: str) -> str:
-    """``blocks.#`` of ``blocks.7``: units of one list may share a line, and no others."""
+    """``blocks.#`` for ``blocks.7``: only units of one list may share a line."""
     return re.sub(r"\d+", "#", unit)
 
 
 def _why(action: Issue, row: Row) -> tuple[str, str, str]:
-    """What a collective is for, the bytes that each rank sends, and the paper."""
+    """A collective's purpose, the formula of the bytes that each rank sends, and the paper."""
     message = action.message
     if action.replicas:
         return BETWEEN if message.op == "all_to_all" and row.node_size else ACROSS
@@ -171,9 +171,9 @@ def _why(action: Issue, row: Row) -> tuple[str, str, str]:
 
 
 def traffic(row: Row) -> list[str]:
-    """Lines: how many bytes a rank sends in each kind of collective, with the paper that says so; and over which link.
+    """Lines on the bytes that a rank sends in each kind of collective, with the paper, and on the traffic of each link.
 
-    The bytes over a link are those of whole buffers, as communicators count them.
+    The bytes of a link are those of unsharded buffers, as communicators count them.
     """
     found: dict[tuple[str, str, str], str] = {}
     for action in (*row.step.last, *row.step.update):

@@ -1,4 +1,4 @@
-"""Which fabrics of a cluster a plan takes; without torch, since a command's settings are judged before it is there."""
+"""Checks the fabric settings of a plan, without torch: settings of the command are checked before it is imported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MOST_OVERSUBSCRIPTION = 1000.0
 
 
 def require_fabric(oversubscription: float, pod_nodes: int) -> None:
-    """Raise UserError for what no fabric is."""
+    """Raise UserError if these values describe no possible fabric."""
     number = isinstance(oversubscription, int | float) and not isinstance(oversubscription, bool)
     if not number or not 1 <= oversubscription <= MOST_OVERSUBSCRIPTION:
         what = f"{oversubscription!r} is no ratio of a pod's bandwidth to that of its way out"

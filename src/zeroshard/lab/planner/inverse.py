@@ -1,5 +1,5 @@
-"""The questions the other way round: what is the most that fits, the least that suffices, and where two stages change
-places. Each is answered by bisection over plans.
+"""Answers inverse questions by bisection over plans: the largest model or micro-batch that fits, the fewest GPUs, the
+lowest bandwidth that is enough, and the bandwidth at which one stage overtakes another.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from zeroshard.lab.planner.planner import Planner
 from zeroshard.lab.predict.workload import Workload
 from zeroshard.models import GPT2, LanguageModel, Llama
 
-MOST_SEQUENCES = 2**20  # that a micro-batch is searched to
-KEEPS = 0.9  # of its speed on an infinitely fast network
+MOST_SEQUENCES = 2**20  # the largest micro-batch that the search considers
+KEEPS = 0.9  # share of the speed on an infinitely fast network that a stage must keep
 LOWEST_BYTES_PER_S, HIGHEST_BYTES_PER_S = 1e6, 1e13
-EXACTNESS = 0.01  # of a bandwidth
+EXACTNESS = 0.01  # relative precision of a bandwidth
 
 
 @dataclass(frozen=True)
 class Answer:
-    """``value`` is None where there is none; ``sentence`` says it, and the question; ``rows``: what was compared."""
+    """The answer to a question.
+
+    ``value``: the number; None if there is none. ``sentence``: the answer in words. ``rows``: the rows compared for it.
+    """
 
     value: float | None
     unit: str
@@ -32,7 +35,7 @@ class Answer:
 
 
 def largest_micro_batch(planner: Planner, stage: int) -> Answer:
-    """The most rows of a micro-batch that fit at ``stage``."""
+    """The largest micro-batch, in rows, that fits at ``stage``."""
     name = f"stage {stage} on {planner.num_gpus:,} x {planner.device.name}"
 
     def fits(rows: int) -> bool:
@@ -41,7 +44,7 @@ def largest_micro_batch(planner: Planner, stage: int) -> Answer:
     found = _most(fits, MOST_SEQUENCES)
     if not found:
         return Answer(None, "sequences", f"No micro-batch fits at {name}.")
-    least = "at least " if found == MOST_SEQUENCES else ""  # nobody trains with more
+    least = "at least " if found == MOST_SEQUENCES else ""  # the search stops there
     return Answer(
         found, "sequences", f"The largest micro-batch at {name} is {least}{found} x {planner.workload.seq_len} tokens."
     )
@@ -93,7 +96,7 @@ def fewest(planner: Planner, stages: tuple[int, ...], micro_batch: int) -> Answe
 
 
 def lowest_bandwidth(planner: Planner, stage: int, micro_batch: int, keeps: float = KEEPS) -> Answer:
-    """The lowest bandwidth of the network at which ``stage`` keeps ``keeps`` of the speed that it has on a fast one."""
+    """The lowest network bandwidth at which ``stage`` keeps the share ``keeps`` of its speed on a fast network."""
     require_network(planner)
     best = on_network(planner, HIGHEST_BYTES_PER_S).row(stage, micro_batch).tokens_per_s
 
@@ -109,16 +112,16 @@ def lowest_bandwidth(planner: Planner, stage: int, micro_batch: int, keeps: floa
 
 
 def crossover(planner: Planner, stage: int, against: int, micro_batch: int | None = None) -> Answer:
-    """The bandwidth of the network at which ``stage`` overtakes ``against``, or falls behind it.
+    """The network bandwidth at which ``stage`` overtakes ``against``, or falls behind it.
 
     Args:
-        planner: of the workload.
-        stage, against: the two.
-        micro_batch: of both, a fixed workload; None: each has the largest that fits, the same memory filled, and
-            where the planner has a global batch, that divides it.
+        planner: the workload's planner.
+        stage, against: the two stages to compare.
+        micro_batch: micro-batch size of both; None: each stage fills memory with the largest micro-batch that fits and,
+            if the planner has a global batch, divides it.
 
     Raises:
-        UserError: there is one GPU alone, or a stage has no such micro-batch.
+        UserError: there is only one GPU, or a stage has no such micro-batch.
     """
     require_network(planner)
     sizes = [micro_batch or _filled(planner, each) for each in (stage, against)]
@@ -143,12 +146,12 @@ def crossover(planner: Planner, stage: int, against: int, micro_batch: int | Non
 
 
 def _filled(planner: Planner, stage: int) -> int:
-    """The most rows of a micro-batch that fit and, where the step's rows are given, divide them."""
+    """The largest micro-batch, in rows, that fits and, if the planner has a global batch, divides it."""
     answer = largest_micro_batch(planner, stage)
     if answer.value is None:
         raise UserError("stage", answer.sentence.rstrip("."), "compare stages that fit")
     sizes = (size for size in range(int(answer.value), 0, -1) if planner.num_micro(size))
-    # Micro-batches that are added up need memory that a single one does not.
+    # Accumulating micro-batches needs memory that a single one does not.
     found = next((size for size in sizes if not planner.global_batch or planner.row(stage, size).fits), None)
     if found is None:
         what = f"{planner.global_batch} rows on {planner.cluster.world_size} GPUs split into no micro-batch that fits"
@@ -157,7 +160,7 @@ def _filled(planner: Planner, stage: int) -> int:
 
 
 def _most(fits: Callable[[int], bool], limit: int) -> int:
-    """The largest number up to ``limit`` for which ``fits``, which is so for all below it; 0 for none."""
+    """The largest number up to ``limit`` that ``fits``, assuming that all smaller numbers fit too; 0 if none does."""
     low, high = 0, 1
     while high <= limit and fits(high):
         low, high = high, high * 2
@@ -169,7 +172,7 @@ def _most(fits: Callable[[int], bool], limit: int) -> int:
 
 
 def _border(below: Callable[[float], bool]) -> float | None:
-    """The least bandwidth at which ``below`` is no longer so; None where it never is."""
+    """The lowest bandwidth at which ``below`` is False; None if it is False at every bandwidth."""
     low, high = LOWEST_BYTES_PER_S, HIGHEST_BYTES_PER_S
     if not below(low):
         return None
@@ -180,15 +183,15 @@ def _border(below: Callable[[float], bool]) -> float | None:
 
 
 def on_network(planner: Planner, bytes_per_s: float) -> Planner:
-    """The same where the slowest link that is passed has this bandwidth."""
+    """A copy of ``planner`` with this bandwidth between nodes, or within the node if there is only one."""
     if planner.cluster.world_size <= planner.cluster.ranks_per_node:
-        within = planner.cluster.within  # what was measured of whole collectives is of the link as it is
+        within = planner.cluster.within  # measured collectives do not apply to another link
         return planner.on(within=replace(within, name="asked", bytes_per_s=bytes_per_s, collectives={}))
     return planner.on(between=replace(planner.cluster.between, name="asked", bytes_per_s=bytes_per_s))
 
 
 def require_network(planner: Planner) -> None:
-    """Raise UserError where there is one GPU alone."""
+    """Raise UserError if there is only one GPU."""
     if planner.cluster.world_size == 1:
         raise UserError("gpus", "1 sends nothing, at any stage", "give 2 or more")
 

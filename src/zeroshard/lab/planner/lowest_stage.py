@@ -1,7 +1,7 @@
-"""The lowest ZeRO stage at which a model's training step fits in the memory that is free now.
+"""Chooses the lowest ZeRO stage at which a model's training step fits in the memory that is free now.
 
-The rule is the plan's, the lowest stage that fits with room (`zeroshard.lab.planner.advice`), for a micro-batch that is
-given and with memory alone: what the machine computes and sends in a second is not known when a run starts.
+It follows the plan's rule, the lowest stage that fits with room (`zeroshard.lab.planner.advice`), but for a given
+micro-batch and by memory only, because the machine's compute and network rates are not known when a run starts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zeroshard.models import LanguageModel
 from zeroshard.zero import STAGES, MixedPrecision
 
 GIB = 2**30
-HEADROOM = 0.1  # of what is free: neighbours, fragments, communication's own
+HEADROOM = 0.1  # share of free memory that must stay free: other processes, fragments, communicators' buffers
 
 
 def stage_bytes(
@@ -36,17 +36,17 @@ def stage_bytes(
     reduce_dtype: torch.dtype | None = None,
     leaves: int | None = None,
 ) -> dict[int, int]:
-    """Bytes at the fullest moment of a step by stage, for AdamW: the planner's, activations and all.
+    """Peak bytes of a step with AdamW, by stage, as the planner predicts them, activations included.
 
     Args:
-        model: on any device, the meta device too; with its ``eos_id``, where attention stays inside documents.
-        world_size: ranks that shard.
-        dtype: of forward and backward.
+        model: the model, on any device or the meta device; its ``eos_id`` is set if attention stays inside documents.
+        world_size: number of ranks that shard.
+        dtype: dtype of forward and backward.
         device_type: ``"cpu"`` or ``"cuda"``.
-        micro_batch, seq_len: rows and tokens of a forward.
-        keeps_ema: whether there is a moving average of the weights.
-        reshard_after_forward: whether stage 3 frees whole weights between forward and backward.
-        reduce_dtype: of gradients on their way; None: fp32.
+        micro_batch, seq_len: rows of a micro-batch, and tokens of a row.
+        keeps_ema: whether the run keeps a moving average of the weights.
+        reshard_after_forward: whether stage 3 frees unsharded weights between forward and backward.
+        reduce_dtype: dtype in which gradients are reduced; None: fp32.
         leaves: as `zeroshard.Zero` takes them.
     """
     precision = MixedPrecision(dtype if dtype != torch.float32 else None, reduce_dtype)
@@ -54,7 +54,7 @@ def stage_bytes(
     trace = trace_language_model(model, micro_batch, seq_len, precision, device_type=device_type)
     found = {}
     for stage, row in STAGES.items():
-        # Two micro-batches hold what any number of them does.
+        # Two micro-batches need as much memory as any larger number.
         row = replace(row, reshard_after_forward=reshard_after_forward)
         how: dict[str, Any] = {"num_micro": 2, "uniform_order": device_type == "cpu", "leaves": leaves}
         settings = Settings(row, precision, device_type=device_type, **how)
@@ -76,13 +76,13 @@ def fitting_stage(
     leaves: int | None = None,
     free_bytes: int | None = None,
 ) -> tuple[int, str]:
-    """The lowest stage that fits, else 3, and why.
+    """The lowest stage that fits, or 3 if none does, and a phrase with the reason.
 
     Args:
         model, world_size, dtype, micro_batch, seq_len, keeps_ema, reshard_after_forward, reduce_dtype,
-            leaves: as `stage_bytes`.
-        device: this rank's.
-        free_bytes: for this rank; None: what the device has free, on CPUs shared out to ``world_size`` ranks.
+            leaves: as for `stage_bytes`.
+        device: this rank's device.
+        free_bytes: bytes that this rank may use; None: the device's free memory, on CPUs divided by ``world_size``.
     """
     free = num_free_bytes(device, world_size) if free_bytes is None else free_bytes
     room = free * (1 - HEADROOM)
@@ -104,7 +104,7 @@ def fitting_stage(
 
 
 def num_free_bytes(device: torch.device, num_ranks: int) -> int:
-    """Memory that this rank may still take."""
+    """Bytes that this rank may still allocate: the device's free memory, on CPUs divided by ``num_ranks``."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return psutil.virtual_memory().available // num_ranks

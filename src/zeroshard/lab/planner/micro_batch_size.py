@@ -1,4 +1,4 @@
-"""How large a micro-batch of a training run should fit into so much memory, before anything has run."""
+"""Predicts the largest micro-batch of a training run that fits into a given memory."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from zeroshard.lab.predict.workload import DTYPES
 from zeroshard.parallel import strategy_entry
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.setup.assemble import lora_of, model_overrides
-from zeroshard.train.setup.numbers import automatic_dtype
+from zeroshard.train.setup.numerics import automatic_dtype
 
 
 def largest_micro_batch(config: TrainConfig, num_bytes: int) -> int:
-    """Sequences of a micro-batch with which a rank of ``config`` is predicted to stay within ``num_bytes``; at least 1.
+    """Sequences of the largest micro-batch with which a rank of ``config`` is predicted to fit in ``num_bytes``, or 1.
 
-    Whether it does, a run must say: a tokenizer may leave fewer token ids than the model's preset has.
+    Only a run can confirm it: the tokenizer may have fewer token ids than the model's preset.
     """
     on_cuda = config.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda" if on_cuda else "cpu")

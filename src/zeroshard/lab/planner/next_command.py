@@ -1,4 +1,4 @@
-"""The command that starts the run of a plan's row, where `zeroshard train` does what was planned."""
+"""Makes the `zeroshard train` command for the recommended row of a plan, if the trainer can run what was planned."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.validate import validate
 
-SECTIONS = ("model", "lora", "wire", "replicas")  # of a plan's settings and of a run's alike
+SECTIONS = ("model", "lora", "wire", "replicas")  # sections that plans' settings and runs' settings share
 SETTINGS = (
     "reproducible",
     "reduce_dtype",
@@ -24,14 +24,14 @@ SETTINGS = (
     "prefetch",
     "kernels",
     "reshard_after_forward",
-)  # the last: of stage 3
+)  # the last one for stage 3 only
 PORT = 29500
 
 Settings = Iterator[tuple[str, Any]]  # by dotted name
 
 
 def next_command(config: PlanConfig, plan: Plan) -> str | None:
-    """Of the row to take; None where there is none, or no run of `zeroshard train` is what was planned."""
+    """The command for the recommended row; None if no row fits, or `zeroshard train` cannot run what was planned."""
     row, workload = plan.best, plan.workload
     alike = plan.num_gpus <= plan.gpus_in_node or plan.num_gpus % plan.gpus_in_node == 0  # all nodes are full
     there = alike and plan.device.device_type == "cuda" and not plan.plan_only
@@ -44,13 +44,13 @@ def next_command(config: PlanConfig, plan: Plan) -> str | None:
         (raw.setdefault(section, {}) if section else raw)[leaf] = value
     try:
         validate(TrainConfig, raw)
-    except UserError:  # an optimizer or a size that a plan takes and no run has
+    except UserError:  # an optimizer or a size that plans support and runs do not
         return None
     return shlex.join(["zeroshard", "train", *(word for each in settings.items() for word in _words(*each))])
 
 
 def told(config: PlanConfig, plan: Plan) -> list[str]:
-    """The same as lines; none where there is no command."""
+    """Lines that show the command to the user; empty if there is none."""
     command = next_command(config, plan)
     if command is None:
         return []
@@ -94,12 +94,12 @@ def _settings(config: PlanConfig, plan: Plan, row: Row) -> Settings:
 
 
 def _has(row: Row, name: str) -> bool:
-    """Whether the row was planned with that setting: stage 0 has no wire formats, and a row over a node no nodes."""
+    """Whether the row uses that setting: stage 0 has no wire formats, and ``wire.node_size`` needs several nodes."""
     return bool(row.node_size) if name == "wire.node_size" else bool(row.stage) or not name.startswith("wire.")
 
 
 def _given(settings: BaseModel, prefix: str, only: tuple[str, ...] = ()) -> Settings:
-    """Those that are not at their defaults."""
+    """Yield the settings that are not at their defaults."""
     for name, field in type(settings).model_fields.items():
         value = getattr(settings, name)
         if (not only or name in only) and value != field.get_default(call_default_factory=True):
@@ -107,7 +107,7 @@ def _given(settings: BaseModel, prefix: str, only: tuple[str, ...] = ()) -> Sett
 
 
 def _words(name: str, value: Any) -> list[str]:
-    """A setting as a flag."""
+    """The words of a setting on the command line."""
     section, _, leaf = name.rpartition(".")
     if SHORTHANDS.get(section) == leaf:
         return [f"--{section}", str(value)]

@@ -1,8 +1,8 @@
-"""`plan`: will it fit, at which stage, how fast, and what stands in the way.
+"""`plan`: predicts whether a training job fits, at which stage, how fast it runs, and what the bottleneck is.
 
-A row of a plan is one way to run: a stage, a ``shard_size``, a micro-batch. Its memory and messages are those of the
-engine's own schedule over a traced micro-batch (`zeroshard.lab.predict.step`), its time a simulation of the same list
-(`zeroshard.lab.predict.timeline`). Nothing is fitted to measurements but the rates of the device and its links.
+A row of a plan is one way to run: a stage, a ``shard_size``, a micro-batch. Its memory and collectives come from the
+engine's own schedule over a traced micro-batch (`zeroshard.lab.predict.step`), and its time from a simulation of that
+schedule (`zeroshard.lab.predict.timeline`). Only the rates of devices and links are fitted to measurements.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ def plan(
     """Predict memory, traffic and time of training ``model``, at one stage or at each.
 
     Args:
-        model: a preset's name, or any module, on any device and best on the meta device: it is not changed.
-        stage: 0, 1, 2, 3 or a row of one's own; None: all four, which are one where ``world_size`` is 1.
-        shard_size: ranks that shard together; None: all, and in a world of several nodes also fewer.
+        model: a preset's name, or any module. It is not changed, and may be on any device, best on the meta device.
+        stage: 0, 1, 2, 3 or your own row of the stage table; None: all four, or one if ``world_size`` is 1, because
+            stages do not differ on one rank.
+        shard_size: number of ranks that shard together; None: all ranks, and with several nodes also fewer.
         micro_batch: rows (sequences) of a rank in one forward; None: powers of two, as many as fit.
-        local_steps: how replicas of ``shard_size`` ranks meet; None: at each step, by their gradients.
-        given: GPUs, links, dtypes, optimizer and all else: `zeroshard.lab.planner.request.Given` has them.
+        local_steps: how replicas of ``shard_size`` ranks synchronise; None: they reduce gradients at each step.
+        given: GPUs, links, dtypes, optimizer and all other arguments: see `zeroshard.lab.planner.request.Given`.
 
     Raises:
-        UserError: a ValueError; what cannot be planned, by its field, in one line.
+        UserError: (a ValueError) the job cannot be planned; the message names the argument.
     """
     num_gpus = given.get("world_size", 1)
     if local_steps is not None and (shard_size is None or shard_size >= num_gpus):
@@ -56,7 +57,7 @@ def plan(
         raise UserError("leaves", f"{name} is given, which rounds sums in between", "leave one of the two out")
     check_wire_nodes(planner)
     stages = stages if stage is not None else tuple(each for each in stages if planner.has(each))
-    shown = stages if world_size > 1 else stages[:1]  # one rank shards nothing: all stages are alike there
+    shown = stages if world_size > 1 else stages[:1]  # one rank shards nothing, so all stages are alike
     rows = list(_rows(planner, shown, micro_batch, shard_size, local_steps))
     best = recommended(rows)
     advice = reason(planner, rows, best) if best is not None else nearest_change(planner, stages, micro_batch, rows)
@@ -74,7 +75,7 @@ def plan(
 
 
 def check_wire_nodes(planner: Planner) -> None:
-    """Raise UserError where the GPUs are not several nodes of as many as add up gradients before they travel."""
+    """Raise UserError if the GPUs do not divide into several groups of ``wire.node_size`` ranks, each within a node."""
     size, cluster = planner.workload.precision.node_size, planner.cluster
     sizes = copy_sizes(cluster.world_size, cluster)
     if size is not None and size not in sizes:
@@ -84,12 +85,12 @@ def check_wire_nodes(planner: Planner) -> None:
 
 
 def check_node_copy(planner: Planner, stage: int | ShardingStrategy | None, shard_size: int | None) -> None:
-    """Raise UserError for a second copy of weights that means nothing, given as ``node_copy`` or by a row of one's own.
+    """Raise UserError for a second copy of weights that is useless or impossible, in ``node_copy`` or the user's row.
 
     Args:
-        planner: with its ``node_copy``.
-        stage: that was asked for; None: each.
-        shard_size: that was asked for; None: all ranks shard together.
+        planner: the planner with its ``node_copy``.
+        stage: the requested stage; None: all stages.
+        shard_size: the requested shard size; None: all ranks shard together.
     """
     own = stage.secondary_shard_size if isinstance(stage, ShardingStrategy) else None
     name, size = ("node_copy", planner.node_copy) if own is None else ("secondary_shard_size", own)
@@ -119,7 +120,7 @@ def _stages(
     local_steps: LocalSteps | None,
     ranks_a_place: int,
 ) -> tuple[int | ShardingStrategy, ...]:
-    """The stages to look at: those that shard, where a ``shard_size`` is asked for; of groups of ``ranks_a_place``."""
+    """The stages to plan: with a ``shard_size`` those that shard. ``ranks_a_place`` is only for the error message."""
     given = stage is not None and not isinstance(stage, ShardingStrategy)
     if given and (isinstance(stage, bool) or stage not in STAGES):
         raise UserError("stage", f"{stage!r} is not a ZeRO stage", "choose 0, 1, 2 or 3")
@@ -163,7 +164,7 @@ def _rows(
 def _largest_fitting(
     planner: Planner, stage: int | ShardingStrategy, candidates: Sequence[int], shard_size: int
 ) -> Row:
-    """The row of the largest of ``candidates`` that fits, else of the smallest."""
+    """The row of the largest micro-batch in ``candidates`` that fits, or of the smallest if none does."""
     row = planner.row(stage, candidates[-1], shard_size)
     for candidate in reversed(candidates[:-1]):
         if row.fits:
@@ -173,10 +174,10 @@ def _largest_fitting(
 
 
 def micro_batches(planner: Planner, given: int | None) -> list[int]:
-    """The micro-batches to look at.
+    """The micro-batch sizes to plan.
 
     Raises:
-        UserError: the one given does not divide the rows of a rank.
+        UserError: the given size is below 1, or does not divide a rank's rows of the global batch.
     """
     if given is not None:
         if given < 1:

@@ -1,11 +1,11 @@
-"""Answers of `zeroshard plan`, kept in the user's cache folder: the same question is answered without torch.
+"""Caches the answers of `zeroshard plan` in the user's cache folder, so that a repeated question needs no torch.
 
-An answer is a pure function of what its key digests: the settings, the device (whose file may have changed), the
-sources of this package, and the versions of Python and of what the sources compute with. Whatever may depend on more
-than that is computed each time: a dry run, which measures; a model or an optimizer of one's own, whose code may have
-changed; kernels asked for by name, which this machine serves or refuses.
+The key is a digest of everything that an answer depends on: the settings, the device (its file may change), this
+package's sources, and the versions of Python and of the packages that compute. Some answers depend on more and are not
+cached: a dry run, which measures; the user's own model or optimizer, whose code may change; and kernels that are
+requested by name, which this machine may not support.
 
-An entry that is damaged, or that cannot be read or written, is as good as none.
+An entry that is damaged, or cannot be read or written, is ignored.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class PlanAnswer(NamedTuple):
 
 
 def answered(config: PlanConfig, compute: Callable[[PlanConfig], PlanAnswer], width: int = 0) -> PlanAnswer:
-    """The answer to ``config``: the one that is kept, else what ``compute`` returns, which is kept then.
+    """The cached answer to ``config``, or else the result of ``compute``, which is then cached.
 
-    ``width``: of the terminal that ``compute`` answers for.
+    ``width``: columns of the terminal that ``compute`` formats the answer for.
 
     Raises:
-        UserError: of ``compute``; nothing is kept.
+        UserError: from ``compute``; nothing is cached.
     """
     path = _place(config, width)
     found = None if path is None else _kept(path)
@@ -60,7 +60,7 @@ def answered(config: PlanConfig, compute: Callable[[PlanConfig], PlanAnswer], wi
 
 
 def _place(config: PlanConfig, width: int) -> Path | None:
-    """The file of this question; None where no answer may be kept."""
+    """The cache file of this question; None if its answer may not be cached."""
     own_code = ":" in config.model.name or ":" in config.optimizer
     if not config.cache or config.dry_run or own_code or config.kernels not in _KEYED_KERNELS:
         return None
@@ -82,7 +82,7 @@ def _key(config: PlanConfig, width: int) -> str:
 
 @cache
 def sources_sha256() -> str:
-    """Of every Python file of this package, its path and its content."""
+    """The digest of the path and content of every Python file of this package."""
     package = Path(zeroshard.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -112,11 +112,11 @@ def _kept(path: Path) -> PlanAnswer | None:
 
 
 def _keep(path: Path, answer: PlanAnswer) -> None:
-    """Write an entry under a name of its own first: whoever reads meanwhile sees all of it or nothing."""
+    """Write an entry under a temporary name and rename it, so that readers see all of it or nothing."""
     status, text = int(answer.status), answer.text
     entry = {"status": status, "text": text, "sha256": _digest(status, text)}
     unfinished = path.with_name(f"{path.stem}.{os.getpid()}.unfinished")
-    with contextlib.suppress(OSError):  # a home that is full or may not be written: the next answer is computed again
+    with contextlib.suppress(OSError):  # if the home is full or read-only, the next answer is computed again
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             return

@@ -1,4 +1,4 @@
-"""What a plan says: rows, each one way to run and what it comes to, and which of them to take."""
+"""Data types of a plan: rows, each one way to run with its predictions, and the recommended row."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ Binds = Literal["memory", "communication", "matrix products", "memory bandwidth"
 
 @dataclass(frozen=True)
 class Row:
-    """One way to run, and what it comes to.
+    """One way to run, and the predictions for it.
 
     Attributes:
-        stage: of `STAGES`; None for a row of the user's own.
-        shard_size: ranks that shard together: the world, or a part of it that is replicated.
-        micro_batch, num_micro: rows of a micro-batch, and how many of these a rank's step has.
-        step: its actions, messages and memory.
+        stage: the ZeRO stage, a key of `STAGES`; None for the user's own row of the stage table.
+        shard_size: number of ranks that shard together: the world size, or that of each replica.
+        micro_batch, num_micro: rows of a micro-batch, and micro-batches of a rank's step.
+        step: the step's actions, collectives and memory.
         comm_bytes: memory of the communication library.
-        process: what the process holds beside: CUDA's context, the allocator's fragments.
-        needed_bytes: at the fullest moment, these with it.
-        headroom_bytes: what the device has beyond that; negative: what it lacks.
-        fits: whether that is enough.
-        timing: of a step.
-        tokens_per_s: over all ranks.
-        mfu: of the device's data-sheet peak for this dtype; None where it is not known.
-        binds: what to change first to be faster, or to fit.
-        meetings: of replicas that take local steps; ``timing`` has their share of each step in it.
-        padding: how many times as large flat buffers are as the parameters in them.
-        node_copy: ranks of a node that keep a second copy of the weights; 0: there is none.
-        node_size: ranks of a node in which gradients are added up before they travel in a wire format; 0: none do.
-        by_link: what is sent, by operation, ranks and link.
-        spread: predicted / published tokens/s on the runs that nothing was fitted to, the 10th and 90th of a hundred.
+        process: the process's other memory, such as CUDA's context and the allocator's fragments.
+        needed_bytes: peak memory of the process, all of the above included.
+        headroom_bytes: the device's memory minus ``needed_bytes``; negative if the row does not fit.
+        fits: whether enough memory stays free.
+        timing: the times of a step.
+        tokens_per_s: tokens per second of all ranks together.
+        mfu: model FLOPs as a share of the device's data-sheet peak for this dtype; None if that is not known.
+        binds: the bottleneck: what to change first to be faster, or to fit.
+        meetings: the cost of meetings of replicas that take local steps; ``timing`` includes a step's share of it.
+        padding: size of the padded flat buffers relative to the parameters in them.
+        node_copy: ranks of a node that share a second copy of the weights; 0: there is none.
+        node_size: ranks of a node that sum gradients before these are sent in a wire format; 0: none do.
+        by_link: the step's collectives by operation, number of ranks and link.
+        spread: 10th and 90th percentile of predicted over published tokens/s, on runs that nothing was fitted to.
     """
 
     stage: int | None
@@ -70,16 +70,16 @@ class Row:
 
     @property
     def tokens_per_s_range(self) -> tuple[float, float]:
-        """Between which four of five runs that nothing was fitted to would lie; one point where rates were measured."""
+        """The range in which four of five runs that nothing was fitted to would lie; a point if rates were measured."""
         return (self.tokens_per_s / self.spread[1], self.tokens_per_s / self.spread[0])
 
     @property
     def messages_bytes(self) -> dict[str, int]:
-        """Bytes of a rank's step by operation."""
+        """Bytes of the collectives of a rank's step, by operation."""
         return bytes_of_step(self.step)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The row as a dict, for JSON."""
         return {
             "stage": self.stage,
             "shard_size": self.shard_size,
@@ -118,18 +118,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """What was asked, every row, and what to do.
+    """The request, every row, and the recommendation.
 
     Attributes:
-        workload: what is trained.
-        device, cluster: on what.
-        rows: flat sharding first, stage by stage; then, in a world of several nodes, sharding over fewer ranks.
-        best: the row to take, of the lowest stage that fits with room (`zeroshard.lab.planner.advice`); None where none
-            fits.
-        advice: the row to take and why, or the nearest change that would make one fit.
-        beside: what was planned that zeroshard does not do.
-        software: who computes.
-        gpus_per_node: GPUs of a full node; 0: as many as ``cluster`` has ranks in one.
+        workload: the training job.
+        device, cluster: the hardware it was planned for.
+        rows: sharding over all ranks first, stage by stage; then, with several nodes, sharding over fewer ranks.
+        best: the recommended row, of the lowest stage that fits with room (`zeroshard.lab.planner.advice`); None if no
+            row fits.
+        advice: the recommended row and the reason, or the nearest change that would make a row fit.
+        beside: settings for techniques that plans support and zeroshard's trainer does not.
+        software: the kernels that compute.
+        gpus_per_node: GPUs of a full node; 0: as many as ``cluster`` has ranks in a node.
     """
 
     workload: Workload = field(repr=False)
@@ -144,22 +144,22 @@ class Plan:
 
     @property
     def num_gpus(self) -> int:
-        """All of them; ``cluster`` counts those of a tensor and of a pipeline as one."""
+        """Number of all GPUs; in ``cluster`` a tensor- and pipeline-parallel group counts as one rank."""
         return self.cluster.world_size * self.beside.tensor_parallel * self.beside.pipeline_parallel
 
     @property
     def gpus_in_node(self) -> int:
-        """Of a full node."""
+        """Number of GPUs of a full node."""
         return self.gpus_per_node or self.cluster.ranks_per_node
 
     @property
     def dtype(self) -> str:
-        """As it was asked for."""
+        """Name of the requested dtype."""
         return "fp8" if self.beside.fp8 else self.workload.dtype
 
     @property
     def plan_only(self) -> tuple[str, ...]:
-        """What of it zeroshard does not do: an estimate to compare with."""
+        """Names of the parts of the plan that zeroshard cannot run, such as a TPU; the plan is then an estimate."""
         device = [self.device.name] if self.device.device_type == "tpu" else []
         return (
             *device,
@@ -168,18 +168,18 @@ class Plan:
         )
 
     def cost(self, num_tokens: int = 0, dollars_per_h: float = 0.0) -> Cost | None:
-        """Of ``num_tokens`` by the row to take, at a price of one GPU; None where nothing fits."""
+        """Cost of training on ``num_tokens`` with the recommended row, at a price per GPU; None if no row fits."""
         if self.best is None:
             return None
         return Cost(self.num_gpus, self.best.tokens_per_s, num_tokens, dollars_per_h)
 
     @property
     def fits(self) -> bool:
-        """Whether any row does."""
+        """Whether any row fits."""
         return self.best is not None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The plan as a dict, for JSON."""
         return {
             "model": self.workload.name,
             "num_params": self.workload.num_params,
@@ -211,7 +211,7 @@ def _link_dict(link: Link) -> dict[str, Any]:
 
 
 def bottleneck(timing: Timing, *, fits: bool) -> Binds:
-    """What limits a row: memory where it does not fit, else what takes most of a step's time."""
+    """The bottleneck of a row: memory if it does not fit, otherwise what takes the largest part of a step's time."""
     if not fits:
         return "memory"
     limits: dict[Binds, float] = {

@@ -1,4 +1,4 @@
-"""`Planner`: what all rows of a plan have in common, and any one row."""
+"""`Planner`: holds everything that the rows of a plan have in common, and plans any single row."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ __all__ = ["HEADROOM", "Planner", "padding_of", "planner_for"]
 
 @dataclass
 class Planner:
-    """What all rows have in common; the inverse questions ask it for rows of their own.
+    """Everything that all rows have in common; the inverse questions also plan their rows with it.
 
     Attributes:
-        workload: what is trained.
-        device, cluster: on what.
-        global_batch: rows of a step over all ranks; 0: one micro-batch of each.
+        workload: the training job.
+        device: the device of each rank.
+        cluster: the ranks and their links. The GPUs of one tensor- and pipeline-parallel group count as one rank.
+        global_batch: rows of a step over all ranks; 0: one micro-batch per rank.
         accumulate, prefetch, reshard_after_forward: as `zeroshard.Zero` takes them.
-        headroom: share of memory that stays free.
-        software: who computes.
-        beside: what zeroshard does not do, and a plan can say. In ``cluster`` the GPUs of a tensor and of a pipeline
-            count as one.
-        node_copy: ranks of a node that keep a second copy of stage 3's weights; 0: none do.
-        leaves: as `zeroshard.Zero` takes them; 0: none.
-        gpus_per_node: GPUs of a full node, of which those of a tensor are several; 0: as many as it has ranks.
+        headroom: share of memory that must stay free.
+        software: the kernels that compute.
+        beside: settings for techniques that plans support and zeroshard's trainer does not.
+        node_copy: ranks of a node that share a second copy of stage 3's weights; 0: there is none.
+        leaves: as `zeroshard.Zero` takes them; 0: None.
+        gpus_per_node: GPUs of a full node; 0: as many as ``cluster`` has ranks in a node.
     """
 
     workload: Workload
@@ -63,34 +63,37 @@ class Planner:
 
     @property
     def ranks_a_place(self) -> int:
-        """GPUs that hold the same shard's parts: those of a tensor and a pipeline."""
+        """Number of GPUs that count as one rank in ``cluster``: those of a tensor- and pipeline-parallel group."""
         return self.beside.tensor_parallel * self.beside.pipeline_parallel
 
     @property
     def num_gpus(self) -> int:
-        """All of them; ``cluster`` counts a tensor's and a pipeline's as one."""
+        """Number of all GPUs; in ``cluster`` a tensor- and pipeline-parallel group counts as one rank."""
         return self.cluster.world_size * self.ranks_a_place
 
     @property
     def gpus_in_node(self) -> int:
-        """Of a full node."""
+        """Number of GPUs of a full node."""
         return self.gpus_per_node or self.cluster.ranks_per_node
 
     @property
     def wires(self) -> Cluster:
-        """All GPUs, and their links."""
+        """The cluster in which each GPU counts as a rank."""
         return replace(self.cluster, world_size=self.num_gpus, ranks_per_node=self.gpus_in_node)
 
     def num_micro(self, micro_batch: int) -> int:
-        """Micro-batches of a step; 0 where the global batch is no multiple of what one of them has."""
-        least = self.leaves // self.cluster.world_size if self.leaves else 1  # of a step; it has a multiple of these
+        """Micro-batches of a step; 0 if this micro-batch size does not divide the global batch."""
+        least = self.leaves // self.cluster.world_size if self.leaves else 1  # fewest; others are multiples
         if not self.global_batch:
             return least
         at_once = micro_batch * self.cluster.world_size // self.beside.context_parallel
         return self.global_batch // at_once if self.global_batch % (at_once * least) == 0 else 0
 
     def has(self, stage: int | ShardingStrategy) -> bool:
-        """Whether what travels has a meaning there; stage 0 is planned without wire formats."""
+        """Whether ``stage`` supports the wire format of weights: stage 3 keeps no weights to add differences to.
+
+        Stage 0 always qualifies, because it is planned without wire formats.
+        """
         strategy = stage if isinstance(stage, ShardingStrategy) else STAGES[stage]
         return strategy.params is not SHARD or not self.workload.precision.gathers_differences
 
@@ -101,7 +104,7 @@ class Planner:
         shard_size: int | None = None,
         local_steps: LocalSteps | None = None,
     ) -> Row:
-        """One way to run; ``shard_size`` None: all ranks; ``local_steps`` None: replicas meet at each step."""
+        """Plan one way to run; ``shard_size`` None: all ranks; ``local_steps`` None: replicas reduce at each step."""
         if not self.has(stage):
             what = f"{self.workload.precision.gather} sends differences to weights that stage 3 does not keep"
             raise UserError("wire.weights", what, "plan stage 1 or 2, or int4")
@@ -148,10 +151,10 @@ class Planner:
         )
 
     def strategy(self, stage: int | ShardingStrategy, num_shards: int) -> ShardingStrategy:
-        """The row of the stage table by which ``num_shards`` ranks share out state.
+        """The row of the stage table for ``num_shards`` ranks that shard together.
 
-        Where they do not fall into several groups of a second copy's size, as a node's ranks do not that shard among
-        themselves, there is no such copy.
+        It has no second copy if these ranks do not divide into several groups of the copy's size, for example because
+        they are the ranks of one node.
         """
         row = stage if isinstance(stage, ShardingStrategy) else STAGES[stage]
         copied = row.secondary_shard_size or (self.node_copy if row.params is SHARD else 0)
@@ -183,7 +186,7 @@ class Planner:
 
     @property
     def part(self) -> Workload:
-        """What one rank computes of the workload."""
+        """One rank's part of the workload."""
         beside = self.beside
         if beside.num_ranks == 1:
             return self.workload
@@ -197,7 +200,7 @@ class Planner:
         return more_seconds(self.beside, step, timing, stream, self.device, self.cluster, self.wires, num_micro)
 
     def step(self, strategy: ShardingStrategy, micro_batch: int, num_shards: int, *, alone: bool = False) -> Step:
-        """The engine's step; ``alone``: of a replica that takes it without the others."""
+        """The engine's step; ``alone``: whether the replica takes it as a local step, without the other replicas."""
         workload, beside = self.part, self.beside
         state, whole_state = workload.states
         settings = self._settings(strategy, micro_batch, num_shards, alone=alone)
@@ -209,14 +212,14 @@ class Planner:
         return with_rates(pipelined(step, beside, settings.num_micro, trace.activation_bytes), beside, vocab_size)
 
     def cannot_fit(self, stage: int | ShardingStrategy, micro_batch: int) -> bool:
-        """Whether weights, states and activations are too much already: a quick answer for a row over all ranks."""
+        """Whether weights, states and activations alone exceed memory: a quick check for a row over all ranks."""
         workload, num_shards = self.part, self.cluster.world_size
         strategy = self.strategy(stage, num_shards)
         settings = self._settings(strategy, micro_batch, num_shards)
         trace = workload.trace(micro_batch, self.device.device_type)
         state, whole_state = workload.states
         least = least_bytes(trace, workload.buffers(num_shards, leaves=self.leaves), state, settings, whole_state)
-        least -= workload.unread_bytes(micro_batch)  # which compiled code does not keep
+        least -= workload.unread_bytes(micro_batch)  # compiled code does not keep these
         return least > (1 - self.headroom) * self.device.memory_bytes
 
     def _settings(
@@ -225,7 +228,7 @@ class Planner:
         workload, on_cuda, beside = self.part, self.device.device_type == "cuda", self.beside
         offloads, num_micro = beside.offload != "none", max(self.num_micro(micro_batch), 1)
         casts = any(workload.precision.compute_dtype(p.dtype) != p.dtype for p in workload.model.parameters())
-        over_nodes = num_shards == self.cluster.world_size  # else the sum inside a replica is that of a node
+        over_nodes = num_shards == self.cluster.world_size  # replicas already sum within a node
         return Settings(
             strategy=strategy,
             precision=workload.precision if over_nodes else replace(workload.precision, node_size=None),
@@ -243,12 +246,12 @@ class Planner:
         )
 
     def on(self, **changes: Any) -> Planner:
-        """The same with other settings of the cluster (``world_size``, ``within``, ``between``) or of its own."""
+        """A copy with other settings of the cluster (``world_size``, ``within``, ``between``) or of the planner."""
         own = {key: changes.pop(key) for key in list(changes) if key in _OWN}
         return replace(self, cluster=replace(self.cluster, **changes), **own)
 
     def smaller_groups(self) -> list[int]:
-        """Shard sizes below the world: a node's ranks, and 4, 16, ... times as many, where they divide it."""
+        """Shard sizes below the world size to plan: a node's ranks, and 4, 16, ... times as many, if they divide it."""
         found, size = [], self.cluster.ranks_per_node
         while not self.leaves and size < self.cluster.world_size:
             if size > 1 and self.cluster.world_size % size == 0:
@@ -261,19 +264,19 @@ _OWN = ("workload", "device", "global_batch", "node_copy")
 
 
 def copy_sizes(num_shards: int, cluster: Cluster) -> list[int]:
-    """Over how many ranks of a node a second copy may be of weights that ``num_shards`` ranks share out."""
+    """Possible numbers of ranks in a node that share a second copy of weights, if ``num_shards`` ranks shard them."""
     per_node = cluster.ranks_per_node if cluster.world_size > cluster.ranks_per_node else num_shards
     return [size for size in range(2, min(num_shards, per_node + 1)) if num_shards % size == 0 == per_node % size]
 
 
 def padding_of(buffers: Sequence[Buffer]) -> float:
-    """How many times as large buffers are as the parameters in them."""
+    """Size of the padded buffers relative to the parameters in them; 1.0 without padding."""
     numel = sum(buffer.layout.numel for buffer in buffers)
     return sum(buffer.layout.padded_numel for buffer in buffers) / max(numel, 1)
 
 
 def planner_for(model: str | nn.Module, **given: Unpack[Given]) -> Planner:
-    """A `Planner` of what is `Given`; errors are those of `plan`."""
+    """Make a `Planner` for ``model`` and the arguments in `Given`; errors are those of `plan`."""
     asked = Request(**given)
     found, beside = asked.calibration, asked.beside
     precision, weights, cast_to = asked.precision()

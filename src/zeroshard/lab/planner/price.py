@@ -1,4 +1,4 @@
-"""What a plan costs: dollars an hour and GPU as people write them, hours and dollars for a number of tokens."""
+"""The cost of a plan: parses prices in dollars per hour and GPU, and computes hours and dollars for a token count."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MOST_PER_H = 1e6
 
 
 def parse_prices(text: str, num_gpus: int) -> list[float]:
-    """Dollars an hour of each of ``num_gpus`` kinds of GPU: ``2.5/h``, or one for each, ``2.5/h,1.2/h``.
+    """Dollars per hour for each of ``num_gpus`` kinds of GPU; ``text`` has one for all, ``2.5/h``, or ``2.5/h,1.2/h``.
 
     Raises:
-        UserError: a price without ``/h``, one that is nothing or beyond all prices, or too few of them.
+        UserError: a price has no ``/h``, is 0 or above `MOST_PER_H`, or the number of prices does not match.
     """
     prices = [_price(part.strip()) for part in text.split(",")] if text else []
     if len(prices) == 1:
@@ -43,13 +43,13 @@ def _price(text: str) -> float:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of training on so many tokens.
+    """The cost of training on a number of tokens.
 
     Attributes:
-        num_gpus: that are rented.
-        tokens_per_s: of all of them.
-        num_tokens: 0: none were named.
-        dollars_per_h: of one GPU; 0: no price was named.
+        num_gpus: number of GPUs that are rented.
+        tokens_per_s: tokens per second of all GPUs together.
+        num_tokens: number of tokens; 0: not given.
+        dollars_per_h: price of one GPU per hour; 0: not given.
     """
 
     num_gpus: int
@@ -59,21 +59,21 @@ class Cost:
 
     @property
     def hours(self) -> float:
-        """For all tokens."""
+        """Hours for all tokens."""
         return self.num_tokens / self.tokens_per_s / 3600
 
     @property
     def dollars(self) -> float:
-        """For all tokens."""
+        """Dollars for all tokens."""
         return self.hours * self.num_gpus * self.dollars_per_h
 
     @property
     def dollars_per_billion(self) -> float:
-        """For 10^9 tokens."""
+        """Dollars for 10^9 tokens."""
         return BILLION / self.tokens_per_s / 3600 * self.num_gpus * self.dollars_per_h
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; what was not asked for is None."""
+        """The cost as a dict, for JSON; a value that was not asked for is None."""
         return {
             "num_tokens": self.num_tokens or None,
             "hours": self.hours if self.num_tokens else None,
@@ -83,7 +83,7 @@ class Cost:
         }
 
     def sentence(self) -> str:
-        """``10B tokens take 5.1 hours and cost $1,633 at $2.5 an hour and GPU.``; without what was not asked for."""
+        """``10B tokens take 5.1 hours and cost $1,633 at $2.5 an hour and GPU.``, or the requested part of it."""
         at = f"at ${self.dollars_per_h:g} an hour and GPU"
         if not self.num_tokens:
             return f"A billion tokens cost {dollars(self.dollars_per_billion)} {at}."
@@ -92,12 +92,12 @@ class Cost:
 
 
 def dollars(value: float) -> str:
-    """``$1,633``, below 100 with cents, below a cent with two digits."""
+    """Format dollars: ``$1,633``; below 100 with cents, below a cent with two digits."""
     return f"${value:,.0f}" if value >= 100 else f"${value:,.2f}" if value >= 0.01 else f"${value:.2g}"
 
 
 def count(value: int) -> str:
-    """``10B`` for 10,000,000,000."""
+    """Format a count: ``10B`` for 10,000,000,000."""
     for letter, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):
         if value >= size:
             return f"{value / size:.4g}{letter}"
@@ -105,7 +105,7 @@ def count(value: int) -> str:
 
 
 def duration(hours: float) -> str:
-    """``5.1 hours``, ``3.2 days``, ``40 minutes``, ``2.5 seconds``."""
+    """Format hours: ``5.1 hours``, ``3.2 days``, ``40 minutes``, ``2.5 seconds``."""
     if hours >= 48:
         return f"{hours / 24:,.1f} days"
     if hours >= 1:

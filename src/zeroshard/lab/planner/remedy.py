@@ -1,10 +1,11 @@
-"""Which remedy of a slow network is enough, and what each costs: the answer to ``plan --ask remedy``.
+"""Answers ``plan --ask remedy``: which remedy for a slow network is enough, and what each costs.
 
-A remedy sends less than the stages do: 16-bit gradients, int8 both ways, gradients added up inside a node before they
-travel, a second copy of weights in the node, state sharded inside a node only, fewer meetings of replicas. Each is
-planned on the network that was given, and compared with the fastest step that fits on a network of unlimited bandwidth,
-where nothing is waited for. For local steps the answer is the smallest ``every`` that keeps `ENOUGH` of that speed: a
-larger one only costs loss. No plan knows how much: measure it, as docs/slow-links.md does.
+A remedy sends fewer bytes than the stages do: 16-bit gradients, int8 both ways, gradients summed inside a node before
+they are sent, a second copy of weights in the node, state sharded inside a node only, or fewer meetings of replicas.
+Each is planned on the given network, and compared with the fastest step that fits on a network of unlimited bandwidth,
+where computation does not wait. For local steps the answer is the smallest ``every`` that keeps `ENOUGH` of that speed,
+because a larger one only makes the loss worse. A plan cannot predict by how much: measure it, as docs/slow-links.md
+does.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from zeroshard.lab.planner.show import seconds, stage_zero_note
 from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.zero import LocalSteps, MixedPrecision
 
-ENOUGH = 0.8  # of the compute-bound speed
-MOST_STEPS = 4096  # between meetings; a run has some thousands
+ENOUGH = 0.8  # share of the compute-bound speed that is enough
+MOST_STEPS = 4096  # most steps between meetings; runs have some thousands of steps
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """One way to send less, planned.
+    """One way to send fewer bytes, with its plan.
 
     Attributes:
-        name: in words.
-        row: what it comes to; of local steps, at the least ``every`` that is enough, else at `MOST_STEPS`.
-        share: of the compute-bound speed.
+        name: the remedy in words.
+        row: its predictions; for local steps, with the smallest ``every`` that is enough, or else with `MOST_STEPS`.
+        share: its speed as a share of the compute-bound speed.
     """
 
     name: str
@@ -49,7 +50,7 @@ class Remedy:
         return self.share >= ENOUGH
 
     def as_dict(self, base: Row) -> dict[str, Any]:
-        """For JSON; ``base``: what its memory is compared with."""
+        """The remedy as a dict, for JSON; ``base``: the row that its memory is compared with."""
         return {
             "remedy": self.name,
             "stage": self.row.stage,
@@ -70,16 +71,16 @@ class Remedy:
 def remedies(
     planner: Planner, stages: Sequence[int], micro_batch: int | None = None, shard_size: int | None = None
 ) -> Answer:
-    """Every remedy that fits, with its speed and memory; the value is the least number of steps between meetings.
+    """Every remedy that fits, with its speed and memory; the value is the best one's number of steps between meetings.
 
     Args:
-        planner: of the workload, on the network that there is.
-        stages: to look at.
+        planner: the workload's planner, on the given network.
+        stages: the stages to plan.
         micro_batch: rows of a rank in one forward; None: 1.
-        shard_size: ranks of a replica; None: a node's, or each rank for itself where all are in one node.
+        shard_size: ranks of a replica; None: a node's ranks, or one rank if all are in one node.
 
     Raises:
-        UserError: there is one GPU alone, or nothing fits at any of the stages.
+        UserError: there is only one GPU, or nothing fits at any of the stages.
     """
     require_network(planner)
     rows = micro_batch or 1
@@ -108,20 +109,22 @@ def remedies(
 
 
 def _replica_size(planner: Planner) -> int:
-    """A node's ranks where there are several nodes; else each rank is a replica."""
+    """Ranks of a replica: a node's ranks if there are several full nodes, otherwise 1."""
     cluster = planner.cluster
     several = cluster.world_size > cluster.ranks_per_node and cluster.world_size % cluster.ranks_per_node == 0
     return cluster.ranks_per_node if several else 1
 
 
 def _flat(planner: Planner, stages: Sequence[int], rows: int, alone: int) -> Iterator[tuple[str, Row]]:
-    """All ranks at each step, by what travels: sharded over all, with a second copy in the node, over a replica's."""
+    """Yield remedies without local steps, for each wire format: state sharded over all ranks, the same with a second
+    copy of weights in the node, and state sharded over a replica's ranks.
+    """
     copied = planner.node_copy or _copy_in_the_node(planner.cluster)
     for precision in _wires(planner.workload.precision, _copy_in_the_node(planner.cluster)):
         each = planner.on(workload=replace(planner.workload, precision=precision), node_copy=0)
         for stage in stages:
             if not stage and precision.has_wire and precision != planner.workload.precision:
-                continue  # stage 0 has no owner of a shard, who sends or sums it so
+                continue  # stage 0 has no wire formats
             words = wire_in_words(precision, stage)
             found = [(f"stage {stage}{words}", each.row(stage, rows))]
             if stage == 3 and copied:
@@ -132,7 +135,7 @@ def _flat(planner: Planner, stages: Sequence[int], rows: int, alone: int) -> Ite
 
 
 def _wires(given: MixedPrecision, node_size: int) -> list[MixedPrecision]:
-    """What may travel, each once: as given, gradients in 16 bits, int8 both ways, and so by nodes where there are."""
+    """The policies to plan, each once: as given, 16-bit gradients, int8 both ways, and int8 with sums inside nodes."""
     narrow = replace(given, reduce_dtype=torch.bfloat16, reduce=None, node_size=None)
     packed = replace(given, gather="int8", reduce="int8", node_size=None)
     by_nodes = [replace(packed, node_size=given.node_size or node_size)] if given.node_size or node_size else []
@@ -140,7 +143,7 @@ def _wires(given: MixedPrecision, node_size: int) -> list[MixedPrecision]:
 
 
 def wire_in_words(precision: MixedPrecision, stage: int = 3) -> str:
-    """``, weights and gradients in int8``: what is sent in another format than it has; empty where nothing is."""
+    """A phrase that names wire formats: ``, weights and gradients in int8``; empty if there are none."""
     reduced = precision.reduce_dtype if precision.reduce is None or not stage else precision.reduce
     travels = {"weights": precision.gather if stage else None, "gradients": reduced}
     named = {what: str(form).removeprefix("torch.") for what, form in travels.items() if form is not None}
@@ -151,13 +154,13 @@ def wire_in_words(precision: MixedPrecision, stage: int = 3) -> str:
 
 
 def _copy_in_the_node(cluster: Cluster) -> int:
-    """The node's ranks, where a second copy over them saves gathers between nodes; else 0."""
+    """A node's ranks if a second copy of weights over them saves all-gathers between nodes, otherwise 0."""
     size = cluster.ranks_per_node
     return size if size in copy_sizes(cluster.world_size, cluster) else 0
 
 
 def _local(planner: Planner, stages: Sequence[int], rows: int, alone: int, bound: float) -> Iterator[tuple[str, Row]]:
-    """Local steps at the lowest stage that fits inside a replica: plain, in 16 bits, overlapped."""
+    """Yield remedies with local steps, at the lowest stage that fits: in several wire formats, and overlapped."""
     kinds = {
         "local steps": LocalSteps(MOST_STEPS),
         "local steps, wire in bfloat16": LocalSteps(MOST_STEPS, wire=torch.bfloat16),
@@ -169,7 +172,7 @@ def _local(planner: Planner, stages: Sequence[int], rows: int, alone: int, bound
         lowest = next((stage for stage in sorted(stages) if planner.row(stage, rows, alone, settings).fits), None)
         if lowest is None:
             continue
-        low, high = 1, MOST_STEPS  # at `low` it is too slow, or there are no local steps
+        low, high = 1, MOST_STEPS  # at `low` it is too slow, or has no local steps
 
         def enough(every: int, settings: LocalSteps = settings, stage: int = lowest) -> Row | None:
             row = planner.row(stage, rows, alone, replace(settings, every=every))
@@ -218,6 +221,6 @@ def _told(planner: Planner, found: Sequence[Remedy], base: Row, best: Remedy | N
 
 
 def _rate(bytes_per_s: float) -> str:
-    """In bits, as networks are sold: ``400 Gbit/s``, ``100 Mbit/s``."""
+    """Format a bandwidth in bits, as networks are sold: ``400 Gbit/s``, ``100 Mbit/s``."""
     bits = bytes_per_s * 8
     return f"{bits / 1e9:g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:g} Mbit/s"

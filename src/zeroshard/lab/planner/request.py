@@ -1,4 +1,4 @@
-"""What a plan is asked for: the arguments of `plan` and `planner_for`, their defaults, and what they come to."""
+"""The arguments of `plan` and `planner_for`: their types, defaults and checks, and the settings derived from them."""
 
 from __future__ import annotations
 
@@ -25,49 +25,51 @@ from zeroshard.models.adapters import Lora
 from zeroshard.zero import MixedPrecision
 from zeroshard.zero.buffers.unit_choice import UnitChoice
 
-HEADROOM = 0.02  # of a device's memory that stays free: what nobody foresaw
+HEADROOM = 0.02  # share of a device's memory that must stay free, for what the plan does not predict
 
 
 class Given(TypedDict, total=False):
-    """What `plan` and `planner_for` may be given beside a model; the defaults are those of `Request`.
+    """The keyword arguments of `plan` and `planner_for` besides the model; the defaults are those of `Request`.
 
     Attributes:
-        world_size: ranks, one a GPU.
+        world_size: number of ranks, one per GPU.
         gpu: a row of `zeroshard.lab.predict.hardware.DEVICES`, a file that `zeroshard bench device` wrote, or a
             `Device`.
-        network: what each GPU has to other nodes: a bandwidth with its unit, a row of `LINKS`, or a `Link`.
-        within_node: likewise to its neighbours; None: what the GPU is sold with, or what was measured.
-        gpus_per_node: of a full node; of TPUs, the chips of a slice.
-        rails: network cards of a node, each with ``network``; 0: ``network`` is what each GPU has.
-        oversubscription: of a pod of nodes, the bandwidth of their cards over that of its way out to other pods.
-        pod_nodes: nodes of a pod; 0: each node is one.
-        node_copy: ranks of a node that keep a second copy of stage 3's weights, the ``secondary_shard_size`` of
-            `zeroshard.Zero`; None: there is none. Stages with whole weights have none.
-        global_batch: rows of a step over all ranks, by gradient accumulation; None: one micro-batch of each rank.
+        network: each GPU's link to other nodes: a bandwidth with its unit, a row of `LINKS`, or a `Link`.
+        within_node: the link between a node's GPUs, in the same forms; None: the GPU's own, or the measured one.
+        gpus_per_node: GPUs of a full node; for TPUs, the chips of a slice.
+        rails: network cards of a node, each a ``network``; 0: ``network`` is the link of each GPU.
+        oversubscription: bandwidth of a pod's network cards divided by that of its uplinks to other pods.
+        pod_nodes: nodes of a pod; 0: each node is a pod.
+        node_copy: number of a node's ranks that share a second copy of stage 3's weights, the ``secondary_shard_size``
+            of `zeroshard.Zero`; None: there is none. Stages with unsharded weights ignore it.
+        global_batch: rows of a step over all ranks, by gradient accumulation; None: one micro-batch per rank.
         seq_len: tokens of a sequence; None: the longest that the model is made for.
-        dtype: of forward and backward; masters and states keep the model's own. ``fp8``: products of blocks in 8 bits,
-            all else in bfloat16.
-        reduce_dtype: of gradients on their way; None: the masters'.
-        wire: what travels in another form: ``gather``, ``reduce`` and ``block`` of `zeroshard.zero.MixedPrecision`;
-            stage 0 has none.
-        optimizer: by name, as torch calls it.
+        dtype: dtype of forward and backward; master weights and states keep the model's. ``fp8``: matrix products of
+            blocks in 8 bits, everything else in bfloat16.
+        reduce_dtype: dtype in which gradients are reduced; None: that of the master weights.
+        wire: wire formats: the fields ``gather``, ``reduce``, ``block``, ... of `zeroshard.zero.MixedPrecision`; stage
+            0 ignores them.
+        optimizer: name of the optimizer, as in torch.
         accumulate, prefetch, reshard_after_forward: as `zeroshard.Zero` takes them.
-        kernels: as models take it.
-        impl: who computes on a GPU: ``eager`` (operation by operation), ``compile`` or ``kernels`` (fused by hand);
-            None: as ``kernels`` says.
-        attention: which fused kernel a GPU runs: ``flash-1``, ``flash-2``, ``flash-3`` or ``cudnn``.
-        loss: how a GPU computes it, as `zeroshard.lab.predict.rates.Software` has it; None: as ``impl`` says.
-        document_mask: whether attention stays inside a document, of our models; it costs a mask.
-        lora: adapters that alone are trained, of a preset or a Hugging Face model by name.
+        kernels: the choice of kernels, as our models take it.
+        impl: how a GPU computes: ``eager`` (operation by operation), ``compile`` or ``kernels`` (fused by hand); None:
+            as ``kernels`` implies.
+        attention: the fused attention kernel of a GPU: ``flash-1``, ``flash-2``, ``flash-3`` or ``cudnn``.
+        loss: how a GPU computes the loss, as in `zeroshard.lab.predict.rates.Software`; None: as ``impl`` implies.
+        document_mask: whether attention stays inside a document, in our models; this needs memory for a mask.
+        lora: adapters to train instead of the weights, for a preset or a Hugging Face model by name.
         headroom: share of memory that must stay free for a row to fit.
-        units: as `zeroshard.Zero` takes them; None: as the trainer has them, or the model's blocks.
-        inputs: for a module that is no language model of ours: from rows to the arguments of one micro-batch.
+        units: as `zeroshard.Zero` takes them; None: the trainer's units, or the model's blocks.
+        inputs: for a module that is not one of our language models: maps rows to the arguments of one micro-batch.
         overrides: fields of the preset's configuration to change.
         leaves: as `zeroshard.Zero` takes them.
-        autocast: weights and gradients in fp32, cast to ``dtype`` around forward by `torch.autocast`.
-        master_weights: whether 16-bit weights have fp32 masters; False: weights, gradients and states are in ``dtype``.
-        optimizer_in_backward, offload, tensor_parallel, context_parallel, pipeline_parallel: what zeroshard does not
-            do, estimated as `zeroshard.lab.predict.plan_only` says; ``world_size`` counts all GPUs.
+        autocast: whether weights and gradients are fp32, and forward runs in ``dtype`` by `torch.autocast`.
+        master_weights: whether 16-bit weights have fp32 master weights; False: weights, gradients and states are in
+            ``dtype``.
+        optimizer_in_backward, offload, tensor_parallel, context_parallel, pipeline_parallel: techniques that
+            zeroshard's trainer does not have, estimated by `zeroshard.lab.predict.plan_only`; ``world_size`` counts all
+            GPUs.
     """
 
     world_size: int
@@ -110,11 +112,11 @@ class Given(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Request:
-    """`Given` with its defaults.
+    """The arguments in `Given` with their defaults.
 
     Raises:
-        UserError: a value that no plan can have, by its field.
-        TypeError: a name that is none of these.
+        UserError: a value is invalid in any plan; the message names the argument.
+        TypeError: there is no argument of this name.
     """
 
     world_size: int = 1
@@ -168,31 +170,31 @@ class Request:
 
     @property
     def calibration(self) -> Calibration:
-        """The device, and what was measured of its links."""
+        """The device, and its measured link if there is one."""
         if isinstance(self.gpu, Calibration):
             return self.gpu
         return Calibration(self.gpu) if isinstance(self.gpu, Device) else find_device(self.gpu)
 
     @property
     def beside(self) -> PlanOnly:
-        """What zeroshard does not do, and fp8; not checked."""
+        """The settings of `PlanOnly`; not checked."""
         return PlanOnly(**{each.name: getattr(self, each.name) for each in fields(PlanOnly)})
 
     @property
     def fp8(self) -> bool:
-        """Whether products of blocks are in 8 bits."""
+        """Whether blocks compute matrix products in 8 bits."""
         return self.dtype == "fp8"
 
     @property
     def _dtype(self) -> str:
-        """In which all but the products of blocks computes."""
+        """The compute dtype of everything but the matrix products of blocks."""
         return "bfloat16" if self.fp8 else self.dtype
 
     @property
     def who_computes(self) -> Choice:
-        """``kernels``, or the reference where the model is computed operation by operation.
+        """The choice of kernels: ``kernels``, or the reference if the model is computed operation by operation.
 
-        What a compiler makes of the reference is planned as kernels are, and `process_memory` has how it differs.
+        Compiled code is planned like fused kernels; `zeroshard.lab.predict.process_memory` accounts for the difference.
         """
         if self.impl == "compile" and self.calibration.device.device_type == "cuda":
             return "auto" if self.kernels == "reference" else self.kernels
@@ -200,12 +202,12 @@ class Request:
         return "reference" if by_operation else self.kernels
 
     def software_of(self, model: nn.Module) -> Software:
-        """Who computes ``model`` on a GPU: there are fused kernels for models of ours, and for no others' blocks."""
+        """The kernels that compute ``model`` on a GPU; only the blocks of our own models have fused ones."""
         has_kernels = isinstance(model, GPT2 | Llama) and self.who_computes != "reference"
         return Software(self.impl or ("kernels" if has_kernels else "eager"), self.attention, self.loss)
 
     def precision(self) -> tuple[MixedPrecision, torch.dtype | None, torch.dtype | None]:
-        """The engine's policy, the dtype of weights without a master, and what autocast casts to."""
+        """The engine's policy, the dtype of weights without a master (or None), and autocast's dtype (or None)."""
         precision = _precision(self._dtype, self.reduce_dtype)
         if self.autocast and not self.master_weights:
             raise UserError("autocast", "it computes beside fp32 weights", "leave out --no-master-weights, or it")
@@ -219,9 +221,9 @@ class Request:
         return replace(precision, **self.wire), weights, cast_to
 
     def cluster(self, found: Calibration) -> Cluster:
-        """The ranks: GPUs of a tensor and of a pipeline count as one.
+        """The cluster, in which the GPUs of one tensor- and pipeline-parallel group count as one rank.
 
-        The links within a node: as given, else as measured, else as the GPU is sold, else those between nodes.
+        The link within a node is the given one, else the measured one, else the GPU's own, else that between nodes.
         """
         given = self.within_node
         given = find_link(given, "within_node") if isinstance(given, str) else given
@@ -234,7 +236,7 @@ class Request:
         return wiring.cluster(num_places, per_node, within, between, found, fabric)
 
     def check(self, workload: Workload, device: Device) -> None:
-        """Raise UserError where this workload cannot be what was asked for."""
+        """Raise UserError if the request is impossible for this workload on this device."""
         self._require_expressible(workload)
         self._require_attention(device)
         if workload.dtype in DTYPES and workload.dtype not in device.matmul_flops_per_s:
@@ -250,7 +252,7 @@ class Request:
             raise UserError("global_batch", what, f"give a multiple of {num_replicas}")
 
     def _require_leaves(self, num_places: int) -> None:
-        """Raise UserError where the GPUs cannot share the leaves out, or something rounds in between."""
+        """Raise UserError if the leaves cannot be divided among the GPUs, or something else rounds partial sums."""
         leaves = self.leaves
         if leaves is None:
             return
@@ -265,7 +267,7 @@ class Request:
             raise UserError("leaves", "a wire format rounds what each rank sends", "leave one of the two out")
 
     def _require_attention(self, device: Device) -> None:
-        """Raise UserError for a kernel of whose rate on ``device`` nothing is known: another's would stand in."""
+        """Raise UserError for an attention kernel without a known rate on ``device``: another's would be used."""
         known = SUSTAINED[device.sustained].attention if device.sustained else ("flash-2",)
         if self.attention not in known:
             what = f"no rate of {self.attention} on {device.name} is known"
@@ -285,7 +287,7 @@ class Request:
         workload.check_part(beside.tensor_parallel, beside.context_parallel, beside.pipeline_parallel)
 
     def _require_nodes(self, tensor: int) -> None:
-        """Raise UserError where the GPUs of a tensor begin in the middle of a node and end in another."""
+        """Raise UserError if tensor-parallel groups would begin in the middle of a node and end in another."""
         per_node = self.gpus_per_node
         if self.world_size > per_node and tensor % per_node and per_node % tensor:
             what = f"groups of {tensor} GPUs do not fill nodes of {per_node}, nor nodes them"

@@ -1,4 +1,4 @@
-"""What a training run should come to on one rank: the planner's side of `zeroshard.train.records.plan_contract`."""
+"""Predicts memory, traffic and time of a training run on one rank, for `zeroshard.train.records.plan_contract`."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ NOBODY = Link("none", 0.0, 1.0, "one rank talks to nobody")
 
 
 def predict(job: Job) -> Planned:
-    """What ``job`` holds and sends, exactly; its peak, and the time of a step where the device was measured.
+    """Predict the resident bytes and collectives of ``job`` exactly, and estimate its peak and, on a measured device,
+    the time of a step.
 
-    AdamW, as the trainer has it. The peak is what the engine and autograd hold, without what communicators keep for
-    themselves.
+    The optimizer is the trainer's AdamW. The peak counts memory of the engine and autograd, and not communicators'.
 
     Raises:
-        UserError: the calibration that was named is not there, or is none, or knows no link where ranks talk.
+        UserError: the calibration file is missing or invalid, or has no link although there are several ranks.
     """
     calibration = _calibration(job) if job.calibration else None
     settings = _settings(job)
@@ -47,7 +47,7 @@ def predict(job: Job) -> Planned:
     try:
         step = _step(job.model, buffers, job.micro_batch_size, job.seq_len, settings)
         step = with_rates(step, PlanOnly(fp8=job.fp8), getattr(job.model.config, "vocab_size", 0))
-    except UserError as error:  # a model of somebody else's whose activations nobody can foresee
+    except UserError as error:  # a model that is not ours and cannot be traced
         if calibration is not None:
             raise
         return replace(planned, why_no_peak=error.what)
@@ -57,7 +57,7 @@ def predict(job: Job) -> Planned:
 
 
 def _settings(job: Job) -> Settings:
-    """The engine's, in this run."""
+    """The engine's settings in this run."""
     param_dtype = job.compute_dtype if job.compute_dtype != torch.float32 else None
     return Settings(
         job.row,
@@ -65,7 +65,7 @@ def _settings(job: Job) -> Settings:
         num_micro=job.num_micro,
         accumulate=job.accumulate,
         prefetch=job.prefetch,
-        # with local steps each replica takes its own
+        # with local steps each replica steps alone
         num_replicas=job.world_size // job.shard_size if job.local_steps is None else 1,
         uniform_order=job.uniform_order,
         device_type=job.device_type,
@@ -77,7 +77,7 @@ def _settings(job: Job) -> Settings:
 
 
 def _exact(job: Job, buffers: list[Buffer], settings: Settings) -> Planned:
-    """Resident bytes and collectives, which a run must equal."""
+    """Resident bytes and collectives, which must equal those of the run."""
     resident = state_bytes(
         buffers,
         job.row,
@@ -111,7 +111,7 @@ def _exact(job: Job, buffers: list[Buffer], settings: Settings) -> Planned:
 def _step_s(
     job: Job, buffers: list[Buffer], step: Step, leaving: Mapping[int, Sequence[Sent]], calibration: Calibration
 ) -> float:
-    """Seconds of a step on the device that was measured; with local steps, its part of a meeting too."""
+    """Seconds of a step on the measured device; with local steps, including the step's share of a meeting."""
     if calibration.link is not None and job.links is not None:
         calibration = replace(calibration, link=behind(calibration.link, job.links))
     if job.local_steps is None:
@@ -121,7 +121,7 @@ def _step_s(
 
 
 def _sent(job: Job, found: Iterable[Message]) -> list[Sent]:
-    """Those that are counted: a replica of one rank that takes local steps talks to nobody."""
+    """The collectives that the run counts: without those among one rank if replicas take local steps."""
     counted = job.local_steps is None or job.world_size == job.shard_size
     return [
         Sent(m.op, m.num_bytes, f"{m.buffer}/{m.phase}", m.world_size) for m in found if counted or m.world_size > 1
@@ -129,7 +129,7 @@ def _sent(job: Job, found: Iterable[Message]) -> list[Sent]:
 
 
 def _meetings(job: Job, buffers: list[Buffer]) -> tuple[dict[int, list[Sent]], dict[int, list[Sent]]]:
-    """By fragment, what replicas with local steps send when its difference leaves, and when it arrives."""
+    """By fragment, the collectives that send its difference, and those that complete it; empty without local steps."""
     leaving: dict[int, list[Sent]] = {}
     arriving: dict[int, list[Sent]] = {}
     for fragment in range(0 if job.local_steps is None else job.local_steps.fragments):
@@ -147,10 +147,9 @@ def _meetings(job: Job, buffers: list[Buffer]) -> tuple[dict[int, list[Sent]], d
 def _meeting_s(
     job: Job, buffers: list[Buffer], leaving: Mapping[int, Sequence[Sent]], calibration: Calibration
 ) -> float:
-    """Seconds of all fragments' differences on their way, as far as no computation of theirs hides them, and those in
-    which they are quantised.
+    """Seconds of exposed communication of all fragments' differences, and of their quantisation.
 
-    A fragment that travels for some steps while these compute is counted as hidden.
+    If fragments overlap with steps, their communication counts as completely overlapped.
     """
     if job.local_steps is None:
         return 0.0
@@ -174,17 +173,17 @@ def predicted_step(
     *,
     clips: bool = False,
 ) -> Timing:
-    """The time of a step of one micro-batch in fp32 with AdamW, ``model`` without values."""
+    """The time of a step of one micro-batch in fp32 with AdamW; ``model`` needs no values."""
     buffers = buffers_of(model, world_size, model.units)
     settings = Settings(row, device_type=calibration.device.device_type, clips=clips)
     return _timing(_step(model, buffers, micro_batch_size, seq_len, settings), calibration, world_size)
 
 
 def behind(measured: Link, links: Links) -> Link:
-    """``measured`` where ``links`` are in the way too: whatever is slower of the two, in each collective.
+    """The ``measured`` link slowed by ``links``, for each collective.
 
-    Bytes pass one after the other through both at once, so the narrower place decides; latencies add up. A burst that
-    passes at once after a pause is left out: milliseconds of a step.
+    Bytes pass through both, so the bottleneck decides the bandwidth; latencies add up. Bursts, which pass at once after
+    a pause, are not modelled: they change a step by milliseconds.
     """
     num_ranks = measured.num_ranks
     if num_ranks > links.node_size:

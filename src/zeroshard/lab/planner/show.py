@@ -1,4 +1,4 @@
-"""A plan as text: a heading, a table of rows, and the advice."""
+"""Formats a plan as text: a heading, a table of rows, and the advice."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ COLUMNS = (
 )
 
 
-SPARE = ("headroom", "exposed", "MFU")  # columns that a narrow terminal goes without, the first of them first
+SPARE = ("headroom", "exposed", "MFU")  # columns that a narrow terminal omits, in this order
 
 
 def text(plan: Plan, width: int = 0) -> str:
-    """The whole answer; ``width``: of the terminal that shows it, 0: none does."""
+    """The complete plan as text; ``width``: the terminal's columns, 0: there is none."""
     return "\n".join([heading(plan), "", table(plan, width), "", plan.advice, *notes(plan)])
 
 
@@ -38,7 +38,7 @@ MOSTLY_PADDING = 2.0
 
 
 def notes(plan: Plan) -> list[str]:
-    """What of the plan nobody can run here, and what it takes of hosts."""
+    """Sentences on parts of the plan that zeroshard cannot run, on padding, on partial nodes and on host memory."""
     found = []
     if plan.plan_only:
         names = ", ".join(plan.plan_only)
@@ -70,7 +70,7 @@ def notes(plan: Plan) -> list[str]:
 
 
 def stage_zero_note(precision: MixedPrecision, rows: Iterable[Row]) -> list[str]:
-    """A sentence where a wire format was asked for, and some rows cannot have it."""
+    """A sentence if a wire format was requested and some rows cannot have it."""
     if not precision.has_wire or all(row.stage != 0 for row in rows):
         return []
     return [
@@ -79,7 +79,7 @@ def stage_zero_note(precision: MixedPrecision, rows: Iterable[Row]) -> list[str]
 
 
 def heading(plan: Plan) -> str:
-    """What was planned, with the sources of its figures."""
+    """The lines that say what was planned: model, devices and links, with the sources of their figures."""
     workload, cluster, device = plan.workload, plan.cluster, plan.device
     lines = [
         f"{workload.name}: {_count(workload.num_params)} parameters, {plan.dtype}, {workload.optimizer}, "
@@ -104,14 +104,14 @@ def heading(plan: Plan) -> str:
 
 
 def _trained(workload: Workload) -> str:
-    """Of how many parameters that is, where some are frozen."""
+    """A phrase with the number of trained parameters; empty if no parameter is frozen."""
     if workload.num_trained_params == workload.num_params:
         return ""
     return f" of the {_count(workload.num_trained_params)} that are trained"
 
 
 def _count(number: int) -> str:
-    """``8.03B``, ``842k``: three digits."""
+    """Format a count with three digits: ``8.03B``, ``842k``."""
     for letter, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):
         if number >= size:
             return f"{number / size:#.3g}{letter}".replace(f".{letter}", letter)
@@ -119,7 +119,7 @@ def _count(number: int) -> str:
 
 
 def table(plan: Plan, width: int = 0) -> str:
-    """One line a row; the recommended one has an arrow."""
+    """The table of rows, one per line; the recommended one has an arrow."""
     shown = lines(plan)
     marks = ["  ", *("> " if is_best else "  " for _, is_best in shown)]
     rows = fitted([COLUMNS, *(each for each, _ in shown)], max(width - 2, 0), SPARE)
@@ -129,7 +129,7 @@ def table(plan: Plan, width: int = 0) -> str:
 def lines(plan: Plan) -> list[tuple[tuple[str, ...], bool]]:
     """The cells of each line, and whether it is the recommended one.
 
-    Rows of several stages that show the same are one line, which names these stages and stands where the last would.
+    Rows of several stages with equal cells share one line, which names these stages, at the place of the last of them.
     """
     merged: dict[tuple[str, ...], list[Row]] = {}
     for row in plan.rows:
@@ -144,7 +144,7 @@ def lines(plan: Plan) -> list[tuple[tuple[str, ...], bool]]:
 
 
 def cells(row: Row, world_size: int) -> tuple[str, ...]:
-    """A row as text, in the order of `COLUMNS`."""
+    """The cells of a row, in the order of `COLUMNS`."""
     timing = row.timing
     micro = f"{row.micro_batch} x {row.num_micro}" if row.num_micro > 1 else str(row.micro_batch)
     speed = (
@@ -167,7 +167,7 @@ def cells(row: Row, world_size: int) -> tuple[str, ...]:
 
 
 def seconds(value: float) -> str:
-    """``1.23 s``, ``45.6 ms``, ``789 us``."""
+    """Format seconds: ``1.23 s``, ``45.6 ms``, ``789 us``."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if value >= size:
             return f"{value / size:.3g} {unit}"
@@ -175,7 +175,7 @@ def seconds(value: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """``1.5 GiB``, ``25.0 MiB``, ``3.2 KiB``; less than nothing with its sign."""
+    """Format bytes: ``1.5 GiB``, ``25.0 MiB``, ``3.2 KiB``; negative numbers with their sign."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(num_bytes) >= scale:
             return f"{num_bytes / scale:.1f} {unit}"

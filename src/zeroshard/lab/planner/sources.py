@@ -1,6 +1,7 @@
-"""Where the numbers of a row come from, and how far such numbers were from what others published.
+"""Says where the numbers of a row come from, and how far such predictions were from published runs.
 
-As cells and sentences: `plan --explain` prints them, and the planner's page shows them. Nothing is computed again.
+The result is table cells and sentences, which `plan --explain` prints and the planner's page shows. Nothing is
+recomputed for them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ NO_RUN = "no published run on such a device: large products alone, less what oth
 
 
 def rates(plan: Plan | Planner) -> list[tuple[str, str, str]]:
-    """The rates behind the seconds, in the columns of `RATES`: of the device, of the software, of each link."""
+    """Rows of the rates that times were computed from, in the columns `RATES`: of the device, software and links."""
     device, cluster = plan.device, plan.cluster
     peak = device.matmul_flops_per_s.get(plan.workload.dtype, 0.0)
     both = f"{peak / 1e12:,.4g} TFLOP/s, {device.bytes_per_s / 1e9:,.4g} GB/s"
@@ -57,7 +58,7 @@ def rates(plan: Plan | Planner) -> list[tuple[str, str, str]]:
 
 
 def _quantising(plan: Plan | Planner) -> list[tuple[str, str, str]]:
-    """What each conversion of what travels takes, where anything has a wire format."""
+    """Rows of the time of each conversion to or from a wire format; empty if there is no wire format."""
     precision, device = plan.workload.precision, plan.device
     forms = dict.fromkeys((precision.weights_format(torch.float32), precision.gradients_format(torch.float32)))
     told = []
@@ -73,7 +74,7 @@ def _quantising(plan: Plan | Planner) -> list[tuple[str, str, str]]:
 
 
 def _protocol(each: Protocol) -> str:
-    """Of NCCL's, for messages of few bytes."""
+    """One of NCCL's protocols for small messages, as text."""
     return f"{each.name}: {seconds(each.call_s)} a call, {seconds(each.ring_step_s)} a step"
 
 
@@ -91,7 +92,7 @@ def _sustained(software: Software, rates: Sustained) -> list[tuple[str, str, str
 
 
 def ranges(row: Row) -> list[str]:
-    """How far predicted rates were from published ones, in a sentence; none where the device was measured."""
+    """A sentence on how far predicted rates were from published ones; an empty list if the device was measured."""
     if row.spread == (1.0, 1.0):
         return []
     least, most = row.spread
@@ -103,7 +104,7 @@ def ranges(row: Row) -> list[str]:
 
 
 def memory(row: Row) -> list[str]:
-    """Sentences: when memory is fullest and of what, what the process holds beside, how far such peaks were off."""
+    """Sentences on peak memory: when and of what, the process's other memory, and how far such predictions were off."""
     peak = row.step.peak
     parts = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in peak.by_category.items() if num_bytes)
     lines = [f"Fullest in the {peak.where}: {size(peak.total)}: {parts}."]
@@ -117,13 +118,13 @@ def memory(row: Row) -> list[str]:
 
 
 def beside_engine(row: Row) -> list[tuple[str, str, str]]:
-    """What the process holds beside the engine's account, in the columns of `BESIDE`; nothing on a CPU."""
+    """Rows of the process's memory besides the engine's and the model's, in the columns `BESIDE`; empty on a CPU."""
     beside = {**row.process.as_dict(), "comm_buffers": row.comm_bytes}
     return [(name.replace("_", " "), size(n), SOURCES[name]) for name, n in beside.items() if n]
 
 
 def on_top(row: Row) -> list[str]:
-    """A sentence for each thing that zeroshard does not do and that takes time of the step."""
+    """A sentence for each plan-only setting that adds time to the step."""
     names = [field.name for field in fields(PlanOnly)]
     return [
         f"On top, plan only: {name} {seconds(took)} (zeroshard.lab.predict.plan_only has the formula)."

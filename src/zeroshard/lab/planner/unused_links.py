@@ -1,4 +1,4 @@
-"""Links between nodes that were asked for, and that no plan of GPUs in one node passes: the answer says so."""
+"""Finds settings of links between nodes that have no effect because all GPUs are in one node, to tell the user."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ SETTINGS = ("network", "rails", "oversubscription", "pod_nodes")
 
 
 def unused_links(config: PlanConfig, clusters: Iterable[Cluster]) -> list[str]:
-    """Those of `SETTINGS` that are not at their defaults and change nothing.
+    """The names in `SETTINGS` that are not at their defaults and have no effect.
 
     Args:
-        config: what was asked.
-        clusters: that were planned. One whose GPUs have no links of their own talks through the network inside a node.
+        config: the plan's settings.
+        clusters: the clusters that were planned. GPUs without links of their own use the network within a node too.
     """
     one_node = config.gpus <= config.gpus_per_node and config.ask != "fewest-gpus"
     if not one_node or any(each.within is each.between for each in clusters if config.gpus > 1):
@@ -25,7 +25,7 @@ def unused_links(config: PlanConfig, clusters: Iterable[Cluster]) -> list[str]:
 
 
 def told(names: Sequence[str], num_gpus: int) -> list[str]:
-    """A sentence about them; none where there are none."""
+    """A sentence for the user about the unused settings ``names``; an empty list if there are none."""
     if not names:
         return []
     flags = " and ".join(f"--{name.replace('_', '-')}" for name in names)

@@ -1,9 +1,9 @@
-"""What joins GPUs, from what users say of their cluster: cards of a node, oversubscription, a slice of TPUs.
+"""Derives the links between GPUs from users' descriptions: network cards of a node, oversubscription, a TPU slice.
 
-`zeroshard.lab.predict.cluster` plans with what each GPU has to other nodes. With R cards in a node of G GPUs that is
-R / G of a card: NCCL's channels take all cards of a node, each GPU the one of its own rail where it has one. A GPU
-without one sends over NVLink to a GPU that is next to the card (PXN: Mandakolathur and Jeaugey 2022, "Doubling all2all
-Performance with NVIDIA Collective Communication Library 2.12", NVIDIA's developer blog).
+`zeroshard.lab.predict.cluster` needs each GPU's bandwidth to other nodes. With R network cards in a node of G GPUs that
+is R / G of a card: NCCL's channels use all cards of a node, and each GPU uses the card of its own rail if it has one. A
+GPU without one sends over NVLink to a GPU that is attached to the card (PXN: Mandakolathur and Jeaugey 2022, "Doubling
+all2all Performance with NVIDIA Collective Communication Library 2.12", NVIDIA's developer blog).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zeroshard.lab.predict.hardware import LINKS, TORUS_CHIPS, Calibration, Link
 
 
 def with_rails(link: Link, rails: int, gpus_per_node: int) -> Link:
-    """What each of a node's GPUs has of ``rails`` cards; 0: ``link`` is what each GPU has."""
+    """Each GPU's share of a node's ``rails`` network cards of type ``link``; 0: ``link`` is per GPU already."""
     if rails in (0, gpus_per_node):
         return link
     cards = f"{rails} {'card' if rails == 1 else 'cards'} of {link.bytes_per_s / 1e9:g} GB/s"
@@ -30,13 +30,13 @@ def with_rails(link: Link, rails: int, gpus_per_node: int) -> Link:
 
 
 def within_node(given: Link | None, found: Calibration, num_gpus: int, gpus_per_node: int) -> Link | None:
-    """Between a node's GPUs: as given, else as measured, else as the GPU is sold; None: there is no such link.
+    """The link between a node's GPUs: the given one, else the measured one, else the GPU's own; None: there is none.
 
-    A "node" of TPUs is a slice, which its own links join. Only a whole pod is a torus: in a smaller slice links that
-    would lead round lead nowhere, and chips at its borders have half of theirs.
+    A "node" of TPUs is a slice, connected by the TPUs' own links. Only a complete pod is a torus: in a smaller slice
+    the wrap-around links are missing, and the link counts with half its bandwidth.
 
     Raises:
-        UserError: chips in other numbers than a slice has.
+        UserError: no slice has this number of TPU chips.
     """
     device = found.device
     if device.device_type == "tpu":
@@ -62,7 +62,7 @@ def _require_slices(name: str, num_chips: int, per_slice: int) -> None:
 def cluster(
     num_places: int, ranks_per_node: int, within: Link | None, between: Link, found: Calibration, fabric: Fabric
 ) -> Cluster:
-    """Of GPUs and links. NCCL's protocols are those of CUDA's devices: others send by one."""
+    """Make the cluster of these links. Only CUDA devices have NCCL's protocols for small messages between nodes."""
     if found.device.device_type != "cuda":
         between = replace(between, protocols=())
     return Cluster(num_places, ranks_per_node, within or between, between, fabric=fabric)

@@ -1,1 +1,1 @@
-"""A step as data: what it allocates, computes and sends, and how long that takes."""
+"""Predicts a training step as data: its allocations, operations and collectives, and its time."""

@@ -1,4 +1,4 @@
-"""A predicted step as data: what a rank computes, sends and waits for, its memory, and the engine's settings."""
+"""Data types of a predicted step: a rank's computation, collectives, waits and memory, and the engine's settings."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Message:
 
     Attributes:
         op: ``all_reduce``, ``reduce_scatter`` or ``all_gather``.
-        num_bytes: of the whole buffer, as `zeroshard.comm.CommRecord` counts them.
-        buffer: its name.
+        num_bytes: bytes of the unsharded buffer, as `zeroshard.comm.CommRecord` counts them.
+        buffer: the flat buffer's name.
         phase: ``"weights"`` or ``"grads"``.
-        world_size: how many ranks take part.
+        world_size: number of ranks that take part.
     """
 
     op: str
@@ -46,7 +46,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Compute:
-    """Operations, one after the other; ``unit``: during whose turn."""
+    """Operations that run one after the other; ``unit``: the unit that is running meanwhile."""
 
     unit: str
     phase: Phase
@@ -55,11 +55,11 @@ class Compute:
 
 @dataclass(frozen=True)
 class Issue:
-    """A collective is started, after what was computed before it; ``number`` names it.
+    """Starts a collective, which reads the results of the computation before it; ``number`` identifies it.
 
-    ``replicas``: among the ranks that hold the same shard, or have the same place in each node. ``control``: a few
-    bytes that all ranks must hear.
-    ``work``: what a GPU computes before it on the collective's own stream, beside what else is computed.
+    ``replicas``: whether it runs among the ranks that hold the same shard, or that have the same place in each node.
+    ``control``: whether it is a control message of a few bytes.
+    ``work``: what a GPU computes first on the collective's own stream, which overlaps with other computation.
     """
 
     number: int
@@ -73,7 +73,7 @@ class Issue:
 
 @dataclass(frozen=True)
 class Wait:
-    """The stream that computes waits until collective ``number`` is done."""
+    """The compute stream waits until collective ``number`` is done."""
 
     number: int
     unit: str
@@ -85,11 +85,11 @@ Action = Compute | Issue | Wait
 
 @dataclass(frozen=True)
 class Moment:
-    """The fullest moment of a step.
+    """Live bytes at one moment of a step, such as its peak.
 
     Attributes:
         by_category: bytes by `CATEGORIES`.
-        where: the unit and the phase.
+        where: the unit that is running, and the phase.
     """
 
     by_category: dict[str, int]
@@ -97,25 +97,26 @@ class Moment:
 
     @property
     def total(self) -> int:
-        """Bytes."""
+        """Live bytes of all categories together."""
         return sum(self.by_category.values())
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step.
+    """A predicted step of one rank.
 
     Attributes:
-        first, middle, last: actions of micro-batches; ``first`` and ``middle`` are empty where there are not as many.
-        num_middle: how many there are like ``middle``.
+        first, middle, last: actions of a micro-batch. A step of one micro-batch has only ``last``; one of two has no
+            ``middle``.
+        num_middle: number of micro-batches that are like ``middle``.
         update: actions of the optimizer's step.
-        peak: of memory.
-        start, before_update, after_update: bytes by category after initialisation, before and after the optimizer's
-            first step: the three points at which `Zero.memory_bytes` may be compared.
-        tokens: of this rank.
-        at_loss: the fullest moment between the forward of the last block and its backward, when all activations and a
-            model's logits are there; None where the root unit computes nothing then.
-        host_bytes: of this rank's state in the memory of its host, where a plan offloads it.
+        peak: the moment of peak memory.
+        start, before_update, after_update: resident bytes by category after initialisation, before and after the
+            optimizer's first step: the three points at which they can be compared with `Zero.memory_bytes`.
+        tokens: tokens that this rank trains on.
+        at_loss: the peak between the forward of the last block and its backward, when all activations and the model's
+            logits are live; None if the root unit computes nothing then.
+        host_bytes: bytes of this rank's state in its host's memory, if a plan offloads it.
         offloaded_numel: elements that the host updates for this rank.
     """
 
@@ -135,11 +136,11 @@ class Step:
 
     @property
     def parts(self) -> tuple[tuple[list[Action], int], ...]:
-        """Its actions in order, and how many times they are taken: millions of micro-batches are one list."""
+        """The step's actions in order, each list with its repetitions: millions of micro-batches share one list."""
         return ((self.first, 1), (self.middle, self.num_middle), (self.last, 1), (self.update, 1))
 
     def messages(self) -> list[Message]:
-        """The collectives of the step in order of issue, without control messages; of each micro-batch its own."""
+        """The collectives of the step in order of issue, without control messages, repeated for each micro-batch."""
         return [message for actions, times in self.parts for message in sent(actions) * times]
 
 
@@ -150,25 +151,25 @@ def sent(actions: Iterable[Action]) -> list[Message]:
 
 @dataclass(frozen=True)
 class Settings:
-    """How the engine is set; as `zeroshard.Zero` takes it.
+    """The engine's settings, as `zeroshard.Zero` takes them, and those of the step around it.
 
     Attributes:
-        strategy: the row.
+        strategy: the row of the stage table.
         precision: the dtype policy.
         num_micro: micro-batches of a step.
-        accumulate: None: as the row's `grads` column says.
-        prefetch: units ahead.
-        num_replicas: the world size by the ``shard_size``.
-        uniform_order: of the communicator.
+        accumulate: how gradients accumulate; None: as the row's `grads` column says.
+        prefetch: number of units whose weights are gathered ahead.
+        num_replicas: the world size divided by the ``shard_size``.
+        uniform_order: the communicator's `zeroshard.comm.Communicator.uniform_order`.
         device_type: ``"cpu"`` or ``"cuda"``.
-        fused_copies: whether the optimizer writes 16-bit weights beside their masters, as `FusedAdamW` does.
-        rank: among those that shard together.
-        clips: whether the norm of the gradients is taken, and they are scaled, before the optimizer's step.
-        agrees: whether ranks agree on the loss, and on going on, in a message of their own, as the trainer's do.
-        frees_grads: whether a unit's gradients go as soon as they are reduced: the optimizer steps inside backward, or
-            they go to the host. No engine of ours does; in a plan alone.
-        offloads: whether masters and the optimizer's states are the host's; in a plan alone.
-        leaves: as `zeroshard.Zero` takes them; the buffers are laid out for as many.
+        fused_copies: whether the optimizer's kernel also writes the 16-bit weights, as `FusedAdamW` does.
+        rank: this rank's number among those that shard together.
+        clips: whether gradients are clipped by their norm before the optimizer's step.
+        agrees: whether ranks exchange the loss, and whether to continue, in a control message, as the trainer's do.
+        frees_grads: whether a unit's gradients are freed as soon as they are reduced, because the optimizer steps
+            inside backward or they are offloaded to the host. Only plans use it: our engine does not do it.
+        offloads: whether master weights and optimizer states are offloaded to the host. Only plans use it.
+        leaves: as `zeroshard.Zero` takes them; the buffers are laid out for this number.
     """
 
     strategy: ShardingStrategy
@@ -188,20 +189,20 @@ class Settings:
     leaves: int | None = None
 
     def nodes_of(self, num_shards: int) -> int | None:
-        """Ranks of a node in which gradients are added up before they travel; None: they travel in one exchange.
+        """Ranks of a node if gradients are summed inside each node before they are exchanged between nodes, else None.
 
-        Stage 0 has no such exchange, and where there are replicas the sum inside one is it.
+        None at stage 0, and with replicas, because then the reduction inside a replica already does this.
         """
         fits = self.num_replicas == 1 and self.strategy.optim is SHARD and num_shards > 1
         return self.precision.node_size if fits else None
 
     @property
     def reduces_each_backward(self) -> bool:
-        """Whether every micro-batch's backward reduces gradients; else the last one does, for all of the step."""
+        """Whether every micro-batch's backward reduces gradients; if not, the last one does so for the whole step."""
         by_column: Accumulate = "sharded" if self.strategy.grads is SHARD else "local"
         return self.leaves is not None or (self.accumulate or by_column) == "sharded"
 
     @property
     def num_reductions(self) -> int:
-        """Backwards of a step that reduce gradients."""
+        """Number of backwards in a step that reduce gradients."""
         return self.num_micro if self.reduces_each_backward else 1

@@ -1,6 +1,6 @@
-"""The flat buffers that an engine would make of a model, as facts: what memory and traffic are computed from.
+"""Describes the flat buffers that an engine would make of a model; memory and traffic are computed from them.
 
-A model on the meta device will do: only names, shapes and dtypes are read, and nothing is changed.
+The model may be on the meta device: only names, shapes and dtypes are read, and nothing is changed.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from zeroshard.zero.precision import MixedPrecision
 
 @dataclass(frozen=True)
 class Buffer:
-    """Parameters of one unit and dtype, end to end.
+    """Description of a flat buffer: parameters of one unit and dtype, laid out end to end.
 
     Attributes:
-        unit: the unit's name; ``"root"`` for what no other unit holds.
-        name: of the buffer: the unit's, and ``"unit#1"`` and so on for a unit's further ones; what an optimizer needs
-            whole comes last, where it does not fill a buffer alone.
-        layout: where each parameter lies.
-        dtype: of the parameters, and so of their masters.
-        trained: whether they take gradients.
-        exact: whether they travel as they are, though others have a wire format.
-        read_in_backward: whether a backward through the unit reads them.
+        unit: the unit's name; ``"root"`` for parameters outside of all other units.
+        name: the buffer's name: the unit's, then ``"unit#1"`` and so on for further buffers of the unit. A buffer of
+            parameters that an optimizer needs unsplit comes last, unless all parameters of their kind are such.
+        layout: the offset of each parameter.
+        dtype: dtype of the parameters, and so of their master weights.
+        trained: whether the parameters take gradients.
+        exact: whether the parameters are sent without a wire format even if others have one.
+        read_in_backward: whether a backward through the unit reads the parameters.
     """
 
     unit: str
@@ -54,15 +54,15 @@ def buffers_of(
     replicated: bool = False,
     leaves: int | None = None,
 ) -> list[Buffer]:
-    """The buffers of ``model``, root first.
+    """Describe the flat buffers of ``model``, root first.
 
     Args:
-        model: read, not changed.
-        world_size: number of shards: of all ranks, or the ``shard_size`` where there is one.
+        model: the model; it is read, not changed.
+        world_size: number of shards: the world size, or the ``shard_size`` if there is one.
         units: as `Zero` takes them, in the order in which they run.
-        whole: the parameters of an optimizer that needs whole tensors, such as `torch.optim.Muon`.
-        precision: the dtype policy, which may have parts of a unit travel apart.
-        replicated: whether several groups of so many ranks hold the same.
+        whole: the parameters that the optimizer needs unsplit, for an optimizer such as `torch.optim.Muon`.
+        precision: the dtype policy; it may put some parameters of a unit into a separate buffer.
+        replicated: whether several groups of ``world_size`` ranks hold the same state.
         leaves: as `Zero` takes them.
     """
     policy = precision or MixedPrecision()
@@ -76,7 +76,7 @@ def buffers_of(
         tensors: dict[tuple[torch.dtype, bool, bool], Named] = {}
         for name, param in spec.params:
             kind = (param.dtype, param.requires_grad, policy.is_exact(param.shape))
-            flat.setdefault(kind, [])  # a kind has its place by its first parameter, kept whole or not
+            flat.setdefault(kind, [])  # the order of kinds is that of their first parameters, unsplit or not
             chosen = tensors if param in kept else flat
             chosen.setdefault(kind, []).append((name, tuple(param.shape)))
         here: list[Buffer] = []

@@ -1,33 +1,35 @@
-"""Ranks, what joins them, and how long a collective takes: by the fastest of NCCL's algorithms and protocols.
+"""A cluster's topology, and the time that a collective takes on it with the fastest of NCCL's algorithms and protocols.
 
-Each way has a latency, which a message of no bytes takes, and a rate, as NCCL reckons when it chooses (NCCL 2.29,
-src/graph/tuning.cc; Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH",
-https://doi.org/10.1177/1094342005051521)::
+Each pair of algorithm and protocol has a latency, the time of a collective of no bytes, and a rate. The model is the
+one by which NCCL itself chooses (NCCL 2.29, src/graph/tuning.cc; Thakur et al. 2005, "Optimization of Collective
+Communication Operations in MPICH", https://doi.org/10.1177/1094342005051521)::
 
     all-gather, reduce-scatter   ring   call + (n - 1) a + (n - 1) / n  B / b
-                                 pat    call + n c + log2(n) l + (n - 1) / n  B / (0.75 b)   (a rank a node)
+                                 pat    call + n c + log2(n) l + (n - 1) / n  B / (0.75 b)   (one rank per node)
     all-reduce                   ring   call + 2 (n - 1) a + 2 (n - 1) / n  B / b
                                  tree   call + m + d + 2 sqrt(m d / w),  m = 2 B / b,  d = 2 (k - 1 + t log2 nodes) a
                                  nvls   call + (k + 1) / k  B / s                            (within a node)
 
-with n ranks, k of them in a node, a the latency of a step and b the bytes a second of the narrowest place: a link
-within the node, or the k network links of a node together. This is protocol Simple. Ranks of a ring step together, so
-over several nodes every step has a network's latency: published all-gathers among 16 to 256 ranks take the same time
-for a step of as many bytes (``benchmarks/published/collectives/``). A level of a tree takes t such latencies, and w
-pieces are on their way at once: `Link.tree_steps`, `Link.window`.
+with n ranks, k of them in a node, B bytes of the unsharded buffer, a the latency of a step, and b the bandwidth of the
+bottleneck in bytes per second: a link within the node, or the k network links of a node together. These formulas are
+for protocol Simple. All ranks of a ring step together, so over several nodes every step has the network's latency:
+published all-gathers among 16 to 256 ranks take the same time per step of as many bytes
+(``benchmarks/published/collectives/``). A level of a tree takes t such latencies, and w pieces are in flight at once:
+`Link.tree_steps`, `Link.window`. c is PAT's time per rank, l its time per level, and s the rate of the switches.
 
-LL and LL128 send a flag with each 4 or 120 bytes of data, so that nobody waits for a step to be over: steps are
-shorter, and b is smaller (`zeroshard.lab.predict.hardware.Protocol`). Their ring and tree (without pieces that follow
-each other) are reckoned like Simple's, but a ring's steps inside nodes keep a latency of their own::
+LL and LL128 send a flag with each 4 or 120 bytes of data, so that no rank waits for the end of a step: steps are
+shorter, and the bandwidth b' is smaller (`zeroshard.lab.predict.hardware.Protocol`). Their rings and trees are modelled
+like Simple's, but trees are not pipelined, and a ring's steps inside nodes have their own latency a_in::
 
     ring   call + inside max(a_in, o) + between a + rounds (n - 1) / n  B / b'
     tree   call + 2 ((k - 1) a_in + log2(nodes) a) + 2 B / b'
 
-with o what a proxy of the network takes to post. LL128 is for NVLink alone here: tables of nccl-tests show none of its
-latencies between nodes. NVLS: switches of NVLink add up what passes them, from Hopper on; each rank sends its whole
-buffer, and the sum of its k-th part comes back over the same links. PAT: Jeaugey 2025, "PAT: a new algorithm for
-all-gather and reduce-scatter operations at scale", https://arxiv.org/abs/2506.20252; NCCL takes it where each node has
-one rank of the group.
+with "inside" and "between" the numbers of steps inside and between nodes, and o the time in which NCCL's network proxy
+posts a message (inside steps take at least o only if the ring also leaves the node). LL128 is used on NVLink only:
+tables of nccl-tests show none of its latencies between nodes. NVLS: from Hopper on, NVLink's switches reduce; each rank
+sends its unsharded buffer, and its k-th part of the sum comes back over the same links. PAT: Jeaugey 2025, "PAT: a new
+algorithm for all-gather and reduce-scatter operations at scale", https://arxiv.org/abs/2506.20252; NCCL uses it if each
+node has one rank of the group.
 """
 
 from __future__ import annotations
@@ -41,13 +43,13 @@ from zeroshard.lab.predict.actions import Message
 from zeroshard.lab.predict.hardware import Link, Protocol
 
 Algorithm = Literal["auto", "ring", "tree", "nvls", "pat"]
-# Fitted, see docs/plan-accuracy.md: of computation, for each doubling of the nodes.
+# By what share computation takes longer for each doubling of the nodes. Fitted, see docs/plan-accuracy.md.
 STRAGGLING = 0.01
-# An all-reduce in the switches: what it takes however little it sends, and among how many ranks there are switches.
+# An all-reduce in the switches (NVLS): its latency, and the least number of ranks for which there are switches.
 SWITCH_CALL_S, SWITCHED_RANKS = 40e-6, 4
-# tuning.cc: seconds of a call, of a rank and of a level, and of a ring's rate.
+# PAT: seconds of a call, per rank and per level, and its share of a ring's rate (tuning.cc).
 PAT_CALL_S, PAT_RANK_S, PAT_LEVEL_S, PAT_SHARE = 8.0e-6, 2.8e-6, 4.0e-6, 0.75
-# What a proxy takes to post a message of LL to the network: 1 us by Intel's processors and 2 by AMD's in tuning.cc.
+# Seconds in which a proxy posts an LL message to the network: in tuning.cc 1 us on Intel's processors, 2 us on AMD's.
 POST_S = 1.5e-6
 
 
@@ -56,40 +58,41 @@ class Fabric:
     """The switches between nodes.
 
     Attributes:
-        oversubscription: of a pod, the bandwidth of its nodes over that to all other pods.
-        pod_nodes: nodes that reach each other with all of their bandwidth: those of one leaf switch, or of a rail's.
+        oversubscription: bandwidth of a pod's nodes together, divided by the pod's bandwidth to all other pods.
+        pod_nodes: nodes of a pod, which reach each other at full bandwidth: those of one leaf switch, or one rail's.
     """
 
     oversubscription: float = 1.0
     pod_nodes: int = 1
 
     def share(self, num_nodes: int, stride: int = 1) -> float:
-        """Of a node's bandwidth, what a ring or tree over every ``stride``-th node reaches.
+        """Share of a node's bandwidth that a ring or tree over every ``stride``-th node reaches.
 
-        Ranks are numbered pod by pod. Then min(pod, stride) of the rings that run at once leave a pod, and the way out
-        carries pod / oversubscription of them (Al-Fares et al. 2008, "A Scalable, Commodity Data Center Network
-        Architecture", https://doi.org/10.1145/1402958.1402967, section 2.1, defines the ratio).
+        Ranks are numbered pod by pod. So min(pod, stride) of the rings that run at once leave a pod, and the pod's
+        uplinks carry pod / oversubscription of them at full bandwidth (Al-Fares et al. 2008, "A Scalable, Commodity
+        Data Center Network Architecture", https://doi.org/10.1145/1402958.1402967, section 2.1, defines the ratio).
         """
         if (num_nodes - 1) * stride < self.pod_nodes:
             return 1.0
         return min(1.0, self.pod_nodes / (self.oversubscription * min(self.pod_nodes, stride)))
 
     def told(self) -> str:
-        """In words, after what each GPU has to other nodes."""
+        """A phrase to print after the bandwidth that each GPU has to other nodes."""
         pod = "each node" if self.pod_nodes == 1 else f"pods of {self.pod_nodes:,} nodes"
         return f"1 / {self.oversubscription:g} of it out of {pod}"
 
 
 @dataclass(frozen=True)
 class CollectiveCost:
-    """What a collective costs by one algorithm and protocol.
+    """The time of a collective by one algorithm and protocol.
 
     Attributes:
-        algorithm, protocol: their names, as NCCL has them.
-        latency_s: seconds of a message of no bytes.
-        seconds: of this message, ``latency_s`` included.
-        held_s: seconds by which ranks that come late delay computation that runs beside the collective: the least
-            latency of protocol Simple. So more bandwidth, which may choose another algorithm, never delays it more.
+        algorithm, protocol: NCCL's names of them.
+        latency_s: seconds of a collective of no bytes.
+        seconds: seconds of this collective, ``latency_s`` included.
+        held_s: the lowest latency of protocol Simple, from which `zeroshard.lab.predict.timeline` estimates how long
+            late ranks delay overlapping computation. It does not depend on the algorithm that is chosen, so that more
+            bandwidth never predicts a longer delay.
     """
 
     algorithm: str
@@ -101,7 +104,7 @@ class CollectiveCost:
 
 @dataclass(frozen=True)
 class _Group:
-    """Ranks of one collective: ``in_node`` of them in each of ``num_nodes``, which are ``stride`` nodes apart."""
+    """The ranks of one collective: ``in_node`` of them in each of ``num_nodes`` nodes that are ``stride`` apart."""
 
     num_ranks: int
     in_node: int
@@ -110,21 +113,21 @@ class _Group:
 
     @property
     def fewest(self) -> int:
-        """Ranks in the last node, which may not be full: by so many links all others reach it."""
+        """Ranks in the last node, which may not be full: the other nodes reach it over only as many network links."""
         return self.num_ranks - (self.num_nodes - 1) * self.in_node
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Ranks and what joins them; ranks of a node are neighbours.
+    """Ranks and the links between them; consecutive ranks are in the same node.
 
     Attributes:
-        world_size: all ranks.
-        ranks_per_node: of a full node.
+        world_size: number of all ranks.
+        ranks_per_node: ranks of a full node.
         within: the link between ranks of a node.
         between: the link that each rank has to other nodes.
-        algorithm: of all-reduces; ``auto``: the fastest. Others have a ring where they have no such algorithm.
-        fabric: what nodes share beyond their own links.
+        algorithm: the algorithm of all-reduces; ``auto``: the fastest. A collective without it uses a ring.
+        fabric: the switches between nodes.
     """
 
     world_size: int
@@ -135,22 +138,22 @@ class Cluster:
     fabric: Fabric = Fabric()
 
     def collective_s(self, op: str, num_bytes: int, num_ranks: int, *, replicas: bool = False) -> float:
-        """Seconds of one collective; arguments are those of `fastest`."""
+        """Seconds of one collective; arguments as for `fastest`."""
         return self.fastest(op, num_bytes, num_ranks, replicas=replicas).seconds
 
     def fastest(self, op: str, num_bytes: int, num_ranks: int, *, replicas: bool = False) -> CollectiveCost:
-        """The algorithm and protocol by which a collective takes the least time, and what it costs so.
+        """The fastest algorithm and protocol for a collective, and its time.
 
         Args:
             op: ``all_reduce``, ``reduce_scatter``, ``all_gather`` or ``all_to_all``.
-            num_bytes: of the whole buffer.
-            num_ranks: how many take part: neighbours, or with ``replicas`` one of each group of neighbours.
-            replicas: whether they are those that hold the same shard.
+            num_bytes: bytes of the unsharded buffer.
+            num_ranks: number of participants: consecutive ranks, or with ``replicas`` one rank of each replica.
+            replicas: whether the participants are the ranks that hold the same shard.
         """
         if num_ranks == 1:
             return CollectiveCost("none", "", 0.0, 0.0)
         if num_ranks == self.within.num_ranks and op in self.within.collectives:
-            constant_s, s_per_byte = self.within.collectives[op]  # measured among as many
+            constant_s, s_per_byte = self.within.collectives[op]  # measured among this number of ranks
             return CollectiveCost("measured", "", constant_s, constant_s + num_bytes * s_per_byte, held_s=constant_s)
         group = self._group(num_ranks, replicas=replicas)
         if op == "all_to_all":
@@ -162,7 +165,7 @@ class Cluster:
         return replace(min(costs, key=lambda cost: cost.seconds), held_s=held_s)
 
     def num_nodes(self, num_ranks: int, *, replicas: bool = False) -> int:
-        """Over how many nodes a collective goes; arguments as of `fastest`."""
+        """Number of nodes that a collective spans; arguments as for `fastest`."""
         return self._group(num_ranks, replicas=replicas).num_nodes
 
     def _group(self, num_ranks: int, *, replicas: bool) -> _Group:
@@ -174,7 +177,7 @@ class Cluster:
         return _Group(num_ranks, in_node, -(-num_ranks // in_node), max(shard_size // self.ranks_per_node, 1))
 
     def _costs(self, op: str, num_bytes: int, group: _Group) -> Iterator[CollectiveCost]:
-        """By each algorithm and protocol that serves the group; Simple's ring comes first."""
+        """Yield the cost by each algorithm and protocol that the group can use; Simple's ring comes first."""
         yield self._ring(op, num_bytes, group)
         protocols = self._protocols(group)
         for inside, outside in protocols:
@@ -191,7 +194,7 @@ class Cluster:
             yield CollectiveCost("nvls", "Simple", SWITCH_CALL_S, SWITCH_CALL_S + moved_s)
 
     def _ring(self, op: str, num_bytes: int, group: _Group) -> CollectiveCost:
-        """All ranks step together, so that over several nodes every step takes as long as one between nodes."""
+        """All ranks step together, so over several nodes every step takes as long as one between nodes."""
         slowest = self.between if group.num_nodes > 1 else self.within
         num_steps = slowest.axes * (group.num_ranks ** (1 / slowest.axes) - 1)
         latency_s = slowest.call_s + _rounds(op) * num_steps * slowest.latency_s
@@ -200,10 +203,10 @@ class Cluster:
         )
 
     def _tree(self, num_bytes: int, group: _Group) -> CollectiveCost:
-        """A chain in each node and two binary trees over nodes; of two nodes each sends the other all bytes once.
+        """A chain in each node and two binary trees over nodes; with two nodes each sends the other all bytes once.
 
-        Pieces follow each other through the tree: small ones wait for more latencies, large ones for the first to
-        arrive. With the best size the two come to 2 sqrt(m d), divided by the root of how many pieces are on their way.
+        The buffer is pipelined through the tree in pieces: small pieces pay more latencies, and large ones delay the
+        first arrival. With the best size the two cost 2 sqrt(m d), divided by the root of the pieces in flight.
         """
         in_node, num_nodes = group.in_node, group.num_nodes
         depth_s = 2 * (in_node - 1) * self.within.latency_s
@@ -219,7 +222,7 @@ class Cluster:
         return CollectiveCost("tree", "Simple", call_s + depth_s, call_s + depth_s + moved_s + pieces_s)
 
     def _protocols(self, group: _Group) -> list[tuple[Protocol | None, Protocol | None]]:
-        """Those for small messages that all of the group's links have: within a node, and between nodes."""
+        """The protocols for small messages that all of the group's links have, as (within a node, between nodes)."""
         inside = {each.name: each for each in self.within.protocols} if group.in_node > 1 else None
         outside = {each.name: each for each in self.between.protocols} if group.num_nodes > 1 else None
         if inside is None or outside is None:
@@ -231,7 +234,7 @@ class Cluster:
     def _ring_of(
         self, op: str, num_bytes: int, group: _Group, inside: Protocol | None, outside: Protocol | None
     ) -> CollectiveCost:
-        """By a protocol for small messages; where a node has one rank, nothing hides its network's latency."""
+        """A ring by a protocol for small messages. If each node has one rank, nothing hides the network's latency."""
         protocol = outside or inside
         assert protocol is not None
         num_between = group.num_nodes - 1 if outside is not None else 0
@@ -264,10 +267,10 @@ class Cluster:
         return CollectiveCost("pat", "Simple", latency_s, latency_s + moved_s)
 
     def _exchange(self, num_bytes: int, group: _Group) -> CollectiveCost:
-        """Of an all-to-all: each rank sends a part to each other at once, by the link that leads there.
+        """An all-to-all: each rank sends a part to every other rank at once, over the link that leads there.
 
-        Ranks of other nodes are reached over the network links, whichever GPU is next to them (NCCL's PXN: a part goes
-        by NVLink to the GPU of the right rail); what goes to other pods shares their way out.
+        Parts for other nodes use all network links of the node, whichever GPU is attached to them (NCCL's PXN: a part
+        goes by NVLink to the GPU of the right rail). Parts for other pods share the pod's uplinks.
         """
         part, slowest = num_bytes / group.num_ranks, self.between if group.num_nodes > 1 else self.within
         moved_s = part * (group.in_node - 1) / self._inside_bytes_per_s(2)
@@ -280,7 +283,7 @@ class Cluster:
         return CollectiveCost("exchange", "Simple", latency_s, latency_s + moved_s, held_s=latency_s)
 
     def _bytes_per_s(self, group: _Group) -> float:
-        """Of the narrowest place of a ring: a link within a node, or the network links of a node together."""
+        """Bandwidth of a ring's bottleneck: a link within a node, or the network links of a node together."""
         inside = self._inside_bytes_per_s(group.in_node)
         return inside if group.num_nodes == 1 else min(inside, self._outside_bytes_per_s(group))
 
@@ -288,25 +291,26 @@ class Cluster:
         return math.inf if in_node == 1 else self.within.bytes_per_s * self.within.share
 
     def _outside_bytes_per_s(self, group: _Group, *, oversubscribed: bool = True) -> float:
-        """The network links of a node's ranks of the group together, as far as the fabric carries them.
+        """Bandwidth to other nodes of the group's ranks in one node together, as far as the fabric carries it.
 
-        Of the node that has the fewest: NCCL makes as many rings, each over a link of every node, as the last can have.
+        It is that of the node with the fewest ranks: each of NCCL's rings uses a link of every node, so there are only
+        as many rings as that node has links.
         """
         share = self.between.share * max(1 - self.between.falloff * math.log2(group.num_nodes), 0.1)
         share *= self.fabric.share(group.num_nodes, group.stride) if oversubscribed else 1.0
         return group.fewest * self.between.bytes_per_s * share
 
     def _switched_bytes_per_s(self, in_node: int) -> float:
-        """Of a buffer, what switches reduce in a second: each rank sends all of it, and its part of the sum."""
+        """Bytes of a buffer that the switches reduce per second: each rank sends all of it, and its part of the sum."""
         return self.within.bytes_per_s * self.within.in_switch * in_node / (in_node + 1)
 
     @property
     def stragglers(self) -> float:
-        """What computation takes beside that of one node: every step waits for the slowest of all nodes."""
+        """Time of computation relative to one node's: it grows because every step waits for the slowest node."""
         return 1.0 + STRAGGLING * math.log2(max(self.world_size / self.ranks_per_node, 1.0))
 
     def slowing_s(self, message: Message) -> float:
-        """By how many seconds a collective slows the computation that it runs beside; 0 where nobody has measured."""
+        """Seconds by which a collective slows the computation that it overlaps with; 0 if that was not measured."""
         if message.world_size != self.within.num_ranks or message.op not in self.within.beside:
             return 0.0
         constant_s, s_per_byte = self.within.beside[message.op]
@@ -314,10 +318,10 @@ class Cluster:
 
 
 def _rounds(op: str) -> int:
-    """How often a ring is gone round."""
+    """How many times the data goes round a ring."""
     return 2 if op == "all_reduce" else 1
 
 
 def _sent(op: str, num_bytes: int, group: _Group) -> float:
-    """Bytes of a rank in a ring."""
+    """Bytes that a rank sends in a ring."""
     return _rounds(op) * (group.num_ranks - 1) / group.num_ranks * num_bytes

@@ -1,26 +1,26 @@
-"""The time that quantising takes: which numbers are quantised and dequantised, before and after which collective.
+"""Predicts the time of conversions to and from wire formats: what is quantised and dequantised around each collective.
 
 With n elements of a rank's shard, W ranks that shard and R that hold the same shard, `zeroshard.zero.buffers.wire`
 computes::
 
-    weights     before the gather       quantise n, to the nearest; of differences: and dequantise n
-                after it                dequantise W n; of differences: and add them up
-                                        at stages 1 and 2 on a CPU two fingerprints of n; of differences also
-                                        one of n before the gather, and of W n after it
+    weights     before the all-gather   quantise n, to the nearest; with differences also dequantise n
+                after it                dequantise W n; with differences also add them to the weights
+                                        at stages 1 and 2 on a CPU also two fingerprints of n; with differences also
+                                        one of n before the all-gather, and one of W n after it
                 from a second copy      dequantise W n
-    gradients   before the exchange     quantise (W - 1) n, stochastically
-                after it                sum of W - 1 pieces of n that were received
-                over M nodes            M in the place of W
-    replicas    before the exchange     quantise (R - 1) n / R, stochastically
-                after it                sum of R - 1 pieces of n / R, and quantise the sum
-                after its gather        dequantise n
+    gradients   before the all-to-all   quantise (W - 1) n, stochastically
+                after it                sum W - 1 received pieces of n
+                over M nodes            the same with M in place of W
+    replicas    before the all-to-all   quantise (R - 1) n / R, stochastically
+                after it                sum R - 1 received pieces of n / R, and quantise the sum
+                after its all-gather    dequantise n
 
-Each row or piece is a call of its own. On a GPU what comes before a collective is computed on the collective's own
-stream, beside what else is computed; what comes after it, on the stream that computes. A CPU does all of it in order.
+Each shard or piece is a separate call. On a GPU the conversion before a collective runs on the collective's own stream,
+overlapping with other computation, and the one after it on the compute stream. A CPU does all of them in order.
 
-A call takes a constant and each element a time, where `zeroshard bench device` has measured them. Where nobody has, the
-bytes that are read and written over the memory's rate, and no less than a kernel takes: a block's scale and codes are
-found in one pass, and a received piece is written out, read, added and written.
+If `zeroshard bench device` has measured a conversion, it takes a constant per call and a time per element. If not, it
+takes the bytes that it reads and writes over the memory's rate, and no less than a kernel: a block's scale and codes
+are computed in one pass, and a received piece is dequantised to memory, read, added and written.
 """
 
 from __future__ import annotations
@@ -38,19 +38,20 @@ from zeroshard.wire_formats import BlockFormat, Format
 Conversion = Literal["quantise", "quantise stochastically", "dequantise", "sum"]
 FINGERPRINT = "fingerprint"
 CONVERSIONS: tuple[Conversion, ...] = ("quantise", "quantise stochastically", "dequantise", "sum")
-WIDE = 4  # bytes of the fp32 numbers that become codes, and that are added up
+WIDE = 4  # bytes of an fp32 number, the dtype that is quantised and summed
 
 
 @dataclass(frozen=True)
 class BufferFormats:
-    """The wire formats of one flat buffer, and how many elements are converted.
+    """The wire formats of one flat buffer, and the number of elements that are converted.
 
     Attributes:
-        weights, grads: the format; None: they are sent in the dtype that computes, or accumulates.
-        shard_numel, num_shards: elements of this rank's shard, and how many shards there are.
+        weights, grads: their wire formats; None: weights are sent in the compute dtype, and gradients in the dtype that
+            they accumulate in.
+        shard_numel, num_shards: elements of this rank's shard, and the number of shards.
         compute: the dtype that weights are dequantised to.
-        differences: whether weights travel as differences to what every rank has.
-        compared: whether the engine takes fingerprints to notice writes into unsharded weights.
+        differences: whether weights are sent as differences to the copy that every rank has.
+        compared: whether the engine takes fingerprints to detect writes into unsharded weights.
     """
 
     weights: Format | None
@@ -64,13 +65,13 @@ class BufferFormats:
     def beside(
         self, op: str, phase: str, num_ranks: int, *, replicas: bool
     ) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
-        """What is converted before a collective is issued, and after it was waited for; see the module's table.
+        """The conversions before a collective is issued, and after it was waited for; see the module's table.
 
         Args:
-            op, phase: of its `Message`.
-            num_ranks: that take part; fewer than `num_shards` where weights come from a second copy, and in the
+            op, phase: operation and phase of the collective's `Message`.
+            num_ranks: number of participants; fewer than `num_shards` if weights come from a second copy, and in the
                 exchange between nodes.
-            replicas: whether they hold the same shard.
+            replicas: whether the participants hold the same shard.
         """
         numel, others = self.shard_numel, num_ranks - 1
         if phase == "weights":
@@ -87,7 +88,7 @@ class BufferFormats:
         assert form is not None
         wide = WIDE if self.differences else itemsize
         after = [converted("dequantise", form, whole * numel, whole, wide)]
-        if self.differences:  # NaN is looked for, and they are added, in place
+        if self.differences:  # one pass looks for NaN, and one adds them to the weights in place
             after.append(Work(0, whole * numel * (4 * itemsize + WIDE), "float32", num_calls=2 * whole))
         if self.compared:
             after.append(fingerprinted(numel, itemsize, 3 + whole if self.differences else 2))
@@ -99,7 +100,10 @@ class BufferFormats:
 def across_replicas(
     form: Format, numel: int, num_ranks: int, *, gathers: bool
 ) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
-    """What is converted before and after the exchange of pieces of ``numel`` elements; ``gathers``: their gather's."""
+    """The conversions before and after a collective over replicas for a shard of ``numel`` elements.
+
+    ``gathers``: whether it is the all-gather of the reduced pieces; if not, the all-to-all that exchanges them.
+    """
     piece, others = -(-numel // num_ranks), num_ranks - 1
     if not gathers:
         return (converted("quantise stochastically", form, others * piece, others),), ()
@@ -108,7 +112,7 @@ def across_replicas(
 
 
 def converted(kind: Conversion, form: Format, numel: int, num_calls: int = 1, itemsize: int = WIDE) -> Work:
-    """``numel`` elements in ``num_calls`` calls; ``itemsize``: of what codes become."""
+    """The `Work` of converting ``numel`` elements in ``num_calls`` calls; ``itemsize``: of a dequantised element."""
     narrow = form.num_bytes(numel)
     wide = {"dequantise": itemsize, "sum": 4 * WIDE}.get(kind, WIDE) * numel
     name = f"{form.name} {kind}" if isinstance(form, BlockFormat) else f"{dtype_name(form.dtype)} {kind}"
@@ -116,17 +120,17 @@ def converted(kind: Conversion, form: Format, numel: int, num_calls: int = 1, it
 
 
 def fingerprinted(numel: int, itemsize: int, times: int) -> Work:
-    """``times`` fingerprints of a shard of ``numel`` weights, by which the engine notices writes into them.
+    """The `Work` of ``times`` fingerprints of ``numel`` weights, by which the engine detects writes into them.
 
-    A rank takes one of its own shard after a gather and one before the next. Where weights travel as differences it
-    also takes one of its own shard before it subtracts, and one of every shard before it adds.
+    A rank takes one of its own shard after an all-gather and one before the next. If weights are sent as differences,
+    it also takes one of its own shard before it subtracts, and one of every shard before it adds.
     """
     numel *= times
     return Work(0, numel * itemsize, "float32", conversion=FINGERPRINT, numel=numel, num_calls=times)
 
 
 def conversion_s(work: Work, device: Device) -> float:
-    """Seconds of a conversion: as measured, else its bytes over the memory's rate."""
+    """Seconds of a conversion: from the device's measurements, or else from its bytes and the memory's rate."""
     measured = device.conversions.get(work.conversion)
     if measured is not None:
         call_s, element_s = measured

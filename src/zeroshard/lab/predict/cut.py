@@ -1,12 +1,12 @@
-"""One rank's part of a model of ours under tensor parallelism: the shapes that it computes with, and no values.
+"""Cuts one of our models to one rank's part under tensor parallelism: the shapes that it computes with, without values.
 
-Products that make heads and the feed-forward layer's inside lose rows, those that lead back into the residual stream
-lose columns, and the vocabulary is shared out. Norms and the residual stream stay whole. Shoeybi et al. 2019,
-"Megatron-LM", https://arxiv.org/abs/1909.08053, section 3.
+Linear layers that make heads and the feed-forward layer's hidden features are split by rows, those that lead back into
+the residual stream by columns, and the vocabulary is split too. Norms and the residual stream are not. Shoeybi et al.
+2019, "Megatron-LM", https://arxiv.org/abs/1909.08053, section 3.
 
-An adapter is shared out as `peft` does it (`peft.tuners.lora.tp_layer`): where its layer loses rows, B does and A is
-whole; where it loses columns, A does and B is whole. What lies between them, ``rank`` numbers a token, is summed over
-ranks: in forward after an A that is shared out, in backward before an A that is whole, whose gradient is then complete.
+An adapter is split as in `peft` (`peft.tuners.lora.tp_layer`): B is split if its layer is split by rows, and A if it is
+split by columns; the other one is replicated. The activations between A and B, ``rank`` numbers per token, are summed
+over ranks: in forward after a split A; in backward before a replicated A, whose gradient is then complete.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ COLUMNS = ("o_proj", "down_proj", "c_proj")
 
 
 def check_cut(model: LanguageModel, field: str, ranks: int) -> None:
-    """Raise UserError where a rank's part of ``model`` cannot be made.
+    """Raise UserError if ``model`` cannot be cut to one rank's part.
 
     Args:
-        model: whole.
-        field: the setting to name; empty: none asks for a part.
-        ranks: that share each product.
+        model: the model, not yet cut.
+        field: the setting that the error names; empty: nothing asks for a part, and nothing is checked.
+        ranks: number of ranks that share each linear layer.
     """
     if not field:
         return
@@ -48,7 +48,7 @@ def check_cut(model: LanguageModel, field: str, ranks: int) -> None:
 
 
 def cut(model: LanguageModel, ranks: int) -> None:
-    """Make ``model``, which has no values, the part of one of ``ranks``; `check_cut` has let it through."""
+    """Cut ``model``, which has no values, to the part of one of ``ranks`` in place; call `check_cut` before."""
     if ranks == 1:
         return
     model_ = cast("Any", model)
@@ -65,7 +65,7 @@ def cut(model: LanguageModel, ranks: int) -> None:
 
 
 def _cut_product(path: str, module: nn.Linear, ranks: int) -> None:
-    """Take rows or columns from a matrix at ``path``, of the model or of an adapter."""
+    """Cut the rows or columns of the linear layer at ``path``, which is the model's or an adapter's."""
     rows, columns = module.out_features, module.in_features
     layer, first = _layer(path), ".lora_A." in path
     if layer in ROWS and not first:
@@ -75,19 +75,19 @@ def _cut_product(path: str, module: nn.Linear, ranks: int) -> None:
 
 
 def _layer(path: str) -> str:
-    """The last part of the name that a product, or the one that its adapter belongs to, has without adapters."""
+    """The layer's own name, such as ``q_proj``, for the path of a linear layer or of an adapter's A or B."""
     for word in (".lora_A.", ".lora_B."):
         path = path.partition(word)[0]
     return base_name(f"{path}.").rstrip(".").rpartition(".")[2]
 
 
 def _base(layer: nn.Module) -> Any:
-    """The model's own product, of a layer that may have an adapter."""
+    """The model's own linear layer, inside a layer that may have an adapter."""
     return getattr(layer, "base_layer", layer)
 
 
 def summed_adapters(model: nn.Module) -> tuple[int, int]:
-    """How many adapters' inner numbers the ranks of a tensor sum: in forward, and in backward."""
+    """Number of adapters whose inner activations are summed over tensor-parallel ranks: in forward, and in backward."""
     inner = [_layer(name) for name, _ in model.named_parameters() if is_adapter(name) and ".lora_A." in name]
     return sum(layer in COLUMNS for layer in inner), sum(layer in ROWS for layer in inner)
 

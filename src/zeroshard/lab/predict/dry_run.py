@@ -1,10 +1,10 @@
-"""A rank of a world of any size, run for a few steps on this machine: what it holds and sends, measured.
+"""Dry run: trains as one rank of a world of any size, alone on this machine, and measures its memory and traffic.
 
 The engine is the real one, over `NullCommunicator`: every buffer is allocated and written, forward and backward are
-computed, and nothing travels. What it allocates is followed operation by operation (`zeroshard.profiling.memory`).
+computed, and no data is sent. Each operation's allocations are recorded (`zeroshard.profiling.memory`).
 
-On the meta device tensors have no values and take no memory. There a rank of any model of ours is run in seconds: the
-same engine, the same model, autograd and optimizer, and so the same bytes and messages, and no times.
+On the meta device tensors have no values and take no memory, so a rank of any of our models runs in seconds. Engine,
+model, autograd and optimizer are the same there, so bytes and collectives are the same; only times are missing.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ from zeroshard.zero import MixedPrecision, ShardingStrategy, Zero, loaded_later
 from zeroshard.zero.buffers.layout import ROUND_BY_PLACE
 from zeroshard.zero.engine import Accumulate
 
-NUM_STEPS = 3  # the first makes states, the second finds gradient buffers of the first
+NUM_STEPS = 3  # the first step creates optimizer states; the second starts with the gradient buffers of the first
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One rank, measured.
+    """Measurements of one rank.
 
     Attributes:
-        start, before_update, after_update: resident bytes by category at these points, of the last step.
-        peak_bytes: the most that was live at once, training state, activations and all.
-        peak_by_category: of that, where allocations were followed.
+        start: resident bytes by category before the first step.
+        before_update, after_update: resident bytes by category before and after the update of the last step.
+        peak_bytes: peak of live bytes: training state, activations and everything else.
+        peak_by_category: the peak by category; empty unless allocations were recorded.
         messages: collectives of the last step in order, without control messages.
-        step_s: wall time of each step, the first left out; the recorder's own share is in it. None without values.
+        step_s: seconds of each step but the first, including the recorder's own time; empty on the meta device.
     """
 
     start: dict[str, int]
@@ -76,19 +77,19 @@ def dry_run(
     """Train ``model`` as rank ``rank`` of ``world_size`` and measure it.
 
     Args:
-        model: taken over, and changed; parameters on the meta device get small random values.
+        model: the model; it is sharded in place. Parameters on the meta device get small random values.
         inputs: makes the arguments of a micro-batch.
-        world_size, rank: of the world that is pretended.
+        world_size, rank: size of the simulated world, and this process's rank in it.
         strategy, units, precision, accumulate, prefetch, shard_size, leaves: as `zeroshard.Zero` takes them.
-        micro_batch, num_micro: rows, and how many such in a step.
+        micro_batch, num_micro: rows of a micro-batch, and micro-batches of a step.
         optimizer: makes the optimizers; None: fused `torch.optim.AdamW` over all parameters.
-        device: where it runs; ``"meta"``: without values, as it would run on the CPU.
+        device: where the rank runs; ``"meta"``: without values, with the CPU's kernels and layout.
         num_steps: 2 or more.
-        record: whether to follow allocations; else ``peak_bytes`` is CUDA's own count, and 0 on a CPU.
+        record: whether to record allocations; if not, ``peak_bytes`` is CUDA's own count, and 0 on a CPU.
 
     Raises:
-        ValueError: ``device`` is ``"meta"``, and the model is none of ours on it, has a mask of documents, or
-            ``optimizer`` is given.
+        ValueError: ``device`` is ``"meta"``, and the model is not one of ours, is not on the meta device, masks
+            documents, or ``optimizer`` is given.
     """
     device = torch.device(device)
     if device.type == "meta":
@@ -106,7 +107,7 @@ def dry_run(
 def _engine(
     model: nn.Module, strategy: ShardingStrategy, comm: ObservedCommunicator, device: torch.device, **how: Any
 ) -> Zero:
-    """The engine around ``model``, whose weights have values unless ``device`` is the meta device."""
+    """Wrap ``model`` in the engine; its weights have values afterwards unless ``device`` is the meta device."""
     unset = any(param.is_meta for param in model.parameters())
     with _laid_out_as_on_cpu() if device.type == "meta" else nullcontext():
         zero = Zero(model, strategy, comm=comm, device=device, init=loaded_later if unset else None, **how)
@@ -126,7 +127,7 @@ def _measured(
     device: torch.device,
     recorder: AllocationRecorder | None,
 ) -> Measured:
-    """Take the steps and measure them; ``recorder`` follows allocations, where they are to be followed."""
+    """Run the steps and measure them; ``recorder`` records allocations (None: they are not recorded)."""
     start = before_update = after_update = zero.memory_bytes()
     seconds: list[float] = []
     if device.type == "cuda":
@@ -146,14 +147,19 @@ def _measured(
 
 
 def _recorder(zero: Zero, model: nn.Module, optimizer: Optimizer, device: torch.device) -> AllocationRecorder:
-    """Follows allocations; not the numbers that hidden weights show, which are looked at where there are values."""
+    """Make the recorder of allocations. It ignores the placeholder scalars that parameters show while their weights are
+    hidden, because the engine reads them only if they have values.
+    """
     recorder = AllocationRecorder(zero.holdings, without_values=device.type == "meta")
-    recorder.ignore(group.params.hidden for unit in zero.units for group in unit.groups)
+    recorder.ignore(group.params.placeholder for unit in zero.units for group in unit.groups)
     return recorder.follow(model, optimizer)
 
 
 def _prepare_without_values(model: nn.Module, optimizer: object) -> Callable[[Zero], list[Optimizer]]:
-    """Have ``model`` compute on the meta device as on the CPU; returns what makes its optimizer. Errors: `dry_run`."""
+    """Make ``model`` run the CPU's operations on the meta device; returns a function that makes its optimizers.
+
+    Errors are those of `dry_run`.
+    """
     if not serves_step(model) or not all(param.is_meta for param in model.parameters()):
         what = f"a {type(model).__name__} is not known to step on meta as on the CPU"
         raise ValueError(f"device: {what}; give the latter")
@@ -174,7 +180,7 @@ def _laid_out_as_on_cpu() -> Generator[None]:
 
 
 def _adamw_on_meta(zero: Zero) -> list[Optimizer]:
-    """Fused AdamW, which torch knows for meta tensors too, but for the check before it makes a state."""
+    """Fused AdamW on meta tensors: torch supports it, except that a check before it creates a state must be skipped."""
     optimizer = zero.optimizer(torch.optim.AdamW, lr=1e-4, fused=True)
     make_states = optimizer._init_group  # ty: ignore[missing-attribute]
 
@@ -186,7 +192,7 @@ def _adamw_on_meta(zero: Zero) -> list[Optimizer]:
 
 
 def _peak(recorder: AllocationRecorder | None, device: torch.device) -> tuple[int, dict[str, int]]:
-    """The most bytes that were live at once, and by category where allocations were followed."""
+    """Peak of live bytes, in total and by category; the latter is empty unless allocations were recorded."""
     if recorder is not None:
         recorder.remove()
         return recorder.peak.num_bytes, dict(recorder.peak.by_category)
@@ -196,7 +202,7 @@ def _peak(recorder: AllocationRecorder | None, device: torch.device) -> tuple[in
 def _take_step(
     zero: Zero, model: nn.Module, optimizers: list[Optimizer], given: tuple[Any, ...], num_micro: int
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Forward, backward and update; returns the resident bytes before the update and after it."""
+    """Run forward, backward and update; returns the resident bytes before and after the update."""
     for micro in range(num_micro):
         with zero.micro_batch(last=micro == num_micro - 1):
             _loss(model, given).backward()
@@ -218,8 +224,8 @@ def _loss(model: nn.Module, given: tuple[Any, ...]) -> Tensor:
 
 
 def _fill(zero: Zero) -> None:
-    """Small numbers for weights that nobody has drawn."""
+    """Fill weights that were never initialised with small random values."""
     with torch.no_grad():
         for holding in zero.holdings():
-            if holding.tensor.untyped_storage().nbytes():  # else it is freed until it is used
+            if holding.tensor.untyped_storage().nbytes():  # otherwise it is freed until its next use
                 holding.tensor.normal_(0.0, 0.02)

@@ -1,13 +1,13 @@
-"""The engine itself, run without a model, without memory and without peers: what it does at each event of a step.
+"""Records what the engine does at each event of a step, by running the engine without a model, memory or peers.
 
-`zeroshard.zero.runtime.runtime.Runtime` is built over parameters on the meta device, which have shapes and dtypes and
-no memory, and over a communicator that sends nothing. It is told the events of a traced micro-batch
-(`zeroshard.lab.predict.model_spans`) in the place of a model's hooks. What it allocates, frees, computes, issues and
-waits for at each event is written down, so a plan and a run cannot differ in it.
+The engine is the real one (`zeroshard.zero.runtime.runtime.Runtime`). Its parameters are on the meta device, where they
+have shapes and dtypes and no memory, and its communicator sends nothing. The events of a traced micro-batch
+(`zeroshard.lab.predict.model_spans`) call it in place of a model's hooks. We record what it allocates, frees, computes,
+issues and waits for at each event, so a plan and a run cannot differ in these.
 
 [Note: Inside autograd]
-    The engine asks autograd whether a backward is running, and has it call the end of one. So the events of a backward
-    are told from inside the backward of an operation that does nothing else.
+    The engine asks autograd whether a backward is running, and queues a callback for its end. So the events of a
+    backward are delivered from inside a real one: that of an operation which does nothing else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm import CONTROL, Groups, ReduceOp, current_scope
 from zeroshard.comm.base import own_group
-from zeroshard.comm.labels import beside, is_beside
+from zeroshard.comm.labels import is_on_side_stream, on_side_stream
 from zeroshard.lab.predict.actions import Message, Settings
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.conversions import BufferFormats
@@ -43,7 +43,7 @@ from zeroshard.zero.streams import Lane, Mark, NoStreams
 
 @dataclass(frozen=True)
 class Change:
-    """So many bytes more of a category, or fewer."""
+    """The live bytes of ``category`` grow by ``num_bytes``, or shrink if it is negative."""
 
     category: str
     num_bytes: int
@@ -51,7 +51,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Sent:
-    """A collective is started; the rest as `zeroshard.lab.predict.actions.Issue` has it."""
+    """A collective is issued; fields as those of `zeroshard.lab.predict.actions.Issue`."""
 
     number: int
     message: Message
@@ -62,7 +62,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Waited:
-    """Nothing is computed until that collective is done."""
+    """Computation waits until collective ``number`` is done."""
 
     number: int
 
@@ -70,7 +70,7 @@ class Waited:
 EngineAction = Change | Sent | Waited | Work
 
 
-@lru_cache(maxsize=256)  # rows of a plan differ in their micro-batches, of which the engine knows nothing
+@lru_cache(maxsize=256)  # rows of a plan that differ only in micro-batch size share one recording
 def recorded(
     events: tuple[Event, ...],
     units: tuple[str, ...],
@@ -78,18 +78,21 @@ def recorded(
     settings: Settings,
     syncs: tuple[bool, ...],
 ) -> list[list[list[EngineAction]]]:
-    """What the engine does at each event of each micro-batch, in a step that follows another.
+    """Record what the engine does at each event of each micro-batch, in any step but the first.
 
     Args:
-        events: of a micro-batch, which all are alike.
-        units: names in order of execution.
-        buffers: of the model, laid out for the ranks that shard together.
-        settings: of the engine.
-        syncs: for each micro-batch, whether its backward reduces.
+        events: the events of a micro-batch; all micro-batches have the same.
+        units: names of the units in order of execution.
+        buffers: the model's flat buffers, laid out for the ranks that shard together.
+        settings: the engine's settings.
+        syncs: for each micro-batch, whether its backward reduces gradients.
+
+    Returns:
+        the engine's actions, by micro-batch and event.
     """
     engine = _Engine(units, buffers, settings)
     with torch.enable_grad():
-        engine.micro_batch(events, sync=True)  # ranks agree on the order of units
+        engine.micro_batch(events, sync=True)  # the first step, in which ranks agree on the order of units
         engine.update()
         with engine.log:
             parts = [engine.micro_batch(events, sync=sync) for sync in syncs]
@@ -97,7 +100,7 @@ def recorded(
 
 
 class _Peers:
-    """Rank ``rank`` of ``world_size``, alone: each operation is written down and does nothing."""
+    """A `Communicator` of rank ``rank`` of ``world_size`` without peers: it records collectives and sends nothing."""
 
     control_device = torch.device("cpu")
 
@@ -106,46 +109,46 @@ class _Peers:
         self._log = log
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> _Pending:
-        """Write it down."""
+        """Record it."""
         return self._log.issue(self, "all_reduce", tensor)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> _Pending:
-        """Write it down."""
+        """Record it."""
         return self._log.issue(self, "reduce_scatter", input)
 
     def all_gather(self, output: Tensor, input: Tensor) -> _Pending:
-        """Write it down."""
+        """Record it."""
         return self._log.issue(self, "all_gather", output)
 
     def all_to_all(self, output: Tensor, input: Tensor) -> _Pending:
-        """Write it down."""
+        """Record it."""
         return self._log.issue(self, "all_to_all", input)
 
     def broadcast(self, tensor: Tensor, src: int) -> _Pending:
-        """Write it down."""
+        """Record it."""
         return self._log.issue(self, "broadcast", tensor)
 
     def barrier(self) -> None:
         """Return at once."""
 
     def split(self, groups: Groups) -> _Peers:
-        """Some of the ranks."""
+        """The communicator of this rank's group."""
         _, ranks = own_group(groups, self.rank)
         return _Peers(len(ranks), ranks.index(self.rank), self._log, uniform_order=self.uniform_order)
 
 
 class _Pending:
-    """A collective that nobody carries out.
+    """The handle of a recorded collective.
 
-    ``gathered``: bytes of weights that were freed before it; ``after``: what is computed when it has been waited for.
+    ``gathered``: bytes of unsharded weights that were allocated for it; ``after``: what is computed after the wait.
     """
 
     def __init__(self, log: _Log, number: int, gathered: int, after: tuple[Work, ...]) -> None:
         self._log, self._number, self._gathered, self._after = log, number, gathered, after
 
     def wait(self) -> None:
-        """Write it down; weights are on their way no longer."""
-        if is_beside():
+        """Record the wait; the gathered weights now count as ``unit_buffers`` and no longer as ``prefetch``."""
+        if is_on_side_stream():
             return
         self._log.told += [Waited(self._number), *self._after]
         self._after = ()
@@ -155,18 +158,21 @@ class _Pending:
 
 
 class _Beside(NoStreams):
-    """A GPU's streams, of which one alone matters here: a reduction in two parts has nothing that computes wait."""
+    """A GPU's streams, as far as the recording needs them: a wait on the reduce stream does not block computation."""
 
     def on(self, lane: Lane, *after: Mark) -> AbstractContextManager[None]:
-        """Collectives among the same ranks follow one another; one over replicas is told to follow by a `Waited`."""
-        return beside() if lane == "reduce" else super().on(lane, *after)
+        """On the reduce stream, have `_Pending.wait` record nothing: collectives among the same ranks run in order
+        anyway. On the others it records a `Waited`, by which a collective over replicas follows its reduction.
+        """
+        return on_side_stream() if lane == "reduce" else super().on(lane, *after)
 
 
 class _Log(StorageEvents):
-    """What the engine does, in order.
+    """Records what the engine does, in order.
 
     Attributes:
-        told: since the last event; storages that come and go by their numbers, until `named` gives them categories.
+        told: actions since the last event. An allocation or a free is a pair of a storage's number and its change in
+            bytes, until `named` replaces it by a `Change` with a category.
     """
 
     def __init__(self) -> None:
@@ -175,14 +181,14 @@ class _Log(StorageEvents):
         self.levels: Levels | None = None
         self.wires: dict[str, BufferFormats] = {}  # by buffer
         self.has_streams = False
-        self.freed: dict[int, torch.UntypedStorage] = {}  # full weights that the engine frees, those that are freed now
-        self._whole: dict[int, int] = {}  # and those that are not, with their bytes
+        self.freed: dict[int, torch.UntypedStorage] = {}  # storages of the unsharded weights that the engine frees
+        self._whole: dict[int, int] = {}  # bytes of those of them that are allocated now
         self._number = 0
         self._categories: dict[int, str] = {}
         self._unknown: set[int] = set()
 
     def issue(self, comm: _Peers, op: str, whole: Tensor) -> _Pending:
-        """Write a collective down."""
+        """Record a collective on the unsharded tensor ``whole``."""
         self.look_for_freed()
         gathered = self._grown()
         num_bytes = whole.nbytes
@@ -206,20 +212,20 @@ class _Log(StorageEvents):
     def _converted(
         self, comm: _Peers, op: str, buffer: str, phase: str, *, replicas: bool
     ) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
-        """What is quantised before a collective, and comes back after it; on the meta device nothing is."""
+        """The conversions before and after a collective: none runs on the meta device, so the recording adds them."""
         wires = self.wires.get(buffer)
         if wires is None:
             return (), ()
         return wires.beside(op, phase, comm.world_size, replicas=replicas)
 
     def _grown(self) -> int:
-        """Bytes of full weights that are not freed any more: a storage that grows tells nobody either."""
+        """Bytes of unsharded weights that were allocated since the last call; resizing a storage triggers no event."""
         grown = {key: each.nbytes() for key, each in self.freed.items() if key not in self._whole and each.nbytes()}
         self._whole.update(grown)
         return sum(grown.values())
 
     def look_for_freed(self) -> None:
-        """A storage that shrinks tells nobody."""
+        """Record unsharded weights that were freed since the last call: resizing a storage triggers no event."""
         for key in [key for key in self._whole if not self.freed[key].nbytes()]:
             self.told.append(Change("unit_buffers", -self._whole.pop(key)))
 
@@ -234,7 +240,7 @@ class _Log(StorageEvents):
             self.told.append(work)
 
     def take(self, units: Sequence[Unit]) -> list[EngineAction | tuple[int, int]]:
-        """What was told at the event that is over."""
+        """Return and clear the actions of the event that just ended."""
         self.look_for_freed()
         if self._unknown:
             for holding in holdings(units, (), None):
@@ -244,7 +250,7 @@ class _Log(StorageEvents):
         return told
 
     def named(self, told: Sequence[EngineAction | tuple[int, int]]) -> list[EngineAction]:
-        """With categories of storages; one that was gone before the event was over is a temporary one."""
+        """Replace storages' numbers by their categories; a storage that was freed within its event is a temporary."""
         return [
             Change(self._categories.get(each[0], "temporaries"), each[1]) if isinstance(each, tuple) else each
             for each in told
@@ -252,7 +258,7 @@ class _Log(StorageEvents):
 
 
 class _Engine:
-    """The engine of a model that is a description, and whoever tells it of events."""
+    """Builds an engine from descriptions of buffers, and sends it events."""
 
     def __init__(self, names: Sequence[str], buffers: Sequence[Buffer], settings: Settings) -> None:
         self.log = log = _Log()
@@ -302,7 +308,7 @@ class _Engine:
         self._waiting_bytes = 0
 
     def micro_batch(self, events: Sequence[Event], *, sync: bool) -> list[list[EngineAction | tuple[int, int]]]:
-        """Tell of a forward and a backward; what the engine does at each event."""
+        """Send the events of a forward and a backward; returns what the engine does at each."""
         self._runtime.sync = sync
         turn = next((i for i, event in enumerate(events) if event.name in _IN_BACKWARD), len(events))
         told = [self._hear(event) for event in events[:turn]]
@@ -330,7 +336,7 @@ class _Engine:
         return self._take()
 
     def update(self) -> None:
-        """An optimizer has stepped, and gradients are cleared."""
+        """Tell the engine that the optimizer has stepped, and clear gradients."""
         for group in self._runtime.groups():
             if group.trained:
                 group.params.mark_stale(copied=self._settings.fused_copies)
@@ -339,7 +345,7 @@ class _Engine:
     def _take(self) -> list[EngineAction | tuple[int, int]]:
         told = self.log.take([self._root, *self._units])
         waiting = sum(group.grads.waiting_bytes for group in self._runtime.groups())
-        if waiting != self._waiting_bytes:  # the model has let go of them
+        if waiting != self._waiting_bytes:  # gradients to be copied; the trace has freed them
             told.append(Change("temporaries", waiting - self._waiting_bytes))
             self._waiting_bytes = waiting
         return told
@@ -366,7 +372,7 @@ def _group(buffer: Buffer, settings: Settings, levels: Levels) -> FlatGroup:
 
 
 def _wires(buffer: Buffer, group: FlatGroup, settings: Settings) -> BufferFormats:
-    """What of it travels in a format of its own."""
+    """The wire formats of a buffer's weights and gradients."""
     reduced = buffer.trained and not buffer.exact and settings.strategy.optim is SHARD
     grads = settings.precision.gradients_format(buffer.dtype) if reduced else None
     params = group.params
@@ -376,7 +382,7 @@ def _wires(buffer: Buffer, group: FlatGroup, settings: Settings) -> BufferFormat
 
 
 class _Backward(torch.autograd.Function):
-    """The backward of an operation that does nothing else but call ``inside``."""
+    """An identity whose backward calls ``inside``."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, inside: Callable[[], None]) -> Tensor:

@@ -1,8 +1,8 @@
-"""Devices and links by name, each with its source; and the file that holds measured ones.
+"""Devices and links by name, each with its source; and reading and writing the file of measured ones.
 
-A link's bandwidth is what one device sends in one direction while it receives as much: half of what data sheets of
-NVLink and PCIe print, which add up both. `LINKS` has the rates; what a collective reaches of them is `BANDWIDTH_SHARE`.
-Latencies are per step of a ring, those that NCCL itself reckons with.
+A link's bandwidth is that of one direction while the other direction is equally busy: half of the figure in data sheets
+of NVLink and PCIe, which add both directions. `LINKS` has these rates; a collective reaches `BANDWIDTH_SHARE` of them.
+Latencies are per step of a ring; they are the ones by which NCCL itself chooses algorithms.
 """
 
 from __future__ import annotations
@@ -41,30 +41,31 @@ __all__ = [
 ]
 
 FORMAT = "zeroshard device 1"
-# Of a measured device: outside of these nothing was measured, and sums would leave what a double holds.
+# Bounds on what a file of measurements may have: no measurement lies outside, and sums would overflow a double.
 LONGEST_S, LEAST_RATE, MOST_RATE = 1e6, 1e-6, 1e24
-# NCCL's protocol takes a fifth of NVLink: its ring reaches 370 of 450 GB/s on 8 H100 (NVIDIA/nccl-tests, issue 212).
+# NCCL's protocol uses up a fifth of NVLink: its ring reaches 370 of 450 GB/s on 8 H100 (NVIDIA/nccl-tests, issue 212).
 BANDWIDTH_SHARE = 0.8
 # Between nodes: 4 nodes of 8 B200 with 50 GB/s each reach 381.8 GB/s of bus bandwidth (Bekman, "Machine Learning
-# Engineering", network/README.md), 0.955 of them. More nodes reach the same with buffers as much larger.
+# Engineering", network/README.md), 0.955 of the links'. More nodes reach the same with proportionally larger buffers.
 NETWORK_SHARE = 0.955
-# NVLink SHARP on 8 H100: a bus bandwidth of about 480 GB/s, 275 of the buffer's (NVIDIA/nccl-tests, issue 212), 9/8 of
-# that on the link. Blackwell's switches have 0.74 / 0.85 of Hopper's share (NCCL, src/graph/tuning.cc).
+# NVLink SHARP on 8 H100: a bus bandwidth of about 480 GB/s, which is 275 GB/s of the buffer (NVIDIA/nccl-tests, issue
+# 212), and 9/8 of that on the link. Blackwell's switches reach 0.74 / 0.85 of Hopper's share (NCCL,
+# src/graph/tuning.cc).
 IN_SWITCH = {"nvlink4": 0.6875, "nvlink5": 0.6875 * 0.74 / 0.85}
-# NCCL, src/graph/tuning.cc: latencies of a step of a ring, protocol Simple, by kind of link, and of a call.
+# Latencies of a step of a ring with protocol Simple, by kind of link, and of a call (NCCL, src/graph/tuning.cc).
 NVLINK_STEP_S, PCIE_STEP_S, NETWORK_STEP_S = 3.4e-6, 5.7e-6, 9.6e-6
 CALL_S = 8.4e-6
-# A pod of TPU v5e or v6e: 16 x 16 chips, each with a link to each neighbour. Collectives there are XLA's; their latency
-# and what a call takes are round figures of ours.
+# A pod of TPU v5e or v6e has 16 x 16 chips, each with a link to each neighbour. Collectives there are XLA's; the
+# latencies of a hop and of a call are our own round figures.
 TORUS_CHIPS, HOP_S, XLA_CALL_S = 256, 1e-6, 10e-6
 NCCL_TUNING = "latency: NCCL src/graph/tuning.cc, ring, Simple"
-# Of the latency of a ring's step, what one level of a tree over nodes takes, and how many pieces are on their way at
-# once: fitted to all-reduces by EFA (AWS), and to those by InfiniBand (two HGX B200), which use all of NCCL's 8 slots.
+# Latency of one level of a tree over nodes, in latencies of a ring's step, and number of pieces in flight at once:
+# fitted to all-reduces over EFA (AWS), and to those over InfiniBand (two HGX B200), which use all of NCCL's 8 slots.
 TREE_STEPS, WINDOW = 4, 1
 INFINIBAND_TREE_STEPS, INFINIBAND_WINDOW = 1, 8
-# Likewise of LL and LL128; what a call takes is 7 us more than there, which nccl-tests' tables show of any collective
-# of few bytes. Of LL the most that it passes, GB/s: on NVLink by generation (llMaxBws, one node); between nodes what
-# all-gathers among 16 ranks show, 15, where that table has 19 to 39.
+# LL and LL128, also from tuning.cc, except that a call takes 7 us more, as nccl-tests' tables show for all collectives
+# of few bytes. LL's highest bandwidth in GB/s: on NVLink by generation (llMaxBws, one node); between nodes 15, as
+# all-gathers among 16 ranks show, although that table has 19 to 39.
 LAUNCH_S = 7e-6
 LL_GB_PER_S = {"nvlink5": 282.0, "nvlink4": 141.0, "nvlink3": 87.7, "nvlink2": 39.0}
 LL_NETWORK_GB_PER_S = 15.0
@@ -72,14 +73,14 @@ LL_NETWORK_GB_PER_S = 15.0
 
 @dataclass(frozen=True)
 class Protocol:
-    """One of NCCL's for small messages, on one kind of link.
+    """One of NCCL's protocols for small messages, on one kind of link.
 
     Attributes:
         name: ``LL`` or ``LL128``.
-        call_s: that a collective takes, however little it sends.
-        ring_step_s, tree_step_s: latency of a step of a ring, of an edge of a tree.
-        bytes_per_s: the most that it passes.
-        ring_share, tree_share: of what Simple reaches, what it does.
+        call_s: seconds that every collective takes, however few bytes it sends.
+        ring_step_s, tree_step_s: latency of a step of a ring, and of an edge of a tree.
+        bytes_per_s: the protocol's highest bandwidth.
+        ring_share, tree_share: its bandwidth in a ring, and in a tree, as a share of protocol Simple's.
     """
 
     name: str
@@ -101,25 +102,25 @@ NETWORK_PROTOCOLS = (_ll(2.7e-6, 5.0e-6, LL_NETWORK_GB_PER_S),)
 
 @dataclass(frozen=True)
 class Link:
-    """What joins a device to its neighbours in a ring.
+    """The link between a device and its neighbours in a ring.
 
     Attributes:
-        name: as flags take it.
-        latency_s: of one step of a ring.
-        bytes_per_s: that a device sends in one direction, while it receives as many.
+        name: the link's name in flags.
+        latency_s: latency of one step of a ring.
+        bytes_per_s: bytes that a device sends per second in one direction while it receives as many.
         source: the data sheet, or how it was measured.
-        call_s: that a collective takes, however little it sends.
-        share: of ``bytes_per_s``, what collectives reach; 1.0 where they were measured.
-        falloff: by what part that share is smaller for each doubling of the nodes: a fabric with fewer links above.
-        in_switch: of ``bytes_per_s``, what switches that reduce reach of it (NVLS); 0: none do.
-        protocols: for small messages; none where it is not NCCL that sends, or it sends by sockets.
-        tree_steps: of ``latency_s``, what a level of a tree over nodes takes.
-        window: pieces of a message that are on their way through a tree at once.
-        axes: directions of a torus; in each a ring is gone round.
-        num_ranks: among how many ranks ``collectives`` were measured.
-        collectives: by operation, the seconds that one takes with no bytes, and those of a byte of the whole buffer.
-        beside: likewise, the seconds by which one slows the computation that it runs beside: where the same cores do
-            both, that may be more than it takes alone.
+        call_s: seconds that every collective takes, however few bytes it sends.
+        share: share of ``bytes_per_s`` that collectives reach; 1.0 if they were measured.
+        falloff: the part that this share loses per doubling of the nodes, if a fabric has fewer links higher up.
+        in_switch: share of ``bytes_per_s`` that reducing switches reach (NVLS); 0: there are none.
+        protocols: protocols for small messages; empty if the backend is not NCCL, or NCCL uses sockets.
+        tree_steps: latency of a level of a tree over nodes, in units of ``latency_s``.
+        window: pieces of a buffer that are in flight through a tree at once.
+        axes: dimensions of a torus; a collective goes round a ring in each.
+        num_ranks: number of ranks among which ``collectives`` were measured.
+        collectives: measured seconds of a collective by operation: a constant, and per byte of the unsharded buffer.
+        beside: measured seconds by which a collective slows overlapping computation, in the same form: if the same
+            cores do both, this may be more than the collective takes alone.
     """
 
     name: str
@@ -155,7 +156,7 @@ def _link(name: str, gb_per_s: float, step_s: float, source: str) -> Link:
 
 
 def _protocols(name: str, step_s: float) -> tuple[Protocol, ...]:
-    """Of a link by its name and Simple's latency; none over sockets, nor of RCCL, which nobody measured."""
+    """Protocols of a link by its name and Simple's latency; none over sockets, or for RCCL, which is not measured."""
     generation = name.partition("-")[0]
     if generation in LL_GB_PER_S:
         return (_ll(0.6e-6, 0.6e-6, LL_GB_PER_S[generation]), LL128)
@@ -186,7 +187,7 @@ _LINK_TABLE = (
     _link("infiniband-edr", 12.5, NETWORK_STEP_S, "InfiniBand Trade Association: EDR, 100 Gbit/s"),
     _link("ethernet-400g", 50, NETWORK_STEP_S, "IEEE 802.3bs, with RoCE"),
     _link("ethernet-100g", 12.5, NETWORK_STEP_S, "IEEE 802.3ba, with RoCE"),
-    # Over sockets each step goes through the kernel on both sides.
+    # Over sockets each step goes through the operating system's kernel on both sides.
     _link("ethernet-25g", 3.125, 5e-5, "IEEE 802.3by; latency: TCP in one data centre, a round figure of ours"),
     _link("ethernet-10g", 1.25, 5e-5, "IEEE 802.3ae; latency: TCP in one data centre, a round figure of ours"),
     _link("ethernet-1g", 0.125, 1e-4, "IEEE 802.3ab; latency: TCP in one data centre, a round figure of ours"),
@@ -201,17 +202,17 @@ LINKS: Mapping[str, Link] = {link.name: link for link in _LINK_TABLE}
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured on one machine: its device, and its ranks' way to each other where there were several."""
+    """A device with its rates and, if several ranks were measured on it, the link between them."""
 
     device: Device
     link: Link | None = None
 
 
 def this_machine(memory_bytes: int, device_type: str) -> Calibration:
-    """A device of so much memory that computes in every dtype, at no rate that was measured: where memory is asked for.
+    """A device of the given memory whose rates are placeholders, for plans that predict only memory.
 
     Args:
-        memory_bytes: what a rank may use.
+        memory_bytes: bytes that a rank may use.
         device_type: ``"cpu"`` or ``"cuda"``.
     """
     rates = dict.fromkeys(("float32", "bfloat16", "float16"), 1e12)
@@ -219,12 +220,13 @@ def this_machine(memory_bytes: int, device_type: str) -> Calibration:
 
 
 def find_device(text: str, field: str = "gpu") -> Calibration:
-    """The device ``text`` names: a row of `DEVICES`, or the path of a file that `write_calibration` wrote.
+    """Find the device that ``text`` names: a row of `DEVICES`, or the path of a file that `write_calibration` wrote.
 
-    A name may leave out its memory where that is unambiguous, and ``rtx`` and ``tpu``: ``h200``, ``a6000``, ``v5e``.
+    A name may omit the memory if that is unambiguous, and the prefixes ``rtx`` and ``tpu``: ``h200``, ``a6000``,
+    ``v5e``.
 
     Raises:
-        UserError: there is no such device or file; the nearest name is given.
+        UserError: there is no such device or file; the error suggests the nearest name.
     """
     if text.endswith(".json"):
         return read_calibration(text, field)
@@ -242,10 +244,10 @@ def find_device(text: str, field: str = "gpu") -> Calibration:
 
 
 def find_link(text: str, field: str = "network") -> Link:
-    """The link ``text`` names: a row of `LINKS`, or a bandwidth with its unit, with a network's latency.
+    """Find the link that ``text`` names: a row of `LINKS`, or a bandwidth with its unit and a network's latency.
 
     Raises:
-        UserError: neither.
+        UserError: ``text`` is neither.
     """
     name = text.strip().lower().replace("_", "-")
     if name in LINKS:
@@ -264,17 +266,17 @@ def find_link(text: str, field: str = "network") -> Link:
 
 
 def write_calibration(path: str | Path, calibration: Calibration, **extra: Any) -> None:
-    """Write what was measured as JSON; ``extra``: more about it that JSON has words for (environment, spread)."""
+    """Write a calibration as JSON; ``extra``: further JSON values to store, such as the environment and the spread."""
     link = None if calibration.link is None else asdict(calibration.link)
     content = {"format": FORMAT, "device": {**asdict(calibration.device)}, "link": link, **extra}
     Path(path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def read_calibration(path: str | Path, field: str = "gpu") -> Calibration:
-    """What `write_calibration` wrote.
+    """Read a file that `write_calibration` wrote.
 
     Raises:
-        UserError: there is no such file, or it is something else; with ``field``.
+        UserError: there is no such file, or it is damaged or of another kind; the error names ``field``.
     """
     todo = "give a file that `zeroshard bench device` wrote"
     try:

@@ -1,13 +1,15 @@
-"""What replicas that take local steps hold for their meetings, and send at them.
+"""Predicts the memory and traffic of replicas that take local steps (DiLoCo).
 
-With S the padded elements of a rank's shard of all trained buffers, and R replicas:
+Such replicas synchronise every H steps, at a *meeting*: the mean over replicas of the difference between their weights
+and the *anchor*, the last weights that they had in common, becomes the gradient of an outer optimizer with momentum.
+With S the padded elements of a rank's shard of all trained buffers, W ranks in a replica, and R replicas:
 
-    held             8 S bytes: anchor and outer momentum in fp32, at every stage
+    resident         8 S bytes: anchor and outer momentum in fp32, at every stage
     a meeting        all-reduce of the shard over the replicas, w S bytes every H steps; w is the wire's itemsize
-    at stage 0       all-gather of the anchors inside the replica: m P bytes, m the masters' itemsize, P = S W
+    at stage 0       all-gather of the anchors inside the replica: m P bytes, m the master's itemsize, P = S W
 
-Over a link an all-reduce of B bytes among R ranks moves 2 (R - 1) / R B in each direction, and nothing else leaves a
-replica but control messages. So what crosses is 1 / H of an all-reduce of the gradients at each step.
+An all-reduce of B bytes among R ranks moves 2 (R - 1) / R B over a link in each direction, and only control messages
+leave a replica otherwise. So the traffic between replicas is 1 / H of that of all-reducing the gradients at each step.
 
 Douillard et al. 2023, DiLoCo, https://arxiv.org/abs/2311.08105.
 """
@@ -32,16 +34,17 @@ from zeroshard.zero.strategy import SHARD
 
 @dataclass(frozen=True)
 class Meetings:
-    """What meetings cost one rank; all zeros where replicas take each step together.
+    """The cost of meetings for one rank; all zeros if replicas take each step together.
 
     Attributes:
         every: steps from one meeting to the next.
-        outer_bytes: resident: anchor and outer momentum.
-        message_bytes: of the differences that travel at once, at the most.
-        crossing_bytes: of differences on the wire, in ``every`` steps: what an all-reduce over replicas is given.
-        comm_s: seconds that these take, and what follows inside the replica.
-        quantise_s: seconds in which the rank quantises differences and takes them back.
-        exposed_s: of them, those in which computation waits.
+        outer_bytes: resident bytes of anchor and outer momentum.
+        message_bytes: bytes of the largest fragment's difference in flight; 0 without overlap.
+        crossing_bytes: bytes that a rank gives to the all-reduces over replicas, or to the all-to-alls if differences
+            have a block format, in ``every`` steps.
+        comm_s: seconds of these collectives and of those inside the replica that follow, in ``every`` steps.
+        quantise_s: seconds in which the rank quantises and dequantises differences, in ``every`` steps.
+        exposed_s: seconds of ``comm_s`` for which computation waits.
     """
 
     every: int = 1
@@ -54,11 +57,11 @@ class Meetings:
 
     @property
     def held_bytes(self) -> int:
-        """At the fullest moment: with overlap a difference is on its way while a step runs."""
+        """Peak bytes for meetings: with overlap, a difference is in flight while a step runs."""
         return self.outer_bytes + self.message_bytes
 
     def added_to(self, timing: Timing) -> Timing:
-        """``timing`` of a step with its share of the meetings."""
+        """``timing`` of a step plus the step's share of the meetings."""
         return replace(
             timing,
             step_s=timing.step_s + (self.exposed_s + self.quantise_s) / self.every,
@@ -69,7 +72,7 @@ class Meetings:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The fields as a dict, for JSON."""
         return asdict(self)
 
 
@@ -81,17 +84,17 @@ def meetings_of(
     step_s: float,
     device: Device,
 ) -> Meetings:
-    """What meetings come to in ``settings.every`` steps of ``step_s`` seconds each.
+    """The cost of meetings in ``settings.every`` steps of ``step_s`` seconds each.
 
-    A fragment travels while ``overlap_steps`` steps compute, and computation waits for what it takes longer.
+    A fragment's collectives overlap with the computation of ``overlap_steps`` steps; computation waits for the rest.
 
     Args:
-        buffers: of the model, root first, laid out for the ``shard_size``.
-        settings: how replicas meet.
+        buffers: the model's flat buffers, root first, laid out for the ``shard_size``.
+        settings: when and how replicas meet.
         strategy: the row of the stage table inside a replica.
-        cluster: ranks and what joins them.
-        step_s: of a step without a meeting.
-        device: that quantises where differences travel in a format of their own.
+        cluster: the ranks and the links between them.
+        step_s: seconds of a step without a meeting.
+        device: the rank's device, which quantises differences if they have a wire format.
     """
     shard_size = buffers[0].layout.world_size
     num_replicas = cluster.world_size // shard_size
@@ -112,7 +115,7 @@ def meetings_of(
 
 
 def quantising_s(buffers: Sequence[Buffer], settings: LocalSteps, num_replicas: int, device: Device) -> float:
-    """Seconds in which a rank quantises the differences of all fragments, adds up pieces and takes sums back."""
+    """Seconds in which a rank quantises the differences of all fragments, sums received pieces and dequantises sums."""
     form = settings.form
     if form is None or num_replicas == 1:
         return 0.0
@@ -122,23 +125,23 @@ def quantising_s(buffers: Sequence[Buffer], settings: LocalSteps, num_replicas: 
 
 
 def outer_bytes(buffers: Sequence[Buffer]) -> int:
-    """Resident bytes on a rank of anchors and outer momentum; ``buffers`` are laid out for the ``shard_size``."""
+    """Resident bytes of anchors and outer momentum on a rank; ``buffers`` are laid out for the ``shard_size``."""
     return sum(2 * buffer.layout.shard_numel * _wide(buffer.dtype).itemsize for buffer in _trained(buffers))
 
 
 def meeting_messages(
     buffers: Sequence[Buffer], settings: LocalSteps, fragment: int, num_replicas: int, *, whole_masters: bool
 ) -> tuple[list[Message], list[Message]]:
-    """The collectives when a fragment's difference leaves, and when it arrives, in order.
+    """The collectives that send a fragment's difference, and those that complete it when it is due, in order.
 
-    In a block format pieces are exchanged when it leaves, and their sums gathered when it arrives.
+    In a block format, pieces are exchanged when the difference is sent, and their sums gathered when it is due.
 
     Args:
-        buffers: of the model, root first, laid out for the ``shard_size``.
-        settings: how replicas meet.
-        fragment: which.
-        num_replicas: how many there are.
-        whole_masters: whether each rank holds whole masters (stage 0), and there are others in its replica.
+        buffers: the model's flat buffers, root first, laid out for the ``shard_size``.
+        settings: when and how replicas meet.
+        fragment: index of the fragment.
+        num_replicas: number of replicas.
+        whole_masters: whether each rank holds unsharded master weights (stage 0) in a replica of several ranks.
     """
     units = list(dict.fromkeys(["root", *(buffer.unit for buffer in buffers)]))
     leaving: list[Message] = []

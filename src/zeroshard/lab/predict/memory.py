@@ -1,16 +1,18 @@
-"""Bytes of training state on a rank, from shapes and a row of the stage table alone.
+"""Computes the bytes of training state on a rank from shapes and a row of the stage table.
 
-With N elements of a buffer, padded to P = W * S, and itemsizes c (compute), m (master), g (reduction), h (reduced
-gradients: m, or g where that is bfloat16):
+With N elements of a buffer, padded to P = W * S for W shards of S elements, and itemsizes c (compute), m (master), g
+(reduction), h (reduced gradients: m, or g if that is bfloat16):
 
-    params      P c, whole;  S m, sharded, where c is m's dtype, and else nothing between uses; both where weights
-                travel in a wire format and c is m's dtype;  S c more where differences travel;  P c / n of a second
-                copy over n ranks, W q(S) / n of a packed one
-    master      P m or S m by the `optim` column, where compute has another dtype and they are trained; else the weights
-    grads       S h, sharded;  P g, whole, and what the optimizer sees beside it where that is no view of it
-    optimizer   per element of the pieces that the rank owns, without padding; and scalars per piece
+    params      unsharded P c; sharded S m if compute and master have the same dtype, else nothing between uses
+                at stages 1 and 2 with a wire format, S m more if compute and master have the same dtype
+                S c more if differences are sent; P c / n more for a second copy over n ranks, or W q(S) / n with a
+                wire format in which a shard has q(S) bytes
+    master      P m or S m by the `optim` column if compute has another dtype and the parameters are trained; else 0,
+                because the weights are the master
+    grads       sharded S h; unsharded P g, and the reduced gradients that the optimizer reads if they are not a view
+    optimizer   state per element of the pieces that the rank owns, without padding; and scalars per piece
 
-Where an optimizer needs whole tensors, S is the longest shard, and P may be much more than N.
+If an optimizer needs every tensor complete on one rank, S is the longest shard, and P may be much larger than N.
 
 Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054, section 3.1: the 16 bytes for each parameter.
 """
@@ -30,17 +32,17 @@ SCALAR_BYTES = 4  # torch keeps a parameter's step count as one fp32 number
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What an optimizer remembers of a parameter, in its master's dtype.
+    """The state that an optimizer keeps for a parameter, in its master's dtype.
 
     Attributes:
-        num_per_element: tensors as large as the parameter.
-        num_scalars: single numbers.
-        factored: whether the last of those tensors is kept as two, with the last dimension and the last but one gone,
-            where the parameter has two dimensions or more (Shazeer and Stern 2018, Adafactor,
+        num_per_element: number of tensors as large as the parameter.
+        num_scalars: number of scalars.
+        factored: whether, for a parameter of two dimensions or more, the last of those tensors is replaced by two
+            smaller ones, without the last and without the last but one dimension (Shazeer and Stern 2018, Adafactor,
             https://arxiv.org/abs/1804.04235, section 3).
-        bits: of an element of those tensors where they are quantised in blocks; 0: they have the master's dtype.
-        block: elements that share a scale of 4 bytes.
-        least_quantised: elements of the smallest parameter that is quantised.
+        bits: bits of an element if these tensors are quantised in blocks; 0: they have the master's dtype.
+        block: number of elements that share a scale of 4 bytes.
+        least_quantised: number of elements of the smallest parameter that is quantised.
     """
 
     num_per_element: int
@@ -51,16 +53,16 @@ class OptimizerState:
     least_quantised: int = 4096
 
     def numel(self, shape: tuple[int, ...]) -> int:
-        """Elements, without scalars, for a parameter or piece of ``shape``."""
+        """Elements of state, without scalars, for a parameter or piece of ``shape``."""
         numel = math.prod(shape)
         if not self.factored or len(shape) < 2:
             return self.num_per_element * numel
         return (self.num_per_element - 1) * numel + numel // shape[-1] + numel // shape[-2]
 
     def num_bytes(self, shape: tuple[int, ...], itemsize: int, of: int | None = None) -> int:
-        """Bytes, without scalars, for a parameter or piece of ``shape`` whose master has ``itemsize`` bytes each.
+        """Bytes of state, without scalars, for a parameter or piece of ``shape`` whose master has this ``itemsize``.
 
-        ``of``: elements of the parameter that it is a piece of; None: it is all of it.
+        ``of``: elements of the parameter that the piece belongs to; None: ``shape`` is the complete parameter.
         """
         numel = math.prod(shape)
         if not self.bits or (numel if of is None else of) < self.least_quantised:
@@ -68,7 +70,7 @@ class OptimizerState:
         return self.num_per_element * (-(-numel * self.bits // 8) + 4 * -(-numel // self.block))
 
     def bytes_per_element(self, itemsize: int) -> float:
-        """Of a large parameter, on average."""
+        """Average bytes of state per element of a large parameter whose master has this ``itemsize``."""
         each = self.bits / 8 + 4 / self.block if self.bits else itemsize
         return self.num_per_element * each
 
@@ -86,7 +88,7 @@ OPTIMIZER_STATES: dict[str, OptimizerState] = {
     "SGD with momentum": OptimizerState(1),
     "Muon": OptimizerState(1),
     "Adafactor": OptimizerState(1, 1, factored=True),
-    # Chen et al. 2023, https://arxiv.org/abs/2302.06675: momentum alone.
+    # Chen et al. 2023, https://arxiv.org/abs/2302.06675: only momentum.
     "Lion": OptimizerState(1),
     # Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization", https://arxiv.org/abs/2110.02861; blocks and
     # the smallest parameter as in bitsandbytes (blocksize 256, min_8bit_size 4096) and in torchao (4 bits: 128).
@@ -110,21 +112,22 @@ def state_bytes(
 ) -> dict[str, int]:
     """Resident bytes on ``rank``, by category: what `Zero.memory_bytes` counts between a backward and its step.
 
-    Optimizer states are those after the first step. While a unit runs, its full weights and gradients come on top.
+    Optimizer states are those after the first step. While a unit runs, its unsharded weights and gradients come on top.
 
     Args:
-        buffers: of the model, laid out for the world size in question, or the ``shard_size`` where there is one:
-            replicas hold the same. Every trained parameter has a gradient.
-        strategy: the row.
-        rank: which, among those that shard together; ranks differ where padding and borders of parameters fall.
-        optimizer: what it keeps.
+        buffers: the model's flat buffers, laid out for the world size, or for the ``shard_size`` if there is one:
+            replicas hold the same state. Every trained parameter is assumed to have a gradient.
+        strategy: the row of the stage table.
+        rank: this rank's number among those that shard together; ranks differ in padding and in where pieces end.
+        optimizer: the optimizer's state per parameter.
         precision: the dtype policy.
-        whole_optimizer: what another one keeps, of the buffers that keep tensors whole; None: there is no other.
-        num_reductions: how many backwards of a step reduced their gradients; several, where whole gradients
-            accumulate, need a second buffer.
+        whole_optimizer: the state of a second optimizer, for the buffers whose tensors are complete on one rank; None:
+            there is no second optimizer.
+        num_reductions: number of backwards of a step that reduce gradients; several of them need a second buffer if
+            unsharded gradients accumulate.
         leaves: whether sums are exact, see `zeroshard.zero.buffers.leaves`.
-        device_type: ``"cpu"`` or ``"cuda"``: where the optimizer is replicated, parameters are cut at shards on CPUs
-            only, and each piece has scalars of its own.
+        device_type: ``"cpu"`` or ``"cuda"``. A replicated optimizer on CPUs updates parameters in pieces that end where
+            shards do, and each piece has its own scalars.
     """
     precision = precision or MixedPrecision()
     total = {"params": 0, "grads": 0, "master": 0, "optimizer": 0}
@@ -144,7 +147,7 @@ def state_bytes(
 
 
 def _weight_bytes(buffer: Buffer, strategy: ShardingStrategy, rank: int, precision: MixedPrecision) -> tuple[int, int]:
-    """Of a buffer's weights, and of its masters where these have another dtype than the weights."""
+    """Bytes of a buffer's weights, and of its master weights if they have another dtype."""
     layout = buffer.layout
     shard_params, shard_optim = strategy.params is SHARD and layout.world_size > 1, _shards_optim(buffer, strategy)
     compute = precision.compute_dtype(buffer.dtype)
@@ -168,18 +171,18 @@ def _shards_optim(buffer: Buffer, strategy: ShardingStrategy) -> bool:
 
 
 def _updated_numel(buffer: Buffer, strategy: ShardingStrategy, rank: int) -> int:
-    """Elements of a buffer, with padding, that the optimizer of ``rank`` updates."""
+    """Elements of a buffer, padding included, that the optimizer of ``rank`` updates."""
     layout = buffer.layout
     return layout.own_numel(rank) if _shards_optim(buffer, strategy) else layout.padded_numel
 
 
 def _has_format(buffer: Buffer, precision: MixedPrecision) -> bool:
-    """Whether the weights travel in a wire format: what computes is then no view of the masters."""
+    """Whether weights are sent in a wire format; if so, the weights that compute are not a view of the master."""
     return not buffer.exact and precision.weights_format(buffer.dtype) is not None
 
 
 def _copy_bytes(buffer: Buffer, precision: MixedPrecision) -> int:
-    """What a gather between nodes brings of a buffer, of which a second copy keeps a part."""
+    """Bytes that an all-gather between nodes receives for a buffer; each rank keeps a part of them as a second copy."""
     layout, form = buffer.layout, precision.weights_format(buffer.dtype)
     if buffer.exact or form is None:
         return layout.padded_numel * precision.compute_dtype(buffer.dtype).itemsize
@@ -187,7 +190,7 @@ def _copy_bytes(buffer: Buffer, precision: MixedPrecision) -> int:
 
 
 def ema_bytes(buffers: Iterable[Buffer], strategy: ShardingStrategy, rank: int) -> int:
-    """Resident bytes on ``rank`` of a moving average: one number for each that the optimizer updates, unpadded."""
+    """Resident bytes on ``rank`` of a moving average of the weights that its optimizer updates, without padding."""
     total = 0
     for buffer in buffers:
         layout = buffer.layout
@@ -209,7 +212,7 @@ def _grad_bytes(
 
 
 def _exact_bytes(buffer: Buffer, strategy: ShardingStrategy, rank: int, precision: MixedPrecision) -> int:
-    """Two float64 for each element of a rank's shard, and what they are rounded to, where the optimizer reads it."""
+    """Bytes of exact sums: two float64 per element of a rank's shard, and the rounded sum that the optimizer reads."""
     reduced_dtype = precision.reduced_dtype(buffer.dtype)
     wide_bytes = 16 if buffer.dtype.is_complex else 8
     rounded = _updated_numel(buffer, strategy, rank) * reduced_dtype.itemsize
@@ -217,9 +220,9 @@ def _exact_bytes(buffer: Buffer, strategy: ShardingStrategy, rank: int, precisio
 
 
 def _optimizer_bytes(buffer: Buffer, rank: int | None, optimizer: OptimizerState, device_type: str) -> int:
-    """``rank`` None: replicated."""
+    """Bytes of optimizer state for a buffer; ``rank`` None: the optimizer is replicated."""
     layout = buffer.layout
-    if rank is None and layout.longest is None and device_type == "cpu":  # without a loop over the world
+    if rank is None and layout.longest is None and device_type == "cpu":  # computed without a loop over all ranks
         shard_numel = max(layout.part_numel, 1)
         slots = [slot for slot in layout.slots if slot.numel]
         num_pieces = sum(

@@ -1,9 +1,9 @@
-"""A traced micro-batch as data: what is allocated and computed between two events of the engine.
+"""Data types of a traced micro-batch: allocations and operations between two events that hooks report to the engine.
 
 [Note: Alike blocks]
-    Blocks of one kind do the same between the same events, whatever their place, but for the first and the last. So a
-    deep model is traced with few blocks, two neighbours in the middle are compared span by span, and one is repeated.
-    Where they differ, the whole depth is traced.
+    Blocks of one kind do the same between the same events, except for the first and the last block. So a deep model is
+    traced with few blocks, two neighbours in the middle are compared span by span, and one of them is repeated. If they
+    differ, the model is traced at its full depth.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ EventName = Literal[
 
 @dataclass(frozen=True)
 class Event:
-    """What the engine hears.
+    """An event that a hook reports to the engine.
 
     Attributes:
-        name: ``runs_again``: a forward inside backward; ``grad``: a parameter's gradient is there.
-        unit: its place in the order of execution; `ROOT` for the root unit.
-        param: of ``grad``: the parameter's name within the unit.
-        grads_flow: of ``forward_ends``: whether a backward of this call will be told.
-        keep: of ``forward_ends``: nobody will tell when its weights are needed again.
+        name: which event. ``runs_again``: forward is recomputed inside backward; ``grad``: a parameter's gradient is
+            ready.
+        unit: the unit's place in the order of execution; `ROOT` for the root unit.
+        param: for ``grad``, the parameter's name within the unit.
+        grads_flow: for ``forward_ends``, whether the backward of this call will be reported.
+        keep: for ``forward_ends``, whether no hook will report when the weights are needed again.
     """
 
     name: EventName
@@ -48,13 +49,14 @@ class Event:
 
 @dataclass(frozen=True)
 class Span:
-    """From one event to the next: changes of live bytes, their highest point on the way, and the work.
+    """The interval from one event to the next: the change in live bytes, their peak, and the operations.
 
     Attributes:
-        event: with which it begins.
-        kept, temporary: change of bytes, of what is alive when backward begins (activations) and of all else.
-        peak_kept, peak_temporary: the same at the highest point of their sum, relative to the start of the span.
-        work: what is computed, in order.
+        event: the event at which the span begins.
+        kept: change in bytes of storages that are live when backward begins (activations).
+        temporary: change in bytes of all other storages.
+        peak_kept, peak_temporary: the same two changes, from the start of the span to the peak of their sum.
+        work: the operations, in order.
     """
 
     event: Event
@@ -67,13 +69,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Trace:
-    """A micro-batch.
+    """A traced micro-batch.
 
     Attributes:
-        units: names in order of execution.
-        spans: in order.
-        input_bytes: of the arguments and the model's buffers, which are there all along.
-        tokens: elements of the first argument where those are integers, else its rows.
+        units: names of the units in order of execution.
+        spans: the spans in order.
+        input_bytes: bytes of the arguments and the module buffers, which are live throughout.
+        tokens: elements of the first argument if they are integers, else its rows.
     """
 
     units: tuple[str, ...]
@@ -83,7 +85,7 @@ class Trace:
 
     @property
     def activation_bytes(self) -> int:
-        """What forward leaves for backward."""
+        """Bytes that forward keeps for backward."""
         total = 0
         for span in self.spans:
             if span.event.name == "backward_begins":
@@ -93,13 +95,13 @@ class Trace:
 
 
 def repeat_blocks(trace: Trace, num_blocks: int, period: int = 1, *, before: int = 0, after: int = 0) -> Trace | None:
-    """``trace`` of few blocks as one of ``num_blocks``; None where those in the middle are not alike.
+    """Extend the ``trace`` of few blocks to ``num_blocks``; None if the blocks in the middle are not alike.
 
     Args:
-        trace: of 2 ``period`` + 2 blocks or more.
-        num_blocks: a multiple of ``period`` more.
-        period: after how many blocks they are alike again.
-        before, after: units that run before the blocks and after them, an embedding and a head.
+        trace: a trace of 2 ``period`` + 2 blocks or more.
+        num_blocks: number of blocks of the result: those of ``trace`` plus a multiple of ``period``.
+        period: distance between two blocks that are alike.
+        before, after: numbers of units that run before and after the blocks, such as an embedding and a head.
     """
     few = len(trace.units)
     extra = num_blocks - (few - before - after)
@@ -113,7 +115,7 @@ def repeat_blocks(trace: Trace, num_blocks: int, period: int = 1, *, before: int
         for spans in (forward, backward):
             if _moved(spans.get(unit, ()), period) != spans.get(unit + period, []):  # no gradient may reach blocks
                 return None
-    # The last of the repeated ones stands before what came after it, so the old later units move up.
+    # The repeated blocks are inserted after the middle ones, so the units that came after these move up.
     again = (middle[i % period] for i in range(extra))
     old = [*range(before + 1), *middle, *again, *range(before + 1 + period, few)]
     assert len(old) == num_units
@@ -129,7 +131,7 @@ def repeat_blocks(trace: Trace, num_blocks: int, period: int = 1, *, before: int
 
 
 def _by_unit(spans: Sequence[Span]) -> tuple[dict[int, list[Span]], dict[int, list[Span]], list[Span]]:
-    """Spans from the forward of each unit to that of the next, the same backward, and what is before the first."""
+    """The spans by unit: from its forward to the next unit's, the same in backward, and those before the first unit."""
     forward: dict[int, list[Span]] = {}
     backward: dict[int, list[Span]] = {}
     head: list[Span] = []

@@ -1,14 +1,15 @@
-"""One micro-batch's forward and backward on tensors without values: what it allocates, what it computes, and when.
+"""Traces one micro-batch's forward and backward on tensors without values: allocations and operations, in order.
 
-The model runs on tensors that have shapes, dtypes and lifetimes and no memory, so a model of any size takes
-milliseconds a layer: torch's fake tensors, or meta tensors where those serve (`zeroshard.lab.predict.on_meta`). The
-engine's own hooks (`zeroshard.zero.runtime.module_hooks`) tell of the same events that the engine will hear; what
-happens between two of them is a `Span`. A list of spans is all that memory and time are computed from.
+The model runs on tensors that have shapes, dtypes and lifetimes but no memory, so a model of any size takes
+milliseconds per layer. They are torch's fake tensors, or meta tensors if these give the same trace
+(`zeroshard.lab.predict.on_meta`). The engine's own hooks (`zeroshard.zero.runtime.module_hooks`) report the events that
+they will report to the engine in a run. What happens between two events is a `Span`; memory and time are computed from
+the list of spans alone.
 
 [Note: Fake devices]
-    Torch without CUDA has no fake CUDA tensors, so the trace is on the CPU and asks its attention kernel for what it
-    keeps, which is what flash attention keeps on a GPU: queries, keys, values, output and one number a row. Kernels of
-    ours that a GPU would run are told to allocate and launch nothing (`zeroshard.kernels.launch.traced`).
+    Torch without CUDA has no fake CUDA tensors, so the trace runs on the CPU's attention kernel. That one saves for
+    backward what flash attention saves on a GPU: queries, keys, values, output and one number per row. Our own kernels,
+    which a GPU would run, only allocate and launch nothing (`zeroshard.kernels.launch.traced`).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from zeroshard.zero.buffers.partition import UnitSpec, partition
 from zeroshard.zero.buffers.unit_choice import UnitChoice, choose_units
 from zeroshard.zero.runtime.module_hooks import ForwardRun, attach, in_backward
 
-Inputs = Callable[[int], tuple[Any, ...]]  # from the rows of a micro-batch to the model's arguments, on any device
+Inputs = Callable[[int], tuple[Any, ...]]  # from a number of rows to the model's arguments for them, on any device
 
 
 def trace_language_model(
@@ -56,16 +57,16 @@ def trace_language_model(
     cut_by: int = 1,
     blocks_alone: bool = False,
 ) -> Trace:
-    """The trace of one of our models, of any depth; [Note: Alike blocks] in `spans`.
+    """Trace one of our models, of any depth; see [Note: Alike blocks] in `zeroshard.lab.predict.model_spans`.
 
     Args:
-        model: on any device; it is not changed.
-        micro_batch: rows.
+        model: the model, on any device; it is not changed.
+        micro_batch: rows of the micro-batch.
         seq_len: tokens in a row.
         precision: the dtype policy.
         device_type: ``"cpu"``, ``"cuda"`` for the kernels that a GPU would run, or ``"eager"`` for PyTorch's own
-            operations there, which hold all logits.
-        autocast: what `torch.autocast` casts to around forward; None: it is not used.
+            operations on a GPU, which keep all logits in memory.
+        autocast: the dtype that `torch.autocast` casts to in forward; None: it is not used.
         cut_by: ranks of tensor parallelism; the trace is one rank's (`zeroshard.lab.predict.cut`).
         blocks_alone: whether embedding and head stay in the root unit; False: the model's own ``units``.
     """
@@ -74,7 +75,7 @@ def trace_language_model(
         inputs = tokens_and_targets(seq_len)
         return trace_model(model, micro_batch, units, inputs, precision, device_type=device_type, autocast=autocast)
     dtype = next(param.dtype for param in model.parameters())
-    if precision.param_dtype is None and dtype != torch.float32:  # 16-bit weights without masters
+    if precision.param_dtype is None and dtype != torch.float32:  # 16-bit weights without fp32 master weights
         precision = replace(precision, param_dtype=dtype)
     name, changes = nearest_preset(cast("Any", model.config))
     built = (name, tuple(sorted(changes.items())), model.kernels, model.lora, model.eos_id)
@@ -91,19 +92,19 @@ def trace_language_model(
 
 
 def have_the_same(blocks: Iterable[nn.Module]) -> bool:
-    """Whether all of ``blocks`` have parameters of the same names: adapters may be in some of them alone."""
+    """Whether all ``blocks`` have parameters of the same names: adapters may be in only some of them."""
     return len({tuple(name for name, _ in block.named_parameters()) for block in blocks}) == 1
 
 
 def _is_as_built(model: LanguageModel) -> bool:
-    """Whether its parameters are what its configuration and its adapters make them, in one dtype, whichever."""
+    """Whether all parameters have one dtype and those train that a newly built model trains: only adapters, or all."""
     dtype = next(param.dtype for param in model.parameters())
     trained = [is_adapter(name) or model.lora is None for name, _ in model.named_parameters()]
     params = zip(model.parameters(), trained, strict=True)
     return all(param.requires_grad == trains and param.dtype == dtype for param, trains in params)
 
 
-@lru_cache(maxsize=256)  # a plan, and a page of plans, ask for the same micro-batch again and again
+@lru_cache(maxsize=256)  # the rows of a plan, and several plans, ask for the same micro-batch
 def _traced(
     name: str,
     changes: tuple[tuple[str, Any], ...],
@@ -121,7 +122,7 @@ def _traced(
 ) -> Trace:
     with torch.device("meta"):
         model = build_model(name, overrides={**dict(changes), "n_layer": depth}, kernels=kernels, lora=lora)
-    model.eos_id = eos_id  # a mask, and what each block's attention makes of it
+    model.eos_id = eos_id  # the document mask, and the tensors that each block's attention makes of it
     cut(model, cut_by)
     inputs, units = tokens_and_targets(seq_len), list(model.blocks) if blocks_alone else model.units
     without_values = on_meta() if autocast is None and serves(model, precision, device_type) else _fakes()
@@ -129,7 +130,7 @@ def _traced(
 
 
 def tokens_and_targets(seq_len: int) -> Inputs:
-    """The arguments of a language model."""
+    """A function that makes a language model's arguments, tokens and targets, for a number of rows."""
 
     def make(micro_batch: int) -> tuple[Tensor, Tensor]:
         tokens, targets = (torch.zeros(micro_batch, seq_len, dtype=torch.int64) for _ in range(2))
@@ -148,25 +149,25 @@ def trace_model(
     device_type: str = "cpu",
     autocast: torch.dtype | None = None,
 ) -> Trace:
-    """The trace of any module whose output is a loss, or is summed to one.
+    """Trace any module; its outputs that take gradients are summed to a loss.
 
     Args:
-        model: on any device; it is not changed.
-        micro_batch: given to ``inputs``.
+        model: the module, on any device; it is not changed.
+        micro_batch: the number of rows that is given to ``inputs``.
         units: as `zeroshard.Zero` takes them.
         inputs: makes the model's arguments.
         precision: the dtype policy.
-        device_type, autocast: as `trace_language_model`.
+        device_type, autocast: as for `trace_language_model`.
 
     Raises:
-        UserError: no output takes gradients, or forward depends on values.
+        UserError: no output takes gradients, or forward depends on values or has an operation without shape inference.
     """
     return _trace(_fakes(), model, micro_batch, units, inputs, precision, device_type, autocast)
 
 
 @contextmanager
 def _fakes() -> Generator[None]:
-    """Fake tensors; of an operation that knows no shapes the caller says a line, and torch no page."""
+    """Use fake tensors in this block; torch's log of untraceable operations is off, because the caller reports them."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -205,7 +206,7 @@ def _trace(
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 what = f"its forward reads values of tensors ({error.func}), which a trace has not"
                 raise UserError("model", what, "plan the model without that branch") from None
-            except RuntimeError as error:  # an operation that knows no shapes for these dtypes
+            except RuntimeError as error:  # an operation without shape inference for these dtypes
                 if "overflow" in str(error):
                     raise
                 what = f"its forward cannot be traced without values ({next(iter(str(error).splitlines()), '')})"
@@ -233,12 +234,12 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
 def _fake(
     model: nn.Module, units: UnitChoice | None, precision: MixedPrecision
 ) -> tuple[nn.Module, list[nn.Module] | None]:
-    """A copy of ``model`` without values, in the dtypes that compute, and the copies of ``units``."""
+    """A copy of ``model`` without values, in the compute dtypes, and its copies of ``units``."""
     places = {module: name for name, module in model.named_modules()}
     chosen = None if units is None else choose_units(model, units)
     for module in chosen or []:
         if module not in places:
-            partition(model, chosen)  # which says what is wrong with it
+            partition(model, chosen)  # raises an error that says what is wrong with it
     memo: dict[int, Any] = {}
     for param in model.parameters():
         dtype = precision.compute_dtype(param.dtype)
@@ -260,7 +261,7 @@ def _kernels_of(device_type: str, log: _Log) -> Generator[None]:
 
 
 class _Unit:
-    """What `zeroshard.zero.runtime.module_hooks.attach` asks of a unit."""
+    """A stand-in for the engine's `Unit`, with what `zeroshard.zero.runtime.module_hooks.attach` needs of it."""
 
     def __init__(self, spec: UnitSpec, index: int) -> None:
         self.name, self.module, self.index = spec.name, spec.module, index
@@ -272,11 +273,11 @@ class _Unit:
 
 
 class _Log:
-    """The listener: writes down events, allocations and work in the order in which they come."""
+    """The hooks' listener in the engine's place: records events, allocations and operations in order."""
 
     def __init__(self, specs: Sequence[UnitSpec]) -> None:
         self._entries: list[Event | Work | tuple[int, int]] = [Event("start")]
-        self._places: dict[int, int] = {}  # of units, by the order of their first call
+        self._places: dict[int, int] = {}  # each unit's place in the order of first calls
         self._units = [_Unit(spec, index) for index, spec in enumerate(specs)]
         self._pass: object | None = None
         self.forward_run = ForwardRun(0)
@@ -287,7 +288,7 @@ class _Log:
                     param.register_post_accumulate_grad_hook(self._taker(unit, name.removeprefix(f"{unit.name}.")))
 
     def order(self) -> tuple[str, ...]:
-        """Names of units in order of execution; those that did not run come last."""
+        """Names of units in order of execution; units that did not run come last."""
         ran = sorted(self._places, key=lambda index: self._places[index])
         rest = [index for index in range(1, len(self._units)) if index not in self._places]
         return tuple(self._units[index].name for index in (*ran, *rest))
@@ -295,7 +296,7 @@ class _Log:
     # -- what happens -----------------------------------------------------------------------------------------
 
     def heard(self, storage: int, change: int) -> None:
-        """A storage has grown by ``change`` bytes, or shrunk."""
+        """Record that a storage was allocated (``change`` bytes) or freed (negative)."""
         self._entries.append((storage, change))
 
     def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -304,7 +305,7 @@ class _Log:
             self._entries.append(work)
 
     def launched(self, name: str, args: tuple[Any, ...]) -> None:
-        """A kernel of ours: it reads and writes each of its tensors once; the projected loss does more."""
+        """Record one of our kernels: it reads and writes each of its tensors once, except for the projected loss."""
         if name == "linear_cross_entropy":
             self._entries += work_of_projected_loss(*args)
             return
@@ -358,7 +359,7 @@ class _Log:
             place = self._places.setdefault(unit.index, len(self._places))
         self._entries.append(Event(name, place, **details))
 
-    # -- what comes of it -------------------------------------------------------------------------------------
+    # -- the result -------------------------------------------------------------------------------------------
 
     def spans(self) -> Generator[Span]:
         """The entries as spans."""

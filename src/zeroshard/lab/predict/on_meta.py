@@ -1,10 +1,10 @@
-"""Our own models on the meta device as they would run on the CPU: what torch's fake tensors do, in half the time.
+"""Runs our own models on the meta device with the CPU's operations: as torch's fake tensors do, in half the time.
 
-`FakeTensorMode` checks much that our models never do. They ask the device for two things only: which attention kernel
-to use, and in which dtype LayerNorm keeps its statistics. On the meta device torch takes the attention that keeps all
-weights, where the CPU's and a GPU's are fused. So attention is given to the CPU's fused kernel by name, and all else
-runs as it is. `FakeTensorMode` stays the specification of a trace: tests compare the two. Of a whole step it is the
-step with values (`zeroshard.lab.predict.dry_run`).
+`FakeTensorMode` checks much that our models never do. Only two things in them depend on the device: the attention
+kernel, and the dtype in which LayerNorm keeps its statistics. On the meta device torch chooses an attention that keeps
+all attention weights, while a CPU and a GPU use fused kernels. So we call the CPU's fused kernel explicitly, and
+everything else runs unchanged. `FakeTensorMode` stays the specification of a trace, and tests compare the two. The
+specification of a whole step is the same step with values (`zeroshard.lab.predict.dry_run`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from zeroshard.zero import MixedPrecision
 
 
 def serves(model: LanguageModel, precision: MixedPrecision, device_type: str) -> bool:
-    """Whether a trace on the meta device is a trace with fake tensors, for what a model of ours does.
+    """Whether tracing ``model`` on the meta device gives the same trace as with fake tensors.
 
-    Of other models nothing is known: they may ask the device for more. Of ours it is not one with a mask, with dropout,
-    with blocks that run again in backward, or where torch's own LayerNorm computes in a narrow dtype: the CPU's keeps
-    its statistics in that dtype, and the meta device's in fp32.
+    Only our GPT-2 and LLaMA qualify, because other models may depend on the device in more ways. These qualify unless
+    they mask documents, use dropout, recompute blocks in backward, or use torch's own LayerNorm in a 16-bit dtype: the
+    CPU's kernel keeps its statistics in that dtype, and the meta device's in fp32.
     """
     if type(model) not in (GPT2, Llama):
         return False
@@ -41,27 +41,28 @@ def serves(model: LanguageModel, precision: MixedPrecision, device_type: str) ->
 
 @contextmanager
 def on_meta() -> Generator[None]:
-    """Tensors that are made in this block lie on the meta device; attention is the CPU's fused kernel."""
+    """Create tensors on the meta device in this block, and compute attention with the CPU's fused kernel."""
     with torch.device("meta"), _FusedAttention():
         yield
 
 
 def serves_step(model: nn.Module) -> bool:
-    """Whether whole steps of ``model`` after `compute_as_on_cpu` are those of the CPU: ours without a mask."""
+    """Whether ``model`` steps as on the CPU after `compute_as_on_cpu`: it does if it is ours and masks no documents."""
     return type(model) in (GPT2, Llama) and model.eos_id is None
 
 
 def compute_as_on_cpu(model: LanguageModel) -> None:
-    """Have a model's modules ask for the CPU's kernels, in place; in what backward computes again too.
+    """Make a model's modules use the CPU's kernels, in place, also when backward recomputes them.
 
-    Functions are watched inside of each module's forward, for torch watches none of those that a backward calls.
+    The `TorchFunctionMode` is entered inside each module's forward, because one around the whole step would not be
+    active in the forwards that backward calls.
     """
     for module in _outermost(model, set(model.blocks)):
         module.forward = partial(_watched, module.forward)
 
 
 def _outermost(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
-    """Modules inside of blocks, and those outside of them that hold none."""
+    """Yield the outermost modules that neither are nor contain a block: inside of blocks and outside of them."""
     for child in module.children():
         if child in blocks or not blocks.isdisjoint(child.modules()):
             yield from _outermost(child, blocks)
@@ -75,9 +76,10 @@ def _watched(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def fuse_dropout(model: LanguageModel) -> None:
-    """Have attention keep what a GPU's fused kernels keep where it drops weights, in place: the seed, and no scores.
+    """Make attention with dropout keep what a GPU's fused kernels keep, in place: no attention scores.
 
-    The CPU has no such kernel: there torch computes all scores. What dropping adds to such a kernel's time is left out.
+    The CPU has no fused kernel with dropout, and torch would compute all scores there. So attention runs without
+    dropout, and the time that dropout adds to a GPU's kernel is not counted.
     """
     if any(_drops(module) for module in model.modules()):
         for module in _outermost(model, set(model.blocks)):
@@ -124,7 +126,7 @@ def _attention(
     *,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention` where `serves` holds."""
+    """`torch.nn.functional.scaled_dot_product_attention` by the CPU's fused kernel: no mask, no dropout."""
     assert attn_mask is None
     assert dropout_p == 0.0
     assert enable_gqa or query.shape[1] == key.shape[1]
@@ -133,7 +135,7 @@ def _attention(
 
 
 class _OnCpu(TorchFunctionMode):
-    """Attention without dropout, and LayerNorm in a narrow dtype, as the CPU has them."""
+    """Use the CPU's kernels for attention without dropout and for LayerNorm in a 16-bit dtype."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -154,7 +156,7 @@ def _layer_norm(
 
 
 class _NarrowLayerNorm(torch.autograd.Function):
-    """LayerNorm whose statistics have the dtype of its input, as the CPU's kernel keeps them."""
+    """LayerNorm that saves its statistics in the dtype of its input, as the CPU's kernel does."""
 
     @staticmethod
     def forward(

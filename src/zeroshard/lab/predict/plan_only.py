@@ -1,23 +1,27 @@
-"""What other trainers do and zeroshard does not, as far as a plan can say what it would come to; and fp8.
+"""Estimates of techniques that plans support but zeroshard's trainer does not: offloading, tensor, context and pipeline
+parallelism. Also fp8, which the trainer has.
 
-Each is an estimate from a formula of its source, laid over a step that is planned exactly:
+Each estimate applies a formula from the literature to a step that is otherwise planned exactly:
 
-    fp8          products inside blocks take `FP8_TIME` of their time: torchao's float8 with tensorwise scales trains
-                 Llama 3 8B on 8 H100 1.25 times as fast (docs.pytorch.org/ao, "Quantized Training"). Activations,
-                 weights and messages stay in 16 bits. `zeroshard train --dtype fp8` does that.
-    offload      masters, states and gradients are the host's. Gradients go there as they are reduced, the host updates,
-                 and weights come back: max(n / u, 2 copies over PCIe), u = `HOST_ADAM_PER_S` parameters a second of a
-                 node's processors. Ren et al. 2021, "ZeRO-Offload", https://arxiv.org/abs/2101.06840.
-    tensor       t ranks share each product; 2 all-reduces of the residual stream for a block and direction, which
-                 nothing hides. Shoeybi et al. 2019, "Megatron-LM", https://arxiv.org/abs/1909.08053, section 3.
-                 Norms and the residual stream are not sharded, as sequence parallelism would have it. An adapter adds
-                 an all-reduce of its rank's numbers a token (`zeroshard.lab.predict.cut`).
-    context      c ranks share a sequence; each gathers all keys and values in forward and backward, and their gradients
-                 are reduced and scattered: torchtitan's "allgather". Grattafiori et al. 2024, "The Llama 3 Herd of
-                 Models", https://arxiv.org/abs/2407.21783, section 3.3.2.
-    pipeline     p stages of equally many blocks, one forward and one backward in turns (1F1B): m micro-batches take
-                 (m + p - 1) / m of their time, and the first stage keeps the activations of min(m, p). Narayanan et
-                 al. 2021, https://arxiv.org/abs/2104.04473, section 2.2. Each stage is counted with embedding and head.
+    fp8          matrix products inside blocks take `FP8_TIME` of their time: torchao's float8 with tensorwise scales
+                 trains Llama 3 8B on 8 H100 1.25 times as fast (docs.pytorch.org/ao, "Quantized Training").
+                 Activations, weights and collectives stay in 16 bits. `zeroshard train --dtype fp8` does this.
+    offload      master weights, optimizer states and gradients are in host memory. Gradients are copied there as they
+                 are reduced, the host updates, and weights are copied back: max(n / u, 2 copies over PCIe), with u =
+                 `HOST_ADAM_PER_S` parameters per second of a node's processors. Ren et al. 2021, "ZeRO-Offload",
+                 https://arxiv.org/abs/2101.06840.
+    tensor       t ranks share each matrix product; 2 all-reduces of the residual stream per block and direction, which
+                 do not overlap with computation. Norms and the residual stream are not sharded, unlike with sequence
+                 parallelism. An adapter adds an all-reduce of its inner activations, ``rank`` numbers per token
+                 (`zeroshard.lab.predict.cut`). Shoeybi et al. 2019, "Megatron-LM", https://arxiv.org/abs/1909.08053,
+                 section 3.
+    context      c ranks share a sequence; each all-gathers all keys and values in forward and backward, and their
+                 gradients are reduce-scattered: torchtitan's "allgather". Grattafiori et al. 2024, "The Llama 3 Herd
+                 of Models", https://arxiv.org/abs/2407.21783, section 3.3.2.
+    pipeline     p stages of equally many blocks that alternate one forward and one backward (1F1B): m micro-batches
+                 take (m + p - 1) / m of their time, and the first stage keeps the activations of min(m, p). Each stage
+                 is counted with embedding and head. Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, section
+                 2.2.
 """
 
 from __future__ import annotations
@@ -60,13 +64,13 @@ HOST_LINKS |= {"nvlink4-h800": "pcie5", "nvlink3-a800": "pcie4", "xgmi4": "pcie5
 
 @dataclass(frozen=True)
 class PlanOnly:
-    """Settings that a plan takes and no run of ours has.
+    """Settings of a plan for techniques that zeroshard's trainer does not have, except for ``fp8``.
 
     Attributes:
-        optimizer_in_backward: each unit is updated as soon as its gradients are reduced, and they are freed.
-        offload: ``optimizer``: masters and states are the host's.
-        tensor_parallel, context_parallel, pipeline_parallel: ranks that share one replica of the model in that way.
-        fp8: products of blocks in 8 bits: the one that zeroshard has.
+        optimizer_in_backward: whether each unit is updated as soon as its gradients are reduced, which are then freed.
+        offload: ``optimizer``: master weights and optimizer states are in host memory.
+        tensor_parallel, context_parallel, pipeline_parallel: number of ranks that share one copy of the model this way.
+        fp8: whether blocks compute matrix products in 8 bits, which zeroshard's trainer can do.
     """
 
     optimizer_in_backward: bool = False
@@ -78,23 +82,23 @@ class PlanOnly:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that work on the same rows."""
+        """Number of ranks that work on the same rows."""
         return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
 
     @property
     def named(self) -> tuple[str, ...]:
-        """Those that are used and that zeroshard does not do, by their flags."""
+        """The settings in use that zeroshard's trainer does not have, by their flags."""
         found = ["optimizer_in_backward"] if self.optimizer_in_backward else []
         found += ["offload"] if self.offload != "none" else []
         sizes = ("tensor_parallel", "context_parallel", "pipeline_parallel")
         return (*found, *(f"{name} {getattr(self, name)}" for name in sizes if getattr(self, name) > 1))
 
     def check(self, world_size: int, device: Device) -> None:
-        """Raise UserError for what cannot be.
+        """Raise UserError if the settings are impossible or contradict each other.
 
         Args:
-            world_size: all GPUs.
-            device: one of them.
+            world_size: number of all GPUs.
+            device: the device of each.
         """
         for name in ("tensor_parallel", "context_parallel", "pipeline_parallel"):
             value = getattr(self, name)
@@ -119,15 +123,15 @@ class PlanOnly:
 
 
 def _computes_in_8_bits(name: str) -> bool:
-    """Of a device by its name in the table, or by the one that its driver reports."""
+    """Whether a device has fp8 products, by its name in the table or the one that its driver reports."""
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
     return any(words.issuperset(each.split("-")) for each in FP8_DEVICES)
 
 
 def with_rates(step: Step, beside: PlanOnly, vocab_size: int) -> Step:
-    """``step`` with what its operations cost where `PlanOnly.fp8` or ``context_parallel`` change it.
+    """``step`` with the cost of its operations changed for `PlanOnly.fp8` and ``context_parallel``.
 
-    ``vocab_size``: by which the products of the head are known, which stay in 16 bits; 0: there is none.
+    ``vocab_size``: identifies the products of the head, which stay in 16 bits; 0: the model has no head.
     """
     if not beside.fp8 and beside.context_parallel == 1:
         return step
@@ -142,7 +146,7 @@ def with_rates(step: Step, beside: PlanOnly, vocab_size: int) -> Step:
 
 
 def pipelined(step: Step, beside: PlanOnly, num_micro: int, kept_bytes: int) -> Step:
-    """``step`` with what the first stage of a pipeline keeps of further micro-batches, ``kept_bytes`` of each."""
+    """``step`` with the activations, ``kept_bytes`` each, that the first pipeline stage keeps of more micro-batches."""
     more = min(num_micro, beside.pipeline_parallel) - 1
     if not more:
         return step
@@ -161,7 +165,7 @@ def _changed(action: Compute, beside: PlanOnly, vocab_size: int, known: dict[int
 
 
 def _work(work: Work, beside: PlanOnly, vocab_size: int) -> Work:
-    if work.attention:  # queries are a rank's own, keys are everybody's
+    if work.attention:  # a rank's own queries, with the keys of all ranks
         times = beside.context_parallel
         batch, queries, keys, width = work.shape
         return replace(work, flops=work.flops * times, shape=(batch, queries, keys * times, width))
@@ -172,15 +176,15 @@ def _work(work: Work, beside: PlanOnly, vocab_size: int) -> Work:
 
 @dataclass(frozen=True)
 class Stream:
-    """What parallel ranks send each other: the residual stream of one micro-batch, and keys and values of a block.
+    """Bytes that model-parallel ranks exchange: a micro-batch's residual stream, and a block's keys and values.
 
     Attributes:
-        residual_bytes: rows x a rank's tokens x width.
-        kv_bytes: rows x all tokens x 2 x width of keys.
-        num_blocks: of a rank's.
+        residual_bytes: bytes of rows x a rank's tokens x width.
+        kv_bytes: bytes of rows x all tokens x 2 x width of keys.
+        num_blocks: number of a rank's blocks.
         recomputes: whether blocks run forward twice.
-        adapter_bytes: rows x a rank's tokens x the rank of adapters.
-        adapters: that are summed over the ranks of a tensor, in forward and in backward.
+        adapter_bytes: bytes of rows x a rank's tokens x the adapters' inner width (LoRA rank).
+        adapters: number of adapters whose inner activations tensor-parallel ranks sum, in forward and in backward.
     """
 
     residual_bytes: int
@@ -191,7 +195,7 @@ class Stream:
     adapters: tuple[int, int] = (0, 0)
 
     def tensor_s(self, all_reduce_s: Callable[[int], float]) -> float:
-        """What the ranks of a tensor wait for each other in a micro-batch, by what an all-reduce of bytes takes."""
+        """Seconds of tensor-parallel all-reduces in a micro-batch; ``all_reduce_s`` maps bytes to seconds."""
         forward, backward = self.adapters
         inner = (1 + self.recomputes) * forward + backward
         found = (4 + 2 * self.recomputes) * self.num_blocks * all_reduce_s(self.residual_bytes)
@@ -208,17 +212,17 @@ def more_seconds(
     cluster: Cluster,
     num_micro: int,
 ) -> dict[str, float]:
-    """Seconds of a step that come on top, by what they are for; nothing hides them.
+    """Seconds that these techniques add to a step, by setting; they do not overlap with computation.
 
     Args:
-        beside: what is laid over the step.
-        step: of a rank.
-        timing: of that step alone.
-        stream: of a micro-batch; None where no ranks share one.
-        device: of the rank.
-        places: ranks that share out states and rows, the GPUs of a tensor and of a pipeline as one: those of a context
-            are neighbours among them.
-        cluster: all GPUs, and their links: those of a tensor are neighbours.
+        beside: the settings.
+        step: a rank's step.
+        timing: the times of that step without them.
+        stream: the exchange between model-parallel ranks for a micro-batch; None without model parallelism.
+        device: the rank's device.
+        places: the ranks that share states and rows, in which the GPUs of one tensor-parallel and pipeline-parallel
+            group count as one; context-parallel ranks are consecutive.
+        cluster: all GPUs and their links; tensor-parallel ranks are consecutive.
         num_micro: micro-batches of a step.
     """
     tensor, context, stages = beside.tensor_parallel, beside.context_parallel, beside.pipeline_parallel
@@ -242,7 +246,7 @@ def more_seconds(
 
 
 def _host_s(step: Step, device: Device, cluster: Cluster) -> float:
-    """Of the host's update and its copies; a copy in 16 bits each way of what a rank owns."""
+    """Seconds of the host's update or of its copies, whichever is longer: 16 bits each way per element of a rank."""
     link = LINKS[HOST_LINKS.get(device.link, device.link or "pcie4")]
     numel = step.offloaded_numel
     on_node = min(cluster.ranks_per_node, cluster.world_size)
@@ -250,7 +254,7 @@ def _host_s(step: Step, device: Device, cluster: Cluster) -> float:
 
 
 def with_seconds(timing: Timing, more: dict[str, float]) -> Timing:
-    """``timing`` with what comes on top, as exposed."""
+    """``timing`` with these seconds added as exposed communication."""
     if not more:
         return timing
     total = sum(more.values())

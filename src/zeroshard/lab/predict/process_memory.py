@@ -1,23 +1,24 @@
-"""What a process on a GPU holds beside the tensors that the engine and the model allocate.
+"""Predicts the memory of a GPU process besides the tensors that the engine and the model allocate.
 
-    context     the CUDA context and its libraries, outside of torch's allocator. An A100 of 39.5 GiB: 14.25 GiB in use,
-                of which torch had allocated 12.87 and reserved 0.89 (TianheWu/CoSeR, issue 10).
-    nccl        buffers of a communicator, outside of the allocator as well. 4 A100 with NVLink: 544 MB for a group of
-                two, 688 MB for more, alike for each further group (NVIDIA/nccl, issue 964); 8 H100: 1.06 GB with the
-                context, PyTorch's own left out (NVIDIA/nccl, issue 1685).
-    workspace   of cuBLAS, in the allocator: 32 MiB on Hopper and later, 8 MiB before (PyTorch's default).
-    logits      what the loss keeps of all logits beyond what the model's trace has, by how it is computed.
-    compiled    code that a compiler has fused keeps more of a block than kernels that were written for it. But it does
-                not keep what a block's last product gave, as selective recomputation does, because backward does not
-                read it (saved tensors of a block of ours, counted through torch.compile).
-    freed       pieces of gradients that were freed after the update. A shard is smaller than most activations, so none
-                of these lies there; whole gradients leave room that is used again.
-    fragments   what the allocator has reserved and nothing lies in, a share of what comes and goes.
+    context     the CUDA context and its libraries, outside of torch's allocator. On an A100 of 39.5 GiB 14.25 GiB were
+                in use, of which torch had allocated 12.87 and reserved 0.89 more (TianheWu/CoSeR, issue 10).
+    nccl        buffers of a communicator, also outside of the allocator. 4 A100 with NVLink: 544 MB for a group of two,
+                688 MB for a larger one, and the same again for each further group (NVIDIA/nccl, issue 964); 8 H100:
+                1.06 GB with the context, PyTorch's own left out (NVIDIA/nccl, issue 1685).
+    workspace   cuBLAS's workspace, in the allocator: 32 MiB on Hopper and later, 8 MiB before (PyTorch's default).
+    logits      logits that the loss keeps beyond those in the model's trace; depends on how the loss is computed.
+    compiled    torch.compile keeps more activations of a block than hand-written kernels. But it does not keep the
+                output of a block's last product, which selective recomputation keeps, because backward does not read it
+                (counted in the saved tensors of one of our blocks through torch.compile).
+    freed       sharded gradients that were freed after the update. Most activations are larger than a shard and do not
+                fit into the gap that it leaves; the gap of unsharded gradients is used again.
+    fragments   memory that the allocator has reserved and that no tensor uses: a share of the memory that is allocated
+                and freed during a step.
 
-The allocator's peak (`torch.cuda.max_memory_allocated`) has workspace, logits and compiled; what it has reserved
-(`max_memory_reserved`) freed and fragments as well; the card (`nvidia-smi`) has context and NCCL on top. The figures
-are fitted to the calibration set of ``benchmarks/published/`` or were measured by those who are named;
-docs/plan-accuracy.md has how far they are from other runs. Nothing of it enters the engine's own exact account.
+`torch.cuda.max_memory_allocated` includes workspace, logits and compiled; `max_memory_reserved` also freed and
+fragments; `nvidia-smi` also context and NCCL. The figures are fitted to the calibration set of
+``benchmarks/published/``, or come from the named reports; docs/plan-accuracy.md compares them with other runs. None of
+them enters the exact count of the engine's own memory.
 """
 
 from __future__ import annotations
@@ -33,29 +34,31 @@ CONTEXT_BYTES = 2**29
 NCCL_PAIR_BYTES, NCCL_BYTES = 544 * 10**6, 688 * 10**6
 WORKSPACE_BYTES = dict.fromkeys(("h100", "h200", "b200", "b300", "gb200", "gb300"), 2**25)
 USUAL_WORKSPACE_BYTES = 2**23
-# Reserved over allocated bytes, less states: nanotron's logs of LLaMA-1B on 8 H100 (huggingface.co/nanotron/old_bench:
-# dp-2 tp-4 and dp-4 tp-2 with micro-batches of 8, dp-2 tp-2 pp-2 with 1): 1.06, 1.02, 1.13.
+# From the ratio of reserved to allocated bytes, both without training state, in nanotron's logs of LLaMA-1B on 8 H100
+# (huggingface.co/nanotron/old_bench: dp-2 tp-4 and dp-4 tp-2 with micro-batches of 8, dp-2 tp-2 pp-2 with 1): 1.06,
+# 1.02, 1.13.
 FRAGMENTS = 0.06
-# Predicted / published peaks of the validation set of ``benchmarks/published/``: four of five runs lie between.
+# Ratio of predicted to published peaks on the validation set of ``benchmarks/published/``: four of five runs lie in
+# this range.
 SPREAD = (0.97, 1.10)
 STATES = ("params", "master", "grads", "optimizer")
-# Bytes of a logit where a loss is compiled apart from the model: PyTorch 2.5 to 2.7, lightning-thunder's runs of
+# Bytes per logit if the loss is compiled separately from the model: PyTorch 2.5 to 2.7, lightning-thunder's runs of
 # LitGPT with full recomputation in ``benchmarks/published/thunder.toml``: 7.2, 8.6, 8.7.
 COMPILED_LOGIT_BYTES = 8
-# A plain loss: in backward the logarithm of softmax in fp32, its gradient, and the gradient of the fp32 logits. The
-# 16-bit logits were freed by then, and are too small a piece for any of these.
+# Bytes per logit of a plain loss: in backward the log-softmax in fp32, its gradient, and the gradient of the fp32
+# logits. The 16-bit logits are freed by then, and the gap that they leave is too small for any of these.
 PLAIN_LOGIT_BYTES, PLAIN_LOGIT_HOLE_BYTES = 12, 2
-KEPT_BY_COMPILED = 0.08  # of activations; the same runs without recomputation
+KEPT_BY_COMPILED = 0.08  # additional activations, as a share; from the same runs without recomputation
 
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """Bytes, by what they are for; the module's docstring says what each is.
+    """Bytes by purpose; the module's docstring explains each.
 
     Attributes:
-        context, nccl: outside of torch's allocator.
-        workspace, logits, compiled: allocated; the last may be negative.
-        freed, fragments: reserved, and nothing lies in them.
+        context, nccl: bytes outside of torch's allocator.
+        workspace, logits, compiled: allocated bytes; the last may be negative.
+        freed, fragments: bytes that are reserved but unused.
     """
 
     context: int = 0
@@ -68,21 +71,21 @@ class ProcessMemory:
 
     @property
     def total(self) -> int:
-        """Bytes beside the engine's account."""
+        """All bytes that come on top of the engine's and the model's tensors."""
         return self.context + self.nccl + self.reserved
 
     @property
     def allocated(self) -> int:
-        """Of them, what ``torch.cuda.max_memory_allocated`` would show."""
+        """Bytes of these that ``torch.cuda.max_memory_allocated`` would include."""
         return self.workspace + self.logits + self.compiled
 
     @property
     def reserved(self) -> int:
-        """Of them, what ``torch.cuda.max_memory_reserved`` would show."""
+        """Bytes of these that ``torch.cuda.max_memory_reserved`` would include."""
         return self.allocated + self.freed + self.fragments
 
     def as_dict(self) -> dict[str, int]:
-        """By the names that a plan's JSON has; NCCL's are a row's ``comm_buffers``."""
+        """The bytes under their names in a plan's JSON, without NCCL's, which a row has as ``comm_buffers``."""
         return {
             "cuda_context": self.context,
             "cublas_workspace": self.workspace,
@@ -95,15 +98,15 @@ class ProcessMemory:
 
 @dataclass(frozen=True)
 class Process:
-    """What a process trains, as far as its memory goes.
+    """The facts about a training process that its memory depends on.
 
     Attributes:
         num_logits: tokens of a micro-batch times the vocabulary; 0 for a model that is no language model.
-        group_sizes: ranks of each group that it communicates in.
-        own_loss: whether the trace has our own loss, which keeps a chunk of the logits, and not all of them.
-        shards_grads: whether gradients are shards between a backward and the update.
+        group_sizes: number of ranks of each group that the process communicates in.
+        own_loss: whether the trace has our own loss, which keeps only a chunk of the logits at a time.
+        shards_grads: whether gradients are sharded between a backward and the update.
         recomputes: whether blocks recompute activations.
-        unread_bytes: of activations that are kept and that backward does not read.
+        unread_bytes: bytes of activations that are kept although backward does not read them.
     """
 
     num_logits: int = 0
@@ -126,7 +129,7 @@ SOURCES: Mapping[str, str] = {
 
 
 def process_memory(step: Step, device: Device, software: Software, what: Process) -> ProcessMemory:
-    """Of a process that does ``step``, by ``software`` on ``device``; nothing on a CPU."""
+    """The memory of a process that runs ``step`` with ``software`` on ``device``; all zeros unless that is a GPU."""
     if device.device_type != "cuda":
         return ProcessMemory()
     kept_bytes, hole_bytes = _logit_bytes(software, own_loss=what.own_loss)
@@ -154,7 +157,7 @@ def process_memory(step: Step, device: Device, software: Software, what: Process
 
 
 def _logit_bytes(software: Software, *, own_loss: bool) -> tuple[int, int]:
-    """Bytes of a logit that the loss has allocated beside the trace, and those that it leaves unused."""
+    """Bytes per logit that the loss allocates beyond the trace, and those of a gap that stays unused."""
     loss = software.loss or ("compiled" if software.impl == "compile" else "chunked" if own_loss else "plain")
     if loss == "plain":
         return (PLAIN_LOGIT_BYTES if own_loss else 0), PLAIN_LOGIT_HOLE_BYTES

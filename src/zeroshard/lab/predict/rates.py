@@ -1,25 +1,25 @@
-"""What a GPU sustains while it trains, by the shape of an operation; below what its data sheet says, and by how much.
+"""The rates that a GPU sustains while it trains, by the shape of an operation: a share of its data sheet's rates.
 
-    product m x n x k      tiles of tm x tn, one a core at a time:  waves  tm tn 2 (k + K) / rate of a core
+    product m x n x k      tiles of tm x tn, one per core at a time:  waves  tm tn 2 (k + K) / rate of a core
     attention              FLOPs / (peak  share  width(d)  T / (T + T0))
-    all else               bytes / (memory's rate  share), and no less than the start of a kernel
+    all else               bytes / (memory's rate  share), and no less than a kernel's launch
 
-*Tiles.* cuBLAS cuts a product into tiles, and cores take one each: a last wave that fills few of them takes as long as
-a full one. It is taken to choose the tile, and into how many parts to cut k, that are fastest. K is the start and the
-end of a tile, in steps of k. NVIDIA, "Matrix Multiplication Background User's Guide", sections on tile and wave
-quantisation; Osama et al. 2023, "Stream-K", https://arxiv.org/abs/2301.03598.
+*Tiles.* cuBLAS cuts a product into tiles, and each core computes one: a last wave that occupies few cores takes as long
+as a full one. We assume that cuBLAS chooses the fastest tile, and the fastest number of parts to cut k into. K is the
+start and the end of a tile, in steps of k. NVIDIA, "Matrix Multiplication Background User's Guide", sections on tile
+and wave quantisation; Osama et al. 2023, "Stream-K", https://arxiv.org/abs/2301.03598.
 
-*Attention* by kernel, direction, width of a head and length, on an H100: Shah et al. 2024, "FlashAttention-3",
-https://arxiv.org/abs/2407.08608, figures 5 and 6. FlashAttention-2 forward under a causal mask at a width of 128: 191,
-260, 298, 319, 333, 335 TFLOP/s at 512, 1k, ... 16k tokens; backward without one 214, 260, 291, 310, 318, 322. A width
-of 64 has 0.81 of that forward (299 of 370, no mask) and 0.90 backward (291 of 322). On an A100 FlashAttention-2 has
-50 to 73 % of the peak (Dao 2023, https://arxiv.org/abs/2307.08691).
+*Attention* depends on kernel, direction, head width and sequence length. On an H100: Shah et al. 2024,
+"FlashAttention-3", https://arxiv.org/abs/2407.08608, figures 5 and 6. FlashAttention-2 forward under a causal mask at a
+head width of 128: 191, 260, 298, 319, 333, 335 TFLOP/s at 512, 1k, ... 16k tokens; backward without a mask: 214, 260,
+291, 310, 318, 322. A head width of 64 has 0.81 of that rate forward (299 of 370, no mask) and 0.90 backward (291 of
+322). On an A100 FlashAttention-2 reaches 50 to 73 % of the peak (Dao 2023, https://arxiv.org/abs/2307.08691).
 
-*Power.* Below its limit's clock a chip's power goes with the cube of its clock (P = C V^2 f, V with f), so a limit of
-500 of 700 W leaves (5 / 7)^(1/3) of the rate of products.
+*Power.* While a power limit lowers a chip's clock, its power grows with the cube of the clock (P = C V^2 f, with V
+proportional to f). So a limit of 500 of 700 W leaves (5 / 7)^(1/3) of the rate of products.
 
 *The rest* (`Sustained.matmul`, ``memory``, ``beside``; flash-1) is fitted to the calibration set of
-``benchmarks/published/`` alone. How far times are then from those that nothing was fitted to: docs/plan-accuracy.md.
+``benchmarks/published/`` only. docs/plan-accuracy.md compares the resulting times with runs that nothing was fitted to.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from zeroshard.profiling.devices import Device
 Impl = Literal["eager", "compile", "kernels"]
 Attention = Literal["flash-1", "flash-2", "flash-3", "cudnn"]
 Loss = Literal["chunked", "compiled", "plain"]
-# Rows and columns of a tile, and what it reaches of the largest one's rate: smaller ones load more for each FLOP.
+# Rows and columns of a tile, and its share of the largest tile's rate: smaller tiles load more bytes per FLOP.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.75), (64, 128, 0.75))
 K_PARTS = (1, 2, 4, 8)
 K_START = 128  # steps of k that the start and the end of a tile take
-WIDTHS = {32: (0.65, 0.72), 64: (0.81, 0.90), 128: (1.0, 1.0), 256: (0.81, 0.81)}  # forward, backward
-ATTENTION_HALF = 300  # tokens at which a causal attention has half its rate
+WIDTHS = {32: (0.65, 0.72), 64: (0.81, 0.90), 128: (1.0, 1.0), 256: (0.81, 0.81)}  # head width: forward, backward
+ATTENTION_HALF = 300  # tokens at which causal attention reaches half of its rate on long sequences
 
 
 @dataclass(frozen=True)
 class Software:
-    """Who computes.
+    """The kernels that compute.
 
     Attributes:
         impl: ``eager`` (torch, operation by operation), ``compile`` (torch.compile), ``kernels`` (fused by hand).
-        attention: which fused kernel.
-        loss: how logits become a loss: in chunks, by code that was compiled apart from the model, or by torch's plain
-            operations; None: as ``impl`` has it.
+        attention: the fused attention kernel.
+        loss: how the loss is computed from logits: ``chunked``; ``compiled``, by code that is compiled separately from
+            the model; or ``plain``, by torch's operations. None: as ``impl`` implies.
     """
 
     impl: Impl = "kernels"
@@ -62,14 +62,15 @@ class Software:
 
 @dataclass(frozen=True)
 class Sustained:
-    """One kind of device.
+    """The sustained rates of one kind of device.
 
     Attributes:
         num_cores: streaming multiprocessors or compute units.
-        matmul: of the data sheet's FLOP/s, what large products sustain.
-        attention: of the same by kernel, forward and backward: a width of 128, long sequences.
-        memory: of the memory's rate, what operations on each element sustain.
-        beside: of a second with a collective under way, how much of it computation loses: cores and bandwidth.
+        matmul: share of the data sheet's FLOP/s that large matrix products sustain.
+        attention: share of the data sheet's FLOP/s by kernel, forward and backward, at a head width of 128 on long
+            sequences.
+        memory: share of the memory's bandwidth that elementwise operations sustain.
+        beside: share of a collective's duration that overlapping computation loses to it, in cores and bandwidth.
         fitted: whether runs on such a device are in the calibration set.
     """
 
@@ -92,11 +93,12 @@ SUSTAINED: Mapping[str, Sustained] = {
     "a100": Sustained(108, 0.765, {"flash-1": (0.375, 0.30), "flash-2": (0.65, 0.55)}, 0.75, 0.10),
     "h100": Sustained(132, 0.605, _HOPPER, 0.75, 0.10),
     "h200": Sustained(132, 0.665, _HOPPER, 0.75, 0.10),
-    # One run, of which not all is said: Llama 3 8B on 8 of them, FSDP, compiled, micro-batches of 4, 410 TFLOP/s of the
-    # model (ROCm/TransformerEngine, issue 79), taken to be sequences of 4,096. FlashAttention-2 at an H100's FLOP/s.
+    # From one run that is only partly documented: Llama 3 8B on 8 MI300X, FSDP, compiled, micro-batches of 4, 410
+    # TFLOP/s of the model (ROCm/TransformerEngine, issue 79); we assume sequences of 4,096 tokens. FlashAttention-2 is
+    # assumed to reach an H100's FLOP/s.
     "mi300x": Sustained(304, 0.35, {"flash-2": (0.26, 0.248)}, 0.75, 0.10, fitted=False),
-    # No run was read of these: of a peak, what the chip before sustains; of an MI325X's products as much more as large
-    # ones reach there (Bekman's table: 0.604 and 0.514), and an MI355X's as an MI325X's.
+    # We found no run on these. They get the MI300X's shares, except that an MI325X's products get a larger one, in the
+    # ratio of the shares that large products reach in Bekman's table (0.604 and 0.514), and so do an MI355X's.
     "mi325x": Sustained(304, 0.41, {"flash-2": (0.26, 0.248)}, 0.75, 0.10, fitted=False),
     "mi355x": Sustained(256, 0.41, {"flash-2": (0.26, 0.248)}, 0.75, 0.10, fitted=False),
     "b200": Sustained(148, 0.515, _BLACKWELL, 0.75, 0.10),
@@ -104,24 +106,25 @@ SUSTAINED: Mapping[str, Sustained] = {
     "gb200": Sustained(152, 0.515, _BLACKWELL, 0.75, 0.10, fitted=False),
     "gb300": Sustained(152, 0.515, _BLACKWELL, 0.75, 0.10, fitted=False),
 }
-# Seconds of host time that an operation takes to be issued: computation cannot be faster than its host.
+# Seconds in which the host issues an operation: computation cannot be faster than its host.
 HOST_S: Mapping[Impl, float] = {"eager": 8e-6, "compile": 4e-6, "kernels": 4e-6}
 
 
-# Predicted / published tokens/s on the validation set of ``benchmarks/published/``: four of five runs lie between. The
-# second is of devices that no published run calibrates: what the first edition of this table came to, and AMD's.
+# Ratio of predicted to published tokens/s on the validation set of ``benchmarks/published/``: four of five runs lie in
+# this range. The second range is for devices that no published run calibrates: that of this table's first version, and
+# of AMD's devices.
 SPREAD, SPREAD_UNCALIBRATED = (0.91, 1.12), (0.85, 1.60)
 
 
 def spread(device: Device) -> tuple[float, float]:
-    """How far a predicted rate is from a published one: least and most; nothing where rates were measured."""
+    """The range of predicted over published rates on such a device; (1, 1) if the device's rates were measured."""
     if device.sustained and SUSTAINED[device.sustained].fitted:
         return SPREAD
     return SPREAD_UNCALIBRATED if device.device_type != "cpu" and device.matmul_share < 1 else (1.0, 1.0)
 
 
 def sustained_s(work: Work, device: Device, attention: Attention = "flash-2") -> tuple[float, str]:
-    """Seconds of one operation on a device of `SUSTAINED`, and what limits it: ``flops``, ``bytes`` or ``kernels``."""
+    """Seconds of one operation on a device of `SUSTAINED`, and its limit: ``flops``, ``bytes`` or ``kernels``."""
     rates = SUSTAINED[device.sustained]
     peaks = device.matmul_flops_per_s
     peak = (peaks.get(work.dtype) or peaks.get("float32") or max(peaks.values())) * device.clock_share
@@ -138,7 +141,7 @@ def sustained_s(work: Work, device: Device, attention: Attention = "flash-2") ->
 
 
 def product_s(work: Work, core_flops_per_s: float, num_cores: int) -> float:
-    """Seconds of a product of matrices, from its shape."""
+    """Seconds of a matrix product, from its shape."""
     factor = work.flops / max(2 * math.prod(work.shape), 1)  # an operation may stand for several such products
     return factor * _tiled_s(work.shape, core_flops_per_s, num_cores)
 
@@ -157,7 +160,7 @@ def _tiled_s(shape: tuple[int, ...], core_flops_per_s: float, num_cores: int) ->
 
 
 def attention_share(shape: tuple[int, ...], *, backward: bool = False) -> float:
-    """Of the rate at a width of 128 on endless sequences, what this shape reaches."""
+    """Share that this shape reaches of the rate at a head width of 128 on infinitely long sequences."""
     _, queries, keys, width = shape
     padded = next((each for each in WIDTHS if width <= each), max(WIDTHS))
     tokens = max(min(queries, keys), 1)

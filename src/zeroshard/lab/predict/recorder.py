@@ -1,8 +1,8 @@
-"""Every allocation that operations make, every end of one, and every operation, in order: what a trace is made of.
+"""Reports every allocation, every free and every operation in order; traces are recorded with it.
 
-A storage begins with the first operation that returns a tensor on it, and ends when its last reference goes. What an
-operation takes and gives back within itself is not seen. `zeroshard.profiling.memory` measures by the same rules, and
-shares no code with this: predictions are held against it.
+A storage counts as allocated from the first operation that returns a tensor on it, and as freed when its last reference
+is gone. Memory that an operation allocates and frees inside itself is not seen. `zeroshard.profiling.memory` measures
+by the same rules, but shares no code with this module, because predictions are tested against it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-Heard = Callable[[int, int], None]  # which storage, and its change in bytes
+Heard = Callable[[int, int], None]  # called with a storage's number and its change in bytes
 Ran = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
 
 
 class StorageEvents(TorchDispatchMode):
-    """Tells of each change of live bytes in this block.
+    """Reports each allocation and free of a storage in this block.
 
     Args:
-        heard: called with a number for each storage and the bytes by which it grew, or shrank where negative.
+        heard: called with the storage's number and its bytes, which are negative if it is freed.
         ran: called after each operation, with the operator, its arguments and its result.
     """
 
@@ -35,17 +35,17 @@ class StorageEvents(TorchDispatchMode):
         self._next = 0
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
-        """These were there before; their ends are not told either."""
+        """Report neither the allocation nor the free of these tensors' storages: they existed before."""
         for tensor in tensors:
             self._know(tensor.untyped_storage(), silent=True)
 
     def number_of(self, tensor: Tensor) -> int:
-        """Of the tensor's storage; 0 where none was told of it."""
+        """The number of the tensor's storage; 0 if the storage is not known."""
         return self._numbers.get(tensor.untyped_storage()._cdata, (0,))[0]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: torch would import its compiler, in a second, to keep it away from each call of the method below."""
+        """Return False: otherwise torch imports its compiler (1 s) only to disable it in `__torch_dispatch__`."""
         return False
 
     def __torch_dispatch__(

@@ -1,14 +1,14 @@
-"""One training step as the engine would take it: what it computes, sends, waits for and holds, in order.
+"""Predicts one training step: the computation, collectives, waits and memory of one rank, in order.
 
-A traced micro-batch (`zeroshard.lab.predict.model_trace`) says what the model computes and allocates between the events
-that the engine hears of. What the engine does at each event is written down while it does it
-(`zeroshard.lab.predict.engine`). Laid together they are the step, of which memory is a running sum and time a
-simulation (`zeroshard.lab.predict.timeline`).
+Two recordings are merged. A trace of a micro-batch (`zeroshard.lab.predict.model_trace`) has what the model computes
+and allocates between the events that its hooks report to the engine. A recording of the engine
+(`zeroshard.lab.predict.engine`) has what the engine does at each of these events. Memory is then a running sum over the
+merged step, and time comes from a simulation of it (`zeroshard.lab.predict.timeline`).
 
 [Note: Many micro-batches]
-    A backward ends with waiting for all that it sent, so micro-batches of a step follow each other with nothing under
-    way between them. The first may refresh weights and the last may be the only one to reduce; those between them are
-    alike, and one of them stands for all.
+    A backward ends by waiting for every collective that it issued, so no collective is in flight between two
+    micro-batches of a step. The first micro-batch may refresh weights and the last may be the only one to reduce
+    gradients. All others are alike, so one of them is recorded and stands for all.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def step_of(
     settings: Settings,
     whole_optimizer: OptimizerState | None = None,
 ) -> Step:
-    """The step of one rank: the third one or a later one, when all states and buffers are there.
+    """Predict a step of one rank: the third step or a later one, when all states and buffers exist.
 
     Args:
-        trace: of a micro-batch.
-        buffers: of the model, root first, laid out for the ranks that shard together.
-        optimizer: what it keeps.
-        settings: of the engine.
+        trace: the trace of a micro-batch.
+        buffers: the model's flat buffers, root first, laid out for the ranks that shard together.
+        optimizer: the optimizer's states.
+        settings: the engine's settings.
         whole_optimizer: as `zeroshard.lab.predict.memory.state_bytes` takes it.
     """
     resident, host_bytes = _resident(buffers, optimizer, settings, whole_optimizer)
@@ -90,9 +90,9 @@ def least_bytes(
     settings: Settings,
     whole_optimizer: OptimizerState | None = None,
 ) -> int:
-    """What the fullest moment of that step has at least, without running an engine; arguments as of `step_of`.
+    """A lower bound of that step's peak memory, without running the engine; arguments as for `step_of`.
 
-    Weights, masters, states, and the activations: what is gathered and reduced comes on top.
+    Counts weights, master weights, optimizer states and activations; gathered weights and gradients come on top.
     """
     resident, _ = _resident(buffers, optimizer, settings, whole_optimizer)
     live = fullest = 0
@@ -108,7 +108,7 @@ def _resident(
     settings: Settings,
     whole_optimizer: OptimizerState | None,
 ) -> tuple[dict[str, int], int]:
-    """Bytes that outlive a step: on the device by category, and those that a plan offloads to the host."""
+    """Bytes that stay resident between steps: on the device by category, and those that a plan offloads to the host."""
     resident = state_bytes(
         buffers,
         settings.strategy,
@@ -124,10 +124,11 @@ def _resident(
 
 
 def _offloaded(resident: dict[str, int], buffers: Sequence[Buffer], settings: Settings) -> tuple[dict[str, int], int]:
-    """What stays on the device where the host has masters, states and reduced gradients; and the host's bytes.
+    """Split resident bytes into the device's, by category, and the host's, which has master weights, optimizer states
+    and reduced gradients.
 
-    Ren et al. 2021, "ZeRO-Offload", https://arxiv.org/abs/2101.06840, section 4. A rank that frees unsharded weights
-    keeps its shard in the dtype that computes.
+    A rank that frees unsharded weights keeps its shard on the device in the compute dtype. Ren et al. 2021,
+    "ZeRO-Offload", https://arxiv.org/abs/2101.06840, section 4.
     """
     host, kept = resident["optimizer"], dict(resident, master=0, optimizer=0)
     for buffer, numel in _seen(buffers, settings):
@@ -139,15 +140,17 @@ def _offloaded(resident: dict[str, int], buffers: Sequence[Buffer], settings: Se
 
 
 class _Ledger:
-    """Writes down actions and memory."""
+    """Records a rank's actions in order, and its live bytes by category after each."""
 
     def __init__(
         self, resident: dict[str, int], trace: Trace, *, frees_grads: bool = False, on_cpu: bool = False
     ) -> None:
-        """``resident``: what outlives a step; gradients come by themselves.
+        """Start with the bytes that are resident between steps.
 
-        ``frees_grads``: of two buffers of gradients the elder one goes when a third comes.
-        ``on_cpu``: nothing is computed while Python takes a gradient from autograd; a GPU is behind its host then.
+        ``resident``: these bytes by category; gradients are left out, because the engine's recording allocates them.
+        ``frees_grads``: keep at most two gradient buffers: the older one is freed when a third is allocated.
+        ``on_cpu``: count the time in which Python takes a gradient from autograd as computation. On a GPU it costs
+        nothing, because the host runs ahead of the device.
         """
         self._on_cpu = on_cpu
         self._grads: deque[int] | None = deque() if frees_grads else None
@@ -163,7 +166,7 @@ class _Ledger:
         self._phase: Phase = "forward"
 
     def micro_batch(self, spans: Sequence[Span], told: Sequence[Sequence[EngineAction]]) -> list[Action]:
-        """Forward and backward: at each event first what the engine does, then what the model does."""
+        """Return the actions of a forward and a backward: at each event first the engine's, then the model's."""
         actions: list[Action] = []
         for span, done in zip(spans, told, strict=True):
             event = span.event
@@ -185,7 +188,7 @@ class _Ledger:
         return actions
 
     def update(self, temporary: int) -> None:
-        """The optimizer steps, beside so many bytes of its own."""
+        """Account for the optimizer's step, which allocates ``temporary`` bytes for its duration."""
         self._place, self._phase = "root", "optimizer"
         if temporary and self._live + temporary > self.peak.total:
             self.peak = self._moment(0, temporary)
@@ -224,7 +227,7 @@ _PHASES: dict[str, Phase] = {"forward_begins": "forward", "backward_begins": "ba
 
 
 def _widened_bytes(buffers: Sequence[Buffer], settings: Settings) -> int:
-    """Of the copies of a buffer's gradients, where they are narrower than an optimizer reads them; the largest's."""
+    """Bytes of the largest buffer's gradients copied to the master's dtype; 0 if no optimizer needs such a copy."""
     if settings.fused_copies or settings.offloads or settings.frees_grads:
         return 0
     largest = 0
@@ -235,7 +238,7 @@ def _widened_bytes(buffers: Sequence[Buffer], settings: Settings) -> int:
 
 
 def _seen(buffers: Sequence[Buffer], settings: Settings) -> list[tuple[Buffer, int]]:
-    """The trained buffers, and how many of their elements a rank's optimizer updates, with padding."""
+    """The trained buffers, each with the number of elements (padding included) that this rank's optimizer updates."""
     shard_optim = settings.strategy.optim is SHARD and _num_shards(buffers) > 1
     trained = (buffer for buffer in buffers if buffer.trained)
     rank = settings.rank
@@ -243,7 +246,7 @@ def _seen(buffers: Sequence[Buffer], settings: Settings) -> list[tuple[Buffer, i
 
 
 def _update(buffers: Sequence[Buffer], optimizer: OptimizerState, settings: Settings) -> Iterator[Action]:
-    """The norm, clipping and the optimizer's step."""
+    """Actions of the gradient norm, clipping and the optimizer's step."""
     num_shards = _num_shards(buffers)
     shard_optim = settings.strategy.optim is SHARD and num_shards > 1
     seen, precision = _seen(buffers, settings), settings.precision
@@ -259,15 +262,15 @@ def _update(buffers: Sequence[Buffer], optimizer: OptimizerState, settings: Sett
         yield from passes(1)
         if seen and shard_optim:
             yield from _control(-2, "all_gather", 8 * (settings.leaves or num_shards), num_shards)
-    if settings.clips and not settings.fused_copies:  # gradients are scaled in a pass of its own
+    if settings.clips and not settings.fused_copies:  # scaling gradients is a separate pass
         yield from passes(2)
     if settings.offloads:
         return
-    # It reads gradient, master and states, and writes all but the gradient.
+    # The update reads gradient, master and states, and writes all but the gradient.
     for buffer, numel in seen:
         master, reduced = buffer.dtype.itemsize, precision.reduced_dtype(buffer.dtype).itemsize
         each = reduced + 2 * (master + optimizer.bytes_per_element(master))
-        if reduced != master and not settings.fused_copies:  # a wide copy is made, and read
+        if reduced != master and not settings.fused_copies:  # a wide copy is written, and read
             each += 2 * master
         each += settings.fused_copies * precision.compute_dtype(buffer.dtype).itemsize
         yield _updating(Work(0, round(each * numel), dtype_name(buffer.dtype)))

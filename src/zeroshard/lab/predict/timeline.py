@@ -1,14 +1,15 @@
-"""How long a step takes: one rank's actions laid out in time, by a small discrete-event simulation.
+"""Predicts how long a step takes: a small discrete-event simulation of one rank's actions.
 
-There are two clocks, and they are the engine's on a GPU: the stream that computes, and for each group of ranks the one
-on which collectives run one after the other. A collective begins when what was computed before it is done and the one
-before it is over; a wait holds computation until it ends, and what it holds it for is *exposed* communication. On a
-CPU the cores that compute move the bytes too: a link that was measured says for how many seconds of computation a
-collective takes the cores away, and while it is under way what is computed beside it goes on with the rest of them.
+As in the engine on a GPU, there is a stream that computes, and for each group of ranks a stream on which collectives
+run one after the other. A collective starts when the computation issued before it is done and the previous collective
+of its stream has ended. A wait blocks computation until its collective ends; that time is *exposed* communication. On a
+CPU the same cores compute and move bytes: a measured link has the seconds of computation that a collective costs, and
+while it is in flight, overlapping computation continues with the remaining share of the cores.
 
 An operation takes the longest of its FLOPs over the device's rate, its bytes over the memory's, and the least time of a
-kernel, which on a CPU comes on top: nobody issues the next one meanwhile (Williams et al. 2009, "Roofline",
-https://doi.org/10.1145/1498765.1498785). What a collective takes: `zeroshard.lab.predict.cluster`.
+kernel (Williams et al. 2009, "Roofline", https://doi.org/10.1145/1498765.1498785). On a CPU the least time of a kernel
+is added instead, because no operation is issued while another runs. `zeroshard.lab.predict.cluster` has the time of a
+collective.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ from zeroshard.lab.predict.hardware import Device
 from zeroshard.lab.predict.rates import HOST_S, SUSTAINED, Attention, Software, sustained_s
 from zeroshard.lab.predict.work import Work
 
-# Fitted, see docs/plan-accuracy.md: of a collective's latency, which grows with its ranks, what computation waits for
-# although it runs beside.
+# Share of a collective's latency, which grows with its ranks, by which overlapping computation is delayed nevertheless.
+# Fitted, see docs/plan-accuracy.md.
 LATENCY_HELD = 0.1
 
 
 @dataclass(frozen=True)
 class TimedSpan:
-    """What happens from ``start_s`` to ``end_s``, seconds from the start of the step: ``compute``, ``comm`` or
-    ``wait``; ``name``: of a collective, its operation and buffer.
+    """An interval of ``compute``, ``comm`` or ``wait`` from ``start_s`` to ``end_s``, in seconds from the step's start.
+
+    ``name``: of a collective its operation and buffer, of a wait its key in `Timing.exposed_by`, else empty.
     """
 
     kind: Literal["compute", "comm", "wait"]
@@ -47,18 +49,18 @@ class TimedSpan:
 
 @dataclass
 class Timing:
-    """A step's time.
+    """The predicted times of a step.
 
     Attributes:
-        step_s: from the first operation of its first forward to the end of the optimizer's step.
-        compute_s: of that, seconds in which the rank computes; the rest is ``exposed_s``.
-        comm_s: seconds in which collectives run, hidden or not.
-        exposed_s: seconds in which computation stands still for them.
-        bound_s: seconds of computation by what limits them: ``flops``, ``bytes``, ``kernels`` (their least time) or
-            ``wire`` (quantising what travels).
-        wire_s: seconds in which the rank quantises and dequantises, beside computation too.
-        exposed_by: seconds by unit, kind and phase: ``blocks.3/weights/backward``, as runs report them.
-        spans: of one micro-batch of each kind and the update, in order; empty unless they were asked for.
+        step_s: seconds from the first operation of the first forward to the end of the optimizer's step.
+        compute_s: seconds of these in which the rank computes; the rest is ``exposed_s``.
+        comm_s: seconds in which collectives run, overlapped or not.
+        exposed_s: seconds for which computation waits for collectives (exposed communication).
+        bound_s: seconds of computation by their limit: ``flops``, ``bytes``, ``kernels`` (the least time of a kernel)
+            or ``wire`` (conversion to and from a wire format).
+        wire_s: seconds in which the rank quantises and dequantises, including those that overlap with computation.
+        exposed_by: exposed seconds by unit, kind and phase: ``blocks.3/weights/backward``, as runs report them.
+        spans: intervals of one micro-batch of each kind and of the update, in order; empty unless requested.
     """
 
     step_s: float = 0.0
@@ -74,7 +76,7 @@ class Timing:
 def simulate(
     step: Step, device: Device, cluster: Cluster, *, software: Software | None = None, with_spans: bool = False
 ) -> Timing:
-    """Lay ``step`` out in time; ``software``: who computes, on a device of which more than rates is known."""
+    """Simulate ``step``; ``software``: the kernels that compute, used only on a device of `SUSTAINED`."""
     clock = _Clock(device, cluster, software or Software(), with_spans=with_spans)
     for actions, times in step.parts:
         if actions and times:
@@ -83,7 +85,7 @@ def simulate(
 
 
 def operation_s(work: Work, device: Device, attention: Attention = "flash-2") -> tuple[float, str]:
-    """Seconds of one operation, and what limits it: ``flops``, ``bytes``, ``kernels`` or, of what travels, ``wire``."""
+    """Seconds of one operation, and its limit: ``flops``, ``bytes``, ``kernels`` or, for a conversion, ``wire``."""
     if work.conversion:
         return conversion_s(work, device), "wire"
     if device.sustained:
@@ -101,8 +103,10 @@ def operation_s(work: Work, device: Device, attention: Attention = "flash-2") ->
 
 
 def _on_cpu_s(work: Work, device: Device, flops_s: float, bytes_s: float) -> float:
-    """Nobody issues the next operation while one runs; and a product's factors come from memory, where those of a
-    calibration, which takes the same product again and again, lie in a cache.
+    """Seconds of an operation on a CPU.
+
+    The least time of a kernel is added, because no operation is issued while another runs. A product's bytes are added
+    too: its factors come from memory, while the calibration repeats one product whose factors are in the cache.
     """
     if work.num_hooks:
         return work.num_hooks * device.hook_s
@@ -111,13 +115,13 @@ def _on_cpu_s(work: Work, device: Device, flops_s: float, bytes_s: float) -> flo
 
 
 class _Running:
-    """A collective under way, with what its stream computes before it."""
+    """A collective in flight, with the computation that runs before it on its own stream."""
 
     def __init__(self, issue: Issue, seconds: float, slowing_s: float) -> None:
         self.issue = issue
-        self.seconds = seconds  # while nobody computes
-        self.beside_s = max(seconds, slowing_s)  # while somebody does
-        self.share = slowing_s / self.beside_s if slowing_s else 0.0  # of the cores, which it takes from who does
+        self.seconds = seconds  # its duration while the rank computes nothing
+        self.beside_s = max(seconds, slowing_s)  # its duration while the rank computes
+        self.share = slowing_s / self.beside_s if slowing_s else 0.0  # share of the cores that computation loses to it
         self.left = 1.0
         self.start_s = 0.0
 
@@ -134,7 +138,7 @@ class _Clock:
         self._compute_s = self._comm_s = self._exposed_s = self._wire_s = 0.0
         self._bound: defaultdict[str, float] = defaultdict(float)
         self._exposed_by: defaultdict[str, float] = defaultdict(float)
-        self._streams: dict[bool, deque[_Running]] = {False: deque(), True: deque()}  # by whether replicas talk
+        self._streams: dict[bool, deque[_Running]] = {False: deque(), True: deque()}  # by `Issue.replicas`
         self._running: dict[int, _Running] = {}
         self._known: dict[int, tuple[tuple[Work, ...], float, Mapping[str, float]]] = {}
         self._spans: list[TimedSpan] = []
@@ -199,17 +203,17 @@ class _Clock:
         message = action.message
         cost = self._cluster.fastest(message.op, message.num_bytes, message.world_size, replicas=action.replicas)
         slowing_s = self._cluster.slowing_s(message) or self._beside_s(cost)
-        # Quantising takes the device from what is computed beside it.
+        # Quantising slows overlapping computation by its full duration.
         wire_s = self._seconds(action.work)[0] if action.work else 0.0
         self._wire_s += wire_s
         running = _Running(action, cost.seconds + wire_s, slowing_s + wire_s)
-        running.start_s = self._now  # later if others are before it
+        running.start_s = self._now  # later if others are queued before it
         self._running[action.number] = running
         self._streams[action.replicas].append(running)
         self._comm_s += cost.seconds
 
     def _beside_s(self, cost: CollectiveCost) -> float:
-        """What computation loses beside a collective; ranks that are late hold it up by its latency."""
+        """Seconds that overlapping computation loses to a collective; late ranks delay it by a share of its latency."""
         return self._beside * cost.seconds + LATENCY_HELD * cost.held_s if self._beside else 0.0
 
     def _wait(self, action: Wait) -> None:
@@ -228,7 +232,7 @@ class _Clock:
             self._note("wait", action.unit, action.phase, kind, start, self._now)
 
     def _expose(self, running: _Running, phase: str, seconds: float) -> str:
-        """Count ``seconds`` without computation for ``running``, under the name that is returned."""
+        """Add ``seconds`` to the exposed communication of ``running``; returns the key that they are counted under."""
         message = running.issue.message
         kind = message.buffer if running.issue.control else f"{message.buffer}/{message.phase}/{phase}"
         if seconds:
@@ -237,7 +241,7 @@ class _Clock:
         return kind
 
     def _pass(self, seconds: float, *, computing: bool) -> None:
-        """Let time pass, in which each stream's collectives go on one after the other."""
+        """Advance the clock by ``seconds``, in which each stream's collectives run one after the other."""
         end = self._now + seconds
         for stream in self._streams.values():
             at = self._now
@@ -245,7 +249,7 @@ class _Clock:
                 running = stream[0]
                 whole = running.beside_s if computing else running.seconds
                 over = at + running.left * whole
-                if over > end + 1e-12:  # of a second: rounding leaves no crumbs
+                if over > end + 1e-12:  # tolerance for rounding errors, in seconds
                     running.left -= (end - at) / whole
                     break
                 at, running.left = over, 0.0

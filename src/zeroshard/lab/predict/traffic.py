@@ -1,17 +1,17 @@
-"""What a rank sends and receives in one training step, message by message, before anything has run.
+"""Predicts the collectives of one training step of a rank, one by one.
 
-The engine itself is asked (`zeroshard.lab.predict.engine`), by the events of a model of which nothing is known but its
-units. With P the padded bytes of all buffers and M micro-batches, the totals are those of the stage table:
+The engine itself issues them (`zeroshard.lab.predict.engine`), on the events of a model of which only the units are
+known. With P the padded bytes of all buffers and M micro-batches, the totals are those of the stage table:
 
     stage 0     all-reduce P
     stage 1     reduce-scatter P, all-gather P
     stage 2     reduce-scatter M P, all-gather P
     stage 3     reduce-scatter M P, all-gather M (2 P - root - last unit - embedding)
 
-With R replicas, of state sharded over W / R ranks, these are what travels among the ranks that shard together; and each
-reduce-scatter is followed by an all-reduce of the shard, P R / W bytes, over the replicas.
+With R replicas, state is sharded over W / R ranks. The table then counts the traffic among the ranks that shard
+together, and each reduce-scatter is followed by an all-reduce of the shard, P R / W bytes, over the replicas.
 
-Control messages (which parameters were used, the norm) are a few bytes a step and not part of it.
+Control messages (which parameters were used, the norm) are a few bytes per step and are not counted.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ def messages(
     flows: Sequence[bool] | None = None,
     leaves: int | None = None,
 ) -> list[Message]:
-    """The collectives of a step that follows another, in the order of issue.
+    """The collectives of any step but the first, in the order of issue.
 
-    It holds for a model that calls each unit once, in the order of ``buffers``.
+    The result is right for a model that calls each unit once, in the order of ``buffers``.
 
     Args:
-        buffers: of the model, root first, laid out for the world size in question, or the ``shard_size`` where there
+        buffers: the model's flat buffers, root first, laid out for the world size, or for the ``shard_size`` if there
             is one.
-        strategy: the row.
+        strategy: the row of the stage table.
         precision: the dtype policy.
         num_micro: micro-batches of the step.
         accumulate: as `Zero` takes it.
-        prefetch: as `Zero` takes it; it moves messages and adds none.
-        uniform_order: of the communicator.
-        num_replicas: ranks that hold the same shard: the world size by ``shard_size``.
+        prefetch: as `Zero` takes it; it changes the order of collectives and adds none.
+        uniform_order: the communicator's `zeroshard.comm.Communicator.uniform_order`.
+        num_replicas: number of ranks that hold the same shard: the world size divided by ``shard_size``.
         flows: for each unit but the root, whether a backward goes through it; None: through all of them.
         leaves: as `Zero` takes them.
     """
@@ -78,7 +78,7 @@ def messages(
 
 
 def flows_of(buffers: Iterable[Buffer]) -> list[bool]:
-    """`messages`' ``flows`` where nothing that runs before the units is trained: from the first unit that is."""
+    """The ``flows`` of `messages` if nothing before the units is trained: True from the first trained unit on."""
     trained: dict[str, bool] = {}
     for buffer in buffers:
         if buffer.unit != "root":
@@ -87,7 +87,7 @@ def flows_of(buffers: Iterable[Buffer]) -> list[bool]:
 
 
 def _events(flows: Sequence[bool]) -> Iterator[Event]:
-    """Of a micro-batch in which each unit runs once; a reduction needs no gradient."""
+    """Events of a micro-batch in which each unit runs once, without ``grad`` events: reductions do not need them."""
     yield Event("forward_begins")
     for place, flow in enumerate(flows):
         yield Event("forward_begins", place)
@@ -102,7 +102,7 @@ def _events(flows: Sequence[bool]) -> Iterator[Event]:
 
 
 def bytes_by_op(found: Iterable[Message]) -> dict[str, int]:
-    """Bytes by operation."""
+    """Bytes of the collectives in ``found``, by operation."""
     total: Counter[str] = Counter()
     for message in found:
         total[message.op] += message.num_bytes
@@ -110,7 +110,7 @@ def bytes_by_op(found: Iterable[Message]) -> dict[str, int]:
 
 
 def bytes_of_step(step: Step) -> dict[str, int]:
-    """`bytes_by_op` of ``step``, which may have more micro-batches than there is memory to list their messages."""
+    """As `bytes_by_op`, for all of ``step``; it works for more micro-batches than a list of collectives could hold."""
     total: Counter[str] = Counter()
     for actions, times in step.parts:
         for op, num_bytes in bytes_by_op(sent(actions)).items() if times else ():
@@ -119,20 +119,20 @@ def bytes_of_step(step: Step) -> dict[str, int]:
 
 
 def num_messages(step: Step) -> int:
-    """Collectives of a step, without control messages."""
+    """Number of collectives of a step, without control messages."""
     return sum(times * len(sent(actions)) for actions, times in step.parts)
 
 
 @dataclass(frozen=True)
 class OnLink:
-    """What a rank's step sends by one operation among so many ranks, without control messages.
+    """A rank's collectives of one operation and group size in a step, without control messages.
 
     Attributes:
-        op: of `Message`.
-        num_ranks: that take part.
-        link: ``within a node``, or ``between nodes`` where any of the bytes leave the node.
-        count: collectives of a step.
-        num_bytes: of their whole buffers.
+        op: the operation, as in `Message`.
+        num_ranks: number of ranks that take part.
+        link: ``within a node``, or ``between nodes`` if any of the bytes leave the node.
+        count: number of such collectives in a step.
+        num_bytes: bytes of their unsharded buffers together.
     """
 
     op: str
@@ -143,7 +143,7 @@ class OnLink:
 
 
 def bytes_by_link(step: Step, cluster: Cluster) -> tuple[OnLink, ...]:
-    """Bytes by operation, ranks and link, in the order in which the step first sends them."""
+    """Bytes by operation, number of ranks and link, in the order in which the step first uses them."""
     found: dict[tuple[str, int, str], list[int]] = {}
     for actions, times in step.parts:
         for action in actions:

@@ -1,4 +1,4 @@
-"""What an operation costs: its FLOPs and the bytes that it reads and writes, from shapes alone."""
+"""The cost of an operation: its FLOPs and the bytes that it reads and writes, computed from shapes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from zeroshard.kernels.linear_cross_entropy import VOCAB_MULTIPLE
 
 @dataclass(frozen=True)
 class Work:
-    """One operation: its FLOPs, the bytes that it reads and writes, the dtype that it computes in.
+    """One operation: its FLOPs, the bytes that it reads and writes, and the dtype that it computes in.
 
     Attributes:
-        shape: of a product of matrices ``(batch, m, n, k)``, k being summed over; of fused attention
-            ``(batch x heads, queries, keys, width of a head)``; empty for all else.
-        attention, backward: whether it is a fused attention kernel, and whether that one's backward.
-        num_gelus: elements of which it takes the GELU by tanh, or its derivative; on a CPU that outlasts its bytes.
-        num_hooks: parameters whose gradients are handed to the engine, in Python: it is then no operation, and on a CPU
-            takes `Device.hook_s` for each.
-        conversion: of what travels, as ``int8 quantise``: `zeroshard.lab.predict.conversions`; empty for all else.
-        numel, num_calls: elements of a conversion, and in how many calls it is done.
+        shape: ``(batch, m, n, k)`` of a matrix product that sums over k; ``(batch x heads, queries, keys, head width)``
+            of fused attention; empty for all other operations.
+        attention: whether it is a fused attention kernel.
+        backward: whether it is the backward of a fused attention kernel.
+        num_gelus: elements of a tanh GELU or of its derivative, which on a CPU can take longer than its memory traffic.
+        num_hooks: parameters whose gradients are handed to the engine in Python. Such a `Work` is not an operation; on
+            a CPU it takes `Device.hook_s` per parameter.
+        conversion: the conversion to or from a wire format, as ``int8 quantise``; empty for all other operations. See
+            `zeroshard.lab.predict.conversions`.
+        numel, num_calls: elements of a conversion, and the number of calls that convert them.
     """
 
     flops: int
@@ -47,14 +49,14 @@ _GELUS = {_aten.gelu, _aten.gelu_backward}
 
 
 def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Work | None:
-    """What an operator costs; None for one that only looks at memory in another way, or reserves it."""
+    """The cost of an operator call; None for one that only makes a view or allocates memory."""
     if func in _FREE or func.is_view:
         return None
     packet = func._overloadpacket
     outputs = list(_tensors((result,)))
     inputs = list(_tensors((*args, *kwargs.values())))
     mutable = func._schema.is_mutable
-    if not outputs and mutable:  # one over a list gives nothing back
+    if not outputs and mutable:  # an in-place operator over a list returns nothing
         outputs = list(_tensors(args[:1]))
     if not outputs:
         return None
@@ -76,11 +78,11 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
     return Work(flops, num_bytes, dtype, attention, shape, attention and backward, num_gelus)
 
 
-_FIRST_FACTOR = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.baddbmm: 1}  # which argument it is
+_FIRST_FACTOR = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.baddbmm: 1}  # which argument is the first factor
 
 
 def _product_shape(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
-    """``(batch, m, n, k)``; empty where it is another operation."""
+    """``(batch, m, n, k)`` of a matrix product; empty for another operation."""
     first = _FIRST_FACTOR.get(func._overloadpacket)
     if first is None:
         return ()
@@ -90,7 +92,7 @@ def _product_shape(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Operators take and return tensors and lists of them; torch's trees would take longer than the rest."""
+    """Yield the tensors in ``values`` and in lists among them. Written out because torch's pytree is much slower."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -108,7 +110,10 @@ def work_of_projected_loss(
     d_weight: Tensor | None,
     *options: Any,
 ) -> list[Work]:
-    """`zeroshard.kernels.linear_cross_entropy`'s launcher: its chunk of logits is there meanwhile."""
+    """The cost of the kernel `zeroshard.kernels.linear_cross_entropy`, given its launcher's arguments.
+
+    Allocates and frees the kernel's chunk of logits, so that a recorder of storages counts it.
+    """
     (rows, width), vocab, at_once = hidden.shape, weight.shape[0], min(options[-1], hidden.shape[0])
     padded_vocab = -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     chunk = hidden.new_empty(at_once, padded_vocab)
@@ -126,10 +131,10 @@ def work_of_projected_loss(
 
 
 def _attention_flops(func: Any, args: tuple[Any, ...], *, backward: bool) -> int:
-    """Of a fused kernel: 4 B H T S D forward, 2.5 times that backward, where it computes the weights again.
+    """FLOPs of a fused kernel: 4 B H T S D forward, and 2.5 times that backward, which recomputes attention weights.
 
-    Dao 2023, FlashAttention-2, https://arxiv.org/abs/2307.08691, section 4.1. Half of it under a causal mask, whose
-    blocks it skips.
+    Half of it under a causal mask, whose blocks the kernel skips. Dao 2023, FlashAttention-2,
+    https://arxiv.org/abs/2307.08691, section 4.1.
     """
     query, key = (args[1], args[2]) if backward else (args[0], args[1])
     batch, heads, num_queries, width = query.shape
@@ -139,7 +144,7 @@ def _attention_flops(func: Any, args: tuple[Any, ...], *, backward: bool) -> int
 
 
 def bytes_read(tensor: Tensor) -> int:
-    """What is read or written of it: an expanded tensor is read where it lies."""
+    """Bytes that reading or writing ``tensor`` moves; of an expanded tensor only those of its storage count."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 

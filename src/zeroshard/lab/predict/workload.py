@@ -1,4 +1,4 @@
-"""What is to be trained: a model, its micro-batches and its optimizer; traced once for each size of micro-batch."""
+"""The training job of a plan: a model, its micro-batches and its optimizer. Each micro-batch size is traced once."""
 
 from __future__ import annotations
 
@@ -32,26 +32,27 @@ from zeroshard.zero import MixedPrecision
 from zeroshard.zero.buffers.unit_choice import UnitChoice, choose_units
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-WHOLE = {"Muon": "matrices", "Adafactor": "all"}  # of which parameters an optimizer needs whole tensors
+WHOLE = {"Muon": "matrices", "Adafactor": "all"}  # optimizers that need tensors unsplit, and of which parameters
 
 
 @dataclass
 class Workload:
-    """A model, how it computes, and what updates it.
+    """A model, how it computes, and its optimizer.
 
     Attributes:
-        model: without values.
-        name: for people.
+        model: the model; its parameters need no values.
+        name: the name that tables print.
         units: as `zeroshard.Zero` takes them.
         inputs: makes the arguments of a micro-batch.
-        seq_len: tokens of a row; 1 where the model is no language model.
+        seq_len: tokens of a row; 1 if the model is no language model.
         precision: the dtype policy.
         optimizer: a key of `zeroshard.lab.predict.memory.OPTIMIZER_STATES`.
-        kernels: as models take it.
-        ours: whether it is one of our language models, given tokens and targets, in its own units or its blocks alone.
-        weights: the dtype that parameters are kept in, with no master beside them; None: the model's own.
-        autocast: what `torch.autocast` casts to around forward; None: it is not used.
-        cut_by: ranks of tensor parallelism, of which the model is one's part.
+        kernels: the choice of kernels, as our models take it.
+        ours: whether it is one of our language models, with tokens and targets as its arguments, and with the model's
+            own units or its blocks as units.
+        weights: the dtype of parameters that have no separate master weights; None: the model's own.
+        autocast: the dtype that `torch.autocast` casts to in forward; None: it is not used.
+        cut_by: number of tensor-parallel ranks; the model is one rank's part.
     """
 
     model: nn.Module
@@ -72,45 +73,46 @@ class Workload:
 
     @property
     def num_params(self) -> int:
-        """Each parameter once."""
+        """Number of elements of all parameters; a shared one counts once."""
         return sum(param.numel() for param in self.model.parameters())
 
     @property
     def num_trained_params(self) -> int:
-        """Those that take gradients, each once."""
+        """Number of elements of the parameters that take gradients; a shared one counts once."""
         return sum(param.numel() for param in self.model.parameters() if param.requires_grad)
 
     @property
     def num_flops_per_token(self) -> int:
-        """The model's own arithmetic, forward and backward; 6 for each parameter where nothing better is known."""
+        """FLOPs of forward and backward without recomputation; 6 per trained parameter if the model is not ours."""
         if isinstance(self.model, LanguageModel):
             return self.model.num_flops_per_token(self.seq_len)
         return 6 * sum(param.numel() for param in self.model.parameters() if param.requires_grad)
 
     @property
     def dtype(self) -> str:
-        """In which it computes."""
+        """Name of the dtype that the model computes in."""
         dtype = next((self.precision.compute_dtype(param.dtype) for param in self.model.parameters()), torch.float32)
         return str(self.weights or self.autocast or dtype).removeprefix("torch.")
 
     @property
     def states(self) -> tuple[OptimizerState, OptimizerState | None]:
-        """What the optimizer keeps, and what the one for whole tensors does."""
+        """The states of the optimizer, and of a second one for unsplit tensors or None: AdamW and Muon, say."""
         found = OPTIMIZER_STATES[self.optimizer]
         return (OPTIMIZER_STATES["AdamW"], found) if self.optimizer in WHOLE else (found, None)
 
     @property
     def num_bytes_of_states(self) -> float:
-        """Bytes of masters, weights, gradients and states for each parameter, unsharded: 16 with bf16 and AdamW."""
+        """Bytes of weights, master weights, gradients and states per parameter, unsharded: 16 with bf16 and AdamW."""
         dtype = self.weights or next(iter(self.model.parameters())).dtype
         compute, reduce = self.precision.compute_dtype(dtype), self.precision.gradient_dtype(dtype)
         master = dtype.itemsize if compute != dtype else 0
         return compute.itemsize + master + reduce.itemsize + self.states[0].bytes_per_element(dtype.itemsize)
 
     def unread_bytes(self, micro_batch: int) -> int:
-        """Activations of a micro-batch that selective recomputation keeps although backward does not read them.
+        """Bytes of a micro-batch's activations that selective recomputation keeps although backward does not read them.
 
-        They are what each block's last product gave; with ``selective:2`` it is kept where it is an odd one.
+        They are the output of each block's last product. ``selective:2`` keeps it only if its number in the block is
+        odd, as in LLaMA.
         """
         config: Any = getattr(self.model, "config", None)
         kept = getattr(config, "activation_checkpointing", "none")
@@ -120,7 +122,7 @@ class Workload:
         return micro_batch * self.seq_len * config.n_embd * itemsize * config.n_layer
 
     def trace(self, micro_batch: int, device_type: str = "cpu") -> Trace:
-        """Of one micro-batch."""
+        """The trace of one micro-batch."""
         as_on = "eager" if self.kernels == "reference" and device_type == "cuda" else device_type
         key = (micro_batch, as_on)
         if key not in self._traces:
@@ -134,7 +136,10 @@ class Workload:
         return self._traces[key]
 
     def buffers(self, num_shards: int, *, replicated: bool = False, leaves: int = 0) -> list[Buffer]:
-        """As an engine lays them out over ``num_shards`` ranks; ``replicated``: of which there are several groups."""
+        """The flat buffers as an engine lays them out over ``num_shards`` ranks.
+
+        ``replicated``: whether there are several such groups of ranks. ``leaves``: as `Zero` takes them; 0: None.
+        """
         key = num_shards, replicated, leaves, self.precision
         if key not in self._buffers:
             whole: Iterable[nn.Parameter] = ()
@@ -149,7 +154,7 @@ class Workload:
         return self._buffers[key]
 
     def check_part(self, tensor: int, context: int, pipeline: int) -> None:
-        """Raise UserError where `part` cannot be made."""
+        """Raise UserError if `part` cannot be made with these arguments."""
         assert isinstance(self.model, LanguageModel)
         sizes = {"tensor_parallel": tensor, "context_parallel": context, "pipeline_parallel": pipeline}
         check_cut(self.model, next((name for name, size in sizes.items() if size > 1), ""), tensor)
@@ -163,7 +168,7 @@ class Workload:
             raise UserError("pipeline_parallel", what, "leave it out, or name lora.targets of all blocks")
 
     def part(self, tensor: int, context: int, pipeline: int) -> Workload:
-        """What one of so many ranks computes: fewer heads and features, fewer tokens, fewer blocks."""
+        """One rank's part of the workload: fewer heads and features, fewer tokens, fewer blocks."""
         key = (tensor, context, pipeline)
         if key not in self._parts:
             assert isinstance(self.model, LanguageModel)
@@ -172,7 +177,10 @@ class Workload:
         return self._parts[key]
 
     def stream(self, micro_batch: int, context: int) -> Stream:
-        """What parallel ranks send of a micro-batch; this is a rank's part, and ``context`` ranks have its rows."""
+        """Bytes that model-parallel ranks exchange for a micro-batch.
+
+        The workload is one rank's `part`; ``context``: the number of ranks that share its rows.
+        """
         assert isinstance(self.model, LanguageModel)
         config = cast("Any", self.model.config)
         itemsize = DTYPES[self.dtype].itemsize
@@ -190,10 +198,10 @@ class Workload:
         seq_len: int | None = None,
         cut_by: int | None = None,
     ) -> Workload:
-        """The same with other fields of the model's configuration, another sequence length, or cut; ours alone.
+        """A copy with other fields of the model's configuration, another sequence length or cut; only for our models.
 
         Raises:
-            UserError: values that do not go together.
+            UserError: the values contradict each other.
         """
         assert isinstance(self.model, LanguageModel)
         name, changes = nearest_preset(cast("Any", self.model.config))
@@ -228,17 +236,17 @@ def language_model(
     autocast: torch.dtype | None = None,
     cut_by: int = 1,
 ) -> Workload:
-    """A preset, with fields changed; ``seq_len`` None: the longest that it is made for.
+    """The workload of a preset with some fields changed; ``seq_len`` None: the longest that the preset is made for.
 
-    ``document_mask``: attention stays inside a document. ``lora``: the adapters that alone are trained. ``weights``,
-    ``autocast``, ``cut_by``: as `Workload` has them.
+    ``document_mask``: whether attention stays inside a document. ``lora``: the adapters; with them, nothing else is
+    trained. ``weights``, ``autocast``, ``cut_by``: as in `Workload`.
 
     Raises:
-        UserError: no such preset or field, or values that do not go together.
+        UserError: there is no such preset or field, or the values contradict each other.
     """
     config = model_config(name, overrides=overrides)
     length = config.seq_len if seq_len is None else seq_len
-    if length > config.seq_len and name.startswith("llama"):  # no table of positions
+    if length > config.seq_len and name.startswith("llama"):  # LLaMA has no learned position table
         config = model_config(name, overrides={**overrides, "seq_len": length})
     with torch.device("meta"):
         model = build_model(name, overrides={**overrides, "seq_len": config.seq_len}, kernels=kernels, lora=lora)
@@ -276,7 +284,7 @@ def workload_of(
     weights: torch.dtype | None = None,
     autocast: torch.dtype | None = None,
 ) -> Workload:
-    """From what `zeroshard.lab.plan` is given; arguments and errors are its own."""
+    """Make a workload from the arguments of `zeroshard.lab.plan`; errors as there."""
     if isinstance(model, str):
         return language_model(
             model,
@@ -311,7 +319,7 @@ def workload_of(
     return Workload(model, name, chosen, inputs, seq_len, precision, optimizer, kernels, ours=ours, autocast=autocast)
 
 
-_INSTEAD = {  # what changes a preset and not a module that is given: what to do with the module
+_INSTEAD = {  # settings that change presets only: what to do instead if the user gives a module
     "master_weights": "give it to plan in the dtype of its weights",
     "document_mask": "set its eos_id, or give a preset's name",
     "lora": "give it adapters with peft, or give a preset's name",
@@ -328,10 +336,10 @@ def _require_trainable(model: object) -> None:
 
 
 def known_optimizer(name: str) -> str:
-    """A key of `zeroshard.lab.predict.memory.OPTIMIZER_STATES`, however it is written.
+    """The key of `zeroshard.lab.predict.memory.OPTIMIZER_STATES` for a name in any spelling.
 
     Raises:
-        UserError: none is called so.
+        UserError: no optimizer has this name.
     """
     spellings = {_plain(key): key for key in OPTIMIZER_STATES}
     if _plain(name) not in spellings:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import zeroshard
 from zeroshard.errors import ExitStatus, UserError
-from zeroshard.lab.report.entries import Material, gather
+from zeroshard.lab.report.entries import ReportContents, gather
 from zeroshard.lab.report.figures import figures_of
-from zeroshard.lab.sweep.sweep import write_whole
+from zeroshard.lab.sweep.sweep import write_atomically
 
 NEEDED = ("matplotlib", "jinja2")  # packages of the extra `report`
 
@@ -48,7 +48,7 @@ def require(extra: str, needed: Sequence[str]) -> None:
         raise UserError(extra, what, f'pip install "zeroshard[{extra}]"')
 
 
-def write_report(material: Material, target: Path) -> tuple[Path, list[str]]:
+def write_report(material: ReportContents, target: Path) -> tuple[Path, list[str]]:
     """Write the page and its figures into ``target``; returns the page's path and the figures' file names."""
     from zeroshard.lab.report.page import render
     from zeroshard.lab.report.png import draw
@@ -60,11 +60,11 @@ def write_report(material: Material, target: Path) -> tuple[Path, list[str]]:
     for figure, name in zip(figures, names, strict=True):
         draw(figure, folder / name)
     page = target / "report.html"
-    write_whole(page, render(material, figures, missing, environment_of(material)))
+    write_atomically(page, render(material, figures, missing, environment_of(material)))
     return page, names
 
 
-def environment_of(material: Material) -> list[tuple[str, str]]:
+def environment_of(material: ReportContents) -> list[tuple[str, str]]:
     """(name, value) pairs: the environment that the runs recorded, each value once, and the versions of the report."""
     from zeroshard.lab.report.page import PLOTLY_JS
 

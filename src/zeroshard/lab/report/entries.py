@@ -94,7 +94,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Crossing:
+class Crossover:
     """The result of a search for the bandwidth at which two strategies are equally fast (their crossover).
 
     Attributes:
@@ -131,7 +131,7 @@ class Notice:
 
 
 @dataclass(frozen=True)
-class Material:
+class ReportContents:
     """All contents of a report.
 
     Attributes:
@@ -144,7 +144,7 @@ class Material:
 
     title: str
     entries: tuple[Entry, ...]
-    crossings: tuple[Crossing, ...]
+    crossings: tuple[Crossover, ...]
     notices: tuple[Notice, ...]
     times: tuple[TimesToLoss, ...] = ()
 
@@ -154,14 +154,14 @@ class Material:
         return (run for entry in self.entries for run in entry.case.runs)
 
 
-def gather(folders: Sequence[str | Path]) -> Material:
+def gather(folders: Sequence[str | Path]) -> ReportContents:
     """Read everything in ``folders``, each a run, a sweep, or a folder of either.
 
     Raises:
         UserError: one of them is not a folder, or there is no run in any.
     """
     entries: list[Entry] = []
-    crossings: list[Crossing] = []
+    crossings: list[Crossover] = []
     notices: list[Notice] = []
     loose: list[Path] = []
     all_times: list[TimesToLoss] = []
@@ -185,7 +185,7 @@ def gather(folders: Sequence[str | Path]) -> Material:
         raise UserError("runs", f"there is no run in {', '.join(map(str, folders))}", "give the folder of a run")
     notices = [*_notices(entries), *notices]
     title = ", ".join(Path(folder).resolve().name for folder in folders[:3]) + (" ..." if len(folders) > 3 else "")
-    return Material(title, tuple(entries), tuple(crossings), tuple(notices), tuple(all_times))
+    return ReportContents(title, tuple(entries), tuple(crossings), tuple(notices), tuple(all_times))
 
 
 def entries_of_cases(cases: Sequence[CaseResult]) -> list[Entry]:
@@ -345,7 +345,7 @@ def _notices(entries: Iterable[Entry]) -> list[Notice]:
     return sorted(found, key=lambda notice: order.index(notice.kind))
 
 
-def _read_crossings(folder: Path, notices: list[Notice]) -> list[Crossing]:
+def _read_crossings(folder: Path, notices: list[Notice]) -> list[Crossover]:
     try:
         found = json_of(read_text(folder / CROSSOVER))
         return [_crossing(each) for each in found]
@@ -356,10 +356,10 @@ def _read_crossings(folder: Path, notices: list[Notice]) -> list[Crossing]:
         return []
 
 
-def _crossing(facts: Mapping[str, Any]) -> Crossing:
+def _crossing(facts: Mapping[str, Any]) -> Crossover:
     first, second = facts["strategies"]
     points = [(float(p["bytes_per_s"]), *map(_finite, p["step_s"])) for p in facts["points"]]
-    return Crossing(
+    return Crossover(
         label=words_of(facts["axes"]),
         strategies=(str(first), str(second)),
         low=float(facts["low_bytes_per_s"]),

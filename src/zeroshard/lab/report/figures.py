@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from zeroshard.lab.report.entries import Material
+from zeroshard.lab.report.entries import ReportContents
 from zeroshard.lab.report.figure import Figure
 from zeroshard.lab.report.marks import LeftOutError
 from zeroshard.lab.report.reading_notes import with_notes
@@ -18,7 +18,7 @@ _LOG_FROM = 5.0  # least ratio of the largest to the smallest value for which a 
 Drawn = tuple[list[Figure], list[str]]  # figures, and a line for each kind that could not be drawn
 
 
-def figures_of(material: Material) -> Drawn:
+def figures_of(material: ReportContents) -> Drawn:
     """Every figure for which there are data, and a line for each kind of figure without data."""
     begun = [entry for entry in material.entries if entry.first is not None]
     entries = [entry for entry in begun if not entry.case.is_curve]  # a curve was trained without an emulated link

@@ -20,7 +20,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from zeroshard.lab.report.entries import Material, Notice
+from zeroshard.lab.report.entries import Notice, ReportContents
 from zeroshard.lab.report.figure import Figure
 from zeroshard.lab.report.interactive import CONFIG, as_plotly
 from zeroshard.lab.report.table import table_of
@@ -37,7 +37,7 @@ _ABOUT = {
 
 
 def render(
-    material: Material, figures: Sequence[Figure], missing: Sequence[str], environment: Sequence[tuple[str, str]]
+    material: ReportContents, figures: Sequence[Figure], missing: Sequence[str], environment: Sequence[tuple[str, str]]
 ) -> str:
     """The page as HTML text.
 

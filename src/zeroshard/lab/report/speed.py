@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from zeroshard.lab.report.entries import OF_LINKS, Crossing, Entry
+from zeroshard.lab.report.entries import OF_LINKS, Crossover, Entry
 from zeroshard.lab.report.figure import SKY, VERMILLION, Axis, Figure, Series, bandwidth_in_words
 from zeroshard.lab.report.marks import (
     MOST_BARS,
@@ -103,7 +103,7 @@ def communication(entries: Sequence[Entry]) -> list[Figure]:
     return numbered(figures)
 
 
-def searched(crossings: Iterable[Crossing]) -> list[Figure]:
+def searched(crossings: Iterable[Crossover]) -> list[Figure]:
     """Step times of two strategies around the bandwidth at which they are equally fast."""
     figures = []
     for crossing in crossings:

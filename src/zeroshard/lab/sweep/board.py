@@ -23,7 +23,7 @@ _ROWS = 24  # most rows of the live table: the cases that have begun, the last o
 _NAME_DIGITS = 6
 
 
-class Board:
+class SweepProgress:
     """Shows the progress of a sweep: the sweep calls one of its methods at each event."""
 
     def __init__(self, stream: TextIO) -> None:

@@ -29,12 +29,12 @@ from typing import Any, TextIO
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.lab.run_folders import METRICS, RunResult, read_run
 from zeroshard.lab.sweep import remedies
-from zeroshard.lab.sweep.board import Board
+from zeroshard.lab.sweep.board import SweepProgress
 from zeroshard.lab.sweep.cases import Case, SweepConfig, cases_of, flat_axes, in_words, make_case
 from zeroshard.lab.sweep.results import SWEEP, SWEEP_FORMAT, failure_file, read_failure, read_sweep, run_folder
 from zeroshard.lab.sweep.search import Crossover, crossover, largest_that_fits, rounded
 from zeroshard.lab.sweep.time_to_loss import sweep_cases
-from zeroshard.launch.launch import start_child
+from zeroshard.launch.start_ranks import start_child
 from zeroshard.regular_files import open_binary, open_regular
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.sizes import parse_bandwidth, parse_size
@@ -65,8 +65,8 @@ def run_sweep(
         UserError: no case can run, or another process is running this sweep.
     """
     cases = [] if sweep.crossover else sweep_cases(sweep, cases_of(sweep))
-    with _held(Path(sweep.out)) as folder:
-        board = Board(stream or sys.stdout)
+    with _locked_folder(Path(sweep.out)) as folder:
+        board = SweepProgress(stream or sys.stdout)
         for name, settings in remedies.named(sweep.remedies).items():
             board.say(f"remedy {remedies.in_a_line(name, settings)}")
         runner = Runner(folder, sweep, command, board)
@@ -87,7 +87,7 @@ def run_sweep(
 class Runner:
     """Runs the cases that are not done, in a sweep's folder; ``num_failed`` counts those that failed or cannot run."""
 
-    def __init__(self, folder: Path, sweep: SweepConfig, command: Sequence[str], board: Board) -> None:
+    def __init__(self, folder: Path, sweep: SweepConfig, command: Sequence[str], board: SweepProgress) -> None:
         self.folder, self.sweep, self.command, self.board = folder, sweep, command, board
         self.num_failed = 0
         self._listed: dict[str, Case] = {}
@@ -177,7 +177,7 @@ class Runner:
         failure.unlink(missing_ok=True)
         target.parent.mkdir(parents=True, exist_ok=True)
         settings = target.with_name(f"{target.name}.toml")
-        write_whole(settings, dump_toml(config.model_copy(update={"out": str(target)})))
+        write_atomically(settings, dump_toml(config.model_copy(update={"out": str(target)})))
         began = time.monotonic()
         with open(target.with_name(f"{target.name}.log"), "ab", opener=open_regular) as log:
             log.write(f"# {time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n".encode())
@@ -190,7 +190,7 @@ class Runner:
             return ""
         line = f"status {status}: {_last_words(Path(log.name), start)}"
         facts = {"status": status, "line": line, "seconds": time.monotonic() - began}
-        write_whole(failure, json.dumps(facts) + "\n")
+        write_atomically(failure, json.dumps(facts) + "\n")
         return line
 
     def _wait(self, child: subprocess.Popen[bytes]) -> int:
@@ -218,10 +218,10 @@ class Runner:
         ]
         asked = {**self.sweep.model_dump(mode="json"), "remedies": remedies.named(self.sweep.remedies)}
         facts = {"format": SWEEP_FORMAT, **asked, "cases": entries}
-        write_whole(self.folder / SWEEP, json.dumps(facts, indent=1, default=str) + "\n")
+        write_atomically(self.folder / SWEEP, json.dumps(facts, indent=1, default=str) + "\n")
 
 
-def _tell_of_others(folder: Path, cases: Sequence[Case], board: Board) -> None:
+def _tell_of_others(folder: Path, cases: Sequence[Case], board: SweepProgress) -> None:
     """Say how many finished cases in this folder belong to an earlier sweep and not to this one, if any."""
     names = {case.name for case in cases}
     others = [case for case in read_sweep(folder).cases if case.done and case.name not in names]
@@ -257,7 +257,7 @@ def _run_crossovers(sweep: SweepConfig, runner: Runner) -> None:
         result = crossover(low, high, sweep.crossover_within, step_s)
         found.append({"axes": others, **as_facts(result, sweep.crossover)})
         runner.board.say(f"{in_words(others)}  {in_a_line(result, sweep.crossover)}".strip())
-        write_whole(runner.folder / "crossover.json", json.dumps(found, indent=1, default=str) + "\n")
+        write_atomically(runner.folder / "crossover.json", json.dumps(found, indent=1, default=str) + "\n")
 
 
 def as_facts(result: Crossover, names: Sequence[str]) -> dict[str, Any]:
@@ -283,7 +283,7 @@ def in_a_line(result: Crossover, names: Sequence[str]) -> str:
     return f"{below} is faster on slower links, {above} on faster ones; they draw between {between}"
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a file atomically: it is never seen half written."""
     unfinished = path.with_name(f".{path.name}.tmp")
     unfinished.write_text(text, encoding="utf-8")
@@ -291,7 +291,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 @contextmanager
-def _held(folder: Path) -> Generator[Path]:
+def _locked_folder(folder: Path) -> Generator[Path]:
     """Make the sweep's folder and lock it, so that no other process runs the sweep.
 
     Raises:

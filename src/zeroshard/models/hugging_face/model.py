@@ -27,11 +27,11 @@ from zeroshard.errors import UserError
 from zeroshard.kernels import Choice
 from zeroshard.models.base import LanguageModel, Part, flops_per_token, materialize, next_token_loss
 from zeroshard.models.cache import KVCache
-from zeroshard.models.documents import positions
+from zeroshard.models.document_masks import positions
 from zeroshard.models.head import Head, head_loss, with_embedding_and_head
 from zeroshard.models.hugging_face.config import HuggingFaceConfig
 from zeroshard.models.hugging_face.folder import missing_transformers, weight_folder
-from zeroshard.models.hugging_face.initial import built_without_values
+from zeroshard.models.hugging_face.recorded_init import built_without_values
 from zeroshard.models.hugging_face.weights import FileWeights
 from zeroshard.models.recompute import recompute_blocks
 
@@ -72,7 +72,7 @@ class HuggingFaceModel(LanguageModel):
             lacks the attention implementation.
     """
 
-    packs = True
+    takes_positions = True
 
     def __init__(self, config: HuggingFaceConfig, seed: int = 0, kernels: Choice = "auto") -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class HuggingFaceModel(LanguageModel):
         theirs: Any = self.hf.config
         self.architecture = theirs.model_type
         self.balances_experts = bool(getattr(theirs, "output_router_logits", False))
-        self.smooths = not self.balances_experts
+        self.takes_loss_options = not self.balances_experts
         self._head = _plain_head(self.hf)
         if self._head is not None:
             _put_head(self.hf, self._head)
@@ -100,7 +100,7 @@ class HuggingFaceModel(LanguageModel):
         return self._config
 
     @property
-    def adapted(self) -> nn.Module:
+    def lora_root(self) -> nn.Module:
         """The model of `transformers`: its layers get the adapters."""
         return self.hf
 
@@ -279,9 +279,10 @@ def _num_multiplied(hf: Any) -> int:
 def require_positions(model: LanguageModel, setting: str) -> None:
     """Raise UserError, which names ``setting``, if ``model`` cannot keep documents apart by their positions."""
     if not isinstance(model, HuggingFaceModel):
-        if setting == "data.packing" and not model.packs:
+        if setting == "data.packing" and not model.takes_positions:
             what = f"{type(model).__name__} does not say that it takes positions_BT"
-            raise UserError(setting, what, "give its forward that argument and set packs = True, or leave it out")
+            todo = "give its forward that argument and set takes_positions = True, or leave it out"
+            raise UserError(setting, what, todo)
         return
     modelling = sys.modules[type(model.hf).__module__]
     base: Any = model.hf.base_model

@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
-from zeroshard import garbage
+from zeroshard import gc_frequency
 from zeroshard.comm import CONTROL, scope
 from zeroshard.comm.wrappers.sentinel import peer_error_of
 from zeroshard.errors import ExitStatus, FirstRankStorageError, is_of_storage, is_out_of_memory, storage_line
 from zeroshard.launch.environment import World, world_from_env
-from zeroshard.launch.leaving import end_as_peer_lost, end_at_once
+from zeroshard.launch.rank_exit import end_as_peer_lost, end_at_once
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.loop.diagnose import first_not_finite
 from zeroshard.train.loop.run import Run
@@ -96,7 +96,7 @@ def _trained(run: Run, config: TrainConfig, stop_wanted: Callable[[], int], aliv
         if not next_is:
             raise
         # Other ranks may be waiting for this one in a collective, so end at once and skip the clean-up.
-        end_at_once(f"strategy auto: {next_is}", ExitStatus.MOVED_UP)
+        end_at_once(f"strategy auto: {next_is}", ExitStatus.STAGE_RAISED)
 
 
 def _say_storage(rank: int, out: str, error: OSError) -> None:
@@ -149,7 +149,7 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Aliv
             record, stop = take_step(run, step, stop_wanted)
         saving.alive()
         if step == run.first_step:
-            garbage.as_ever()
+            gc_frequency.default_collections()
         _tell(run, lambda observer, record=record: observer.on_step(record))
         saving.poll()
         status = _verdict(run, record)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
 
-from zeroshard.launch.leaving import saves_before_end
+from zeroshard.launch.rank_exit import saves_before_end
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 

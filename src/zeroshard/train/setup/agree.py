@@ -28,7 +28,7 @@ import zeroshard
 from zeroshard.comm import CONTROL, Communicator, PeerError, scope
 from zeroshard.errors import FirstRankStorageError, UserError, is_of_storage
 from zeroshard.train.config.validate import by_dotted_name
-from zeroshard.zero.transfer import send_bytes
+from zeroshard.zero.tensor_broadcast import send_bytes
 
 OWN_TO_A_RANK = frozenset({"nproc", "port", "rdzv_endpoint", "data.dir"})  # settings that may differ between machines
 MEETING_S = 100.0  # how long ranks wait for the next rank to connect

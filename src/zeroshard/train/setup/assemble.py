@@ -127,16 +127,16 @@ def separating_id(config: TrainConfig, eos_id: int | None) -> int | None:
     Raises:
         UserError: attention must stay inside documents, but the tokenizer has no id that ends them.
     """
-    if not apart_by(config) or config.data.format != "text":
+    if not attention_boundary_setting(config) or config.data.format != "text":
         return None
     if eos_id is None:
         todo = "use one that has, as gpt2 or bpe:N; a folder of an earlier version must be prepared again"
         what = f"the tokenizer {config.data.tokenizer} has no id that ends a document"
-        raise UserError(apart_by(config), what, todo)
+        raise UserError(attention_boundary_setting(config), what, todo)
     return eos_id
 
 
-def apart_by(config: TrainConfig) -> str:
+def attention_boundary_setting(config: TrainConfig) -> str:
     """The name of the setting that keeps attention inside documents or examples; "" if none is on."""
     named = ("data.packing", "data.document_mask")
     return next((name for name in named if getattr(config.data, name.partition(".")[2])), "")
@@ -176,8 +176,8 @@ def sharded(
     if not from_meta:
         materialize(model, device, draw=draw and comm.rank == 0)
     model.eos_id = eos_id
-    if apart_by(config):
-        require_positions(model, apart_by(config))
+    if attention_boundary_setting(config):
+        require_positions(model, attention_boundary_setting(config))
     if config.dtype == FP8:
         use_float8(model)
     if config.compile:

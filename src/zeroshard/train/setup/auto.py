@@ -63,8 +63,8 @@ def lowest_stage(chosen: tuple[int, str], comm: Communicator, folder: Path, *, r
         resuming: whether the run is resumed; only then is that file read.
     """
     stage, why = chosen
-    if resuming and _word(folder).exists():
-        left_stage, left_why = _read_word(_word(folder))
+    if resuming and _stage_file(folder).exists():
+        left_stage, left_why = _read_word(_stage_file(folder))
         if left_stage > stage:
             stage, why = left_stage, left_why
     message = torch.tensor([stage], device=comm.control_device)
@@ -82,9 +82,9 @@ def move_up(config: TrainConfig, stage: int, rank: int, world_size: int) -> str:
     if config.strategy != "auto" or stage >= HIGHEST_STAGE or world_size == 1:
         return ""
     why = f"rank {rank} ran out of memory at zero{stage}"
-    unfinished = _word(Path(config.out)).with_suffix(f".{rank}")  # several ranks may write at the same time
+    unfinished = _stage_file(Path(config.out)).with_suffix(f".{rank}")  # several ranks may write at the same time
     unfinished.write_text(json.dumps({"stage": stage + 1, "why": why}), encoding="utf-8")
-    unfinished.replace(_word(Path(config.out)))
+    unfinished.replace(_stage_file(Path(config.out)))
     return f"{why}; zero{stage + 1} is next"
 
 
@@ -96,5 +96,5 @@ def _read_word(path: Path) -> tuple[int, str]:
         raise UserError("strategy", f"{path} cannot be read ({error})", "delete it, or name a stage") from None
 
 
-def _word(folder: Path) -> Path:
+def _stage_file(folder: Path) -> Path:
     return folder / "auto-stage.json"

@@ -43,9 +43,8 @@ from zeroshard.train.records.records import Observer
 from zeroshard.train.records.trackers import require_trackers, trackers
 from zeroshard.train.setup.about_run import about_run
 from zeroshard.train.setup.agree import first_rank_does, start_facts
-from zeroshard.train.setup.apart import require_apart
 from zeroshard.train.setup.assemble import (
-    apart_by,
+    attention_boundary_setting,
     check_adapters,
     check_float8,
     check_model,
@@ -59,12 +58,13 @@ from zeroshard.train.setup.auto import ChooseStage, automatic_stage
 from zeroshard.train.setup.corpus import Corpus, open_corpus
 from zeroshard.train.setup.hugging_face import with_model_files
 from zeroshard.train.setup.links import Links
-from zeroshard.train.setup.numbers import on_device
-from zeroshard.train.setup.plan_check import contract_of
+from zeroshard.train.setup.numerics import on_device
+from zeroshard.train.setup.packing_check import require_apart
+from zeroshard.train.setup.plan_request import contract_of
 from zeroshard.train.setup.ranks import join
 from zeroshard.train.setup.run_folder import claim_folder, describe_run
 from zeroshard.train.state import resume
-from zeroshard.train.state.initial import load_initial_weights, with_initial_run
+from zeroshard.train.state.init_from import load_initial_weights, with_initial_run
 from zeroshard.train.state.lock import RunLock
 from zeroshard.train.state.replicas import other_replicas, own_guard
 from zeroshard.train.state.saved_run import saved_run
@@ -168,9 +168,14 @@ def _build_in(
     model, strategy = sharded(config, corpus.vocab_size, eos_id, observed, device, draw=draw)
     if resume_from is None and config.init_from:
         load_initial_weights(config.init_from, model, strategy, comm)
-    if resume_from is None and apart_by(config) and not isinstance(model, GPT2 | Llama):
+    if resume_from is None and attention_boundary_setting(config) and not isinstance(model, GPT2 | Llama):
         require_apart(
-            strategy.model, apart_by(config), corpus.vocab_size, config.micro_batch_size, config.seq_len, device
+            strategy.model,
+            attention_boundary_setting(config),
+            corpus.vocab_size,
+            config.micro_batch_size,
+            config.seq_len,
+            device,
         )
         observed.exposed.take()
     scaler = _loss_scaler(config, observed) if config.dtype == "float16" else None
@@ -250,7 +255,7 @@ def _resumed(run: Run, path: Path, config: TrainConfig, corpus: Corpus, comm: Co
     changes += other_replicas(saved.get("config", {}), world_before, now, comm.world_size)
     first_step = _load(path, run, verified=config.resume == "auto")
     position = saved.get("position", {})
-    corpus.go_on(position.get("stream"), first_step)
+    corpus.restore_position(position.get("stream"), first_step)
     resume.say_start(comm, path, changes)
     if config.resume != "auto":
         first_rank_does(comm, partial(resume.leave_branch, checkpoint_folder(run.folder), first_step))
@@ -358,7 +363,7 @@ def _shapes(config: TrainConfig, vocab_size: int, eos_id: int | None) -> Languag
     """The model of a run on the meta device, to plan with and to count its parameters."""
     model = make_model(config, vocab_size, "meta")
     # Packed rows have an attention mask too, so any id stands for it.
-    model.eos_id = 0 if eos_id is None and apart_by(config) else eos_id
+    model.eos_id = 0 if eos_id is None and attention_boundary_setting(config) else eos_id
     return model
 
 

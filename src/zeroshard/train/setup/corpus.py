@@ -47,7 +47,7 @@ class Corpus:
         keep_tokenizer: saves the tokenizer, without the data, into a folder.
         close: frees data that was read ahead.
         position: maps a step to where its data begins, JSON-serialisable; None if the step number alone says it.
-        go_on: ``go_on(saved, step)`` restores ``saved``, which ``position`` returned; ``step`` is read next.
+        restore_position: ``restore_position(saved, step)`` restores what ``position`` returned; ``step`` is read next.
         earlier_sha256: identity that an earlier version, which took other rows, gave the same text; empty: none.
         num_tokens: number of training tokens; 0 if they are streamed and so not counted.
         named_evals: batches of further validation sets, by name.
@@ -66,7 +66,7 @@ class Corpus:
     keep_tokenizer: Callable[[Path], None]
     close: Callable[[], None] = lambda: None
     position: Callable[[int], dict[str, Any] | None] = lambda step: None
-    go_on: Callable[[Mapping[str, Any] | None, int], None] = lambda saved, step: None
+    restore_position: Callable[[Mapping[str, Any] | None, int], None] = lambda saved, step: None
     earlier_sha256: str = ""
     num_tokens: int = 0
     loss_weight: Callable[[int, int], float] | None = None
@@ -267,7 +267,7 @@ def _streamed(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
         keep_tokenizer=keep,
         close=batches.close,
         position=batches.position,
-        go_on=batches.go_on,
+        restore_position=batches.restore_position,
         earlier_sha256=text.earlier_identity,
     )
 

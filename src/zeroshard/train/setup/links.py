@@ -54,7 +54,7 @@ class Links:
         return self.mode in ("netns", "tc")
 
     @property
-    def memory_goes_around(self) -> bool:
+    def shared_memory_bypasses(self) -> bool:
         """Whether ranks that communicate by shared memory would bypass these links.
 
         They would in mode ``tc``. In ``netns`` each node counts as a host of its own, so no memory is shared across.

@@ -17,8 +17,8 @@ from zeroshard.comm.two_level.two_level import even_hosts
 from zeroshard.comm.wrappers.sentinel import SentinelCommunicator, StoreBoard
 from zeroshard.errors import UserError
 from zeroshard.launch.environment import World
-from zeroshard.launch.leaving import end_as_peer_lost
 from zeroshard.launch.process_group import COLLECTIVE_TIMEOUT_S, init_process_group, meet, shutdown
+from zeroshard.launch.rank_exit import end_as_peer_lost
 from zeroshard.parallel import strategy_entry
 from zeroshard.train.setup.agree import MEETING_S, agree_at
 from zeroshard.train.setup.links import Links
@@ -71,8 +71,8 @@ def join(
         links.enter(world)
     store = _met(world, facts)
     init_process_group(world, device, store=store)
-    around = links is not None and links.memory_goes_around
-    comm = (named or COMMUNICATORS[choose(strategy, device, memory_goes_around=around)])()
+    around = links is not None and links.shared_memory_bypasses
+    comm = (named or COMMUNICATORS[choose(strategy, device, shared_memory_bypasses=around)])()
     close = getattr(comm, "close", None)
     if close is not None:
         stack.callback(close)
@@ -115,14 +115,14 @@ def _met(world: World, facts: Mapping[str, object] | None) -> dist.Store:
     return store
 
 
-def choose(strategy: str, device: torch.device, *, memory_goes_around: bool = False) -> str:
+def choose(strategy: str, device: torch.device, *, shared_memory_bypasses: bool = False) -> str:
     """Return the communicator that ``auto`` means in an initialised world of several ranks. Collective.
 
-    ``memory_goes_around``: whether shared memory must be avoided, because it would bypass a link that is slowed.
+    ``shared_memory_bypasses``: whether shared memory must be avoided, because it would bypass a link that is slowed.
     """
     if device.type != "cpu" or strategy_entry(strategy).over_torch:
         return "torch"
-    if memory_goes_around:
+    if shared_memory_bypasses:
         return "ring"
     hosts = hosts_of_ranks()
     if len(set(hosts)) == 1:

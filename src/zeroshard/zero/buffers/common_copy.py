@@ -58,12 +58,12 @@ class CommonCopy:
 
     Attributes:
         shard: ``[n]``: the shard of the common copy.
-        behind: whether the master weights have changed since the last gather.
+        is_stale: whether the master weights have changed since the last gather.
         whole_due: whether ranks may lack the copy: [Note: The whole copy].
     """
 
     def __init__(self, name: str, form: Format, own: Tensor) -> None:
-        self.shard, self.behind, self.whole_due = own.clone(), False, False
+        self.shard, self.is_stale, self.whole_due = own.clone(), False, False
         self._name, self._form = name, form
         self._aside: tuple[Tensor, bool] | None = None
 
@@ -72,7 +72,7 @@ class CommonCopy:
 
         ``master [n]`` is read here, not later.
         """
-        behind, whole, self.behind, self.whole_due = self.behind, self.whole_due, False, False
+        behind, whole, self.is_stale, self.whole_due = self.is_stale, self.whole_due, False, False
         if not behind:
             return None
         packed = PackedDifferences(self._name, comm, self._form, full)
@@ -84,7 +84,7 @@ class CommonCopy:
     def current(self, master: Tensor) -> Tensor:
         """Return the shard ``[n]``, a new tensor, as it will be after the next gather."""
         shard = self.shard.clone()
-        if self.behind:
+        if self.is_stale:
             packed = torch.empty(self._form.num_bytes(shard.numel()), dtype=torch.uint8, device=shard.device)
             self._advance(shard, master, packed)
         return shard
@@ -99,13 +99,13 @@ class CommonCopy:
     def replace(self, master: Tensor, how: Replaced) -> None:
         """Follow master weights that were replaced outside of a step; ``"back"`` undoes ``"for now"`` to the bit."""
         if how == "for now":
-            self._aside = self.shard.clone(), self.behind
+            self._aside = self.shard.clone(), self.is_stale
         if how in ("for good", "for now"):
             self.shard.copy_(master)
-            self.behind = False
+            self.is_stale = False
         elif how == "back":
             assert self._aside is not None
-            (shard, self.behind), self._aside = self._aside, None
+            (shard, self.is_stale), self._aside = self._aside, None
             self.shard.copy_(shard)
         self.whole_due = True
 
@@ -162,7 +162,7 @@ class PackedDifferences:
                 )
             wire.dequantise(codes, difference, self._form)
             _finite(shard).add_(difference)
-        wire.read_here(self.packed)
+        wire.record_read(self.packed)
 
 
 def _fingerprint(shard: Tensor) -> int:

@@ -230,7 +230,7 @@ class FlatGrads:
         return 0 if self._packed is None else self._packed.num_left
 
     @property
-    def crossing(self) -> bool:
+    def has_replica_collectives(self) -> bool:
         """Whether `reduce_across` still has collectives to issue."""
         return self._across > 0
 

@@ -28,7 +28,6 @@ from zeroshard.comm import Work, empty_for, scope
 from zeroshard.wire_formats import DtypeFormat
 from zeroshard.zero.buffers import outdated
 from zeroshard.zero.buffers.common_copy import CommonCopy, PackedDifferences, Replaced
-from zeroshard.zero.buffers.differences import refuse_assigned, take_assigned, take_where_it_differs
 from zeroshard.zero.buffers.initial import initial_values
 from zeroshard.zero.buffers.layout import ALIGNMENT, FlatLayout, Piece
 from zeroshard.zero.buffers.node_copy import NodeCopy
@@ -36,6 +35,7 @@ from zeroshard.zero.buffers.outside_views import OutsideViews
 from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.shards import gather_shards
 from zeroshard.zero.buffers.wire import PackedGather, seen, take_written
+from zeroshard.zero.buffers.written_weights import refuse_assigned, take_assigned, take_where_it_differs
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
@@ -117,8 +117,8 @@ class FlatParams:
         self._views = self.layout.views(self.full)
         self._storage_bytes = self.full.untyped_storage().nbytes()
         fill = float("nan") if compute_dtype.is_floating_point else 0
-        self.hidden = torch.full((), fill, dtype=compute_dtype, device=self.full.device)
-        self._freed = [self.hidden.expand(slot.shape) for slot in self.layout.slots]
+        self.placeholder = torch.full((), fill, dtype=compute_dtype, device=self.full.device)
+        self._freed = [self.placeholder.expand(slot.shape) for slot in self.layout.slots]
         self._outside = OutsideViews()
         self._attach()
         self.pieces = self.layout.owned(comm.rank) if self.shard_optim else self.layout.updated_by_all(self.full.device)
@@ -249,7 +249,7 @@ class FlatParams:
     def hand_out(self) -> None:
         """Record that unsharded weights are exposed to the user, who may keep views of them."""
         if self.shard_params:
-            self._outside.may_come(self.full)
+            self._outside.expose(self.full)
 
     def mark_stale(self, *, copied: bool = False, replaced: Replaced | None = None) -> None:
         """Record that the master has changed, so that the next `gather` refreshes ``full``.
@@ -260,11 +260,11 @@ class FlatParams:
         for _, param, view in self._elsewhere():
             param.data = view  # the assigned tensor is older than the master
         self._versions = self._written()  # writes into weights that are stale now are dropped
-        self._outside.outdate(self.hidden)
+        self._outside.outdate(self.placeholder)
         self.release()
         self.node_copy.current = False
         if self.common is not None and replaced is None:
-            self.common.behind = True
+            self.common.is_stale = True
         elif self.common is not None and replaced is not None:
             self.common.replace(self.master, replaced)
         copied = copied and not self._thawed  # the optimizer does not know the new master
@@ -354,9 +354,13 @@ class FlatParams:
     def _require_untouched(self) -> None:
         """Raise RuntimeError if hidden weights were assigned, or (on the CPU: no sync with a GPU) written to."""
         self._require_unassigned()
-        if self.hidden.device.type != "cpu" or not self.hidden.is_floating_point() or self.hidden.isnan():
+        if (
+            self.placeholder.device.type != "cpu"
+            or not self.placeholder.is_floating_point()
+            or self.placeholder.isnan()
+        ):
             return
-        self.hidden.fill_(float("nan"))
+        self.placeholder.fill_(float("nan"))
         raise RuntimeError(
             f"{self.name}: weights were written to while they were sharded or older than the last step; "
             "do it inside zero.full_params(write_back=True)"
@@ -384,7 +388,7 @@ class FlatParams:
         return self.wire is not None and not as_they_are
 
     @property
-    def on_its_way(self) -> bool:
+    def gather_in_flight(self) -> bool:
         """Whether `gather` was called without `wait` since, so that parameters do not show ``full`` yet."""
         return self._work is not None or (self.whole and not self.stale and not self._shown)
 

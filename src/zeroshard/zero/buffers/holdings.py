@@ -92,7 +92,7 @@ def _weights(unit: str, params: FlatParams) -> Iterator[Holding]:
     if not params.shard_params:
         yield Holding("params", unit, params.full)
     else:
-        yield Holding("prefetch" if params.on_its_way else "unit_buffers", unit, params.full)
+        yield Holding("prefetch" if params.gather_in_flight else "unit_buffers", unit, params.full)
     if params.packed_gather is not None:
         yield Holding("prefetch", unit, params.packed_gather.packed)
     if params.node_copy.shard.numel():

@@ -78,12 +78,12 @@ class NodeReduce:
         between = self._between
         wire.pack_rows(self._sent, sums, self._form, self._rounding.keys(between.world_size), but=between.rank)
         self._own.copy_(sums[between.rank])
-        wire.read_here(sums)
+        wire.record_read(sums)
         self._turned = None
         return all_to_all(between, self.packed.view(-1), self._sent.view(-1))
 
     def deliver(self, target: Tensor) -> None:
         """Write the sum to ``target [n]``, once both collectives are done."""
         wire.dequantised_sum(self.packed, self._own, self._between.rank, target, self._form)
-        wire.read_here(self.packed)
-        wire.read_here(self._own)
+        wire.record_read(self.packed)
+        wire.record_read(self._own)

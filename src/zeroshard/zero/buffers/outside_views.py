@@ -20,7 +20,7 @@ class OutsideViews:
         self._before: int | None = None  # tensors in its memory when it was exposed to the user; None: it is not
         self._left: list[StorageWeakRef] = []  # storages left to the user's tensors, with values that are still current
 
-    def may_come(self, full: Tensor) -> None:
+    def expose(self, full: Tensor) -> None:
         """Record that this buffer is exposed to the user from here on."""
         self._before = _num_tensors(full)
 

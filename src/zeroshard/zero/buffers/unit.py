@@ -193,10 +193,10 @@ class Unit:
 
     def gather(self, *, again: bool = False) -> bool:
         """Issue the gather of the weights (``again``: even of current ones); return whether a gather was started."""
-        before = self.on_its_way
+        before = self.gather_in_flight
         for group in self.groups:
             group.params.gather(again=again)
-        return self.on_its_way and not before
+        return self.gather_in_flight and not before
 
     def wait(self) -> None:
         """Wait for the gather in flight."""
@@ -209,9 +209,9 @@ class Unit:
         self.wait()
 
     @property
-    def on_its_way(self) -> bool:
+    def gather_in_flight(self) -> bool:
         """Whether a gather was started that nobody has waited for yet."""
-        return any(group.params.on_its_way for group in self.groups)
+        return any(group.params.gather_in_flight for group in self.groups)
 
     def reshard(self) -> None:
         """Free the unsharded weights, if weights are sharded."""
@@ -232,9 +232,9 @@ class Unit:
             group.grads.reduce_across()
 
     @property
-    def crossing(self) -> bool:
+    def has_replica_collectives(self) -> bool:
         """Whether a reduction still has collectives over replicas (or nodes) to issue: see `reduce_across`."""
-        return any(group.grads.crossing for group in self.groups)
+        return any(group.grads.has_replica_collectives for group in self.groups)
 
     def settle(self) -> None:
         """Wait for the reductions in flight."""

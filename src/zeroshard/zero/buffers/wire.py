@@ -25,7 +25,7 @@ from torch import Tensor
 from zeroshard.comm import Communicator, Work, all_to_all, empty_for
 from zeroshard.lazily import loaded
 from zeroshard.wire_formats import Format, rounding_key
-from zeroshard.zero.buffers.differences import fingerprint, take_where_it_differs
+from zeroshard.zero.buffers.written_weights import fingerprint, take_where_it_differs
 
 
 @cache
@@ -83,7 +83,7 @@ class PackedGather:
         """Write the decoded weights to ``full``, once the collective is done."""
         for row, shard in by_rank(self.packed, self._full.view(self._comm.world_size, -1)):
             dequantise(row, shard, self._form)
-        read_here(self.packed)
+        record_read(self.packed)
 
 
 class Rounding:
@@ -167,7 +167,7 @@ class PackedReduce:
     def deliver(self, target: Tensor) -> None:
         """Write the sum to ``target [n]``, once the collective is done; it may be this rank's shard of ``local``."""
         dequantised_sum(self.packed, self._own, self._comm.rank, target, self._form)
-        read_here(self.packed)
+        record_read(self.packed)
 
 
 class AcrossReplicas:
@@ -220,7 +220,7 @@ class AcrossReplicas:
             dequantise(row, piece, self._form)
             if piece is not part:
                 part.copy_(piece[: part.numel()])
-        read_here(self.packed)
+        record_read(self.packed)
 
 
 def seen(full: Tensor) -> int | None:
@@ -238,11 +238,11 @@ def take_written(master: Tensor, written: Tensor, form: Format, common: Tensor |
     if common is not None:
         if take_where_it_differs(master, written, common):
             common.copy_(written)
-    elif take_where_it_differs(master, written, there_and_back(master, form, written.dtype)):
-        written.copy_(there_and_back(master, form, written.dtype))
+    elif take_where_it_differs(master, written, quantise_roundtrip(master, form, written.dtype)):
+        written.copy_(quantise_roundtrip(master, form, written.dtype))
 
 
-def there_and_back(values: Tensor, form: Format, dtype: torch.dtype) -> Tensor:
+def quantise_roundtrip(values: Tensor, form: Format, dtype: torch.dtype) -> Tensor:
     """Quantise ``values [n]`` and decode them, as in an all-gather of weights: a new tensor of ``dtype``."""
     packed = torch.empty(form.num_bytes(values.numel()), dtype=torch.uint8, device=values.device)
     quantise(values, packed, form)
@@ -269,7 +269,7 @@ def pack_rows(rows: Tensor, parts: Tensor | Sequence[Tensor], form: Format, keys
             quantise(part, row, form, keys[rank])
 
 
-def read_here(packed: Tensor) -> None:
+def record_read(packed: Tensor) -> None:
     """Record a read on the current stream of memory of another stream, which must not reuse it before the read ends."""
     if packed.is_cuda:
         packed.record_stream(torch.cuda.current_stream(packed.device))

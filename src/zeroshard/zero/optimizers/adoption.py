@@ -37,7 +37,7 @@ _lock = threading.Lock()
 _watching = False
 
 
-def own(params: Iterable[Tensor], adopter: Adopter) -> None:
+def register_params(params: Iterable[Tensor], adopter: Adopter) -> None:
     """From now on ``adopter`` takes over optimizers of these parameters."""
     global _watching
     reference = weakref.ref(adopter)
@@ -49,7 +49,7 @@ def own(params: Iterable[Tensor], adopter: Adopter) -> None:
             _watching = True
 
 
-def disown(params: Iterable[Tensor]) -> None:
+def unregister_params(params: Iterable[Tensor]) -> None:
     """Make these parameters ordinary ones again."""
     with _lock:
         for param in params:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer, SavesPasses
 from zeroshard.zero.optimizers.state_dict import cut_into_pieces, whole_here
-from zeroshard.zero.optimizers.step_hooks import put_around
+from zeroshard.zero.optimizers.step_hooks import surrounding_ids
 
 _OURS = "_zeroshard"  # on an optimizer that an engine knows
 
@@ -25,13 +25,13 @@ def is_known(optimizer: Optimizer) -> bool:
     return _OURS in vars(optimizer)
 
 
-def put_in(piecewise: PiecewiseOptimizer) -> None:
+def install_methods(piecewise: PiecewiseOptimizer) -> None:
     """Replace methods, so that they work on the model's parameters and the engine is notified of steps."""
     optimizer = piecewise.optimizer
     own = vars(optimizer)
     own[_OURS] = True
     own["_step_supports_amp_scaling"] = False  # so GradScaler unscales gradients itself; ranks agree on NaN/Inf
-    put_around(piecewise)
+    surrounding_ids(piecewise)
     add_group = optimizer.add_param_group
     own["add_param_group"] = lambda param_group: piecewise.add_param_group(add_group, param_group)
     own["zero_grad"] = lambda set_to_none=True: piecewise.listener.clear_grads(

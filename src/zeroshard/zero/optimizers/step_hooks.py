@@ -21,7 +21,7 @@ from zeroshard.zero.optimizers.narrow_grads import NarrowGrads
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 
 
-def put_around(piecewise: PiecewiseOptimizer) -> None:
+def surrounding_ids(piecewise: PiecewiseOptimizer) -> None:
     """Install the engine's hooks around the optimizer's steps, between the user's hooks and the class's own code."""
     optimizer, own = piecewise.optimizer, vars(piecewise.optimizer)
     steps = _Steps(piecewise)

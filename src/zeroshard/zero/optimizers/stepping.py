@@ -21,7 +21,7 @@ from zeroshard.zero.buffers.flat_grads import FlatGrads
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.optimizers import grad_norm
 from zeroshard.zero.optimizers.ema import EMA, Ema
-from zeroshard.zero.optimizers.methods import put_in
+from zeroshard.zero.optimizers.methods import install_methods
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer, SavesPasses, ShardedParams
 from zeroshard.zero.optimizers.state_dict import cut_states
 from zeroshard.zero.replicas import saved as of_replicas
@@ -63,7 +63,7 @@ class Stepping:
         """See `Zero.optimizer`."""
         piecewise = PiecewiseOptimizer(optimizer_cls, params, kwargs, self._params, self)
         self._require_local(piecewise)
-        put_in(piecewise)
+        install_methods(piecewise)
         self._know(piecewise)
         return piecewise.optimizer
 
@@ -78,7 +78,7 @@ class Stepping:
         piecewise = PiecewiseOptimizer.adopted(optimizer, self._params, self)
         self._require_local(piecewise)
         cut_states(piecewise)
-        put_in(piecewise)
+        install_methods(piecewise)
         self._know(piecewise)
         piecewise.hold_pieces()
 
@@ -129,7 +129,7 @@ class Stepping:
         assert self.ema is not None
         whose = None if self.ema.applied else "the averages"
         bar((group.grads.barred for group in self._runtime.groups()), whose, "ema.weights()")
-        self._runtime.masters_replaced("back" if self.ema.applied else "for now")
+        self._runtime.refresh_after_replacement("back" if self.ema.applied else "for now")
 
     def require_weights(self, what: str) -> None:
         """Raise RuntimeError about ``what`` while averages or anchors are in the weights' place."""
@@ -151,7 +151,7 @@ class Stepping:
     def show_what_travels(self, replaced: Replaced = "for good") -> None:
         """If weights travel in a wire format, refresh unsharded weights with what that format delivers. Collective."""
         if any(group.params.wire is not None for group in self._runtime.groups()):
-            self._runtime.masters_replaced(replaced)
+            self._runtime.refresh_after_replacement(replaced)
 
     def resume_at(self, step: int) -> None:
         """See `Zero.resume_at`."""
@@ -164,7 +164,7 @@ class Stepping:
         """Refresh weights and anchors after all weights were replaced, by the same values on every rank."""
         self.show_what_travels()
         if self.replicas is not None:
-            self.replicas.begin_again()
+            self.replicas.restart_from_first()
 
     def named_shards(self, model: nn.Module) -> Iterator[NamedShard]:
         """See `Zero.named_shards`."""
@@ -179,7 +179,7 @@ class Stepping:
         self._runtime.require_unpinned("load_named_shards")
         own = reader
         if self.replicas is not None:
-            self.replicas.unsent()
+            self.replicas.drop_in_flight()
             own = of_replicas.ReplicaReader(reader, self.replicas.comm.rank)
         self.missed = training_state.load_named_shards(model, self._runtime, self._known, own)
         if self.ema is not None:

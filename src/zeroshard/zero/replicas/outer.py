@@ -42,7 +42,7 @@ class Outer:
         self._gathers = False  # whether a block format's second collective, the gather of sums, was issued
         self._rounding = Rounding(settings.rounding_seed, f"{group.params.name}/difference", rank)
 
-    def begin_again(self, group: FlatGroup) -> None:
+    def restart_from_first(self, group: FlatGroup) -> None:
         """Make the current weights the anchor, without momentum, and drop a difference in flight. Collective."""
         self.drop(group)
         self.anchor.copy_(own_master(group.params))
@@ -50,7 +50,7 @@ class Outer:
 
     def drop(self, group: FlatGroup) -> None:
         """Wait for a difference in flight, and drop it. Collective."""
-        self.go_on(group)
+        self.issue_gather(group)
         self.difference()
         self.due = self._difference = None
 
@@ -81,7 +81,7 @@ class Outer:
         self._difference = message
         return message.nbytes
 
-    def go_on(self, group: FlatGroup) -> None:
+    def issue_gather(self, group: FlatGroup) -> None:
         """In a block format: wait for the exchange of pieces, sum them, and issue the gather of sums. Collective."""
         if self._packed is None or self._gathers:
             return
@@ -94,7 +94,7 @@ class Outer:
     def difference(self) -> Tensor | None:
         """Wait for the mean difference, ``[shard_numel]``, in the dtype that travelled; None if none was sent.
 
-        Call `go_on` before. A difference that travelled in a block format has the anchor's dtype.
+        Call `issue_gather` before. A difference that travelled in a block format has the anchor's dtype.
         """
         if self._work is not None:
             self._work.wait()
@@ -105,7 +105,7 @@ class Outer:
             self._packed, self._gathers = None, False
         return self._difference
 
-    def on_its_way(self, difference: Tensor, due: int) -> None:
+    def resume_difference(self, difference: Tensor, due: int) -> None:
         """Resume with a mean difference that had arrived when the checkpoint was saved, and is applied when due."""
         self._difference, self.due = difference, due
 

@@ -30,8 +30,8 @@ from zeroshard.zero.replicas.outer import Outer
 from zeroshard.zero.replicas.step_order import StepOrder
 from zeroshard.zero.runtime.module_buffers import ModuleBuffers
 from zeroshard.zero.runtime.runtime import Runtime
-from zeroshard.zero.sharded_optimizer.agreement import agreement
-from zeroshard.zero.transfer import as_bytes, put_bytes
+from zeroshard.zero.sharded_optimizer.argument_check import agreement
+from zeroshard.zero.tensor_broadcast import as_bytes, put_bytes
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Replicas:
         self.num_steps = 0
         self.left: list[int] = []
         self.applied = False
-        self.rests = True  # whether local weights are the anchors and need not be saved beside them
+        self.at_anchor = True  # whether local weights are the anchors and need not be saved beside them
         self.before_change: Callable[[], None] = lambda: None
 
     # -- what the engine calls ----------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ class Replicas:
                 content = as_bytes(buffer)
                 self.comm.broadcast(content, src=0).wait()
                 put_bytes(buffer, content)
-        self._runtime.masters_replaced()
+        self._runtime.refresh_after_replacement()
 
     def begin_anchors(self) -> None:
         """Before weights change: make current weights the anchors of groups that are trained for the first time."""
@@ -117,27 +117,27 @@ class Replicas:
             RuntimeError: it has stepped before, and `step` was not called in between.
         """
         self.order.stepped(optimizer, members)
-        self.rests = False
+        self.at_anchor = False
 
-    def begin_again(self) -> None:
+    def restart_from_first(self) -> None:
         """Restart after weights were replaced: the first replica's become all anchors, without momentum. Collective."""
         self.begin_alike()
         for key, group in self.groups():
             if key in self._outer:
-                self._outer[key].begin_again(group)
+                self._outer[key].restart_from_first(group)
         self._sent.clear()
-        self.rests = True
+        self.at_anchor = True
 
     def keep_anchors(self) -> None:
         """Make the anchors the weights for good. Collective."""
-        self.unsent()
+        self.drop_in_flight()
         with torch.no_grad():
-            for _, group, outer in [] if self.rests else list(self.by_group()):
+            for _, group, outer in [] if self.at_anchor else list(self.by_group()):
                 outer.show(group)
-        self._runtime.masters_replaced()
-        self.rests = True
+        self._runtime.refresh_after_replacement()
+        self.at_anchor = True
 
-    def unsent(self) -> None:
+    def drop_in_flight(self) -> None:
         """Wait for differences in flight, and drop them. Collective."""
         for _, group, outer in self.by_group():
             outer.drop(group)
@@ -150,7 +150,7 @@ class Replicas:
 
     def require_rest(self, what: str) -> None:
         """Raise RuntimeError about ``what`` if each replica has weights of its own."""
-        if not self.rests:
+        if not self.at_anchor:
             raise RuntimeError(
                 f"{what}: each replica has weights of its own between meetings; do it before the first step, or after "
                 "zero.replicas.meet()"
@@ -194,7 +194,7 @@ class Replicas:
             self._send(leaving)
             if not self.settings.overlap_steps:
                 met += self._take_in(leaving)
-                self.rests = self.settings.fragments == 1
+                self.at_anchor = self.settings.fragments == 1
         return met
 
     def meet(self) -> list[Meeting]:
@@ -208,7 +208,7 @@ class Replicas:
         everything = list(range(self.settings.fragments))
         self._send(everything)
         met += self._take_in(everything, stays=0.0)
-        self.rests = True
+        self.at_anchor = True
         return met
 
     def meets(self, num_steps: int) -> bool:
@@ -260,7 +260,7 @@ class Replicas:
         """
         for fragment in list(self._sent) if fragments is None else fragments:
             for group, outer in self._in(fragment):
-                outer.go_on(group)
+                outer.issue_gather(group)
 
     def _norms(self, fragments: list[int]) -> list[float]:
         """The norm of each fragment's mean difference, over a replica's ranks. Collective."""
@@ -299,7 +299,7 @@ class Replicas:
         Gradients of this block may be read, but no optimizer steps by them.
         """
         self.require_local("anchors")
-        with nullcontext() if self.still_rests() else self._shown():
+        with nullcontext() if self.still_at_anchor() else self._shown():
             self._visit("the anchors")  # even if nothing was swapped: training in this block must raise at its step
             try:
                 yield
@@ -317,26 +317,26 @@ class Replicas:
         with torch.no_grad():
             for group, outer, _ in local:
                 outer.show(group)
-        self._runtime.masters_replaced("for now")
+        self._runtime.refresh_after_replacement("for now")
         try:
             yield
         finally:
             with torch.no_grad():
                 for group, _, master in local:
                     group.params.master.copy_(master)
-            self._runtime.masters_replaced("back")
+            self._runtime.refresh_after_replacement("back")
 
-    def still_rests(self) -> bool:
+    def still_at_anchor(self) -> bool:
         """Whether local weights are still the anchors: no longer if any were written to since. Collective."""
-        if not self.rests:
+        if not self.at_anchor:
             return False
         self._runtime.take_changes()
         written = any(not outer.is_shown(group) for _, group, outer in self.by_group())
         flag = torch.tensor([written], dtype=torch.uint8, device=self._world.control_device)
         with scope(CONTROL):
             self._world.all_reduce(flag, "max").wait()
-        self.rests = not flag.item()
-        return self.rests
+        self.at_anchor = not flag.item()
+        return self.at_anchor
 
     @property
     def num_bytes(self) -> int:
@@ -354,9 +354,9 @@ class Replicas:
             if key in self._outer:
                 yield key, group, self._outer[key]
 
-    def loaded(self, num_steps: int, sent: dict[int, tuple[int, int]], *, rests: bool) -> None:
+    def loaded(self, num_steps: int, sent: dict[int, tuple[int, int]], *, at_anchor: bool) -> None:
         """Resume from a checkpoint, whose anchors are loaded already."""
-        self.num_steps, self._sent, self.rests = num_steps, sent, rests
+        self.num_steps, self._sent, self.at_anchor = num_steps, sent, at_anchor
         self.order.forget()
 
     def outer_of(self, key: tuple[Unit, int], group: FlatGroup) -> Outer:

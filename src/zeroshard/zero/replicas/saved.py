@@ -40,7 +40,7 @@ def named_shards(replicas: Replicas, written: Iterator[NamedShard]) -> Iterator[
     """Yield the shards that this rank writes; ``written``: those that it would write if its replica were the world."""
     number = replicas.comm.rank
     replicas.arrive()
-    rests = replicas.still_rests()
+    at_anchor = replicas.still_at_anchor()
     anchors = {
         (slot, piece.interval): (group, outer, piece)
         for _, group, outer in replicas.by_group()
@@ -51,11 +51,11 @@ def named_shards(replicas: Replicas, written: Iterator[NamedShard]) -> Iterator[
             group, outer, piece = anchors[shard.name, shard.interval]
             if number == 0:
                 yield from _common(replicas, shard, group, outer, piece)
-            if not rests:
+            if not at_anchor:
                 yield replace(shard, name=of_replica(shard.name, number), kind=LOCAL)
         elif number == 0:
             yield shard
-        elif shard.kind not in MODEL_KINDS or (shard.kind == "buffer" and not rests):
+        elif shard.kind not in MODEL_KINDS or (shard.kind == "buffer" and not at_anchor):
             yield replace(shard, name=of_replica(shard.name, number))
 
 
@@ -129,7 +129,7 @@ class ReplicaReader:
 
 def load(replicas: Replicas, reader: ShardReader) -> None:
     """Load anchors, momentum and differences in flight from ``reader``; the weights must be loaded already."""
-    num_steps, rests = 0, True
+    num_steps, at_anchor = 0, True
     sent: dict[int, tuple[int, int]] = {}
     for key, group in replicas.groups():
         slots = [slot.name for slot in group.params.layout.slots]
@@ -137,18 +137,18 @@ def load(replicas: Replicas, reader: ShardReader) -> None:
         if facts is None and not group.trained:
             continue
         outer = replicas.outer_of(key, group)
-        outer.begin_again(group)
+        outer.restart_from_first(group)
         arrived = _read_into(group, outer, replicas.settings.dtype, reader)
         if facts is None:
             continue
         num_steps = int(reader.read(facts, "outer_steps", (0, 1)))
-        rests = rests and LOCAL not in reader.kinds(of_replica(facts, 0))
+        at_anchor = at_anchor and LOCAL not in reader.kinds(of_replica(facts, 0))
         if "outer_due" in reader.kinds(facts):
             due, left = (int(reader.read(facts, kind, (0, 1))) for kind in ("outer_due", "outer_left"))
             fragment = replicas.fragment_of(key[0])
             sent[fragment] = (left, sent.get(fragment, (left, 0))[1] + arrived.nbytes)
-            outer.on_its_way(arrived, due)
-    replicas.loaded(num_steps, sent, rests=rests)
+            outer.resume_difference(arrived, due)
+    replicas.loaded(num_steps, sent, at_anchor=at_anchor)
 
 
 def _read_into(group: FlatGroup, outer: Outer, wire: torch.dtype | None, reader: ShardReader) -> Tensor:

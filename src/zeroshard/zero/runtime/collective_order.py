@@ -19,7 +19,7 @@ import torch
 from zeroshard.comm import CONTROL, Communicator, scope
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.levels import Levels
-from zeroshard.zero.transfer import send_bytes
+from zeroshard.zero.tensor_broadcast import send_bytes
 
 DIGEST_BYTES = 7
 REMEMBERED = 4096  # gathers that are kept, to name the first one that differs

@@ -29,8 +29,8 @@ class ForwardPass:
         order: the units but the root, in the order in which their weights are gathered.
         ran: units in order of their first call in this forward.
         by_parts: units that were not called themselves, only their submodules, so that no hook frees their weights.
-        unseen: units whose current weights arrived after a forward that may have read the stale ones.
-        at_the_turn: the unit whose weights stay unsharded until its backward, or None: [Note: The turn].
+        read_while_stale: units whose current weights arrived after a forward that may have read the stale ones.
+        kept_for_backward: the unit whose weights stay unsharded until its backward, or None: [Note: The turn].
     """
 
     def __init__(self, root: Unit, units: Sequence[Unit], weights: UnshardedWeights, prefetch: int) -> None:
@@ -38,8 +38,8 @@ class ForwardPass:
         self.take_order(list(units))
         self.ran: dict[Unit, None] = {}
         self.by_parts: dict[Unit, None] = {}
-        self.unseen: set[Unit] = set()
-        self.at_the_turn: Unit | None = None
+        self.read_while_stale: set[Unit] = set()
+        self.kept_for_backward: Unit | None = None
         self._frees_after_use = True
         self._cursor = Cursor([], lambda op: None)
 
@@ -50,10 +50,10 @@ class ForwardPass:
 
     def begin(self, *, reshard_after_forward: bool) -> None:
         """Begin a forward: issue the gathers of the root and the first units, or of all units if none is sharded."""
-        self.ran, self.by_parts, self.unseen = {}, {}, set()
+        self.ran, self.by_parts, self.read_while_stale = {}, {}, set()
         # One answer for all units, called or skipped: every rank must keep the same units unsharded.
         self._frees_after_use = reshard_after_forward or not torch.is_grad_enabled()
-        self.at_the_turn = self.order[-1] if self.order and torch.is_grad_enabled() else None
+        self.kept_for_backward = self.order[-1] if self.order and torch.is_grad_enabled() else None
         self._weights.gather(self._root)
         if self._weights.shard_params:
             self._weights.show_as_current()
@@ -66,7 +66,7 @@ class ForwardPass:
     def reach(self, unit: Unit) -> None:
         """Issue the gathers up to this unit and ``prefetch`` units further."""
         self.ran.setdefault(unit)
-        self.unseen.discard(unit)
+        self.read_while_stale.discard(unit)
         self._cursor.through(Op("gather", min(self._place[unit] + self._prefetch, len(self.order) - 1)))
 
     def gather_the_rest(self) -> None:
@@ -85,13 +85,13 @@ class ForwardPass:
 
     def free(self, unit: Unit) -> None:
         """Free the unit's weights, unless backward needs them at once."""
-        if self._frees_after_use and unit is not self.at_the_turn:
+        if self._frees_after_use and unit is not self.kept_for_backward:
             self._weights.reshard(unit)
 
     def _skipped(self, unit: Unit) -> None:
         """Wait for the gather of a unit that was not called; its weights may be gathered again only after that."""
-        if unit.on_its_way and not self._weights.shard_params and torch.is_grad_enabled():
+        if unit.gather_in_flight and not self._weights.shard_params and torch.is_grad_enabled():
             # A read without a module's call has seen stale values: the new version lets autograd detect that.
             torch.autograd.graph.increment_version([p for group in unit.groups for p in group.params.params])
-            self.unseen.add(unit)
+            self.read_while_stale.add(unit)
         unit.wait()

@@ -4,7 +4,8 @@
     From a parameter's first gradient until gradients are cleared, ``param.grad`` is a `ShardedGrad`. Until the
     reduction it raises when it is read; after it, it is the mean over ranks. It is None if no rank had a gradient.
     Autograd adds the next micro-batch's gradient to it; the `ShardedGrad` sets that one aside for the hook to take.
-    `heed` applies what the user assigns to ``param.grad`` (None, or a tensor) before gradients are used or added to.
+    `apply_assigned_grads` applies what the user has assigned to ``param.grad`` (None, or a tensor) before gradients are
+    used or added to.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class GradHooks:
             if shown.used and shown.param.grad is None:
                 shown.show()
 
-    def heed(self) -> None:
+    def apply_assigned_grads(self) -> None:
         """Apply what the user assigned to ``param.grad``: None clears the gradient, a tensor replaces it."""
         for shown in self._hooked:
             grad = shown.param.grad

@@ -47,9 +47,9 @@ def require_usable(
         )
 
 
-def refuse_unseen(group: FlatGroup, unseen: Iterable[Unit]) -> None:
-    """Raise RuntimeError if the group is of a unit in ``unseen``: forward may have read that unit's stale weights."""
-    unit = next((unit for unit in unseen if group in unit.groups), None)
+def refuse_stale_reads(group: FlatGroup, read_while_stale: Iterable[Unit]) -> None:
+    """Raise RuntimeError if forward may have read stale weights of the group's unit."""
+    unit = next((unit for unit in read_while_stale if group in unit.groups), None)
     if unit is not None:
         raise RuntimeError(
             f"{unit.name}: its parameters have gradients, but neither it nor a module in it was called while its "

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm import Communicator, scope
-from zeroshard.zero.transfer import PendingBroadcasts
+from zeroshard.zero.tensor_broadcast import PendingBroadcasts
 
 BufferSync = Literal["broadcast", "average", "keep"]
 _LABEL = "buffers/step"

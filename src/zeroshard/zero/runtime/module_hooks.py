@@ -88,7 +88,7 @@ def in_transform() -> bool:
 
 def require_readable(unit: Unit) -> None:
     """Raise RuntimeError if a unit that is called in a transform would have to gather its weights."""
-    if unit.on_its_way or not unit.readable:
+    if unit.gather_in_flight or not unit.readable:
         raise RuntimeError(
             f"{unit.name}: weights cannot be gathered inside a transform of torch.func (grad, vmap, jvp); "
             "call the transform inside zero.full_params()"

@@ -47,8 +47,8 @@ def require_rest(runtime: Runtime, what: str) -> None:
         raise RuntimeError(f"{what}: gradients wait for a step, and would be lost; call it after zero_grad()")
 
 
-def take_row(runtime: Runtime, strategy: ShardingStrategy) -> None:
+def apply_strategy(runtime: Runtime, strategy: ShardingStrategy) -> None:
     """From now on shard weights and gradients as this row of the stage table says; groups have its layout already."""
-    runtime.read_row(strategy)
+    runtime.apply_strategy(strategy)
     runtime.forget_calls()
     runtime.laid_out_anew(runtime.groups())

@@ -30,7 +30,7 @@ from zeroshard.zero.runtime.collective_order import CollectiveOrder
 from zeroshard.zero.runtime.forward_pass import ForwardPass
 from zeroshard.zero.runtime.forwards import Forwards
 from zeroshard.zero.runtime.grad_hooks import GradHooks
-from zeroshard.zero.runtime.grad_refusals import refuse_unseen, require_usable
+from zeroshard.zero.runtime.grad_refusals import refuse_stale_reads, require_usable
 from zeroshard.zero.runtime.module_buffers import ModuleBuffers
 from zeroshard.zero.runtime.module_hooks import ForwardRun, in_backward
 from zeroshard.zero.runtime.reductions import Reductions
@@ -67,7 +67,7 @@ class Runtime:
         self._collectives = CollectiveOrder(levels, [root, *units])
         self._weights = UnshardedWeights([root, *units], self._collectives)
         self._reductions = Reductions(self._collectives, buffers)
-        self.read_row(strategy)
+        self.apply_strategy(strategy)
         self.sync = True
         self.removed = False
         self.unreduced = False
@@ -89,7 +89,7 @@ class Runtime:
     def _attach(self) -> None:
         """Hook gradients and reads of stale weights; have groups issue their collectives on the engine's streams."""
         self._grad_hooks.attach(self.all_units())
-        self._weights.hear_of_reads()
+        self._weights.watch_reads()
         for group in self.groups():
             group.use_streams(self._streams[group.params.full.device])
 
@@ -123,7 +123,7 @@ class Runtime:
                 unit.kept[self.forward_run.index] = self.forward_run
             elif unit is not self.root:
                 self._forward_pass.by_parts.setdefault(unit)
-        if unit.on_its_way or not unit.readable:
+        if unit.gather_in_flight or not unit.readable:
             self._weights.unshard(unit)
 
     def _runs_again(self, unit: Unit) -> None:
@@ -135,7 +135,7 @@ class Runtime:
     def _begin_forward(self) -> None:
         if self.backward_pass is not None:
             self._forget_backward()  # an exception ended it
-        self._grad_hooks.heed()  # frees gradients that the user has set to None, before this forward takes memory
+        self._grad_hooks.apply_assigned_grads()  # before this forward takes memory: frees gradients set to None
         self._grad_hooks.attach_trained()
         for unit in self.all_units():
             unit.inside = 0  # an exception may have ended a forward
@@ -201,7 +201,7 @@ class Runtime:
         if self.backward_pass is not None and self.backward_pass.failed:
             self._forget_backward()
         if self.backward_pass is None:
-            self._grad_hooks.heed()
+            self._grad_hooks.apply_assigned_grads()
             if not self._order_agreed and self.units:
                 order = self._collectives.agree_on_units(self.units, list(self._forward_pass.ran))
                 self._forward_pass.take_order(order)
@@ -242,7 +242,8 @@ class Runtime:
         unit = self.root if op.place == ROOT else backward.units[op.place]
         if op.action == "gather":
             others_may_have_freed_it = self.reshard_after_forward and (
-                not backward.is_first(op.sweep) or (bool(unit.kept) and unit is not self._forward_pass.at_the_turn)
+                not backward.is_first(op.sweep)
+                or (bool(unit.kept) and unit is not self._forward_pass.kept_for_backward)
             )
             self._weights.gather(unit, again=others_may_have_freed_it)
             if unit.kept or unit.held or unit.active:
@@ -310,8 +311,8 @@ class Runtime:
     def take_grad(self, group: FlatGroup, slot: int, grad: Tensor) -> None:
         """Accumulate a gradient that autograd has computed for the group's parameter in ``slot``."""
         self._backward()
-        if self._forward_pass.unseen:
-            refuse_unseen(group, self._forward_pass.unseen)
+        if self._forward_pass.read_while_stale:
+            refuse_stale_reads(group, self._forward_pass.read_while_stale)
         group.grads.accumulate(slot, grad)
 
     def take_changes(self) -> None:
@@ -321,7 +322,7 @@ class Runtime:
 
     def require_reduced(self, what: str) -> None:
         """Apply what the user has assigned to ``param.grad``, then raise if gradients are unusable: `require_shown`."""
-        self._grad_hooks.heed()
+        self._grad_hooks.apply_assigned_grads()
         self.require_shown(what)
 
     def require_shown(self, what: str) -> None:
@@ -365,7 +366,7 @@ class Runtime:
         torch.autograd.graph.increment_version([param for group in groups for param in group.params.params])
         self._attach()
 
-    def read_row(self, strategy: ShardingStrategy) -> None:
+    def apply_strategy(self, strategy: ShardingStrategy) -> None:
         """From now on shard weights and gradients as this row of the stage table says."""
         several = self.levels.shard.world_size > 1
         self.shard_params = self._weights.shard_params = strategy.params is SHARD and several
@@ -378,9 +379,9 @@ class Runtime:
         """Keep all weights unsharded and current in this block. Collective on entry."""
         return self._weights.pin()
 
-    def masters_replaced(self, replaced: Replaced = "for good") -> None:
+    def refresh_after_replacement(self, replaced: Replaced = "for good") -> None:
         """Refresh weights after the master weights changed outside of a step. Collective."""
-        self._weights.masters_replaced(replaced)
+        self._weights.refresh_after_replacement(replaced)
 
     @property
     def is_pinned(self) -> bool:

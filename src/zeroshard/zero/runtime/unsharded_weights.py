@@ -100,7 +100,7 @@ class UnshardedWeights:
                     group.params.drop_changes()
                 self.reshard(unit)
 
-    def masters_replaced(self, replaced: Replaced) -> None:
+    def refresh_after_replacement(self, replaced: Replaced) -> None:
         """Refresh weights, because master weights were replaced outside of a step. Collective.
 
         Unsharded weights are gathered at once, in the same order on every rank: inside `pin` they must be current, and
@@ -123,7 +123,7 @@ class UnshardedWeights:
             for group in unit.groups:
                 group.params.hand_out()
 
-    def hear_of_reads(self) -> None:
+    def watch_reads(self) -> None:
         """From now on call `bring_up_to_date` before stale or sharded weights are read."""
         this = weakref.ref(self)
 

@@ -33,9 +33,9 @@ from torch.optim import Optimizer
 
 from zeroshard.comm import CONTROL, Communicator, LocalCommunicator, TorchCommunicator, scope
 from zeroshard.zero.sharded_optimizer.acceptance import PER_RANK, check_class, check_param, check_reach, describe
-from zeroshard.zero.sharded_optimizer.agreement import agreement
+from zeroshard.zero.sharded_optimizer.argument_check import agreement
 from zeroshard.zero.sharded_optimizer.ownership import Bucket, assign, pack
-from zeroshard.zero.transfer import PendingBroadcasts, gather_to
+from zeroshard.zero.tensor_broadcast import PendingBroadcasts, gather_to
 
 BUCKET_BYTES = 16 << 20
 

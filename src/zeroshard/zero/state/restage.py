@@ -18,11 +18,11 @@ from zeroshard.comm import Communicator
 from zeroshard.zero.buffers.layout import Piece
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.optimizers.piecewise import SCALAR_STATES
-from zeroshard.zero.runtime.relayout import require_rest, take_row
+from zeroshard.zero.runtime.relayout import apply_strategy, require_rest
 from zeroshard.zero.runtime.runtime import Runtime
-from zeroshard.zero.sharded_optimizer.agreement import agreement
+from zeroshard.zero.sharded_optimizer.argument_check import agreement
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
-from zeroshard.zero.transfer import PendingBroadcasts, send_bytes
+from zeroshard.zero.tensor_broadcast import PendingBroadcasts, send_bytes
 
 State = dict[str, Any]  # the states of one piece, by kind
 
@@ -58,7 +58,7 @@ def restage(runtime: Runtime, strategy: ShardingStrategy, holders: Sequence[Stat
                 found = _own(old, holders)
             _hand_over(new, holders, found)
             del old
-    take_row(runtime, strategy)
+    apply_strategy(runtime, strategy)
 
 
 def _sends(group: FlatGroup, strategy: ShardingStrategy) -> bool:

@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from zeroshard.errors import UserError
-from zeroshard.launch import machines
-from zeroshard.launch.machines import DEFAULT_PORT, Meeting, meeting_at
+from zeroshard.launch import rendezvous_address
+from zeroshard.launch.rendezvous_address import DEFAULT_PORT, RendezvousAddress, meeting_at
 
 
 def _free_port():
@@ -41,12 +41,12 @@ def test_the_port_may_be_left_out():
 
 
 def test_a_meeting_that_cannot_be_reached_any_more_is_told_once(monkeypatch):
-    monkeypatch.setattr(machines, "PROBE_S", 0.05)
-    monkeypatch.setattr(machines, "UNREACHABLE_AFTER_S", 0.3)
+    monkeypatch.setattr(rendezvous_address, "PROBE_S", 0.05)
+    monkeypatch.setattr(rendezvous_address, "UNREACHABLE_AFTER_S", 0.3)
     told, ended = [], threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server:
         meeting = meeting_at(f"127.0.0.1:{server.getsockname()[1]}", 2, 2)
-        thread = threading.Thread(target=machines.watch, args=(meeting, ended, lambda: told.append(1)))
+        thread = threading.Thread(target=rendezvous_address.watch, args=(meeting, ended, lambda: told.append(1)))
         thread.start()
         thread.join(1.0)
         assert thread.is_alive()
@@ -56,11 +56,11 @@ def test_a_meeting_that_cannot_be_reached_any_more_is_told_once(monkeypatch):
 
 
 def test_a_meeting_that_has_ended_is_not_looked_for(monkeypatch):
-    monkeypatch.setattr(machines, "PROBE_S", 0.05)
-    monkeypatch.setattr(machines, "UNREACHABLE_AFTER_S", 0.0)
+    monkeypatch.setattr(rendezvous_address, "PROBE_S", 0.05)
+    monkeypatch.setattr(rendezvous_address, "UNREACHABLE_AFTER_S", 0.0)
     ended = threading.Event()
     ended.set()
-    machines.watch(Meeting(port=_free_port()), ended, lambda: pytest.fail("it was looked for"))
+    rendezvous_address.watch(RendezvousAddress(port=_free_port()), ended, lambda: pytest.fail("it was looked for"))
 
 
 @pytest.mark.parametrize("endpoint", [":29400", "here:", "here:port", "here:0", "here:70000", "no such host"])

@@ -15,8 +15,8 @@ from torch import Tensor
 from zeroshard.errors import UserError
 from zeroshard.models import GPT2Config, LanguageModel, LlamaConfig
 from zeroshard.models.hugging_face.config import HuggingFaceConfig
+from zeroshard.models.hugging_face.gpt2_llama_conversion import HFWeight, find_weights
 from zeroshard.models.hugging_face.model import INNER, HuggingFaceModel
-from zeroshard.models.hugging_face.own_models import HFWeight, find_weights
 from zeroshard.models.hugging_face.weights import (
     DTYPES,
     READ_AT_ONCE,

@@ -41,7 +41,7 @@ class Watched:
         return asked is None or asked()
 
 
-class UnderWay:
+class InFlight:
     """The collectives that a rank has issued and its devices have not completed, in order."""
 
     def __init__(self) -> None:

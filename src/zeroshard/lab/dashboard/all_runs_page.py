@@ -8,7 +8,7 @@ from typing import Any
 
 from dash import dcc, html
 
-from zeroshard.lab.dashboard import live
+from zeroshard.lab.dashboard import step_curves
 from zeroshard.lab.dashboard.changes import Part, mark, only_whole
 from zeroshard.lab.dashboard.labelled import control, labelled, scrolling
 from zeroshard.lab.dashboard.plan_table import plans
@@ -23,17 +23,19 @@ from zeroshard.lab.report.run_figures import memory
 from zeroshard.lab.run_folders import RunResult
 
 REFRESH_MS = 2000
-GRAPHS = (*live.CURVES, "memory")
+GRAPHS = (*step_curves.CURVES, "memory")
 VIEWS = {
-    "x": ("Horizontal axis", live.X_TITLES),
-    "smoothing": ("Smoothing", live.SMOOTHINGS),
-    "scale": ("Vertical scale", live.SCALES),
+    "x": ("Horizontal axis", step_curves.X_TITLES),
+    "smoothing": ("Smoothing", step_curves.SMOOTHINGS),
+    "scale": ("Vertical scale", step_curves.SCALES),
 }
 
 
 def page() -> html.Div:
     """The elements of the page, still empty."""
-    titles = {name: curve.title for name, curve in live.CURVES.items()} | {"memory": "Memory of rank 0, and its plan"}
+    titles = {name: curve.title for name, curve in step_curves.CURVES.items()} | {
+        "memory": "Memory of rank 0, and its plan"
+    }
     return html.Div(
         [
             html.P(id="summary", className="quiet", role="status"),
@@ -62,16 +64,16 @@ def _graph(name: str, title: str) -> html.Figure:
     return html.Figure([html.H3(title), labelled(dcc.Graph(id=f"graph-{name}", config=CONFIG), "img", title)])
 
 
-def view_of(x: Any, smoothing: Any, scale: Any) -> live.View:
+def view_of(x: Any, smoothing: Any, scale: Any) -> step_curves.View:
     """The view that the controls select; a value that is not one of a control's choices becomes its first choice."""
     asked = {"x": x, "smoothing": smoothing, "scale": scale}
-    return live.View(
+    return step_curves.View(
         **{name: value if value in VIEWS[name][1] else next(iter(VIEWS[name][1])) for name, value in asked.items()}
     )
 
 
 def parts_of_page(
-    runs: Mapping[str, Seen], chosen: Mapping[str, Seen], view: live.View, *, root: str, num_unread: int
+    runs: Mapping[str, Seen], chosen: Mapping[str, Seen], view: step_curves.View, *, root: str, num_unread: int
 ) -> dict[str, Part]:
     """The parts of the page that change, by name.
 
@@ -95,15 +97,15 @@ def parts_of_page(
         "options": only_whole(repr(options), lambda: options),
         "plans": only_whole(changes, lambda: plans(results)),
         "differences": only_whole(changes, lambda: differences(results)),
-        **{f"graph-{name}": part_of_curve(name, shown, view) for name in live.CURVES},
+        **{f"graph-{name}": part_of_curve(name, shown, view) for name in step_curves.CURVES},
         "graph-memory": only_whole(changes, lambda: _kept(as_plotly(held(results)), "memory")),
     }
 
 
-def part_of_curve(name: str, shown: Mapping[str, Seen], view: live.View) -> Part:
+def part_of_curve(name: str, shown: Mapping[str, Seen], view: step_curves.View) -> Part:
     """A figure of curves; when a run changes, only its lines and the figure's layout are sent again."""
     own = [(seen.token, _lines(name, label, seen, i, view)) for i, (label, seen) in enumerate(shown.items())]
-    figure = live.figure_of(name, [line for _, lines in own for line in lines], view)
+    figure = step_curves.figure_of(name, [line for _, lines in own for line in lines], view)
     axes = f"{view.x} {view.scale}"
 
     def replace(patch: Any, number: int) -> None:
@@ -116,8 +118,8 @@ def part_of_curve(name: str, shown: Mapping[str, Seen], view: live.View) -> Part
 
 
 @lru_cache(maxsize=512)
-def _lines(name: str, label: str, seen: Seen, index: int, view: live.View) -> Sequence[Series]:
-    return live.lines(name, label, seen.run, index, view)
+def _lines(name: str, label: str, seen: Seen, index: int, view: step_curves.View) -> Sequence[Series]:
+    return step_curves.lines(name, label, seen.run, index, view)
 
 
 def held(runs: Mapping[str, RunResult]) -> Figure:

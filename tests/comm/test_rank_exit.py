@@ -10,13 +10,13 @@ import pytest
 # Ctrl-C, and then an exit that never comes: the main thread holds Python's lock in C, as a finalizer might.
 STUCK = """
 import atexit, ctypes, os, signal
-from zeroshard.launch import leaving
-leaving.INTERRUPT_GRACE_S = 0.1
+from zeroshard.launch import rank_exit
+rank_exit.INTERRUPT_GRACE_S = 0.1
 if STUCK_WITH_THE_LOCK:
     atexit.register(ctypes.PyDLL(None).pause)
 else:
     atexit.register(signal.pause)
-with leaving.ended_with_launcher():
+with rank_exit.ended_with_launcher():
     try:
         os.kill(os.getpid(), signal.SIGINT)
         signal.pause()

@@ -16,7 +16,7 @@ SELDOM = 100_000, 50, 1000  # new objects before generation 0 is collected; then
 
 
 @contextmanager
-def seldom() -> Generator[None]:
+def rare_collections() -> Generator[None]:
     """For a process that runs one command: few collections inside the block, and none when the interpreter exits."""
     gc.set_threshold(*SELDOM)
     try:
@@ -25,7 +25,7 @@ def seldom() -> Generator[None]:
         gc.freeze()
 
 
-def as_ever() -> None:
+def default_collections() -> None:
     """Restore Python's default frequency, but ignore the objects that live already, until ``gc.unfreeze()``."""
     gc.freeze()
     gc.set_threshold(*AS_EVER)

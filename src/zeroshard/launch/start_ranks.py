@@ -16,8 +16,8 @@ from typing import IO
 
 from zeroshard.errors import UserError
 from zeroshard.launch.ending import Ending
-from zeroshard.launch.environment import Nodes, child_environment, set_for_workers
-from zeroshard.launch.machines import Meeting
+from zeroshard.launch.environment import NetnsNodes, child_environment, set_for_workers
+from zeroshard.launch.rendezvous_address import RendezvousAddress
 
 SHUTDOWN_GRACE_S = 30  # from SIGTERM to SIGKILL: long enough to save a checkpoint
 _LOOPBACK = "127.0.0.1"
@@ -28,9 +28,9 @@ def launch_workers(
     nproc: int,
     port: int = 0,
     max_restarts: int = 0,
-    max_moves: int = 0,
-    meeting: Meeting | None = None,
-    nodes: Nodes | None = None,
+    max_stage_raises: int = 0,
+    meeting: RendezvousAddress | None = None,
+    nodes: NetnsNodes | None = None,
     imports: Sequence[str] = (),
     while_importing: AbstractContextManager[None] | None = None,
 ) -> Ending:
@@ -43,7 +43,7 @@ def launch_workers(
         nproc: ranks to start on this machine, 1 or more.
         port: port of their rendezvous on the loopback interface; 0: any free one.
         max_restarts: how often they are started again after one failed or was lost; see `zeroshard.launch.elastic`.
-        max_moves: how often they are also started again after one has ended with `ExitStatus.MOVED_UP`.
+        max_stage_raises: how often they are also started again after one has ended with `ExitStatus.STAGE_RAISED`.
         meeting: where they meet the ranks of other machines; ``port`` is then ignored.
         nodes: network namespaces that the ranks enter by `enter_node`; None: they stay in this one.
         imports: modules that every rank will import; they are imported here, once, and ranks are forked afterwards.
@@ -55,7 +55,7 @@ def launch_workers(
     if meeting is None:
         address = nodes.address if nodes else _LOOPBACK
         require_free_port(port, address)
-        meeting = Meeting(address, port, own_address=address)
+        meeting = RendezvousAddress(address, port, own_address=address)
     # with one machine it is the loopback interface, which other machines cannot reach
     interface = meeting.interface if nodes is None else ""
     set_for_workers(nproc, nodes=nodes, interface=interface)
@@ -70,7 +70,7 @@ def launch_workers(
         nproc,
         meeting,
         max_restarts=max_restarts,
-        max_moves=max_moves,
+        max_stage_raises=max_stage_raises,
         grace_s=SHUTDOWN_GRACE_S,
         run_id=f"zeroshard-{os.getpid()}" if meeting.max_nodes == 1 else "zeroshard",
     )

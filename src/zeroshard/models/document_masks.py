@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-def separate(tokens_BT: Tensor, eos_id: int) -> tuple[Tensor, Tensor]:
+def positions_and_mask(tokens_BT: Tensor, eos_id: int) -> tuple[Tensor, Tensor]:
     """Return positions inside documents, and the mask that keeps attention inside documents.
 
     Args:
@@ -29,7 +29,7 @@ def separate(tokens_BT: Tensor, eos_id: int) -> tuple[Tensor, Tensor]:
 
 
 def mask_of(positions_BT: Tensor) -> Tensor:
-    """Return the mask [B, 1, T, T] of `separate` for packed examples, each of which begins at a position 0."""
+    """Return the mask [B, 1, T, T] of `positions_and_mask` for packed examples; each begins at position 0."""
     return _mask(positions_BT == 0)
 
 

@@ -18,8 +18,8 @@ from zeroshard.errors import UserError
 from zeroshard.launch.elastic import _ending
 from zeroshard.launch.ending import Ending, root_cause
 from zeroshard.launch.environment import World, tell_launcher, world_from_env
-from zeroshard.launch.launch import launch_workers, require_free_port
 from zeroshard.launch.process_group import init_process_group, meet, shutdown
+from zeroshard.launch.start_ranks import launch_workers, require_free_port
 
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "n0", "MASTER_PORT": "29500"}
 SLURM = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "40123"}
@@ -40,7 +40,7 @@ def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
 def launch(*argv: str) -> Ending:
     """`launch_workers` in a process of its own, for it takes the process's signal handlers."""
     code = (
-        "import json; from zeroshard.launch.launch import launch_workers\n"
+        "import json; from zeroshard.launch.start_ranks import launch_workers\n"
         f"ending = launch_workers({list(argv)}, 2); print(json.dumps([ending.status, ending.line]))"
     )
     done = run_python(code)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from zeroshard.checkpoint.stream import StreamedTensor, drafted, intervals, write_streamed
+from zeroshard.checkpoint.streamed_safetensors import StreamedTensor, drafted, intervals, write_streamed
 from zeroshard.errors import UserError
 
 
@@ -47,7 +47,7 @@ def test_parts_that_are_not_the_tensor_are_an_error(tmp_path, numel):
 
 
 def test_intervals_cover_every_element_once(monkeypatch):
-    monkeypatch.setattr("zeroshard.checkpoint.stream.CHUNK_NUMEL", 4)
+    monkeypatch.setattr("zeroshard.checkpoint.streamed_safetensors.CHUNK_NUMEL", 4)
     assert list(intervals(0)) == []
     assert list(intervals(4)) == [(0, 4)]
     assert list(intervals(9)) == [(0, 4), (4, 8), (8, 9)]

@@ -8,7 +8,7 @@ from torch import nn
 import zeroshard
 from nets import Net, rows
 from zeroshard import checkpoint
-from zeroshard.checkpoint import stream
+from zeroshard.checkpoint import streamed_safetensors
 from zeroshard.comm import run_threads
 from zeroshard.errors import UserError
 from zeroshard.zero import Zero
@@ -183,7 +183,7 @@ def test_files_are_written_in_small_parts_and_never_a_tensor_at_once(tmp_path, m
         reads.append(interval[1] - interval[0])
         return read(self, name, kind, interval)
 
-    monkeypatch.setattr(stream, "CHUNK_NUMEL", 7)
+    monkeypatch.setattr(streamed_safetensors, "CHUNK_NUMEL", 7)
     monkeypatch.setattr(checkpoint.CheckpointReader, "read", noted)
     out = zeroshard.consolidate(tmp_path / "c", out=tmp_path / "whole")
     assert max(reads) == 7

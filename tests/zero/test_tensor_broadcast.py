@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from zeroshard.comm import ObservedCommunicator, run_threads
-from zeroshard.zero.transfer import (
+from zeroshard.zero.tensor_broadcast import (
     MAX_PENDING_BROADCASTS,
     PendingBroadcasts,
     _Unpickler,

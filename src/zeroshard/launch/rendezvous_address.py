@@ -25,7 +25,7 @@ UNREACHABLE_AFTER_S = 30.0  # after so long without a connection the meeting cou
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class RendezvousAddress:
     """Where the machines of a world meet.
 
     Attributes:
@@ -58,7 +58,7 @@ class Meeting:
         return ""
 
 
-def meeting_at(endpoint: str, min_nodes: int, max_nodes: int) -> Meeting:
+def meeting_at(endpoint: str, min_nodes: int, max_nodes: int) -> RendezvousAddress:
     """Return the meeting at ``endpoint``, which is ``HOST`` or ``HOST:PORT``, with this machine's own address.
 
     Raises:
@@ -74,10 +74,10 @@ def meeting_at(endpoint: str, min_nodes: int, max_nodes: int) -> Meeting:
     except OSError as error:
         what = f"{host} cannot be reached ({error.strerror or error})"
         raise UserError("rdzv_endpoint", what, "give the name or address of one of the machines") from None
-    return Meeting(host, port, min_nodes, max_nodes, own, serves=_can_serve(str(address), port))
+    return RendezvousAddress(host, port, min_nodes, max_nodes, own, serves=_can_serve(str(address), port))
 
 
-def watch(meeting: Meeting, ended: threading.Event, on_unreachable: Callable[[], None]) -> None:
+def watch(meeting: RendezvousAddress, ended: threading.Event, on_unreachable: Callable[[], None]) -> None:
     """Call ``on_unreachable`` if nothing answers at the meeting for `UNREACHABLE_AFTER_S`; return once ``ended``.
 
     If a link is down, torch's client of the meeting's store blocks until TCP gives up, a quarter of an hour later. So a

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from zeroshard.models import GPT2, GPT2Config, Llama, LlamaConfig
-from zeroshard.models.documents import separate
+from zeroshard.models.document_masks import positions_and_mask
 
 EOS = 9
 
@@ -21,7 +21,7 @@ DOCUMENTS = [[[1, 2], [EOS, 3, 4, 5], [EOS], [EOS, 6, 7]], [[EOS, 1, 1, 1, 2, 3,
 
 
 def test_positions_begin_anew_with_each_document():
-    positions, mask = separate(TOKENS, EOS)
+    positions, mask = positions_and_mask(TOKENS, EOS)
     assert positions.tolist() == [[0, 1, 0, 1, 2, 3, 0, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6, 7, 8, 0]]
     assert mask.shape == (2, 1, 10, 10)
     assert mask[0, 0, 4].nonzero().flatten().tolist() == [2, 3, 4]

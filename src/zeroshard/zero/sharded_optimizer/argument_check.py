@@ -14,7 +14,7 @@ from itertools import zip_longest
 import torch
 
 from zeroshard.comm import CONTROL, Communicator, scope
-from zeroshard.zero.transfer import send_bytes
+from zeroshard.zero.tensor_broadcast import send_bytes
 
 _ERRORS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
 

@@ -8,12 +8,12 @@ import socket
 import psutil
 import pytest
 
-from zeroshard.launch import meeting_store, process_group
+from zeroshard.launch import bound_tcp_store, process_group
+from zeroshard.launch.bound_tcp_store import open_store
 from zeroshard.launch.environment import World
-from zeroshard.launch.machines import Meeting, meeting_at
 from zeroshard.launch.many_hosts import ManyHosts
-from zeroshard.launch.meeting_store import open_store
 from zeroshard.launch.one_host import OneHost
+from zeroshard.launch.rendezvous_address import RendezvousAddress, meeting_at
 
 
 def _listening(port):
@@ -63,8 +63,8 @@ def test_a_store_at_an_outer_address_listens_there_alone():
 )
 def test_where_a_name_says_nothing_of_an_interface_all_are_listened_on_and_it_is_said(monkeypatch, capfd, found, said):
     facts = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (found, 0))]
-    monkeypatch.setattr(meeting_store.socket, "getaddrinfo", lambda *args, **kwargs: facts)
-    server = meeting_store._listen("node01", 0)
+    monkeypatch.setattr(bound_tcp_store.socket, "getaddrinfo", lambda *args, **kwargs: facts)
+    server = bound_tcp_store._listen("node01", 0)
     with server:
         assert server.getsockname()[0] == "0.0.0.0"
     assert said in capfd.readouterr().err
@@ -110,7 +110,9 @@ def test_a_meeting_of_several_machines_listens_at_its_endpoint_alone():
         port = free.getsockname()[1]
     first = ManyHosts(meeting_at(f"{address}:{port}", 1, 2), 1, "test")
     assert _listening(port) == {address}
-    second = ManyHosts(Meeting(address, port, 1, 2, address, serves=True), 1, "test")  # another launcher was faster
+    second = ManyHosts(
+        RendezvousAddress(address, port, 1, 2, address, serves=True), 1, "test"
+    )  # another launcher was faster
     assert _listening(port) == {address}
     for handler in (first, second):
         handler.shutdown()

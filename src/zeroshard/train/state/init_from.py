@@ -22,7 +22,7 @@ from zeroshard.data.tokenizer import TOKENIZER_FILE, BpeTokenizer, make_tokenize
 from zeroshard.errors import UserError
 from zeroshard.models import LanguageModel
 from zeroshard.models.hugging_face.folder import PREFIX, config_text, is_hugging_face, source_of, weight_folder
-from zeroshard.models.hugging_face.own_models import from_hf_config
+from zeroshard.models.hugging_face.gpt2_llama_conversion import from_hf_config
 from zeroshard.models.lora import initial_adapters
 from zeroshard.parallel import Strategy
 from zeroshard.train.config.config import TrainConfig, load_config
@@ -33,7 +33,7 @@ from zeroshard.train.setup.assemble import lora_of, model_table
 from zeroshard.train.setup.hugging_face import with_tokenizer_of
 from zeroshard.train.setup.run_folder import tokenizer_folder
 from zeroshard.train.state import resume
-from zeroshard.train.state.initial_files import reader_of
+from zeroshard.train.state.hf_weight_reader import reader_of
 from zeroshard.train.state.merged_weights import MergedWeights, NewAdapters, transposed_weights
 from zeroshard.train.state.saved_run import saved_run
 from zeroshard.train.state.weights_alone import WeightsAlone

@@ -24,7 +24,7 @@ from zeroshard.checkpoint.api import open_manifest
 from zeroshard.checkpoint.manifest import Manifest, TensorEntry
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.store import TORCH_DTYPES
-from zeroshard.checkpoint.stream import StreamedTensor, drafted, intervals, write_streamed
+from zeroshard.checkpoint.streamed_safetensors import StreamedTensor, drafted, intervals, write_streamed
 from zeroshard.checkpoint.verify import damages
 from zeroshard.zero.optimizers.ema import EMA
 from zeroshard.zero.state.named_shards import GATHERED, OUTER_KINDS, is_of_replica
@@ -57,7 +57,7 @@ def consolidate(path: str | PathLike[str], out: str | PathLike[str] | None = Non
         UserError: there is no complete checkpoint, it is damaged, or ``out`` exists and is not empty, or cannot be
             written.
     """
-    folder, manifest = require_whole(path)
+    folder, manifest = verified_manifest(path)
     with CheckpointReader(folder, manifest) as reader:
         if out is None:
             tensors = {(entry.name, entry.kind): _read(reader, entry) for entry in _of_one_process(manifest)}
@@ -66,7 +66,7 @@ def consolidate(path: str | PathLike[str], out: str | PathLike[str] | None = Non
     return _state(manifest, tensors)
 
 
-def require_whole(path: str | PathLike[str]) -> tuple[Path, Manifest]:
+def verified_manifest(path: str | PathLike[str]) -> tuple[Path, Manifest]:
     """Verify every byte of the checkpoint ``path`` in this process; return the folder that holds it, and its manifest.
 
     Raises:
