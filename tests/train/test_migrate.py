@@ -111,8 +111,8 @@ def test_other_data_are_its_own_token_files():
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["nanogp"], r"import-config: 'nanogp' is none of what is read; did you mean nanogpt"),
-        ([], r"import-config: whose settings to read is missing; choose one of nanogpt, deepspeed"),
+        (["nanogp"], r"import-config: 'nanogp' cannot be imported; did you mean nanogpt"),
+        ([], r"import-config: the name of the other program is missing; choose one of nanogpt, deepspeed"),
         (["nanogpt", "--batchsize=1"], r"batchsize: nanoGPT has no such setting; did you mean batch_size"),
         (["nanogpt", "--batch_size"], r"--batch_size: has no value; write --batch_size=VALUE"),
         (["nanogpt", "nowhere.py"], r"nowhere\.py: cannot be read \(No such file"),
@@ -175,6 +175,27 @@ def test_deepspeeds_settings_become_ours(deepspeed):
     assert fates["scheduler.type"] == "changed"
     assert fates["gradient_accumulation_steps"] == "mapped"
     assert all(row.why for row in migration.rows if row.fate != "mapped")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({"zero_hpz_partition_size": 8}, {"node_copy": 8}),
+        ({"zero_hpz_partition_size": 1}, {}),
+        ({"mics_shard_size": 4}, {"shard_size": 4}),
+        ({"mics_shard_size": -1}, {}),  # DeepSpeed's default
+        ({"zero_quantized_weights": True}, {"wire": {"weights": "int8"}}),
+        ({"zero_quantized_gradients": True}, {"wire": {"grads": "int4"}}),
+        ({"zero_quantized_weights": False, "zero_quantized_gradients": False}, {}),
+    ],
+    ids=str,
+)
+def test_what_zero_plus_plus_sends_and_keeps_is_ours_too(theirs, ours, tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3, **theirs}}))
+    migration = read_deepspeed([str(tmp_path / "ds.json")])
+    migration.config()
+    set_anyway = {"dtype": "float32", "strategy": "zero3", "warmup_steps": 0}
+    assert migration.values == set_anyway | ours
 
 
 def test_a_configuration_of_deepspeed_trains(deepspeed, tmp_path, capsys):

@@ -28,8 +28,6 @@ SAME = {
     "fp16.loss_scale_window": "loss_scale_interval",
     "tensorboard.job_name": "track.name",
     "wandb.project": "track.project",
-    "zero_optimization.zero_hpz_partition_size": "shard_size",
-    "zero_optimization.mics_shard_size": "shard_size",
 }
 
 
@@ -177,10 +175,32 @@ def _recompute(key: str, value: Any, flat: dict[str, Any], to: Migration) -> Non
     to.map(key, value, {"model.activation_checkpointing": "full"} if value else {}, why, same=not value)
 
 
+def _second_copy(key: str, value: Any, flat: dict[str, Any], to: Migration) -> None:
+    to.map(key, value, {"node_copy": value} if value > 1 else {}, "" if value > 1 else "off")
+
+
+def _groups(key: str, value: Any, flat: dict[str, Any], to: Migration) -> None:
+    to.map(key, value, {"shard_size": value} if value > 0 else {}, "" if value > 0 else "off")
+
+
+def _quantised(key: str, value: Any, flat: dict[str, Any], to: Migration) -> None:
+    if not value:
+        to.map(key, value, {}, "off")
+    elif key.endswith("weights"):
+        to.map(key, value, {"wire.weights": "int8"})
+    else:
+        why = "with several GPUs in a node give their number as --wire.node-size"
+        to.map(key, value, {"wire.grads": "int4"}, why, same=False)
+
+
 _SPECIAL: dict[str, Callable[[str, Any, dict[str, Any], Migration], None]] = {
     "train_batch_size": _batch,
     "gradient_accumulation_steps": _batch,
     "zero_optimization.stage": _stage,
+    "zero_optimization.zero_hpz_partition_size": _second_copy,
+    "zero_optimization.mics_shard_size": _groups,
+    "zero_optimization.zero_quantized_weights": _quantised,
+    "zero_optimization.zero_quantized_gradients": _quantised,
     **dict.fromkeys(("bf16.enabled", "bfloat16.enabled", "fp16.enabled"), _dtype),
     "fp16.initial_scale_power": _scale_power,
     "fp16.loss_scale": _loss_scale,
@@ -205,7 +225,7 @@ _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
         (
             *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "steps_per_print"),
             *("scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps", "fp16.loss_scale_window"),
-            *("zero_optimization.zero_hpz_partition_size", "zero_optimization.mics_shard_size"),
+            "zero_optimization.zero_hpz_partition_size",
         ),
         _COUNT,
     ),
@@ -220,10 +240,15 @@ _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
         (
             *("bf16.enabled", "bfloat16.enabled", "fp16.enabled", "tensorboard.enabled", "wandb.enabled"),
             *("activation_checkpointing.partition_activations", "optimizer.params.adam_w_mode"),
+            *("zero_optimization.zero_quantized_weights", "zero_optimization.zero_quantized_gradients"),
         ),
         _SWITCH,
     ),
     **dict.fromkeys(("optimizer.type", "scheduler.type", "tensorboard.job_name", "wandb.project"), _NAME),
+    "zero_optimization.mics_shard_size": (
+        lambda value: _is_count(value) or value == -1,
+        "a number of ranks, or -1 for none",
+    ),
     "zero_optimization.stage": (lambda value: _is_count(value) and value <= 3, "a stage, 0 to 3"),
     "fp16.initial_scale_power": (lambda value: _is_count(value) and value <= 62, "a whole number, 0 to 62"),
     "optimizer.params.betas": (_is_pair, "a list of two numbers"),
