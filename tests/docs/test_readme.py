@@ -29,11 +29,11 @@ def test_a_stranger_reads_it_to_the_end():
     assert len(README.splitlines()) <= 120
 
 
-def test_every_room_on_the_map_is_there_and_none_is_missing():
+def test_every_folder_of_the_architecture_page_exists_and_none_is_missing():
     architecture = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-    (rooms,) = re.findall(r"## The rooms\n.*?```\n(.*?)```", architecture, re.S)
+    (listing,) = re.findall(r"## The folders\n.*?```\n(.*?)```", architecture, re.S)
     found: set[Path] = set()
-    for line in rooms.splitlines():
+    for line in listing.splitlines():
         inside = line.startswith("   ")
         folders = re.findall(r"([\w]+)/", re.split(r"\s{3,}", line.strip())[0])
         if not inside:

@@ -57,7 +57,7 @@ class FlatParams:
             gather in flight in that format; the second copy of sharded weights, if there is one.
         common: the common copy to which differences are sent; None if weights are not sent as differences.
         whole, stale: whether ``full`` has memory (its gather may be in flight); whether the master is newer than it.
-        hidden: the 0-dim NaN (0 for integers) that freed or hidden weights show.
+        placeholder: the 0-dim NaN (0 for integers) that freed or hidden weights show.
         on_read: called before a read of a parameter whose values are stale or freed, and ends in `show_as_current`;
             None: reads are not watched. See [Note: Read between steps] in `outdated`.
     """
@@ -354,13 +354,10 @@ class FlatParams:
     def _require_untouched(self) -> None:
         """Raise RuntimeError if hidden weights were assigned, or (on the CPU: no sync with a GPU) written to."""
         self._require_unassigned()
-        if (
-            self.placeholder.device.type != "cpu"
-            or not self.placeholder.is_floating_point()
-            or self.placeholder.isnan()
-        ):
+        nan = self.placeholder
+        if nan.device.type != "cpu" or not nan.is_floating_point() or nan.isnan():
             return
-        self.placeholder.fill_(float("nan"))
+        nan.fill_(float("nan"))
         raise RuntimeError(
             f"{self.name}: weights were written to while they were sharded or older than the last step; "
             "do it inside zero.full_params(write_back=True)"
