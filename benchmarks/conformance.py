@@ -358,48 +358,51 @@ _OTHERS = {"refused": "refused", "fails": "fail", "hangs": "hang"}
 ABOUT = """\
 # Conformance
 
-Does every strategy train as one process does? {num_cells} cells, each {num_steps} steps on gloo ranks (processes on
-one CPU), {worlds} of them. Written by `python benchmarks/conformance.py` with torch {torch} and Python {python} in
+Does every strategy train to the same weights as one process? The tables below have {num_cells} cells. In each cell a
+model trains {num_steps} steps on {worlds} gloo ranks (processes on one CPU), and its weights are compared with those
+of one process. `python benchmarks/conformance.py` wrote this page with torch {torch} and Python {python} in
 {wall_s:.0f} s, {cpu_s:.0f} s of CPU time{kept}; `conformance.json` beside it has the same numbers and more.
 
-**The reference** is one process with whole tensors and torch's own optimizer. It runs each rank's rows through the
-same model, adds the gradients rank after rank, and divides by the number of ranks. Clipping scales by a norm taken
-in float64.
+**The reference** is one process with unsharded tensors and torch's own optimizer. It runs each rank's rows through the
+same model, adds the gradients rank after rank, and divides by the number of ranks. Clipping scales by a norm that is
+computed in float64.
 
-**exact**: after the last step every weight on every rank has the reference's bits (`torch.equal`). Ranks may add in
-any order and divide before or after, each of which rounds otherwise; so for this the model rounds its own gradients to
-multiples of 3/128 below 2, of which every order gives the same sum and the same mean.
+**exact**: after the last step every weight on every rank has the reference's bits (`torch.equal`). Ranks may add
+gradients in any order, and divide before or after they add, and each of these rounds differently. So for this
+comparison the model rounds its own gradients to multiples of 3/128 below 2, whose sum and mean are the same in every
+order.
 
-**A number**: those bits differ, and this is the largest absolute difference of any weight: on ordinary gradients, not
-rounded, after the last step, or on the rounded ones after the first step that shows any, whichever is more. Weights
-are about 0.4 and move by about 0.01 a step. Above {tolerance:.0e} it is more than rounding, and **bold**. Muon
-orthogonalises in bfloat16, so another last bit may be 2^-8 of a direction one step later: of it the first step that
-shows any counts.
+**A number**: those bits differ, and this is the largest absolute difference of any weight. It is the larger of two
+differences: on ordinary gradients, which are not rounded, after the last step; and on the rounded ones, after the first
+step that shows a difference. Weights are about 0.4, and move by about 0.01 a step. A number above {tolerance:.0e} is
+more than rounding, and is **bold**. Muon orthogonalises in bfloat16, so a different last bit may become 2^-8 of a
+direction one step later. For Muon, therefore, only the first step that shows a difference decides whether the number
+is bold.
 
-**refused**: the strategy says before it trains that it will not, and why, or fails in the words of one process.
-**fails** and **hangs**: it raises while it trains, or some ranks wait for ever. Numbers in brackets are reasons, listed
-at the end. Where the worlds differ, a cell reads {places}.
+**refused**: the strategy raises an error that says why before it trains, or it fails with the same error as one
+process. **fails**: the strategy raises an error while it trains. **hangs**: some ranks wait for ever. Numbers in
+brackets are reasons, listed at the end. If a cell differs between world sizes, it reads {places}.
 
-Optimizers have these settings: {settings}. Muon takes matrices only: in its cells everything else is frozen. LBFGS is
-given a closure. SparseAdam takes no dense gradients, in one process either.
+Optimizers have these settings: {settings}. Muon takes matrices only, so in its cells all other parameters are frozen.
+LBFGS is given a closure. SparseAdam takes no dense gradients, in one process either.
 
-`ddp`, `zero1-torch` and `ddp + ShardedOptimizer` compute in bf16 under autocast, the others with bf16 weights; each is
-held against a reference of its own kind, but for frozen weights, which a strategy may keep in either dtype. Where
-parameters are unused, DDP is told to look for them.
+In bf16, `ddp`, `zero1-torch` and `ddp + ShardedOptimizer` compute under autocast, and the others with bf16 weights.
+Each is compared with a reference that computes in the same way. Frozen weights are left out of this comparison,
+because strategies may keep them in either dtype. If parameters are unused, DDP has `find_unused_parameters` set.
 
-Three columns send less. `zero2, bf16 weights` has weights travel in bfloat16, and its reference rounds its matrices at
-each use. `zero3, node copy`, on 4 ranks, gathers weights again from two of them. In `zero1, local steps` each rank is a
-replica with steps of its own; its reference has a model and an optimizer for each, and torch's SGD with Nesterov
-momentum over the mean of what they have changed, every second step, which adds up otherwise than the engine's outer
-optimizer.
+Three columns send fewer bytes. `zero2, bf16 weights` sends weights in bfloat16, and its reference rounds its matrices
+at each use. `zero3, node copy`, on 4 ranks, gathers weights for backward among two of them. In `zero1, local steps`
+each rank is a replica with steps of its own. Its reference has a model and an optimizer for each rank. Every second
+step it applies torch's SGD with Nesterov momentum to the mean of their changes, which adds in another order than the
+engine's outer optimizer.
 
-What rounds otherwise than one process: a norm is a sum, so clipping scales by another last bit; and a fused kernel
-treats the last elements of a tensor, which fill no vector, otherwise than those in its middle, so that pieces of a
-tensor have other last bits than the whole (`ddp + ShardedOptimizer` keeps tensors whole).
+Two things round differently than in one process. A norm is a sum, so clipping scales by a different last bit. A fused
+kernel treats the last elements of a tensor, which fill no vector, differently from those in its middle. So slices of
+a tensor get other last bits than the unsharded tensor (`ddp + ShardedOptimizer` keeps tensors unsharded).
 
 ## Summary
 
-Cells of all optimizers and world sizes; a number is the largest difference among them.
+A cell counts the outcomes of all optimizers and world sizes; "3 to 6e-08" means that 3 differ, by at most 6e-08.
 
 """
 

@@ -43,8 +43,9 @@ FIRST_LOSS_TOLERANCE = 1e-6
 TIMEOUT_S = 300.0
 HEADING = """# Strategies
 
-Every strategy with every feature trains the demo's model through `zeroshard train`. Written by
-`python benchmarks/strategies.py --markdown docs/strategies.md`; its `--help` says what a cell is.
+Do all strategies of `zeroshard train` compute the same losses? Each cell of the table is a run of a strategy (its row)
+with a feature (its column), on the demo's model and data. `python benchmarks/strategies.py --markdown
+docs/strategies.md` writes this page; its `--help` describes the runs and the tolerances.
 """
 PRELOAD = [
     "torch",
@@ -214,7 +215,8 @@ def _as_markdown(cells: list[Cell], environment: dict[str, object]) -> str:
     features = list(dict.fromkeys(cell.feature for cell in cells))
     by_place = {(cell.strategy, cell.feature): cell for cell in cells}
     lines = [
-        "Largest difference of the training loss from one process in fp32, in nats; above the tolerance in bold.",
+        "A cell has the largest difference, over all steps, between its training loss and that of one process in fp32,",
+        "in nats. A number in bold is above the tolerance in the last row.",
         "",
         f"| strategy | {' | '.join(features)} |",
         f"|---|{'---|' * len(features)}",

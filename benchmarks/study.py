@@ -299,7 +299,7 @@ _CELLS: dict[str, Callable[[dict[str, Any]], str]] = {
     "planned ms": _off,
     "tokens/s": lambda row: f"{row['tokens_per_s'][1]:,.0f}",
     "exposed ms": lambda row: _milliseconds(row["exposed_s"]),
-    "under way ms": lambda row: _milliseconds(row["under_way_s"]),
+    "in flight ms": lambda row: _milliseconds(row["under_way_s"]),
 }
 
 

@@ -359,7 +359,7 @@ def test_doctor_explains_the_variables_of_the_network(capsys, monkeypatch):
     assert main(["doctor", "--environment"]) == 0
     out = capsys.readouterr().out
     assert "NCCL_DEBUG = INFO\n    WARN or INFO: what NCCL found" in out
-    assert "GLOO_SOCKET_IFNAME (not set)\n    Interface of gloo" in out
+    assert "GLOO_SOCKET_IFNAME (not set)\n    Network interface of gloo" in out
     assert main(["doctor"]) == 0
     assert re.search(r"^NCCL_DEBUG +INFO$", capsys.readouterr().out, re.M)
 

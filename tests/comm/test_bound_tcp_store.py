@@ -57,7 +57,7 @@ def test_a_store_at_an_outer_address_listens_there_alone():
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        ("127.0.1.1", "node01 leads to 127.0.1.1 here"),
+        ("127.0.1.1", "node01 resolves to 127.0.1.1 here"),
         ("192.0.2.7", "is 192.0.2.7, which no interface here has"),
     ],
 )

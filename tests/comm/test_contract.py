@@ -225,6 +225,22 @@ def tensors_of_any_strides_are_taken(comm):
     assert all_parts[::2, 0].tolist() == [theirs[r][0, 0].item() / 10 for r in range(size)]
 
 
+def inputs_that_overlap_the_output_are_read_before_it_is_written(comm):
+    for n in (4, 1 << 17):  # of a shard; the second is no small message
+        size = comm.world_size * n
+        everyone = torch.cat([_sent(comm, rank, n, torch.float32) for rank in range(comm.world_size)])
+        for start in (0, 3):  # a rank's own slice only on rank 0, and on no rank
+            gathered = torch.zeros(size + 3)
+            own = gathered[start : start + n].copy_(_sent(comm, comm.rank, n, torch.float32))
+            comm.all_gather(gathered[:size], own).wait()
+            assert torch.equal(gathered[:size], everyone)
+            whole = torch.zeros(size + 3)
+            whole[:size] = _sent(comm, comm.rank, size, torch.float32)
+            shard = whole[start : start + n]
+            comm.reduce_scatter(shard, whole[:size]).wait()
+            assert torch.equal(shard, _own(comm, _expected(comm, "sum", size, torch.float32)))
+
+
 def empty_tensors_are_nothing(comm):
     comm.all_reduce(torch.empty(0)).wait()
     comm.reduce_scatter(torch.empty(0), torch.empty(0)).wait()
@@ -250,8 +266,10 @@ def arguments_that_do_not_fit_are_refused(comm):
         all_to_all(comm, torch.zeros(3 * size), torch.zeros(2 * size))
     with pytest.raises(ValueError, match=r"dtype: torch.float32 and torch.float64 differ"):
         all_to_all(comm, torch.zeros(2 * size), torch.zeros(2 * size, dtype=torch.float64))
-    with pytest.raises(ValueError, match="output: it is the input; an all-to-all needs a second tensor"):
+    with pytest.raises(ValueError, match="output: it shares memory with the input; an all-to-all needs"):
         all_to_all(comm, same := torch.zeros(2 * size), same)
+    with pytest.raises(ValueError, match="output: it shares memory with the input; an all-to-all needs"):
+        all_to_all(comm, (same := torch.zeros(2 * size + 1))[1:], same[:-1])
     for src in (-1, size):
         with pytest.raises(ValueError, match=f"src: rank {src} is outside a world of {size}"):
             comm.broadcast(torch.zeros(2), src=src)
@@ -314,6 +332,7 @@ CASES = {
         broadcast_sends_from_any_rank,
         several_operations_are_in_flight,
         tensors_of_any_strides_are_taken,
+        inputs_that_overlap_the_output_are_read_before_it_is_written,
         empty_tensors_are_nothing,
         arguments_that_do_not_fit_are_refused,
         parts_talk_among_themselves,

@@ -45,7 +45,7 @@ def test_threads_that_expect_another_topic_say_so():
     left, right = thread_transports(2, timeout_s=120)
     left.topic, right.topic = 1, 2
     left.send(torch.zeros(3), 1)
-    with pytest.raises(PeerError, match="rank 0 made another call than this rank"):
+    with pytest.raises(PeerError, match="rank 0 called a different collective than this rank"):
         right.recv(torch.zeros(2), 0).wait()
 
 
@@ -95,7 +95,7 @@ def _silent_peer(comm):
             transport.recv(buffer, 1)
     comm.barrier()
     if comm.rank == 1:
-        with pytest.raises(PeerError, match="rank 1: rank 0 gave this rank up"):
+        with pytest.raises(PeerError, match="rank 1: rank 0 waited too long"):
             transport.recv(buffer, 0).wait()
 
 

@@ -108,11 +108,11 @@ def test_a_message_of_another_call_is_not_taken(transports):
     one, other = transports(2)
     one.topic, other.topic = 1, 2
     one.send(torch.zeros(3), 1)
-    with pytest.raises(PeerError, match="rank 0 made another call than this rank"):
+    with pytest.raises(PeerError, match="rank 0 called a different collective than this rank"):
         other.recv(torch.zeros(3), 0).wait()
     one, other = transports(2)
     one.send(torch.zeros(4), 1)
-    with pytest.raises(PeerError, match="rank 0 made another call than this rank"):
+    with pytest.raises(PeerError, match="rank 0 called a different collective than this rank"):
         other.recv(torch.zeros(3), 0).wait()
 
 

@@ -133,7 +133,7 @@ def test_files_that_an_earlier_version_took_for_validation_are_told_of(tmp_path,
     del meta["spec"]["split"]
     (out / "meta.json").write_text(json.dumps(meta))
     prepare(spec, out)
-    assert ("other text validates than would now" in capsys.readouterr().err) is is_told
+    assert ("its validation text is not the text that this version" in capsys.readouterr().err) is is_told
 
 
 def test_where_no_file_validates_the_end_does(tmp_path):

@@ -188,7 +188,7 @@ def test_work_that_was_begun_for_something_else_is_left_alone(folder, tmp_path, 
     with pytest.raises(_StopError):
         prepare(DataSpec("text", (str(folder),)), tmp_path / "out", num_workers=1, told=stop)
     other = DataSpec("text", (str(folder),), val_fraction=0.2)
-    with pytest.raises(UserError, match=r"holds the half of something else: val_fraction 0\.1 where 0\.2 is asked"):
+    with pytest.raises(UserError, match=r"unfinished work with other settings: val_fraction 0\.1 where 0\.2 is asked"):
         prepare(other, tmp_path / "out", num_workers=1)
 
 
@@ -202,7 +202,7 @@ def test_begun_work_that_is_damaged_is_told_in_a_line(folder, tmp_path, small_pa
     with pytest.raises(_StopError):
         prepare(spec, tmp_path / "out", num_workers=1, told=stop)
     (tmp_path / ".out.partial" / name).write_text(content)
-    with pytest.raises(UserError, match=r"^data\.dir: .*(is damaged|half of something else).*; .*delete"):
+    with pytest.raises(UserError, match=r"^data\.dir: .*(is damaged|unfinished work with other settings).*; .*delete"):
         prepare(spec, tmp_path / "out", num_workers=1)
 
 
@@ -283,4 +283,4 @@ def test_a_folder_of_the_earlier_split_of_tables_is_told_of(folder, tmp_path, ca
     del meta["spec"]["split"]
     (out / "meta.json").write_text(json.dumps(meta))
     prepare(spec, out)
-    assert "was prepared by an earlier version: other text validates than would now" in capsys.readouterr().err
+    assert "was prepared by an earlier version: its validation text is not" in capsys.readouterr().err

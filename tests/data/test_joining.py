@@ -79,7 +79,7 @@ def test_a_folder_whose_documents_were_not_begun_is_told_of(case, tmp_path, caps
     assert meta["spec"].pop("around", [[], after]) == [before, after]
     (out / "meta.json").write_text(json.dumps(meta))
     prepare(spec, out)
-    assert ("its documents lack the ids" in capsys.readouterr().err) is bool(before or after not in ([], eos))
+    assert ("documents lack the special tokens" in capsys.readouterr().err) is bool(before or after not in ([], eos))
 
 
 def test_a_document_of_bytes_ends_its_line_once():

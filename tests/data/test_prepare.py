@@ -130,7 +130,7 @@ def test_a_folder_of_the_earlier_split_is_used_as_it_is_and_told_of(many_files, 
     assert prepare(many_files, folder) == folder
     assert files(folder) == before
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"warning: {folder} was prepared by an earlier version: other text validates than would now")
+    assert line.startswith(f"warning: {folder} was prepared by an earlier version: its validation")
     assert line.endswith("; delete it to prepare it anew")
     few = prepare(one_file, tmp_path / "few")  # one that was cut as it would be now
     older(few, "split")
@@ -298,7 +298,7 @@ def test_no_validation_is_a_choice_but_never_an_accident(one_file, tmp_path):
     (tmp_path / "tiny.txt").write_text("a")
     with pytest.raises(UserError, match="no tokens are left to train on"):
         prepare(DataSpec("text", (str(tmp_path / "tiny.txt"),)), tmp_path / "tiny")
-    with pytest.raises(UserError, match=r"0\.001 of this source is not one token of validation"):
+    with pytest.raises(UserError, match=r"0\.001 of this source is less than one token"):
         prepare(DataSpec("synthetic", num_tokens=10, val_fraction=0.001), tmp_path / "few")
 
 

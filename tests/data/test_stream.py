@@ -217,7 +217,7 @@ def test_a_run_that_goes_on_with_other_rows_begins_with_its_turn(stream):
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ({"seed": 9}, r"seed: the stream's order was drawn from 9, not 3; use --seed 9"),
+        ({"seed": 9}, r"seed: the checkpoint's stream was shuffled with seed 9, not 3; use --seed 9"),
         ({"places": [[0, 0]]}, r"resume: the checkpoint's place in the stream cannot be read \(it contradicts itself"),
         ({"left_over": "?"}, r"resume: .*cannot be read"),
         ({"row": -5}, r"resume: .*contradicts itself"),

@@ -208,7 +208,7 @@ def test_a_step_that_hangs_ends_with_the_stacks_of_every_rank(ranks, comm, tmp_p
     assert [status for status, _ in endings] == [4, 4, 4], endings
     folder = tmp_path / "run" / "stacks"
     assert {err for _, err in endings if err} == {
-        f"error: a step has taken 3 s (step_timeout_s): where each rank stands is in {folder}; "
+        f"error: a step has taken 3 s (step_timeout_s): the stacks of each rank are in {folder}; "
         "start again with --resume auto\n"
     }
     stacks = [(folder / f"rank-{rank:05d}.txt").read_text() for rank in range(WORLD_SIZE)]

@@ -154,7 +154,7 @@ def test_replicas_that_take_local_steps_go_on_without_a_lost_one_and_take_it_bac
     assert [server.returncode, later.returncode] == [143, 143], said
     assert [event["world_size"] for event in world.events("start")] == [2, 1, 2]
     everything = "".join(said)
-    assert "there were 2 replicas, now there are 1: what the last ones did since their last meeting" in everything, said
+    assert "there were 2 replicas, now there are 1: the steps of the last ones since" in everything, said
     assert "there were 1 replicas, now there are 2: the new ones begin at the last common weights" in everything, said
     newest = checkpoint.latest(world.out / "checkpoints")
     assert newest is not None

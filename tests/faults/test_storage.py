@@ -92,7 +92,7 @@ def test_a_full_disk_ends_no_run_each_failure_is_told_and_status_one_says_that_n
     assert status == ExitStatus.FAILED == 1
     warnings = [line for line in err if line.startswith("warning: step")]
     assert [line.split(":")[1] for line in warnings] == [" step 2", " step 4", " step 6"]
-    assert all("File too large" in line and "there is none yet, the run goes on" in line for line in warnings)
+    assert all("File too large" in line and "there is none yet, the run continues" in line for line in warnings)
     assert err[-1].startswith("error: ")
     assert "no checkpoint could be written" in err[-1]
     assert _steps(config().out) == []
@@ -185,7 +185,7 @@ def test_a_log_that_cannot_be_written_ends_no_run_and_keeps_whole_lines(config, 
     steps = [json.loads(line).get("step") for line in log.read_text().splitlines()]
     assert steps == [0, 1, 2, 5, 6, 6, 6, 6]  # start, steps, evaluation, checkpoint, end
     err = capsys.readouterr().err
-    assert "cannot be written (File too large); the run goes on without its log" in err
+    assert "cannot be written (File too large); the run continues without its log" in err
     assert "2 lines are missing" in err
 
 

@@ -276,7 +276,7 @@ def test_what_bf16_holds_stays(value):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"params": torch.zeros(4).long()}, "params: torch.int64 is not served"),
+        ({"params": torch.zeros(4).long()}, "params: torch.int64 is not supported"),
         ({"params": torch.zeros(8)[::2]}, "params: strides"),
         ({"params": [torch.zeros(4), torch.zeros(4).half()]}, "params: torch.float16 beside torch.float32"),
         ({"grads": torch.zeros(5)}, r"grads: shape \(5,\) is not its parameter's"),
@@ -304,7 +304,7 @@ def test_a_wrong_argument_is_named(wrong, message, kernels):
 
 def test_fp64_is_refused_where_triton_was_asked_for(triton):
     columns = [torch.ones(4, dtype=torch.float64) for _ in range(4)]
-    with pytest.raises(ValueError, match=r"^params: torch.float64 is not served by triton"):
+    with pytest.raises(ValueError, match=r"^params: torch.float64 is not supported by triton"):
         adamw(*columns, step=1, options=OPTIONS, kernels=triton)
     wanted = [c.clone() for c in columns]
     adamw(*columns, step=1, options=OPTIONS)

@@ -228,7 +228,7 @@ def test_a_number_that_does_not_fit_is_named():
     form, values = BlockFormat("int8"), torch.zeros(10)
     with pytest.raises(ValueError, match=r"^packed: torch.uint8 \(15,\); give a contiguous \[16\] of uint8"):
         quantise(values, torch.zeros(15, dtype=torch.uint8), form)
-    with pytest.raises(ValueError, match=r"^values: torch.int64 is not served"):
+    with pytest.raises(ValueError, match=r"^values: torch.int64 is not supported"):
         quantise(values.long(), torch.zeros(16, dtype=torch.uint8), form)
     with pytest.raises(ValueError, match=r"^values: shape \(5,\), strides \(2,\); give a contiguous"):
         dequantise(torch.zeros(16, dtype=torch.uint8), values[::2], form)

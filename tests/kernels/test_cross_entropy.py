@@ -70,6 +70,12 @@ def test_other_dtypes(dtype, triton, random, device):
     compare(random(3, 257, dtype=dtype), draw_targets((3,), 257, device), upstream=0.25, z_loss=1e-3)
 
 
+@pytest.mark.parametrize("vocab", [7, BLOCK + 3])
+def test_smoothing_in_float64_is_not_rounded_to_float32(vocab, triton, random, device):
+    logits, options = random(3, vocab, dtype=torch.float64), {"label_smoothing": 0.1, "z_loss": 1e-2}
+    compare(logits, draw_targets((3,), vocab, device), **options)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(4097, 7), (127, 257), (127, 50257), (33, 128256)])
@@ -166,6 +172,9 @@ def test_in_place_is_refused_where_it_would_be_wrong(triton, random, device):
         cross_entropy(leaf, targets, inplace=True, kernels=triton)
     with pytest.raises(ValueError, match=r"^logits: strides"):
         cross_entropy((leaf * 1).mT.contiguous().mT, targets, inplace=True, kernels=triton)
+    for shared in ((leaf * 1)[:1].expand(3, 33), (leaf * 1).flatten().unfold(0, 33, 20)[:3]):
+        with pytest.raises(ValueError, match=r"^logits: rows share memory"):
+            cross_entropy(shared, targets[: len(shared)], inplace=True, kernels=triton)
     logits = leaf * 1
     kept = logits.exp()  # autograd keeps the result, and not the logits
     loss = cross_entropy(logits, targets, inplace=True, kernels=triton)
@@ -216,7 +225,7 @@ def test_a_target_outside_the_vocabulary_is_refused_or_not_a_number(target, trit
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"logits": torch.zeros(2, 4, dtype=torch.int64)}, "logits: torch.int64 is not served"),
+        ({"logits": torch.zeros(2, 4, dtype=torch.int64)}, "logits: torch.int64 is not supported"),
         ({"logits": torch.zeros(2, 0)}, "logits: shape"),
         ({"logits": torch.zeros(())}, "logits: shape"),
         ({"targets": torch.zeros(2, dtype=torch.int32)}, "targets: torch.int32 is not int64"),

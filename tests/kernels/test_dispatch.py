@@ -40,7 +40,9 @@ def test_what_auto_falls_back_to_is_said_once(machine, caplog):
     caplog.set_level(logging.INFO, "zeroshard.kernels")
     for _ in range(3):
         choose("rope", CPU, "auto")
-    assert [record.message for record in caplog.records] == ["kernels: no CUDA device; PyTorch's own operations serve"]
+    assert [record.message for record in caplog.records] == [
+        "kernels: no CUDA device; PyTorch's own operations are used"
+    ]
     caplog.clear()
     machine(triton=False)
     for _ in range(3):

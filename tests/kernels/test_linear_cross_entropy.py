@@ -208,7 +208,7 @@ def test_chunks_are_of_one_size_and_small():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"hidden": torch.zeros(2, 4).int()}, "hidden: torch.int32 is not served"),
+        ({"hidden": torch.zeros(2, 4).int()}, "hidden: torch.int32 is not supported"),
         ({"hidden": torch.zeros(2, 0)}, "hidden: shape"),
         ({"weight": torch.zeros(7, 5)}, r"weight: shape \(7, 5\) is not \[vocab, 4\]"),
         ({"weight": torch.zeros(7, 4).half()}, "weight: torch.float16 is not hidden's"),

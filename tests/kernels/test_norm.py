@@ -216,7 +216,7 @@ def test_only_one_of_the_two_outputs_may_be_used(used, triton, random):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"x": torch.zeros(2, 4, dtype=torch.int64)}, "x: torch.int64 is not served"),
+        ({"x": torch.zeros(2, 4, dtype=torch.int64)}, "x: torch.int64 is not supported"),
         ({"x": torch.zeros(())}, "x: a scalar"),
         ({"x": torch.zeros(2, 65537)}, r"x: width 65537 is outside 1\.\.65536"),
         ({"x": torch.zeros(2, 0)}, "x: width 0 is outside"),

@@ -99,13 +99,27 @@ def test_in_place_is_refused_where_it_would_be_wrong(triton, random, device):
         rope(leaf, leaf * 1, cos, sin, inplace=True, kernels=triton)
     with pytest.raises(ValueError, match=r"^k: elements of it share memory"):
         rope(leaf * 1, random(1, 1, 3, 8).expand(1, 2, 3, 8), cos, sin, inplace=True, kernels=triton)
+    windows = random(1, 2, 14).unfold(2, 8, 3)
+    with pytest.raises(ValueError, match=r"^q: elements of it share memory"):
+        rope(windows, leaf * 1, cos, sin, inplace=True, kernels=triton)
     q = leaf * 1
-    with pytest.raises(ValueError, match=r"^k: it lies where q does"):
+    with pytest.raises(ValueError, match=r"^k: it shares q's memory"):
         rope(q, q, cos, sin, inplace=True, kernels=triton)
     kept = q.square()
     turned, _ = rope(q, leaf * 1, cos, sin, inplace=True, kernels=triton)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         (turned.sum() + kept.sum()).backward()
+
+
+def test_angles_that_are_learned_are_the_reference_s(triton, random, device):
+    cos, sin = tables(3, 8, device)
+    q, k, learned = random(1, 2, 3, 8), random(1, 1, 3, 8), cos.clone().requires_grad_()
+    assert rope(q, k, learned, sin, kernels="reference")[0].requires_grad
+    for name, angles in (("cos", (learned, sin)), ("sin", (cos, learned))):
+        with pytest.raises(ValueError, match=f"^{name}: triton computes no gradient of the angles"):
+            rope(q, k, *angles, kernels=triton)
+    with torch.no_grad():
+        rope(q, k, learned, sin, kernels=triton)
 
 
 def test_gradcheck_in_float64(triton, random, device):
@@ -117,14 +131,14 @@ def test_gradcheck_in_float64(triton, random, device):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"q": torch.zeros(1, 2, 3, 8).int()}, "q: torch.int32 is not served"),
+        ({"q": torch.zeros(1, 2, 3, 8).int()}, "q: torch.int32 is not supported"),
         ({"q": torch.zeros(2, 3, 8)}, "q: shape"),
         ({"q": torch.zeros(1, 2, 3, 7)}, "q: a head of width 7"),
         ({"k": torch.zeros(1, 2, 4, 8)}, "k: shape"),
         ({"k": torch.zeros(1, 2, 3, 8).half()}, "k: torch.float16 is not q's"),
         ({"k": torch.zeros(1, 2, 3, 8, device="meta")}, "k: on meta"),
         ({"cos": torch.zeros(3, 8)}, r"cos: shape \(3, 8\) is not \[3, 4\]"),
-        ({"sin": torch.zeros(3, 4).int()}, "sin: torch.int32 is not served"),
+        ({"sin": torch.zeros(3, 4).int()}, "sin: torch.int32 is not supported"),
         ({"sin": torch.zeros(3, 4, device="meta")}, "sin: on meta"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

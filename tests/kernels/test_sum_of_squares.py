@@ -58,7 +58,7 @@ def test_nothing_and_what_is_not_finite(kernels, triton, device):
 
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
 def test_a_wrong_argument_is_named(kernels):
-    with pytest.raises(ValueError, match=r"^flat: torch.int64 is not served"):
+    with pytest.raises(ValueError, match=r"^flat: torch.int64 is not supported"):
         sum_of_squares(torch.zeros(4).long(), kernels=kernels)
     with pytest.raises(ValueError, match=r"^flat: strides \(2,\) leave gaps"):
         sum_of_squares(torch.zeros(8)[::2], kernels=kernels)

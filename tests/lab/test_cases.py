@@ -73,7 +73,7 @@ def test_what_cannot_run_is_refused_alone():
     good, bad = cases_of(sweep(base={"link": {"mode": "simulated", "bandwidth": "1Gbit/s"}}, axes=axes))
     assert good.refusal == ""
     assert bad.config is None
-    assert bad.refusal.startswith("link.mode: simulated slows our communicators, and ddp talks through")
+    assert bad.refusal.startswith("link.mode: simulated slows only zeroshard's communicators, and ddp")
     assert make_case({}, {"seed": "x"}).refusal.startswith("seed: 'x' is not a whole number")
 
 
@@ -87,7 +87,7 @@ def test_what_cannot_run_is_refused_alone():
         ({"crossover": ["zero2"]}, "crossover: 1 strategies; name two"),
         ({"crossover": ["zero2", "zero3"], "axes": {"strategy": ["ddp"]}}, "axes: a crossover sets strategy"),
         ({"crossover": ["zero2", "zero3"], "crossover_low": "1Tbit/s"}, "crossover_low: 1Tbit/s is not below 10Gbit/s"),
-        ({"crossover": ["zero2", "zero3"], "dry_run": True}, "dry_run: a crossover looks for its cases"),
+        ({"crossover": ["zero2", "zero3"], "dry_run": True}, "dry_run: a crossover chooses its cases"),
         ({"repeats": 0}, "repeats: 0 is below 1"),
         ({"axes": {"out": ["a", "b"]}}, r"axes\.out: a sweep gives each run a folder of its own; leave it out"),
     ],

@@ -320,7 +320,7 @@ def test_what_zeroshard_does_not_do_is_said():
         ("--model llama-1b --gpus 3 --pipeline-parallel 3", "pipeline_parallel", "does not divide 16 blocks"),
         ("--gpu a100-80gb --dtype fp8", "dtype", "no products of 8-bit"),
         ("--dtype float32 --autocast", "autocast", "their own masters"),
-        ("--autocast --no-master-weights", "autocast", "beside fp32 weights"),
+        ("--autocast --no-master-weights", "autocast", "keeps fp32 weights"),
         ("--optimizer-in-backward --gpus 2 --global-batch 8", "optimizer_in_backward", "cannot add up"),
         ("--offload optimizer --optimizer-in-backward", "offload", "not inside it"),
         ("--compile --impl eager", "compile", "impl is eager"),

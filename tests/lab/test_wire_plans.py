@@ -40,7 +40,7 @@ def test_the_command_takes_the_settings_of_a_run_and_explains_the_exchange():
     said = answer_plan(validate(PlanConfig, {**given, "wire": {"grads": "int4"}})).text
     assert "quantised shards, each to its owner: (W-1)/W P q" in said
     for wrong in ({"stage": "0", "explain": False}, {"stage": "all", "explain": False, "dry_run": True}):
-        with pytest.raises(UserError, match=r"^wire.grads: stage 0 has no owner of a shard"):
+        with pytest.raises(UserError, match=r"^wire.grads: stage 0 has no wire format"):
             validate(PlanConfig, {**given, **wrong, "wire": {"grads": "int8"}})
 
 
@@ -48,7 +48,7 @@ def test_rows_of_stage_zero_that_have_no_wire_format_say_so():
     for given in ({}, {"ask": "remedy", "network": "1Gbit/s", "gpu": "a100-80gb", "gpus_per_node": 1}):
         config = validate(PlanConfig, {"model": SMALL, "gpus": 2, "micro_batch": 1, "wire": {"grads": "int4"}, **given})
         said = answer_plan(config).text
-        assert any(line.startswith("Stage 0 has no owner of a shard") for line in said.splitlines())
+        assert any(line.startswith("The rows of stage 0 have no wire format") for line in said.splitlines())
         assert said.count("its rows have no wire format") == 1
     named = [line.split("  ")[0] for line in said.splitlines()]
     assert "stage 2, gradients in int4" in named  # as given, and the others are what they are called
@@ -135,16 +135,16 @@ def test_nodes_are_among_the_remedies_and_are_explained():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"gpus": 2}, r"^wire.node_size: 2 does not share out 2 ranks .*; leave it out"),
+        ({"gpus": 2}, r"^wire.node_size: 2 does not divide .*2 ranks .*; leave it out"),
         (
             {"wire": {"grads": "int8", "node_size": 3}},
-            r"^wire.node_size: 3 does not share out 8 .*; choose .* 4$",
+            r"^wire.node_size: 3 does not divide .*8 .*; choose .* 4$",
         ),
         ({"gpus": 24, "gpus_per_node": 4, "wire": {"grads": "int8", "node_size": 8}}, r"^wire.node_size: 8 does not"),
         ({"shard_size": 2}, r"^wire.node_size: 2 is given, and with shard_size = 2"),
         ({"ask": "fewest-gpus"}, r"^wire.node_size: fewest-gpus changes the GPUs that it shares out"),
-        ({"stage": "0"}, r"^wire.grads: stage 0 has no owner of a shard"),
-        ({"ask": "remedy", "wire": {"grads": "int8", "node_size": 5}}, r"^wire.node_size: 5 does not share out 8"),
+        ({"stage": "0"}, r"^wire.grads: stage 0 has no wire format"),
+        ({"ask": "remedy", "wire": {"grads": "int8", "node_size": 5}}, r"^wire.node_size: 5 does not divide .*8"),
     ],
 )
 def test_nodes_that_make_no_sense_are_refused_in_a_line(given, words):
@@ -191,15 +191,15 @@ def test_a_copy_is_among_the_remedies_and_is_explained():
     ("given", "words"),
     [
         ({"stage": "2"}, r"^node_copy: 2 is given, and stage 2 has no sharded weights to gather again; .* --stage 3"),
-        ({"gpus": 1}, r"^node_copy: 2 does not share out 1 ranks .*; leave it out"),
-        ({"node_copy": 3}, r"^node_copy: 3 does not share out 8 ranks .*; choose one of 2, 4$"),
-        ({"node_copy": 8}, r"^node_copy: 8 does not share out 8 ranks .*; choose one of 2, 4$"),
+        ({"gpus": 1}, r"^node_copy: 2 does not divide .*1 ranks .*; leave it out"),
+        ({"node_copy": 3}, r"^node_copy: 3 does not divide .*8 ranks .*; choose one of 2, 4$"),
+        ({"node_copy": 8}, r"^node_copy: 8 does not divide .*8 ranks .*; choose one of 2, 4$"),
         ({"gpus": 24, "gpus_per_node": 4, "node_copy": 8}, r"^node_copy: 8 does not .* in a node; choose one of 2, 4$"),
-        ({"shard_size": 2, "gpus": 4}, r"^node_copy: 2 does not share out 2 ranks .*; leave it out"),
+        ({"shard_size": 2, "gpus": 4}, r"^node_copy: 2 does not divide .*2 ranks .*; leave it out"),
         ({"reshard_after_forward": False}, r"^node_copy: 2 is given, and weights that stay unsharded"),
         ({"reshard_after_forward": False, "stage": "3"}, r"^node_copy: 2 is given, and weights that stay unsharded"),
         ({"ask": "fewest-gpus"}, r"^node_copy: fewest-gpus changes the GPUs that it shares out"),
-        ({"ask": "remedy", "node_copy": 5}, r"^node_copy: 5 does not share out 8 ranks"),
+        ({"ask": "remedy", "node_copy": 5}, r"^node_copy: 5 does not divide .*8 ranks"),
     ],
 )
 def test_a_copy_that_makes_no_sense_is_refused_in_a_line(given, words):
@@ -214,16 +214,16 @@ def test_a_row_of_ones_own_with_a_copy_that_cannot_be_is_refused_in_a_line():
             plan("gpt2-demo", stage=stage, overrides=SIZES, **{**NODES, **given})
 
     row = replace(STAGES[3], secondary_shard_size=2)
-    refused(r"^secondary_shard_size: 2 does not share out 2 ranks .*; leave it out", row, shard_size=2)
+    refused(r"^secondary_shard_size: 2 does not divide .*2 ranks .*; leave it out", row, shard_size=2)
     refused(
-        r"^secondary_shard_size: 2 does not share out 6 ranks .* in a node; choose one of 3",
+        r"^secondary_shard_size: 2 does not divide .*6 ranks .* in a node; choose one of 3",
         row,
         world_size=6,
         gpus_per_node=3,
     )
     refused(r"^node_copy: 2 is given, and the row has 2; leave one of the two out", row, node_copy=2)
     refused(r"^node_copy: 2 is given, and stage 1 has no sharded weights", 1, node_copy=2)
-    refused(r"^node_copy: True does not share out", 3, node_copy=True)
+    refused(r"^node_copy: True does not divide", 3, node_copy=True)
 
 
 def test_differences_take_the_bytes_of_int4_the_owner_s_copy_more_and_are_planned_where_weights_stay():

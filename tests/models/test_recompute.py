@@ -3,11 +3,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from zeroshard.errors import UserError
 from zeroshard.models import GPT2, GPT2Config, build_model
-from zeroshard.models.recompute import recomputed_blocks
+from zeroshard.models.recompute import recompute_blocks, recomputed_blocks
 
 DEEP = GPT2Config(vocab_size=61, seq_len=12, n_layer=4, n_head=4, n_embd=32)
 
@@ -107,6 +109,49 @@ def test_selective_2_keeps_every_second_product_and_says_how_many_flops_run_agai
         flops[how], kept[how] = counter.get_total_flops(), model.num_recomputed_flops_per_token(16)
     assert flops["selective:2"] - flops["selective"] == 16 * kept["selective:2"] > 0
     assert flops["selective:2"] < flops["full"]
+
+
+@pytest.fixture
+def attention_that_draws():
+    """The GPU's attention operation on the CPU: not attention, but dropout of the values, which draws as it does."""
+
+    def forward(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
+        mask = torch.rand(v.shape) >= dropout_p
+        none = torch.empty(0)
+        return v * mask, none, none, none, v.shape[2], v.shape[2], mask, none, none
+
+    def backward(grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, mask, unused, scale=None):
+        return torch.zeros_like(q), torch.zeros_like(k), grad * mask
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_scaled_dot_product_flash_attention", forward, "CPU")
+    library.impl("_scaled_dot_product_flash_attention_backward", backward, "CPU")
+    yield torch.ops.aten._scaled_dot_product_flash_attention.default
+    library._destroy()
+
+
+class _DrawsTwice(nn.Module):
+    """A block with dropout inside attention and after it."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x):
+        return F.dropout(self.attention(x, x, x, 0.5)[0].sin(), 0.5)
+
+
+@pytest.mark.parametrize("how", ["full", "selective", "selective:2"])
+def test_dropout_after_attention_that_draws_has_the_same_masks_in_both_runs(attention_that_draws, how):
+    gradients = []
+    for again in ("none", how):
+        block = _DrawsTwice(attention_that_draws)
+        recompute_blocks([block], again, random=True)
+        torch.manual_seed(5)
+        x = torch.ones(1, 1, 64, 8, requires_grad=True)
+        block(x).sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
 
 
 def test_a_copy_of_a_model_runs_its_own_blocks(batch):

@@ -167,6 +167,10 @@ def test_what_it_cannot_do_is_refused():
     param.grad = torch.ones(2, 2)
     with pytest.raises(ValueError, match=r"^amsgrad: FusedAdamW has no such variant"):
         optimizer.step()
+    coupled = torch.optim.Adam([torch.nn.Parameter(torch.ones(2, 2))], weight_decay=0.1).state_dict()
+    optimizer.load_state_dict(coupled)
+    with pytest.raises(ValueError, match=r"^decoupled_weight_decay: FusedAdamW adds no decay to gradients"):
+        optimizer.step()
     optimizer = FusedAdamW([param])
     param.grad = torch.ones(2, 2).to_sparse()
     with pytest.raises(ValueError, match=r"^params: the gradient of a parameter of shape \(2, 2\) is sparse"):

@@ -417,7 +417,7 @@ def refused_by_name(comm):
     model.count = None
     with pytest.raises(ValueError, match="init: the model has parameters on the meta device"):
         build_strategy("fsdp2", _setup(comm, model))
-    with pytest.raises(ValueError, match="zero1-torch keeps whole weights on each rank"):
+    with pytest.raises(ValueError, match="zero1-torch keeps unsharded weights on each rank"):
         build_strategy("zero1-torch", _setup(comm, model))
 
 

@@ -78,7 +78,7 @@ def test_ranks_that_do_not_come_are_named_by_all_that_did(monkeypatch, absent, n
     store, said = dist.HashStore(), []
 
     def rank_main(rank):
-        with pytest.raises(PeerError, match=rf"^{named} did not come to where ranks meet") as caught:
+        with pytest.raises(PeerError, match=rf"^{named} did not join the rendezvous") as caught:
             agree_at(store, rank, 4, {"lr": 0.1})
         said.append(str(caught.value))
 
@@ -96,9 +96,7 @@ def test_a_rank_zero_that_never_comes_is_named(monkeypatch):
         probe.bind(("127.0.0.1", 0))
         world = World(1, 1, 2, "127.0.0.1", probe.getsockname()[1])
         probe.close()
-        with pytest.raises(
-            PeerError, match=r"^rank 0 did not come to 127\.0\.0\.1:\d+, where ranks meet, within 0\.2 s"
-        ):
+        with pytest.raises(PeerError, match=r"^rank 0 did not join the rendezvous at 127\.0\.0\.1:\d+ within 0\.2 s"):
             ranks.join(world, "shm", "zero2", torch.device("cpu"), stack)
 
 

@@ -56,7 +56,7 @@ def test_what_the_engine_and_the_optimizer_are_told_reaches_them(tiny_config):
 
 @pytest.mark.parametrize(("field", "value"), [("prefetch", 2), ("accumulate", "local"), ("reduce_dtype", "bfloat16")])
 def test_what_our_engine_alone_can_be_told_is_refused_for_others(field, value, tiny_config):
-    with pytest.raises(ValueError, match=rf"{field}: ddp is not our engine.*use --strategy zero0"):
+    with pytest.raises(ValueError, match=rf"{field}: ddp does not use zeroshard's engine.*use --strategy zero0"):
         tiny_config(strategy="ddp", **{field: value})
 
 

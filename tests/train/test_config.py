@@ -56,8 +56,8 @@ def test_defaults_are_a_valid_run_with_a_folder_of_its_own():
         ({"model": {"name": ""}}, "model.name", "is empty"),
         ({"warmup_steps": 20, "max_steps": 10}, "warmup_steps", "20 is above max_steps = 10"),
         ({"shard_size": -1}, "shard_size", "-1 is below 0"),
-        ({"shard_size": 2, "strategy": "zero0"}, "shard_size", "zero0 has no shards of ours to size"),
-        ({"shard_size": 2, "strategy": "ddp"}, "shard_size", "ddp has no shards of ours to size"),
+        ({"shard_size": 2, "strategy": "zero0"}, "shard_size", "zero0 does not shard with zeroshard's engine"),
+        ({"shard_size": 2, "strategy": "ddp"}, "shard_size", "ddp does not shard with zeroshard's engine"),
         (
             {"global_batch_size": 8, "grad_accum_steps": 2},
             "global_batch_size",
@@ -164,7 +164,7 @@ def test_reading_a_configuration_imports_no_torch():
 
 @pytest.mark.parametrize("strategy", ["zero0", "zero2", "ddp", "zero1-torch"])
 def test_keeping_weights_after_forward_is_refused_where_they_are_never_freed(strategy):
-    with pytest.raises(UserError, match=f"reshard_after_forward: {strategy} has whole weights all the time"):
+    with pytest.raises(UserError, match=f"reshard_after_forward: {strategy} keeps unsharded weights all the time"):
         validate(TrainConfig, {"strategy": strategy, "reshard_after_forward": False})
     assert not validate(TrainConfig, {"strategy": "fsdp2", "reshard_after_forward": False}).reshard_after_forward
 
@@ -179,7 +179,7 @@ def test_what_to_recompute_is_judged_without_torch():
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1-torch", "fsdp2"])
 def test_overlap_is_ours_to_turn_off_only_where_we_communicate(strategy):
-    with pytest.raises(UserError, match=f"overlap: {strategy} talks through torch.distributed"):
+    with pytest.raises(UserError, match=f"overlap: {strategy} communicates by torch.distributed"):
         validate(TrainConfig, {"strategy": strategy, "overlap": False})
     assert not validate(TrainConfig, {"strategy": "zero3", "overlap": False}).overlap
 

@@ -98,7 +98,7 @@ def test_an_imported_run_is_fine_tuned_on_data_that_are_named_and_on_no_other(hf
     before = sorted(run.rglob("*"))
     line = refusal(capsys, "train", "--config", run / "config.toml", "--resume", "auto")
     assert line == (
-        "error: data: the run was imported, and only you know what it is to be trained on; "
+        "error: data: the run was imported and names no data to train on; "
         "add --data text --data.path FILES, or another source, see --help\n"
     )
     assert refusal(capsys, "prepare", "--config", run / "config.toml") == line

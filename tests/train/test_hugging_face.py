@@ -236,6 +236,19 @@ def test_initial_values_from_a_configuration_are_those_of_every_world(hf_folder,
         assert all(torch.equal(tensor, one[name]) for name, tensor in state.items())
 
 
+@pytest.mark.parametrize("how", ["full", "selective"])
+def test_a_recomputed_block_draws_the_same_noise_without_a_module_for_it(how, tmp_path):
+    make_model("mixtral", router_jitter_noise=0.3).save_pretrained(tmp_path)
+    tokens, targets = next(batches())
+    found = []
+    for again in ("none", how):
+        model = build_model(f"hf:{tmp_path}", overrides={"activation_checkpointing": again}).train()
+        torch.manual_seed(3)
+        model(tokens, targets).backward()
+        found.append([param.grad for param in model.parameters() if param.grad is not None])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
 def test_initial_values_have_the_spread_that_transformers_gives_them(hf_folder):  # noqa: F811
     model = build_model(f"hf:{hf_folder('phi')}", overrides={"from_config": True}, seed=3)
     for name, param in model.hf.named_parameters():

@@ -244,7 +244,7 @@ def test_too_many_steps_that_are_not_finite_stop_the_run_with_its_weights_as_the
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("error: step 4: loss nan")
-    assert "first not finite was the output of the model (GPT2) on rank 0" in lines[0]
+    assert "the first NaN/Inf was the output of the model (GPT2) on rank 0" in lines[0]
     assert checkpoint.latest(run.folder / "checkpoints") is None
 
 

@@ -94,8 +94,8 @@ def test_the_first_module_that_went_wrong_is_named_with_its_rank(stage, way, tin
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(said) == 1
     if way == "forward":
-        assert "first not finite was the output of blocks.1.mlp (MLP) on rank 1;" in said[0]
+        assert "the first NaN/Inf was the output of blocks.1.mlp (MLP) on rank 1;" in said[0]
     else:
-        assert "first not finite was the gradient that reached the output of blocks.1.mlp" in said[0]
+        assert "the first NaN/Inf was the gradient that reached the output of blocks.1.mlp" in said[0]
     steps = [json.loads(line) for line in (Path(config.out) / "metrics.jsonl").read_text().splitlines()]
     assert [step["num_skipped"] for step in steps if step["event"] == "step"] == [1, 2]

@@ -128,7 +128,7 @@ def test_a_skip_is_in_the_log_and_endless_overflow_ends_the_run(tiny_config, cap
         (1.0, 3, True),
     ]
     assert all(step["grad_norm"] is None for step in steps)
-    assert "is not finite at a loss scale of 1, the last of 3 skipped steps; " in capsys.readouterr().err
+    assert "is NaN/Inf at a loss scale of 1, the last of 3 skipped steps; the first " in capsys.readouterr().err
 
 
 def test_other_dtypes_scale_nothing(tiny_config):

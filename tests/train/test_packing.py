@@ -132,7 +132,7 @@ def test_a_model_whose_layers_carry_a_state_along_the_row_is_refused(packed_conf
     """Its attention is told where examples begin; its convolutions are not."""
     folder = folder_of("lfm2", CONV, tmp_path / "model")
     data = {"tokenizer": "bytes"}
-    with pytest.raises(UserError, match=r"data\.packing: the model lets an example see others of its row"):
+    with pytest.raises(UserError, match=r"data\.packing: attention crosses examples of a row"):
         built(packed_config(f"hf:{folder}", data))
 
 
@@ -153,7 +153,7 @@ def test_positions_that_change_no_mask_are_noticed(packed_config, tmp_path, monk
     asked = lambda position_ids: None  # noqa: E731
     asked.asks = True
     monkeypatch.setattr(masking, "find_packed_sequence_indices", asked)
-    with pytest.raises(UserError, match="lets an example see others of its row"):
+    with pytest.raises(UserError, match="attention crosses examples of a row"):
         built(packed_config(f"hf:{folder}", data, out="again"))
 
 

@@ -50,15 +50,15 @@ def test_the_first_difference_is_kept_and_later_ones_counted():
     for step in range(1, 4):
         contract.see(step, _records(GATHER, REDUCE), {"params": 8, "grads": step}, taken=True)
     assert contract.num_broken == 2
-    assert contract.difference == "step 2: grads holds 2 bytes, planned were 4"
+    assert contract.difference == "step 2: grads has 2 bytes resident, planned were 4"
 
 
 @pytest.mark.parametrize(
     ("measured", "said"),
     [
         ({"params": 8, "grads": 4, "master": 0}, ""),
-        ({"params": 8}, "grads holds 0 bytes, planned were 4"),
-        ({"params": 8, "grads": 4, "ema": 2}, "ema holds 2 bytes, planned were 0"),
+        ({"params": 8}, "grads has 0 bytes resident, planned were 4"),
+        ({"params": 8, "grads": 4, "ema": 2}, "ema has 2 bytes resident, planned were 0"),
     ],
 )
 def test_a_category_that_differs_is_named(measured, said):
@@ -69,9 +69,9 @@ def test_a_category_that_differs_is_named(measured, said):
     ("measured", "said"),
     [
         ([GATHER, REDUCE], ""),
-        ([GATHER, GATHER], "message 1 is all_gather of 32 bytes for root/weights over 2 ranks, planned was reduce"),
-        ([GATHER], "1 messages were sent, planned were 2; missing: reduce_scatter of 32 bytes"),
-        ([GATHER, REDUCE, REDUCE], "3 messages were sent, planned were 2; beyond them: reduce_scatter"),
+        ([GATHER, GATHER], "collective 1 is all_gather of 32 bytes for root/weights over 2 ranks, planned was reduce"),
+        ([GATHER], "there were 1 collectives, planned were 2; missing: reduce_scatter of 32 bytes"),
+        ([GATHER, REDUCE, REDUCE], "there were 3 collectives, planned were 2; beyond them: reduce_scatter"),
     ],
 )
 def test_a_message_that_differs_is_named(measured, said):
@@ -157,7 +157,7 @@ def test_a_plan_that_is_not_kept_ends_the_run_where_it_is_enforced(tiny_config, 
     assert [status for status, _ in found] == [ExitStatus.CHECK_FAILED] * 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
     assert len(lines) == 1
-    assert lines[0].startswith("error: plan: rank 1, step 2: grads holds")
+    assert lines[0].startswith("error: plan: rank 1, step 2: grads has")
     summary = json.loads((Path(config.out) / "summary.json").read_text())
     assert summary["status"] == "check_failed"
 

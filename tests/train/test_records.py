@@ -326,5 +326,5 @@ def test_a_console_that_nobody_reads_ends_no_run(stream, capsys):
     with ConsoleRecorder(max_steps=2, stream=stream) as console:
         console.on_start({"step": 0})
         console.on_eval(1, 2.0)
-    said = "warning: the console cannot be written (Broken pipe); the run goes on, and its folder has the rest\n"
+    said = "warning: the console cannot be written (Broken pipe); the run continues, and its folder has the rest\n"
     assert capsys.readouterr().err == said

@@ -130,7 +130,7 @@ def test_a_replica_that_diverges_ends_the_run_in_a_line(tiny_config, capsys):
     [
         ({"replicas": {"every": 0}}, r"replicas.every: 0 is below 1; give 1 or more"),
         ({"replicas": {"every": "x"}}, r"replicas.every: 'x' is not a whole number"),
-        ({"replicas": {"every": 8}}, r"replicas.every: 8 needs replicas, and with shard_size 0 all ranks are one"),
+        ({"replicas": {"every": 8}}, r"replicas.every: 8 needs several replicas, and with shard_size 0 all ranks"),
         ({"replicas": {"outer_lr": 0.5}}, r"replicas.outer_lr: 0.5 is given, and replicas.every is 1"),
         ({"replicas": {"every": 8, "outer_lr": 0}, "shard_size": 1}, r"replicas.outer_lr: 0 is not above 0"),
         ({"replicas": {"every": 8, "outer_momentum": 1}, "shard_size": 1}, r"replicas.outer_momentum: 1 is not below"),
@@ -138,11 +138,11 @@ def test_a_replica_that_diverges_ends_the_run_in_a_line(tiny_config, capsys):
         ({"replicas": {"every": 4, "overlap_steps": 4}, "shard_size": 1}, r"replicas.overlap_steps: 4 is not below"),
         ({"replicas": {"every": 4, "mixing": 0.2}, "shard_size": 1}, r"replicas.mixing: 0.2 is given"),
         ({"replicas": {"every": 4, "wire": "int7"}, "shard_size": 1}, r"replicas.wire: 'int7' is not a choice"),
-        ({"replicas": {"every": 4}, "shard_size": 1, "strategy": "ddp"}, r"replicas.every: ddp is not our engine"),
+        ({"replicas": {"every": 4}, "shard_size": 1, "strategy": "ddp"}, r"replicas.every: ddp cannot take local"),
         ({"replicas": {"every": 4}, "shard_size": 1, "strategy": "auto"}, r"replicas.every: auto cannot take local"),
         ({"replicas": {"every": 4}, "shard_size": 1, "ema_decay": 0.9}, r"ema_decay: 0.9 averages the weights of each"),
-        ({"replicas": {"every": 4}, "shard_size": 1, "dtype": "float16"}, r"dtype: float16 scales the loss"),
-        ({"shard_size": 1, "strategy": "zero0"}, r"shard_size: zero0 has no shards of ours to size"),
+        ({"replicas": {"every": 4}, "shard_size": 1, "dtype": "float16"}, r"dtype: float16 needs one loss scale"),
+        ({"shard_size": 1, "strategy": "zero0"}, r"shard_size: zero0 does not shard with zeroshard's engine"),
     ],
 )
 def test_local_steps_that_make_no_sense_are_refused(given, words):
@@ -152,7 +152,7 @@ def test_local_steps_that_make_no_sense_are_refused(given, words):
 
 def test_a_world_of_one_replica_and_more_fragments_than_units_are_refused(tiny_config):
     config = tiny_config(shard_size=2, replicas={"every": 4})
-    with pytest.raises(UserError, match=r"replicas.every: 4 needs replicas, and 2 ranks of shard_size 2 are one"):
+    with pytest.raises(UserError, match=r"replicas.every: 4 needs several replicas, and 2 ranks of shard_size 2"):
         run_threads(lambda comm: build_run(config, comm, CPU), 2)
     config = tiny_config(shard_size=1, replicas={"every": 8, "fragments": 4})
     with pytest.raises(UserError, match=r"replicas.fragments: 4 are more than the 3 units of the model; give at most"):
@@ -201,6 +201,6 @@ def test_a_run_that_goes_on_says_what_becomes_of_its_replicas():
     local, plain = {"replicas": {"every": 8}, "shard_size": 2}, {"shard_size": 2}
     assert other_replicas(local, 4, local, 4) == other_replicas(plain, 4, plain, 8) == []
     assert "there were 2 replicas, now there are 3" in other_replicas(local, 4, local, 6)[0]
-    assert "the last ones did since their last meeting is left out" in other_replicas(local, 6, local, 4)[0]
+    assert "the steps of the last ones since their last meeting are lost" in other_replicas(local, 6, local, 4)[0]
     assert "without outer momentum" in other_replicas(local, 4, plain, 4)[0]
     assert "take local steps from here on" in other_replicas(plain, 4, local, 4)[0]

@@ -79,7 +79,7 @@ def test_what_is_not_known_is_left_out():
 def test_a_tracker_that_fails_is_told_of_once_and_left_alone(fails_in, capsys):
     tracker = Recorder(fails_in)
     tell_all(TrackedRun("ours", tracker, {}))
-    assert capsys.readouterr().err == "warning: ours failed (no network at all); the run goes on without it\n"
+    assert capsys.readouterr().err == "warning: ours failed (no network at all); the run continues without it\n"
     assert [call[0] for call in tracker.calls].count(fails_in) == 1
     assert tracker.calls[-1][0] == fails_in
 

@@ -28,7 +28,7 @@ def test_a_step_that_takes_too_long_leaves_its_stacks(tmp_path, monkeypatch):
         watch.alive()
         assert heard.event.wait(600)
     assert heard.lines[0][1] is False
-    assert f"where each rank stands is in {tmp_path / 'stacks'}; " in heard.lines[0][0]
+    assert f"the stacks of each rank are in {tmp_path / 'stacks'}; " in heard.lines[0][0]
     stacks = (tmp_path / "stacks" / "rank-00002.txt").read_text()
     assert "test_a_step_that_takes_too_long" in stacks
     assert "in _watch" in stacks
@@ -50,7 +50,7 @@ def _lose_a_peer(tmp_path, clock, after_s):
 
 
 def test_a_rank_whose_peers_have_left_a_step_that_hangs_says_that_it_hung(tmp_path, clock):
-    where = f"where each rank stands is in {tmp_path / 'stacks'}; start again with --resume auto"
+    where = f"the stacks of each rank are in {tmp_path / 'stacks'}; start again with --resume auto"
     assert _lose_a_peer(tmp_path, clock, 5.5) == [(f"a step has taken 5 s (step_timeout_s): {where}", True)]
 
 
@@ -158,7 +158,7 @@ def test_what_hangs_outside_of_a_step_is_not_called_a_step(tmp_path, monkeypatch
     with Watchdog(tmp_path, 0, 0.01, heard) as watch:
         watch.alive(0.05)
         assert heard.event.wait(600)
-    assert heard.lines[0][0].startswith("nothing has been computed or written for 0.05 s: where each rank stands is in")
+    assert heard.lines[0][0].startswith("nothing has been computed or written for 0.05 s: the stacks of each rank")
 
 
 def test_a_folder_that_is_gone_leaves_nothing_to_clean(tmp_path):

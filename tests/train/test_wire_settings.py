@@ -77,13 +77,13 @@ def test_a_run_that_is_resumed_at_another_stage_has_the_same_bits(tiny_config):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"strategy": "ddp", "wire": {"grads": "int8"}}, r"^wire.grads: int8 is given, and ddp is not our engine"),
-        ({"strategy": "fsdp2", "wire": {"weights": "int4"}}, r"^wire.weights: int4 is given, and fsdp2 is not our"),
+        ({"strategy": "ddp", "wire": {"grads": "int8"}}, r"^wire.grads: int8 is given, and ddp does not use"),
+        ({"strategy": "fsdp2", "wire": {"weights": "int4"}}, r"^wire.weights: int4 is given, and fsdp2 does not use"),
         (
             {"strategy": "zero1-torch", "wire": {"grads": "bfloat16"}},
             r"^wire.grads: bfloat16 is given, and zero1-torch",
         ),
-        ({"strategy": "zero0", "wire": {"grads": "int8"}}, r"^wire.grads: int8 is given, and stage 0 has no owner"),
+        ({"strategy": "zero0", "wire": {"grads": "int8"}}, r"^wire.grads: int8 is given, and stage 0 has no wire"),
         ({"strategy": "auto", "wire": {"grads": "int8"}}, r"^wire.grads: int8 is given, and auto may choose stage 0"),
         (
             {"strategy": "zero3", "wire": {"weights": "int4-delta"}},
@@ -95,7 +95,7 @@ def test_a_run_that_is_resumed_at_another_stage_has_the_same_bits(tiny_config):
         ),
         (
             {"strategy": "zero2", "shard_size": 1, "replicas": {"every": 2}, "wire": {"weights": "int4-delta"}},
-            r"^wire.weights: int4-delta keeps one copy that all ranks have",
+            r"^wire.weights: int4-delta needs the same weights on all ranks",
         ),
         ({"strategy": "zero2", "wire": {"grads": "int4-delta"}}, r"^wire.grads: 'int4-delta' is not a choice"),
         ({"strategy": "zero3", "wire": {"grads": "int8", "block": 100}}, r"^wire.block: blocks of 100 elements do not"),
@@ -103,7 +103,7 @@ def test_a_run_that_is_resumed_at_another_stage_has_the_same_bits(tiny_config):
             {"strategy": "zero3", "wire": {"grads": "int8", "block": 0}},
             r"^wire.block: blocks of 0 elements do not",
         ),
-        ({"strategy": "zero2", "wire": {"node_size": 2}}, r"^wire.node_size: 2 is given, and gradients travel as they"),
+        ({"strategy": "zero2", "wire": {"node_size": 2}}, r"^wire.node_size: 2 is given, and gradients have no"),
         ({"strategy": "zero2", "wire": {"grads": "int8", "node_size": 1}}, r"^wire.node_size: 1 GPU has nothing to"),
         ({"strategy": "zero2", "wire": {"grads": "int8", "node_size": -1}}, r"^wire.node_size: "),
         (
@@ -116,7 +116,7 @@ def test_a_run_that_is_resumed_at_another_stage_has_the_same_bits(tiny_config):
             {"strategy": "zero3", "node_copy": 2, "reshard_after_forward": False},
             r"^node_copy: 2 is given, and weights that stay unsharded",
         ),
-        ({"strategy": "zero3", "wire": {"grads": "bfloat16", "block": 64}}, r"^wire.block: 64 is given, and nothing"),
+        ({"strategy": "zero3", "wire": {"grads": "bfloat16", "block": 64}}, r"^wire.block: 64 is given, and no wire"),
     ],
 )
 def test_wires_that_make_no_sense_are_refused(given, words):
@@ -127,9 +127,9 @@ def test_wires_that_make_no_sense_are_refused(given, words):
 def test_a_node_that_does_not_share_out_the_ranks_is_refused(tiny_config):
     for size, num_ranks, todo in ((2, 1, "leave it out"), (2, 2, "leave it out"), (3, 4, "choose one of 2")):
         config = tiny_config(strategy="zero2", wire={"grads": "int8", "node_size": size})
-        with pytest.raises(UserError, match=rf"^wire.node_size: {num_ranks} ranks are not several nodes of .*; {todo}"):
+        with pytest.raises(UserError, match=rf"^wire.node_size: {num_ranks} ranks do not divide into .*; {todo}"):
             check_shard_size(config, num_ranks)
     for size, num_ranks, todo in ((2, 2, "leave it out"), (3, 4, "choose one of 2"), (4, 4, "choose one of 2")):
         config = tiny_config(strategy="zero3", node_copy=size)
-        with pytest.raises(UserError, match=rf"^node_copy: {size} does not share out {num_ranks} ranks .*; {todo}"):
+        with pytest.raises(UserError, match=rf"^node_copy: {size} does not divide the {num_ranks} ranks .*; {todo}"):
             check_shard_size(config, num_ranks)

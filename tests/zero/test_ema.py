@@ -208,7 +208,7 @@ def test_no_step_by_gradients_of_the_average(stage):
         with ema.weights():
             model(_rows(2)).square().mean().backward()
             loss = model(_rows(3)).square().mean()
-        with pytest.raises(RuntimeError, match=r"^step: the gradients are of the averages, by a backward inside"):
+        with pytest.raises(RuntimeError, match=r"^step: these are gradients of the averages, from a backward inside"):
             optim.step()
         optim.zero_grad()
         _steps(model, optim, ema, range(2, 3))

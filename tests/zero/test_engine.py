@@ -364,7 +364,7 @@ def test_an_optimizer_in_place_of_its_class_is_named_and_not_printed():
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_rows_that_a_rank_rescales_as_it_looks_them_up_are_refused(kind):
     model = nn.Sequential(kind(10, 6, max_norm=0.5))
-    with pytest.raises(ValueError, match=r"^0: with max_norm=0.5 a forward rescales the rows that it looks up"):
+    with pytest.raises(ValueError, match=r"^0: with max_norm=0.5 forward rescales the rows that it looks up"):
         Zero(model, stage=1, comm=NullCommunicator(2))
     Zero(model, stage=1, comm=LocalCommunicator())
 

@@ -247,7 +247,7 @@ def test_a_closure_of_too_few_micro_batches_is_refused():
 def test_running_statistics_are_refused(buffers):
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     Zero(model, 1, (), LocalCommunicator(), leaves=2, buffers=buffers)
-    with pytest.raises(RuntimeError, match="buffers: forwards change those of a BatchNorm1d, by the rows"):
+    with pytest.raises(RuntimeError, match="buffers: forward updates those of a BatchNorm1d from each rank's rows"):
         model(torch.randn(4, 2)).sum().backward()
 
 

@@ -237,4 +237,4 @@ def test_words_that_mean_no_unit_are_refused_with_what_there_is(units, error, me
 def test_what_was_chosen_is_one_line():
     model = Pretrained()
     assert told(model, list(model.model.layers)) == "2 units: Layer, model.layers.0 ... model.layers.1"
-    assert told(model, []) == "no units: all parameters travel together"
+    assert told(model, []) == "no units: all parameters are gathered together"

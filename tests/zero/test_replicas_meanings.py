@@ -148,8 +148,8 @@ def test_loaded_weights_are_the_anchors_on_every_replica():
         ({"every": 4, "fragments": 0}, "fragments: 0"),
         ({"every": 4, "overlap_steps": 4}, "overlap_steps: 4 is outside 0 to 3"),
         ({"every": 4, "mixing": 1.0}, "mixing: 1.0 is outside"),
-        ({"every": 4, "wire": torch.int8}, "wire: torch.int8 is no format that travels"),
-        ({"every": 4, "wire": "int7"}, "wire: 'int7' is no format that travels"),
+        ({"every": 4, "wire": torch.int8}, "wire: torch.int8 is not a wire format"),
+        ({"every": 4, "wire": "int7"}, "wire: 'int7' is not a wire format"),
         ({"every": 4, "wire": "int4", "block": 3}, "block: blocks of 3 elements do not pack"),
     ],
 )
@@ -212,7 +212,7 @@ def test_who_never_calls_step_of_the_replicas_is_told():
     for refused in (False, True):
         loss_of(net, 0, 0, 1).backward()
         if refused:
-            with pytest.raises(RuntimeError, match=r"call zero.replicas.step\(\) after each step"):
+            with pytest.raises(RuntimeError, match=r"stepped twice without zero.replicas.step\(\)"):
                 optim.step()
         else:
             optim.step()

@@ -608,7 +608,7 @@ def test_state_dict_says_what_to_do_first():
         params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
         optim = ShardedOptimizer(params, O.SGD, comm=comm, lr=0.1, momentum=0.9)
         here = rf"call consolidate_state_dict\(to={comm.rank}\) on every rank first"
-        with pytest.raises(RuntimeError, match=f"every rank holds a part of the state, .*; {here}"):
+        with pytest.raises(RuntimeError, match=f"each rank has a part of the state, .*; {here}"):
             optim.state_dict()
         optim.consolidate_state_dict(to=1)
         if comm.rank == 0:
@@ -625,7 +625,7 @@ def test_state_dict_says_what_to_do_first():
                 optim.consolidate_state_dict(to=rank)
                 saved = optim.state_dict() if comm.rank == rank else saved
             change(saved)
-            with pytest.raises(RuntimeError, match=f"every rank holds a part of the state, .*; {here}"):
+            with pytest.raises(RuntimeError, match=f"each rank has a part of the state, .*; {here}"):
                 optim.state_dict()
         with pytest.raises(ValueError, match="to: rank 2 is outside a world of 2; ranks count from 0"):
             optim.consolidate_state_dict(to=2)
@@ -721,7 +721,7 @@ def test_parameters_that_cannot_be_used_are_refused_in_words():
             alone(given)
     with pytest.raises(ValueError, match="bucket_bytes: 0 bytes hold nothing"):
         alone([param], bucket_bytes=0)
-    with pytest.raises(ValueError, match="comm: it and process_group both say"):
+    with pytest.raises(ValueError, match="comm: process_group is given too"):
         ShardedOptimizer([param], O.SGD, process_group=object(), comm=LocalCommunicator())
     with pytest.raises(ValueError, match="Invalid learning rate"):
         alone([param], lr=-1.0)

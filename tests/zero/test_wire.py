@@ -246,7 +246,7 @@ def test_the_modules_own_state_dict_is_refused_where_it_has_rounded_weights(stag
             zero.model.blocks[0][0].state_dict()  # a norm, which travels as it is
         return set(zero.state_dict())
 
-    words = r"^model\.state_dict\(\): the weights that compute are rounded .*use zero\.state_dict\(\)"
+    words = r"^model\.state_dict\(\): the compute weights are rounded .*use zero\.state_dict\(\)"
     for precision, refused in ((INT8, words), (MixedPrecision(gather=torch.float32, reduce="int8"), "")):
         names = run_threads(lambda comm, p=precision, w=refused: on_rank(comm, p, w), 2)[0]
         assert names == set(_net().state_dict())
@@ -336,16 +336,16 @@ def test_there_and_back_is_what_every_rank_has():
 def test_bad_wires_are_named():
     comm = NullCommunicator(2)
     for bad in ("int3", torch.int8, 8):
-        with pytest.raises(ValueError, match=r"^gather: .* is no format that travels; choose a floating-point"):
+        with pytest.raises(ValueError, match=r"^gather: .* is not a wire format; choose a floating-point"):
             MixedPrecision(gather=bad)
-    with pytest.raises(ValueError, match=r"^reduce: 'int8-delta' is no format that travels"):
+    with pytest.raises(ValueError, match=r"^reduce: 'int8-delta' is not a wire format"):
         MixedPrecision(reduce="int8-delta")
     with pytest.raises(ValueError, match=r"^block: blocks of 100 elements do not pack"):
         MixedPrecision(gather="int8", block=100)
-    with pytest.raises(ValueError, match=r"^reduce: stage 0 has no owner of a shard"):
+    with pytest.raises(ValueError, match=r"^reduce: stage 0 has no wire format"):
         Zero(_net(), 0, comm=comm, precision=MixedPrecision(reduce="int8"))
     zero = Zero(_net(), 1, comm=comm, precision=INT8)
-    with pytest.raises(ValueError, match=r"^gather: stage 0 has no owner of a shard"):
+    with pytest.raises(ValueError, match=r"^gather: stage 0 has no wire format"):
         zero.restage(0)
 
     class NoExchange(ThreadCommunicator):

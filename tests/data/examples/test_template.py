@@ -79,7 +79,7 @@ def test_marks_of_the_template_say_what_the_assistant_writes():
         ("{{ messages.append(1) }}", "refuses"),
         ("{{ ''.__class__.__mro__ }}", "refuses"),
         ("{{ strftime_now('%d') }}", "strftime_now"),
-        ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", "otherwise than all of them"),
+        ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", "differently if others follow"),
     ],
 )
 def test_a_template_that_cannot_be_used_is_refused_in_a_line(text, line):

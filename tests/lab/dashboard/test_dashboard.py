@@ -23,8 +23,7 @@ from zeroshard.cli import main
 
 pytest.importorskip("dash", reason="the extra `dashboard` is not installed")
 
-from zeroshard.lab.dashboard import run_table, step_curves
-from zeroshard.lab.dashboard import runs as page_of_runs
+from zeroshard.lab.dashboard import all_runs_page, run_table, step_curves
 from zeroshard.lab.dashboard.app import make_app
 from zeroshard.lab.dashboard.planner import answer
 from zeroshard.lab.dashboard.request_validation import UPDATE, refuser
@@ -83,9 +82,9 @@ def test_figures_and_plans_come_from_runs_whole_and_damaged(tmp_path):
     (write_run(tmp_path / "damaged") / "config.toml").write_text("= 3")
     watch = Watch(tmp_path)
     found = watch.runs()
-    parts = page_of_runs.parts_of_page(found, watch.whole(found), step_curves.AS_WRITTEN, root="x", num_unread=0)
+    parts = all_runs_page.parts_of_page(found, watch.whole(found), step_curves.AS_WRITTEN, root="x", num_unread=0)
     page = {name: part.whole() for name, part in parts.items()}
-    for name in page_of_runs.GRAPHS:
+    for name in all_runs_page.GRAPHS:
         assert len(page[f"graph-{name}"]["data"]) >= 5
     assert "step" in str(page["plans"])
     assert "1.075" in str(page["plans"])
@@ -93,8 +92,8 @@ def test_figures_and_plans_come_from_runs_whole_and_damaged(tmp_path):
     called = run_table.labels({name: seen.run for name, seen in found.items()})
     assert sorted(called.values()) == ["damaged", *(f"zero{stage}, run 1" for stage in range(4))]
     assert "4 done, 1 damaged" in page["summary"]
-    empty = page_of_runs.parts_of_page({}, {}, step_curves.AS_WRITTEN, root="x", num_unread=0)
-    assert all(empty[f"graph-{name}"].whole()["data"] == [] for name in page_of_runs.GRAPHS)
+    empty = all_runs_page.parts_of_page({}, {}, step_curves.AS_WRITTEN, root="x", num_unread=0)
+    assert all(empty[f"graph-{name}"].whole()["data"] == [] for name in all_runs_page.GRAPHS)
 
 
 def test_the_benchmark_of_the_first_page_and_of_refreshes_runs_to_its_end():

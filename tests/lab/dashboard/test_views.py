@@ -11,8 +11,7 @@ from run_folders import write_run, write_sweep
 
 pytest.importorskip("dash", reason="the extra `dashboard` is not installed")
 
-from zeroshard.lab.dashboard import planner, run_page, run_table, step_curves
-from zeroshard.lab.dashboard import runs as page_of_runs
+from zeroshard.lab.dashboard import all_runs_page, planner, run_page, run_table, step_curves
 from zeroshard.lab.dashboard.watch import Watch
 from zeroshard.lab.planner.command import answer_plan
 from zeroshard.lab.planner.config import PlanConfig
@@ -58,8 +57,8 @@ def test_each_quantity_of_a_step_has_its_curve(run, name, value):
 
 
 def test_what_no_control_offers_is_the_first_choice():
-    assert page_of_runs.view_of("furlongs", 7, None) == step_curves.AS_WRITTEN
-    assert page_of_runs.view_of("time", "0.9", "log") == step_curves.View("time", "0.9", "log")
+    assert all_runs_page.view_of("furlongs", 7, None) == step_curves.AS_WRITTEN
+    assert all_runs_page.view_of("time", "0.9", "log") == step_curves.View("time", "0.9", "log")
 
 
 def test_the_page_of_a_run_has_its_settings_checkpoints_and_stacks(tmp_path):
