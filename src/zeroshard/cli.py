@@ -29,8 +29,8 @@ from zeroshard.verbs.short_help import short_help
 
 # Advice if memory runs out: in a training run, and in any other command (`_NEEDS_OTHERS_LESS`).
 _NEEDS_LESS = (
-    "a higher --strategy over more ranks, --model.activation-checkpointing, a smaller --micro-batch-size or --seq-len "
-    "need less, and --dry-run says how much"
+    "use a higher --strategy over more ranks, --model.activation-checkpointing, or a smaller --micro-batch-size or "
+    "--seq-len; --dry-run says how much memory that needs"
 )
 _NAME_WIDTH = 15  # columns for a verb's name in the overview
 _AGAIN_S = 0.05  # seconds after which a swallowed signal is sent again

@@ -39,13 +39,15 @@ class SubmitConfig(Config):
     time_min: int = Field(60, ge=1, description="Minutes until the job is ended, or queued again.")
     max_timeouts: int = Field(10, ge=0, description="Times that it is queued again after its time was over.")
     signal_delay_s: int = Field(120, ge=1, description="Seconds before the end at which ranks are told to save.")
-    partition: str = Field("", description="Of the cluster; empty: its default.")
-    account: str = Field("", description="To charge; empty: the user's default.")
+    partition: str = Field("", description="Partition of the cluster; empty: its default.")
+    account: str = Field("", description="Account to charge; empty: the user's default.")
     qos: str = Field("", description="Quality of service; empty: the default.")
     constraint: str = Field("", description="Features that machines must have; empty: any.")
     setup: tuple[str, ...] = Field((), description="Shell commands before the run, such as 'module load cuda'.")
-    name: str = Field("zeroshard", min_length=1, description="Of the job.")
-    folder: str = Field("slurm", min_length=1, description="Of batch files and logs, on a disk that all machines see.")
+    name: str = Field("zeroshard", min_length=1, description="Name of the job.")
+    folder: str = Field(
+        "slurm", min_length=1, description="Folder of batch files and logs, on a disk that all machines see."
+    )
     cluster: Literal["slurm", "local"] = Field("slurm", description="local: on this machine, to try it out.")
 
     @property

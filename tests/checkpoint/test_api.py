@@ -138,6 +138,39 @@ def test_extra_that_json_cannot_hold_is_refused_before_anything_is_written(tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("step", [-1, 1.5, "7", None, True])
+def test_a_step_that_no_load_would_take_is_refused_before_anything_is_written(
+    tmp_path, evenly_sharded, some_tensors, step
+):
+    with pytest.raises(ValueError, match=r"^step: .* is not a whole number from 0 on; give the number of optimizer"):
+        _save(tmp_path / "c", evenly_sharded, some_tensors, 2, step=step)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_extra_with_another_step_is_refused(tmp_path, evenly_sharded, some_tensors):
+    with pytest.raises(ValueError, match="extra: its step, 5, is not the step 3 of the save; rename the key"):
+        _save(tmp_path / "c", evenly_sharded, some_tensors, 1, step=3, extra={"step": 5})
+    _save(tmp_path / "c", evenly_sharded, some_tensors, 1, step=3, extra={"step": 3})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_load_that_fails_for_the_last_tensor_has_changed_none(tmp_path, stage):
+    def on_rank(comm):
+        first, other = Net(), Net()
+        other.more = torch.nn.Linear(2, 2)
+        checkpoint.save(tmp_path / "c", Zero(first, stage, comm=comm), step=0)
+        with torch.no_grad():
+            for param in other.parameters():
+                param.add_(1.0)
+        zero = Zero(other, stage, comm=comm)
+        before = zero.state_dict()
+        with pytest.raises(UserError, match="saved with shape|the checkpoint has no param of it"):
+            checkpoint.load(tmp_path / "c", zero)
+        return all(torch.equal(value, before[name]) for name, value in zero.state_dict().items())
+
+    assert all(run_threads(on_rank, 2))
+
+
 def test_the_manifest_is_json_that_a_stranger_can_read(tmp_path, evenly_sharded, some_tensors):
     _save(tmp_path / "c", evenly_sharded, some_tensors, 2, step=5)
     body = json.loads((tmp_path / "c" / "manifest.json").read_text())

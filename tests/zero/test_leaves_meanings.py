@@ -227,6 +227,24 @@ def test_another_number_of_micro_batches_is_refused():
     run_threads(on_rank, 2)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("leaves", [4, None])
+def test_ranks_that_step_after_different_numbers_of_micro_batches_are_refused(stage, leaves):
+    def on_rank(comm):
+        model = nn.Linear(2, 2)
+        optimizer = Zero(model, stage, (), comm, leaves=leaves).optimizer(torch.optim.SGD, lr=0.1)
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+        if comm.rank:
+            optimizer.step()
+            optimizer.zero_grad()
+        loss = model(torch.ones(1, 2)).sum()
+        with pytest.raises(RuntimeError, match="backward: ranks ran a different number of backwards before a step"):
+            loss.backward()
+
+    run_threads(on_rank, 3 if leaves is None else 2)
+
+
 def test_a_closure_of_too_few_micro_batches_is_refused():
     model = nn.Linear(2, 2)
     optimizer = Zero(model, 1, (), LocalCommunicator(), leaves=4).optimizer(torch.optim.SGD, lr=0.1)

@@ -25,6 +25,28 @@ def test_a_dtype_without_fractions_is_refused(field):
         MixedPrecision(**{field: torch.int8})
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"param_dtype": "bf16"}, "param_dtype: 'bf16' is not a torch.dtype"),
+        ({"reduce_dtype": 16}, "reduce_dtype: 16 is not a torch.dtype"),
+        ({"cast_forward_inputs": "no"}, "cast_forward_inputs: 'no' is not a bool"),
+        ({"rounding_seed": 1.5}, "rounding_seed: 1.5 is not a whole number"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_name(given, said):
+    with pytest.raises(ValueError, match=f"^{said}"):
+        MixedPrecision(**given)
+
+
+@pytest.mark.parametrize("prefetch", [1.5, "1", True])
+def test_an_engine_takes_no_value_of_another_type(prefetch):
+    with pytest.raises(ValueError, match="^prefetch: .* units ahead; give 0 or more"):
+        Zero(Net(), prefetch=prefetch)
+    with pytest.raises(TypeError, match="^precision: 'bf16' is not a MixedPrecision"):
+        Zero(Net(), precision="bf16")
+
+
 @pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_bf16_has_the_same_bits_at_every_stage(world_size, reduce_dtype):

@@ -35,6 +35,17 @@ def test_placements_may_be_given_by_their_values():
         ShardingStrategy("replicate", "replicate", "halved")
 
 
+@pytest.mark.parametrize("size", [0, -1, 1.5, "2", True])
+def test_a_number_of_ranks_that_is_none_is_refused(size):
+    with pytest.raises(ValueError, match="^secondary_shard_size: .* is not a number of ranks; give 1 or more"):
+        ShardingStrategy(SHARD, SHARD, SHARD, secondary_shard_size=size)
+
+
+def test_a_word_is_not_taken_for_true():
+    with pytest.raises(ValueError, match="^reshard_after_forward: 'no' is not a bool; give True or False"):
+        ShardingStrategy(SHARD, SHARD, SHARD, reshard_after_forward="no")
+
+
 def test_a_stage_is_a_number_or_a_row():
     own = ShardingStrategy(SHARD, SHARD, SHARD, reshard_after_forward=False)
     assert resolve_strategy(own) is own

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from math import prod
+from numbers import Integral
 from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -109,7 +110,8 @@ def save(path: str | PathLike[str], source: Saveable, *, step: int, extra: Mappi
 
     Raises:
         OSError: some rank could not write; every rank raises, with the reason and the rank.
-        ValueError: the ranks' pieces do not tile some tensor, or JSON cannot represent ``extra``.
+        ValueError: the ranks' pieces do not tile some tensor, JSON cannot represent ``extra``, it has another ``step``,
+            or ``step`` is no whole number from 0 on.
     """
     path, comm = Path(path), source.comm
     first = comm.rank == 0
@@ -241,15 +243,19 @@ def facts_of(source: Saveable, step: int, extra: Mapping[str, Any] | None) -> Fa
     """Collect the manifest's facts as they are now, because ``extra`` and the optimizer's settings may change later.
 
     Raises:
-        ValueError: JSON cannot represent ``extra``.
+        ValueError: JSON cannot represent ``extra``, it has another ``step``, or ``step`` is no whole number from 0 on.
     """
+    if isinstance(step, bool) or not isinstance(step, Integral) or step < 0:
+        raise ValueError(f"step: {step!r} is not a whole number from 0 on; give the number of optimizer steps done")
     try:
         as_json = json.loads(json.dumps(dict(extra or {}), allow_nan=False))
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"extra: {error}; JSON must be able to hold it") from None
+    if as_json.get("step", step) != step:
+        raise ValueError(f"extra: its step, {as_json['step']!r}, is not the step {step} of the save; rename the key")
     groups = source.named_param_groups() if isinstance(source, HasParamGroups) else []
     tied = source.tied_names() if isinstance(source, HasTiedNames) else {}
-    return Facts(step, source.comm.world_size, as_json, tuple(groups), tied)
+    return Facts(int(step), source.comm.world_size, as_json, tuple(groups), tied)
 
 
 def collect(source: Saveable) -> list[NamedShard]:

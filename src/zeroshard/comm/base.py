@@ -9,7 +9,7 @@ wrappers, and the engine does not know which implementation it uses. Every imple
   ``wait`` orders the current stream after the operation and does not block the host.
 * A collective only reads its input, as in torch. In place, `reduce_scatter`'s output is this rank's slice of the input,
   whose other slices are then undefined, and `all_gather`'s input is this rank's slice of the output. The engine's flat
-  buffers are reduced and gathered so.
+  buffers are reduced and gathered so. An input that overlaps the output otherwise is copied first.
 * The result of a reduction has the same bits on every rank, and from run to run.
 """
 
@@ -156,9 +156,28 @@ def reduce_scatter_consuming(comm: Communicator, output: Tensor, input: Tensor, 
 
 def is_own_slice(output: Tensor, input: Tensor, rank: int) -> bool:
     """Whether ``output [n]`` is rank ``rank``'s slice of ``input [world_size * n]``, in the same memory."""
-    if output.numel() == 0 or not input.is_contiguous():
+    if output.numel() == 0 or not (input.is_contiguous() and output.is_contiguous()):
         return False
     return output.data_ptr() == input.data_ptr() + rank * output.numel() * input.element_size()
+
+
+def overlaps(one: Tensor, other: Tensor) -> bool:
+    """Whether the memory that two tensors span has bytes in common."""
+    if one.is_meta or other.is_meta or not one.numel() or not other.numel():
+        return False
+    (start, stop), (begin, end) = (_span(tensor) for tensor in (one, other))
+    return start < end and begin < stop
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first byte and of the one after its last."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
+
+
+def kept_apart(input: Tensor, output: Tensor, *, in_place: bool) -> Tensor:
+    """``input``, or a copy if writing to ``output`` changes it. ``in_place``: the operation allows for this overlap."""
+    return input.clone() if overlaps(input, output) and not in_place else input
 
 
 def all_to_all(comm: Communicator, output: Tensor, input: Tensor) -> Work:
@@ -236,8 +255,8 @@ def check_parts(output: Tensor, input: Tensor, world_size: int) -> None:
     if output.numel() != input.numel() or input.numel() % world_size:
         what = f"{input.numel()} elements to {output.numel()} are not {world_size} parts each"
         raise ValueError(f"numel: {what}; give both {world_size} parts of one length")
-    if input.numel() and output.data_ptr() == input.data_ptr() and not input.is_meta:
-        raise ValueError("output: it is the input; an all-to-all needs a second tensor")
+    if overlaps(output, input):
+        raise ValueError("output: it shares memory with the input; an all-to-all needs a second tensor")
 
 
 def check_rank(rank: int, world_size: int) -> None:

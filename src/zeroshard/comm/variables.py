@@ -11,12 +11,12 @@ from types import MappingProxyType
 
 VARIABLES: Mapping[str, str] = MappingProxyType(
     {
-        "GLOO_SOCKET_IFNAME": "Interface of gloo and of our ring: CPU tensors, control messages. Set it where a "
-        "machine has several networks or its name leads to 127.0.0.1; --rdzv-endpoint sets it to the one that leads "
-        "there.",
-        "NCCL_SOCKET_IFNAME": "Interfaces over which NCCL meets, and sends where it has nothing faster: a prefix "
-        "(eth), =eth0 exactly, ^docker0 all but that.",
-        "NCCL_IB_DISABLE": "1: no InfiniBand or RoCE, TCP instead: to find out whether they are what fails.",
+        "GLOO_SOCKET_IFNAME": "Network interface of gloo and of our ring, for CPU tensors and control messages. Set it "
+        "if a machine has several networks or its name resolves to 127.0.0.1; --rdzv-endpoint sets it to the interface "
+        "that reaches that address.",
+        "NCCL_SOCKET_IFNAME": "Network interfaces for NCCL's rendezvous, and for data if there is nothing faster: a "
+        "prefix (eth), =eth0 exactly, ^docker0 all but that.",
+        "NCCL_IB_DISABLE": "1: TCP in place of InfiniBand or RoCE, to find out whether these fail.",
         "NCCL_IB_HCA": "Which InfiniBand adapters, as mlx5_0,mlx5_1; the others stay unused.",
         "NCCL_IB_GID_INDEX": "RoCE: which address of an adapter; 3 is RoCE v2 on many clusters.",
         "NCCL_NET_GDR_LEVEL": "How far from a GPU an adapter may read its memory directly: LOC, PIX, PXB, PHB, SYS.",

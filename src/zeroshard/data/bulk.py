@@ -113,7 +113,7 @@ def work_folder(out: Path, plan: dict[str, Any]) -> Generator[Path]:
             raise UserError("data.dir", f"another process is preparing {out}", todo) from None
         begun = work / "plan.json"
         if begun.exists() and read_text(begun) != text:
-            what = f"{work} holds the half of something else: {_difference(_read_json(begun), plan)}"
+            what = f"{work} has unfinished work with other settings: {_difference(_read_json(begun), plan)}"
             raise UserError("data.dir", what, "finish that, delete it, or name another folder by --data.dir")
         write_whole(begun, text.encode())
         yield work

@@ -57,7 +57,7 @@ def read_characters(path: Path) -> dict[str, int]:
     if not all(type(id_) is int for id_ in stoi.values()) or sorted(stoi.values()) != list(range(len(stoi))):
         raise UserError("data.tokenizer", f"{path}: the ids of `stoi` are not 0 to {len(stoi) - 1}", todo)
     if itos != {id_: text for text, id_ in stoi.items()}:
-        raise UserError("data.tokenizer", f"{path}: `itos` is not what `stoi` says the other way round", todo)
+        raise UserError("data.tokenizer", f"{path}: `itos` is not the inverse of `stoi`", todo)
     return stoi
 
 

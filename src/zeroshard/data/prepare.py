@@ -313,6 +313,6 @@ def _require_tokens(num_tokens: dict[str, int], val_fraction: float) -> None:
     if val_fraction and not num_tokens["val"]:
         raise UserError(
             "data.val_fraction",
-            f"{val_fraction:g} of this source is not one token of validation",
+            f"{val_fraction:g} of this source is less than one token",
             "use more text, a larger fraction, or 0 for no validation",
         )

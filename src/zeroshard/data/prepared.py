@@ -73,9 +73,9 @@ def warn_of_earlier_rules(out: Path, splits: Sequence[str], around: Sequence[Seq
     meta = read_meta(out)
     differs = []
     if splits and rule_of(meta) not in splits:
-        differs.append("other text validates than would now, and than a stream of it holds out")
+        differs.append("its validation text is not the text that this version, or a stream, holds out")
     if list(meta.spec.get("around", ())) != list(around):
-        differs.append("its documents lack the ids that their tokenizer puts around a text")
+        differs.append("its documents lack the special tokens that their tokenizer adds around a text")
     if differs:
         say(f"{out} was prepared by an earlier version: {' and '.join(differs)}; delete it to prepare it anew")
 

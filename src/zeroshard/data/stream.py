@@ -175,7 +175,9 @@ class StreamBatches:
             what = f"the checkpoint's place in the stream cannot be read ({error})"
             raise UserError("resume", what, "take another checkpoint") from None
         if seed != self._seed:
-            raise UserError("seed", f"the stream's order was drawn from {seed}, not {self._seed}", f"use --seed {seed}")
+            raise UserError(
+                "seed", f"the checkpoint's stream was shuffled with seed {seed}, not {self._seed}", f"use --seed {seed}"
+            )
         if seq_len != self._seq_len:
             row = begin.first_row  # rows have another length now: cut them again from the beginning of the turn
         self._origin = self._next = begin

@@ -157,7 +157,7 @@ class BpeTokenizer:
                     return tuple(whole[: places[0]]), tuple(whole[places[0] + len(piece) :])
         if not self.encode("").size:
             return (), ()
-        what = "its post-processor does something else than to put ids around a text"
+        what = "its post-processor does more than add special tokens around a text"
         raise UserError("data.tokenizer", what, "give another tokenizer.json")
 
     def decode(self, ids: Ids) -> str:

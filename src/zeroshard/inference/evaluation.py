@@ -150,7 +150,7 @@ def _model(
     if trained is None:
         if config.strategy != "none":
             todo = f"write it as hf:{folder}, or import it first: zeroshard import FOLDER RUN"
-            raise UserError("strategy", "a Hugging Face folder is loaded whole on each rank", todo)
+            raise UserError("strategy", "a Hugging Face folder is loaded unsharded on each rank", todo)
         model, _ = load_for_text(folder, config.weights, config.dtype)
         return model, None, min(model.config.seq_len, 1024)
     path = checkpoint_of(folder, config.weights)
@@ -241,7 +241,7 @@ def _warn_of_overlap(folder: Path, tokens_folder: Path) -> None:
         why = "the run held out other text"
     elif ours.spec.get("val_fraction", 0.0) < theirs.spec.get("val_fraction", 0.0):
         shares = ours.spec.get("val_fraction"), theirs.spec.get("val_fraction")
-        why = f"the run held out {shares[0]} of its text, and there {shares[1]} validates"
+        why = f"the run held out {shares[0]} of its text, and this folder holds out {shares[1]}"
     if why:
         say(f"{tokens_folder} may hold for validation what the run was trained on: {why}")
 

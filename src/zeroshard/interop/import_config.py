@@ -27,7 +27,7 @@ def run_import_config(words: Sequence[str]) -> int:
         UserError: there is no such kind or file, the file cannot be read, or values contradict each other.
     """
     if not words or words[0] not in KINDS:
-        what = f"{words[0]!r} is none of what is read" if words else "whose settings to read is missing"
+        what = f"{words[0]!r} cannot be imported" if words else "the name of the other program is missing"
         todo = nearest(words[0] if words else "", KINDS, f"choose one of {', '.join(KINDS)}")
         raise UserError("import-config", what, todo)
     migration = KINDS[words[0]](words[1:])

@@ -139,7 +139,7 @@ def _data(key: str, value: Any, theirs: dict[str, Any], to: Migration) -> None:
         to.map(key, value, ours, "its train.bin and val.bin, with the characters of its meta.pkl")
     elif value == "openwebtext":
         ours = {"data.source": value, "data.tokenizer": "gpt2", "data.val_fraction": 0.0005}
-        to.map(key, value, {**ours, "model.vocab_size": PADDED_IDS}, "documents validate that are not nanoGPT's")
+        to.map(key, value, {**ours, "model.vocab_size": PADDED_IDS}, "the validation documents differ from nanoGPT's")
     elif value == "shakespeare_char":
         ours = {"data.source": "tinyshakespeare", "data.tokenizer": "bytes"}
         to.map(key, value, ours, "256 bytes in place of 65 characters; the text is ASCII", same=False)

@@ -362,7 +362,7 @@ def _backend(columns: dict[str, list[Tensor]], kernels: Choice | None) -> str:
         return backend
     if kernels == "triton":
         name, dtype = unserved[0]
-        raise ValueError(f"{name}: {dtype} is not served by triton; give float32, bfloat16 or float16")
+        raise ValueError(f"{name}: {dtype} is not supported by triton; give float32, bfloat16 or float16")
     return "reference"
 
 

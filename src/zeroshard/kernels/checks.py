@@ -11,7 +11,7 @@ FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def check_floating(name: str, tensor: Tensor) -> None:
     """Raise ValueError if ``tensor`` has another dtype than fp16, bf16, fp32 or fp64."""
     if tensor.dtype not in FLOATING:
-        raise ValueError(f"{name}: {tensor.dtype} is not served; give float16, bfloat16, float32 or float64")
+        raise ValueError(f"{name}: {tensor.dtype} is not supported; give float16, bfloat16, float32 or float64")
 
 
 def check_device(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:

@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
 from zeroshard.kernels import chunked_losses, liger
 from zeroshard.kernels.checks import check_device, check_floating
 from zeroshard.kernels.cross_entropy_kernels import gradient_of_logits, losses_and_gradient, scale_in_place
+from zeroshard.kernels.derivatives import once_differentiable
 from zeroshard.kernels.dispatch import Choice, choose
 from zeroshard.kernels.launch import accumulator_dtype, rows_of
 from zeroshard.kernels.losses import (
@@ -166,5 +166,8 @@ def _check_writable(logits: Tensor) -> None:
     """Raise ValueError if the gradient cannot be written over these logits."""
     if logits.is_leaf:
         raise ValueError("logits: a leaf that requires a gradient cannot be written over; leave inplace out")
-    if rows_of(logits).data_ptr() != logits.data_ptr():
+    rows = rows_of(logits)
+    if rows.shape[0] > 1 and rows.stride(0) < rows.shape[1]:
+        raise ValueError(f"logits: rows share memory (strides {logits.stride()}); leave inplace out")
+    if rows.data_ptr() != logits.data_ptr():
         raise ValueError(f"logits: strides {logits.stride()} are not those of rows in memory; leave inplace out")

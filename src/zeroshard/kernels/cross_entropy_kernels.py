@@ -20,7 +20,8 @@ BLOCK = 8192  # logits that a program processes at a time: 16 in each of 512 thr
 @jit
 def _gradient(x, cols, target, highest, factor, scale, SMOOTHING: tl.constexpr, VOCAB: tl.constexpr):
     grad = tl.exp(x - highest) * factor - SMOOTHING / VOCAB
-    return (grad - tl.where(cols == target, 1.0 - SMOOTHING, 0.0)) * scale
+    # Not minus a `where` of two constants, which would round 1 - SMOOTHING to fp32 for fp64 logits too.
+    return tl.where(cols == target, grad - (1.0 - SMOOTHING), grad) * scale
 
 
 @jit

@@ -148,6 +148,6 @@ def _operation(name: str) -> Operation:
 @cache
 def _say_once(device_type: str) -> None:
     if device_type == "cuda":
-        _log.warning("kernels: Triton is not installed; PyTorch's own operations serve (pip install triton)")
+        _log.warning("kernels: Triton is not installed; PyTorch's own operations are used (pip install triton)")
     else:
-        _log.info("kernels: no CUDA device; PyTorch's own operations serve")
+        _log.info("kernels: no CUDA device; PyTorch's own operations are used")

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from zeroshard.kernels import liger
 from zeroshard.kernels.checks import check_alike, check_floating
+from zeroshard.kernels.derivatives import once_differentiable
 from zeroshard.kernels.dispatch import Choice, choose
 from zeroshard.kernels.launch import accumulator, jit, next_power_of_2, opaque, rows_of, tl
 

@@ -81,4 +81,6 @@ class RMSNorm(nn.RMSNorm):
 
 def _check_shape(shape: tuple[int, ...]) -> None:
     if len(shape) != 1:
-        raise ValueError(f"normalized_shape: {tuple(shape)} has {len(shape)} dimensions; only the last one is served")
+        raise ValueError(
+            f"normalized_shape: {tuple(shape)} has {len(shape)} dimensions; only one, the last, is supported"
+        )

@@ -153,8 +153,13 @@ def _angles(table: Tensor) -> Tensor:
 
 
 def _overlaps(x: Tensor) -> bool:
-    """Whether elements of ``x`` share memory, as an expanded tensor's do."""
-    return any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True))
+    """Whether elements of ``x`` share memory, as those of an expanded tensor or of overlapping windows do."""
+    reach = 0  # distance from the first to the last element of the dimensions so far
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 # ------------------------------------------------------------------------------------------------------- public
@@ -194,6 +199,9 @@ def rope(
     backend = choose("rope", q.device, kernels)
     if backend == "reference":
         return rotate(q, cos, sin), rotate(k, cos, sin)
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name}: {backend} computes no gradient of the angles; detach it, or use reference")
     if backend == "liger":
         return liger.rope(q, k, cos, sin)
     inplace = inplace and not torch.compiler.is_compiling()  # a compiler plans memory itself
@@ -204,7 +212,7 @@ def rope(
             if _overlaps(x):
                 raise ValueError(f"{name}: elements of it share memory (strides {x.stride()}); leave inplace out")
         if _begin_together(q, k) and q.numel():
-            raise ValueError("k: it lies where q does, and would be turned twice; leave inplace out")
+            raise ValueError("k: it shares q's memory, and would be rotated twice; leave inplace out")
     return _Rope.apply(q, k, cos, sin, inplace)
 
 

@@ -64,8 +64,8 @@ def _listen(host: str, port: int) -> socket.socket:
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
-    why = f"leads to {address} here" if leads_elsewhere else f"is {address}, which no interface here has"
-    line = f"warning: the store at which ranks meet listens on all interfaces, because {host} {why}"
+    why = f"resolves to {address} here" if leads_elsewhere else f"is {address}, which no interface here has"
+    line = f"warning: the rendezvous store listens on all interfaces, because {host} {why}"
     print(f"{line}; name an address of this machine instead", file=sys.stderr, flush=True)
     return _bound(family, "::" if family == socket.AF_INET6 else "", port)
 

@@ -129,7 +129,7 @@ def _why_not_met(error: Exception, meeting: RendezvousAddress) -> str:
         return f"nnodes: {what}; start the others too"
     if isinstance(error, RendezvousClosedError):
         return f"rdzv_endpoint: the run that met at {meeting.endpoint} has ended; start it again on every machine"
-    what = f"whoever served the meeting at {meeting.endpoint} is gone"
+    what = f"the machine that served the rendezvous at {meeting.endpoint} is gone"
     return f"rdzv_endpoint: {what}; start again on every machine, --resume auto"
 
 

@@ -99,7 +99,9 @@ class ManyHosts(RendezvousHandler):
         newest = self._newest()
         if newest is None or self.current is None:
             return ""
-        return newest.over or ("the others go on without this machine" if newest.number > self.current.number else "")
+        return newest.over or (
+            "the others continue without this machine" if newest.number > self.current.number else ""
+        )
 
     def leave(self) -> None:
         """Tell the other machines that this one ends, and stop its heartbeat."""

@@ -76,7 +76,7 @@ def float8_layers(model: LanguageModel) -> tuple[frozenset[str], int]:
     layers = {name: each for name, each in modules if type(each) is nn.Linear and not is_adapter(f"{name}.")}
     chosen = frozenset(name for name, layer in layers.items() if all(n % MULTIPLE == 0 for n in layer.weight.shape))
     if not chosen:
-        what = f"fp8 multiplies linear layers of blocks whose sizes are multiples of {MULTIPLE}, and there are none"
+        what = f"fp8 needs linear layers with sizes that are multiples of {MULTIPLE}, and no block has one"
         raise UserError("dtype", what, "use bfloat16, or another width")
     return chosen, len(layers)
 

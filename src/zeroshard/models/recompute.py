@@ -13,6 +13,11 @@ Korthikanti et al. 2022, "Reducing Activation Recomputation", https://arxiv.org/
 
 Checkpointing wraps the block's ``forward``, not its ``__call__``. So hooks on the block (such as a sharding engine's)
 run once and are not recomputed, and `torch.compile` may wrap the result.
+
+[Note: Attention that draws]
+    A block's second run restores the random generator's state once, at its start. If the output of attention with
+    dropout were kept, that run would skip the numbers which attention drew, and all later dropout of the block would
+    get other masks than in forward: wrong gradients, without an error. So attention with dropout runs again.
 """
 
 from __future__ import annotations
@@ -30,18 +35,21 @@ from zeroshard.errors import UserError
 
 _aten: Any = torch.ops.aten
 # Operations whose outputs cost more to recompute than to keep. Each kind of device has its own operator for attention.
-EXPENSIVE = [
+PRODUCTS = [
     _aten.mm.default,
     _aten.addmm.default,
     _aten.bmm.default,
     _aten.baddbmm.default,
     _aten._scaled_mm.default,  # compiled fp8 products; an eager one is an mm of tensors that carry their scales
+]
+_ATTENTION = [
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
 ]
-PRODUCTS = EXPENSIVE[:5]
+EXPENSIVE = [*PRODUCTS, *_ATTENTION]
+_DROPOUT_AT = {op: [each.name for each in op._schema.arguments].index("dropout_p") for op in _ATTENTION}
 
 
 def recomputed_blocks(how: str, num_blocks: int) -> list[int]:
@@ -92,8 +100,19 @@ def keep_random_state(blocks: Iterable[nn.Module]) -> None:
             block.forward = partial(_run, inner, kept, True)
 
 
+def _is_kept(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether to keep the output of an operation; see [Note: Attention that draws]."""
+    if op not in _DROPOUT_AT:
+        return op in EXPENSIVE
+    place = _DROPOUT_AT[op]
+    return not (args[place] if place < len(args) else kwargs.get("dropout_p", 0.0))
+
+
 def _every_product() -> Any:
-    return create_selective_checkpoint_contexts(EXPENSIVE)
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if _is_kept(op, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 def _every_second_product() -> Any:
@@ -101,7 +120,7 @@ def _every_second_product() -> Any:
     counts = {False: 0, True: 0}
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        keep = op in EXPENSIVE
+        keep = _is_kept(op, args, kwargs)
         if op in PRODUCTS:
             counts[context.is_recompute] += 1
             keep = counts[context.is_recompute] % 2 == 1

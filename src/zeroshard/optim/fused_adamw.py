@@ -173,6 +173,8 @@ def _options(group: Mapping[str, Any]) -> AdamWOptions:
     for name in NOT_SERVED:
         if group.get(name):
             raise ValueError(f"{name}: FusedAdamW has no such variant; use torch.optim.AdamW")
+    if group["weight_decay"] and not group.get("decoupled_weight_decay", True):  # a loaded state of `torch.optim.Adam`
+        raise ValueError("decoupled_weight_decay: FusedAdamW adds no decay to gradients; use torch.optim.Adam")
     beta1, beta2 = group["betas"]
     return AdamWOptions(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
 

@@ -53,7 +53,7 @@ class Replica:
 
     def __init__(self, setup: Setup, strategy: str) -> None:
         if any(param.is_meta for param in setup.model.parameters()):
-            raise ValueError(f"{strategy} keeps whole weights on each rank: build the model on a real device")
+            raise ValueError(f"{strategy} keeps unsharded weights on each rank: build the model on a real device")
         grouped = is_grouped()
         self.comm: Communicator = setup.comm or (TorchCommunicator() if grouped else LocalCommunicator())
         if self.comm.world_size > 1:

@@ -24,7 +24,7 @@ _log = logging.getLogger("zeroshard.zero")
 _OTHER_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
-def check_arguments(model: nn.Module, prefetch: int, accumulate: str | None) -> None:
+def check_arguments(model: nn.Module, prefetch: int, accumulate: str | None, precision: MixedPrecision) -> None:
     """Raise TypeError or ValueError for a model that an engine cannot train, or an unknown setting."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: {type(model).__name__} is not an nn.Module")
@@ -39,8 +39,10 @@ def check_arguments(model: nn.Module, prefetch: int, accumulate: str | None) -> 
         )
     if has_engine(model):
         raise ValueError("model: it, or a part of it, has an engine already; call remove() on that one first")
-    if prefetch < 0:
-        raise ValueError(f"prefetch: {prefetch} units ahead; give 0 or more")
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
+        raise ValueError(f"prefetch: {prefetch!r} units ahead; give 0 or more")
+    if not isinstance(precision, MixedPrecision):
+        raise TypeError(f"precision: {precision!r} is not a MixedPrecision; give MixedPrecision(torch.bfloat16)")
     if accumulate not in (None, "local", "sharded"):
         raise ValueError(f"accumulate: {accumulate!r} is unknown; choose 'local' or 'sharded'")
 
@@ -104,8 +106,8 @@ def _check_lookups(model: nn.Module, levels: Levels) -> None:
     for name, part in model.named_modules():
         if levels.world.world_size > 1 and isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm:
             raise ValueError(
-                f"{name or 'model'}: with max_norm={part.max_norm} a forward rescales the rows that it looks up, and "
-                "every rank other ones; leave max_norm out, and clip rows inside zero.full_params(write_back=True)"
+                f"{name or 'model'}: with max_norm={part.max_norm} forward rescales the rows that it looks up, which "
+                "differ between ranks; leave max_norm out, and clip rows inside zero.full_params(write_back=True)"
             )
 
 

@@ -114,7 +114,7 @@ class Zero:
     ) -> None:
         self.strategy = resolve_strategy(stage, secondary_shard_size)
         self.precision = precision or MixedPrecision()
-        construction.check_arguments(model, prefetch, accumulate)
+        construction.check_arguments(model, prefetch, accumulate, self.precision)
         check_sync(buffers)
         self.model = model
         self.comm: Communicator = construction.default_communicator() if comm is None else comm

@@ -131,7 +131,7 @@ def check_node_size(size: int, world_size: int, shard_size: int | None) -> None:
     sizes = [each for each in range(2, world_size) if world_size % each == 0]
     if size not in sizes:
         todo = f"choose one of {', '.join(map(str, sizes))}" if sizes else "leave it out"
-        raise ValueError(f"node_size: {world_size} ranks are not several nodes of {size}; {todo}")
+        raise ValueError(f"node_size: {world_size} ranks do not divide into several nodes of {size}; {todo}")
 
 
 def check_secondary(size: int, num_shards: int) -> None:
@@ -139,7 +139,7 @@ def check_secondary(size: int, num_shards: int) -> None:
     sizes = [each for each in range(2, num_shards) if num_shards % each == 0]
     if isinstance(size, bool) or size not in sizes:
         todo = f"choose one of {', '.join(map(str, sizes))}" if sizes else "leave it out"
-        what = f"a second copy over {size} ranks is none of weights that are sharded over {num_shards}"
+        what = f"{size} does not divide the {num_shards} ranks that shard the weights into several groups"
         raise ValueError(f"secondary_shard_size: {what}; {todo}")
 
 
@@ -155,10 +155,10 @@ def check_wire(strategy: ShardingStrategy, precision: MixedPrecision) -> None:
     """Raise ValueError if the row of the stage table does not support the wire format."""
     if strategy.optim is not SHARD and precision.has_wire:
         name = "gather" if precision.gather is not None else "reduce"
-        what = "stage 0 has no owner of a shard who could send or sum it in a format of its own"
+        what = "stage 0 has no wire format: no rank owns a shard to send or sum"
         raise ValueError(f"{name}: {what}; choose stage 1, 2 or 3, or leave it out")
     if strategy.params is SHARD and precision.gathers_differences:
-        what = f"{precision.gather} sends differences to weights that outlive a step, and stage 3 keeps none"
+        what = f"{precision.gather} sends differences to the last step's unsharded weights, and stage 3 keeps none"
         raise ValueError(f"gather: {what}; choose stage 1 or 2, or int4")
 
 
@@ -179,8 +179,8 @@ def check_row(strategy: ShardingStrategy) -> None:
 def check_leaves(leaves: int, comm: Communicator) -> None:
     """Raise ValueError unless ``leaves`` is a power of two, ranks share it evenly, and several have an all-to-all."""
     if isinstance(leaves, bool) or not isinstance(leaves, int) or leaves < 1 or leaves & (leaves - 1):
-        what = "only by a power of two are means rounded alike at every number of ranks"
-        raise ValueError(f"leaves: {leaves!r} is no power of two, and {what}; give the most ranks you will use: 8, say")
+        what = f"{leaves!r} is no power of two, and only division by one rounds alike on any number of ranks"
+        raise ValueError(f"leaves: {what}; give the largest number of ranks that you will use, such as 8")
     if leaves % comm.world_size:
         sizes = ", ".join(str(1 << power) for power in range(leaves.bit_length()))
         raise ValueError(f"leaves: {leaves} are not shared out evenly by {comm.world_size} ranks; use {sizes} ranks")
@@ -207,7 +207,7 @@ def check_levels(
             if given:
                 raise ValueError(f"{field}: {what}, so bits depend on the number of ranks; leave it or leaves out")
     if local_steps and precision.gathers_differences:
-        what = f"{precision.gather} keeps one copy that all have, and replicas that take local steps have several"
+        what = f"{precision.gather} needs the same weights on all ranks, and replicas that take local steps differ"
         raise ValueError(f"gather: {what}; choose int4, or leave the local steps out")
     if local_steps and shard_size is None:
         raise ValueError("replicas: local steps need replicas; give shard_size, the ranks of one of them")

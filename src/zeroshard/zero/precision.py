@@ -75,10 +75,16 @@ class MixedPrecision:
     def __post_init__(self) -> None:
         check_block("block", self.block)
         self._check_nodes()
+        if not isinstance(self.cast_forward_inputs, bool):
+            raise ValueError(f"cast_forward_inputs: {self.cast_forward_inputs!r} is not a bool; give True or False")
+        if isinstance(self.rounding_seed, bool) or not isinstance(self.rounding_seed, int):
+            raise ValueError(f"rounding_seed: {self.rounding_seed!r} is not a whole number; give an int")
         for field in ("gather", "reduce"):
             _check_travels(field, getattr(self, field))
         for field in ("param_dtype", "reduce_dtype"):
             dtype = getattr(self, field)
+            if dtype is not None and not isinstance(dtype, torch.dtype):
+                raise ValueError(f"{field}: {dtype!r} is not a torch.dtype; use torch.bfloat16 or torch.float32")
             check_has_range(field, dtype)
             if dtype is not None and not dtype.is_floating_point:
                 raise ValueError(f"{field}: {dtype} is not a floating-point dtype; use torch.bfloat16 or torch.float32")
@@ -90,7 +96,7 @@ class MixedPrecision:
         if isinstance(size, bool) or not isinstance(size, int) or size < 2:
             raise ValueError(f"node_size: {size!r} are no ranks of a node; give 2 or more")
         if self.reduce is None:
-            what = f"{size} is given, and gradients travel in no format of their own"
+            what = f"{size} is given, and gradients have no wire format"
             raise ValueError(f"node_size: {what}; add reduce='int8', or leave it out")
 
     def compute_dtype(self, master: torch.dtype) -> torch.dtype:
@@ -156,4 +162,4 @@ def _check_travels(field: str, wire: torch.dtype | str | None) -> None:
         raise UserError(field, f"{wire} is of weights alone", f"choose {DIFFERENCES[wire]} for gradients")
     known = [*FORMATS, *(DIFFERENCES if field == "gather" else ())]
     todo = f"choose a floating-point dtype, or {', '.join(known)}"
-    raise UserError(field, f"{wire!r} is no format that travels", todo)
+    raise UserError(field, f"{wire!r} is not a wire format", todo)

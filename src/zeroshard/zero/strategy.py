@@ -64,10 +64,15 @@ class ShardingStrategy:
             raise ValueError("params: sharded weights need sharded gradients; shard `grads` and `optim` too")
         if self.grads is SHARD and self.optim is REPLICATE:
             raise ValueError("grads: sharded gradients need a sharded optimizer; shard `optim` too")
+        if not isinstance(self.reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward: {self.reshard_after_forward!r} is not a bool; give True or False")
         if self.secondary_shard_size is not None:
+            size = self.secondary_shard_size
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"secondary_shard_size: {size!r} is not a number of ranks; give 1 or more")
             given = f"secondary_shard_size: {self.secondary_shard_size}"
             if self.params is REPLICATE:
-                raise ValueError(f"{given} is of sharded weights, and these are whole; choose stage 3, or leave it out")
+                raise ValueError(f"{given} is given, and weights are replicated; choose stage 3, or leave it out")
             if not self.reshard_after_forward:
                 what = "weights that stay unsharded for backward are not gathered again"
                 raise ValueError(f"{given} means nothing: {what}; leave it out, or reshard_after_forward=False")
@@ -89,7 +94,7 @@ def resolve_strategy(stage: int | ShardingStrategy, secondary_shard_size: int | 
     """
     if isinstance(stage, ShardingStrategy):
         if secondary_shard_size is not None:
-            raise ValueError("secondary_shard_size: the row says it; give it to the ShardingStrategy")
+            raise ValueError("secondary_shard_size: stage is a ShardingStrategy, which has this field; set it there")
         return stage
     if isinstance(stage, bool) or stage not in STAGES:
         raise ValueError(f"stage: {stage!r} is not a ZeRO stage; choose 0, 1, 2 or 3, or give a ShardingStrategy")

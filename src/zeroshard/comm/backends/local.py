@@ -5,7 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zeroshard.comm.base import DONE, ReduceOp, Work, check_op, check_parts, check_rank, check_shards, fill
+from zeroshard.comm.base import (
+    DONE,
+    ReduceOp,
+    Work,
+    check_op,
+    check_parts,
+    check_rank,
+    check_shards,
+    fill,
+    is_own_slice,
+    kept_apart,
+)
 
 
 class LocalCommunicator:
@@ -30,8 +41,8 @@ class LocalCommunicator:
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
         """Copy ``input`` to ``output``, unless they are the same memory."""
         check_shards(output, input, 1)
-        if output.data_ptr() != input.data_ptr():
-            fill(output, input)
+        if not is_own_slice(input, output, 0):
+            fill(output, kept_apart(input, output, in_place=False))
         return DONE
 
     def all_to_all(self, output: Tensor, input: Tensor) -> Work:

@@ -20,6 +20,8 @@ from zeroshard.comm.base import (
     check_rank,
     check_shards,
     fill,
+    is_own_slice,
+    kept_apart,
     own_group,
 )
 
@@ -53,6 +55,7 @@ class NullCommunicator:
     def reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
         """Reduce ``world_size`` copies of this rank's slice of ``input``."""
         check_shards(input, output, self.world_size)
+        input = kept_apart(input, output, in_place=is_own_slice(output, input, self.rank))
         own = input.reshape(self.world_size, -1)[self.rank]
         if output.data_ptr() != own.data_ptr():
             fill(output, own)
@@ -61,7 +64,7 @@ class NullCommunicator:
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
         """Repeat ``input`` once for each rank."""
         check_shards(output, input, self.world_size)
-        shard = input.reshape(-1)
+        shard = kept_apart(input, output, in_place=is_own_slice(input, output, self.rank)).reshape(-1)
         if not output.is_contiguous():
             fill(output, shard.repeat(self.world_size))
             return DONE

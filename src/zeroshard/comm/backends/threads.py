@@ -30,6 +30,8 @@ from zeroshard.comm.base import (
     check_rank,
     check_shards,
     fill,
+    is_own_slice,
+    kept_apart,
     own_group,
 )
 from zeroshard.comm.labels import current_scope
@@ -177,6 +179,7 @@ class ThreadCommunicator:
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
         """Gather every rank's shard; done on return."""
         check_shards(output, input, self.world_size)
+        input = kept_apart(input, output, in_place=is_own_slice(input, output, self.rank))
         pieces = self._exchange(input, "all_gather", input.numel(), input.dtype)
         if self._table.combined is not None:
             combined = self._table.combined

@@ -39,6 +39,7 @@ from zeroshard.comm.base import (
     check_shards,
     fill,
     is_own_slice,
+    kept_apart,
     own_group,
 )
 
@@ -93,7 +94,9 @@ class _TorchWork:
             self._handle.wait()
         except RuntimeError as error:
             cause = str(error).splitlines()[0]
-            raise PeerError(f"a collective failed: a peer was lost or made another call ({cause})") from error
+            raise PeerError(
+                f"a collective failed: a peer was lost or called a different collective ({cause})"
+            ) from error
         self._handle = None
         if self._copy is not None:
             target, source = self._copy
@@ -194,6 +197,7 @@ class TorchCommunicator:
         if output.numel() == 0:
             return DONE
         self._check_adds(input)
+        input = kept_apart(input, output, in_place=is_own_slice(output, input, self.rank))
         packed, given = _packed(input), output.detach()
         # gloo reduces in place, by the all-reduce below.
         reduces_here = self._is_gloo(input) and self.world_size > 1 and not may_write
@@ -217,6 +221,7 @@ class TorchCommunicator:
         check_shards(output, input, self.world_size)
         if input.numel() == 0:
             return DONE
+        input = kept_apart(input, output, in_place=is_own_slice(input, output, self.rank))
         target = _packed(output)
         copy = None if target.data_ptr() == output.data_ptr() else (output.detach(), target)
         whole, shard = target.view(-1), _packed(input).view(-1)

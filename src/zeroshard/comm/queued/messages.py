@@ -92,7 +92,7 @@ class _ThreadRecv:
         except queue.Empty:
             raise PeerError(f"rank {self._source} sent no message within {self._timeout_s:g} s") from None
         if sent.topic != self._topic:
-            raise PeerError(f"rank {self._source} made another call than this rank")
+            raise PeerError(f"rank {self._source} called a different collective than this rank")
         assert sent.tensor.nbytes == self._buffer.nbytes, (sent.tensor.shape, self._buffer.shape)
         self._buffer.copy_(sent.tensor)
         sent.taken.set()

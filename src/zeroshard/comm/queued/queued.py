@@ -12,7 +12,16 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from zeroshard.comm.base import ReduceOp, Work, check_op, check_parts, check_rank, check_shards, is_own_slice
+from zeroshard.comm.base import (
+    ReduceOp,
+    Work,
+    check_op,
+    check_parts,
+    check_rank,
+    check_shards,
+    is_own_slice,
+    kept_apart,
+)
 from zeroshard.comm.queued.messages import CPU, require_cpu
 from zeroshard.comm.queued.pieces import Topics, flat_input, on_flat, to_flat
 from zeroshard.comm.queued.worker import Operation, Worker
@@ -48,7 +57,7 @@ class QueuedCommunicator(ABC):
     def _reduce_and_scatter(self, output: Tensor, input: Tensor, op: ReduceOp, *, may_write: bool) -> Work:
         check_op(op)
         check_shards(input, output, self.world_size)
-        whole = flat_input(input)
+        whole = flat_input(kept_apart(input, output, in_place=is_own_slice(output, input, self.rank)))
         is_copy = whole.data_ptr() != input.data_ptr()
         must_copy = not may_write and not is_copy and self._writes_input(whole)
 
@@ -60,7 +69,7 @@ class QueuedCommunicator(ABC):
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
         """Gather every rank's shard."""
         check_shards(output, input, self.world_size)
-        shard = flat_input(input)
+        shard = flat_input(kept_apart(input, output, in_place=is_own_slice(input, output, self.rank)))
         return self._submit("all_gather", to_flat(output, lambda whole: self._all_gather(whole, shard)), output, input)
 
     def all_to_all(self, output: Tensor, input: Tensor) -> Work:

@@ -171,7 +171,7 @@ def introduce(line: socket.socket, secret: bytes, rank: int, peer: int, timeout_
     line.sendall(_HELLO.pack(rank, random, _proof(secret, b"caller", ranks, challenge, random)))
     answer = _receive(line, _PROOF_BYTES, until)
     if not hmac.compare_digest(answer, _proof(secret, b"listener", ranks, challenge, random)):
-        raise ConnectionRefusedError("who answered at its address does not know its secret")
+        raise ConnectionRefusedError("the process that answered at its address does not know its secret")
 
 
 def _proof(secret: bytes, role: bytes, ranks: bytes, challenge: bytes, random: bytes) -> bytes:

@@ -127,12 +127,12 @@ class SocketTransport:
             first = peer
         self.close()  # our neighbours, which wait for us, see the connections close
         if first == own:
-            return PeerError(f"rank {own}: rank {peer} gave this rank up, which did not answer ({reason})")
+            return PeerError(f"rank {own}: rank {peer} waited too long for this rank and gave up ({reason})")
         return PeerError(f"rank {own}: rank {first} is gone or did not answer; see what it printed ({reason})")
 
     def made_another_call(self, peer: int) -> PeerError:
         """Return what to raise if a message of ``peer`` belongs to another operation than this rank's."""
-        return PeerError(f"rank {self._names[peer]} made another call than this rank")
+        return PeerError(f"rank {self._names[peer]} called a different collective than this rank")
 
     def _closed(self) -> PeerError:
         return PeerError(f"rank {self._names[self.rank]}: the transport is closed")

@@ -104,7 +104,7 @@ class Segment:
         except OSError as error:
             os.close(fd)
             os.unlink(name)
-            what = f"{num_bytes} bytes of shared memory are not to be had in {place} ({error.strerror})"
+            what = f"{num_bytes} bytes of shared memory cannot be allocated in {place} ({error.strerror})"
             raise UserError("comm", what, "make room there, or use ring") from None
 
     @classmethod

@@ -156,7 +156,7 @@ class Slots:
 
     def _require_topic(self, peer: int, word: int) -> None:
         if self._segments[peer].note[word] != self.topic:
-            raise PeerError(f"rank {self._segments[peer].rank} made another call than this rank")
+            raise PeerError(f"rank {self._segments[peer].rank} called a different collective than this rank")
 
     def _slots(self, dtype: torch.dtype, count: int) -> list[Tensor]:
         """Return every rank's slot for publication number ``count``, listed by rank."""

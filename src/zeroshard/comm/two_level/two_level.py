@@ -53,7 +53,7 @@ def _require_even(hosts: Sequence[str]) -> tuple[int, int]:
     found = even_hosts(hosts)
     if found is None:
         numbers = {host: list(hosts).count(host) for host in dict.fromkeys(hosts)}
-        what = f"two-level needs as many ranks on each host, one after another, and hosts have {numbers}"
+        what = f"two-level needs the same number of consecutive ranks on each host, and hosts have {numbers}"
         raise UserError("comm", what, "use ring")
     return found
 

@@ -145,7 +145,7 @@ def _require_both(num_examples: Mapping[str, int], val_fraction: float) -> None:
             "data.val_fraction", f"{val_fraction:g} leaves nothing to train on", "lower it, or give more rows"
         )
     if val_fraction and not num_examples["val"]:
-        what = f"{val_fraction:g} of these examples is not one"
+        what = f"{val_fraction:g} of these examples is less than one example"
         raise UserError("data.val_fraction", what, "use more rows, or a larger fraction")
 
 

@@ -98,8 +98,8 @@ class ChatTemplate:
             before = self.render(messages[:index], where, add_generation_prompt=True)
             after = marked if index + 1 == len(messages) else self.render(messages[: index + 1], where)
             if not (after.startswith(before) and marked.startswith(after)):
-                what = f"{self.origin} renders the first {index + 1} messages of {where} otherwise than all of them"
-                raise UserError("data.template", f"{what}, so it is unknown what the model writes", _UNSTABLE)
+                what = f"{self.origin} renders the first {index + 1} messages of {where} differently if others follow"
+                raise UserError("data.template", f"{what}, so the model's own text cannot be located", _UNSTABLE)
             spans.append((len(before), len(after)))
         return marked, spans
 

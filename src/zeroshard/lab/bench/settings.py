@@ -19,7 +19,7 @@ class MemoryBench(Config):
     models: tuple[str, ...] = Field(("gpt2-demo", "llama-tiny"), min_length=1, description="Presets.")
     stages: tuple[int, ...] = Field((0, 1, 2, 3), min_length=1, description="ZeRO stages.")
     nproc: int = Field(2, ge=1, description="Ranks that there would be; one of them is built.")
-    rank: int = Field(0, ge=0, description="Which of them.")
+    rank: int = Field(0, ge=0, description="The rank that is built.")
     dtype: Dtype = Field("float32", description="Compute type; the master weights are float32.")
     seq_len: int = Field(128, ge=1, description="Tokens in a sequence, at most the model's.")
     micro_batch_size: int = Field(1, ge=1, description="Sequences in a forward pass.")
@@ -49,8 +49,10 @@ class CollectivesBench(Config):
     """Time and bandwidth of collectives: communicator x operation x size."""
 
     worlds: tuple[int, ...] = Field((2, 4), min_length=1, description="Ranks, as processes of this machine.")
-    sizes: tuple[str, ...] = Field(("64KiB", "1MiB", "16MiB", "64MiB"), min_length=1, description="Of the tensor.")
-    dtypes: tuple[Dtype, ...] = Field(("float32", "bfloat16"), min_length=1, description="Of its elements.")
+    sizes: tuple[str, ...] = Field(
+        ("64KiB", "1MiB", "16MiB", "64MiB"), min_length=1, description="Sizes of the tensor."
+    )
+    dtypes: tuple[Dtype, ...] = Field(("float32", "bfloat16"), min_length=1, description="Types of its elements.")
     comms: tuple[CommName, ...] = Field(
         ("torch", "ring", "shm"), min_length=1, description="Communicators; others are held against the first."
     )
@@ -74,8 +76,8 @@ class DeviceBench(Config):
 class KernelsBench(Config):
     """Our kernels beside eager PyTorch, torch.compile, torch's fused optimizer and Liger-Kernel."""
 
-    operations: tuple[str, ...] = Field((), description="Which; none: all.")
-    dtypes: tuple[Dtype, ...] = Field(("bfloat16", "float32"), min_length=1, description="Of their tensors.")
+    operations: tuple[str, ...] = Field((), description="Operations to measure; none: all.")
+    dtypes: tuple[Dtype, ...] = Field(("bfloat16", "float32"), min_length=1, description="Types of their tensors.")
     rounds: int = Field(0, ge=0, description="Rounds; 0: 7 on a GPU, else 1.")
 
 

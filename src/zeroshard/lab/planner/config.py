@@ -51,14 +51,16 @@ class PlanConfig(Config):
     network: str = Field(
         "400Gbit/s",
         min_length=1,
-        description="Of each GPU, to other nodes: a bandwidth with its unit, or a link's name.",
+        description="Network of each GPU to other nodes: a bandwidth with its unit, or a link's name.",
     )
     rails: int = Field(0, ge=0, description="Network cards of a node, --network each; 0: --network is of each GPU.")
     oversubscription: float = Field(
         1.0, ge=1, le=1000, description="Bandwidth of a pod's nodes over that to other pods: 2 for 2 : 1; 1: as much."
     )
     pod_nodes: int = Field(0, ge=0, description="Nodes of a pod, which --oversubscription is of; 0: each node is one.")
-    within_node: str = Field("", description="Likewise to its neighbours in the node; empty: the GPU's own links.")
+    within_node: str = Field(
+        "", description="Network of each GPU within a node, as --network; empty: the GPU's own links."
+    )
 
     seq_len: int = Field(0, ge=0, description="Tokens of a sequence; 0: the longest of the model.")
     global_batch: int = Field(
@@ -76,24 +78,26 @@ class PlanConfig(Config):
         description="The most GPUs that the run may ever have, a power of two: the same bits on any number. 0: off.",
     )
     dtype: Literal["float32", "bfloat16", "float16", "fp8"] = Field(
-        "bfloat16", description="Of forward and backward; fp8: matrix products of blocks in 8 bits, else bfloat16."
+        "bfloat16", description="Type of forward and backward; fp8: matrix products of blocks in 8 bits, else bfloat16."
     )
     reduce_dtype: Literal["master", "float32", "bfloat16", "float16"] = Field(
-        "master", description="Of gradients on their way; master: float32."
+        "master", description="Type in which gradients are reduced; master: float32."
     )
-    optimizer: str = Field("adamw", min_length=1, description="As torch calls it: adamw, sgd, muon, adafactor, ...")
+    optimizer: str = Field(
+        "adamw", min_length=1, description="Optimizer, as torch names it: adamw, sgd, muon, adafactor, ..."
+    )
     accumulate: Literal["auto", "local", "sharded"] = Field(
-        "auto", description="Where micro-batches add up; auto: as the stage says."
+        "auto", description="How gradients of micro-batches accumulate; auto: the stage's default."
     )
     prefetch: int = Field(1, ge=0, description="Units whose weights are gathered ahead.")
     reshard_after_forward: bool = Field(
         True, description="Stage 3: free unsharded weights between forward and backward."
     )
-    kernels: Literal["auto", "reference", "triton", "liger"] = Field("auto", description="Who computes norms and loss.")
+    kernels: Literal["auto", "reference", "triton", "liger"] = Field("auto", description="Kernels of norms and loss.")
     impl: Literal["auto", "eager", "compile", "kernels"] = Field(
         "auto",
-        description="Who computes on a GPU: operation by operation, compiled, fused by hand; auto: kernels for models "
-        "of ours, eager for others.",
+        description="How a GPU computes: eager, torch.compile, or fused kernels; auto: kernels for our models, eager "
+        "for others.",
     )
     attention: Literal["flash-1", "flash-2", "flash-3", "cudnn"] = Field(
         "flash-2", description="Fused attention that a GPU runs."
@@ -143,14 +147,14 @@ class PlanConfig(Config):
         find_link(self.network)
         require_fabric(self.oversubscription, self.pod_nodes)
         if self.replicas.on and not self.shard_size:
-            what = f"{self.replicas.every} needs replicas, and with shard_size 0 all GPUs are one"
+            what = f"{self.replicas.every} needs several replicas, and with shard_size 0 all GPUs form one"
             raise UserError("replicas.every", what, "give --shard-size, the GPUs of a replica")
         if self.replicas.on and (self.explain or self.dry_run or self.ask != "none"):
             flag = "explain" if self.explain else "dry_run" if self.dry_run else "ask"
             what = "answers of steps alone, and with replicas.every some of them have a meeting"
             raise UserError(flag, what, "leave one of the two out")
         if self.wire.given and (self.stage == "0" or (self.dry_run and self.stage == "all")):
-            what = "stage 0 has no owner of a shard, who sends or sums it in a format of its own"
+            what = "stage 0 has no wire format: no rank owns a shard to send or sum"
             raise UserError(f"wire.{self.wire.given}", what, "leave it out, or give --stage 1, 2 or 3")
         check_wire_nodes(self.wire.node_size, self.shard_size)
         if self.wire.node_size and self.ask == "fewest-gpus":
@@ -220,7 +224,9 @@ class PlanConfig(Config):
         names += ["context_parallel"] if self.context_parallel > 1 else []
         names += [] if self.master_weights else ["master_weights"]
         if self.dry_run and names:
-            raise UserError(names[0], "a dry run runs what zeroshard train does, which it is not", "leave one out")
+            raise UserError(
+                names[0], "a dry run runs what zeroshard train does, and that has no such setting", "leave one out"
+            )
         if self.dry_run and self.dtype == "fp8":
             raise UserError("dtype", "a dry run has no products in 8 bits", "use bfloat16, which keeps as much")
         if self.dry_run_values != "auto" and not self.dry_run:

@@ -46,7 +46,7 @@ def plan(
     """
     num_gpus = given.get("world_size", 1)
     if local_steps is not None and (shard_size is None or shard_size >= num_gpus):
-        what = f"{local_steps.every} needs replicas, and {num_gpus} GPUs are one"
+        what = f"{local_steps.every} needs several replicas, and {num_gpus} GPUs form one"
         raise UserError("replicas.every", what, "give a shard_size below the GPUs: those of one replica")
     planner = planner_for(model, **given)
     world_size = planner.cluster.world_size
@@ -79,7 +79,7 @@ def check_wire_nodes(planner: Planner) -> None:
     size, cluster = planner.workload.precision.node_size, planner.cluster
     sizes = copy_sizes(cluster.world_size, cluster)
     if size is not None and size not in sizes:
-        what = f"{size} does not share out {cluster.world_size} ranks to several groups, each in a node"
+        what = f"{size} does not divide {cluster.world_size} ranks into several groups, each in a node"
         todo = f"choose one of {', '.join(map(str, sizes))}" if sizes else "leave it out"
         raise UserError("wire.node_size", what, todo)
 
@@ -108,7 +108,7 @@ def check_node_copy(planner: Planner, stage: int | ShardingStrategy | None, shar
     shards = shard_size or planner.cluster.world_size
     sizes = copy_sizes(shards, planner.cluster)
     if isinstance(size, bool) or size not in sizes:
-        what = f"{size} does not share out {shards} ranks that shard weights to several groups, each in a node"
+        what = f"{size} does not divide the {shards} ranks that shard weights into several groups, each in a node"
         todo = f"choose one of {', '.join(map(str, sizes))}" if sizes else "leave it out"
         raise UserError(name, what, todo)
 

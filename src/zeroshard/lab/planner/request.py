@@ -210,7 +210,7 @@ class Request:
         """The engine's policy, the dtype of weights without a master (or None), and autocast's dtype (or None)."""
         precision = _precision(self._dtype, self.reduce_dtype)
         if self.autocast and not self.master_weights:
-            raise UserError("autocast", "it computes beside fp32 weights", "leave out --no-master-weights, or it")
+            raise UserError("autocast", "it keeps fp32 weights", "leave out --no-master-weights, or it")
         if self.dtype == "float32" and (self.autocast or not self.master_weights):
             name = "autocast" if self.autocast else "master_weights"
             raise UserError(name, "float32 weights are their own masters", "choose dtype bfloat16 or float16")

@@ -73,9 +73,7 @@ def stage_zero_note(precision: MixedPrecision, rows: Iterable[Row]) -> list[str]
     """A sentence if a wire format was requested and some rows cannot have it."""
     if not precision.has_wire or all(row.stage != 0 for row in rows):
         return []
-    return [
-        "Stage 0 has no owner of a shard, who sends or sums it in a format of its own: its rows have no wire format."
-    ]
+    return ["The rows of stage 0 have no wire format: no rank owns a shard to send or sum."]
 
 
 def heading(plan: Plan) -> str:

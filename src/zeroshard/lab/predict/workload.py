@@ -302,7 +302,7 @@ def workload_of(
     changes = {"master_weights": weights, "document_mask": document_mask, "lora": lora, "overrides": overrides}
     for change, asked in changes.items():
         if asked:
-            raise UserError(change, "a module is what it is", _INSTEAD[change])
+            raise UserError(change, "it changes presets only, and a module is given", _INSTEAD[change])
     chosen = None if units is None else choose_units(model, units)
     name, optimizer = type(model).__name__, known_optimizer(optimizer)
     if isinstance(model, LanguageModel):

@@ -68,7 +68,7 @@ def communication(entries: Sequence[Entry]) -> list[Figure]:
     if not entries:
         raise LeftOutError("no run of several ranks has ended well yet")
     has_total = any(math.isfinite(entry.total_comm_s) for entry in entries)
-    caption = "Exposed: computation stood still for it. "
+    caption = "Exposed: computation waited for it. "
     caption += "Total: it was under way, hidden or not." if has_total else "--profile.overlap records the total too."
     y = Axis("ms of a step, rank 0", log=True)
     figures = []

@@ -86,9 +86,7 @@ class SweepConfig(Config):
         if self.crossover:
             if self.dry_run or self.fit_memory:
                 other = "dry_run" if self.dry_run else "fit_memory"
-                raise UserError(
-                    other, "a crossover looks for its cases as it runs, as they are", "leave one of both out"
-                )
+                raise UserError(other, "a crossover chooses its cases while it runs", "leave one of both out")
             if len(self.crossover) != 2:
                 raise UserError("crossover", f"{len(self.crossover)} strategies", "name two, as zero2 zero3")
             low, high = (

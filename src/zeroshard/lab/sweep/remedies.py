@@ -102,7 +102,7 @@ def check_alone(where: str, names: Sequence[str]) -> None:
     """Raise UserError if a sweep's ``base`` or ``axes`` (``where``) sets something that remedies set."""
     for name in names:
         if name.partition(".")[0] in _TABLES:
-            what = "remedies set it, and none would not be none with it"
+            what = "remedies set it, and the remedy none must not have it"
             raise UserError(f"{where}.{name}", what, "leave it out, and write it as a remedy: int8, every=32")
 
 

@@ -29,7 +29,7 @@ class ExportConfig(Config):
     source: str = Field(min_length=1, description="Run folder (its newest checkpoint), or a checkpoint.")
     out: str = Field(min_length=1, description="New folder for the Hugging Face model.")
     weights: Literal["last", "ema"] = Field("last", description="The last step's, or their moving average.")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Of the weights in the files.")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Type of the weights in the files.")
     merged: bool = Field(
         False, description="Of a run with adapters: the whole model with these added to it; else the adapters alone."
     )
@@ -58,7 +58,7 @@ class EvalConfig(Config):
         description="Run folder (its newest checkpoint), a Hugging Face GPT-2 or LLaMA's, or hf:FOLDER, hf:OWNER/NAME.",
     )
     data_dir: str = Field("", description="Prepared folder; empty: the run's own.")
-    split: Literal["val", "train"] = Field("val", description="Of the prepared folder.")
+    split: Literal["val", "train"] = Field("val", description="Split of the prepared folder.")
     weights: Literal["last", "ema", "best"] = Field(
         "last", description="The last step's, their moving average, or those of checkpoints/best."
     )
@@ -73,7 +73,9 @@ class EvalConfig(Config):
     seq_len: int = Field(0, ge=0, description="Tokens in a sequence; 0: as it was trained.")
     micro_batch_size: int = Field(8, ge=1, description="Sequences per rank in one forward pass.")
     batches: int = Field(0, ge=0, description="Batches to read, spread over the split; 0: all of it.")
-    tasks: tuple[str, ...] = Field((), description="Of lm-evaluation-harness, or .yaml files of tasks; none: the loss.")
+    tasks: tuple[str, ...] = Field(
+        (), description="Tasks of lm-evaluation-harness, or .yaml files of tasks; none: the loss."
+    )
     limit: int = Field(0, ge=0, description="Examples of each task; 0: all.")
     json_line: bool = Field(False, description="Print one JSON object in place of words.")
 
@@ -103,7 +105,7 @@ class GenerateConfig(Config):
     top_k: int = Field(0, ge=0, description="Draw from the k likeliest; 0: from all.")
     top_p: float = Field(1.0, gt=0, le=1, description="Draw from the likeliest that have this probability together.")
     stop: bool = Field(True, description="End where the model ends its document.")
-    seed: int = Field(0, ge=0, description="Of the draws.")
+    seed: int = Field(0, ge=0, description="Seed of the draws.")
 
     @model_validator(mode="after")
     def _a_prompt_or_a_message(self) -> Self:

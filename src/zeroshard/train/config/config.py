@@ -70,13 +70,15 @@ class TrainConfig(Config):
         f"{', '.join(STRATEGIES)}, or module:name of your own.",
     )
     shard_size: int = Field(
-        0, ge=0, description="Neighbouring ranks (a node's) that share out training state, replicated beyond; 0: all."
+        0,
+        ge=0,
+        description="Consecutive ranks (a node's) that shard training state; other groups replicate it. 0: all.",
     )
     node_copy: int = Field(
         0,
         ge=0,
-        description="Neighbouring ranks (a node's) that keep a second copy of sharded weights, from which backward "
-        "gathers; 0: none. Stage 3.",
+        description="zero3: consecutive ranks (a node's) that shard a second copy of the weights, from which backward "
+        "gathers; 0: none.",
     )
     reshard_after_forward: bool = Field(
         True,
@@ -88,11 +90,11 @@ class TrainConfig(Config):
     )
     accumulate: Literal["auto", "local", "sharded"] = Field(
         "auto",
-        description="How micro-batches add up: local (whole gradients on each rank, one reduction), sharded (each is "
-        "reduced at once), auto (as the stage says).",
+        description="How gradients of micro-batches accumulate: local (unsharded on each rank, one reduction), sharded "
+        "(each micro-batch is reduced at once), auto (the stage's default).",
     )
     reduce_dtype: Literal["master", "float32", "bfloat16", "float16"] = Field(
-        "master", description="Type in which gradients add up and travel; master: that of the master weights."
+        "master", description="Type in which gradients accumulate and are reduced; master: that of the master weights."
     )
     comm: CommName = Field(
         "auto",
@@ -101,7 +103,7 @@ class TrainConfig(Config):
     )
     overlap: bool = Field(
         True,
-        description="Communicate beside computation; false: stand still for each collective, to see the difference.",
+        description="Overlap communication with computation; false: wait for each collective, to see the difference.",
     )
     nproc: int = Field(0, ge=0, description="Ranks to start on this machine; 0: torchrun's or SLURM's, else 1.")
     nnodes: str = Field(
@@ -130,8 +132,8 @@ class TrainConfig(Config):
     reproducible: int = Field(
         0,
         ge=0,
-        description="The most ranks that this run may ever have, a power of two: it has the same bits on 1, 2, 4, ... "
-        "up to so many. A step has so many micro-batches over all ranks, times grad_accum_steps. 0: off.",
+        description="The run has the same bits on 1, 2, 4, ... up to this many ranks, a power of two. A step has this "
+        "many micro-batches over all ranks, times grad_accum_steps. 0: off.",
     )
     max_steps: int = Field(500, ge=1, description="Optimizer steps in the whole run.")
 
@@ -144,8 +146,8 @@ class TrainConfig(Config):
         1e-3,
         gt=0,
         allow_inf_nan=False,
-        description="Peak learning rate; where it is not given and weights of hf: or init_from go on, 2e-5, of "
-        "adapters 2e-4.",
+        description="Peak learning rate; not given and training from weights (hf: or init_from): 2e-5, for adapters "
+        "2e-4.",
     )
     min_lr: float = Field(
         1e-4, ge=0, allow_inf_nan=False, description="Learning rate at the end of its decay; not given: a tenth of lr."
@@ -172,7 +174,7 @@ class TrainConfig(Config):
 
     kernels: Literal["auto", "reference", "triton", "liger"] = Field(
         "auto",
-        description="Who computes norms, rope, activations, loss and update. auto: Triton on a GPU, else PyTorch.",
+        description="Kernels of norms, rope, activations, loss and update. auto: Triton on a GPU, else PyTorch.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = Field(
         "auto",
@@ -182,7 +184,7 @@ class TrainConfig(Config):
     tf32: bool = Field(
         False, description="Matrix products of float32 in TF32, on GPUs that have it: faster, and 10 bits of mantissa."
     )
-    loss_scale: float = Field(65536.0, gt=0, allow_inf_nan=False, description="float16: what the loss is scaled by.")
+    loss_scale: float = Field(65536.0, gt=0, allow_inf_nan=False, description="float16: initial loss scale.")
     loss_scale_interval: int = Field(
         2000, ge=1, description="float16: steps without an overflow that double the scale; an overflow halves it."
     )
@@ -190,7 +192,7 @@ class TrainConfig(Config):
     compile_backend: CompileBackend = Field(
         "inductor", description="inductor: generated kernels. aot_eager, eager: the same graphs, run as they are."
     )
-    seed: int = Field(0, ge=0, description="Weights, order of data, dropout.")
+    seed: int = Field(0, ge=0, description="Seed of weights, order of data, dropout.")
 
     eval_interval: int = Field(100, ge=0, description="Steps between evaluations; 0: only at the end.")
     eval_batches: int = Field(20, ge=1, description="Batches in an evaluation, of micro_batch_size sequences each.")
@@ -282,12 +284,12 @@ class TrainConfig(Config):
         beside = {"shard_size": self.shard_size, "accumulate": self.accumulate}
         check_reproducible(self.reproducible, self.strategy, self.wire, self.replicas, **beside)
         if self.shard_size and not (strategy.planned and (strategy.stage or self.replicas.on)):
-            what = f"{self.strategy} has no shards of ours to size"
+            what = f"{self.strategy} does not shard with zeroshard's engine"
             sharding = [name for name in strategies_with("planned") if STRATEGIES[name].stage]
             raise UserError("shard_size", what, f"leave it out, or use --strategy {', '.join(sharding)}")
         check_node_copy(self.node_copy, self.strategy, reshards=self.reshard_after_forward)
         if not self.reshard_after_forward and not strategy.frees_weights:
-            what = f"{self.strategy} has whole weights all the time, and none to keep or free"
+            what = f"{self.strategy} keeps unsharded weights all the time"
             todo = f"leave it out, or use --strategy {' or '.join(strategies_with('frees_weights'))}"
             raise UserError("reshard_after_forward", what, todo)
         if self.dtype == "fp8" and not strategy.planned:
@@ -295,10 +297,10 @@ class TrainConfig(Config):
             raise UserError("dtype", what, f"use bfloat16, or --strategy {', '.join(strategies_with('planned'))}")
         for name in ("prefetch", "accumulate", "reduce_dtype"):
             if not strategy.planned and getattr(self, name) != type(self).model_fields[name].default:
-                what = f"{self.strategy} is not our engine, which alone can be told"
+                what = f"{self.strategy} does not use zeroshard's engine, and only that has this setting"
                 raise UserError(name, what, f"leave it out, or use --strategy {', '.join(strategies_with('planned'))}")
         if self.optimizer == "muon" and not strategy.our_optimizers:
-            what = f"muon needs whole matrices, and {self.strategy} cuts them or cannot tell its groups apart"
+            what = f"muon needs unsharded matrices, and {self.strategy} shards them or cannot have its param groups"
             todo = f"use adamw, or --strategy {', '.join(strategies_with('our_optimizers'))}"
             raise UserError("optimizer", what, todo)
         if self.lora.rank and self.optimizer != "adamw":
@@ -308,17 +310,17 @@ class TrainConfig(Config):
             if getattr(self, name) and not self.eval_interval:
                 raise UserError(name, "there is one evaluation, at the end", "set eval_interval, or leave it out")
         if self.keep_every and not self.keep_checkpoints:
-            what = f"{self.keep_every} keeps nothing that keep_checkpoints = 0 does not"
-            raise UserError("keep_every", what, "set keep_checkpoints too, to how many of the newest stay")
+            what = f"{self.keep_every} has no effect, because keep_checkpoints = 0 keeps all checkpoints"
+            raise UserError("keep_every", what, "set keep_checkpoints to the number of newest checkpoints to keep")
         if self.plan.enforce and self.optimizer != "adamw":
-            what = f"{self.optimizer} lays matrices out whole, which no plan foresees"
+            what = f"{self.optimizer} needs unsharded matrices, which no plan predicts"
             raise UserError("plan.enforce", what, "leave it out, or use --optimizer adamw")
         if self.plan.enforce and not strategy.planned:
             what = f"{self.strategy} has no plan to be held to"
             todo = f"leave it out, or use --strategy {', '.join(('auto', *strategies_with('planned')))}"
             raise UserError("plan.enforce", what, todo)
         if not self.overlap and strategy.over_torch:
-            what = f"{self.strategy} talks through torch.distributed, which overlaps as it likes"
+            what = f"{self.strategy} communicates by torch.distributed, which decides itself what overlaps"
             raise UserError("overlap", what, "leave it out, or use another strategy")
         if self.min_lr > self.lr:
             raise UserError("min_lr", f"{self.min_lr} is above lr = {self.lr}", "lower it, or raise lr")
@@ -340,14 +342,14 @@ class TrainConfig(Config):
     def _link_agrees(self) -> None:
         mode, nproc, node_size = self.link.mode, self.nproc, self.link.node_size
         if mode == "simulated" and strategy_entry(self.strategy).over_torch:
-            what = f"simulated slows our communicators, and {self.strategy} talks through torch.distributed"
+            what = f"simulated slows only zeroshard's communicators, and {self.strategy} uses torch.distributed"
             raise UserError("link.mode", what, "use --link.mode netns or tc")
         if mode in ("netns", "tc") and self.comm != "auto" and not comm_entry(self.comm).over_network:
             others = _some(["auto", *(name for name, entry in COMMUNICATORS.items() if entry.over_network)])
             raise UserError("comm", f"{self.comm} passes no network that {mode} could slow", f"use {others}")
         if mode == "netns" and (self.max_restarts or self.strategy == "auto"):
             field = "max_restarts" if self.max_restarts else "strategy"
-            what = f"{getattr(self, field)} starts ranks again, whose store netns would cut off"
+            what = f"{getattr(self, field)} restarts ranks, and inside netns they could not reach the store"
             raise UserError(field, what, "leave it out, or use --link.mode simulated")
         if nproc and nproc % node_size:
             raise UserError("link.node_size", f"{node_size} does not divide {nproc} ranks", "change one of them")

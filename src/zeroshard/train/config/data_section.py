@@ -36,7 +36,7 @@ class DataConfig(Config):
         description="In place of path: sources with the share of rows that each has in training, as maths.jsonl=0.3 "
         "code.jsonl=0.7; shares are divided by their sum. hf:OWNER/NAME=0.5 is a data set of the hub.",
     )
-    column: str = Field("text", min_length=1, description="Of .parquet and .jsonl, that holds the text.")
+    column: str = Field("text", min_length=1, description="Column of .parquet, or key of .jsonl, that has the text.")
     tokenizer: str = Field(
         "bytes",
         min_length=1,
@@ -190,5 +190,5 @@ def _is_number(text: str) -> bool:
 def require_data(data: DataConfig) -> None:
     """Raise UserError if the run was imported and the user has not named its data yet."""
     if data.source == UNNAMED:
-        what = "the run was imported, and only you know what it is to be trained on"
+        what = "the run was imported and names no data to train on"
         raise UserError("data", what, "add --data text --data.path FILES, or another source, see --help")

@@ -36,13 +36,13 @@ class ReplicasConfig(Config):
         1, ge=1, description="Parts of the model that meet at different steps, each after `every` of them."
     )
     overlap_steps: int = Field(
-        0, ge=0, description="Steps that a difference may travel for while they compute; 0: the meeting waits for it."
+        0, ge=0, description="Steps that replicas compute while a difference is in flight; 0: the meeting waits for it."
     )
     mixing: float = Field(
         0.5, ge=0, lt=1, description="With overlap_steps: share of a replica's own weights that stays at a meeting."
     )
     wire: Literal["float32", "bfloat16", "e4m3", "fp8", "int8", "int4"] = Field(
-        "float32", description="In what differences travel: a type, or numbers that share a scale by blocks of 256."
+        "float32", description="Wire format of differences: a type, or numbers that share a scale by blocks of 256."
     )
 
     @property
@@ -61,10 +61,12 @@ class ReplicasConfig(Config):
             what = f"{self.fragments} fragments cannot meet at different steps of {self.every} (replicas.every)"
             raise UserError("replicas.fragments", what, f"give at most {self.every}")
         if self.overlap_steps >= self.every > 1:
-            what = f"{self.overlap_steps} is not below replicas.every = {self.every}: a difference must have arrived"
+            what = (
+                f"{self.overlap_steps} is not below replicas.every = {self.every}: it must arrive before the next one"
+            )
             raise UserError("replicas.overlap_steps", what, f"give at most {self.every - 1}")
         if self.mixing != fields["mixing"].default and not self.overlap_steps:
-            what = f"{self.mixing} is given, and without overlap a meeting leaves nothing of a replica's own weights"
+            what = f"{self.mixing} is given, and without overlap a meeting replaces all of a replica's weights"
             raise UserError("replicas.mixing", what, "add --replicas.overlap-steps 1, or leave it out")
         return self
 
@@ -78,17 +80,21 @@ def check_replicas(
     entry = strategy_entry(strategy)
     todo = f"leave it out, or use --strategy {', '.join(strategies_with('planned'))}"
     if not entry.planned:
-        raise UserError("replicas.every", f"{strategy} is not our engine, which alone takes local steps", todo)
+        raise UserError(
+            "replicas.every", f"{strategy} cannot take local steps: it does not use zeroshard's engine", todo
+        )
     if strategy == "auto":
         raise UserError("replicas.every", "auto cannot take local steps: what fits is found for one replica", todo)
     if not shard_size:
-        what = f"{replicas.every} needs replicas, and with shard_size 0 all ranks are one"
+        what = f"{replicas.every} needs several replicas, and with shard_size 0 all ranks form one"
         raise UserError("replicas.every", what, "give --shard-size, the ranks of a replica; 1: each rank is one")
     if ema_decay:
         what = f"{ema_decay} averages the weights of each step, which replicas do not have in common"
         raise UserError("ema_decay", what, "leave it out, or --replicas.every")
     if dtype == "float16":
-        what = "float16 scales the loss by what all ranks agree on at each step, and replicas do not"
+        what = (
+            "float16 needs one loss scale on all ranks at each step, and replicas with local steps have none in common"
+        )
         raise UserError("dtype", what, "use bfloat16, or leave out --replicas.every")
 
 
@@ -104,7 +110,7 @@ def check_num_replicas(replicas: ReplicasConfig, shard_size: int, world_size: in
     least, _, most = nnodes.partition(":")
     fixed = not most or least == most
     if replicas.on and shard_size == world_size and fixed:
-        what = f"{replicas.every} needs replicas, and {world_size} ranks of shard_size {shard_size} are one"
+        what = f"{replicas.every} needs several replicas, and {world_size} ranks of shard_size {shard_size} form one"
         raise UserError("replicas.every", what, "lower --shard-size, start more ranks, or leave it out")
 
 

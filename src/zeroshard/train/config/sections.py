@@ -173,7 +173,7 @@ class OptimConfig(Config):
     )
     eps: float = Field(1e-8, gt=0, allow_inf_nan=False, description="AdamW: added to the denominator of an update.")
     max_not_finite: int = Field(
-        10, ge=1, description="Steps in a row whose loss or gradient is not finite that end the run; each is skipped."
+        10, ge=1, description="End the run after this many steps in a row with NaN/Inf; each is skipped."
     )
     skip_spikes: float = Field(
         0.0,
@@ -212,15 +212,15 @@ class LinkConfig(Config):
         description="simulated: by our communicator. netns: a network namespace for each node, as root. tc: an "
         "interface that `zeroshard lab tc apply` has shaped. none: the network as it is.",
     )
-    bandwidth: str = Field("", description="Of a node's link in each direction, as 1Gbit/s; empty: as it is.")
-    latency: str = Field("", description="Of a link, one way, as 50us; empty: as it is.")
+    bandwidth: str = Field("", description="Bandwidth of a node's link in each direction, as 1Gbit/s; empty: as it is.")
+    latency: str = Field("", description="Latency of a link, one way, as 50us; empty: as it is.")
     burst: str = Field(
         "",
         description="What passes at once after a pause, as 64KiB; empty: simulated none, else what the shaper needs.",
     )
     node_size: int = Field(1, ge=1, description="Neighbouring ranks that are a node, and share its link.")
-    inside_bandwidth: str = Field("", description="Within a node, simulated only; empty: as it is.")
-    inside_latency: str = Field("", description="Within a node, simulated only; empty: as it is.")
+    inside_bandwidth: str = Field("", description="Bandwidth within a node, simulated only; empty: as it is.")
+    inside_latency: str = Field("", description="Latency within a node, simulated only; empty: as it is.")
     device: str = Field("", description="Network interface of this host that tc has shaped, as eth1.")
 
     @model_validator(mode="after")
@@ -235,7 +235,9 @@ class LinkConfig(Config):
                 if getattr(self, name):
                     parse(f"link.{name}", getattr(self, name))
         if self.mode == "simulated" and not given:
-            raise UserError("link.mode", "simulated does not say what", "add --link.bandwidth 1Gbit/s, or a latency")
+            raise UserError(
+                "link.mode", "simulated has no bandwidth or latency", "add --link.bandwidth 1Gbit/s, or a latency"
+            )
         if self.mode in ("netns", "tc"):
             self._can_be_shaped()
         if (self.mode == "tc") != bool(self.device):
@@ -256,7 +258,7 @@ class TrackConfig(Config):
 
     to: tuple[str, ...] = Field((), description="tensorboard, wandb, trackio; none: metrics.jsonl alone.")
     project: str = Field("zeroshard", min_length=1, description="Under which wandb and trackio file the run.")
-    name: str = Field("", description="Of the run there; empty: the run folder's.")
+    name: str = Field("", description="Name of the run there; empty: the run folder's.")
     group: str = Field("", description="wandb: what this run is shown with; empty: nothing.")
     tags: tuple[str, ...] = Field((), description="wandb: words to find the run by.")
     mode: Literal["online", "offline"] = Field("online", description="wandb: send, or write into the run folder.")

@@ -16,7 +16,7 @@ WeightsTravel = Literal["as-is", "float32", "bfloat16", "float16", "int8", "int4
 BLOCK_FORMATS = ("int8", "int4", "int4-delta", "e4m3", "fp8")
 
 
-NO_COPY = "stage 3 keeps no weights between steps to which differences could be sent"
+NO_COPY = "stage 3 keeps no unsharded weights of the last step to add differences to"
 
 
 class WireConfig(Config):
@@ -24,13 +24,13 @@ class WireConfig(Config):
 
     weights: WeightsTravel = Field(
         "as-is",
-        description="What weights travel in: a type, or int8, int4, e4m3 (or fp8, the same) with a scale for each "
-        "block; the master weights stay exact. int4-delta, at stages 1 and 2: the difference to what every rank has. "
-        "as-is: the type that computes.",
+        description="Wire format of weights: a type, or int8, int4, e4m3 (or fp8, the same) with a scale for each "
+        "block; the master weights stay exact. int4-delta, at stages 1 and 2: the difference to the last step's "
+        "weights. as-is: the compute type.",
     )
     grads: Travels = Field(
         "as-is",
-        description="What gradients travel in, rounded stochastically in int8, int4, e4m3, and summed in float32; with "
+        description="Wire format of gradients, rounded stochastically in int8, int4, e4m3, and summed in float32; with "
         "shard_size between replicas. as-is: reduce_dtype.",
     )
     block: int = Field(
@@ -70,7 +70,7 @@ class WireConfig(Config):
             raise UserError("wire.block", what, "give a multiple of 16 from 16 to 4096")
         in_blocks = {self.weights, self.grads} & set(BLOCK_FORMATS)
         if self.block != type(self).model_fields["block"].default and not in_blocks:
-            what = f"{self.block} is given, and nothing travels in blocks"
+            what = f"{self.block} is given, and no wire format has blocks"
             raise UserError("wire.block", what, "add --wire.grads int8, or leave it out")
         self._nodes_exchange()
         return self
@@ -80,7 +80,7 @@ class WireConfig(Config):
         if self.node_size == 1:
             raise UserError("wire.node_size", "1 GPU has nothing to add up", "give the GPUs of a node, or leave it out")
         if self.node_size and self.grads == "as-is":
-            what = f"{self.node_size} is given, and gradients travel as they are"
+            what = f"{self.node_size} is given, and gradients have no wire format"
             raise UserError("wire.node_size", what, "add --wire.grads int8, or leave it out")
 
 
@@ -93,16 +93,16 @@ def check_wire(wire: WireConfig, strategy: str, *, local_steps: bool) -> None:
     todo = f"leave it out, or use --strategy {ours}"
     name, value = f"wire.{wire.given}", getattr(wire, wire.given)
     if not entry.planned:
-        raise UserError(name, f"{value} is given, and {strategy} is not our engine, which alone has wire formats", todo)
+        raise UserError(name, f"{value} is given, and {strategy} does not use zeroshard's engine", todo)
     if strategy == "auto":
         raise UserError(name, f"{value} is given, and auto may choose stage 0, which has no wire formats", todo)
     if entry.stage == 3 and wire.of_differences:
         raise UserError(name, f"{value} is given, and {NO_COPY}", "use --strategy zero1, zero2, or int4")
     if wire.of_differences and local_steps:
-        what = f"{value} keeps one copy that all ranks have, and replicas that take local steps have several"
+        what = f"{value} needs the same weights on all ranks, and replicas that take local steps differ"
         raise UserError(name, what, "use int4, or leave replicas.every out")
     if not entry.stage:
-        what = f"{value} is given, and stage 0 has no owner of a shard, who sends or sums it in a format of its own"
+        what = f"{value} is given, and stage 0 has no wire format: no rank owns a shard to send or sum"
         raise UserError(name, what, todo)
 
 
@@ -110,7 +110,7 @@ def check_node_size(node_copy: int, num_shards: int) -> None:
     """Raise UserError unless ``node_copy`` ranks, at least 2, are a proper divisor of the ``num_shards`` that shard."""
     sizes = [size for size in range(2, num_shards) if num_shards % size == 0]
     if node_copy and node_copy not in sizes:
-        what = f"{node_copy} does not share out {num_shards} ranks that shard weights to several groups"
+        what = f"{node_copy} does not divide the {num_shards} ranks that shard weights into several groups"
         todo = f"choose one of {', '.join(map(str, sizes))}" if sizes else "leave it out"
         raise UserError("node_copy", what, todo)
 
@@ -127,7 +127,7 @@ def check_wire_node_size(node_size: int, world_size: int) -> None:
     sizes = [size for size in range(2, world_size) if world_size % size == 0]
     if node_size and node_size not in sizes:
         todo = f"choose one of {', '.join(map(str, sizes))}" if sizes else "leave it out"
-        raise UserError("wire.node_size", f"{world_size} ranks are not several nodes of {node_size}", todo)
+        raise UserError("wire.node_size", f"{world_size} ranks do not divide into several nodes of {node_size}", todo)
 
 
 def check_node_copy(node_copy: int, strategy: str, *, reshards: bool) -> None:

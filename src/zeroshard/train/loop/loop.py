@@ -308,8 +308,8 @@ def _complain(run: Run, record: StepRecord) -> None:
     if run.together.rank == 0:
         scale = "" if record.loss_scale is None else f" at a loss scale of {record.loss_scale:g}"
         print(
-            f"error: step {record.step}: loss {record.loss} with gradient norm {record.grad_norm} is not finite{scale},"
-            f" the last of {run.guard.num_skipped} skipped steps; first not finite was {origin}; "
+            f"error: step {record.step}: loss {record.loss} or gradient norm {record.grad_norm} is NaN/Inf{scale},"
+            f" the last of {run.guard.num_skipped} skipped steps; the first NaN/Inf was {origin}; "
             "lower lr, lengthen warmup_steps or set grad_clip, and resume from the last checkpoint",
             file=sys.stderr,
         )

@@ -117,7 +117,7 @@ class Saving:
         if saved.error:
             self._last_error = saved.error
             kept = f"step {self.saved_at} is the last good one" if self.saved_at else "there is none yet"
-            self._say(f"warning: step {saved.step}: checkpoint not written: {saved.error}; {kept}, the run goes on")
+            self._say(f"warning: step {saved.step}: checkpoint not written: {saved.error}; {kept}, the run continues")
             for observer in self._run.observers:
                 observer.on_checkpoint_failed(saved.step, saved.path, saved.error)
             return

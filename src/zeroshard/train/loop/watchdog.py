@@ -84,7 +84,7 @@ class Watchdog:
         what = f"a step has taken {limit_s:g} s (step_timeout_s)"
         if limit_s > self._limit_s:
             what = f"nothing has been computed or written for {limit_s:g} s"
-        return f"{what}: where each rank stands is in {self._path.parent}; start again with --resume auto"
+        return f"{what}: the stacks of each rank are in {self._path.parent}; start again with --resume auto"
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -138,7 +138,7 @@ class ConsoleRecorder:
             self._console.file.flush()
         except OSError as error:
             self._gone = True
-            warn(f"the console cannot be written ({error.strerror}); the run goes on, and its folder has the rest")
+            warn(f"the console cannot be written ({error.strerror}); the run continues, and its folder has the rest")
             if self._console.file is sys.stdout:
                 with open(os.devnull, "w", encoding="utf-8") as nowhere:
                     os.dup2(nowhere.fileno(), sys.stdout.fileno())  # so that flushing the rest of the buffer succeeds

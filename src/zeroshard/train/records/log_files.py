@@ -77,7 +77,7 @@ class JsonlWriter:
         except OSError as error:
             self._num_lost += 1
             if self._num_lost == 1:
-                warn(f"{self._path} cannot be written ({error.strerror}); the run goes on without its log")
+                warn(f"{self._path} cannot be written ({error.strerror}); the run continues without its log")
         else:
             if self._num_lost:
                 warn(f"{self._path} is written again; {self._num_lost} lines are missing in it")

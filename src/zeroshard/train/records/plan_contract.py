@@ -246,7 +246,7 @@ def memory_difference(planned: Mapping[str, int], measured: Mapping[str, int]) -
     for name in [*planned, *(measured.keys() - planned.keys())]:
         wanted, found = planned.get(name, 0), measured.get(name, 0)
         if wanted != found:
-            return f"{name} holds {found:,} bytes, planned were {wanted:,}"
+            return f"{name} has {found:,} bytes resident, planned were {wanted:,}"
     return ""
 
 
@@ -254,11 +254,11 @@ def message_difference(planned: Sequence[Sent], measured: Sequence[Sent]) -> str
     """Describe the first collective that differs; empty if none does."""
     for index, (wanted, found) in enumerate(zip(planned, measured, strict=False)):
         if wanted != found:
-            return f"message {index} is {found}, planned was {wanted}"
+            return f"collective {index} is {found}, planned was {wanted}"
     if len(planned) != len(measured):
         longer, what = (measured, "beyond them") if len(measured) > len(planned) else (planned, "missing")
         first = longer[min(len(planned), len(measured))]
-        return f"{len(measured)} messages were sent, planned were {len(planned)}; {what}: {first}"
+        return f"there were {len(measured)} collectives, planned were {len(planned)}; {what}: {first}"
     return ""
 
 

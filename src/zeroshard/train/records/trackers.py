@@ -191,7 +191,7 @@ class TrackedRun:
         except (Exception, SystemExit) as error:  # noqa: BLE001 -- trackers raise what they like; some exit
             self._tracker = None
             why = " ".join(str(error).split()) or type(error).__name__
-            print(f"warning: {self._name} failed ({why}); the run goes on without it", file=sys.stderr, flush=True)
+            print(f"warning: {self._name} failed ({why}); the run continues without it", file=sys.stderr, flush=True)
 
 
 def trackers(config: TrackConfig, folder: Path, facts: Mapping[str, Any]) -> list[TrackedRun]:

@@ -206,7 +206,7 @@ def _came(store: dist.Store, key: str) -> bool:
 
 def _missing(ranks: Sequence[int], world_size: int) -> str:
     named = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank {named} of {world_size} did not come to where ranks meet, and none has for {MEETING_S:g} s"
+    return f"rank {named} of {world_size} did not join the rendezvous, and none has for {MEETING_S:g} s"
 
 
 def code_version() -> str:

@@ -42,7 +42,7 @@ def automatic_stage(
     choose_stage: ChooseStage | None,
 ) -> int:
     """Return the stage to start at and print it on rank 0; ``choose_stage`` finds what fits this rank. Collective."""
-    chosen = 0, "where nobody predicts"
+    chosen = 0, "no memory prediction is available"
     if choose_stage is not None:
         shapes = config.micro_batch_size, config.seq_len
         kept = config.ema_decay > 0, config.reshard_after_forward, reduce_dtype(config), config.reproducible or None

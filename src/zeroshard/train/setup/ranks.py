@@ -103,12 +103,12 @@ def _met(world: World, facts: Mapping[str, object] | None) -> dist.Store:
         store = meet(world, MEETING_S)
     except dist.DistError as error:
         if world.rank == 0 and "in use" in str(error):
-            what = f"{world.master_port}, where ranks are to meet, is in use on this machine"
+            what = f"{world.master_port}, the port of the rendezvous, is in use on this machine"
             raise UserError("port", what, "give another one, as --port or MASTER_PORT") from None
         if world.rank == 0:
             raise
         where = f"{world.master_addr}:{world.master_port}"
-        raise PeerError(f"rank 0 did not come to {where}, where ranks meet, within {MEETING_S:g} s") from error
+        raise PeerError(f"rank 0 did not join the rendezvous at {where} within {MEETING_S:g} s") from error
     store.set_timeout(timedelta(seconds=COLLECTIVE_TIMEOUT_S))
     if facts is not None and world.world_size > 1:
         agree_at(dist.PrefixStore("agree", store), world.rank, world.world_size, facts)

@@ -42,13 +42,13 @@ def other_replicas(before: Mapping[str, Any], world_before: int, now: Mapping[st
     if (was, count) == (is_now, count_now) or not (was or is_now):
         return []
     if was and not is_now:
-        return ["replicas took local steps: the run goes on from their last common weights, without outer momentum"]
+        return ["replicas took local steps: the run resumes from their last common weights, without outer momentum"]
     if is_now and not was:
         return ["replicas take local steps from here on: each begins with the same optimizer states"]
     if count_now > count:
         what = "the new ones begin at the last common weights, with the first one's optimizer states"
     else:
-        what = "what the last ones did since their last meeting is left out"
+        what = "the steps of the last ones since their last meeting are lost"
     return [f"there were {count} replicas, now there are {count_now}: {what}"]
 
 

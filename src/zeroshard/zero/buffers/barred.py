@@ -40,8 +40,8 @@ def bar(buffers: Iterable[Barred], whose: str | None, where: str) -> None:
         where: the block, as the user writes it.
     """
     why = (
-        f"the gradients are of {whose}, by a backward inside {where}; call zero_grad() once they are read, and run the "
-        "backward of a step outside"
+        f"these are gradients of {whose}, from a backward inside {where}; call zero_grad() after reading them, and run "
+        f"the backward of a step outside {where}"
     )
     for each in buffers:
         each.now = None if whose is None else why

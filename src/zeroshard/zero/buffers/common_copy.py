@@ -157,8 +157,8 @@ class PackedDifferences:
             known = _fingerprint(shard)
             if known and known != int(header[0]):
                 raise RuntimeError(
-                    f"{self._name}: weights of rank {rank}'s shard are others here than there, to which differences "
-                    "were to be added; write into weights on every rank alike, or gather in int4"
+                    f"{self._name}: this rank's copy of rank {rank}'s shard differs from that shard, so differences "
+                    "cannot be added to it; write the same values into weights on every rank, or gather in int4"
                 )
             wire.dequantise(codes, difference, self._form)
             _finite(shard).add_(difference)

@@ -64,10 +64,22 @@ class Slot:
     shape: tuple[int, ...]
     offset: int
 
+    def __post_init__(self) -> None:
+        if any(not isinstance(size, int) or size < 0 for size in self.shape):
+            raise ValueError(f"shapes: {self.name} has {self.shape}; give whole numbers from 0 on")
+
     @property
     def numel(self) -> int:
         """Elements of the parameter."""
         return math.prod(self.shape)
+
+
+def _check_counts(world_size: int, alignment: int, parts: int) -> None:
+    """Raise ValueError for a number of a `FlatLayout` that is not a whole number from 1 on."""
+    counts = (("world_size", world_size, "ranks"), ("alignment", alignment, "elements"), ("parts", parts, "of a shard"))
+    for name, value, of in counts:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}: {value!r} {of}; give at least 1")
 
 
 @dataclass(frozen=True)
@@ -118,20 +130,14 @@ class FlatLayout:
     parts: int = 1
 
     def __post_init__(self) -> None:
-        if self.world_size < 1:
-            raise ValueError(f"world_size: {self.world_size} ranks; give at least 1")
-        if self.alignment < 1:
-            raise ValueError(f"alignment: {self.alignment} elements; give at least 1")
-        if self.parts < 1:
-            raise ValueError(f"parts: {self.parts} of each shard; give at least 1")
+        _check_counts(self.world_size, self.alignment, self.parts)
 
     @classmethod
     def of(
         cls, shapes: Iterable[tuple[str, Sequence[int]]], world_size: int, alignment: int = 1, parts: int = 1
     ) -> FlatLayout:
         """Lay out parameters ``(name, shape)`` end to end, in the order given; other arguments: see the attributes."""
-        if alignment < 1:
-            return cls((), world_size, alignment=alignment)  # which raises
+        _check_counts(world_size, alignment, parts)
         slots: list[Slot] = []
         offset = 0
         for name, shape in shapes:
@@ -164,9 +170,8 @@ class FlatLayout:
                 long as its parameters, each shard is only as long as what its rank owns.
             parts: see the attribute.
         """
+        _check_counts(world_size, 1, parts)
         slots = [Slot(name, tuple(shape), 0) for name, shape in shapes]
-        if world_size < 1 or parts < 1:
-            return cls(tuple(slots), world_size, parts=parts)  # which raises
         owners = balance([slot.numel for slot in slots], list(loads) or [0] * (world_size * parts))
         filled = [0] * (world_size * parts)
         starts = []
@@ -226,6 +231,8 @@ class FlatLayout:
 
     def interval(self, rank: int) -> tuple[int, int]:
         """``[start, stop)`` of ``rank``'s shard in the flat buffer; (0, 0) if it owns nothing."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank: {rank} is outside a world of {self.world_size}; ranks count from 0")
         if self.owners is not None:
             return self._intervals.get(rank, (0, 0))
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
@@ -273,8 +280,9 @@ class FlatLayout:
 
     def _parts_of(self, rank: int) -> list[tuple[int, int]]:
         """``[start, stop)`` of each part of ``rank``'s shard in the flat buffer."""
+        whole = self.interval(rank)
         if self.parts == 1:
-            return [self.interval(rank)]
+            return [whole]
         first, numel = rank * self.parts, self.part_numel
         return [(index * numel, (index + 1) * numel) for index in range(first, first + self.parts)]
 

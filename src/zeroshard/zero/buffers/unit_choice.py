@@ -102,7 +102,7 @@ def told(model: nn.Module, chosen: list[nn.Module]) -> str:
     names = {module: name for name, module in model.named_modules()}
     distinct = list(dict.fromkeys(chosen))
     if not distinct:
-        return "no units: all parameters travel together"
+        return "no units: all parameters are gathered together"
     classes = ", ".join(dict.fromkeys(type(module).__name__ for module in distinct))
     first, last = names[distinct[0]], names[distinct[-1]]
     if len(distinct) == 1:

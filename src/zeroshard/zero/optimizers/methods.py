@@ -61,8 +61,8 @@ class NoState:
         if self._holds_pieces():
             return {}
         raise RuntimeError(
-            "optimizer.state: a parameter's is kept by the pieces of this rank, once there was a step: ask by those of "
-            "zero.pieces(optimizer), or use zero.optim_state_dict(optimizer)"
+            "optimizer.state: after a step, each rank keeps states for its pieces of parameters only; index it by "
+            "those of zero.pieces(optimizer), or use zero.optim_state_dict(optimizer)"
         )
 
     def __reduce__(self) -> Any:  # a copied or pickled optimizer belongs to no engine

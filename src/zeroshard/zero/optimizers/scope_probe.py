@@ -245,10 +245,10 @@ def _not_element_wise(subject: _Subject, alone: dict[tuple[int, ...], _Trial]) -
     expected = {shape: (subject.history(shape, len(shape)), trial.weights[0]) for shape, trial in alone.items()}
     try:
         if not _pieces_do(subject, expected):
-            return "it updates pieces of a tensor otherwise than the whole"
+            return "it updates pieces of a tensor differently from the whole tensor"
         history = subject.history(LARGE, 2)
         if not _pieces_do(subject, {LARGE: (history, subject.run([history]).weights[0])}):
-            return "it updates pieces of a large tensor otherwise than the whole"
+            return "it updates pieces of a large tensor differently from the whole tensor"
     except _TrialError as error:
         return f"it does not take one-dimensional pieces: {error}"
     return ""

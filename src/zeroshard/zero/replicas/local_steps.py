@@ -89,7 +89,7 @@ class LocalSteps:
         check_has_range("wire", self.wire)
         if self.wire is not None and not is_dtype and self.wire not in (*FORMATS, *SAME_AS):
             raise ValueError(
-                f"wire: {self.wire!r} is no format that travels; give a floating-point dtype, or {', '.join(FORMATS)}"
+                f"wire: {self.wire!r} is not a wire format; give a floating-point dtype, or {', '.join(FORMATS)}"
             )
         check_block("block", self.block)
 

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from zeroshard.zero.buffers.unit import FlatGroup
 
 _WAITED = (
-    "zero.replicas.step() was called while gradients waited for this step; call it once after the steps of all "
-    "optimizers, and not after each backward"
+    "zero.replicas.step() was called before an optimizer had stepped with these gradients; call it once after the "
+    "steps of all optimizers, and not after each backward"
 )
 
 
@@ -35,8 +35,8 @@ class StepOrder:
         """Record a step of the optimizer; raises RuntimeError if it has stepped before without `ends` in between."""
         if any(optimizer is known for known in self._stepped):
             raise RuntimeError(
-                "step: replicas take local steps and would never meet; call zero.replicas.step() after each step of "
-                "the optimizer"
+                "step: the optimizer stepped twice without zero.replicas.step(), so replicas would never meet; call it "
+                "after each step of the optimizer"
             )
         self._stepped.append(optimizer)
         self._members |= members

@@ -5,7 +5,8 @@
     A backend may pair its gather with another rank's next one of the same size; then nothing fails, and the weights are
     wrong. So each rank keeps a digest of the gathers that it has issued. It is sent with the all-reduce at the end of
     each backward, which tells which parameters had gradients. If the digests of ranks that gather together differ,
-    all of them raise, before any step.
+    all of them raise, before any step. Steps are in the digest too: if one rank runs more backwards than the others
+    before its step, their reductions are paired nevertheless, and at stage 0 the ranks' weights would differ.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from zeroshard.zero.levels import Levels
 from zeroshard.zero.tensor_broadcast import send_bytes
 
 DIGEST_BYTES = 7
-REMEMBERED = 4096  # gathers that are kept, to name the first one that differs
+REMEMBERED = 4096  # gathers and steps that are kept, to name the first one that differs
 
 
 class CollectiveOrder:
-    """Records the gathers of this rank, and agrees with other ranks on orders and flags.
+    """Records the gathers and steps of this rank, and agrees with other ranks on orders and flags.
 
     Args:
         levels: the communicators of all ranks (`world`) and of the ranks that gather together (`shard`).
@@ -37,13 +38,20 @@ class CollectiveOrder:
         self.comm, self._gathering = levels.world, levels.shard
         self._number = {unit: number for number, unit in enumerate(units, start=1)}
         self._names = [unit.name for unit in units]
+        self._step = len(units) + 1  # the number that stands for a step of an optimizer
         self._digest = 0
         self._count = 0
         self._gathers: deque[int] = deque(maxlen=REMEMBERED)
 
     def note_gather(self, unit: Unit) -> None:
         """Record that this rank has issued a gather of the unit's weights."""
-        number = self._number[unit]
+        self._note(self._number[unit])
+
+    def note_step(self) -> None:
+        """Record that this rank has stepped an optimizer."""
+        self._note(self._step)
+
+    def _note(self, number: int) -> None:
         self._digest = (self._digest * 1_000_003 + number) % (1 << 8 * DIGEST_BYTES)
         self._count += 1
         self._gathers.append(number)
@@ -74,7 +82,8 @@ class CollectiveOrder:
         """Return for each flag whether any rank has set it; check that ranks issued the same gathers. Collective.
 
         Raises:
-            RuntimeError: ranks that gather together have issued different gathers; on each of them. [Note: Diverged]
+            RuntimeError: ranks that gather together have issued different gathers, or stepped at different backwards;
+                on each of them. [Note: Diverged]
         """
         if self.comm.world_size == 1:
             return flags
@@ -103,7 +112,7 @@ class CollectiveOrder:
         self._gathers.clear()
 
     def _raise_divergence(self) -> None:
-        """Raise with the first gather that differs between the first rank and this one. Collective."""
+        """Raise with the first gather or step that differs between the first rank and this one. Collective."""
         start = self._count - len(self._gathers)
         message = send_bytes(self._gathering, json.dumps([start, list(self._gathers)]).encode(), 0)
         there, ours = json.loads(message), dict(enumerate(self._gathers, start))
@@ -111,12 +120,18 @@ class CollectiveOrder:
         places = range(max(start, there[0]), max([*ours, *theirs, -1]) + 1)
         differ = next((place for place in places if ours.get(place) != theirs.get(place)), None)
         self._forget()
-        what = "another rank did"
+        is_step = differ is not None and self._step in (ours.get(differ), theirs.get(differ))
+        if any(self._max(self._gathering, [is_step])):
+            raise RuntimeError(
+                "backward: ranks ran a different number of backwards before a step of the optimizer, so their weights "
+                "may differ; run equally many on every rank, and step on all of them or on none"
+            )
+        what = "another rank saw it"
         if differ is not None:
-            what = f"here {self._name(ours.get(differ))} came where another rank had {self._name(theirs.get(differ))}"
+            what = f"this rank called {self._name(ours.get(differ))}, another rank {self._name(theirs.get(differ))}"
         raise RuntimeError(
-            f"backward: ranks called units another number of times or in another order ({what}), so weights may have "
-            "come from the wrong one; call units alike on every rank, or choose stage 2"
+            f"backward: ranks called units a different number of times or in a different order ({what}), so a gather "
+            "may have brought the wrong unit's weights; call units in the same order on every rank, or choose stage 2"
         )
 
     def _name(self, number: int | None) -> str:

@@ -22,7 +22,7 @@ def require_usable(
     """
     if removed:
         raise RuntimeError(
-            f"{what}: zero.remove() has given the model back, and this changes nothing in it; "
+            f"{what}: zero.remove() has detached the engine, so this has no effect on the model; "
             "make an optimizer over model.parameters()"
         )
     if backward is not None and backward.failed:
@@ -52,7 +52,7 @@ def refuse_stale_reads(group: FlatGroup, read_while_stale: Iterable[Unit]) -> No
     unit = next((unit for unit in read_while_stale if group in unit.groups), None)
     if unit is not None:
         raise RuntimeError(
-            f"{unit.name}: its parameters have gradients, but neither it nor a module in it was called while its "
-            "weights were on their way, so forward may have read those from before the step; call the module, or "
-            "leave it out of Zero(units=...)"
+            f"{unit.name}: its parameters have gradients, but neither it nor a module in it was called, so nothing "
+            "waited for their gather and forward may have read weights from before the step; call the module, or leave "
+            "it out of Zero(units=...)"
         )

@@ -92,8 +92,8 @@ def _refuse_state(runtime: Runtime) -> Callable[[nn.Module, str, bool], None]:
         rounded = {param for group in runtime.groups() if group.params.is_rounded for param in group.params.params}
         if not rounded.isdisjoint(module.parameters()):
             raise RuntimeError(
-                "model.state_dict(): the weights that compute are rounded to what travels (MixedPrecision(gather=)); "
-                "use zero.state_dict(), which has the masters"
+                "model.state_dict(): the compute weights are rounded to the wire format (MixedPrecision(gather=)); "
+                "use zero.state_dict(), which has the master weights"
             )
 
     return refuse
@@ -151,8 +151,8 @@ def _require_in_place(probe: Tensor, found: Tensor) -> None:
     else:
         return
     raise RuntimeError(
-        f"model: it, or a part of it, cannot be moved under an engine, whose buffers hold its parameters: {what}; "
-        "do it before Zero(), or give that a device or a MixedPrecision"
+        f"model: the engine's buffers hold its parameters, so neither it nor a part of it can be moved {what}; "
+        "do it before Zero(), or give Zero() a device or a MixedPrecision"
     )
 
 

@@ -27,10 +27,10 @@ def keep_whole(runtime: Runtime, params: set[nn.Parameter]) -> None:
     """
     leaving = groups_to_leave(runtime, params)
     if runtime.is_pinned:
-        raise RuntimeError("optimizer: it lays weights out anew; make it outside full_params()")
+        raise RuntimeError("optimizer: it needs a new layout of the weights; make it outside full_params()")
     if runtime.unreduced or any(any(group.grads.used) for group in leaving):
         raise RuntimeError(
-            "optimizer: gradients wait for a step, and would be lost where weights are laid out anew; "
+            "optimizer: it needs a new layout, in which gradients of the step under way would be lost; "
             "make it before backward, or after zero_grad()"
         )
     loads = [0] * (runtime.levels.shard.world_size * runtime.levels.parts)
@@ -42,9 +42,9 @@ def keep_whole(runtime: Runtime, params: set[nn.Parameter]) -> None:
 def require_rest(runtime: Runtime, what: str) -> None:
     """Raise RuntimeError inside `Runtime.pinned`, or while gradients wait for a step."""
     if runtime.is_pinned:
-        raise RuntimeError(f"{what}: it lays weights out anew; call it outside full_params()")
+        raise RuntimeError(f"{what}: it needs a new layout of the weights; call it outside full_params()")
     if runtime.unreduced or any(any(group.grads.used) for group in runtime.groups()):
-        raise RuntimeError(f"{what}: gradients wait for a step, and would be lost; call it after zero_grad()")
+        raise RuntimeError(f"{what}: gradients of the step under way would be lost; call it after zero_grad()")
 
 
 def apply_strategy(runtime: Runtime, strategy: ShardingStrategy) -> None:

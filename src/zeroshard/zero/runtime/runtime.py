@@ -69,8 +69,7 @@ class Runtime:
         self._reductions = Reductions(self._collectives, buffers)
         self.apply_strategy(strategy)
         self.sync = True
-        self.removed = False
-        self.unreduced = False
+        self.removed = self.unreduced = False
         self.backward_pass: BackwardPass | None = None
         self._order_agreed = False
         self._forwards = Forwards()
@@ -262,7 +261,8 @@ class Runtime:
                 unit.held = True
 
     def forget_calls(self) -> None:
-        """Forget all forwards that were run: no backward of them is expected any more."""
+        """Forget all forwards that were run: weights have changed, and no backward of them is expected any more."""
+        self._collectives.note_step()
         self._weights.held_by_graph = False
         self._forwards.forget()
         for unit in self.all_units():

@@ -290,7 +290,7 @@ class ShardedOptimizer(Optimizer):
         todo = f"call consolidate_state_dict(to={here}) on every rank first"
         if there is not None:
             return f"state_dict: the state was brought to rank {there}, this is rank {here}; ask there, or {todo}"
-        return f"state_dict: every rank holds a part of the state, changed since it was last brought together; {todo}"
+        return f"state_dict: each rank has a part of the state, not consolidated since it last changed; {todo}"
 
     def _state_has_changed(self) -> None:
         self._whole_state, self._consolidated_to = None, None
@@ -358,7 +358,7 @@ class ShardedOptimizer(Optimizer):
 def _communicator(process_group: dist.ProcessGroup | None, comm: Communicator | None) -> Communicator:
     if comm is not None:
         if process_group is not None:
-            raise ValueError("comm: it and process_group both say among which ranks; give one of them")
+            raise ValueError("comm: process_group is given too, and both name the ranks; give one of the two")
         return comm
     if process_group is None and not (dist.is_available() and dist.is_initialized()):
         return LocalCommunicator()

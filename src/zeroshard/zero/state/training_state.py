@@ -87,6 +87,7 @@ def load_named_shards(
     members = {param for optimizer in optimizers for param in optimizer.members}
     missed: set[nn.Parameter] = set()
     states: dict[nn.Parameter, dict[str, Tensor]] = {}
+    _require_shapes(model, runtime, reader)
     with torch.no_grad():
         for group in runtime.groups():
             for slot, param in zip(group.params.layout.slots, group.params.params, strict=True):
@@ -95,7 +96,6 @@ def load_named_shards(
             for piece, shard in zip(group.params.pieces, group.shards, strict=True):
                 slot = group.params.layout.slots[piece.slot]
                 kinds = reader.kinds(slot.name)
-                require_shape(reader, slot.name, "param", slot.shape)
                 shard.copy_(reader.read(slot.name, "param", piece.interval).view(piece.shape))
                 states[shard] = {
                     kind: read_whole(reader, slot.name, kind, shape)
@@ -114,6 +114,16 @@ def load_named_shards(
     for optimizer in optimizers:
         _load_optimizer(optimizer, states)
     return missed
+
+
+def _require_shapes(model: nn.Module, runtime: Runtime, reader: ShardReader) -> None:
+    """Raise before anything is loaded if a parameter was not saved, or if it or a buffer has another shape."""
+    for group in runtime.groups():
+        for slot in group.params.layout.slots:
+            require_shape(reader, slot.name, "param", slot.shape)
+    for name, buffer in persistent_buffers(model).items():
+        if "buffer" in reader.kinds(name):
+            require_shape(reader, name, "buffer", tuple(buffer.shape))
 
 
 def _load_gathered(group: FlatGroup, reader: ShardReader) -> None:
