@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zeroshard.comm import scope
+from zeroshard.comm import PeerError, RingCommunicator, run_threads, scope, thread_transports
 from zeroshard.comm.queued import pieces
 from zeroshard.comm.queued.pieces import Topics, on_flat, shard_interval
 
@@ -100,3 +100,17 @@ def test_operations_of_one_size_under_two_labels_have_two_topics():
             return Topics().next("all_gather", torch.empty(8))
 
     assert topic("blocks.0/weights") == topic("blocks.0/weights") != topic("blocks.1/weights")
+
+
+@pytest.mark.parametrize("theirs", [torch.int32, torch.float64])
+def test_ranks_whose_tensors_have_as_many_bytes_and_another_dtype_are_told(theirs):
+    transports = thread_transports(2, timeout_s=10)
+
+    def on_rank(comm):
+        ring = RingCommunicator(transport=transports[comm.rank])
+        mine = torch.ones(4) if comm.rank == 0 else torch.ones(16 // theirs.itemsize, dtype=theirs)
+        with pytest.raises(PeerError, match=r"called a different collective than this rank|did not take a message"):
+            ring.all_reduce(mine).wait()
+        ring.close()
+
+    run_threads(on_rank, 2)

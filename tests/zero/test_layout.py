@@ -177,12 +177,12 @@ def test_a_world_has_at_least_one_rank():
 @pytest.mark.parametrize("make", [FlatLayout.of, FlatLayout.whole])
 def test_numbers_that_lay_out_nothing_are_refused_by_name(make):
     for world_size in (-1, 1.5, "2", True, None):
-        with pytest.raises(ValueError, match="^world_size: .* ranks; give at least 1"):
+        with pytest.raises(ValueError, match=r"^world_size: .* ranks; give at least 1"):
             make([("a", (3,))], world_size)
-        with pytest.raises(ValueError, match="^parts: .* of a shard; give at least 1"):
+        with pytest.raises(ValueError, match=r"^parts: .* of a shard; give at least 1"):
             make([("a", (3,))], 2, parts=world_size)
     for shape in ((-1,), (2, -3), (1.5,), ("2",)):
-        with pytest.raises(ValueError, match="^shapes: a has .*; give whole numbers from 0 on"):
+        with pytest.raises(ValueError, match=r"^shapes: a has .*; give whole numbers from 0 on"):
             make([("a", shape)], 2)
     for rank in (-1, 2):
         with pytest.raises(ValueError, match=f"^rank: {rank} is outside a world of 2; ranks count from 0"):

@@ -37,12 +37,12 @@ def test_placements_may_be_given_by_their_values():
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, "2", True])
 def test_a_number_of_ranks_that_is_none_is_refused(size):
-    with pytest.raises(ValueError, match="^secondary_shard_size: .* is not a number of ranks; give 1 or more"):
+    with pytest.raises(ValueError, match=r"^secondary_shard_size: .* is not a number of ranks; give 1 or more"):
         ShardingStrategy(SHARD, SHARD, SHARD, secondary_shard_size=size)
 
 
 def test_a_word_is_not_taken_for_true():
-    with pytest.raises(ValueError, match="^reshard_after_forward: 'no' is not a bool; give True or False"):
+    with pytest.raises(ValueError, match=r"^reshard_after_forward: 'no' is not a bool; give True or False"):
         ShardingStrategy(SHARD, SHARD, SHARD, reshard_after_forward="no")
 
 

@@ -105,7 +105,7 @@ class Topics:
         self._count = 0
 
     def next(self, op: str, tensor: Tensor | None) -> int:
-        """Return a hash (31 bits) of how many operations came before, ``op``, its label and the size of ``tensor``."""
+        """Return 31 bits: a hash of the number of earlier operations, ``op``, its label, and ``tensor``'s size and dtype."""
         self._count += 1
-        num_bytes = 0 if tensor is None else tensor.nbytes
-        return zlib.crc32(f"{self._count} {op} {num_bytes} {current_scope()}".encode()) & 0x7FFF_FFFF
+        size = "" if tensor is None else f"{tensor.nbytes} {tensor.dtype}"
+        return zlib.crc32(f"{self._count} {op} {size} {current_scope()}".encode()) & 0x7FFF_FFFF

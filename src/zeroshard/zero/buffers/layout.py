@@ -119,7 +119,8 @@ class FlatLayout:
             and cut into pieces, as one of 8: see `zeroshard.zero.buffers.leaves`.
 
     Raises:
-        ValueError: ``world_size``, ``alignment`` or ``parts`` below 1.
+        ValueError: ``world_size``, ``alignment`` or ``parts`` that is no whole number from 1 on; a shape with a number
+            that is no whole one from 0 on. Methods raise it for a rank outside the world.
     """
 
     slots: tuple[Slot, ...]
