@@ -105,7 +105,7 @@ class Topics:
         self._count = 0
 
     def next(self, op: str, tensor: Tensor | None) -> int:
-        """Return 31 bits: a hash of the number of earlier operations, ``op``, its label, and ``tensor``'s size and dtype."""
+        """Return 31 bits: a hash of how many operations came before, ``op``, its label, and the size and dtype."""
         self._count += 1
         size = "" if tensor is None else f"{tensor.nbytes} {tensor.dtype}"
         return zlib.crc32(f"{self._count} {op} {size} {current_scope()}".encode()) & 0x7FFF_FFFF
