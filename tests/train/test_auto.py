@@ -105,5 +105,5 @@ def test_a_run_whose_memory_runs_out_goes_on_at_higher_stages_from_its_checkpoin
 def test_a_run_that_was_given_a_stage_says_that_memory_ran_out_and_ends(tmp_path):
     done, _ = run_short_of_memory(tmp_path, "zero1")
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("error: memory: ran out; a higher --strategy "), done
+    assert done.stderr.splitlines()[-1].startswith("error: memory: ran out; use a higher --strategy "), done
     assert "Traceback" not in done.stderr

@@ -181,7 +181,7 @@ def test_what_fp8_is_not_for_is_one_line(emulated, tiny_config):
         ValidationError, match="fp8 is for our engine's stages, and ddp is not one; use bfloat16, or --"
     ):
         tiny_config(dtype="fp8", strategy="ddp")
-    with pytest.raises(UserError, match="multiples of 16, and there are none; use bfloat16, or another width"):
+    with pytest.raises(UserError, match="multiples of 16, and no block has one; use bfloat16, or another width"):
         build_run(tiny_config(dtype="fp8", model={**GPT2, "n_embd": 24}), LocalCommunicator(), CPU)
 
 

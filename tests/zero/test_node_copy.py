@@ -148,9 +148,11 @@ def test_copies_that_make_no_sense_are_refused():
     def make(world_size=4, **kwargs):
         Zero(copy.deepcopy(ORIGINAL), comm=NullCommunicator(world_size), **kwargs)
 
-    for size, world_size in ((3, 4), (1, 4), (4, 4), (2, 2), (2, 1), (True, 4)):
+    for size, world_size in ((3, 4), (1, 4), (4, 4), (2, 2), (2, 1)):
         with pytest.raises(ValueError, match=r"^secondary_shard_size: .* does not divide the .* ranks that shard"):
             make(world_size, secondary_shard_size=size)
+    with pytest.raises(ValueError, match=r"^secondary_shard_size: True is not a number of ranks; give 1 or more"):
+        make(secondary_shard_size=True)
     with pytest.raises(ValueError, match=r"^secondary_shard_size: 2 is given, and weights are replicated"):
         make(stage=2, secondary_shard_size=2)
     with pytest.raises(ValueError, match=r"^secondary_shard_size: 2 means nothing: weights that stay unsharded"):
