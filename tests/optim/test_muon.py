@@ -10,7 +10,7 @@ from torch import nn
 
 from zeroshard import Zero
 from zeroshard.comm import run_threads
-from zeroshard.optim import MuonAdamW, muon_groups
+from zeroshard.optim import MuonAdamW, muon, muon_groups
 
 SETTINGS = {"lr": 0.01, "betas": (0.8, 0.9), "momentum": 0.9}
 
@@ -65,16 +65,30 @@ def test_the_blocks_matrices_are_muon_s():
     ]
 
 
+@pytest.mark.parametrize("products", ["bfloat16", "fp32"])
 @pytest.mark.parametrize("fused", [False, True])
-def test_it_steps_as_torch_s_two_do_side_by_side(fused):
+def test_it_steps_as_torch_s_two_do_side_by_side(fused, products, monkeypatch):
+    monkeypatch.setattr(muon, "_multiplies_bfloat16", lambda device: products == "bfloat16")
+    if products == "fp32":
+        monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # torch's own iteration, in fp32
     net, other = _net(), _net()
     together = _train(net, [MuonAdamW(_groups(net), fused=fused, **SETTINGS)])
-    muon, *adamw = [{**g, "params": list(g["params"])} for g in _groups(other)]
+    matrices, *others = [{**g, "params": list(g["params"])} for g in _groups(other)]
     apart = [
-        torch.optim.Muon(muon["params"], 0.01, 0.1, 0.9, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(adamw, 0.01, (0.8, 0.9), fused=fused),
+        torch.optim.Muon(matrices["params"], 0.01, 0.1, 0.9, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, 0.01, (0.8, 0.9), fused=fused),
     ]
     _assert_same(together, _train(other, apart))
+
+
+def test_in_fp32_the_options_of_a_group_are_torch_s(monkeypatch):
+    monkeypatch.setattr(muon, "_multiplies_bfloat16", lambda device: False)
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+    options = {"adjust_lr_fn": "original", "nesterov": False, "ns_steps": 3, "weight_decay": 0.3}
+    net, other = _net(), _net()
+    (ours, *_), (theirs, *_) = _groups(net), _groups(other)
+    trained = _train(net, [MuonAdamW([ours | options], **SETTINGS)])
+    _assert_same(trained, _train(other, [torch.optim.Muon(theirs["params"], 0.01, momentum=0.9, **options)]))
 
 
 def test_a_saved_state_goes_on_where_it_stopped():

@@ -24,6 +24,7 @@ def _is_narrow(dtype: torch.dtype) -> bool:
 
 def _for_every_dtype(native: Combine, *, compares: bool) -> Combine:
     def combine(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+        """Reduce ``a`` and ``b``, of one dtype and shape, elementwise into ``out``, and return it."""
         dtype = a.dtype
         if dtype in _SIGNED:
             signed = _SIGNED[dtype]

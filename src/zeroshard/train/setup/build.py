@@ -156,28 +156,15 @@ def _build_in(
     observed = ObservedCommunicator(comm, timed=config.profile.overlap or config.profile.trace_steps > 0)
     as_given, stage = config, None
     eos_id = separating_id(config, corpus.eos_id)
-    unmet = unmet_steps(config.replicas, config.max_steps)
-    if comm.rank == 0 and unmet:
-        print(unmet, file=sys.stderr, flush=True)
+    draw = resume_from is None and not config.init_from
+    if comm.rank == 0:
+        _warn_of_local_steps(config, draw=draw)
     if config.strategy == "auto":
         stage = automatic_stage(config, _shapes(config, corpus.vocab_size, eos_id), comm, device, choose_stage)
         config = config.model_copy(update={"strategy": f"zero{stage}"})
-    draw = resume_from is None and not config.init_from
-    if comm.rank == 0 and draw and (early := early_momentum(config.replicas)):
-        print(early, file=sys.stderr, flush=True)
     model, strategy = sharded(config, corpus.vocab_size, eos_id, observed, device, draw=draw)
-    if resume_from is None and config.init_from:
-        load_initial_weights(config.init_from, model, strategy, comm)
-    if resume_from is None and attention_boundary_setting(config) and not isinstance(model, GPT2 | Llama):
-        require_apart(
-            strategy.model,
-            attention_boundary_setting(config),
-            corpus.vocab_size,
-            config.micro_batch_size,
-            config.seq_len,
-            device,
-        )
-        observed.exposed.take()
+    if resume_from is None:
+        _begin(config, model, strategy, observed, corpus.vocab_size, device)
     scaler = _loss_scaler(config, observed) if config.dtype == "float16" else None
     run = Run(
         strategy=strategy,
@@ -210,6 +197,30 @@ def _build_in(
     if resume_from is not None:
         run = _resumed(run, resume_from, config, corpus, comm)
     return _with_records(run, config, corpus, model, comm, predict)
+
+
+def _warn_of_local_steps(config: TrainConfig, *, draw: bool) -> None:
+    """Print what a user of local steps should know before the run; ``draw``: the run begins with new weights."""
+    warnings = [unmet_steps(config.replicas, config.max_steps), early_momentum(config.replicas) if draw else ""]
+    for warning in filter(None, warnings):
+        print(warning, file=sys.stderr, flush=True)
+
+
+def _begin(
+    config: TrainConfig,
+    model: LanguageModel,
+    strategy: Strategy,
+    comm: ObservedCommunicator,
+    vocab_size: int,
+    device: torch.device,
+) -> None:
+    """Load the weights that a new run begins from, and check that its model keeps packed examples apart. Collective."""
+    if config.init_from:
+        load_initial_weights(config.init_from, model, strategy, comm.inner)
+    setting = attention_boundary_setting(config)
+    if setting and not isinstance(model, GPT2 | Llama):
+        require_apart(strategy.model, setting, vocab_size, config.micro_batch_size, config.seq_len, device)
+        comm.exposed.take()  # the check's own waits are not the run's
 
 
 def _with_records(
