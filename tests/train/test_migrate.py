@@ -198,6 +198,17 @@ def test_what_zero_plus_plus_sends_and_keeps_is_ours_too(theirs, ours, tmp_path)
     assert migration.values == set_anyway | ours
 
 
+@pytest.mark.parametrize(
+    ("stage", "key"), [(2, "zero_hpz_partition_size"), (0, "zero_quantized_weights"), (0, "zero_quantized_gradients")]
+)
+def test_what_a_stage_has_no_use_for_is_ignored(stage, key, tmp_path):
+    value = 8 if key.endswith("size") else True
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": stage, key: value}}))
+    migration = read_deepspeed([str(tmp_path / "ds.json")])
+    assert migration.config().strategy == f"zero{stage}"
+    assert rows(migration)[f"zero_optimization.{key}"].fate == "ignored"
+
+
 def test_a_configuration_of_deepspeed_trains(deepspeed, tmp_path, capsys):
     assert run_import_config(["deepspeed", str(deepspeed)]) == 0
     values = tomllib.loads(capsys.readouterr().out)

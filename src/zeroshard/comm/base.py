@@ -150,8 +150,13 @@ def reduce_scatter_consuming(comm: Communicator, output: Tensor, input: Tensor, 
 
     Some communicators add up in their input, and copy it first where it must keep its values. This spares the copy.
     """
-    own: Callable[[Tensor, Tensor, ReduceOp], Work] | None = getattr(comm, "reduce_scatter_consuming", None)
-    return (comm.reduce_scatter if own is None else own)(output, input, op)
+    own: Any = comm
+    for namespace in (getattr(comm, "__dict__", {}), *map(vars, type(comm).__mro__)):
+        if "reduce_scatter" in namespace and "reduce_scatter_consuming" not in namespace:
+            break  # a subclass's own method, which the caller expects to be called
+        if "reduce_scatter_consuming" in namespace:
+            return own.reduce_scatter_consuming(output, input, op)
+    return comm.reduce_scatter(output, input, op)
 
 
 def is_own_slice(output: Tensor, input: Tensor, rank: int) -> bool:

@@ -176,7 +176,10 @@ def _recompute(key: str, value: Any, flat: dict[str, Any], to: Migration) -> Non
 
 
 def _second_copy(key: str, value: Any, flat: dict[str, Any], to: Migration) -> None:
-    to.map(key, value, {"node_copy": value} if value > 1 else {}, "" if value > 1 else "off")
+    if value > 1 and flat.get("zero_optimization.stage") != 3:
+        to.ignore(key, value, "below stage 3 weights are not sharded")
+    else:
+        to.map(key, value, {"node_copy": value} if value > 1 else {}, "" if value > 1 else "off")
 
 
 def _groups(key: str, value: Any, flat: dict[str, Any], to: Migration) -> None:
@@ -186,6 +189,8 @@ def _groups(key: str, value: Any, flat: dict[str, Any], to: Migration) -> None:
 def _quantised(key: str, value: Any, flat: dict[str, Any], to: Migration) -> None:
     if not value:
         to.map(key, value, {}, "off")
+    elif not flat.get("zero_optimization.stage"):
+        to.ignore(key, value, "at stage 0 no rank owns a shard to send or sum")
     elif key.endswith("weights"):
         to.map(key, value, {"wire.weights": "int8"})
     else:
