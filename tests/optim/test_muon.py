@@ -120,3 +120,12 @@ def test_sharded_it_has_the_bits_of_one_process(stage):
 def test_what_is_no_matrix_is_refused():
     with pytest.raises(ValueError, match=r"params: Muon updates matrices, and one has the shape \(3,\)"):
         MuonAdamW([{"params": [nn.Parameter(torch.ones(3))], "matrices": True}])
+
+
+@pytest.mark.parametrize("products", ["bfloat16", "fp32"])
+def test_complex_matrices_are_refused_whatever_the_products(products, monkeypatch):
+    monkeypatch.setattr(muon, "_multiplies_bfloat16", lambda device: products == "bfloat16")
+    matrix = nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))
+    matrix.grad = torch.ones_like(matrix)
+    with pytest.raises(RuntimeError, match="complex parameters"):
+        MuonAdamW([{"params": [matrix], "matrices": True}]).step()

@@ -103,7 +103,7 @@ def _step_in_fp32(groups: Iterable[dict[str, Any]], state: MutableMapping[Tensor
         lr, momentum = float(group["lr"]), group["momentum"]
         for param in (param for param in group["params"] if param.grad is not None):
             if param.is_complex() or param.grad.is_sparse:
-                raise RuntimeError("Muon supports neither complex parameters nor sparse gradients")
+                raise RuntimeError("Muon takes no complex parameters and no sparse gradients; give these to AdamW")
             if "momentum_buffer" not in state[param]:
                 state[param]["momentum_buffer"] = torch.zeros_like(param.grad)
             buffer = state[param]["momentum_buffer"].lerp_(param.grad, 1 - momentum)
