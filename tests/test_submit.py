@@ -14,6 +14,7 @@ import sys
 import time
 from importlib.util import find_spec
 
+import forked
 import psutil
 import pytest
 
@@ -112,12 +113,12 @@ def _events(out, kind):
     return [event for event in events if event["event"] == kind]
 
 
-def _tasks(folder):
-    """The processes that submitit has started for the job in ``folder``."""
+def _tasks_and_ranks(folder, out):
+    """The processes that submitit has started for the job in ``folder``, and those that they have."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if "submitit.core._submit" in words and str(folder) in words:
+        if ("submitit.core._submit" in words and str(folder) in words) or {"train", str(out)} <= set(words):
             found.append(process)
     return found
 
@@ -126,6 +127,10 @@ def _tasks(folder):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # submitit leaves its process to itself
 def test_a_run_that_is_pre_empted_saves_is_queued_again_and_goes_on(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    forked.start_server()  # of ranks; submitit's own processes know each other by the ids of real ones
+    own_start = f"import sys\nif 'submitit.core._submit' in sys.orig_argv: sys.executable = {forked.PYTHON!r}\n"
+    (tmp_path / "sitecustomize.py").write_text(own_start)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     out, folder = tmp_path / "run", tmp_path / "jobs"
     words = f"""--data synthetic --data.dir {tmp_path / "data"} --data.max-tokens 6000 --model gpt2-demo
         --model.n-layer 1 --model.n-embd 16 --model.n-head 2 --seq-len 16 --micro-batch-size 2 --max-steps {NUM_STEPS}
@@ -138,15 +143,14 @@ def test_a_run_that_is_pre_empted_saves_is_queued_again_and_goes_on(tmp_path, mo
         while not _events(out, "step"):
             assert time.monotonic() < deadline, [path.read_text() for path in folder.glob("*.err")]
             time.sleep(0.05)
-        for task in _tasks(folder):  # as SLURM does: every process of the job, ranks too
-            for process in [task, *task.children()]:
-                process.send_signal(signal.SIGUSR1)
+        for process in _tasks_and_ranks(folder, out):  # as SLURM does: every process of the job
+            process.send_signal(signal.SIGUSR1)
         while not _events(out, "end") or _events(out, "end")[-1]["step"] < NUM_STEPS:
             assert time.monotonic() < deadline, [path.read_text() for path in folder.glob("*.err")]
             time.sleep(0.1)
     finally:
-        for task in _tasks(folder):
-            task.kill()  # their ranks go with them
+        for process in _tasks_and_ranks(folder, out):
+            process.kill()
     starts = _events(out, "start")
     assert [event["world_size"] for event in starts] == [2, 2]
     assert 0 < starts[1]["step"] < NUM_STEPS

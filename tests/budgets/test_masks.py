@@ -46,6 +46,7 @@ def test_the_peak_of_a_step_with_masks_is_planned_to_the_byte(name, dtype, num_l
         micro_batch=ROWS,
         units=model.units,
         precision=precision,
+        num_steps=2,
     )
     assert abs(predicted.peak.total - measured.peak_bytes) <= SLACK_BYTES
 

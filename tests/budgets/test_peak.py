@@ -107,6 +107,7 @@ def _both(
         shard_size=shard_size,
         leaves=leaves,
         rank=rank,
+        num_steps=2,
     )
     return predicted, listed, measured
 
@@ -265,6 +266,7 @@ def test_whole_tensors_that_few_of_many_ranks_own_are_planned_too(stage, rank):
         num_micro=2,
         optimizer=optimizers,
         rank=rank,
+        num_steps=2,
     )
     sent = [(r.op, r.num_bytes, r.scope, r.world_size) for r in measured.messages]
     assert [(m.op, m.num_bytes, f"{m.buffer}/{m.phase}", m.world_size) for m in predicted.messages()] == sent

@@ -34,6 +34,7 @@ from typing import NoReturn
 FIRST_FD = 3  # after the standard streams
 POLL_S = 0.01
 EXIT_BROKEN_PIPE = 120  # as the interpreter exits when it cannot flush its standard streams
+_forked = False  # whether `as_executed` was called in this process
 
 
 def exit_code_of_child(pid: int) -> int | None:
@@ -117,6 +118,11 @@ def fork_command(words: Sequence[str], env: Mapping[str, str]) -> ForkedRank:
     return ForkedRank(pid)
 
 
+def is_forked() -> bool:
+    """Return whether this process was forked to run a command. It ends by `os._exit`, which calls no destructors."""
+    return _forked
+
+
 def as_executed(env: Mapping[str, str]) -> None:
     """Bring a forked process into the state of a newly executed program with the environment ``env``.
 
@@ -124,6 +130,8 @@ def as_executed(env: Mapping[str, str]) -> None:
     finalizers that the parent has registered for its own exit (to remove a temporary folder, say). torch gets as many
     threads as ``OMP_NUM_THREADS`` says.
     """
+    global _forked
+    _forked = True
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN, None):
             signal.signal(number, signal.SIG_DFL)

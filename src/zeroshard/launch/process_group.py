@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from zeroshard.launch.environment import World, has_launcher, num_restarts, variable
+from zeroshard.launch.forked import is_forked
 
 if TYPE_CHECKING:
     import torch
@@ -71,11 +72,14 @@ def shutdown() -> None:
     """Leave the default group, if there is one.
 
     gloo's worker threads abort the process at exit if anything still references their work handles. To prevent that,
-    garbage is collected before and after.
+    garbage is collected before and after, which takes half a second. A forked rank exits without destructors.
     """
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
+        return
+    if is_forked():
+        dist.destroy_process_group()
         return
     gc.collect()
     dist.destroy_process_group()

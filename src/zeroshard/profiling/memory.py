@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -29,7 +29,6 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 STATE = ("params", "grads", "master", "optimizer", "ema")  # also resident between steps
 IN_A_STEP = ("unit_buffers", "prefetch", "activations", "temporaries")
@@ -187,6 +186,7 @@ class AllocationRecorder(TorchDispatchMode):
             self._see(storage, OTHERS)
         # An engine resizes these storages (to 0 and back) outside of any operation.
         self._resized = [storage for category, storage in claimed.values() if category != "optimizer"]
+        self._sizes = [storage.nbytes() for storage in self._resized]
 
     def follow(self, model: nn.Module, optimizer: Optimizer) -> Self:
         """Track the current phase by hooks on ``model`` and ``optimizer``, until `remove`."""
@@ -224,20 +224,28 @@ class AllocationRecorder(TorchDispatchMode):
     ) -> Any:
         """Run the operation and track its tensors."""
         kwargs = kwargs or {}
-        for tensor in self._tensors((args, kwargs)):
-            self._see(tensor.untyped_storage(), OTHERS)  # if it is new to us, it existed before we began to record
+        for storage in self._storages_in((args, kwargs)):
+            self._see(storage, OTHERS)  # if it is new to us, it existed before we began to record
         result = func(*args, **kwargs)
-        for tensor in self._tensors(result):
-            self._see(tensor.untyped_storage(), self._phase)
-        for storage in self._resized:
-            self._resize(storage)
+        for storage in self._storages_in(result):
+            self._see(storage, self._phase)
+        sizes = [storage.nbytes() for storage in self._resized]
+        if sizes != self._sizes:
+            self._sizes = sizes
+            for storage in self._resized:
+                self._resize(storage)
         if self.live_bytes > self._highest:
             self._highest, self._rising = self.live_bytes, str(func)
         return result
 
-    def _tensors(self, value: Any) -> list[Tensor]:
-        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-        return tensors if self._without_values else [tensor for tensor in tensors if not tensor.is_meta]
+    def _storages_in(self, value: Any) -> Iterator[UntypedStorage]:
+        """The storages in what an operation takes or returns: tensors, and containers of them."""
+        if isinstance(value, Tensor):
+            if self._without_values or not value.is_meta:
+                yield value.untyped_storage()
+        elif isinstance(value, list | tuple | dict):
+            for each in value.values() if isinstance(value, dict) else value:
+                yield from self._storages_in(each)
 
     def _see(self, storage: UntypedStorage, phase: str) -> None:
         key = storage._cdata
