@@ -14,10 +14,10 @@ import sys
 import time
 from importlib.util import find_spec
 
-import forked
 import psutil
 import pytest
 
+import forked
 from zeroshard.cli import main
 from zeroshard.submit import SubmitConfig, TrainJob, submit
 

@@ -296,7 +296,8 @@ class _Engine:
             ModuleBuffers(nn.Module(), world, "keep"),
         )
         log.has_streams = settings.device_type == "cuda"
-        for group in self._runtime.groups():
+        self._groups = list(self._runtime.groups())
+        for group in self._groups:
             if log.has_streams:
                 group.use_streams(_Beside())
             log.ignore([group.params.full, group.params.master, group.params.node_copy.shard])
@@ -344,7 +345,7 @@ class _Engine:
 
     def _take(self) -> list[EngineAction | tuple[int, int]]:
         told = self.log.take([self._root, *self._units])
-        waiting = sum(group.grads.waiting_bytes for group in self._runtime.groups())
+        waiting = sum([group.grads.waiting_bytes for group in self._groups])
         if waiting != self._waiting_bytes:  # gradients to be copied; the trace has freed them
             told.append(Change("temporaries", waiting - self._waiting_bytes))
             self._waiting_bytes = waiting

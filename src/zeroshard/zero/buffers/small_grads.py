@@ -25,10 +25,14 @@ class SmallGrads:
     Args:
         layout: layout of the buffer.
         dtype: dtype of the buffer.
+
+    Attributes:
+        num_bytes: bytes of the waiting gradients.
     """
 
     def __init__(self, layout: FlatLayout, dtype: torch.dtype) -> None:
         self._waiting: dict[int, Tensor] = {}  # by slot
+        self.num_bytes = 0
         small = sum(slot.numel <= SMALL_NUMEL for slot in layout.slots)
         self._num_together = small if small >= LEAST_TOGETHER and dtype.is_floating_point else 0
 
@@ -41,6 +45,7 @@ class SmallGrads:
     def add(self, slot: int, grad: Tensor, views: Sequence[Tensor], scale: float) -> None:
         """Let the gradient wait; if it is the last one expected, copy all into the buffer."""
         self._waiting[slot] = grad
+        self.num_bytes += grad.nbytes
         if len(self._waiting) == self._num_together:
             self.copy_in(views, scale)
 
@@ -55,13 +60,8 @@ class SmallGrads:
         torch._foreach_copy_(targets, list(self._waiting.values()))
         if scale != 1.0:
             torch._foreach_mul_(targets, scale)
-        self._waiting = {}
+        self.clear()
 
     def clear(self) -> None:
         """Drop the waiting gradients."""
-        self._waiting = {}
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the waiting gradients."""
-        return sum(grad.nbytes for grad in self._waiting.values())
+        self._waiting, self.num_bytes = {}, 0
