@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager, suppress
+from importlib import metadata
 from itertools import chain
 from pathlib import Path
 
@@ -351,6 +352,17 @@ def test_doctor_reports_versions_and_what_would_be_used(capsys):
     assert rows["zeroshard"] == zeroshard.__version__
     assert {"python", "torch", "numpy", "os", "cpus", "memory", "gloo", "nccl"} <= set(rows)
     assert re.fullmatch(r"auto +(\w+: (reference|triton)(, |$)){10}", rows["kernels"])
+
+
+def test_doctor_reports_on_a_source_tree_that_is_not_installed(capsys, monkeypatch):
+    def nothing_is_known(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("zeroshard.doctor.metadata.requires", nothing_is_known)
+    assert main(["doctor"]) == 0
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert rows["zeroshard"] == f"{zeroshard.__version__} (run from its source, not installed)"
+    assert {"torch", "numpy", "cpus"} <= set(rows)
 
 
 def test_doctor_explains_the_variables_of_the_network(capsys, monkeypatch):

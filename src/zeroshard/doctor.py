@@ -23,8 +23,10 @@ GIB = 2**30
 
 def report() -> str:
     """The complete report, with one ``name  value`` per line."""
-    rows = [("zeroshard", zeroshard.__version__), ("python", platform.python_version())]
-    rows += [(name, _version(name)) for name in _requirements()]
+    required = _requirements()
+    how = "" if required else " (run from its source, not installed)"
+    rows = [("zeroshard", zeroshard.__version__ + how), ("python", platform.python_version())]
+    rows += [(name, _version(name)) for name in required or ("torch", "numpy")]
     rows += [
         ("triton", _version("triton")),
         ("liger-kernel", _version("liger-kernel")),
@@ -97,8 +99,11 @@ def _kernels(device: Any) -> str:
 
 
 def _requirements() -> list[str]:
-    """The names of the packages that zeroshard requires, without those of its extras."""
-    required = metadata.requires("zeroshard") or []
+    """The names of the packages that zeroshard requires, without those of its extras; empty if it is not installed."""
+    try:
+        required = metadata.requires("zeroshard") or []
+    except metadata.PackageNotFoundError:
+        return []
     return [re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in required if "extra ==" not in line]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -104,14 +106,32 @@ def test_a_port_in_use_is_refused_and_a_free_one_is_not():
 
 
 def test_a_world_of_one_joins_and_leaves_and_may_join_again():
-    import torch
-
     for _ in range(2):
         init_process_group(World(), torch.device("cpu"))
         assert dist.get_world_size() == 1
         shutdown()
         assert not dist.is_initialized()
     shutdown()
+
+
+def test_only_a_rank_that_was_not_forked_searches_for_garbage_when_it_leaves(monkeypatch):
+    program = (
+        "import gc, torch\n"
+        "from zeroshard.launch.environment import World\n"
+        "from zeroshard.launch.process_group import init_process_group, shutdown\n"
+        "searches = []\n"
+        "gc.collect = lambda: searches.append(1)\n"
+        "init_process_group(World(), torch.device('cpu'))\n"
+        "shutdown()\n"
+        "print(len(searches))\n"
+    )
+    done = forked.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "0\n"  # half a second; it ends by os._exit
+    searches = []
+    monkeypatch.setattr(gc, "collect", lambda: searches.append(1))
+    init_process_group(World(), torch.device("cpu"))
+    shutdown()
+    assert len(searches) == 2
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "ours"])

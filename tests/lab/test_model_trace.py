@@ -24,6 +24,7 @@ def _whole(model, micro_batch, precision, device_type="cpu"):
     return trace_model(model, micro_batch, model.units, inputs, precision, device_type=device_type)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("precision", [FP32, BF16, MixedPrecision(param_dtype=torch.float16)], ids=["32", "b16", "16"])
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 @pytest.mark.parametrize("kernels", ["auto", "reference"])

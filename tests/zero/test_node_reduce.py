@@ -58,6 +58,7 @@ def _equal(one, other):
     assert all(torch.equal(one[1][name], other[1][name]) for name in one[1])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("world_size", "node_size"), [(4, 2), (6, 2), (6, 3)])
 @pytest.mark.parametrize("accumulate", ["local", "sharded"])
 @pytest.mark.parametrize("is_late", [False, True])
