@@ -49,6 +49,7 @@ from zeroshard.launch.rounds import MACHINE_CAME
 MONITOR_INTERVAL_S = 0.1
 # How long ranks may take to save a checkpoint when a machine comes; replicas save when they synchronise next.
 SAVING_GRACE_S = 300
+STOP_S = 30  # from SIGTERM to SIGKILL for ranks that are to be started again
 Fork = Callable[[Sequence[str], Mapping[str, str]], ForkedRank]
 WORTH_A_RESTART = frozenset({int(ExitStatus.FAILED), int(ExitStatus.PEER_LOST)})
 
@@ -229,6 +230,15 @@ class _Agent(LocalElasticAgent):
         count_restart()
         super()._restart_workers(worker_group)
 
+    def _stop_workers(self, *_: Any, **__: Any) -> None:
+        self._shutdown(timeout=STOP_S)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None) -> None:
+        """End the ranks, after ``timeout`` seconds by SIGKILL; None, as in torch 2.11: after the agent's own limit."""
+        if self._pcontext:
+            self._pcontext.close(death_sig, self._shutdown_timeout if timeout is None else timeout)
+        super()._shutdown(death_sig)
+
 
 class _ForkedContext(SubprocessContext):
     """Forked ranks, monitored as torch's agent monitors the ranks that it spawns."""
@@ -302,7 +312,8 @@ def _agent(
         monitor_interval=MONITOR_INTERVAL_S,
         local_addr=meeting.own_address,
     )
-    agent = _Agent(spec, DefaultLogsSpecs(log_dir=log_dir), shutdown_timeout=grace_s)
+    agent = _Agent(spec, DefaultLogsSpecs(log_dir=log_dir))
+    agent._shutdown_timeout = grace_s  # torch 2.11 does not take it as an argument
     agent.restarts_left, agent.moves_left = max_restarts, max_stage_raises
     agent.alone, agent.words = isinstance(handler, OneHost), tuple(words)
     return agent
