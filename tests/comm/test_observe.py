@@ -129,7 +129,6 @@ def test_a_timed_record_tells_when_its_operation_had_ended():
     assert late.ended_at_s == 1234.5
 
 
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch 2.11, of every profile
 def test_an_operation_is_a_span_of_the_profiler_where_one_runs(observed):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, scope("blocks.3/weights"):
         observed.all_reduce(torch.zeros(1)).wait()
