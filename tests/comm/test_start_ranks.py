@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import forked
 from zeroshard.errors import UserError
-from zeroshard.launch.elastic import _ending
+from zeroshard.launch.elastic import STOP_S, _Agent, _ending
 from zeroshard.launch.ending import Ending, root_cause
 from zeroshard.launch.environment import World, tell_launcher, world_from_env
 from zeroshard.launch.process_group import init_process_group, meet, shutdown
@@ -112,6 +113,20 @@ def test_a_world_of_one_joins_and_leaves_and_may_join_again():
         shutdown()
         assert not dist.is_initialized()
     shutdown()
+
+
+def test_ranks_have_the_launchers_own_limit_to_end_and_less_where_they_start_again():
+    """As torch 2.11 calls these two: without a limit."""
+    limits = []
+    agent = object.__new__(_Agent)
+    agent._worker_watchdog = agent._health_check_server = None
+    agent._pcontext = SimpleNamespace(close=lambda number, limit_s=None: limits.append((number, limit_s)))
+    agent._shutdown_timeout = 7
+    agent._shutdown(signal.SIGINT)
+    assert limits.pop(0) == (signal.SIGINT, 7)
+    limits.clear()
+    agent._stop_workers(None)
+    assert limits[0] == (signal.SIGTERM, STOP_S)
 
 
 def test_only_a_rank_that_was_not_forked_searches_for_garbage_when_it_leaves(monkeypatch):
