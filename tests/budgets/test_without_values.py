@@ -89,3 +89,9 @@ def test_what_may_differ_without_values_is_refused():
     masked.eos_id = None
     with pytest.raises(ValueError, match="optimizer: on the meta device fused AdamW is known alone"):
         dry_run(masked, tokens_and_targets(8), optimizer=lambda zero: [zero.optimizer(torch.optim.SGD)], **asked)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_one_step_is_too_few(num_steps):
+    with pytest.raises(ValueError, match=f"^num_steps: {num_steps} steps; give at least 2"):
+        _measured("meta", "gpt2-demo", 1, num_steps=num_steps)

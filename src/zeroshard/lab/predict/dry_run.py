@@ -88,13 +88,18 @@ def dry_run(
         record: whether to record allocations; if not, ``peak_bytes`` is CUDA's own count, and 0 on a CPU.
 
     Raises:
-        ValueError: ``device`` is ``"meta"``, and the model is not one of ours, is not on the meta device, masks
+        ValueError: ``num_steps`` is below 2; or ``device`` is ``"meta"``, and the model is not one of ours, is not on the meta device, masks
             documents, or ``optimizer`` is given.
     """
     device = torch.device(device)
     if device.type == "meta":
         optimizer = _prepare_without_values(model, optimizer)
-    num_steps = num_steps or (NUM_STEPS if device.type == "meta" else NUM_STEPS + 1)
+    if num_steps is None:
+        num_steps = NUM_STEPS if device.type == "meta" else NUM_STEPS + 1
+    if num_steps < NUM_STEPS:
+        raise ValueError(
+            f"num_steps: {num_steps} steps; give at least {NUM_STEPS}, as the first one is not like the rest"
+        )
     comm = ObservedCommunicator(NullCommunicator(world_size, rank))
     how = {"units": units, "precision": precision, "prefetch": prefetch, "accumulate": accumulate}
     zero = _engine(model, strategy, comm, device, shard_size=shard_size, leaves=leaves, **how)
