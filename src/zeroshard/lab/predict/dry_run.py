@@ -88,8 +88,8 @@ def dry_run(
         record: whether to record allocations; if not, ``peak_bytes`` is CUDA's own count, and 0 on a CPU.
 
     Raises:
-        ValueError: ``num_steps`` is below 2; or ``device`` is ``"meta"``, and the model is not one of ours, is not on the
-            meta device, masks documents, or ``optimizer`` is given.
+        ValueError: ``num_steps`` is below 2; or ``device`` is ``"meta"``, and the model is not one of ours, is not on
+            the meta device, masks documents, or ``optimizer`` is given.
     """
     device = torch.device(device)
     if device.type == "meta":
