@@ -24,9 +24,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from zeroshard.kernels.derivatives import is_transformed
 from zeroshard.kernels.dispatch import Choice, asked_for
 from zeroshard.kernels.launch import accumulator_dtype
 from zeroshard.kernels.losses import Reduction, cross_entropy_reference, mean_scale, split_scale
@@ -54,16 +53,13 @@ def can_chunk(kernels: Choice | None, *tensors: Tensor) -> bool:
     """Whether to compute a loss of these tensors by chunks; if not, use the reference, with PyTorch's own behaviour.
 
     The reference is used on a GPU if it was requested by name (``kernels``); under torch.compile, which fuses in its
-    own way; inside transforms of `torch.func` and forward-mode automatic differentiation; for tensors that wrap others,
-    such as `DTensor`; and inside `all_logits`.
+    own way; where `is_transformed` says so; and inside `all_logits`.
     """
     if torch.compiler.is_compiling() or _all_logits.get():
         return False
     if tensors[0].is_cuda and asked_for(kernels) == "reference":
         return False
-    if torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0:
-        return False
-    return not any(is_traceable_wrapper_subclass(tensor) for tensor in tensors)
+    return not is_transformed(*tensors)
 
 
 def rows_at_once(num_rows: int, vocab: int, itemsize: int, *, on_cuda: bool) -> int:

@@ -1,4 +1,4 @@
-"""`once_differentiable` for the backward passes of our kernels, whose results have no derivative."""
+"""What our own backward passes can differentiate: `is_transformed`, and `once_differentiable` for Triton kernels."""
 
 from __future__ import annotations
 
@@ -9,8 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _functions
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _MESSAGE = b"the gradient of a Triton kernel cannot be differentiated again; use kernels='reference' for that"
+
+
+def is_transformed(*tensors: Tensor) -> bool:
+    """Whether an operation must be PyTorch's own: in transforms of `torch.func`, in forward-mode automatic
+    differentiation, and for tensors that wrap others, such as `DTensor`.
+    """
+    if torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0:
+        return True
+    return any(is_traceable_wrapper_subclass(tensor) for tensor in tensors)
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:

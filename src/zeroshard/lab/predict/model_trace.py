@@ -32,7 +32,7 @@ from zeroshard.kernels.chunked_losses import all_logits
 from zeroshard.kernels.launch import traced
 from zeroshard.lab.predict.cut import cut
 from zeroshard.lab.predict.model_spans import ROOT, Event, EventName, Span, Trace, repeat_blocks
-from zeroshard.lab.predict.on_meta import fuse_dropout, on_meta, serves
+from zeroshard.lab.predict.on_meta import fuse_dropout, offer_places, on_meta, serves
 from zeroshard.lab.predict.recorder import StorageEvents
 from zeroshard.lab.predict.work import Work, bytes_read, dtype_name, work_of, work_of_projected_loss
 from zeroshard.models import LanguageModel, build_model
@@ -189,6 +189,7 @@ def _trace(
 ) -> Trace:
     with without_values:
         fake, chosen = _fake(model, units, precision)
+        offer_places(model, fake, precision if autocast is None else None)
         if device_type != "cpu" and isinstance(fake, LanguageModel):
             fuse_dropout(fake)
         root, specs = partition(fake, chosen)
@@ -217,8 +218,7 @@ def _trace(
                 raise UserError("model", "no output of it takes gradients", "give a model that returns its loss")
             loss.backward()
             del loss
-    first = arguments[0]
-    tokens = first.numel() if not first.is_floating_point() else first.shape[0]
+    tokens = arguments[0].shape[0] if arguments[0].is_floating_point() else arguments[0].numel()
     num_bytes = sum(leaf.untyped_storage().nbytes() for leaf in (*arguments, *model.buffers()))
     return Trace(log.order(), tuple(log.spans()), num_bytes, tokens)
 

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from zeroshard import grad_places
 from zeroshard.models import GPT2, LanguageModel, Llama
 from zeroshard.zero import MixedPrecision
+from zeroshard.zero.buffers.local_grads import is_large_matrix
 
 
 def serves(model: LanguageModel, precision: MixedPrecision, device_type: str) -> bool:
@@ -173,3 +175,17 @@ class _NarrowLayerNorm(torch.autograd.Function):
         wanted = [ctx.needs_input_grad[place] for place in (0, 2, 3)]
         dx, dw, db = torch.ops.aten.native_layer_norm_backward(grads[0], x, ctx.shape, mean, rstd, weight, bias, wanted)
         return dx, None, dw, db, None
+
+
+def offer_places(model: nn.Module, fake: nn.Module, precision: MixedPrecision | None) -> None:
+    """Let ``fake``, a copy of ``model``, execute the operations of a run, in which gradients are computed in place.
+
+    No place is given, so a traced gradient takes memory of its own, as in a run on three ranks. In a run with places
+    the first micro-batch takes less, at most by the largest matrix's gradient. ``precision`` is None under autocast.
+    """
+    if precision is None:
+        return
+    for own, param in zip(model.parameters(), fake.parameters(), strict=True):
+        same_dtype = precision.gradient_dtype(own.dtype) == param.dtype
+        if param.requires_grad and same_dtype and is_large_matrix(param.shape):
+            grad_places.offer(param, lambda dtype: None)

@@ -1,20 +1,15 @@
 """The gradients of one flat buffer: where micro-batches accumulate, and how they become a mean over ranks.
 
-There are two buffers. *Local*, ``[padded_numel]``, in the dtype that travels, is the sum of this rank's own gradients.
-*Reduced* is the mean over ranks of the part that this rank's optimizer sees, in the dtype of the master weights, or in
-bfloat16 if that is what travels (`MixedPrecision.reduced_dtype`). The `grads` column says which outlives a backward:
+There are two buffers. *Local*, ``[padded_numel]``, in the dtype that travels, is the sum of this rank's own gradients
+(`local_grads`). *Reduced* is the mean over ranks of the part that this rank's optimizer sees, in the dtype of the
+master weights, or in bfloat16 if that is what travels (`MixedPrecision.reduced_dtype`). The `grads` column says which
+outlives a backward:
 
 * replicate: local stays. After a reduction, reduced is a view of it, not a second buffer. Only if gradients arrive
   again before the optimizer has stepped is reduced copied to its own memory.
 * shard: local exists from the unit's first gradient until its reduction; reduced stays.
 
 Both are freed when gradients are cleared (``zero_grad()``); ``zero_grad(set_to_none=False)`` fills them with zeros.
-
-[Note: The mean]
-    Gradients are scaled by ``1 / world_size`` while they are copied into the local buffer, and then summed over ranks.
-    Every stage does so, and reduces the same buffer in the same order, hence the same bits. If the factor is no power
-    of two, the product is rounded before it is added to the buffer, so that gradients of two micro-batches that cancel
-    leave exactly zero, as they would unscaled.
 
 [Note: Two levels]
     With replicas (see `levels`) the reduce-scatter in this rank's group is followed by an all-reduce of the shard over
@@ -34,19 +29,18 @@ Both are freed when gradients are cleared (``zero_grad()``); ``zero_grad(set_to_
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from zeroshard.comm import Work, empty_for, scope
+from zeroshard.grad_places import GradPlace
 from zeroshard.wire_formats import Format
 from zeroshard.zero.buffers.barred import Barred
-from zeroshard.zero.buffers.layout import FlatLayout, Piece
+from zeroshard.zero.buffers.layout import FlatLayout, Piece, view_of
 from zeroshard.zero.buffers.leaves import LeafReduce, LeafSum
+from zeroshard.zero.buffers.local_grads import LocalGrads
 from zeroshard.zero.buffers.node_reduce import NodeReduce, packed_reduce
 from zeroshard.zero.buffers.shards import reduce_shards
-from zeroshard.zero.buffers.small_grads import SmallGrads
 from zeroshard.zero.buffers.wire import AcrossReplicas, PackedReduce, Rounding
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
@@ -94,10 +88,7 @@ class FlatGrads:
         self.barred = Barred()
         self.reduced: Tensor | None = None
         self.factor: Tensor | None = None
-        self._local: Tensor | None = None
-        self._views: list[Tensor] = []
-        self._written = [False] * len(layout.slots)
-        self._small = SmallGrads(layout, reduce_dtype)
+        self._local = LocalGrads(layout, comm, reduce_dtype, device, levels.world.world_size)
         self._work: Work | None = None
         self._arriving: Tensor | None = None
         self._across = 0  # collectives over replicas, or between nodes, that are still to be issued
@@ -105,9 +96,6 @@ class FlatGrads:
         self.wire = wire if self.shard_optim else None
         self._packed: PackedReduce | NodeReduce | AcrossReplicas | LeafReduce | None = None
         self.rounding = Rounding(rounding_seed, name, levels.world.rank)
-        self._scale = 1.0 / levels.world.world_size
-        self._scale_is_exact = math.frexp(self._scale)[0] == 0.5
-        self._scale_on_device = self._scale_there()
         start, stop = layout.interval(comm.rank)
         self._held = slice(start, stop) if self.shard_optim else slice(0, layout.padded_numel)
         self.offset = self._held.start  # of `reduced` in the flat buffer
@@ -115,71 +103,41 @@ class FlatGrads:
     def use_streams(self, streams: Streams) -> None:
         """Issue reductions on these CUDA streams from now on."""
         self._streams = streams
+        self._local.use_streams(streams)
 
     # -- accumulation -----------------------------------------------------------------------------------------
 
     @property
     def pending(self) -> bool:
         """Whether gradients on this rank wait for a reduction."""
-        return any(self._written)
-
-    def accumulate(self, slot: int, grad: Tensor) -> None:
-        """Add ``grad`` (the parameter's shape, the compute dtype) to slot ``slot`` of this rank's sum."""
-        grad = grad.detach()  # under create_graph it has a graph
-        if grad.is_sparse:
-            grad = grad.to_dense()
-        self._vacate_local()
-        self.barred.came(slot)
-        view = self._local_views()[slot]
-        if not self.used[slot] and self._small.takes(grad):
-            self._written[slot] = self.used[slot] = True
-            self._small.add(slot, grad, self._views, self._scale)
-            return
-        if slot in self._small:
-            self._copy_in()
-        if self._written[slot] and self._scale_is_exact:
-            view.add_(grad, alpha=self._scale)
-        elif self._written[slot]:
-            view.add_(grad.to(view.dtype).mul(self._scale))
-        elif grad.dtype == view.dtype and self._scale != 1.0:
-            torch.mul(grad, self._scale, out=view)
-        elif (
-            self._scale_on_device is not None
-            and grad.ndim
-            and torch.promote_types(grad.dtype, view.dtype) == view.dtype
-        ):
-            torch.mul(grad, self._scale_on_device, out=view)
-        else:
-            view.copy_(grad)
-            if self._scale != 1.0:
-                view.mul_(self._scale)
-        self._written[slot] = self.used[slot] = True
-
-    def _copy_in(self) -> None:
-        """Copy the small gradients that wait into the local buffer, and scale them."""
-        self._small.copy_in(self._views, self._scale)
+        return self._local.pending
 
     @property
     def waiting_bytes(self) -> int:
         """Bytes of small gradients that wait to be copied into the local buffer."""
-        return self._small.num_bytes
+        return self._local.waiting_bytes
 
-    def _scale_there(self) -> Tensor | None:
-        """The scale as a tensor ``[1]`` in the dtype that travels, by which one kernel widens and scales a gradient.
+    def has_places(self, slot: int, dtype: torch.dtype) -> bool:
+        """Whether gradients of ``dtype`` for ``slot`` may be computed where they are to lie."""
+        return dtype == self.reduce_dtype and self._local.has_places(slot)
 
-        Multiplied by a Python number, the product would be rounded to the gradient's dtype. Only on a GPU, whose
-        kernels widen as they read; a CPU would first make a wide copy of the gradient, so there the gradient is copied
-        into place and multiplied there. Both give the same bits.
-        """
-        if self.device.type != "cuda" or self._scale == 1.0 or not self.reduce_dtype.is_floating_point:
+    def place(self, slot: int, dtype: torch.dtype) -> GradPlace | None:
+        """Where the gradient that is about to arrive at ``slot`` may be computed: `LocalGrads.has_place`."""
+        if not self._local.has_place(slot, dtype):
             return None
-        return torch.tensor([self._scale], dtype=self.reduce_dtype, device=self.device)
+        self._vacate_local()
+        return self._local.give_place(slot)
 
-    def _local_views(self) -> list[Tensor]:
-        if self._local is None:
-            self._local = empty_for(self.comm, self.layout.padded_numel, self.reduce_dtype, self.device)
-            self._views = self.layout.views(self._local)
-        return self._views
+    def accumulate(self, slot: int, grad: Tensor) -> None:
+        """Add ``grad`` (the parameter's shape, the compute dtype) to slot ``slot`` of this rank's sum."""
+        if grad.requires_grad:  # under create_graph
+            grad = grad.detach()
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        self._vacate_local()
+        self.barred.came(slot)
+        self._local.add(slot, grad, first=not self.used[slot])
+        self.used[slot] = True
 
     def _vacate_local(self) -> None:
         """Before the local buffer is written: move reduced gradients, or a reduction in flight, out of it."""
@@ -187,16 +145,13 @@ class FlatGrads:
             assert self._work is not None
             assert self._arriving is not None
             self._work.wait()
-            if self._lies_in_local(self._arriving):
+            if self._local.contains(self._arriving):
                 self._arriving = self._arriving.clone()
             return
         self.settle()
         self.apply_factor()
-        if self.reduced is not None and self.keep_local and not self.pending and self._lies_in_local(self.reduced):
+        if self.reduced is not None and self.keep_local and not self.pending and self._local.contains(self.reduced):
             self.reduced = self.reduced.clone()
-
-    def _lies_in_local(self, tensor: Tensor) -> bool:
-        return self._local is not None and tensor.untyped_storage()._cdata == self._local.untyped_storage()._cdata
 
     # -- reduction --------------------------------------------------------------------------------------------
 
@@ -204,15 +159,7 @@ class FlatGrads:
         """Start the reduction of the local buffer, with zeros for parameters without a gradient. Collective."""
         self._go_across()
         self._vacate_local()
-        views = self._local_views()
-        self._copy_in()
-        local = self._local
-        assert local is not None
-        for view, written in zip(views, self._written, strict=True):
-            if not written:
-                view.zero_()
-        self.layout.zero_padding(local)
-        self._written = [False] * len(self._written)
+        local = self._local.complete()
         target = local[self._held]
         if self.leaf_sum is not None:
             target = self.leaf_sum.target(self.reduced, self._held, self.reduced_dtype)
@@ -292,18 +239,17 @@ class FlatGrads:
             self.reduced.add_(arrived)
         else:
             self.reduced = arrived.to(self.reduced_dtype)
-            if not self.keep_local and self._lies_in_local(self.reduced):
+            if not self.keep_local and self._local.contains(self.reduced):
                 self.reduced = self.reduced.clone()
         if not self.keep_local and not self.pending:
-            self._local, self._views = None, []
+            self._local.free()
 
     # -- what the engine reads --------------------------------------------------------------------------------
 
     def piece(self, piece: Piece) -> Tensor:
         """The reduced gradients of a piece: a view, in the piece's shape."""
         assert self.reduced is not None
-        start = piece.offset - self.offset
-        return self.reduced[start : start + piece.numel].view(piece.shape)
+        return view_of(self.reduced, piece.offset - self.offset, piece.shape)
 
     def of_slot(self, slot: int) -> Tensor:
         """This rank's part of the reduced gradient of a slot: a 1-D view, with `factor` applied."""
@@ -316,13 +262,13 @@ class FlatGrads:
         """Replace this rank's part of the gradient of ``slot`` by ``part``."""
         self.settle()
         self.apply_factor()
-        self._copy_in()
+        self._local.copy_in()
         if self.reduced is None:
             numel = self._held.stop - self._held.start
             self.reduced = torch.zeros(numel, dtype=self.reduced_dtype, device=self.device)
         start, stop = self._held_of(slot)
         self.reduced[start:stop].copy_(part)
-        self._written[slot], self.used[slot] = False, True
+        self._local.written[slot], self.used[slot] = False, True
         self.barred.cleared({slot})
 
     def _held_of(self, slot: int) -> tuple[int, int]:
@@ -349,12 +295,11 @@ class FlatGrads:
         self.rounding.end_step()
         self.barred.cleared(slots)
         self.apply_factor()  # now: a NaN or Inf factor would turn the zeros into NaN
-        self._copy_in()
+        self._local.copy_in()
         if slots >= {slot for slot, used in enumerate(self.used) if used}:
             self.num_backwards = 0
         for slot in slots:
-            if self._written[slot]:
-                self._local_views()[slot].zero_()
+            self._local.zero(slot)
         if self.reduced is not None:
             for piece in self._pieces():
                 if piece.slot in slots:
@@ -366,11 +311,11 @@ class FlatGrads:
         self.rounding.end_step()
         self.barred.cleared(slots)
         for slot in slots:
-            self._written[slot] = self.used[slot] = False
+            self._local.written[slot] = self.used[slot] = False
         if not any(self.used):
-            self.reduced = self.factor = self._local = None
-            self._views, self.num_backwards = [], 0
-            self._small.clear()
+            self.reduced = self.factor = None
+            self.num_backwards = 0
+            self._local.clear()
             if self.leaf_sum is not None:
                 self.leaf_sum.clear()
             return
@@ -383,7 +328,7 @@ class FlatGrads:
     @property
     def buffers(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The local buffer, `reduced`, and the target of the reduction in flight; they may share memory."""
-        return self._local, self.reduced, self._arriving
+        return self._local.buffer, self.reduced, self._arriving
 
     @property
     def packed(self) -> Tensor | None:

@@ -29,7 +29,7 @@ from zeroshard.wire_formats import DtypeFormat
 from zeroshard.zero.buffers import outdated
 from zeroshard.zero.buffers.common_copy import CommonCopy, PackedDifferences, Replaced
 from zeroshard.zero.buffers.initial import initial_values
-from zeroshard.zero.buffers.layout import ALIGNMENT, FlatLayout, Piece
+from zeroshard.zero.buffers.layout import ALIGNMENT, FlatLayout, Piece, view_of
 from zeroshard.zero.buffers.node_copy import NodeCopy
 from zeroshard.zero.buffers.outside_views import OutsideViews
 from zeroshard.zero.buffers.partition import Init
@@ -138,7 +138,8 @@ class FlatParams:
 
     def _written(self) -> int:
         """Return a number that grows with each write into a parameter that autograd sees."""
-        return sum(param._version for param in self.params)
+        with torch._C.DisableTorchFunctionSubclass():
+            return sum([param._version for param in self.params])
 
     def thaw(self) -> bool:
         """Make a master in the parameters' own dtype, because they will be trained; return whether it is new."""
@@ -151,8 +152,7 @@ class FlatParams:
 
     def piece_of_master(self, piece: Piece) -> Tensor:
         """Return a view of the master, in the piece's shape."""
-        start = piece.offset - self.master_offset
-        return self.master[start : start + piece.numel].view(piece.shape)
+        return view_of(self.master, piece.offset - self.master_offset, piece.shape)
 
     def place_in_full(self, piece: Piece) -> Tensor | None:
         """Return a view of ``full``, in the piece's shape, for an optimizer that writes to it as well as to the master.
@@ -161,7 +161,7 @@ class FlatParams:
         """
         if self._aliased or self.shard_params or self.wire is not None:
             return None
-        return self.full[piece.offset : piece.offset + piece.numel].view(piece.shape)
+        return view_of(self.full, piece.offset, piece.shape)
 
     def gather(self, *, again: bool = False) -> None:
         """Issue the all-gather that makes ``full`` unsharded and current, unless one is in flight.

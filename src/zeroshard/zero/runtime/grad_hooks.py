@@ -6,6 +6,9 @@
     Autograd adds the next micro-batch's gradient to it; the `ShardedGrad` sets that one aside for the hook to take.
     `apply_assigned_grads` applies what the user has assigned to ``param.grad`` (None, or a tensor) before gradients are
     used or added to.
+
+Operations that can compute a gradient where it is to lie are offered a place: [Note: Computed in place] in
+`local_grads`.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _foreach_utils
 
+from zeroshard import grad_places
+from zeroshard.grad_places import GradPlace
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.runtime.sharded_grad import ShardedGrad, held
 
@@ -68,6 +73,8 @@ class GradHooks:
             if shown.param.requires_grad:
                 shown.group.thaw()
                 self._handles.append(shown.param.register_post_accumulate_grad_hook(_hook(self._taker, shown)))
+                if shown.group.grads.has_places(shown.slot, shown.group.params.full.dtype):
+                    grad_places.offer(shown.param, _offer(shown))
                 self._hooked.append(shown)
             else:
                 frozen.append(shown)
@@ -78,6 +85,7 @@ class GradHooks:
         for handle in self._handles:
             handle.remove()
         for shown in self._hooked:
+            grad_places.withdraw(shown.param)
             shown.hide()
         self._handles, self._hooked, self._frozen = [], [], []
 
@@ -231,6 +239,17 @@ def _hook(taker_ref: weakref.ref[GradTaker], shown: _Shown) -> Callable[[Tensor]
         shown.show()
 
     return take
+
+
+def _offer(shown: _Shown) -> grad_places.Offer:
+    shown_ref = weakref.ref(shown)  # as in `_hook`
+
+    def place(dtype: torch.dtype) -> GradPlace | None:
+        """Return a place in the parameter's buffer, if its engine still exists."""
+        shown = shown_ref()
+        return None if shown is None else shown.group.grads.place(shown.slot, dtype)
+
+    return place
 
 
 def _let_foreach_know() -> None:

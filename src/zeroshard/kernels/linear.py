@@ -1,0 +1,72 @@
+"""y = x W^T + b, whose backward computes W's gradient where an engine wants it: `zeroshard.grad_places`.
+
+    dx = g W        dW = g^T x        db = sum of g over rows
+
+The products are those of `torch.nn.functional.linear`, and so are the bits, because a scale is a power of two.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from zeroshard import grad_places
+from zeroshard.kernels.derivatives import is_transformed
+
+
+class _PlacedLinear(torch.autograd.Function):
+    """`torch.nn.functional.linear` of x [..., in], weight [out, in] and bias [out] or None."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """-> [..., out]."""
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        """g [..., out] -> the gradients of x, weight and bias, in their shapes and dtype."""
+        (g,) = upstream
+        x, weight = ctx.saved_tensors
+        rows = g.reshape(-1, g.shape[-1])
+        d_x = d_weight = d_bias = None
+        if ctx.needs_input_grad[0]:
+            d_x = rows.mm(weight).view(x.shape)
+        if ctx.needs_input_grad[1]:
+            place = grad_places.take(ctx.next_functions[1][0], g.dtype)
+            factors = (rows.t(), x.reshape(-1, x.shape[-1]))
+            if place is None:
+                d_weight = torch.mm(*factors)
+            else:
+                torch.addmm(place.out, *factors, beta=0, alpha=place.scale, out=place.out)
+                d_weight = grad_places.PlacedGrad(place)
+        if ctx.needs_input_grad[2]:
+            d_bias = rows.sum(0)
+        return d_x, d_weight, d_bias
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`torch.nn.functional.linear`; if an engine offers a place for the weight's gradient, it is computed there.
+
+    Results are the same. It is torch's own operation under `torch.compile`, under autocast, and where
+    `zeroshard.kernels.derivatives.is_transformed` says so.
+
+    Args:
+        input: ``[..., in]``.
+        weight: ``[out, in]``.
+        bias: ``[out]``, or None.
+    """
+    return (_PlacedLinear.apply if _computes_here(input, weight) else F.linear)(input, weight, bias)
+
+
+def _computes_here(input: Tensor, weight: Tensor) -> bool:
+    """Whether to compute with `_PlacedLinear`."""
+    if torch.compiler.is_compiling() or not grad_places.is_offered(weight) or not torch.is_grad_enabled():
+        return False
+    on = input.device.type
+    if on != "meta" and torch.is_autocast_enabled(on):
+        return False
+    return not is_transformed(input, weight)

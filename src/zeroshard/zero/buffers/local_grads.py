@@ -1,0 +1,202 @@
+"""This rank's own sum of gradients in one flat buffer: ``[padded_numel]``, in the dtype that travels.
+
+[Note: The mean]
+    Gradients are scaled by ``1 / world_size`` while they are copied into the buffer, and then summed over ranks. Every
+    stage does so, and reduces the same buffer in the same order, hence the same bits. If the factor is no power of two,
+    the product is rounded before it is added to the buffer, so that gradients of two micro-batches that cancel leave
+    exactly zero, as they would unscaled.
+
+[Note: Computed in place]
+    A parameter's first gradient of a backward need not be copied if the operation that computes it writes it into the
+    buffer (`zeroshard.grad_places`): if it has the buffer's dtype, its factor is a power of two, and its place begins
+    where a tensor of its own would, at a multiple of 64 bytes. A product then has the same bits there (not in float16,
+    where halves of ordinary gradients are rounded).
+    A place is given once in a backward. If the tensor that arrives does not lie there, or none has arrived when the
+    buffer is reduced, autograd may still hold the one that does: of a weight that is used twice, say. The buffer is
+    then left to it, the gradients go on in a new one, and that slot's place is not given again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm import Communicator, empty_for
+from zeroshard.grad_places import GradPlace, PlacedGrad
+from zeroshard.zero.buffers.layout import FlatLayout
+from zeroshard.zero.buffers.small_grads import SMALL_NUMEL, SmallGrads
+from zeroshard.zero.streams import NO_STREAMS, Streams
+
+_ALIGNMENT = 64  # bytes, of which torch aligns tensors on a CPU to a multiple
+
+
+def is_large_matrix(shape: Sequence[int]) -> bool:
+    """Whether a parameter of this shape may be the weight of a product that is worth computing in place."""
+    return len(shape) == 2 and math.prod(shape) > SMALL_NUMEL
+
+
+class LocalGrads:
+    """The sums of this rank's gradients, scaled, of the parameters of one `FlatLayout`.
+
+    Args:
+        layout: where each parameter's gradient lies.
+        comm: which allocates the buffer.
+        dtype, device: of the buffer.
+        world_size: ranks over which gradients will be summed; each is multiplied by ``1 / world_size``.
+
+    Attributes:
+        buffer: ``[padded_numel]``; None until the first gradient, and after `free`.
+        written: for each slot, whether a gradient lies there, or waits to be copied there.
+    """
+
+    def __init__(
+        self, layout: FlatLayout, comm: Communicator, dtype: torch.dtype, device: torch.device, world_size: int
+    ) -> None:
+        self._layout, self._comm, self._dtype, self._device = layout, comm, dtype, device
+        self.buffer: Tensor | None = None
+        self._views: list[Tensor] = []
+        self.written = [False] * len(layout.slots)
+        self._given: set[int] = set()  # slots whose places were given away: [Note: Computed in place]
+        self._kept: set[int] = set()  # slots whose places are not given any more
+        self._small = SmallGrads(layout, dtype)
+        self._scale = 1.0 / world_size
+        self._scale_is_exact = math.frexp(self._scale)[0] == 0.5
+        self._scale_on_device = self._scale_there()
+        self._streams: Streams = NO_STREAMS
+
+    def use_streams(self, streams: Streams) -> None:
+        """Give places only where these streams allow it: `Streams.is_home`."""
+        self._streams = streams
+
+    @property
+    def pending(self) -> bool:
+        """Whether gradients wait for a reduction."""
+        return any(self.written)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of small gradients that wait to be copied into the buffer."""
+        return self._small.num_bytes
+
+    def contains(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` shares the buffer's memory."""
+        return self.buffer is not None and tensor.untyped_storage()._cdata == self.buffer.untyped_storage()._cdata
+
+    def views(self) -> list[Tensor]:
+        """The slots of the buffer, each in its parameter's shape; allocates the buffer if there is none."""
+        if self.buffer is None:
+            self.buffer = empty_for(self._comm, self._layout.padded_numel, self._dtype, self._device)
+            self._views = self._layout.views(self.buffer)
+        return self._views
+
+    def has_places(self, slot: int) -> bool:
+        """Whether gradients for ``slot`` in the buffer's dtype may be computed there: [Note: Computed in place]."""
+        where = self._layout.slots[slot]
+        at_multiple = where.offset * self._dtype.itemsize % _ALIGNMENT == 0
+        fits = at_multiple and self._scale_is_exact and self._dtype != torch.float16
+        return fits and is_large_matrix(where.shape)
+
+    def has_place(self, slot: int, dtype: torch.dtype) -> bool:
+        """Whether the next gradient of ``dtype`` for ``slot``, which has places, may be computed in the buffer."""
+        taken = self.written[slot] or slot in self._given or slot in self._kept
+        return not taken and dtype == self._dtype and self._streams.is_home()
+
+    def give_place(self, slot: int) -> GradPlace:
+        """Give away the place of ``slot``."""
+        self._given.add(slot)
+        return GradPlace(self.views()[slot], self._scale)
+
+    def add(self, slot: int, grad: Tensor, *, first: bool) -> None:
+        """Add ``grad``, in the parameter's shape, to the sum; ``first``: no other has come since they were cleared."""
+        if self._given and slot in self._given:
+            self._given.discard(slot)
+            if self._lies_here(grad):
+                self.written[slot] = True
+                return
+            self._leave_buffer({slot})
+        if isinstance(grad, PlacedGrad):
+            grad = grad.value()
+        view = self.views()[slot]
+        if first and self._small.takes(grad):
+            self.written[slot] = True
+            self._small.add(slot, grad, self._views, self._scale)
+            return
+        if slot in self._small:
+            self.copy_in()
+        if self.written[slot] and self._scale_is_exact:
+            view.add_(grad, alpha=self._scale)
+        elif self.written[slot]:
+            view.add_(grad.to(view.dtype).mul(self._scale))
+        elif grad.dtype == view.dtype and self._scale != 1.0:
+            torch.mul(grad, self._scale, out=view)
+        elif (
+            self._scale_on_device is not None
+            and grad.ndim
+            and torch.promote_types(grad.dtype, view.dtype) == view.dtype
+        ):
+            torch.mul(grad, self._scale_on_device, out=view)
+        else:
+            view.copy_(grad)
+            if self._scale != 1.0:
+                view.mul_(self._scale)
+        self.written[slot] = True
+
+    def _lies_here(self, grad: Tensor) -> bool:
+        """Whether ``grad`` was computed in the buffer; of its parameter, because it was given one place only."""
+        return isinstance(grad, PlacedGrad) and grad.place is not None and self.contains(grad.place.out)
+
+    def copy_in(self) -> None:
+        """Copy the small gradients that wait into the buffer, and scale them."""
+        self._small.copy_in(self._views, self._scale)
+
+    def _scale_there(self) -> Tensor | None:
+        """The scale as a tensor ``[1]`` in the dtype that travels, by which one kernel widens and scales a gradient.
+
+        Multiplied by a Python number, the product would be rounded to the gradient's dtype. Only on a GPU, whose
+        kernels widen as they read; a CPU would first make a wide copy of the gradient, so there the gradient is copied
+        into place and multiplied there. Both give the same bits.
+        """
+        if self._device.type != "cuda" or self._scale == 1.0 or not self._dtype.is_floating_point:
+            return None
+        return torch.tensor([self._scale], dtype=self._dtype, device=self._device)
+
+    def complete(self) -> Tensor:
+        """Fill slots without a gradient and the padding with zeros; return the buffer. Nothing is written after it."""
+        if self._given:
+            self._leave_buffer(self._given)
+        views = self.views()
+        self.copy_in()
+        for view, written in zip(views, self.written, strict=True):
+            if not written:
+                view.zero_()
+        assert self.buffer is not None
+        self._layout.zero_padding(self.buffer)
+        self.written = [False] * len(self.written)
+        return self.buffer
+
+    def _leave_buffer(self, slots: set[int]) -> None:
+        """Go on in a new buffer: autograd may still hold the gradients of ``slots`` that lie in this one."""
+        self._kept |= slots
+        before = self._views
+        self.free()
+        for slot, view in enumerate(self.views()):
+            if self.written[slot] and slot not in self._small:
+                view.copy_(before[slot])
+
+    def zero(self, slot: int) -> None:
+        """Fill the gradient of ``slot`` with zeros, if there is one."""
+        if self.written[slot]:
+            self.views()[slot].zero_()
+
+    def free(self) -> None:
+        """Free the buffer."""
+        self.buffer, self._views, self._given = None, [], set()
+
+    def clear(self) -> None:
+        """Free the buffer and drop all gradients."""
+        self.free()
+        self.written = [False] * len(self.written)
+        self._small.clear()

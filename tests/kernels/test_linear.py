@@ -1,0 +1,202 @@
+"""Our linear layer gives torch's bits, and computes its weight's gradient in an engine's place if one is offered."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from zeroshard import grad_places
+from zeroshard.grad_places import GradPlace, PlacedGrad
+from zeroshard.kernels import Linear, linear
+
+SHAPES = [((), 16, 8), ((1,), 3, 5), ((0,), 4, 4), ((7,), 257, 129), ((1, 128), 96, 64), ((2, 3, 4), 48, 16)]
+
+
+class Place:
+    """Offers memory of NaNs for a weight's gradient, and remembers whether it was taken."""
+
+    def __init__(self, weight: torch.Tensor, scale: float = 0.5) -> None:
+        self.memory, self.scale, self.times = torch.full_like(weight, float("nan")).detach(), scale, 0
+        grad_places.offer(weight, self.give)
+
+    def give(self, dtype: torch.dtype) -> GradPlace | None:
+        assert dtype == self.memory.dtype
+        self.times += 1
+        return GradPlace(self.memory.view(self.memory.shape), self.scale)
+
+
+def _case(lead, num_out, num_in, dtype, *, bias=True):
+    generator = torch.Generator().manual_seed(num_out)
+    weight, x, g = (
+        torch.randn(shape, generator=generator).to(dtype)
+        for shape in ((num_out, num_in), (*lead, num_in), (*lead, num_out))
+    )
+    params = [nn.Parameter(weight)] + ([nn.Parameter(torch.ones(num_out, dtype=dtype))] if bias else [])
+    return params, x.requires_grad_(), g
+
+
+def _gradients(function, params, x, g):
+    y = function(x, *params)
+    y.backward(g)
+    found = [each.grad for each in (*params, x)]
+    for each in (*params, x):
+        each.grad = None
+    return y, *found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bits_are_those_of_torch(shape, bias, dtype):
+    params, x, g = _case(*shape, dtype, bias=bias)
+    expected = _gradients(F.linear, params, x, g)
+    place = Place(params[0])
+    y, d_weight, *others = _gradients(linear, params, x, g)
+    assert place.times == 1
+    assert isinstance(d_weight, PlacedGrad)
+    assert torch.equal(place.memory, expected[1] * place.scale)
+    torch.testing.assert_close([y, d_weight.value(), *others], list(expected), rtol=0, atol=0)
+    assert d_weight.untyped_storage().nbytes() == 0
+
+
+def test_without_an_offer_it_is_torchs_operation():
+    (weight, bias), x, _ = _case((4,), 8, 8, torch.float32)
+    assert linear(x, weight, bias).grad_fn.name() == F.linear(x, weight, bias).grad_fn.name()
+    place = Place(weight)
+    grad_places.withdraw(weight)
+    linear(x, weight, bias).sum().backward()
+    assert place.times == 0
+
+
+def _grad(weight, x):
+    return torch.autograd.grad(linear(x, weight).square().sum(), [weight])[0]
+
+
+def _inputs_alone(weight, x):
+    loss = linear(x, weight).square().sum()
+    loss.backward(inputs=[x])
+    assert weight.grad is None
+    return torch.autograd.grad(F.linear(x, weight).square().sum(), [weight])[0]
+
+
+def _create_graph(weight, x):
+    linear(x, weight).square().sum().backward(create_graph=True)
+    found, weight.grad = weight.grad, None
+    return found
+
+
+def _hooked(weight, x):
+    seen = []
+    handle = weight.register_hook(seen.append)
+    linear(x, weight).square().sum().backward()
+    handle.remove()
+    weight.grad = None
+    return seen[0]
+
+
+def _func(weight, x):
+    return torch.func.grad(lambda w: linear(x, w).square().sum())(weight)
+
+
+def _vmap(weight, x):
+    loss = torch.vmap(lambda row: linear(row, weight).square().sum())(x).sum()
+    return torch.autograd.grad(loss, [weight])[0]
+
+
+def _compiled(weight, x):
+    return torch.autograd.grad(
+        torch.compile(linear, backend="eager", fullgraph=True)(x, weight).square().sum(), [weight]
+    )[0]
+
+
+CALLERS = [_grad, _inputs_alone, _create_graph, _hooked, _func, _vmap, _compiled]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("caller", CALLERS, ids=lambda fn: fn.__name__.strip("_"))
+def test_a_gradient_that_somebody_else_gets_is_a_tensor_of_its_own(caller):
+    (weight,), x, _ = _case((4,), 16, 8, torch.float32, bias=False)
+    expected = torch.autograd.grad(F.linear(x, weight).square().sum(), [weight])[0]
+    place = Place(weight)
+    found = caller(weight, x)
+    assert place.times == 0
+    torch.testing.assert_close(found, expected)
+
+
+def test_second_derivatives_are_torchs():
+    (weight, bias), x, _ = _case((4,), 16, 8, torch.float64)
+    Place(weight)
+    assert torch.autograd.gradgradcheck(lambda *args: linear(*args).tanh(), (x, weight, bias))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own decompositions
+def test_forward_mode_is_torchs():
+    (weight,), x, _ = _case((4,), 16, 8, torch.float32, bias=False)
+    Place(weight)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        tangent = torch.autograd.forward_ad.unpack_dual(linear(dual, weight)).tangent
+    torch.testing.assert_close(tangent, F.linear(torch.ones_like(x), weight))
+
+
+def test_under_autocast_it_is_torchs_operation():
+    (weight, bias), x, _ = _case((4,), 16, 8, torch.float32)
+    place = Place(weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = linear(x, weight, bias)
+    assert y.dtype == torch.bfloat16
+    y.sum().backward()
+    assert place.times == 0
+    assert weight.grad.dtype == torch.float32
+
+
+def test_a_weight_that_is_used_twice_gets_the_sum():
+    (weight,), x, _ = _case((4,), 8, 8, torch.float32, bias=False)
+    expected = torch.autograd.grad(F.linear(F.linear(x, weight), weight).sum(), [weight])[0]
+    given = []
+
+    def once(dtype):
+        given.append(dtype)
+        return GradPlace(torch.full_like(weight, float("nan")).detach(), 0.25) if len(given) == 1 else None
+
+    grad_places.offer(weight, once)
+    linear(linear(x, weight), weight).sum().backward()
+    assert len(given) == 2
+    torch.testing.assert_close(weight.grad, expected)
+
+
+def test_a_placed_gradient_is_an_ordinary_tensor_once_it_is_used():
+    memory = torch.full((2, 2), 3.0)
+    grad = PlacedGrad(GradPlace(memory, 0.5))
+    assert isinstance(grad.detach(), PlacedGrad)
+    assert torch.equal(torch.ones(2, 2) + grad, torch.full((2, 2), 7.0))
+    memory.zero_()
+    grad.mul_(2)
+    assert grad.sum() == 48
+    assert torch.equal(grad.detach(), torch.full((2, 2), 12.0))
+    assert (memory == 0).all()
+    assert "PlacedGrad" in repr(grad)
+
+
+def test_the_module_is_torchs_with_the_same_state():
+    made = Linear(8, 16)
+    assert isinstance(made, nn.Linear)
+    assert list(made.state_dict()) == list(nn.Linear(8, 16).state_dict())
+    Place(made.weight)
+    twin, loaded = copy.deepcopy(made), pickle.loads(pickle.dumps(made))
+    for each in (twin, loaded):
+        assert torch.equal(each.weight, made.weight)
+        assert not grad_places.is_offered(each.weight)
+
+
+def test_an_offer_keeps_no_parameter_alive():
+    weight = nn.Parameter(torch.zeros(2, 2))
+    grad_places.offer(weight, lambda dtype: None)
+    before = len(grad_places._offers)
+    del weight
+    assert len(grad_places._offers) == before - 1
