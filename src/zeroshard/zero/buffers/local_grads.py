@@ -196,7 +196,6 @@ class LocalGrads:
         self.buffer, self._views, self._given = None, [], set()
 
     def clear(self) -> None:
-        """Free the buffer and drop all gradients."""
+        """Free the buffer, and drop the gradients that wait to be copied there."""
         self.free()
-        self.written = [False] * len(self.written)
         self._small.clear()
