@@ -141,6 +141,8 @@ class FlatGrads:
 
     def _vacate_local(self) -> None:
         """Before the local buffer is written: move reduced gradients, or a reduction in flight, out of it."""
+        if self._work is None and self.reduced is None:
+            return
         if self._across:  # [Note: Two levels]
             assert self._work is not None
             assert self._arriving is not None

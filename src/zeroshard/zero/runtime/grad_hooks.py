@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -95,22 +96,22 @@ class GradHooks:
         Raises:
             RuntimeError: something was added to a gradient inside backward, before its reduction.
         """
-        for shown in self._hooked:
-            if shown.grad is not None and shown.grad._arrived is not None:
-                shown.grad.take_arrived()
-                raise RuntimeError(
-                    f"{shown.name}.grad: something was added to it inside backward, before it was reduced over ranks; "
-                    "change gradients after backward"
-                )
-            if shown.used and shown.param.grad is None:
-                shown.show()
+        with torch._C.DisableTorchFunctionSubclass():
+            for shown in self._hooked:
+                if shown.grad is not None and shown.grad._arrived is not None:
+                    shown.grad.take_arrived()
+                    raise RuntimeError(
+                        f"{shown.name}.grad: something was added to it inside backward, before it was reduced over "
+                        "ranks; change gradients after backward"
+                    )
+                if shown.used and shown.param.grad is None:
+                    shown.show()
 
     def apply_assigned_grads(self) -> None:
         """Apply what the user assigned to ``param.grad``: None clears the gradient, a tensor replaces it."""
-        for shown in self._hooked:
-            grad = shown.param.grad
-            if grad is (shown.grad if shown.used else None):
-                continue
+        with nullcontext() if torch.compiler.is_compiling() else torch._C.DisableTorchFunctionSubclass():
+            found = [(shown, grad) for shown in self._hooked if (grad := shown.param.grad) is not shown.expected]
+        for shown, grad in found:
             if grad is None:
                 shown.clear()
             else:
@@ -118,9 +119,10 @@ class GradHooks:
 
     def hide(self, params: set[nn.Parameter] | None) -> None:
         """Set ``grad`` of ``params`` (None: of all) to None, after their gradients were cleared."""
-        for shown in self._hooked:
-            if params is None or shown.param in params:
-                shown.hide()
+        with torch._C.DisableTorchFunctionSubclass():
+            for shown in self._hooked:
+                if params is None or shown.param in params:
+                    shown.hide()
 
 
 class _Home:
@@ -180,6 +182,11 @@ class _Shown:
     def used(self) -> bool:
         """Whether the parameter has had a gradient since gradients were cleared."""
         return self.group.grads.used[self.slot]
+
+    @property
+    def expected(self) -> ShardedGrad | None:
+        """What ``param.grad`` is unless the user has assigned to it."""
+        return self.grad if self.group.grads.used[self.slot] else None
 
     def show(self) -> None:
         """Set ``param.grad`` to the parameter's `ShardedGrad`."""

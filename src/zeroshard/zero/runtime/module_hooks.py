@@ -256,6 +256,12 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Every tensor in a structure of containers, dataclasses and plain objects; each once."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if type(value) is tuple and all(leaf is None or isinstance(leaf, Tensor) for leaf in value):  # most arguments
+        yield from {id(leaf): leaf for leaf in value if leaf is not None}.values()
+        return
     seen: set[int] = set()
 
     def walk(node: Any, depth: int) -> Iterator[Tensor]:
@@ -270,4 +276,4 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             elif depth and hasattr(leaf, "__dict__"):
                 yield from walk(list(vars(leaf).values()), depth - 1)
 
-    return walk(value, 4)
+    yield from walk(value, 4)
