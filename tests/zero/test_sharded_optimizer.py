@@ -139,11 +139,26 @@ def assert_same(one: list[list[Tensor]], other: list[list[Tensor]]) -> None:
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), f"step {step}"
 
 
+def _require_late_groups(name: str) -> None:
+    """Skip a class that cannot step once a group was added: Adagrad of torch 2.11."""
+    param, late = (nn.Parameter(torch.ones(2, 2)) for _ in range(2))
+    cls, settings = SETTINGS[name]
+    optim = cls([param], **copy.deepcopy(settings))
+    optim.add_param_group({"params": [late]})
+    param.grad, late.grad = torch.ones(2, 2), torch.ones(2, 2)
+    try:
+        optim.step()
+    except KeyError as error:
+        pytest.skip(f"torch's own {name} has no state {error} for a group that was added")
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize("bucket_bytes", [SMALL, 1 << 20])
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_bits_are_those_of_the_unsharded_optimizer_with_gradients_averaged_by_hand(name, world_size, bucket_bytes):
+    _require_late_groups(name)
+
     def both(comm):
         return train(comm, name, None), train(comm, name, {"comm": comm, "bucket_bytes": bucket_bytes})
 
@@ -162,6 +177,7 @@ def _both_under_ddp(comm: Communicator, name: str) -> list[list[Tensor]]:
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_bits_are_those_of_the_unsharded_optimizer_under_ddp(gloo_ranks, name, world_size):
+    _require_late_groups(name)
     first, *others = gloo_ranks(world_size).run(_both_under_ddp, name)
     for other in others:
         assert_same(first, other)
