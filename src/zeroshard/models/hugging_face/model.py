@@ -16,6 +16,7 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache as cached
 from functools import cached_property
 from importlib import import_module
 from typing import Any
@@ -141,7 +142,7 @@ class HuggingFaceModel(LanguageModel):
         hf: Any = self.hf
         given: dict[str, Any] = {"input_ids": tokens_BT, "use_cache": cache is not None}
         if isinstance(cache, HuggingFaceCache):
-            given["past_key_values"] = cache.inner
+            given[_name_of_cache(type(hf))] = cache.inner
         if positions_BT is None and self.eos_id is not None and cache is None:
             positions_BT = positions(tokens_BT, self.eos_id)
         apart = positions_BT is not None
@@ -159,7 +160,7 @@ class HuggingFaceModel(LanguageModel):
                 head = self.hf.get_submodule(self._head)
                 return head_loss(head, hidden_BTC, targets_BT, self.kernels, **self.loss_options)
         if isinstance(cache, HuggingFaceCache):
-            cache.inner = output.past_key_values
+            cache.inner = output[_name_of_cache(type(hf))]
             cache.num_seen += tokens_BT.shape[1]
         return output.logits
 
@@ -274,6 +275,12 @@ def _num_multiplied(hf: Any) -> int:
         of_experts = ".experts." in name and num_experts
         total += param.numel() * chosen // num_experts if of_experts else param.numel()
     return total
+
+
+@cached
+def _name_of_cache(kind: type[nn.Module]) -> str:
+    """The name under which models of this class take and return their key-value cache; 5.24 has renamed it."""
+    return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
 
 
 def require_positions(model: LanguageModel, setting: str) -> None:
