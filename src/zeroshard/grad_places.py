@@ -14,18 +14,37 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 
-class GradPlace(NamedTuple):
-    """Where a gradient is to be written (the parameter's shape, contiguous), and a power of two to multiply it by."""
+class GradPlace:
+    """Where a gradient is to be written.
 
-    out: Tensor
-    scale: float
+    Args:
+        out: of the parameter's shape, contiguous.
+        scale: a power of two, by which the gradient is multiplied.
+    """
+
+    def __init__(self, out: Tensor, scale: float) -> None:
+        self.out, self.scale = out, scale
+        self._grads: list[weakref.ref[PlacedGrad]] = []
+
+    def stands_for(self, grad: PlacedGrad) -> None:
+        """Record a tensor that stands for the gradient in this place."""
+        self._grads.append(weakref.ref(grad))
+
+    def leave(self) -> None:
+        """Before ``out`` is overwritten: gradients that somebody has kept become tensors of their own."""
+        for each in self._grads:
+            grad: Any = each()
+            if grad is not None:
+                grad._fix_weakref()  # as torch's own weak references do: autograd may have kept it meanwhile
+                grad.value()
+        self._grads = []
 
 
 class PlacedGrad(Tensor):
@@ -45,6 +64,7 @@ class PlacedGrad(Tensor):
         out = place.out
         made = Tensor._make_wrapper_subclass(cls, out.shape, storage_size=0, dtype=out.dtype, device=out.device)
         made.place = place
+        place.stands_for(made)
         return made
 
     @classmethod
@@ -96,8 +116,8 @@ def is_offered(param: Tensor) -> bool:
 def take(node: Any, dtype: torch.dtype) -> GradPlace | None:
     """Take the place for the gradient that a backward is about to return to ``node``, if there is one.
 
-    None if it must last longer than this backward: it is differentiated again (``create_graph``), hooks on the
-    parameter see it, or the caller of `torch.autograd.grad` gets it.
+    None if others get the gradient: it is differentiated again (``create_graph``), hooks of the user on the parameter
+    see it, or the caller of `torch.autograd.grad`.
 
     Args:
         node: the ``AccumulateGrad`` node of the parameter, from the ``next_functions`` of the node that runs.
@@ -105,14 +125,21 @@ def take(node: Any, dtype: torch.dtype) -> GradPlace | None:
     """
     param = node.variable
     _, place = _offers.get(id(param), (None, None))
-    if place is None or torch.is_grad_enabled() or param._backward_hooks or not _is_accumulated(node):
+    if place is None or torch.is_grad_enabled() or param._backward_hooks:
+        return None
+    if len(param._post_accumulate_grad_hooks or ()) > 1 or not _is_executed(node):  # one hook is the engine's
         return None
     return place(dtype)
 
 
-def _is_accumulated(node: Any) -> bool:
-    """Whether the backward that runs will add a gradient to the parameter of ``node``."""
+def is_wanted(node: Any) -> bool:
+    """Whether the backward that runs needs the gradient that goes to ``node``."""
+    return _is_executed(node) is not False
+
+
+def _is_executed(node: Any) -> bool | None:
+    """Whether the backward that runs will execute ``node``; None if `torch.autograd.grad` returns what goes there."""
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # how torch says that torch.autograd.grad returns this gradient
-        return False
+    except RuntimeError:  # how torch says that
+        return None

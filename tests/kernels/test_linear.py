@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from zeroshard import grad_places
 from zeroshard.grad_places import GradPlace, PlacedGrad
@@ -126,6 +127,101 @@ def test_a_gradient_that_somebody_else_gets_is_a_tensor_of_its_own(caller):
     found = caller(weight, x)
     assert place.times == 0
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("shape", [(16,), (3, 16), (2, 3, 16)], ids=str)
+def test_its_output_may_be_changed_in_place(shape):
+    (weight, bias), _, _ = _case((4,), 8, 16, torch.float32)
+    x = torch.ones(shape)
+    expected = torch.autograd.grad(torch.relu_(F.linear(x, weight, bias)).sum(), [weight])[0]
+    Place(weight, scale=1.0)
+    torch.relu_(linear(x, weight, bias)).sum().backward()
+    torch.testing.assert_close(weight.grad.value(), expected, rtol=0, atol=0)
+
+
+def _complex(weight, bias):
+    x = torch.randn(4, 8, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    return linear(x, weight.to(torch.complex64), bias.to(torch.complex64)).abs().sum()
+
+
+def _sparse(weight, bias):
+    return linear(torch.eye(8).to_sparse(), weight, bias).sum()
+
+
+def _nested(weight, bias):
+    rows = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=torch.jagged)
+    return linear(rows, weight, bias).values().sum()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch 2.11
+@pytest.mark.parametrize("loss", [_complex, _sparse, _nested], ids=lambda fn: fn.__name__.strip("_"))
+def test_unusual_inputs_are_torchs_affair(loss):
+    params, _, _ = _case((4,), 16, 8, torch.float32)
+    expected = torch.autograd.grad(loss(*params), params)
+    Place(params[0])
+    torch.testing.assert_close(torch.autograd.grad(loss(*params), params), expected)
+
+
+def test_complex_weights_have_torchs_gradients():
+    (weight,), x, _ = _case((4,), 16, 8, torch.complex64, bias=False)
+    expected = torch.autograd.grad(F.linear(x, weight).abs().sum(), [weight, x])
+    place = Place(weight)
+    found = torch.autograd.grad(linear(x, weight).abs().sum(), [weight, x])
+    torch.testing.assert_close(found, expected)
+    assert place.times == 0
+
+
+def test_what_no_gradient_needs_is_not_kept():
+    (weight, bias), x, _ = _case((4,), 16, 8, torch.float32)
+    Place(weight)
+    weight.requires_grad_(False)
+    h = x * 1
+    y = linear(h, weight, bias)
+    h.add_(1)  # a frozen weight does not need it
+    y.sum().backward()
+    weight.requires_grad_(True)
+    y = linear(x.detach(), weight)
+    with torch.no_grad():
+        weight.mul_(2)  # an input without a gradient does not need it
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("which", ["x", "weight", "bias"])
+def test_only_the_gradient_that_is_asked_for_is_computed(which):
+    (weight, bias), x, _ = _case((4,), 16, 8, torch.float32)
+    of = {"x": x, "weight": weight, "bias": bias}[which]
+
+    def num_products(function):
+        y = function(x, weight, bias).square().sum()
+        with FlopCounterMode(display=False) as counter:
+            torch.autograd.grad(y, [of])
+        return counter.get_total_flops() // (2 * 4 * 16 * 8)
+
+    Place(weight)
+    assert num_products(linear) == (which != "bias")
+    assert num_products(linear) <= num_products(F.linear)
+
+
+def test_a_backward_inside_autocast_rounds_as_torchs_does():
+    (weight,), x, g = _case((4,), 16, 8, torch.float32, bias=False)
+    place = Place(weight)
+    gradients = []
+    for function in (F.linear, linear):
+        y = function(x, weight)
+        with torch.autocast("cpu", torch.bfloat16):
+            y.backward(g)
+        gradients.append(weight.grad)
+        weight.grad = None
+    assert place.times == 0
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace")
+def test_a_trace_holds_torchs_operation():
+    made = Linear(8, 16)
+    Place(made.weight)
+    traced = torch.jit.trace(made, torch.ones(4, 8))
+    assert "_PlacedLinear" not in str(traced.graph)
 
 
 def test_second_derivatives_are_torchs():

@@ -30,18 +30,18 @@ def _small_gradients_have_places(monkeypatch):
 def counted(monkeypatch):
     """How many gradients lay in their place when they arrived, and how many buffers were left."""
     counts = {"in place": 0, "left": 0}
-    lies_here, leave = LocalGrads._lies_here, LocalGrads._leave_buffer
+    place_of, leave = LocalGrads._place_of, LocalGrads._leave_buffer
 
     def count_in_place(self, grad):
-        found = lies_here(self, grad)
-        counts["in place"] += found
+        found = place_of(self, grad)
+        counts["in place"] += found is not None
         return found
 
     def count_left(self, slots):
         counts["left"] += 1
         leave(self, slots)
 
-    monkeypatch.setattr(LocalGrads, "_lies_here", count_in_place)
+    monkeypatch.setattr(LocalGrads, "_place_of", count_in_place)
     monkeypatch.setattr(LocalGrads, "_leave_buffer", count_left)
     return counts
 
@@ -253,6 +253,53 @@ def test_a_gradient_that_a_hook_keeps_stays_as_it_was(stage):
     for kept, copies in run_threads(rank, 2):
         assert len(kept) == 2
         torch.testing.assert_close(kept, copies, rtol=0, atol=0)
+
+
+def _post_accumulate(model, keep):
+    model.layers[1].weight.register_post_accumulate_grad_hook(lambda param: keep(param.grad))
+
+
+def _on_the_module(model, keep):
+    model.layers[1].register_forward_hook(lambda module, args, y: _on_the_node(y.grad_fn, keep))
+
+
+def _on_the_node(node, keep):
+    def hook(grad_inputs, grad_outputs):
+        for grad in grad_inputs:
+            if grad is not None and grad.shape == (WIDTH, WIDTH):
+                keep(grad.detach())
+
+    node.register_hook(hook)
+
+
+def _before_accumulation(model, keep):
+    weight = model.layers[1].weight
+    node = weight.view_as(weight).grad_fn.next_functions[0][0]
+    node.register_prehook(lambda grads: keep(grads[0].detach()))
+    model.node = node  # autograd keeps it only while somebody does
+
+
+@pytest.mark.parametrize(
+    "kept_by", [_post_accumulate, _on_the_module, _before_accumulation], ids=lambda fn: fn.__name__
+)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_that_any_hook_keeps_is_this_ranks_own(stage, kept_by):
+    def rank(comm):
+        x = torch.full((4, WIDTH), comm.rank + 1.0)
+        alone = Model(kernels.Linear, in_order)
+        alone(x).backward()
+        model, kept = Model(kernels.Linear, in_order), []
+        kept_by(model, kept.append)
+        zero = Zero(model, stage=stage, units=list(model.layers), comm=comm)
+        optimizer = zero.optimizer(torch.optim.SGD, lr=0.1)
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model(x * 2).backward()
+        return [torch.as_tensor(kept[0]) + 0], alone.layers[1].weight.grad
+
+    for (kept,), own in run_threads(rank, 2):
+        torch.testing.assert_close(kept, own, rtol=0, atol=0)
 
 
 def test_on_another_stream_than_the_engines_gradients_are_copied(monkeypatch, counted):

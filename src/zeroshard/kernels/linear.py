@@ -23,8 +23,9 @@ class _PlacedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """-> [..., out]."""
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+        ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
+        y = F.linear(x, weight, bias)
+        return y.detach() if y._is_view() else y  # a view that is made here could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
@@ -32,18 +33,22 @@ class _PlacedLinear(torch.autograd.Function):
         (g,) = upstream
         x, weight = ctx.saved_tensors
         rows = g.reshape(-1, g.shape[-1])
+        wanted = [
+            needed and grad_places.is_wanted(node)
+            for needed, (node, _) in zip(ctx.needs_input_grad, ctx.next_functions, strict=False)
+        ]
         d_x = d_weight = d_bias = None
-        if ctx.needs_input_grad[0]:
+        if wanted[0]:
             d_x = rows.mm(weight).view(x.shape)
-        if ctx.needs_input_grad[1]:
-            place = grad_places.take(ctx.next_functions[1][0], g.dtype)
+        if wanted[1]:
+            place = None if _autocasts(g) else grad_places.take(ctx.next_functions[1][0], g.dtype)
             factors = (rows.t(), x.reshape(-1, x.shape[-1]))
             if place is None:
                 d_weight = torch.mm(*factors)
             else:
                 torch.addmm(place.out, *factors, beta=0, alpha=place.scale, out=place.out)
                 d_weight = grad_places.PlacedGrad(place)
-        if ctx.needs_input_grad[2]:
+        if len(wanted) > 2 and wanted[2]:
             d_bias = rows.sum(0)
         return d_x, d_weight, d_bias
 
@@ -51,8 +56,8 @@ class _PlacedLinear(torch.autograd.Function):
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear`; if an engine offers a place for the weight's gradient, it is computed there.
 
-    Results are the same. It is torch's own operation under `torch.compile`, under autocast, and where
-    `zeroshard.kernels.derivatives.is_transformed` says so.
+    Results are the same. It is torch's own operation under `torch.compile` and `torch.jit.trace`, under autocast, for
+    complex and sparse tensors, and where `zeroshard.kernels.derivatives.is_transformed` says so.
 
     Args:
         input: ``[..., in]``.
@@ -66,7 +71,12 @@ def _computes_here(input: Tensor, weight: Tensor) -> bool:
     """Whether to compute with `_PlacedLinear`."""
     if torch.compiler.is_compiling() or not grad_places.is_offered(weight) or not torch.is_grad_enabled():
         return False
-    on = input.device.type
-    if on != "meta" and torch.is_autocast_enabled(on):
+    if not weight.requires_grad or weight.is_complex() or input.layout is not torch.strided or input.is_nested:
         return False
-    return not is_transformed(input, weight)
+    return not (_autocasts(input) or torch.jit.is_tracing() or is_transformed(input, weight))
+
+
+def _autocasts(tensor: Tensor) -> bool:
+    """Whether autocast is enabled now for operations on the tensor's device."""
+    on = tensor.device.type
+    return on != "meta" and torch.is_autocast_enabled(on)

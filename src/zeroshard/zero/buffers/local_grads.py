@@ -13,7 +13,8 @@
     where halves of ordinary gradients are rounded).
     A place is given once in a backward. If the tensor that arrives does not lie there, or none has arrived when the
     buffer is reduced, autograd may still hold the one that does: of a weight that is used twice, say. The buffer is
-    then left to it, the gradients go on in a new one, and that slot's place is not given again.
+    then left to it, the gradients go on in a new one, and that slot's place is not given again. A gradient that hooks
+    of a user have kept is copied before its place is overwritten.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class LocalGrads:
         self._views: list[Tensor] = []
         self.written = [False] * len(layout.slots)
         self._given: set[int] = set()  # slots whose places were given away: [Note: Computed in place]
+        self._accepted: dict[int, GradPlace] = {}  # of gradients that lie here, and that others may have kept
         self._kept: set[int] = set()  # slots whose places are not given any more
         self._small = SmallGrads(layout, dtype)
         self._scale = 1.0 / world_size
@@ -107,16 +109,19 @@ class LocalGrads:
     def give_place(self, slot: int) -> GradPlace:
         """Give away the place of ``slot``."""
         self._given.add(slot)
+        self._copy_kept(slot)
         return GradPlace(self.views()[slot], self._scale)
 
     def add(self, slot: int, grad: Tensor, *, first: bool) -> None:
         """Add ``grad``, in the parameter's shape, to the sum; ``first``: no other has come since they were cleared."""
         if self._given and slot in self._given:
             self._given.discard(slot)
-            if self._lies_here(grad):
+            if (place := self._place_of(grad)) is not None:
+                self._accepted[slot] = place
                 self.written[slot] = True
                 return
             self._leave_buffer({slot})
+        self._copy_kept(slot)
         if isinstance(grad, PlacedGrad):
             grad = grad.value()
         view = self.views()[slot]
@@ -144,9 +149,16 @@ class LocalGrads:
                 view.mul_(self._scale)
         self.written[slot] = True
 
-    def _lies_here(self, grad: Tensor) -> bool:
-        """Whether ``grad`` was computed in the buffer; of its parameter, because it was given one place only."""
-        return isinstance(grad, PlacedGrad) and grad.place is not None and self.contains(grad.place.out)
+    def _place_of(self, grad: Tensor) -> GradPlace | None:
+        """The place of ``grad`` if it was computed in the buffer: its parameter's, which was given no other."""
+        place = grad.place if isinstance(grad, PlacedGrad) else None
+        return place if place is not None and self.contains(place.out) else None
+
+    def _copy_kept(self, *slots: int) -> None:
+        """Before these slots are overwritten: copy gradients in them that a user's code has kept (hooks can)."""
+        for slot in slots:
+            if (place := self._accepted.pop(slot, None)) is not None:
+                place.leave()
 
     def copy_in(self) -> None:
         """Copy the small gradients that wait into the buffer, and scale them."""
@@ -167,6 +179,7 @@ class LocalGrads:
         """Fill slots without a gradient and the padding with zeros; return the buffer. Nothing is written after it."""
         if self._given:
             self._leave_buffer(self._given)
+        self._copy_kept(*self._accepted)
         views = self.views()
         self.copy_in()
         for view, written in zip(views, self.written, strict=True):
@@ -189,11 +202,13 @@ class LocalGrads:
     def zero(self, slot: int) -> None:
         """Fill the gradient of ``slot`` with zeros, if there is one."""
         if self.written[slot]:
+            self._copy_kept(slot)
             self.views()[slot].zero_()
 
     def free(self) -> None:
-        """Free the buffer."""
-        self.buffer, self._views, self._given = None, [], set()
+        """Free the buffer; gradients in it that a user's code has kept keep its memory."""
+        self.buffer, self._views = None, []
+        self._given, self._accepted = set(), {}
 
     def clear(self) -> None:
         """Free the buffer, and drop the gradients that wait to be copied there."""
