@@ -62,6 +62,43 @@ def wrapping(wrap):
     return Wrapping
 
 
+def test_a_units_output_may_be_changed_in_place_if_it_is_a_view():
+    """As that of a linear layer is, with a bias and three dimensions."""
+
+    def path(net, x):
+        for block in net.blocks:
+            x = torch.nn.functional.leaky_relu_(block(x[None]))[0]
+        return x
+
+    def take_turn(turn: Turn) -> None:
+        turn.loss().backward()
+
+    assert_every_stage_equals_one_process(lambda: Net(path=path), take_turn)
+
+
+def test_a_unit_may_return_a_view_of_its_input_that_is_changed_in_place():
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = linear()
+
+        def forward(self, x):
+            return x[: len(x) // 2], self.linear(x * 1)
+
+    def path(net, x):
+        for block in net.blocks:
+            x = x * 2
+            half, y = block(x)
+            half.mul_(3)
+            x = torch.tanh(y) + x
+        return x
+
+    def take_turn(turn: Turn) -> None:
+        turn.loss().backward()
+
+    assert_every_stage_equals_one_process(lambda: Net(block=Half, path=path), take_turn)
+
+
 @pytest.mark.parametrize("name", WRAPPINGS)
 def test_a_unit_may_return_any_structure(name):
     wrap, unwrap = WRAPPINGS[name]

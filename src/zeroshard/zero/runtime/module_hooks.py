@@ -122,16 +122,15 @@ def attach(unit: Unit, listener: Listener, cast: torch.dtype | None) -> list[Any
             return None
         returned, output = output, _outliving(listener, unit, output)
         if in_backward():
-            outputs = [t for t in tensors_in(output) if t.grad_fn is not None]
             event = _once_per_pass(listener, begins_nested)
-            for tensor in outputs:
+            for tensor in _with_bases(tensors_in(output), tensors_in((args, kwargs))):
                 tensor.register_hook(event)
         elif not torch.is_grad_enabled():
             listener.forward_ends(unit, grads_flow=False, keep=False)
         else:
             run = listener.forward_run
             inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
-            outputs = [t for t in tensors_in(output) if t.grad_fn is not None]
+            outputs = _with_bases(tensors_in(output), inputs)
             # The hooks refer to ``run``, so it lives as long as a graph of this forward does.
             run.hook(outputs, _once_per_pass(listener, lambda: listener.backward_begins(unit, run.index)))
             # Gradients will flow, but no tensor of the output was found to tell us when: the weights must stay.
@@ -205,6 +204,19 @@ class ForwardRun:
 def _tell(events: list[Callable[[Tensor], None]], grad: Tensor) -> None:
     for event in events:
         event(grad)
+
+
+def _with_bases(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> list[Tensor]:
+    """Return the outputs that have a graph, and the tensors made in forward of which they are views.
+
+    If a view is changed in place, backward goes past the view's own node, and so past a hook on it, to its base.
+    """
+    found = [tensor for tensor in outputs if tensor.grad_fn is not None]
+    bases = [tensor._base for tensor in found if tensor._is_view()]
+    if not bases:
+        return found
+    given = {id(tensor._base if tensor._is_view() else tensor) for tensor in inputs}
+    return found + [base for base in bases if base is not None and base.grad_fn is not None and id(base) not in given]
 
 
 def _once_per_pass(listener: Listener, event: Callable[[], None]) -> Callable[[Tensor], None]:
