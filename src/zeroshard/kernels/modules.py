@@ -81,7 +81,10 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Linear(nn.Linear):
-    """`torch.nn.Linear`, computed by `zeroshard.kernels.linear`: the engine need not copy its weight's gradient."""
+    """`torch.nn.Linear`, computed by `zeroshard.kernels.linear`: the engine need not copy its weight's gradient.
+
+    Code that looks for exactly ``nn.Linear``, such as ``quantize_dynamic``, must be given this class too.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
