@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from zeroshard import grad_places
@@ -214,6 +215,24 @@ def test_a_backward_inside_autocast_rounds_as_torchs_does():
         weight.grad = None
     assert place.times == 0
     assert torch.equal(*gradients)
+
+
+class _Doubles(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        return found * 2 if func is F.linear else found
+
+
+def test_a_mode_that_changes_linear_layers_is_differentiated():
+    (weight,), x, _ = _case((4,), 16, 8, torch.float32, bias=False)
+    place = Place(weight)
+    with _Doubles():
+        y = linear(x, weight)
+    expected = torch.autograd.grad(2 * F.linear(x, weight).sum(), [x])[0]
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), [x])[0], expected)
+    with torch.device("cpu"):
+        linear(x, weight).sum().backward()
+    assert place.times == 1
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace")

@@ -12,9 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from zeroshard import grad_places
 from zeroshard.kernels.derivatives import is_transformed
+
+PASSES_LINEAR = "passes_linear"  # attribute of a `TorchFunctionMode` that leaves linear layers alone
 
 
 class _PlacedLinear(torch.autograd.Function):
@@ -56,8 +60,8 @@ class _PlacedLinear(torch.autograd.Function):
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear`; if an engine offers a place for the weight's gradient, it is computed there.
 
-    Results are the same. It is torch's own operation under `torch.compile` and `torch.jit.trace`, under autocast, for
-    complex and sparse tensors, and where `zeroshard.kernels.derivatives.is_transformed` says so.
+    Results are the same. It is torch's own operation under `torch.compile`, `torch.jit.trace` and autocast, inside a
+    `TorchFunctionMode`, for complex and sparse tensors, and where `is_transformed` says so.
 
     Args:
         input: ``[..., in]``.
@@ -73,7 +77,15 @@ def _computes_here(input: Tensor, weight: Tensor) -> bool:
         return False
     if not weight.requires_grad or weight.is_complex() or input.layout is not torch.strided or input.is_nested:
         return False
-    return not (_autocasts(input) or torch.jit.is_tracing() or is_transformed(input, weight))
+    return not (_autocasts(input) or _is_intercepted() or torch.jit.is_tracing() or is_transformed(input, weight))
+
+
+def _is_intercepted() -> bool:
+    """Whether a user's mode is given torch's functions, and so could change what the operation returns."""
+    if not torch._C._len_torch_function_stack():
+        return False
+    modes = _get_current_function_mode_stack()
+    return any(type(mode) is not DeviceContext and not getattr(mode, PASSES_LINEAR, False) for mode in modes)
 
 
 def _autocasts(tensor: Tensor) -> bool:

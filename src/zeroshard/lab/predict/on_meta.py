@@ -100,6 +100,8 @@ def _fused(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class _NoDropout(TorchFunctionMode):
+    passes_linear = True
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -110,6 +112,8 @@ class _NoDropout(TorchFunctionMode):
 
 
 class _FusedAttention(TorchFunctionMode):
+    passes_linear = True
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -137,6 +141,8 @@ def _attention(
 
 
 class _OnCpu(TorchFunctionMode):
+    passes_linear = True
+
     """Use the CPU's kernels for attention without dropout and for LayerNorm in a 16-bit dtype."""
 
     def __torch_function__(
