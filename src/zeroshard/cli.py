@@ -6,6 +6,7 @@ tenth of a second. Torch and the layers below are imported inside the verbs.
 
 from __future__ import annotations
 
+import _thread
 import os
 import re
 import select
@@ -211,8 +212,9 @@ def _no_stop_is_swallowed() -> Generator[None]:
             before(unraisable)
             return
         number = error.number if isinstance(error, _TerminatedError) else signal.SIGINT
-        # In a thread, because an exception that is raised in this hook would be swallowed too.
-        threading.Thread(target=come_again, args=(number,), name="signal-again", daemon=True).start()
+        # In a thread, because an exception that is raised in this hook would be swallowed too. `Thread.start` would
+        # wait for its start, and the signal could come again meanwhile.
+        _thread.start_new_thread(come_again, (number,))
 
     sys.unraisablehook = hook
     try:
