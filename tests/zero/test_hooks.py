@@ -70,10 +70,7 @@ def test_a_units_output_may_be_changed_in_place_if_it_is_a_view():
             x = torch.nn.functional.leaky_relu_(block(x[None]))[0]
         return x
 
-    def take_turn(turn: Turn) -> None:
-        turn.loss().backward()
-
-    assert_every_stage_equals_one_process(lambda: Net(path=path), take_turn)
+    assert_every_stage_equals_one_process(lambda: Net(path=path))
 
 
 def test_a_unit_may_return_a_view_of_its_input_that_is_changed_in_place():
@@ -93,10 +90,7 @@ def test_a_unit_may_return_a_view_of_its_input_that_is_changed_in_place():
             x = torch.tanh(y) + x
         return x
 
-    def take_turn(turn: Turn) -> None:
-        turn.loss().backward()
-
-    assert_every_stage_equals_one_process(lambda: Net(block=Half, path=path), take_turn)
+    assert_every_stage_equals_one_process(lambda: Net(block=Half, path=path))
 
 
 @pytest.mark.parametrize("name", WRAPPINGS)
