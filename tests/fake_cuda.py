@@ -103,7 +103,8 @@ def backward_events(zero):
 
     def grads_of(unit):
         for _, param, group, slot in unit.named_slots():
-            runtime.take_grad(group, slot, torch.empty_like(param))
+            runtime.expect_grad(group)
+            group.grads.accumulate(slot, torch.empty_like(param))
 
     def inside():
         runtime.backward_begins(runtime.root, run)

@@ -2,134 +2,122 @@
 
 Autograd lets each operation allocate the gradient that it returns; an engine then copies it into a flat buffer, scaled.
 An operation that writes the scaled gradient into that buffer itself, as `zeroshard.kernels.linear` does, saves the copy
-and its memory. To autograd it returns a `PlacedGrad`, which stands for the gradient without a scale. The engine that
-gets one has nothing left to do; for any other code, such as a sum of two gradients, it is an ordinary tensor.
+and its memory. It tells the engine, and returns no gradient to autograd; so does Megatron-LM
+(``gradient_accumulation_fusion``).
 
-Megatron-LM fuses weight gradients and their buffer too (``gradient_accumulation_fusion``); its operations return no
-gradient at all.
+[Note: Who else sees a gradient]
+    Autograd carries the gradient as ever if other code would miss it: a caller of `torch.autograd.grad`, a second
+    differentiation (``create_graph``), hooks of the user on the parameter, hooks on its ``AccumulateGrad`` node. Those
+    of a node cannot be listed, so they are expected wherever Python code holds the node. It has to: the node lives no
+    longer than its graph otherwise. Only hooks that are registered on it anew for each graph get None.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 
-class GradPlace:
-    """Where a gradient is to be written.
-
-    Args:
-        out: of the parameter's shape, contiguous.
-        scale: a power of two, by which the gradient is multiplied.
-    """
-
-    def __init__(self, out: Tensor, scale: float) -> None:
-        self.out, self.scale = out, scale
-        self._grads: list[weakref.ref[PlacedGrad]] = []
-
-    def stands_for(self, grad: PlacedGrad) -> None:
-        """Record a tensor that stands for the gradient in this place."""
-        self._grads.append(weakref.ref(grad))
-
-    def leave(self) -> None:
-        """Before ``out`` is overwritten: gradients that somebody has kept become tensors of their own."""
-        for each in self._grads:
-            grad: Any = each()
-            if grad is not None:
-                grad._fix_weakref()  # as torch's own weak references do: autograd may have kept it meanwhile
-                grad.value()
-        self._grads = []
-
-
-class PlacedGrad(Tensor):
-    """A gradient that lies in ``place``, multiplied by its scale. An operation on it gets the gradient itself, a copy.
+class Receiver(Protocol):
+    """Receives the gradients of one parameter past autograd.
 
     Attributes:
-        place: where it lies; None once an operation has made the copy.
+        scale: a power of two, by which a gradient that is computed in a place must be multiplied.
     """
 
-    place: GradPlace | None
-    _copy: Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl  # ty: ignore[incompatible-method-override]
+    scale: float
 
-    @staticmethod
-    def __new__(cls: type[PlacedGrad], place: GradPlace) -> PlacedGrad:
-        """Stand for the gradient that was written to ``place``."""
-        out = place.out
-        made = Tensor._make_wrapper_subclass(cls, out.shape, storage_size=0, dtype=out.dtype, device=out.device)
-        made.place = place
-        place.stands_for(made)
-        return made
+    def place(self, dtype: torch.dtype) -> Tensor | None:
+        """Where to write the gradient of this dtype, scaled: contiguous, of the parameter's shape. None: nowhere.
 
-    @classmethod
-    def __torch_dispatch__(  # ty: ignore[incompatible-method-override] -- torch's own has other names
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run ``func`` on copies of the gradients; only a detached one stays in its place."""
-        if func is torch.ops.aten.detach.default and args[0].place is not None:
-            return PlacedGrad(args[0].place)
-        args, kwargs = tree_map_only(PlacedGrad, PlacedGrad.value, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        Who gets a place writes there at once, and calls `arrived`.
+        """
+        ...
 
-    def value(self) -> Tensor:
-        """The gradient, as an ordinary tensor that nobody else has; always the same one."""
-        if self.place is not None:
-            self._copy = self.place.out * (1.0 / self.place.scale)
-            self.place = None
-        return self._copy
+    def arrived(self) -> None:
+        """The gradient lies in the place that was given last."""
+        ...
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"PlacedGrad(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+    def takes(self, grad: Tensor) -> bool:
+        """Add ``grad``, unscaled, if an earlier gradient of this backward was placed; return whether it was added.
+
+        So a weight that is used several times gets its gradients one by one, in the order in which autograd adds them.
+        """
+        ...
 
 
-Offer = Callable[[torch.dtype], GradPlace | None]
-"""Returns a place for a gradient of this dtype, or None. What it returns is taken; nobody else may be given it."""
-
-_offers: dict[int, tuple[weakref.ref[Tensor], Offer]] = {}  # by the parameter's id
+_receivers: dict[int, tuple[weakref.ref[Tensor], Receiver]] = {}  # by the parameter's id
 
 
-def offer(param: Tensor, place: Offer) -> None:
-    """From now on let operations ask ``place`` where to write the gradient of ``param``, a leaf of autograd's graph.
+def offer(param: Tensor, receiver: Receiver) -> None:
+    """From now on give operations ``receiver`` for gradients of ``param``, a leaf of autograd's graph.
 
-    ``place`` must not refer to ``param``, which would then never be freed.
+    ``receiver`` must not refer to ``param``, which would then never be freed.
     """
-    forget = partial(_offers.pop, id(param), None)
-    _offers[id(param)] = (weakref.ref(param, lambda _: forget()), place)
+    forget = partial(_receivers.pop, id(param), None)
+    _receivers[id(param)] = (weakref.ref(param, lambda _: forget()), receiver)
+    _Probe.unheld()  # counted now rather than inside a backward
 
 
 def withdraw(param: Tensor) -> None:
-    """Offer no place for the gradient of ``param`` any more."""
-    _offers.pop(id(param), None)
+    """Offer nothing for gradients of ``param`` any more."""
+    _receivers.pop(id(param), None)
 
 
 def is_offered(param: Tensor) -> bool:
-    """Whether an engine offers places for the gradient of ``param``."""
-    return id(param) in _offers
+    """Whether an engine offers to receive gradients of ``param``."""
+    return id(param) in _receivers
 
 
-def take(node: Any, dtype: torch.dtype) -> GradPlace | None:
-    """Take the place for the gradient that a backward is about to return to ``node``, if there is one.
+def receiver(node: Any) -> Receiver | None:
+    """Return who receives the gradient that a backward is about to return to ``node``.
 
-    None if others get the gradient: it is differentiated again (``create_graph``), hooks of the user on the parameter
-    see it, or the caller of `torch.autograd.grad`.
+    None: autograd does, because there is no offer, or because of [Note: Who else sees a gradient].
 
     Args:
-        node: the ``AccumulateGrad`` node of the parameter, from the ``next_functions`` of the node that runs.
-        dtype: the gradient's dtype.
+        node: the ``AccumulateGrad`` node of the parameter, from the ``next_functions`` of the node that runs. Its
+            backward refers to it by one name.
     """
+    references = sys.getrefcount(node)
     param = node.variable
-    _, place = _offers.get(id(param), (None, None))
-    if place is None or torch.is_grad_enabled() or param._backward_hooks:
+    _, found = _receivers.get(id(param), (None, None))
+    if found is None or torch.is_grad_enabled() or param._backward_hooks or references > _Probe.unheld():
         return None
     if len(param._post_accumulate_grad_hooks or ()) > 1 or not _is_executed(node):  # one hook is the engine's
         return None
-    return place(dtype)
+    return found
+
+
+class _Probe(torch.autograd.Function):
+    """Counts the references to a node that nobody holds, as `receiver` sees them; torch and Python hold some."""
+
+    count = 0
+
+    @classmethod
+    def unheld(cls) -> int:
+        """The count, which is the same for every node."""
+        if not cls.count:
+            with torch.inference_mode(False), torch.enable_grad():
+                cls.apply(torch.zeros((), device="cpu", requires_grad=True)).backward()
+        return cls.count
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        ((node, _),) = ctx.next_functions
+        _Probe.count = _references(node)
+
+
+def _references(node: Any) -> int:
+    return sys.getrefcount(node)
 
 
 def is_wanted(node: Any) -> bool:

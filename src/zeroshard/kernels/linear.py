@@ -7,6 +7,7 @@ The products are those of `torch.nn.functional.linear`, and so are the bits, bec
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,25 +37,39 @@ class _PlacedLinear(torch.autograd.Function):
         """g [..., out] -> the gradients of x, weight and bias, in their shapes and dtype."""
         (g,) = upstream
         x, weight = ctx.saved_tensors
+        (x_node, _), (weight_node, _), *others = ctx.next_functions
         rows = g.reshape(-1, g.shape[-1])
-        wanted = [
-            needed and grad_places.is_wanted(node)
-            for needed, (node, _) in zip(ctx.needs_input_grad, ctx.next_functions, strict=False)
-        ]
         d_x = d_weight = d_bias = None
-        if wanted[0]:
+        if ctx.needs_input_grad[0] and grad_places.is_wanted(x_node):
             d_x = rows.mm(weight).view(x.shape)
-        if wanted[1]:
-            place = None if _autocasts(g) else grad_places.take(ctx.next_functions[1][0], g.dtype)
+        if grad_places.is_wanted(weight_node):
             factors = (rows.t(), x.reshape(-1, x.shape[-1]))
-            if place is None:
-                d_weight = torch.mm(*factors)
+            hooked = getattr(ctx, "is_hooked", False)
+            to = None if hooked or _autocasts(g) else grad_places.receiver(weight_node)
+            place = None if to is None else to.place(g.dtype)
+            if to is not None and place is not None:
+                torch.addmm(place, *factors, beta=0, alpha=to.scale, out=place)
+                to.arrived()
             else:
-                torch.addmm(place.out, *factors, beta=0, alpha=place.scale, out=place.out)
-                d_weight = grad_places.PlacedGrad(place)
-        if len(wanted) > 2 and wanted[2]:
+                d_weight = torch.mm(*factors)
+                if to is not None and to.takes(d_weight):
+                    d_weight = None
+        if others and grad_places.is_wanted(others[0][0]):
             d_bias = rows.sum(0)
         return d_x, d_weight, d_bias
+
+
+def _told(register: str) -> Callable[..., Any]:
+    def method(node: Any, hook: Callable[..., Any]) -> Any:
+        """Register ``hook``, and note that the gradients which the node returns are seen by others."""
+        node.is_hooked = True
+        return getattr(super(_PlacedLinear._backward_cls, node), register)(hook)
+
+    return method
+
+
+for _register in ("register_hook", "register_prehook"):  # what the users of ``y.grad_fn`` call
+    setattr(_PlacedLinear._backward_cls, _register, _told(_register))
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -90,5 +105,7 @@ def _is_intercepted() -> bool:
 
 def _autocasts(tensor: Tensor) -> bool:
     """Whether autocast is enabled now for operations on the tensor's device."""
+    if not torch._C._is_any_autocast_enabled():
+        return False
     on = tensor.device.type
     return on != "meta" and torch.is_autocast_enabled(on)

@@ -333,7 +333,9 @@ class _Engine:
         elif event.name == "backward_ends":
             runtime.backward_ends(unit, runtime.forward_run.index)
         elif event.name == "grad":
-            runtime.take_grad(*self._grads[event.param if unit is self._root else f"{unit.name}.{event.param}"])
+            group, slot, grad = self._grads[event.param if unit is self._root else f"{unit.name}.{event.param}"]
+            runtime.expect_grad(group)
+            group.grads.accumulate(slot, grad)
         return self._take()
 
     def update(self) -> None:

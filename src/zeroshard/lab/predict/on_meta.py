@@ -194,4 +194,19 @@ def offer_places(model: nn.Module, fake: nn.Module, precision: MixedPrecision | 
     for own, param in zip(model.parameters(), fake.parameters(), strict=True):
         same_dtype = precision.gradient_dtype(own.dtype) == param.dtype
         if param.requires_grad and same_dtype and is_large_matrix(param.shape):
-            grad_places.offer(param, lambda dtype: None)
+            grad_places.offer(param, _Nowhere())
+
+
+class _Nowhere:
+    """A `grad_places.Receiver` that leaves gradients to autograd."""
+
+    scale = 1.0
+
+    def place(self, dtype: torch.dtype) -> None:
+        return None
+
+    def arrived(self) -> None:
+        raise AssertionError
+
+    def takes(self, grad: Tensor) -> bool:
+        return False

@@ -33,7 +33,6 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm import Work, empty_for, scope
-from zeroshard.grad_places import GradPlace
 from zeroshard.wire_formats import Format
 from zeroshard.zero.buffers.barred import Barred
 from zeroshard.zero.buffers.layout import FlatLayout, Piece, view_of
@@ -121,12 +120,29 @@ class FlatGrads:
         """Whether gradients of ``dtype`` for ``slot`` may be computed where they are to lie."""
         return dtype == self.reduce_dtype and self._local.has_places(slot)
 
-    def place(self, slot: int, dtype: torch.dtype) -> GradPlace | None:
-        """Where the gradient that is about to arrive at ``slot`` may be computed: `LocalGrads.has_place`."""
-        if not self._local.has_place(slot, dtype):
-            return None
+    def has_place(self, slot: int, dtype: torch.dtype) -> bool:
+        """Whether the next gradient for ``slot``, of this dtype, may be computed where it is to lie."""
+        return self._local.has_place(slot, dtype)
+
+    def place(self, slot: int) -> Tensor:
+        """Where to write that gradient, multiplied by `scale`; then call `arrived`."""
         self._vacate_local()
-        return self._local.give_place(slot)
+        return self._local.views()[slot]
+
+    def arrived(self, slot: int) -> None:
+        """The gradient of ``slot`` was written to its place."""
+        self.barred.came(slot)
+        self._local.arrived(slot)
+        self.used[slot] = True
+
+    def was_placed(self, slot: int) -> bool:
+        """Whether an earlier gradient of ``slot`` was written to its place in the backward that runs."""
+        return self._local.was_placed(slot)
+
+    @property
+    def scale(self) -> float:
+        """The factor by which gradients are multiplied before they are summed over ranks."""
+        return self._local.scale
 
     def accumulate(self, slot: int, grad: Tensor) -> None:
         """Add ``grad`` (the parameter's shape, the compute dtype) to slot ``slot`` of this rank's sum."""

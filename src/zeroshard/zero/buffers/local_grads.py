@@ -10,11 +10,8 @@
     A parameter's first gradient of a backward need not be copied if the operation that computes it writes it into the
     buffer (`zeroshard.grad_places`): if it has the buffer's dtype, its factor is a power of two, and its place begins
     where a tensor of its own would, at a multiple of 64 bytes. A product then has the same bits there (not in float16,
-    where halves of ordinary gradients are rounded).
-    A place is given once in a backward. If the tensor that arrives does not lie there, or none has arrived when the
-    buffer is reduced, autograd may still hold the one that does: of a weight that is used twice, say. The buffer is
-    then left to it, the gradients go on in a new one, and that slot's place is not given again. A gradient that hooks
-    of a user have kept is copied before its place is overwritten.
+    where halves of ordinary gradients are rounded). Later gradients of the same weight in the same backward are added
+    one by one, as autograd would have added them.
 """
 
 from __future__ import annotations
@@ -26,7 +23,6 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm import Communicator, empty_for
-from zeroshard.grad_places import GradPlace, PlacedGrad
 from zeroshard.zero.buffers.layout import FlatLayout
 from zeroshard.zero.buffers.small_grads import SMALL_NUMEL, SmallGrads
 from zeroshard.zero.streams import NO_STREAMS, Streams
@@ -51,6 +47,7 @@ class LocalGrads:
     Attributes:
         buffer: ``[padded_numel]``; None until the first gradient, and after `free`.
         written: for each slot, whether a gradient lies there, or waits to be copied there.
+        scale: ``1 / world_size``.
     """
 
     def __init__(
@@ -60,12 +57,10 @@ class LocalGrads:
         self.buffer: Tensor | None = None
         self._views: list[Tensor] = []
         self.written = [False] * len(layout.slots)
-        self._given: set[int] = set()  # slots whose places were given away: [Note: Computed in place]
-        self._accepted: dict[int, GradPlace] = {}  # of gradients that lie here, and that others may have kept
-        self._kept: set[int] = set()  # slots whose places are not given any more
+        self._placed_in: dict[int, int] = {}  # slot -> the last backward that has computed its gradient in place
         self._small = SmallGrads(layout, dtype)
-        self._scale = 1.0 / world_size
-        self._scale_is_exact = math.frexp(self._scale)[0] == 0.5
+        self.scale = 1.0 / world_size
+        self._scale_is_exact = math.frexp(self.scale)[0] == 0.5
         self._scale_on_device = self._scale_there()
         self._streams: Streams = NO_STREAMS
 
@@ -103,40 +98,32 @@ class LocalGrads:
 
     def has_place(self, slot: int, dtype: torch.dtype) -> bool:
         """Whether the next gradient of ``dtype`` for ``slot``, which has places, may be computed in the buffer."""
-        taken = self.written[slot] or slot in self._given or slot in self._kept
-        return not taken and dtype == self._dtype and self._streams.is_home()
+        return not self.written[slot] and dtype == self._dtype and self._streams.is_home()
 
-    def give_place(self, slot: int) -> GradPlace:
-        """Give away the place of ``slot``."""
-        self._given.add(slot)
-        self._copy_kept(slot)
-        return GradPlace(self.views()[slot], self._scale)
+    def arrived(self, slot: int) -> None:
+        """The gradient of ``slot`` lies in its place, scaled."""
+        self.written[slot] = True
+        self._placed_in[slot] = torch._C._current_graph_task_id()
+
+    def was_placed(self, slot: int) -> bool:
+        """Whether an earlier gradient of ``slot`` was computed in place in the backward that runs."""
+        return self._placed_in.get(slot) == torch._C._current_graph_task_id()
 
     def add(self, slot: int, grad: Tensor, *, first: bool) -> None:
         """Add ``grad``, in the parameter's shape, to the sum; ``first``: no other has come since they were cleared."""
-        if self._given and slot in self._given:
-            self._given.discard(slot)
-            if (place := self._place_of(grad)) is not None:
-                self._accepted[slot] = place
-                self.written[slot] = True
-                return
-            self._leave_buffer({slot})
-        self._copy_kept(slot)
-        if isinstance(grad, PlacedGrad):
-            grad = grad.value()
         view = self.views()[slot]
         if first and self._small.takes(grad):
             self.written[slot] = True
-            self._small.add(slot, grad, self._views, self._scale)
+            self._small.add(slot, grad, self._views, self.scale)
             return
         if slot in self._small:
             self.copy_in()
         if self.written[slot] and self._scale_is_exact:
-            view.add_(grad, alpha=self._scale)
+            view.add_(grad, alpha=self.scale)
         elif self.written[slot]:
-            view.add_(grad.to(view.dtype).mul(self._scale))
-        elif grad.dtype == view.dtype and self._scale != 1.0:
-            torch.mul(grad, self._scale, out=view)
+            view.add_(grad.to(view.dtype).mul(self.scale))
+        elif grad.dtype == view.dtype and self.scale != 1.0:
+            torch.mul(grad, self.scale, out=view)
         elif (
             self._scale_on_device is not None
             and grad.ndim
@@ -145,24 +132,13 @@ class LocalGrads:
             torch.mul(grad, self._scale_on_device, out=view)
         else:
             view.copy_(grad)
-            if self._scale != 1.0:
-                view.mul_(self._scale)
+            if self.scale != 1.0:
+                view.mul_(self.scale)
         self.written[slot] = True
-
-    def _place_of(self, grad: Tensor) -> GradPlace | None:
-        """The place of ``grad`` if it was computed in the buffer: its parameter's, which was given no other."""
-        place = grad.place if isinstance(grad, PlacedGrad) else None
-        return place if place is not None and self.contains(place.out) else None
-
-    def _copy_kept(self, *slots: int) -> None:
-        """Before these slots are overwritten: copy gradients in them that a user's code has kept (hooks can)."""
-        for slot in slots:
-            if (place := self._accepted.pop(slot, None)) is not None:
-                place.leave()
 
     def copy_in(self) -> None:
         """Copy the small gradients that wait into the buffer, and scale them."""
-        self._small.copy_in(self._views, self._scale)
+        self._small.copy_in(self._views, self.scale)
 
     def _scale_there(self) -> Tensor | None:
         """The scale as a tensor ``[1]`` in the dtype that travels, by which one kernel widens and scales a gradient.
@@ -171,15 +147,12 @@ class LocalGrads:
         kernels widen as they read; a CPU would first make a wide copy of the gradient, so there the gradient is copied
         into place and multiplied there. Both give the same bits.
         """
-        if self._device.type != "cuda" or self._scale == 1.0 or not self._dtype.is_floating_point:
+        if self._device.type != "cuda" or self.scale == 1.0 or not self._dtype.is_floating_point:
             return None
-        return torch.tensor([self._scale], dtype=self._dtype, device=self._device)
+        return torch.tensor([self.scale], dtype=self._dtype, device=self._device)
 
     def complete(self) -> Tensor:
         """Fill slots without a gradient and the padding with zeros; return the buffer. Nothing is written after it."""
-        if self._given:
-            self._leave_buffer(self._given)
-        self._copy_kept(*self._accepted)
         views = self.views()
         self.copy_in()
         for view, written in zip(views, self.written, strict=True):
@@ -190,25 +163,14 @@ class LocalGrads:
         self.written = [False] * len(self.written)
         return self.buffer
 
-    def _leave_buffer(self, slots: set[int]) -> None:
-        """Go on in a new buffer: autograd may still hold the gradients of ``slots`` that lie in this one."""
-        self._kept |= slots
-        before = self._views
-        self.free()
-        for slot, view in enumerate(self.views()):
-            if self.written[slot] and slot not in self._small:
-                view.copy_(before[slot])
-
     def zero(self, slot: int) -> None:
         """Fill the gradient of ``slot`` with zeros, if there is one."""
         if self.written[slot]:
-            self._copy_kept(slot)
             self.views()[slot].zero_()
 
     def free(self) -> None:
-        """Free the buffer; gradients in it that a user's code has kept keep its memory."""
+        """Free the buffer."""
         self.buffer, self._views = None, []
-        self._given, self._accepted = set(), {}
 
     def clear(self) -> None:
         """Free the buffer, and drop the gradients that wait to be copied there."""

@@ -25,16 +25,15 @@ from torch import Tensor, nn
 from torch.utils import _foreach_utils
 
 from zeroshard import grad_places
-from zeroshard.grad_places import GradPlace
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.runtime.sharded_grad import ShardedGrad, held
 
 
 class GradTaker(Protocol):
-    """Receives each gradient that autograd has computed: accumulates it, and may reduce it."""
+    """Is told of each gradient."""
 
-    def take_grad(self, group: FlatGroup, slot: int, grad: Tensor) -> None:
-        """Take ``grad`` for the group's parameter in ``slot``; it has its shape, and no other code refers to it."""
+    def expect_grad(self, group: FlatGroup) -> None:
+        """Begin a backward pass, if none runs, because a gradient of the group is about to arrive."""
         ...
 
     def require_shown(self, what: str) -> None:
@@ -47,7 +46,11 @@ class GradTaker(Protocol):
 
 
 class GradHooks:
-    """The hooks of one engine: each gradient goes to ``taker``, and ``param.grad`` shows the result."""
+    """The hooks of one engine: each gradient goes to its flat buffer, and ``param.grad`` shows the result.
+
+    Args:
+        taker: the engine, which is told of each gradient.
+    """
 
     def __init__(self, taker: GradTaker) -> None:
         self._taker = weakref.ref(taker)
@@ -75,7 +78,7 @@ class GradHooks:
                 shown.group.thaw()
                 self._handles.append(shown.param.register_post_accumulate_grad_hook(_hook(self._taker, shown)))
                 if shown.group.grads.has_places(shown.slot, shown.group.params.full.dtype):
-                    grad_places.offer(shown.param, _offer(shown))
+                    grad_places.offer(shown.param, _Receiver(self._taker, shown))
                 self._hooked.append(shown)
             else:
                 frozen.append(shown)
@@ -239,24 +242,48 @@ def _hook(taker_ref: weakref.ref[GradTaker], shown: _Shown) -> Callable[[Tensor]
             grad = grad.take_arrived()
         else:
             param.grad = None
-        assert grad is not None
+        if grad is None:
+            return  # autograd got none: it was computed in place
         if param.grad_dtype is None:
             grad = grad.to(param.dtype)  # as autograd would have done
-        taker.take_grad(shown.group, shown.slot, grad)
+        taker.expect_grad(shown.group)
+        shown.group.grads.accumulate(shown.slot, grad)
         shown.show()
 
     return take
 
 
-def _offer(shown: _Shown) -> grad_places.Offer:
-    shown_ref = weakref.ref(shown)  # as in `_hook`
+class _Receiver:
+    """Receives gradients that an operation computes in the parameter's place; see `zeroshard.grad_places.Receiver`."""
 
-    def place(dtype: torch.dtype) -> GradPlace | None:
-        """Return a place in the parameter's buffer, if its engine still exists."""
-        shown = shown_ref()
-        return None if shown is None else shown.group.grads.place(shown.slot, dtype)
+    def __init__(self, taker_ref: weakref.ref[GradTaker], shown: _Shown) -> None:
+        self._taker, self._shown = taker_ref, weakref.ref(shown)  # weak as in `_hook`
+        self.scale = shown.group.grads.scale
 
-    return place
+    def place(self, dtype: torch.dtype) -> Tensor | None:
+        """See `Receiver.place`."""
+        taker, shown = self._taker(), self._shown()
+        if taker is None or shown is None or not shown.group.grads.has_place(shown.slot, dtype):
+            return None
+        taker.expect_grad(shown.group)
+        return shown.group.grads.place(shown.slot)
+
+    def arrived(self) -> None:
+        """See `Receiver.arrived`."""
+        shown = self._shown()
+        assert shown is not None
+        shown.group.grads.arrived(shown.slot)
+        shown.show()
+
+    def takes(self, grad: Tensor) -> bool:
+        """See `Receiver.takes`."""
+        taker, shown = self._taker(), self._shown()
+        if taker is None or shown is None or not shown.group.grads.was_placed(shown.slot):
+            return False
+        taker.expect_grad(shown.group)
+        shown.group.grads.accumulate(shown.slot, grad)
+        shown.show()
+        return True
 
 
 def _let_foreach_know() -> None:

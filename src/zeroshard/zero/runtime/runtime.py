@@ -308,12 +308,11 @@ class Runtime:
 
     # -- gradients --------------------------------------------------------------------------------------------
 
-    def take_grad(self, group: FlatGroup, slot: int, grad: Tensor) -> None:
-        """Accumulate a gradient that autograd has computed for the group's parameter in ``slot``."""
+    def expect_grad(self, group: FlatGroup) -> None:
+        """Begin the backward pass, if none runs: a gradient of a parameter of the group is about to arrive."""
         self._backward()
         if self._forward_pass.read_while_stale:
             refuse_stale_reads(group, self._forward_pass.read_while_stale)
-        group.grads.accumulate(slot, grad)
 
     def take_changes(self) -> None:
         """Copy in-place changes of weights to the master weights: [Note: Changes in place] in `differences`."""
