@@ -61,13 +61,14 @@ def on_flat(tensor: Tensor, run: Callable[[Tensor], None]) -> Operation:
 
 def flat_input(tensor: Tensor) -> Tensor:
     """Return ``tensor`` flattened: a view if possible, else a copy."""
-    return tensor.detach().reshape(-1)
+    tensor = tensor.detach()
+    return tensor if tensor.ndim == 1 else tensor.reshape(-1)
 
 
 def to_flat(tensor: Tensor, run: Callable[[Tensor], None]) -> Operation:
     """Return an operation that has ``run`` fill ``tensor`` through a flat view; if there is none, through a copy."""
     tensor = tensor.detach()
-    flat = tensor.reshape(-1)
+    flat = tensor if tensor.ndim == 1 else tensor.reshape(-1)
     if flat.data_ptr() == tensor.data_ptr():
         return lambda: run(flat)
 

@@ -24,19 +24,21 @@ EXIT_GRACE_S = 5.0  # how long `Worker.close`, also called at interpreter exit, 
 class Ticket:
     """The handle of an operation that was submitted to a worker."""
 
-    __slots__ = ("_done", "_ended_at_s", "_listeners", "_operation", "error")
+    __slots__ = ("_ended", "_ended_at_s", "_listeners", "_operation", "_until_ended", "error")
 
     def __init__(self, operation: Operation) -> None:
         self._operation: Operation | None = operation
         self.error: BaseException | None = None
-        self._done = threading.Event()
-        self._ended_at_s = 0.0  # valid once `_done` is set
+        self._ended = False
+        self._until_ended = threading.Lock()  # held until then; a `threading.Event` has a lock and more
+        self._until_ended.acquire()
+        self._ended_at_s = 0.0  # valid once `_ended` is true
         self._listeners: list[Callable[[float], None]] = []
 
     def add_done_callback(self, ended: Callable[[float], None]) -> None:
         """Call ``ended`` when the operation ends, on the worker's thread; at once, on this one, if it has ended."""
         self._listeners.append(ended)
-        if self._done.is_set():
+        if self._ended:
             self._call_back()
 
     def _call_back(self) -> None:
@@ -49,7 +51,9 @@ class Ticket:
 
     def wait(self) -> None:
         """Return when the operation has ended; raise its error if it failed."""
-        self._done.wait()
+        if not self._ended:
+            with self._until_ended:
+                pass
         if self.error is not None:
             raise self.error
 
@@ -65,7 +69,8 @@ class Ticket:
             self.error = error
         self._operation = None  # it holds tensors too
         self._ended_at_s = time.perf_counter()
-        self._done.set()
+        self._ended = True
+        self._until_ended.release()
         self._call_back()
 
 

@@ -14,7 +14,7 @@ import bisect
 import ctypes
 import mmap
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from zeroshard.comm.shm.mapped import Segment
 
 _EXTENT_BYTES = 256 << 20  # of the file, mapped at a time; pages are allocated only when a tensor needs them
 _ALIGNMENT = 4096
+_MOST_VIEWS = 4096  # of other ranks' tensors that are remembered
 
 
 class Place(NamedTuple):
@@ -49,6 +50,7 @@ class Arena:
         self._newest: _Extent | None = None
         self._used = 0  # bytes of the newest extent that are allocated
         self._free: dict[int, list[tuple[_Extent, int]]] = {}  # extent and offset of freed memory, by its size
+        self._leases: dict[int, weakref.ref[Any]] = {}  # address of an allocated tensor -> of its memory's owner
         self._full = False
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -63,7 +65,13 @@ class Arena:
             self._full = True
             return torch.empty(numel, dtype=dtype)
         lease = _lease_type(num_bytes).from_buffer(extent.memory, offset)
-        weakref.finalize(lease, free.append, (extent, offset)).atexit = False
+        address = extent.address + offset
+
+        def reuse(_: object) -> None:
+            del self._leases[address]  # first: once it is free, another thread may lease it
+            free.append((extent, offset))
+
+        self._leases[address] = weakref.ref(lease, reuse)
         return torch.frombuffer(lease, dtype=dtype, count=numel)
 
     def place_of(self, tensor: Tensor) -> Place | None:
@@ -96,9 +104,18 @@ class MappedArena:
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
         self._extents: dict[int, Tensor] = {}
+        self._views: dict[tuple[Place, int, torch.dtype], Tensor] = {}
 
     def view(self, place: Place, numel: int, dtype: torch.dtype) -> Tensor:
         """Return the tensor ``[numel]`` at ``place``: a view of the other rank's memory, not a copy."""
+        found = self._views.get((place, numel, dtype))
+        if found is None:
+            if len(self._views) == _MOST_VIEWS:
+                self._views.clear()
+            found = self._views[place, numel, dtype] = self._view(place, numel, dtype)
+        return found
+
+    def _view(self, place: Place, numel: int, dtype: torch.dtype) -> Tensor:
         extent = self._extents.get(place.start)
         if extent is None:
             memory = self._segment.map(place.start, place.num_bytes)

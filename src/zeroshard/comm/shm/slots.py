@@ -19,8 +19,7 @@ the operation to which the data belong. A rank that finds another topic than its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -81,12 +80,15 @@ class Slots:
         """
         if not self._segments:
             return
-        with self._telling():
+        try:
             for index in range(num_pieces + _AHEAD):
                 if index < num_pieces:
                     self._publish(dtype, lambda slot, piece=index: publish(piece, slot))
                 if index >= _AHEAD:
                     self._read(dtype, lambda slots, piece=index - _AHEAD: read(piece, slots))
+        except PeerLost as error:
+            self._tell(error)
+            raise
 
     def offer(self, tensor: Tensor) -> list[Tensor] | None:
         """Offer ``tensor`` (1-D, same dtype and numel on all ranks) and return every rank's, to be read until `done`.
@@ -105,13 +107,16 @@ class Slots:
         own.note[_OFFER_TOPIC] = self.topic
         own.counters[_OFFERED].advance(self._num_offers)
         places = []
-        with self._telling():
+        try:
             for peer in self.ranks:
                 if peer != self._rank:
                     self._segments[peer].counters[_OFFERED].wait(self._num_offers, self._timeout_s)
                     self._require_topic(peer, _OFFER_TOPIC)
                 start, num_bytes, offset = self._segments[peer].note[:3]
                 places.append(Place(start, num_bytes, offset))
+        except PeerLost as error:
+            self._tell(error)
+            raise
         if _NOWHERE in places:
             return None
         views = [n.view(at, tensor.numel(), tensor.dtype) for n, at in zip(self._neighbours, places, strict=True)]
@@ -126,18 +131,16 @@ class Slots:
         """
         self._num_done += 1
         self._segments[self._rank].counters[_DONE].advance(self._num_done)
-        with self._telling():
+        try:
             for peer in self.peers:
                 self._segments[peer].counters[_DONE].wait(self._num_done, self._timeout_s)
-
-    @contextmanager
-    def _telling(self) -> Generator[None]:
-        """If this block finds that a rank is lost, write that rank into our counter `LOST`, where the others see it."""
-        try:
-            yield
         except PeerLost as error:
-            self._segments[self._rank].counters[LOST].advance(error.rank + 1)
+            self._tell(error)
             raise
+
+    def _tell(self, error: PeerLost) -> None:
+        """Write the rank that is lost into our counter `LOST`, where the others see it."""
+        self._segments[self._rank].counters[LOST].advance(error.rank + 1)
 
     def _publish(self, dtype: torch.dtype, publish: Callable[[Tensor], None]) -> None:
         count = self._num_published

@@ -106,7 +106,7 @@ def attach(unit: Unit, listener: Listener, cast: torch.dtype | None) -> list[Any
         listener.forward_begins(unit)
         if torch.is_grad_enabled() and not in_backward():
             # Hook them now: the module may change its inputs in place, or put its outputs into the same container.
-            inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad and t.grad_fn is not None]
+            inputs = [t for t in _tensors_of(args, kwargs) if t.requires_grad and t.grad_fn is not None]
             run = listener.forward_run
             index = run.index
             run.hook(inputs, _once_per_pass(listener, lambda: listener.backward_ends(unit, index)))
@@ -123,13 +123,13 @@ def attach(unit: Unit, listener: Listener, cast: torch.dtype | None) -> list[Any
         returned, output = output, _outliving(listener, unit, output)
         if in_backward():
             event = _once_per_pass(listener, begins_nested)
-            for tensor in _with_bases(tensors_in(output), tensors_in((args, kwargs))):
+            for tensor in _with_bases(tensors_in(output), _tensors_of(args, kwargs)):
                 tensor.register_hook(event)
         elif not torch.is_grad_enabled():
             listener.forward_ends(unit, grads_flow=False, keep=False)
         else:
             run = listener.forward_run
-            inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+            inputs = [t for t in _tensors_of(args, kwargs) if t.requires_grad]
             outputs = _with_bases(tensors_in(output), inputs)
             # The hooks refer to ``run``, so it lives as long as a graph of this forward does.
             run.hook(outputs, _once_per_pass(listener, lambda: listener.backward_begins(unit, run.index)))
@@ -264,6 +264,10 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     if not any(map(is_other, tree_leaves(value))):
         return value
     return tree_map(lambda leaf: leaf.to(dtype) if is_other(leaf) else leaf, value)
+
+
+def _tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    return tensors_in((args, kwargs) if kwargs else args)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
