@@ -35,12 +35,12 @@ class Receiver(Protocol):
     def place(self, dtype: torch.dtype) -> Tensor | None:
         """Where to write the gradient of this dtype, scaled: contiguous, of the parameter's shape. None: nowhere.
 
-        Who gets a place writes there at once, and calls `arrived`.
+        Who gets a place calls `arrives`, and writes there at once.
         """
         ...
 
-    def arrived(self) -> None:
-        """The gradient lies in the place that was given last."""
+    def arrives(self) -> None:
+        """The gradient is about to be written to the place that was given last."""
         ...
 
     def takes(self, grad: Tensor) -> bool:

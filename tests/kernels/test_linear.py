@@ -33,7 +33,7 @@ class Place:
         self.given += 1
         return self.memory.view(self.memory.shape)
 
-    def arrived(self) -> None:
+    def arrives(self) -> None:
         self.times += 1
 
     def takes(self, grad: torch.Tensor) -> bool:
@@ -135,7 +135,6 @@ def _on_the_node(weight, x):
 
 
 def _before_the_node(weight, x):
-    """The hook changes what comes in, and torch's own hooks see nothing of it."""
     y = linear(x, weight)
     y.grad_fn.register_prehook(lambda upstream: upstream)
     y.square().sum().backward()
@@ -164,7 +163,8 @@ def _after_accumulation(node, keep):
     node.register_hook(lambda none, grads: keep(grads[0].clone()))
 
 
-CALLERS = [_on_the_node, _before_the_node, _held_node(_before_accumulation), _held_node(_after_accumulation), _grad, _inputs_alone, _create_graph, _hooked, _func, _vmap, _compiled]
+CALLERS = [_grad, _inputs_alone, _create_graph, _hooked, _func, _vmap, _compiled]
+CALLERS += [_on_the_node, _before_the_node, _held_node(_before_accumulation), _held_node(_after_accumulation)]
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")

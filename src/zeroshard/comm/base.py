@@ -234,10 +234,13 @@ def own_group(groups: Groups, rank: int) -> tuple[int, list[int]]:
     return next((index, list(ranks)) for index, ranks in enumerate(groups) if rank in ranks)
 
 
+_REDUCTIONS = get_args(ReduceOp)
+
+
 def check_op(op: str) -> None:
     """Raise ValueError for a reduction that is not one of `ReduceOp`."""
-    if op not in get_args(ReduceOp):
-        raise ValueError(f"op: {op!r} is not a reduction; choose one of {', '.join(get_args(ReduceOp))}")
+    if op not in _REDUCTIONS:
+        raise ValueError(f"op: {op!r} is not a reduction; choose one of {', '.join(_REDUCTIONS)}")
 
 
 def check_shards(whole: Tensor, shard: Tensor, world_size: int) -> None:

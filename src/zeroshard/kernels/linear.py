@@ -40,22 +40,24 @@ class _PlacedLinear(torch.autograd.Function):
         (x_node, _), (weight_node, _), *others = ctx.next_functions
         rows = g.reshape(-1, g.shape[-1])
         d_x = d_weight = d_bias = None
-        if ctx.needs_input_grad[0] and grad_places.is_wanted(x_node):
-            d_x = rows.mm(weight).view(x.shape)
+        # What asks the engine comes before the products: after them, the caches hold nothing of the interpreter's.
+        if others and grad_places.is_wanted(others[0][0]):
+            d_bias = rows.sum(0)
+        wanted = ctx.needs_input_grad[0] and grad_places.is_wanted(x_node)
         if grad_places.is_wanted(weight_node):
             factors = (rows.t(), x.reshape(-1, x.shape[-1]))
             hooked = getattr(ctx, "is_hooked", False)
             to = None if hooked or _autocasts(g) else grad_places.receiver(weight_node)
             place = None if to is None else to.place(g.dtype)
             if to is not None and place is not None:
+                to.arrives()
                 torch.addmm(place, *factors, beta=0, alpha=to.scale, out=place)
-                to.arrived()
             else:
                 d_weight = torch.mm(*factors)
                 if to is not None and to.takes(d_weight):
                     d_weight = None
-        if others and grad_places.is_wanted(others[0][0]):
-            d_bias = rows.sum(0)
+        if wanted:
+            d_x = rows.mm(weight).view(x.shape)
         return d_x, d_weight, d_bias
 
 

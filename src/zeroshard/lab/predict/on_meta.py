@@ -205,7 +205,7 @@ class _Nowhere:
     def place(self, dtype: torch.dtype) -> None:
         return None
 
-    def arrived(self) -> None:
+    def arrives(self) -> None:
         raise AssertionError
 
     def takes(self, grad: Tensor) -> bool:

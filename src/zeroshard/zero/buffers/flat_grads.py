@@ -125,14 +125,14 @@ class FlatGrads:
         return self._local.has_place(slot, dtype)
 
     def place(self, slot: int) -> Tensor:
-        """Where to write that gradient, multiplied by `scale`; then call `arrived`."""
+        """Where to write that gradient, multiplied by `scale`; then call `arrives`."""
         self._vacate_local()
         return self._local.views()[slot]
 
-    def arrived(self, slot: int) -> None:
-        """The gradient of ``slot`` was written to its place."""
+    def arrives(self, slot: int) -> None:
+        """The gradient of ``slot`` is about to be written to its place."""
         self.barred.came(slot)
-        self._local.arrived(slot)
+        self._local.arrives(slot)
         self.used[slot] = True
 
     def was_placed(self, slot: int) -> bool:

@@ -100,8 +100,8 @@ class LocalGrads:
         """Whether the next gradient of ``dtype`` for ``slot``, which has places, may be computed in the buffer."""
         return not self.written[slot] and dtype == self._dtype and self._streams.is_home()
 
-    def arrived(self, slot: int) -> None:
-        """The gradient of ``slot`` lies in its place, scaled."""
+    def arrives(self, slot: int) -> None:
+        """The gradient of ``slot`` is about to be written to its place, scaled."""
         self.written[slot] = True
         self._placed_in[slot] = torch._C._current_graph_task_id()
 

@@ -268,11 +268,11 @@ class _Receiver:
         taker.expect_grad(shown.group)
         return shown.group.grads.place(shown.slot)
 
-    def arrived(self) -> None:
-        """See `Receiver.arrived`."""
+    def arrives(self) -> None:
+        """See `Receiver.arrives`."""
         shown = self._shown()
         assert shown is not None
-        shown.group.grads.arrived(shown.slot)
+        shown.group.grads.arrives(shown.slot)
         shown.show()
 
     def takes(self, grad: Tensor) -> bool:
