@@ -310,8 +310,8 @@ def _replaces(owner, name, method):
 
 def _uses_weights_early(self):
     self._work = None
-    if self.whole and not self._shown:
-        self._attach()
+    if self.whole and not self.shown.visible:
+        self._show()
 
 
 def _reads_codes_early(self):

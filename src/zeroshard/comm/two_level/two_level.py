@@ -157,7 +157,7 @@ class TwoLevelCommunicator(QueuedCommunicator):
             self.local._reduce_scatter(theirs, op, partial[host * numel : (host + 1) * numel])
         self.across._reduce_scatter(partial, op, shard)
 
-    def _all_gather(self, whole: Tensor, shard: Tensor) -> None:
+    def _all_gather(self, whole: Tensor, shard: Tensor, *, others_only: bool = False) -> None:
         if self._is_small(whole):
             whole.copy_(self._rows(shard).view(-1))
             return

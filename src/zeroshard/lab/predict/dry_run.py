@@ -157,7 +157,7 @@ def _recorder(zero: Zero, model: nn.Module, optimizer: Optimizer, device: torch.
     hidden, because the engine reads them only if they have values.
     """
     recorder = AllocationRecorder(zero.holdings, without_values=device.type == "meta")
-    recorder.ignore(group.params.placeholder for unit in zero.units for group in unit.groups)
+    recorder.ignore(group.params.shown.placeholder for unit in zero.units for group in unit.groups)
     return recorder.follow(model, optimizer)
 
 

@@ -24,7 +24,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from zeroshard.comm import Work, empty_for, scope
+from zeroshard.comm import Work, empty_for, leaves_own_slice, scope
 from zeroshard.wire_formats import DtypeFormat
 from zeroshard.zero.buffers import outdated
 from zeroshard.zero.buffers.common_copy import CommonCopy, PackedDifferences, Replaced
@@ -32,10 +32,12 @@ from zeroshard.zero.buffers.initial import initial_values
 from zeroshard.zero.buffers.layout import ALIGNMENT, FlatLayout, Piece, view_of
 from zeroshard.zero.buffers.node_copy import NodeCopy
 from zeroshard.zero.buffers.outside_views import OutsideViews
+from zeroshard.zero.buffers.own_weights import OwnWeights
 from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.shards import gather_shards
+from zeroshard.zero.buffers.shown import Shown
 from zeroshard.zero.buffers.wire import PackedGather, seen, take_written
-from zeroshard.zero.buffers.written_weights import refuse_assigned, take_assigned, take_where_it_differs
+from zeroshard.zero.buffers.written_weights import take_where_it_differs
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
@@ -57,7 +59,7 @@ class FlatParams:
             gather in flight in that format; the second copy of sharded weights, if there is one.
         common: the common copy to which differences are sent; None if weights are not sent as differences.
         whole, stale: whether ``full`` has memory (its gather may be in flight); whether the master is newer than it.
-        placeholder: the 0-dim NaN (0 for integers) that freed or hidden weights show.
+        shown: what the parameters show.
         on_read: called before a read of a parameter whose values are stale or freed, and ends in `show_as_current`;
             None: reads are not watched. See [Note: Read between steps] in `outdated`.
     """
@@ -86,7 +88,6 @@ class FlatParams:
         self.stale = False
         self.whole = True
         self._copy_due = False  # whether this rank's master must be copied to `full`
-        self._shown = False  # whether the parameters are views of `full`
         self._work: Work | None = None
         self.packed_gather: PackedGather | PackedDifferences | None = None
         self._seen: int | None = None  # fingerprint of this rank's own part of `full`, as it arrived
@@ -114,32 +115,32 @@ class FlatParams:
         self.common: CommonCopy | None = None
         if self.wire is not None and precision.gathers_differences:
             self.common = CommonCopy(name, self.wire, self.full[own])
-        self._views = self.layout.views(self.full)
+        self._left_out = False  # whether the last gather left this rank's shard out of `full`: see `own_weights`
+        self._own_weights: OwnWeights | None = None
+        if self.shard_params and self._may_leave_out():
+            self._own_weights = OwnWeights(self.layout, comm.rank, self.master)
+        self._make_views()
         self._storage_bytes = self.full.untyped_storage().nbytes()
-        fill = float("nan") if compute_dtype.is_floating_point else 0
-        self.placeholder = torch.full((), fill, dtype=compute_dtype, device=self.full.device)
-        self._freed = [self.placeholder.expand(slot.shape) for slot in self.layout.slots]
+        self.shown = Shown(self.layout, self.params, compute_dtype, self.full.device)
         self._outside = OutsideViews()
-        self._attach()
+        self._show()
         self.pieces = self.layout.owned(comm.rank) if self.shard_optim else self.layout.updated_by_all(self.full.device)
         self.master_offset = own.start if self.shard_optim else 0
         self.release()
 
-    def _attach(self) -> None:
-        for param, view in zip(self.params, self._views, strict=True):
-            param.data = view
-        self._shown = True
-        self._versions = self._written()
+    def _may_leave_out(self) -> bool:
+        """Whether a gather need not write this rank's shard into ``full``, because it can be read in the master."""
+        alike = self.master.dtype == self.full.dtype == self.dtype and self.wire is None
+        equal_shards = self.layout.owners is None and self.levels.node is None
+        return alike and equal_shards and self.full.device.type == "cpu" and leaves_own_slice(self.comm)
 
-    def _hide(self) -> None:
-        for param, freed in zip(self.params, self._freed, strict=True):
-            param.data = freed
-        self._shown = False
+    def _make_views(self) -> None:
+        self._views = self._views_beside_own = self.layout.views(self.full)
+        if self._own_weights is not None:
+            self._views_beside_own = self._own_weights.instead_of(self._views)
 
-    def _written(self) -> int:
-        """Return a number that grows with each write into a parameter that autograd sees."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return sum([param._version for param in self.params])
+    def _show(self) -> None:
+        self.shown.show(self._views_beside_own if self._left_out else self._views)
 
     def thaw(self) -> bool:
         """Make a master in the parameters' own dtype, because they will be trained; return whether it is new."""
@@ -170,8 +171,8 @@ class FlatParams:
         """
         if self._work is not None or (self.whole and not self.stale and not again):
             return
-        if not self._shown:
-            self._require_untouched()
+        if not self.shown.visible:
+            self.shown.refuse_touched(self.name)
         read_at = self._streams.mark() if self.whole and not self.stale else None  # by kernels already queued
         self.stale = False
         self.show_as_current()
@@ -183,6 +184,7 @@ class FlatParams:
                     self.full.copy_(self.master)
                 return
             near = self.node_copy.current
+            self._left_out = self._own_weights is not None and (self._left_out or not self.whole)
             with self._streams.on("copy_in", self._written_at, read_at):
                 own = self._copied_in(copy_due=copy_due and self.wire is None and not near)
                 if self.common is not None:
@@ -197,7 +199,9 @@ class FlatParams:
         packed = self.packed_gather
         if near:
             return self.node_copy.gather(self.full if packed is None else packed.packed.view(-1))
-        return gather_shards(self.comm, self.layout, self.full, own) if packed is None else packed.gather()
+        if packed is not None:
+            return packed.gather()
+        return gather_shards(self.comm, self.layout, self.full, own, others_only=self._left_out)
 
     def _copied_in(self, *, copy_due: bool) -> Tensor:
         """Allocate ``full`` if it is freed, and return this rank's shard, the input of the all-gather."""
@@ -206,6 +210,9 @@ class FlatParams:
             self.whole = True
         if self.common is not None:
             return self.common.shard
+        if self._left_out and self._own_weights is not None:
+            self._own_weights.copy_cut(self.full)
+            return self.master
         own = self.full[self._own]
         if not self._aliased and self.full.dtype == self.master.dtype:
             return self.master
@@ -214,8 +221,8 @@ class FlatParams:
     def wait(self) -> None:
         """Wait for the gather in flight, and make the parameters views of ``full``."""
         self._finish()
-        if self.whole and not self._shown:
-            self._attach()
+        if self.whole and not self.shown.visible:
+            self._show()
 
     def _finish(self) -> None:
         """Wait for the all-gather in flight, and decode it if it is packed."""
@@ -238,16 +245,20 @@ class FlatParams:
         self._finish()
         self.take_changes()
         held = self._outside.hold(self.full)
-        self._hide()
+        self.shown.hide()
         self._streams.freed()
         if held:
             self.full = torch.empty_like(self.full)
-            self._views = self.layout.views(self.full)
+            self._make_views()
         self.full.untyped_storage().resize_(0)
-        self.whole = False
+        self.whole = self._left_out = False
 
     def hand_out(self) -> None:
         """Record that unsharded weights are exposed to the user, who may keep views of them."""
+        if self._left_out and self._own_weights is not None:
+            self._own_weights.copy(self.full)
+            self._left_out = False
+            self._show()
         if self.shard_params:
             self._outside.expose(self.full)
 
@@ -257,10 +268,9 @@ class FlatParams:
         ``copied``: whether this rank's part of ``full`` was updated too; see `place_in_full`. ``replaced``: how the
         master changed, if not by a step; see `zeroshard.zero.buffers.common_copy`.
         """
-        for _, param, view in self._elsewhere():
-            param.data = view  # the assigned tensor is older than the master
-        self._versions = self._written()  # writes into weights that are stale now are dropped
-        self._outside.outdate(self.placeholder)
+        self.shown.drop_assigned()  # the assigned tensor is older than the master
+        self.shown.accept()  # writes into weights that are stale now are dropped
+        self._outside.outdate(self.shown.placeholder)
         self.release()
         self.node_copy.current = False
         if self.common is not None and replaced is None:
@@ -271,8 +281,8 @@ class FlatParams:
         self._copy_due = self._copy_due or not copied
         if self.whole and (self.shard_optim or (not self._aliased and not copied)):
             self.stale = True
-            if not self._aliased and self._shown:
-                self._hide()
+            if not self._aliased and self.shown.visible:
+                self.shown.hide()
         self.watch_reads()
         self._written_at = self._streams.mark()
 
@@ -294,22 +304,21 @@ class FlatParams:
 
         Every rank must call it, and must have written the same values.
         """
-        if not self._shown:
-            self._require_unassigned()
-        assigned = self._take_assigned()
-        written = assigned or self._always_compared or self._versions != self._written()
-        if self._shown and not self.stale and written:
+        if not self.shown.visible:
+            self.shown.refuse_assigned()
+        assigned = self.shown.take_assigned()
+        written = assigned or self._always_compared or self.shown.written
+        if self.shown.visible and not self.stale and written:
             self.write_back()
 
     def drop_changes(self) -> None:
         """Let the next `gather` undo writes into the weights, unless the master is a view of them."""
         if self._aliased:
-            self._take_assigned()
+            self.shown.take_assigned()
         else:
-            for _, param, view in self._elsewhere():
-                param.data = view
-        if not self._aliased and self._shown and self._versions != self._written():
-            self._versions = self._written()
+            self.shown.drop_assigned()
+        if not self._aliased and self.shown.visible and self.shown.written:
+            self.shown.accept()
             if self.shard_params:
                 self.release()
             else:
@@ -320,12 +329,14 @@ class FlatParams:
 
     def write_back(self) -> None:
         """Copy values that were written into unsharded weights to the master; its other elements do not change."""
-        self._take_assigned()
+        self.shown.take_assigned()
         if self._aliased:
             return
         with torch.no_grad():
             written = self.full[self._own] if self.shard_optim else self.full
-            if self.wire is not None:
+            if self._left_out and self._own_weights is not None:
+                self._own_weights.take_cut(self.full)
+            elif self.wire is not None:
                 if self._seen is None or self._seen != seen(written):
                     shown = None if self.common is None else self.common.shard
                     take_written(self.master, written, self.wire, shown)
@@ -333,35 +344,8 @@ class FlatParams:
                 self.master.copy_(written)
             else:
                 take_where_it_differs(self.master, written)
-        self._versions, self._written_at, self.node_copy.current = self._written(), self._streams.mark(), False
-
-    def _elsewhere(self) -> list[tuple[str, nn.Parameter, Tensor]]:
-        """Return ``(name, parameter, expected .data)`` of parameters to whose ``.data`` a tensor was assigned."""
-        expected = self._views if self._shown else self._freed
-        home = expected[0].untyped_storage()._cdata
-        with torch._C.DisableTorchFunctionSubclass():
-            triples = zip(self.layout.slots, self.params, expected, strict=True)
-            return [(slot.name, p, view) for slot, p, view in triples if p.untyped_storage()._cdata != home]
-
-    def _take_assigned(self) -> bool:
-        """Copy tensors that were assigned to parameters' ``.data`` to their places; return whether there were any."""
-        return take_assigned(self._elsewhere()) if self._shown else False
-
-    def _require_unassigned(self) -> None:
-        """Raise RuntimeError if a tensor was assigned to ``.data`` of hidden weights."""
-        refuse_assigned(self._elsewhere())
-
-    def _require_untouched(self) -> None:
-        """Raise RuntimeError if hidden weights were assigned, or (on the CPU: no sync with a GPU) written to."""
-        self._require_unassigned()
-        nan = self.placeholder
-        if nan.device.type != "cpu" or not nan.is_floating_point() or nan.isnan():
-            return
-        nan.fill_(float("nan"))
-        raise RuntimeError(
-            f"{self.name}: weights were written to while they were sharded or older than the last step; "
-            "do it inside zero.full_params(write_back=True)"
-        )
+        self.shown.accept()
+        self._written_at, self.node_copy.current = self._streams.mark(), False
 
     def gather_master(self) -> Tensor:
         """Gather every shard's master: a new tensor ``[padded_numel]`` in the parameters' own dtype. Collective."""
@@ -387,7 +371,12 @@ class FlatParams:
     @property
     def gather_in_flight(self) -> bool:
         """Whether `gather` was called without `wait` since, so that parameters do not show ``full`` yet."""
-        return self._work is not None or (self.whole and not self.stale and not self._shown)
+        return self._work is not None or (self.whole and not self.stale and not self.shown.visible)
+
+    @property
+    def storages(self) -> set[int]:
+        """The identities of the storages in which unsharded weights lie now."""
+        return {view.untyped_storage()._cdata for view in self.shown.views}
 
     @property
     def full_bytes(self) -> int:

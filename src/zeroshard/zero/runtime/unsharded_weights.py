@@ -74,7 +74,7 @@ class UnshardedWeights:
         """Return those of the tensors that share storage with weights that are freed after forward."""
         if not self.shard_params:
             return []
-        storages = {group.params.full.untyped_storage()._cdata for group in unit.groups}
+        storages = {storage for group in unit.groups for storage in group.params.storages}
         return [tensor for tensor in tensors if _storage(tensor) in storages]
 
     @contextmanager

@@ -1,0 +1,97 @@
+"""What the parameters of one buffer show: unsharded weights, or NaN while those are freed or older than the master."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.zero.buffers.layout import FlatLayout
+from zeroshard.zero.buffers.written_weights import refuse_assigned, take_assigned
+
+
+class Shown:
+    """The ``.data`` of all parameters of one buffer; they show nothing yet.
+
+    Args:
+        layout: names and shapes of the parameters.
+        params: the parameters, in its order.
+        dtype, device: of the weights.
+
+    Attributes:
+        views: what the parameters show, each in its shape, if they show weights.
+        visible: whether they do.
+        placeholder: the 0-dim NaN (0 for integers) that they show otherwise.
+    """
+
+    def __init__(
+        self, layout: FlatLayout, params: Sequence[nn.Parameter], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._layout, self._params = layout, params
+        self.placeholder = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
+        self.views = self._hidden = [self.placeholder.expand(slot.shape) for slot in layout.slots]
+        self.visible = False
+        self._versions = 0
+
+    def show(self, views: list[Tensor]) -> None:
+        """Make the parameters these views."""
+        self.views, self.visible = views, True
+        for param, view in zip(self._params, views, strict=True):
+            param.data = view
+        self.accept()
+
+    def hide(self) -> None:
+        """Show the placeholder."""
+        for param, hidden in zip(self._params, self._hidden, strict=True):
+            param.data = hidden
+        self.visible = False
+
+    def accept(self) -> None:
+        """Count writes into the parameters from here on."""
+        self._versions = self._count()
+
+    @property
+    def written(self) -> bool:
+        """Whether autograd has seen a write into a parameter since `accept`."""
+        return self._versions != self._count()
+
+    def _count(self) -> int:
+        with torch._C.DisableTorchFunctionSubclass():
+            return sum([param._version for param in self._params])
+
+    def _elsewhere(self) -> list[tuple[str, nn.Parameter, Tensor]]:
+        """Return ``(name, parameter, expected .data)`` of parameters to whose ``.data`` a tensor was assigned."""
+        expected = self.views if self.visible else self._hidden
+        homes = {view.untyped_storage()._cdata for view in expected}
+        with torch._C.DisableTorchFunctionSubclass():
+            triples = zip(self._layout.slots, self._params, expected, strict=True)
+            return [(slot.name, p, view) for slot, p, view in triples if p.untyped_storage()._cdata not in homes]
+
+    def take_assigned(self) -> bool:
+        """Copy tensors that were assigned to visible parameters' ``.data`` to their places; return if any were."""
+        return take_assigned(self._elsewhere()) if self.visible else False
+
+    def drop_assigned(self) -> None:
+        """Make parameters to whose ``.data`` a tensor was assigned show again what they showed before."""
+        for _, param, view in self._elsewhere():
+            param.data = view
+
+    def refuse_assigned(self) -> None:
+        """Raise RuntimeError if a tensor was assigned to ``.data`` of hidden weights."""
+        refuse_assigned(self._elsewhere())
+
+    def refuse_touched(self, name: str) -> None:
+        """Raise RuntimeError if hidden weights were assigned, or (on the CPU: no sync with a GPU) written to.
+
+        ``name``: of the buffer.
+        """
+        self.refuse_assigned()
+        nan = self.placeholder
+        if nan.device.type != "cpu" or not nan.is_floating_point() or nan.isnan():
+            return
+        nan.fill_(float("nan"))
+        raise RuntimeError(
+            f"{name}: weights were written to while they were sharded or older than the last step; "
+            "do it inside zero.full_params(write_back=True)"
+        )
