@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 
 from zeroshard.comm.base import Work
+from zeroshard.comm.queued.latch import Latch
 
 Operation = Callable[[], None]
 EXIT_GRACE_S = 5.0  # how long `Worker.close`, also called at interpreter exit, waits for the thread to end
@@ -24,21 +25,19 @@ EXIT_GRACE_S = 5.0  # how long `Worker.close`, also called at interpreter exit, 
 class Ticket:
     """The handle of an operation that was submitted to a worker."""
 
-    __slots__ = ("_ended", "_ended_at_s", "_listeners", "_operation", "_until_ended", "error")
+    __slots__ = ("_done", "_ended_at_s", "_listeners", "_operation", "error")
 
     def __init__(self, operation: Operation) -> None:
         self._operation: Operation | None = operation
         self.error: BaseException | None = None
-        self._ended = False
-        self._until_ended = threading.Lock()  # held until then; a `threading.Event` has a lock and more
-        self._until_ended.acquire()
-        self._ended_at_s = 0.0  # valid once `_ended` is true
+        self._done = Latch()
+        self._ended_at_s = 0.0  # valid once `_done` is open
         self._listeners: list[Callable[[float], None]] = []
 
     def add_done_callback(self, ended: Callable[[float], None]) -> None:
         """Call ``ended`` when the operation ends, on the worker's thread; at once, on this one, if it has ended."""
         self._listeners.append(ended)
-        if self._ended:
+        if self._done.is_open:
             self._call_back()
 
     def _call_back(self) -> None:
@@ -51,9 +50,7 @@ class Ticket:
 
     def wait(self) -> None:
         """Return when the operation has ended; raise its error if it failed."""
-        if not self._ended:
-            with self._until_ended:
-                pass
+        self._done.wait()
         if self.error is not None:
             raise self.error
 
@@ -69,8 +66,7 @@ class Ticket:
             self.error = error
         self._operation = None  # it holds tensors too
         self._ended_at_s = time.perf_counter()
-        self._ended = True
-        self._until_ended.release()
+        self._done.open()
         self._call_back()
 
 

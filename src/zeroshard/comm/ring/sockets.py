@@ -40,6 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeroshard.comm.base import Groups, PeerError, Work, own_group
+from zeroshard.comm.queued.latch import Latch
 from zeroshard.comm.queued.messages import members, own_store
 from zeroshard.comm.ring.handshake import MOST_STRANGERS, SECRET_BYTES, Listener, introduce
 from zeroshard.errors import UserError
@@ -211,7 +212,7 @@ class _Outgoing:
     def __init__(self, line: socket.socket, peer: int) -> None:
         self.socket = line
         self._peer = peer
-        self._before: threading.Event | None = None  # set once the last message has been sent
+        self._before: Latch | None = None  # open once the last message has been sent
         self._queue: queue.SimpleQueue[tuple[list[memoryview], _Sent] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -220,7 +221,7 @@ class _Outgoing:
         sent = _Sent(transport, message, self._peer)
         before, self._before = self._before, sent.done
         parts = [memoryview(header), _bytes_of(message)]
-        if message.nbytes <= AT_ONCE_BYTES and (before is None or before.is_set()):
+        if message.nbytes <= AT_ONCE_BYTES and (before is None or before.is_open):
             try:
                 parts = _after(parts, self.socket.sendmsg(parts, (), socket.MSG_DONTWAIT))
             except BlockingIOError:
@@ -228,7 +229,7 @@ class _Outgoing:
             except OSError as error:
                 sent.error, parts = error, []
             if not parts:
-                sent.done.set()
+                sent.done.open()
                 return sent
         if self._thread is None:
             arguments = (self.socket, self._queue)
@@ -249,7 +250,7 @@ class _Sent:
 
     def __init__(self, transport: SocketTransport, message: Tensor, peer: int) -> None:
         self._transport, self._message, self._peer = transport, message, peer
-        self.done = threading.Event()
+        self.done = Latch()
         self.error: OSError | None = None
 
     def wait(self) -> None:
@@ -360,5 +361,5 @@ def _send_all(line: socket.socket, waiting: queue.SimpleQueue[Any]) -> None:
                 parts = _after(parts, line.sendmsg(parts))
         except OSError as error:
             sent.error = error
-        sent.done.set()
+        sent.done.open()
         del item, parts, sent  # they keep the tensor alive
