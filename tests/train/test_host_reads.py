@@ -22,7 +22,7 @@ from zeroshard.zero import STAGES, Zero
 
 READS = ("item", "tolist", "__bool__", "__float__", "__int__", "numpy")
 WAITED_FOR = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero", "bincount")
-ON_THE_CPU_ALONE = {"grad_norm.clip_", "flat_params._require_untouched"}  # what lies on a device is not read there
+ON_THE_CPU_ALONE = {"grad_norm.clip_", "shown.refuse_touched"}  # what lies on a device is not read there
 
 
 class _Places(defaultdict):
