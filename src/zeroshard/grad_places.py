@@ -8,8 +8,9 @@ and its memory. It tells the engine, and returns no gradient to autograd; so doe
 [Note: Who else sees a gradient]
     Autograd carries the gradient as ever if other code would miss it: a caller of `torch.autograd.grad`, a second
     differentiation (``create_graph``), hooks of the user on the parameter, hooks on its ``AccumulateGrad`` node. Those
-    of a node cannot be listed, so they are expected wherever Python code holds the node. It has to: the node lives no
-    longer than its graph otherwise. Only hooks that are registered on it anew for each graph get None.
+    of a node cannot be listed, so they are expected wherever Python code holds the node, as code that hooks nodes does:
+    a node lives no longer than the graphs that lead to it otherwise. Hooks on a node that only graphs keep alive get
+    None.
 """
 
 from __future__ import annotations
@@ -87,6 +88,8 @@ def receiver(node: Any) -> Receiver | None:
     param = node.variable
     _, found = _receivers.get(id(param), (None, None))
     if found is None or torch.is_grad_enabled() or param._backward_hooks or references > _Probe.unheld():
+        return None
+    if not param.requires_grad or torch.is_anomaly_enabled():  # it was frozen since; torch looks for NaN
         return None
     if len(param._post_accumulate_grad_hooks or ()) > 1 or not _is_executed(node):  # one hook is the engine's
         return None

@@ -75,6 +75,63 @@ def test_bits_are_those_of_torch(shape, bias, dtype):
     torch.testing.assert_close([y, place.memory / place.scale, *others], list(expected), rtol=0, atol=0)
 
 
+def test_a_weight_that_was_frozen_after_forward_gets_no_gradient():
+    (weight,), x, _ = _case((4,), 16, 8, torch.float32, bias=False)
+    place = Place(weight)
+    y = linear(x, weight)
+    weight.requires_grad_(False)
+    y.sum().backward()
+    assert (place.times, weight.grad) == (0, None)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_anomaly_mode_sees_a_weights_gradient():
+    (weight,), x, g = _case((4,), 16, 8, torch.float32, bias=False)
+    Place(weight)
+    with torch.autograd.detect_anomaly():
+        y = linear(x.detach() * float("inf"), weight)
+        with pytest.raises(RuntimeError, match="returned nan values"):
+            y.backward(g * 0)
+
+
+class _Stops(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y):
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return None
+
+
+def test_where_no_gradient_arrives_none_leaves():
+    (weight, bias), x, _ = _case((4,), 16, 8, torch.float32)
+    place = Place(weight)
+    (_Stops.apply(linear(x, weight, bias)).sum() + x.sum()).backward()
+    assert (place.times, weight.grad, bias.grad) == (0, None, None)
+
+
+def _seen_in_a_second_run(weight, x):
+    """A graph that is run twice; before the second time the user finds the weight's node in it."""
+    y = linear(x, weight).square().sum()
+    y.backward(retain_graph=True)
+    seen = []
+    y.grad_fn.next_functions[0][0].next_functions[0][0].next_functions[1][0].register_prehook(
+        lambda grads: seen.append(grads[0])
+    )
+    y.backward()
+    weight.grad = None
+    return seen[0]
+
+
+def test_hooks_on_a_graph_that_was_retained_see_the_gradient():
+    (weight,), x, _ = _case((4,), 16, 8, torch.float32, bias=False)
+    expected = torch.autograd.grad(F.linear(x, weight).square().sum(), [weight])[0]
+    place = Place(weight)
+    torch.testing.assert_close(_seen_in_a_second_run(weight, x), expected)
+    assert place.times == 1
+
+
 def test_without_an_offer_it_is_torchs_operation():
     (weight, bias), x, _ = _case((4,), 8, 8, torch.float32)
     assert linear(x, weight, bias).grad_fn.name() == F.linear(x, weight, bias).grad_fn.name()

@@ -11,6 +11,7 @@ from torch import nn
 from nets import WIDTH, Net, assert_every_stage_equals_one_process, rows
 from zeroshard.comm import BlockingCommunicator, NullCommunicator, leaves_own_slice, run_threads
 from zeroshard.zero import MixedPrecision, Zero, precision
+from zeroshard.zero.buffers import own_weights
 from zeroshard.zero.buffers.own_weights import OwnWeights
 
 
@@ -24,6 +25,7 @@ def _the_own_slice_is_nan(monkeypatch):
         copy_cut(self, full)
 
     monkeypatch.setattr(OwnWeights, "copy_cut", poisoned)
+    monkeypatch.setattr(own_weights, "ALIGNMENT", 1)  # small shards begin anywhere
 
 
 def _groups(zero):
@@ -77,6 +79,18 @@ def test_a_parameter_that_lies_in_the_own_shard_is_a_view_of_the_master():
     first, second = run_threads(go, 2)
     assert first == [(False, False)] * 3
     assert second == [(False, True)] * 3
+
+
+@pytest.mark.parametrize(("bias", "who"), [(True, [True, False]), (False, [True, True])])
+def test_only_where_memory_is_aligned_as_in_the_gathered_buffer(bias, who, monkeypatch):
+    """With a bias rank 1's shard begins 36 * 4 bytes into the buffer, which is no multiple of 64; without, 32 * 4."""
+    monkeypatch.undo()
+
+    def go(comm):
+        params = Zero(nn.Linear(8, 8, bias=bias), 3, comm=comm)._runtime.root.groups[0].params
+        return params._own_weights is not None
+
+    assert run_threads(go, 2) == who
 
 
 def _written(comm, write):

@@ -178,3 +178,46 @@ def test_parts_may_be_called_where_another_dtype_computes_and_nothing_is_sharded
         return [torch.equal(ours, whole) for ours, whole in zip(found, expected, strict=True)]
 
     assert run_threads(go, 2 if shard_size else 1) == [[True, True]] * (2 if shard_size else 1)
+
+
+class Adds(nn.Module):
+    """Backward does not read the weight, so it may be changed before."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Parameter(torch.zeros(9, 6))
+
+    def forward(self, x):
+        return x + self.rows.sum(0)
+
+
+class Holds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part = Adds()
+
+
+def by_held_parts(net, x):
+    for block in net.blocks:
+        x = block.part(x)
+    return x
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_written_into_weights_of_parts_before_backward_is_kept(stage):
+    """At stage 3 they stay unsharded until backward, and other ranks may have freed theirs: they are gathered again."""
+
+    def go(comm):
+        net = Net(block=Holds, path=by_held_parts)
+        zero = Zero(net, stage, units=net.blocks, comm=comm)
+        before = zero.state_dict()
+        loss = net(rows(comm.rank)).sum()
+        with torch.no_grad():
+            for block in net.blocks:
+                block.part.rows.mul_(2)
+        loss.backward()
+        return before, zero.state_dict()
+
+    for before, after in run_threads(go, 2):
+        for name, tensor in before.items():
+            assert torch.equal(after[name], tensor * (2 if "rows" in name else 1)), name

@@ -28,6 +28,7 @@ class _PlacedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """-> [..., out]."""
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
         y = F.linear(x, weight, bias)
         return y.detach() if y._is_view() else y  # a view that is made here could not be changed in place
@@ -36,6 +37,8 @@ class _PlacedLinear(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> Any:
         """g [..., out] -> the gradients of x, weight and bias, in their shapes and dtype."""
         (g,) = upstream
+        if g is None:  # an operation after this one has no gradient
+            return None, None, None
         x, weight = ctx.saved_tensors
         (x_node, _), (weight_node, _), *others = ctx.next_functions
         rows = g.reshape(-1, g.shape[-1])
@@ -46,8 +49,8 @@ class _PlacedLinear(torch.autograd.Function):
         wanted = ctx.needs_input_grad[0] and grad_places.is_wanted(x_node)
         if grad_places.is_wanted(weight_node):
             factors = (rows.t(), x.reshape(-1, x.shape[-1]))
-            hooked = getattr(ctx, "is_hooked", False)
-            to = None if hooked or _autocasts(g) else grad_places.receiver(weight_node)
+            is_seen, ctx.is_seen = getattr(ctx, "is_seen", False), True  # the user may hook a graph that was retained
+            to = None if is_seen or _autocasts(g) else grad_places.receiver(weight_node)
             place = None if to is None else to.place(g.dtype)
             if to is not None and place is not None:
                 to.arrives()
@@ -64,7 +67,7 @@ class _PlacedLinear(torch.autograd.Function):
 def _told(register: str) -> Callable[..., Any]:
     def method(node: Any, hook: Callable[..., Any]) -> Any:
         """Register ``hook``, and note that the gradients which the node returns are seen by others."""
-        node.is_hooked = True
+        node.is_seen = True
         return getattr(super(_PlacedLinear._backward_cls, node), register)(hook)
 
     return method

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm import Work, empty_for, leaves_own_slice, scope
 from zeroshard.wire_formats import DtypeFormat
-from zeroshard.zero.buffers import outdated
+from zeroshard.zero.buffers import outdated, own_weights
 from zeroshard.zero.buffers.common_copy import CommonCopy, PackedDifferences, Replaced
 from zeroshard.zero.buffers.initial import initial_values
 from zeroshard.zero.buffers.layout import ALIGNMENT, FlatLayout, Piece, view_of
@@ -132,7 +132,9 @@ class FlatParams:
         """Whether a gather need not write this rank's shard into ``full``, because it can be read in the master."""
         alike = self.master.dtype == self.full.dtype == self.dtype and self.wire is None
         equal_shards = self.layout.owners is None and self.levels.node is None
-        return alike and equal_shards and self.full.device.type == "cpu" and leaves_own_slice(self.comm)
+        aligned_alike = self._own.start * self.dtype.itemsize % own_weights.ALIGNMENT == 0
+        on_cpu = self.full.device.type == "cpu"
+        return alike and equal_shards and aligned_alike and on_cpu and leaves_own_slice(self.comm)
 
     def _make_views(self) -> None:
         self._views = self._views_beside_own = self.layout.views(self.full)
@@ -173,6 +175,8 @@ class FlatParams:
             return
         if not self.shown.visible:
             self.shown.refuse_touched(self.name)
+        elif self.whole and not self.stale:
+            self.take_changes()
         read_at = self._streams.mark() if self.whole and not self.stale else None  # by kernels already queued
         self.stale = False
         self.show_as_current()
@@ -248,8 +252,9 @@ class FlatParams:
         self.shown.hide()
         self._streams.freed()
         if held:
-            self.full = torch.empty_like(self.full)
-            self._make_views()
+            with torch.inference_mode(False):
+                self.full = torch.empty_like(self.full)
+                self._make_views()
         self.full.untyped_storage().resize_(0)
         self.whole = self._left_out = False
 

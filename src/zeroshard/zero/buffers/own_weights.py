@@ -4,7 +4,8 @@ A gather fetches the shards of all ranks. One of them is this rank's own, and li
 weights. If these have the compute dtype, a parameter that lies in this shard as a whole is shown as a view of the
 master, and the gather leaves the shard out (`zeroshard.comm.all_gather_others`). Parameters that lie in several shards
 need all their elements in one place, so their pieces of this shard are copied. On two ranks this saves about a third of
-what a gather copies, on more ranks less.
+what a gather copies, on more ranks less. A shard must begin in the buffer at a multiple of 64 bytes, as it does in the
+master, because bits of a product may depend on how its factors are aligned.
 
 Inside `Zero.full_params` writes into weights may be dropped, so there parameters are views of the gathered buffer, with
 a copy of this shard.
@@ -15,6 +16,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from zeroshard.zero.buffers.layout import FlatLayout, view_of
+
+ALIGNMENT = 64  # bytes, of which memory for tensors begins at a multiple
 
 
 class OwnWeights:
