@@ -224,3 +224,26 @@ def test_what_is_written_into_weights_of_parts_before_backward_is_kept(stage):
     for before, after in run_threads(go, 2):
         for name, tensor in before.items():
             assert torch.equal(after[name], tensor * (2 if "rows" in name else 1)), name
+
+
+def _in_a_block_that_drops(comm, stage):
+    """The output, the input's gradient, and the state before and after, of a backward at weights written for a block."""
+    net = Net(block=Holds, path=by_held_parts)
+    zero = Zero(net, stage, units=net.blocks, comm=comm)
+    before = zero.state_dict()
+    with zero.full_params():
+        with torch.no_grad():
+            for block in net.blocks:
+                block.part.rows.add_(1)
+        loss = net(rows(comm.rank)).sum()
+        loss.backward()
+        during = [block.part.rows.detach().clone() for block in net.blocks]
+    return before, during, zero.state_dict()
+
+
+def test_what_is_written_for_a_block_stays_in_it_when_parts_run_there():
+    for before, during, after in run_threads(lambda comm: _in_a_block_that_drops(comm, 3), 2):
+        for index, found in enumerate(during):
+            assert torch.equal(found, before[f"blocks.{index}.part.rows"] + 1)
+        for name, tensor in before.items():
+            assert torch.equal(after[name], tensor), name

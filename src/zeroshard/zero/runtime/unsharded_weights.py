@@ -42,8 +42,11 @@ class UnshardedWeights:
         self._versions = GraphVersions()
 
     def gather(self, unit: Unit, *, again: bool = False) -> None:
-        """Issue the gather of the unit's weights; ``again``: even if they are current, as other ranks may lack them."""
-        if unit.gather(again=again) and self.shard_params:
+        """Issue the gather of the unit's weights; ``again``: even if they are current, as other ranks may lack them.
+
+        Inside `pin` no rank does, and what the user has written there must neither be gathered over nor kept.
+        """
+        if unit.gather(again=again and not self.pinned) and self.shard_params:
             self._collectives.note_gather(unit)
 
     def unshard(self, unit: Unit) -> None:
