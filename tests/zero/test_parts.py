@@ -227,7 +227,7 @@ def test_what_is_written_into_weights_of_parts_before_backward_is_kept(stage):
 
 
 def _in_a_block_that_drops(comm, stage):
-    """The output, the input's gradient, and the state before and after, of a backward at weights written for a block."""
+    """The state before, the weights during, and the state after a block with a write and a backward."""
     net = Net(block=Holds, path=by_held_parts)
     zero = Zero(net, stage, units=net.blocks, comm=comm)
     before = zero.state_dict()
