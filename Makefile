@@ -35,8 +35,8 @@ test: $(STAMP)  ## Run the tests.
 soak: $(STAMP)  ## Run all of the tests: every combination where `make test` takes every pair, more fuzzing, more kills.
 	$(BIN)/python -m pytest --soak --kills 100 -n auto --maxprocesses 4 --dist worksteal
 
-gpu: $(STAMP)  ## Measure what only a GPU can say, piece by piece; what is done is not done again (ARGS="--minutes 25").
-	$(BIN)/python benchmarks/gpu_day.py $(ARGS)
+gpu: $(STAMP)  ## Measure what only a GPU can say, in a quarter of an hour (ARGS="--seconds 200 --only norms").
+	$(BIN)/python benchmarks/gpu/quarter.py $(ARGS)
 
 # ONLY: names of mutants, or beginnings of names with a * after them. JOBS: how many run at once.
 mutants: $(STAMP)  ## Make mistakes in copies of the package, one by one; a test must see each (ONLY="norm* clip*" JOBS=2).

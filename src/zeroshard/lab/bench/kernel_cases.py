@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,15 +49,26 @@ def normal(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape, dtype=torch.float32, device=DEVICE).to(dtype)
 
 
-def norm_cases(name: str, dtype: str) -> Iterator[Case]:
+NORM_SHAPES = ((16384, 768), (16384, 1600), (16384, 4096), (16384, 8192)) if ON_GPU else ((24, 64),)
+ROPE_SHAPES = ((8, 12, 12, 1024, 64), (4, 32, 8, 4096, 128)) if ON_GPU else ((1, 2, 1, 4, 8),)
+GATED_SHAPES = ((16384, 2048), (8192, 11008), (8192, 14336)) if ON_GPU else ((8, 32),)
+LOSS_SHAPES = ((8192, 50257), (8192, 50304), (4096, 128256)) if ON_GPU else ((4, 97),)
+LINEAR_LOSS_SHAPES = ((16384, 768, 50304), (8192, 2048, 128256)) if ON_GPU else ((8, 16, 97),)
+
+
+def norm_cases(
+    name: str,
+    dtype: str,
+    shapes: Sequence[tuple[int, int]] = NORM_SHAPES,
+    residuals: Sequence[bool] = (False, True),
+) -> Iterator[Case]:
     """Layer norm or RMS norm of rows, each with a fused residual addition and without."""
     kind, size = DTYPES[dtype], DTYPES[dtype].itemsize
-    rows, widths = (16384, (768, 1600, 4096, 8192)) if ON_GPU else (24, (64,))
-    for width in widths:
+    for rows, width in shapes:
         n = rows * width
-        for fused in (False, True):
+        for fused in residuals:
 
-            def inputs(width: int = width, fused: bool = fused) -> list[Tensor]:
+            def inputs(rows: int = rows, width: int = width, fused: bool = fused) -> list[Tensor]:
                 made = [normal(rows, width, dtype=kind), *(normal(width, dtype=kind) for _ in range(2))]
                 return [*made, normal(rows, width, dtype=kind)] if fused else made
 
@@ -75,10 +86,9 @@ def norm_cases(name: str, dtype: str) -> Iterator[Case]:
             yield Case(name, shape, dtype, with_both(moved), inputs, call, wanted)
 
 
-def rope_cases(dtype: str) -> Iterator[Case]:
+def rope_cases(dtype: str, shapes: Sequence[tuple[int, int, int, int, int]] = ROPE_SHAPES) -> Iterator[Case]:
     """Rotary position embedding (RoPE) of queries and keys, in place."""
     kind, size = DTYPES[dtype], DTYPES[dtype].itemsize
-    shapes = ((8, 12, 12, 1024, 64), (4, 32, 8, 4096, 128)) if ON_GPU else ((1, 2, 1, 4, 8),)
     for B, H, K, T, D in shapes:
 
         def inputs(B: int = B, H: int = H, K: int = K, T: int = T, D: int = D) -> list[Tensor]:
@@ -95,10 +105,10 @@ def rope_cases(dtype: str) -> Iterator[Case]:
                    inputs, call, (0, 1))  # fmt: skip
 
 
-def gated_cases(name: str, dtype: str) -> Iterator[Case]:
+def gated_cases(name: str, dtype: str, shapes: Sequence[tuple[int, int]] = GATED_SHAPES) -> Iterator[Case]:
     """SwiGLU or GeGLU."""
     kind, size = DTYPES[dtype], DTYPES[dtype].itemsize
-    for rows, width in ((16384, 2048), (8192, 11008), (8192, 14336)) if ON_GPU else ((8, 32),):
+    for rows, width in shapes:
 
         def inputs(rows: int = rows, width: int = width) -> list[Tensor]:
             return [normal(rows, width, dtype=kind) for _ in range(2)]
@@ -111,10 +121,10 @@ def gated_cases(name: str, dtype: str) -> Iterator[Case]:
         yield Case(name, f"{rows} x {width}", dtype, moved, inputs, call, (0, 1))
 
 
-def cross_entropy_cases(dtype: str) -> Iterator[Case]:
+def cross_entropy_cases(dtype: str, shapes: Sequence[tuple[int, int]] = LOSS_SHAPES) -> Iterator[Case]:
     """Cross entropy of logits; the gradient overwrites the logits."""
     kind, size = DTYPES[dtype], DTYPES[dtype].itemsize
-    for rows, vocab in ((8192, 50257), (8192, 50304), (4096, 128256)) if ON_GPU else ((4, 97),):
+    for rows, vocab in shapes:
 
         def inputs(rows: int = rows, vocab: int = vocab) -> list[Tensor]:
             return [normal(rows, vocab, dtype=kind), torch.randint(vocab, (rows,), device=DEVICE)]
@@ -127,10 +137,11 @@ def cross_entropy_cases(dtype: str) -> Iterator[Case]:
         yield Case("cross_entropy", f"{rows} x {vocab}", dtype, moved, inputs, call, (0,))
 
 
-def linear_cross_entropy_cases(dtype: str) -> Iterator[Case]:
+def linear_cross_entropy_cases(
+    dtype: str, shapes: Sequence[tuple[int, int, int]] = LINEAR_LOSS_SHAPES
+) -> Iterator[Case]:
     """The projection to the vocabulary fused with its cross entropy."""
     kind, size = DTYPES[dtype], DTYPES[dtype].itemsize
-    shapes = ((16384, 768, 50304), (8192, 2048, 128256)) if ON_GPU else ((8, 16, 97),)
     for rows, width, vocab in shapes:
 
         def inputs(rows: int = rows, width: int = width, vocab: int = vocab) -> list[Tensor]:

@@ -68,7 +68,6 @@ def prepare(case: Case, contestant: str, mode: str, sets: list[list[Tensor]]) ->
 
     forward: Callable[..., Any] = eager
     if contestant == "compile":
-        torch.compiler.reset()
         forward = torch.compile(eager, dynamic=False)
 
     def one(tensors: list[Tensor]) -> Callable[[], object]:
@@ -153,6 +152,8 @@ def measure_case(case: Case, num_rounds: int, copy_rate: float, order: random.Ra
     """Measure each mode of ``case`` with each contestant that is available here, in interleaved rounds."""
     names = [n for n in case.contestants if n != "liger" or (ON_GPU and find_spec("liger_kernel"))]
     names = [n for n in names if n != "compile" or ON_GPU]  # on the CPU it takes minutes and shows nothing
+    if "compile" in names:
+        torch.compiler.reset()  # every case compiles the same code object, which may be compiled but a few times
     rows = []
     for mode in (mode for mode in MODES if mode in case.bytes):
         num_sets = max(1, -(-FOOTPRINT_BYTES // case.bytes[mode]))

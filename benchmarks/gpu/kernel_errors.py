@@ -1,0 +1,95 @@
+"""Every kernel against its reference in fp32 on the same numbers: the largest relative error, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from zeroshard import kernels
+from zeroshard.kernels import AdamWOptions
+from zeroshard.lab.bench import kernel_cases
+from zeroshard.lab.bench.kernel_cases import DEVICE, DTYPES, Case
+from zeroshard.lab.bench.kernels import outputs_of
+from zeroshard.wire_formats import FORMATS, BlockFormat, rounding_key
+
+# |out - reference| / |reference|. bf16 rounds outputs and gradients to 8 bits; cuBLAS adds up in any order.
+BOUNDS = {"float32": 2e-5, "bfloat16": 1e-2}
+
+
+def errors(toy: bool) -> Iterator[dict[str, object]]:
+    """A record for each operation, shape and dtype: the error, its bound, whether it holds."""
+    for dtype, bound in BOUNDS.items():
+        for case in _cases(dtype, toy):
+            yield _record(f"{case.operation} {case.shape} {dtype}", _error(case), bound)
+    for numel in (1001, 4099) if toy else (1_000_003, 33_000_001):
+        flat = torch.randn(numel, device=DEVICE)
+        sums = [kernels.sum_of_squares(flat, kernels=who) for who in ("triton", "reference")]
+        yield _record(f"sum_of_squares {numel}", _apart(*sums), 1e-6)
+        updates = [_updated(numel, who) for who in (True, False)]
+        # torch's own fused kernel rounds its hyper-parameters to fp32 as ours does, the reference does not.
+        yield _record(f"adamw {numel}", max(map(_apart, *updates)), 1e-4)
+        for name in FORMATS:
+            for kind, key in (("nearest", None), ("stochastic", rounding_key(0, 0, "root", 0))):
+                packs = [_packed(flat, BlockFormat(name), key, who) for who in (True, False)]
+                yield _record(f"{name}, {kind}, {numel}", 0.0 if all(map(torch.equal, *packs)) else 1.0, 0.0)
+
+
+def _record(case: str, error: float, bound: float) -> dict[str, object]:
+    return {"case": case, "error": error, "bound": bound, "same": error <= bound}
+
+
+def _cases(dtype: str, toy: bool) -> Iterator[Case]:
+    """Two odd shapes of each operation that has gradients."""
+    flat = ((3, 65), (5, 40)) if toy else ((1003, 1601), (517, 8200))
+    for name in ("layer_norm", "rms_norm"):
+        yield from kernel_cases.norm_cases(name, dtype, flat)
+    for name in ("swiglu", "geglu"):
+        yield from kernel_cases.gated_cases(name, dtype, flat)
+    heads = ((1, 2, 1, 5, 8), (2, 3, 3, 3, 4)) if toy else ((3, 12, 4, 515, 64), (1, 5, 1, 1001, 80))
+    yield from kernel_cases.rope_cases(dtype, heads)
+    yield from kernel_cases.cross_entropy_cases(dtype, ((7, 97), (3, 130)) if toy else ((1027, 50257), (515, 131072)))
+    linear = ((7, 16, 97), (3, 8, 130)) if toy else ((1027, 768, 50257), (515, 2048, 131072))
+    yield from kernel_cases.linear_cross_entropy_cases(dtype, linear)
+
+
+def _error(case: Case) -> float:
+    torch.manual_seed(0)
+    made = case.inputs()
+    found: list[list[Tensor]] = []
+    for who, wide in (("triton", False), ("reference", True)):
+        given = [t.detach().float() if wide and t.is_floating_point() else t.detach().clone() for t in made]
+        wanted = [given[index].requires_grad_() for index in case.wanted]
+        outputs = outputs_of(case.call(who, *given))
+        torch.manual_seed(1)
+        upstream = [torch.randn(y.shape, device=DEVICE).to(made[0].dtype).to(y.dtype) for y in outputs]
+        kept = [y.detach().clone() for y in outputs]  # an operation in place may write its gradient there
+        found.append([*kept, *torch.autograd.grad(outputs, wanted, upstream)])
+    return max(map(_apart, *found))
+
+
+def _apart(found: Tensor, wanted: Tensor) -> float:
+    error = float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30))
+    return error if error == error else float("inf")
+
+
+def _updated(numel: int, triton: bool) -> list[Tensor]:
+    """What an update adds to a parameter, the new averages, and 1 where the copy in bf16 is the new parameter's."""
+    torch.manual_seed(0)
+    param, grad, m = (torch.randn(numel, device=DEVICE) for _ in range(3))
+    v, copy = torch.rand(numel, device=DEVICE), torch.empty(numel, dtype=DTYPES["bfloat16"], device=DEVICE)
+    before, factor = param.clone(), torch.full((), 0.5, device=DEVICE)
+    kernels.adamw(param, grad, m, v, step=3, options=AdamWOptions(lr=1e-3, weight_decay=0.1), grad_scale=factor,
+                  copies=copy, kernels="triton" if triton else "reference")  # fmt: skip
+    copied = float(torch.equal(copy, param.bfloat16()))
+    return [param - before, m, v, torch.full((), copied, device=DEVICE)]
+
+
+def _packed(flat: Tensor, form: BlockFormat, key: int | None, triton: bool) -> list[Tensor]:
+    packed = torch.zeros(form.num_bytes(flat.numel()), dtype=torch.uint8, device=DEVICE)
+    back = torch.empty_like(flat)
+    who = "triton" if triton else "reference"
+    kernels.quantise(flat, packed, form, key, kernels=who)
+    kernels.dequantise(packed, back, form, kernels=who)
+    return [packed, back]

@@ -1,0 +1,135 @@
+"""A step of a rank of 8 whose collectives are copies on the device: how much is hidden, and a trace of one step."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import rows
+import torch
+from torch import Tensor
+
+from zeroshard.comm import CONTROL, NullCommunicator, current_scope
+from zeroshard.comm.base import DONE, ReduceOp, Work
+from zeroshard.zero import Zero
+
+TIMES = 7  # an H100 copies seven times as fast as its NVLink sends
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+
+
+class CopyingCommunicator(NullCommunicator):
+    """Peers whose collectives take as long as ``times`` copies of their bytes on the device, twice a sum's."""
+
+    def __init__(self, world_size: int, times: int) -> None:
+        super().__init__(world_size)
+        self._times = times
+        self._scratch: dict[int, Tensor] = {}
+
+    def _copies(self, tensor: Tensor, times: int = 1) -> Work:
+        flat = tensor.detach().reshape(-1).view(torch.uint8)
+        scratch = self._scratch.setdefault(flat.numel(), torch.empty_like(flat))
+        for _ in range(times * self._times):
+            scratch.copy_(flat)
+        return DONE
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        """As the base class, and copies; a message that the host reads is none of the device's."""
+        super().all_reduce(tensor, op)
+        return DONE if current_scope() == CONTROL else self._copies(tensor, 2)
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Work:
+        """As the base class, and copies."""
+        super().all_gather(output, input)
+        return self._copies(output)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
+        """As the base class, and copies."""
+        output.view(-1).copy_(input.reshape(self.world_size, -1)[self.rank])
+        super().all_reduce(output, op)
+        return self._copies(input)
+
+
+def measured(stage: int, path: Path) -> dict[str, Any]:
+    """Seconds of a step with copies and without, and until Python has queued one; facts of the trace at ``path``."""
+    micro = 1 if rows.TOY else 16
+    steps = {
+        "copies": _step(stage, CopyingCommunicator(8, TIMES), micro),
+        "none": _step(stage, NullCommunicator(8), micro),
+    }
+    seconds: dict[str, list[float]] = {"copies": [], "none": [], "queued": []}
+    for _ in range(6 if rows.ON_GPU else 2):
+        for name, step in steps.items():
+            rows.synchronise()
+            began = time.perf_counter()
+            step()
+            queued_s = time.perf_counter() - began
+            rows.synchronise()
+            seconds[name].append(time.perf_counter() - began)
+            if name == "none":
+                seconds["queued"].append(queued_s)
+    medians = {f"{name}_s": statistics.median(taken[1:]) for name, taken in seconds.items()}  # the first warms up
+    return {**medians, "tokens": micro * rows.SEQ_LEN, **_traced(steps["copies"], path)}
+
+
+def _step(stage: int, comm: NullCommunicator, micro: int) -> Callable[[], None]:
+    model = rows.gpt2()
+    zero = Zero(model, stage, units=model.units, comm=comm, precision=rows.BF16)
+    optimizer = zero.optimizer(torch.optim.AdamW, **rows.ADAMW, fused=True)
+    tokens, targets = rows.batch(micro)
+
+    def step() -> None:
+        model(tokens, targets).backward()
+        zero.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _traced(step: Callable[[], None], path: Path) -> dict[str, Any]:
+    """Facts of one step's trace, which is left at ``path`` for ui.perfetto.dev."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if rows.ON_GPU else [])]) as seen:
+        step()
+        rows.synchronise()
+    with tempfile.TemporaryDirectory() as folder:
+        written = Path(folder, "trace.json")
+        seen.export_chrome_trace(str(written))
+        content = written.read_bytes()
+    path.write_bytes(gzip.compress(content))
+    return facts_of_trace(json.loads(content)["traceEvents"])
+
+
+def facts_of_trace(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The idle share of the busiest stream, from its first kernel to its last, and what the host waited for.
+
+    One wait is the one that ends the trace.
+    """
+    on_device = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    by_stream: dict[int, list[tuple[float, float]]] = {}
+    for event in on_device:
+        by_stream.setdefault(event["args"]["stream"], []).append((event["ts"], event["ts"] + event["dur"]))
+    busy = {stream: _union(spans) for stream, spans in by_stream.items()}
+    waits = [e["name"] for e in events if e.get("cat") == "cuda_runtime" and e["name"] in WAITS]
+    reads = [e["name"] for e in on_device if "DtoH" in e["name"]]
+    if not busy:
+        return {"idle_share": None, "num_host_waits": max(len(waits) - 1, 0), "num_reads": len(reads)}
+    compute = max(busy, key=lambda stream: busy[stream])
+    whole = max(end for _, end in by_stream[compute]) - min(start for start, _ in by_stream[compute])
+    return {"idle_share": 1 - busy[compute] / whole, "num_streams": len(busy), "num_kernels": len(on_device),
+            "num_host_waits": max(len(waits) - 1, 0), "num_reads": len(reads)}  # fmt: skip
+
+
+def _union(spans: list[tuple[float, float]]) -> float:
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total

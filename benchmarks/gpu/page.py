@@ -1,0 +1,301 @@
+"""docs/gpu.md and the README's table, from the results that quarter.py left; nothing in them is typed.
+
+    python benchmarks/gpu/page.py --plan        # adds what the planner says to the results; a minute of CPU time
+    python benchmarks/gpu/page.py               # writes docs/gpu.md, and the README between its two marks
+    python benchmarks/gpu/page.py --check       # writes nothing; exit status 3 where either is not what it would be
+
+Results are ``benchmarks/gpu/results/*.jsonl``, the last by name. A line whose row has no result says "not measured".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quarter import ROWS, read
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+NOT_MEASURED = "not measured"
+MARKS = ("<!-- made by benchmarks/gpu/page.py -->", "<!-- end -->")
+PEAK_FLOPS_PER_S = 989e12  # bf16, dense, of an H100 or H200 SXM: the data sheet's
+
+
+class Found:
+    """The records of a results file; of a row that was measured again, those of the last time that it was done."""
+
+    def __init__(self, records: list[dict[str, Any]]) -> None:
+        self.records: list[dict[str, Any]] = []
+        for row in {record["row"]: None for record in records}:
+            runs: list[list[dict[str, Any]]] = [[]]
+            for record in (record for record in records if record["row"] == row):
+                if "begin" in record:
+                    runs.append([])
+                runs[-1].append(record)
+            whole = [run for run in runs if any(record.get("end") == "done" for record in run)]
+            planned = [r for r in runs[-1] if "planned_bytes" in r or "planned_s" in r]
+            kept = (whole or runs)[-1]
+            self.records += [*kept, *(r for r in planned if r not in kept)]
+
+    def of(self, row: str, **given: Any) -> list[dict[str, Any]]:
+        """The records of a row that have these values."""
+        return [r for r in self.records if r["row"] == row and all(r.get(key) == value for key, value in given.items())]
+
+    def median(self, row: str, key: str, **given: Any) -> float | None:
+        """The median of a number over rounds; None: it was not measured."""
+        values = [record[key] for record in self.of(row, **given) if record.get(key) is not None]
+        return statistics.median(values) if values else None
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """What the results were measured on; empty: there are none."""
+        return next((record["environment"] for record in self.records if "environment" in record), {})
+
+    @property
+    def toy(self) -> bool:
+        """Whether they are those of a rehearsal."""
+        return any(record.get("toy") for record in self.records)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a table.
+
+    Attributes:
+        row: whose results it shows.
+        what: what is measured.
+        beside: published figures, or the goal.
+        value: the figure as text; None: not measured.
+        readme: whether the README has it too.
+    """
+
+    row: str
+    what: str
+    beside: str
+    value: Callable[[Found], str | None]
+    readme: bool = False
+
+
+def same(row: str) -> Callable[[Found], str | None]:
+    """How many of a row's comparisons hold, and which do not."""
+
+    def text(found: Found) -> str | None:
+        compared = [record for record in found.of(row) if "same" in record]
+        if not compared:
+            return None
+        wrong = [f"{r['case']} {r.get('stage', '')}".strip() for r in compared if not r["same"]]
+        return f"{len(compared) - len(wrong)} of {len(compared)}" + (f"; not {', '.join(wrong)}" if wrong else "")
+
+    return text
+
+
+def speed(row: str, case: str, to: str = "") -> Callable[[Found], str | None]:
+    """Tokens a second, MFU, and the step's time over that of the case ``to``."""
+
+    def text(found: Found) -> str | None:
+        step_s = found.median(row, "step_s", case=case)
+        if step_s is None:
+            return None
+        record = found.of(row, case=case, round=0)[0]
+        tokens_per_s = record["tokens"] / step_s
+        mfu = tokens_per_s * record["flops_per_token"] / PEAK_FLOPS_PER_S
+        other = found.median(row, "step_s", case=to)
+        ratio = f", {step_s / other:.3f} of the time of {to.split(',')[0]}" if other else ""
+        return f"{tokens_per_s:,.0f} tokens/s, MFU {mfu:.1%}{ratio}"
+
+    return text
+
+
+def kernel(row: str, case: str, mode: str) -> Callable[[Found], str | None]:
+    """Each contestant's time and rate."""
+
+    def text(found: Found) -> str | None:
+        parts = []
+        for record in found.of(row, case=case, mode=mode):
+            who = {"triton": "ours"}.get(record["contestant"], record["contestant"])
+            peak = f", {record['peak_bytes'] / 2**30:.2f} GiB" if row == "loss" and record["peak_bytes"] else ""
+            rate = f", {record['bytes_per_s'] / 1e9:,.0f} GB/s" if row == "norms" else ""
+            parts.append(f"{who} {record['seconds'] * 1e3:.3f} ms{rate}{peak}")
+        return "; ".join(parts) or None
+
+    return text
+
+
+def update(numel: int) -> Callable[[Found], str | None]:
+    """Both updates' times, and what ours saves of a step of 524,288 tokens."""
+
+    def text(found: Found) -> str | None:
+        ours, theirs = (found.median("adamw", "seconds", case=case, numel=numel) for case in ("ours", "torch fused"))
+        if ours is None or theirs is None:
+            return None
+        step_s = found.median("gpt2-124m", "step_s", case="zero1, compile")
+        share = f"; saved of a step: {(theirs - ours) / step_s:.2%}" if step_s and numel < 1e9 else ""
+        return f"ours {ours * 1e3:.3f} ms, torch's {theirs * 1e3:.3f} ms{share}"
+
+    return text
+
+
+def peaks(found: Found) -> str | None:
+    """Measured over planned peaks."""
+    keys = ("model", "checkpointing", "stage", "world", "rows")
+    ratios = []
+    for record in (record for record in found.of("memory") if "peak_bytes" in record):
+        planned = found.median("memory", "planned_bytes", **{key: record[key] for key in keys})
+        if planned:
+            ratios.append(record["peak_bytes"] / planned)
+    return f"{min(ratios):.3f} to {max(ratios):.3f} of the plan, {len(ratios)} cases" if ratios else None
+
+
+def traced(stage: int) -> Callable[[Found], str | None]:
+    """What the trace of a rank of 8 says."""
+
+    def text(found: Found) -> str | None:
+        for record in found.of("overlap", case=f"zero{stage}"):
+            if record.get("idle_share") is not None:
+                beside = record["copies_s"] / record["none_s"]
+                return (
+                    f"compute stream idle {record['idle_share']:.1%}; {record['num_host_waits']} host waits, "
+                    f"{record['num_reads']} reads; Python {record['queued_s'] * 1e3:.1f} ms; {beside:.3f} of the time "
+                    "without collectives"
+                )
+        return None
+
+    return text
+
+
+def times(found: Found) -> str | None:
+    """Planned over measured times of steps."""
+    parts = []
+    for record in found.records:
+        if "planned_s" in record:
+            measured = found.median(record["row"], "step_s", case=record["case"])
+            if measured:
+                parts.append(f"{record['case']}: {record['planned_s'] / measured:.2f}")
+    return "; ".join(parts) or None
+
+
+NORM, LOSS = "rms_norm 4096 x {} bfloat16", "linear_cross_entropy 8192 x {} bfloat16"
+LIGER = "Liger's own figures: forward 2,300 to 2,800 GB/s, backward 670 to 880; QuACK 3,010"
+LINES = (
+    Line("right", "weights equal to a plain loop's, to the bit, at each stage", "all", same("right"), readme=True),
+    Line("kernels right", "kernels within their bounds of the reference in fp32", "all", same("kernels right"),
+         readme=True),
+    Line("gpt2-124m", "GPT-2 124M, plain loop, compiled blocks", "nanoGPT 324 TFLOP/s: 32.8 %; llm.c: 40.2 %",
+         speed("gpt2-124m", "plain, compile"), readme=True),
+    Line("gpt2-124m", "the same under stage 1, a world of one", "1.00 of the plain loop",
+         speed("gpt2-124m", "zero1, compile", "plain, compile"), readme=True),
+    Line("gpt2-124m", "the same under FSDP2, a world of one", "",
+         speed("gpt2-124m", "fsdp2, compile", "plain, compile"), readme=True),
+    Line("gpt2-124m", "GPT-2 124M, plain loop, eager", "", speed("gpt2-124m", "plain, eager")),
+    Line("gpt2-124m", "under stage 1, eager", "", speed("gpt2-124m", "zero1, eager", "plain, eager")),
+    Line("gpt2-124m", "under FSDP2, eager", "", speed("gpt2-124m", "fsdp2, eager", "plain, eager")),
+    Line("gpt2-124m", "under stage 1 with our kernels, eager", "",
+         speed("gpt2-124m", "zero1 + kernels, eager", "plain, eager")),
+    *(Line("norms", f"RMSNorm, {mode}, 4096 x {width}, bf16", LIGER, kernel("norms", NORM.format(width), mode),
+           readme=width == 8192) for width in (4096, 8192, 16384) for mode in ("forward", "backward")),
+    Line("adamw", "AdamW with clipping, 124 M", "under 3 % of a step: our kernel goes", update(124_000_000)),
+    Line("adamw", "AdamW with clipping, 1.5 B", "", update(1_558_000_000)),
+    Line("loss", "cross-entropy alone, 8192 x 131,072", "Liger 2.97 ms",
+         kernel("loss", "cross_entropy 8192 x 131072 bfloat16", "both")),
+    Line("loss", "linear layer and loss, 8192 x 768 x 50,257", "", kernel("loss", LOSS.format("768 x 50257"), "both")),
+    Line("loss", "linear layer and loss, 8192 x 4096 x 131,072", "",
+         kernel("loss", LOSS.format("4096 x 131072"), "both"), readme=True),
+    Line("memory", "peak memory of a rank of 1, 8, 64, 124M and 1.5B", "within 3 % of the plan", peaks, readme=True),
+    *(Line("overlap", f"a rank of 8 at stage {stage}, copies for collectives", "no wait in mid-step", traced(stage),
+           readme=stage == 3) for stage in (1, 2, 3)),
+    Line("qwen", "Qwen2.5-0.5B, transformers' code", "llmq 149,000 tokens/s", speed("qwen", "qwen2.5-0.5b"),
+         readme=True),
+    Line("qwen", "Qwen2.5-1.5B, transformers' code", "llmq 59,000 tokens/s", speed("qwen", "qwen2.5-1.5b"),
+         readme=True),
+    Line("device", "planned over measured time of a step", "0.90 to 1.10", times),
+)  # fmt: skip
+
+
+def machine(found: Found) -> str:
+    """A sentence on what was measured where."""
+    facts = found.environment
+    if not facts:
+        return "Nothing has been measured on a GPU yet."
+    if found.toy or not facts["gpu"]:
+        return "A rehearsal with toy models: no figure claims anything."
+    return (
+        f"Measured on one {facts['gpu']}, torch {facts['torch']}, Triton {facts['triton']}, Python {facts['python']}."
+    )
+
+
+def table(lines: list[Line], found: Found) -> str:
+    """A table of lines."""
+    rows = [f"| {line.what} | {line.value(found) or NOT_MEASURED} | {line.beside} |" for line in lines]
+    return "\n".join(["| what | measured | beside |", "|---|---|---|", *rows])
+
+
+def page(found: Found) -> str:
+    """The text of docs/gpu.md."""
+    ends = {record["row"]: record["end"] for record in found.records if "end" in record}
+    sections = []
+    for row in ROWS:
+        text = table([line for line in LINES if line.row == row.name], found)
+        end = ends.get(row.name, "done")
+        note = "" if end == "done" else f"\nThis row did not end: {end}.\n"
+        sections.append(f"## {row.name}\n\n{row.about[0].upper()}{row.about[1:]}.\n{note}\n{text}\n")
+    return f"""# On a GPU
+
+{machine(found)}
+
+`benchmarks/gpu/quarter.py` measures this in a quarter of an hour on one H100 or H200, and `benchmarks/gpu/page.py`
+writes this page; `benchmarks/gpu/README.md` says how to run both. Steps are of 524,288 tokens in bf16, of sequences of 1,024
+tokens, with gradients clipped at a norm of 1.0; figures are medians of interleaved rounds. MFU counts 6 N + 12 L d T
+FLOPs a token against 989 TFLOP/s.
+
+""" + "\n".join(sections)
+
+
+def readme(text: str, found: Found) -> str:
+    """The README with its table replaced."""
+    begin, end = (re.escape(mark) for mark in MARKS)
+    body = f"{machine(found)}\n\n{table([line for line in LINES if line.readme], found)}"
+    new, count = re.subn(f"({begin}\n).*?(\n{end})", lambda m: f"{m[1]}{body}{m[2]}", text, flags=re.DOTALL)
+    if count != 1:
+        raise SystemExit(f"error: README.md: it has {count} places between {MARKS[0]} and {MARKS[1]}; give it one")
+    return new
+
+
+def main() -> int:
+    """Write, or compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    results = sorted((HERE / "results").glob("*.jsonl"))
+    parser.add_argument("--results", type=Path, default=results[-1] if results else None, help="a results file")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "gpu.md", help="the page")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="the file whose table is replaced")
+    parser.add_argument("--plan", action="store_true", help="add the planner's figures to the results, and end")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 3 where a file differs")
+    args = parser.parse_args()
+    records = read(args.results) if args.results else []
+    if args.plan:
+        from plans import planned
+
+        found = [json.dumps(record) + "\n" for record in planned(Found(records).records)]
+        with args.results.open("a", encoding="utf-8") as file:
+            file.writelines(found)
+        return 0
+    found = Found(records)
+    wanted = {args.out: page(found), args.readme: readme(args.readme.read_text(encoding="utf-8"), found)}
+    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    if args.check:
+        for path in stale:
+            print(f"{path} is not what benchmarks/gpu/page.py makes of the results; run it", file=sys.stderr)
+        return 3 if stale else 0
+    for path in stale:
+        path.write_text(wanted[path], encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""What the planner says of the rows that quarter.py measured; needs no GPU, so it costs none of its seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+STEPS: dict[str, Any] = {"zero1, eager": "eager", "zero1, compile": "compile"}
+
+
+def _peak_bytes(record: Record, device_type: str) -> int:
+    """The planned peak of the step that rows.py takes: without clipping, by torch's AdamW."""
+    import rows
+    import torch
+
+    from zeroshard.lab.predict.buffers import buffers_of
+    from zeroshard.lab.predict.memory import OPTIMIZER_STATES
+    from zeroshard.lab.predict.model_trace import trace_language_model
+    from zeroshard.lab.predict.step import Settings, step_of
+    from zeroshard.zero import STAGES
+
+    with torch.device("meta"):
+        model = rows.built(record["model"], activation_checkpointing=record["checkpointing"])
+    trace = trace_language_model(model, record["rows"], rows.SEQ_LEN, rows.BF16, device_type=device_type)
+    settings = Settings(STAGES[record["stage"]], rows.BF16, device_type=device_type, clips=False)
+    buffers = buffers_of(model, record["world"], model.units)
+    return step_of(trace, buffers, OPTIMIZER_STATES["AdamW"], settings).peak.total
+
+
+def planned(records: list[Record]) -> Iterator[Record]:
+    """A record for each that has one: ``planned_bytes`` of peaks, ``planned_s`` of steps.
+
+    Without a record of the row ``device`` there is no rate to plan times with, and peaks are planned for an H100.
+    """
+    toy = any(record.get("toy") for record in records)
+    if toy:
+        os.environ["QUARTER_REHEARSES"] = "1"  # rows.py then has the sizes that were measured
+    import rows
+
+    from zeroshard.lab import plan
+
+    calibration = next((record["calibration"] for record in reversed(records) if "calibration" in record), None)
+    model, changes = ("gpt2-demo", rows.TINY) if toy else ("gpt2-124m", {})
+    changes = {**changes, "vocab_size": rows.VOCAB, "seq_len": rows.SEQ_LEN}
+    with tempfile.TemporaryDirectory() as folder:
+        gpu = "h100-80gb"
+        if calibration is not None:
+            gpu = str(Path(folder, "device.json"))
+            Path(gpu).write_text(json.dumps(calibration))
+        common: dict[str, Any] = {"gpu": gpu, "seq_len": rows.SEQ_LEN, "dtype": "bfloat16"}
+        for record in records:
+            if record["row"] == "memory" and "peak_bytes" in record:
+                keys = ("row", "model", "checkpointing", "stage", "world", "rows")
+                device_type = "cpu" if toy else "cuda"
+                yield {**{key: record[key] for key in keys}, "planned_bytes": _peak_bytes(record, device_type)}
+            elif calibration and record["row"] == "gpt2-124m" and record.get("round") == 0 and record["case"] in STEPS:
+                batch = record["tokens"] // rows.SEQ_LEN
+                found = plan(model, stage=1, world_size=1, micro_batch=record["micro_batch"],
+                             global_batch=batch, kernels="reference", impl=STEPS[record["case"]], overrides=changes,
+                             **common)  # fmt: skip
+                yield {"row": record["row"], "case": record["case"], "planned_s": found.rows[0].timing.step_s}
+            elif calibration and record["row"] == "qwen" and record.get("round") == 0:
+                config = {**rows.QWEN_ALIKE, **(rows.QWEN_TOY if toy else rows.QWEN[record["case"]])}
+                Path(folder, "config.json").write_text(json.dumps(config))
+                found = plan(f"hf:{folder}", stage=1, world_size=1, micro_batch=record["micro_batch"],
+                             global_batch=record["tokens"] // rows.SEQ_LEN, impl="compile",
+                             overrides={"from_config": True}, **common)  # fmt: skip
+                yield {"row": record["row"], "case": record["case"], "planned_s": found.rows[0].timing.step_s}

@@ -1,0 +1,275 @@
+"""Everything that only a GPU can say, in a quarter of an hour: a list of rows, the most valuable first.
+
+    python benchmarks/gpu/quarter.py --seconds 480 --out results.jsonl      # what fits into eight minutes
+    python benchmarks/gpu/quarter.py --seconds 200 --out results.jsonl      # then what failed or is left
+    python benchmarks/gpu/quarter.py --only norms adamw --again             # these, although they are done
+    python benchmarks/gpu/quarter.py --rehearse --out rehearsal.jsonl       # every row at toy size, without a GPU
+
+A worker process measures rows one after the other and appends each result to one JSON-lines file at the moment that it
+exists, so a command that is killed loses only the row that it was measuring. Rows that share a worker share torch's
+start and what torch.compile has warmed up. A row that fails, hangs or dies costs its worker, and the next row gets a
+new one. No row starts that would end after ``--seconds``. ``page.py`` makes docs/gpu.md and the README's table of the
+file.
+
+Exit status: 0 every row that was asked for is done; 1 some failed or were left for later; 2 wrong arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+NO_GPU = "no GPU"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        name: also the name of its function in rows.py, with ``_`` for each other character.
+        seconds: that it should take; it starts only if these are left, and fits what it repeats into them.
+        limit_s: after which its worker is killed.
+        about: what it says.
+        worker: rows of one worker's name share a process.
+    """
+
+    name: str
+    seconds: float
+    limit_s: float
+    about: str
+    worker: str = "speed"
+
+
+ROWS = (
+    Row("right", 60, 120, "the bits of a plain loop, at every stage, by null ranks, by two ranks over gloo", "bits"),
+    Row("kernels right", 60, 120, "every kernel against its reference, forward and backward", "bits"),
+    Row("gpt2-124m", 100, 180, "tokens/s and MFU: plain loop, ours at stage 1, FSDP2; eager and compiled"),
+    Row("norms", 40, 90, "GB/s of RMSNorm and LayerNorm beside eager, torch.compile and Liger"),
+    Row("adamw", 15, 40, "our AdamW with clipping beside torch's fused one"),
+    Row("loss", 30, 60, "linear layer and cross-entropy: time and peak memory beside eager and Liger"),
+    Row("memory", 40, 90, "the allocator's peak in a step, for a rank of 1, 8 and 64"),
+    Row("overlap", 30, 60, "a traced step of a rank of 8, with copies in the place of collectives"),
+    Row("qwen", 80, 150, "tokens/s of Qwen2.5-0.5B and 1.5B"),
+    Row("device", 20, 60, "the rates that zeroshard plan reads"),
+)
+# What a rehearsal adds: each must lose itself alone. The killed one dies as by the system's out-of-memory killer.
+PLANTED = (
+    Row("planted failure", 4, 20, "raises"),
+    Row("planted hang", 4, 4, "never ends"),
+    Row("planted out of memory", 4, 20, "allocates an exbibyte"),
+    Row("planted kill", 4, 20, "is killed"),
+)
+
+
+# ----------------------------------------------------------------------------------------------------------- worker
+
+
+def work(out: Path) -> int:
+    """Run the rows whose names arrive on standard input, ``NAME<tab>SECONDS`` a line; answer with a line each."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what a library prints goes into the log and is no answer
+    import rows
+
+    for line in sys.stdin:
+        if not rows.MAY_RUN:
+            answers.write(f"{NO_GPU}\n")
+            return 1
+        name, seconds = line.rstrip("\n").split("\t")
+        say = Results(out, name)
+        function = getattr(rows, "".join(c if c.isalnum() else "_" for c in name))
+        try:
+            function(rows.Budget(float(seconds)), say)
+        except Exception:  # noqa: BLE001 -- a row that fails loses itself alone
+            # Whatever it was, it may have left the device unusable: the next row gets a new process.
+            traceback.print_exc()
+            answers.write(f"failed: {traceback.format_exc().strip().splitlines()[-1][:300]}\n")
+            return 1
+        answers.write("done\n")
+    return 0
+
+
+class Results:
+    """Appends records of one row to the results file, each whole or not at all."""
+
+    def __init__(self, out: Path, row: str) -> None:
+        self.out, self._out, self._row = out, out, row
+
+    def __call__(self, **record: Any) -> None:
+        """Append one record."""
+        line = json.dumps({"row": self._row, **record}, default=str) + "\n"
+        with self._out.open("a", encoding="utf-8") as file:
+            file.write(line)
+
+
+class Worker:
+    """The process that measures; started when a row needs it."""
+
+    def __init__(self, name: str, args: argparse.Namespace) -> None:
+        self.name = name
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        if args.rehearse:
+            environment["QUARTER_REHEARSES"] = "1"
+        if name == "bits":  # torch's deterministic algorithms ask for it before CUDA starts
+            environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        with args.out.with_suffix(".log").open("a", encoding="utf-8") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, "--worker", "--out", str(args.out)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def run(self, row: Row, seconds: float, limit_s: float) -> str:
+        """``done``, or why not."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(f"{row.name}\t{seconds}\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return f"failed: the worker ended with status {self._process.wait()} before the row began"
+        ready, _, _ = select.select([self._process.stdout], [], [], limit_s)
+        if not ready:
+            return f"failed: it ran for longer than {limit_s:.0f} s"
+        answer = self._process.stdout.readline().strip()
+        return answer or f"failed: the worker ended with status {self._process.wait()}"
+
+    def end(self) -> None:
+        """Kill it, and what it has started: its session is its own."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+# ------------------------------------------------------------------------------------------------------- supervisor
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The records of a results file; a last line that a kill cut short is left out."""
+    if not path.exists():
+        return []
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return found
+
+
+def is_done(records: list[dict[str, Any]], name: str) -> bool:
+    """Whether the last word on a row is that it is done."""
+    ends = [record["end"] for record in records if record["row"] == name and "end" in record]
+    return bool(ends) and ends[-1] == "done"
+
+
+def wanted_rows(args: argparse.Namespace) -> list[Row]:
+    """The rows that were asked for, in their order."""
+    rows = [*ROWS, *PLANTED] if args.rehearse else list(ROWS)
+    unknown = [name for name in args.only if name not in {row.name for row in rows}]
+    if unknown:
+        print(
+            f"error: --only: there is no row {unknown[0]!r}; rows: {', '.join(r.name for r in rows)}", file=sys.stderr
+        )
+        sys.exit(2)
+    if args.rehearse and not args.only:  # planted rows come between the others, so that each has a row after it
+        for index, row in enumerate(PLANTED):
+            rows.remove(row)
+            rows.insert(3 * index + 1, row)
+    return [row for row in rows if not args.only or row.name in args.only]
+
+
+def supervise(args: argparse.Namespace) -> int:
+    """Run what is wanted, not done, and short enough for the seconds that are left."""
+    began = time.monotonic()
+    earlier = [record for path in (args.out, *args.done) for record in read(path)]
+    team = Team(args)
+    num_open = 0
+    try:
+        for row in wanted_rows(args):
+            left = args.seconds - (time.monotonic() - began)
+            if is_done(earlier, row.name) and not args.again:
+                print(f"{row.name:24} is done", flush=True)
+                continue
+            if left < row.seconds:
+                print(f"{row.name:24} left for later: it needs {row.seconds:.0f} s of {max(left, 0):.0f}", flush=True)
+                num_open += 1
+                continue
+            say = Results(args.out, row.name)
+            say(begin=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
+            row_began = time.monotonic()
+            outcome = team.run(row, row.seconds, min(row.limit_s, left))
+            if outcome == NO_GPU:
+                print("error: no GPU: torch sees none here; add --rehearse for toy sizes", file=sys.stderr)
+                return 2
+            wall_s = time.monotonic() - row_began
+            say(end=outcome, wall_s=round(wall_s, 2))
+            print(f"{row.name:24} {outcome} in {wall_s:.1f} s", flush=True)
+            num_open += outcome != "done" and row not in PLANTED
+    finally:
+        team.end()
+    print(f"{'all':24} {time.monotonic() - began:.1f} s, {num_open} rows open; {args.out}", flush=True)
+    if num_open:
+        print(f"the log: {args.out.with_suffix('.log')}", file=sys.stderr)
+    return int(num_open > 0)
+
+
+class Team:
+    """The worker of the row that runs: rows of one worker's name get the same process for as long as it lives."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._worker: Worker | None = None
+
+    def run(self, row: Row, seconds: float, limit_s: float) -> str:
+        """Run ``row``; ``done``, or why not."""
+        if self._worker is not None and self._worker.name != row.worker:
+            self.end()
+        self._worker = self._worker or Worker(row.worker, self._args)
+        outcome = self._worker.run(row, seconds, limit_s)
+        if outcome != "done":
+            self.end()
+        return outcome
+
+    def end(self) -> None:
+        """End the worker, if there is one."""
+        if self._worker is not None:
+            self._worker.end()
+        self._worker = None
+
+
+def main() -> int:
+    """Read the arguments and run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=480, help="start no row that would end later (480)")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu/results.jsonl"), help="where results are appended")
+    parser.add_argument("--done", type=Path, nargs="*", default=[], help="other results files, whose rows are done")
+    parser.add_argument("--only", nargs="+", default=[], metavar="ROW", help="these rows alone")
+    parser.add_argument("--again", action="store_true", help="also rows that are done")
+    parser.add_argument("--rehearse", action="store_true", help="toy sizes, on any machine; adds rows that fail")
+    parser.add_argument("--list", action="store_true", help="say what there is")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.list:
+        print("\n".join(f"{row.name:24} {row.seconds:4.0f} s  {row.about}" for row in ROWS))
+        return 0
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    if args.worker:
+        return work(args.out)
+    return supervise(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""benchmarks/gpu without a GPU: rows at toy size, failures that lose themselves alone, the page of the results."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import forked
+from zeroshard.kernels.launch import INTERPRETED
+
+ROOT = Path(__file__).parents[1]
+GPU = ROOT / "benchmarks" / "gpu"
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
+
+
+def _quarter(out, *words):
+    command = [sys.executable, GPU / "quarter.py", "--rehearse", "--out", out, *words]
+    return forked.run(list(map(str, command)), capture_output=True, text=True, check=False)
+
+
+def _records(out):
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def rehearsal(tmp_path_factory):
+    out = tmp_path_factory.mktemp("gpu") / "results.jsonl"
+    rows = ("right", "planted failure", "kernels right", "planted hang", "planted out of memory", "memory",
+            "planted kill", "device")  # fmt: skip
+    done = _quarter(out, "--only", *rows)
+    assert done.returncode == 0, done.stdout + out.with_suffix(".log").read_text()
+    return out, done.stdout
+
+
+def test_rows_that_fail_hang_run_out_of_memory_or_are_killed_lose_themselves_alone(rehearsal):
+    out, told = rehearsal
+    ends = {record["row"]: record["end"] for record in _records(out) if "end" in record}
+    assert [row for row, end in ends.items() if end == "done"] == ["right", "kernels right", "memory", "device"]
+    assert "a planted failure" in ends["planted failure"]
+    assert "longer than 4 s" in ends["planted hang"]
+    assert "allocate" in ends["planted out of memory"]
+    assert "status -9" in ends["planted kill"]
+    assert {"row": "planted failure", "case": "before it fails"} in _records(out)
+    assert "0 rows open" in told
+
+
+def test_every_comparison_of_a_rehearsal_holds(rehearsal):
+    out, _ = rehearsal
+    compared = [record for record in _records(out) if "same" in record]
+    assert [record for record in compared if not record["same"]] == []
+    assert len([record for record in compared if record["row"] == "right"]) == 14
+    assert {"layer_norm", "rms_norm", "rope", "swiglu", "geglu", "cross_entropy", "linear_cross_entropy", "adamw",
+            "sum_of_squares"} <= {record["case"].split()[0] for record in compared}  # fmt: skip
+
+
+def test_peaks_are_the_planned_ones_and_the_page_shows_what_was_measured(rehearsal, tmp_path):
+    out, _ = rehearsal
+    readme = tmp_path / "README.md"
+    readme.write_text((ROOT / "README.md").read_text())
+    words = [sys.executable, GPU / "page.py", "--results", out, "--out", tmp_path / "gpu.md", "--readme", readme]
+    for more in (["--plan"], [], ["--check"]):
+        done = forked.run(list(map(str, [*words, *more])), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    records = [record for record in _records(out) if record["row"] == "memory"]
+    keys = ("model", "checkpointing", "stage", "world", "rows")
+    planned = {tuple(r[key] for key in keys): r["planned_bytes"] for r in records if "planned_bytes" in r}
+    measured = {tuple(r[key] for key in keys): r["peak_bytes"] for r in records if "peak_bytes" in r}
+    assert planned.keys() == measured.keys()
+    assert len(planned) >= 2
+    for case, num_bytes in measured.items():
+        assert abs(planned[case] - num_bytes) <= 2048, case
+    page = (tmp_path / "gpu.md").read_text()
+    assert "no figure claims anything" in page
+    assert "| 14 of 14 |" in page
+    assert "not measured" in page
+    assert "| 14 of 14 |" in readme.read_text()
+    readme.write_text(readme.read_text().replace("14 of 14", "15 of 14"))
+    stale = forked.run(list(map(str, [*words, "--check"])), capture_output=True, text=True, check=False)
+    assert (stale.returncode, "run it" in stale.stderr) == (3, True)
+
+
+def test_what_is_done_is_not_done_again_and_what_would_end_too_late_does_not_start(rehearsal, tmp_path):
+    out, _ = rehearsal
+    other = tmp_path / "second.jsonl"
+    told = _quarter(other, "--only", "right", "norms", "--seconds", "30", "--done", str(out), str(tmp_path / "none"))
+    assert told.returncode == 1
+    assert re.search(r"^right +is done$", told.stdout, re.M)
+    assert re.search(r"^norms +left for later: it needs 40 s of (30|29)$", told.stdout, re.M)
+    assert not other.exists()
+
+
+def test_a_results_file_that_a_kill_cut_short_is_read_up_to_there(tmp_path):
+    sys.path.insert(0, str(GPU))
+    try:
+        from quarter import is_done, read
+    finally:
+        sys.path.remove(str(GPU))
+    path = tmp_path / "cut.jsonl"
+    path.write_text('{"row": "norms", "end": "done"}\n{"row": "norms", "begin": "x"}\n{"row": "loss", "en')
+    assert len(read(path)) == 2
+    assert is_done(read(path), "norms")
+    assert not is_done(read(path), "loss")
+
+
+def test_without_a_gpu_or_with_an_unknown_row_it_says_so_in_a_line(tmp_path):
+    command = [sys.executable, str(GPU / "quarter.py"), "--out", str(tmp_path / "r.jsonl")]
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    alone = subprocess.run(command, capture_output=True, text=True, check=False, env=hidden)
+    assert (alone.returncode, alone.stderr) == (
+        2,
+        "error: no GPU: torch sees none here; add --rehearse for toy sizes\n",
+    )
+    unknown = _quarter(tmp_path / "r.jsonl", "--only", "norm")
+    assert unknown.returncode == 2
+    assert unknown.stderr.startswith("error: --only: there is no row 'norm'; rows: right, kernels right, ")
+
+
+def test_the_page_and_the_table_are_made_of_the_results_that_are_committed():
+    done = forked.run([sys.executable, str(GPU / "page.py"), "--check"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_commands_of_the_readme_are_short_and_name_what_is_there():
+    text = (GPU / "README.md").read_text()
+    blocks = [block for block in re.findall(r"```sh\n(.*?)```", text, re.S) if "--seconds" in block]
+    assert ["--seconds 480" in blocks[0], "--seconds 200" in blocks[1], len(blocks)] == [True, True, 2]
+    assert all(len(block) < 2000 for block in blocks)
+    sys.path.insert(0, str(GPU))
+    try:
+        from quarter import ROWS
+    finally:
+        sys.path.remove(str(GPU))
+    assert sum(row.seconds for row in ROWS) <= 480
+    assert all(row.limit_s >= 1.8 * row.seconds for row in ROWS)
+
+
+def test_a_trace_gives_the_idle_share_of_the_busiest_stream():
+    program = f"""
+import sys, json
+sys.path.insert(0, {str(GPU)!r})
+from overlap import facts_of_trace
+kernel = lambda stream, ts, dur: {{"cat": "kernel", "name": "k", "ts": ts, "dur": dur, "args": {{"stream": stream}}}}
+wait = {{"cat": "cuda_runtime", "name": "cudaDeviceSynchronize", "ts": 9, "dur": 1}}
+events = [kernel(7, 0, 4), kernel(7, 2, 4), kernel(7, 8, 2), kernel(9, 0, 3), wait, wait, {{"ph": "M"}}]
+print(json.dumps(facts_of_trace(events)))"""
+    environment = {**os.environ, "QUARTER_REHEARSES": "1"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    assert json.loads(done.stdout) == {"idle_share": pytest.approx(0.2), "num_streams": 2, "num_kernels": 4,
+                                       "num_host_waits": 1, "num_reads": 0}  # fmt: skip
