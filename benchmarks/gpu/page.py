@@ -250,9 +250,9 @@ def page(found: Found) -> str:
 {machine(found)}
 
 `benchmarks/gpu/quarter.py` measures this in a quarter of an hour on one H100 or H200, and `benchmarks/gpu/page.py`
-writes this page; `benchmarks/gpu/README.md` says how to run both. Steps are of 524,288 tokens in bf16, of sequences of 1,024
-tokens, with gradients clipped at a norm of 1.0; figures are medians of interleaved rounds. MFU counts 6 N + 12 L d T
-FLOPs a token against 989 TFLOP/s.
+writes this page; `benchmarks/gpu/README.md` says how to run both. Steps are of 524,288 tokens in bf16, of sequences of
+1,024 tokens, with gradients clipped at a norm of 1.0; figures are medians of interleaved rounds. MFU counts
+6 N + 12 L d T FLOPs a token against 989 TFLOP/s.
 
 """ + "\n".join(sections)
 

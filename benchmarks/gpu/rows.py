@@ -11,7 +11,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
@@ -253,7 +253,7 @@ def _timed_step(say: Say, step: Callable[[int], Tensor], case: str, index: int, 
 
 
 @contextmanager
-def _world_of_one() -> Iterator[None]:
+def _world_of_one() -> Generator[None]:
     """A process group of this process alone, as FSDP2 asks for one."""
     import torch.distributed as dist
 
