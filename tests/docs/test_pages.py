@@ -30,6 +30,7 @@ KNOWN = {"--help", "--version", "--config", *(word for verb in VERBS.values() fo
 FLAGS_OF_OTHERS = {
     "--soak",
     "--shuffle",
+    "--rehearse",
     "--rdzv-conf",
     "--chromium",
     "--local-addr",

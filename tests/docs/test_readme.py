@@ -26,7 +26,8 @@ def test_links_lead_somewhere():
 
 
 def test_a_stranger_reads_it_to_the_end():
-    assert len(README.splitlines()) <= 120
+    by_hand = re.sub(r"<!-- made by .*?<!-- end -->\n", "", README, flags=re.S)  # a table of measurements is looked up
+    assert len(by_hand.splitlines()) <= 120
 
 
 def test_every_folder_of_the_architecture_page_exists_and_none_is_missing():
