@@ -153,3 +153,23 @@ print(json.dumps(facts_of_trace(events)))"""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
     assert json.loads(done.stdout) == {"idle_share": pytest.approx(0.2), "num_streams": 2, "num_kernels": 4,
                                        "num_host_waits": 1, "num_reads": 0}  # fmt: skip
+
+
+def test_a_case_that_fails_loses_itself_alone_within_its_row(tmp_path):
+    program = f"""
+import sys
+sys.path.insert(0, {str(GPU)!r})
+import quarter, rows
+say = quarter.Results(__import__("pathlib").Path({str(tmp_path / "r.jsonl")!r}), "memory")
+peak = rows._peak_of_a_step
+def failing(name, checkpointing, stage, *more):
+    if stage == 3:
+        raise RuntimeError("out of memory")
+    return peak(name, checkpointing, stage, *more)
+rows._peak_of_a_step = failing
+rows.memory(rows.Budget(5), say)"""
+    environment = {**os.environ, "QUARTER_REHEARSES": "1"}
+    subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    records = _records(tmp_path / "r.jsonl")
+    assert [record["failed"] for record in records if "failed" in record][0] == "RuntimeError: out of memory"
+    assert {record["stage"] for record in records if "peak_bytes" in record} == {1}

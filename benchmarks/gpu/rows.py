@@ -11,8 +11,9 @@ import os
 import random
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -76,6 +77,17 @@ class Budget:
     def spent(self) -> bool:
         """Whether nothing is left."""
         return time.monotonic() > self._until
+
+
+@contextmanager
+def losing_itself_alone(say: Say, case: str) -> Generator[None]:
+    """A case that fails is recorded, and the row goes on; a device that no longer answers fails the next one too."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 -- whatever a library raises on first contact
+        traceback.print_exc()
+        say(case=case, failed=f"{type(error).__name__}: {error}"[:300])
+        cleared()
 
 
 def synchronise() -> None:
@@ -225,18 +237,21 @@ def gpt2_124m(budget: Budget, say: Say) -> None:
     """Seconds of a step, round by round, for each contestant; in rounds of shuffled order."""
     flops = gpt2().num_flops_per_token(SEQ_LEN)
     micro = 2 if TOY else 16
-    with _world_of_one():
-        steps = {
-            f"{who}, {how}": _contestant(who, how, micro)
-            for how in ("eager", "compile")
-            for who in ("plain", "zero1", "fsdp2", "zero1 + kernels")
-            if (who, how) != ("zero1 + kernels", "compile")
-        }
-        for name, step in steps.items():
-            synchronise()
-            began = time.perf_counter()
-            loss = float(step(1))  # one micro-batch: compiles, and makes states and buffers
-            say(case=name, first_loss=loss, warm_up_s=time.perf_counter() - began)
+    cases = [(who, how) for how in ("eager", "compile") for who in ("plain", "zero1", "fsdp2", "zero1 + kernels")]
+    cases.remove(("zero1 + kernels", "compile"))
+    with ExitStack() as stack:
+        with losing_itself_alone(say, "process group"):
+            stack.enter_context(_world_of_one())
+        steps = {}
+        for who, how in cases:
+            name = f"{who}, {how}"
+            with losing_itself_alone(say, name):
+                step = _contestant(who, how, micro)
+                synchronise()
+                began = time.perf_counter()
+                loss = float(step(1))  # one micro-batch: compiles, and makes states and buffers
+                say(case=name, first_loss=loss, warm_up_s=time.perf_counter() - began)
+                steps[name] = step
         order = random.Random(0)
         for index in budget.rounds(2, 9):
             for name in order.sample(list(steps), len(steps)):
@@ -418,9 +433,21 @@ def _cases(
                 continue
             case.bytes = {mode: case.bytes[mode] for mode in modes}
             case.contestants = tuple(name for name in case.contestants if name not in without)
-            for row in measure_case(case, 3 if ON_GPU else 1, copy_rate, order):
+            for row in _measured(case, say, copy_rate, order):
                 say(case=f"{row.operation} {row.shape} {row.dtype}", mode=row.mode, contestant=row.contestant,
                     seconds=row.seconds, bytes_per_s=row.bytes_per_s, peak_bytes=row.peak_bytes)  # fmt: skip
+
+
+def _measured(case: kernel_cases.Case, say: Say, copy_rate: float, order: random.Random) -> list[Any]:
+    """The rows of a case; if it fails, those of PyTorch and ourselves alone."""
+    found: list[Any] = []
+    contestants, ours = case.contestants, tuple(name for name in case.contestants if name in ("eager", "triton"))
+    for names in dict.fromkeys((contestants, ours)):
+        case.contestants = names
+        with losing_itself_alone(say, f"{case.operation} {case.shape} {case.dtype}, {' '.join(names)}"):
+            found = measure_case(case, 3 if ON_GPU else 1, copy_rate, order)
+            break
+    return found
 
 
 def adamw(budget: Budget, say: Say) -> None:
@@ -473,7 +500,8 @@ def memory(budget: Budget, say: Say) -> None:
         if budget.spent():
             say(**case, left_out="no time was left")
             continue
-        say(**case, **_peak_of_a_step(name, checkpointing, stage, world, rows))
+        with losing_itself_alone(say, f"{name} {checkpointing} {stage} {world}"):
+            say(**case, **_peak_of_a_step(name, checkpointing, stage, world, rows))
         cleared()
 
 
