@@ -167,9 +167,9 @@ def failing(name, checkpointing, stage, *more):
         raise RuntimeError("out of memory")
     return peak(name, checkpointing, stage, *more)
 rows._peak_of_a_step = failing
-rows.memory(rows.Budget(5), say)"""
+rows.memory(rows.Budget(30), say)"""
     environment = {**os.environ, "QUARTER_REHEARSES": "1"}
     subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
     records = _records(tmp_path / "r.jsonl")
-    assert [record["failed"] for record in records if "failed" in record][0] == "RuntimeError: out of memory"
+    assert next(record["failed"] for record in records if "failed" in record) == "RuntimeError: out of memory"
     assert {record["stage"] for record in records if "peak_bytes" in record} == {1}
