@@ -87,7 +87,7 @@ def _devices() -> list[tuple[str, str]]:
         rows.append(("cuda memory", allocator_settings() or f"runs set {ALLOCATOR}=expandable_segments:True"))
     rows.append(("device auto", "cuda" if has_cuda else "cpu"))
     rows.append(("kernels auto", _kernels(torch.device("cuda" if has_cuda else "cpu"))))
-    rows.append(("comm auto", "torch (nccl)" if has_cuda else "shm on one host, two-level or ring on several"))
+    rows.append(("comm auto", "torch (nccl)" if has_cuda else "shm on one host, ring on several"))
     return rows
 
 

@@ -24,7 +24,6 @@ from zeroshard.comm import (
     SharedMemoryCommunicator,
     ThrottledCommunicator,
     TorchCommunicator,
-    TwoLevelCommunicator,
     all_gather_others,
     all_to_all,
     reduce_scatter_consuming,
@@ -34,7 +33,6 @@ from zeroshard.comm import (
 )
 from zeroshard.comm.backends import threads
 
-HOSTS = {1: "a", 2: "aa", 3: "abc", 4: "aabb"}  # by rank, the host that it stands on in a test of two levels
 OPS = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum, "product": torch.mul}
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.uint8]
 SIZES = [1, 7, 64, 1000]
@@ -368,10 +366,7 @@ def _on_rank(comm, case, wrapper):
 
 def _on_own_rank(comm, case, wrapper, kind):
     """Over the same processes, with collectives of our own."""
-    if kind == "two-level":
-        own = TwoLevelCommunicator(comm.group, hosts=HOSTS[comm.world_size])
-    else:
-        own = {"ring": RingCommunicator, "shm": SharedMemoryCommunicator}[kind](comm.group)
+    own = {"ring": RingCommunicator, "shm": SharedMemoryCommunicator}[kind](comm.group)
     CASES[case](WRAPPERS[wrapper](own))
     own.close()
 
@@ -413,7 +408,7 @@ class TestEachCommunicator:
         gloo_ranks(world_size).run(_on_rank, case, wrapper)
 
     @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-    @pytest.mark.parametrize("kind", ["ring", "shm", "two-level"])
+    @pytest.mark.parametrize("kind", ["ring", "shm"])
     def test_ours(self, case, wrapper, kind, world_size, gloo_ranks):
         gloo_ranks(world_size).run(_on_own_rank, case, wrapper, kind)
 

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from zeroshard.comm.ring.ring import RingCommunicator
     from zeroshard.comm.ring.sockets import SocketTransport
     from zeroshard.comm.shm.shm import SharedMemoryCommunicator, ranks_share_host
-    from zeroshard.comm.two_level.two_level import TwoLevelCommunicator
     from zeroshard.comm.wrappers.blocking import BlockingCommunicator
     from zeroshard.comm.wrappers.exposed import Exposed, by_kind
     from zeroshard.comm.wrappers.observe import CommRecord, ObservedCommunicator
@@ -76,7 +75,6 @@ _HOME = {
     "Link": "wrappers.throttle",
     "ThrottledCommunicator": "wrappers.throttle",
     "TorchCommunicator": "backends.torch_dist",
-    "TwoLevelCommunicator": "two_level.two_level",
 }
 
 __all__ = [
@@ -101,7 +99,6 @@ __all__ = [
     "ThrottledCommunicator",
     "TorchCommunicator",
     "Transport",
-    "TwoLevelCommunicator",
     "Work",
     "all_gather_others",
     "all_to_all",

@@ -44,7 +44,6 @@ class CommEntry:
 COMMUNICATORS: dict[str, CommEntry] = {
     "torch": CommEntry("zeroshard.comm.backends.torch_dist:TorchCommunicator", alone=True),
     "ring": CommEntry("zeroshard.comm.ring.ring:RingCommunicator", cpu_only=True),
-    "two-level": CommEntry("zeroshard.comm.two_level.two_level:TwoLevelCommunicator", cpu_only=True),
     "shm": CommEntry("zeroshard.comm.shm.shm:SharedMemoryCommunicator", cpu_only=True, over_network=False),
 }
 

@@ -23,8 +23,8 @@ the bandwidth terms of Patarasuk and Yuan, "Bandwidth optimal all-reduce algorit
 [Note: What shares a link]
     Operations of one communicator run one after another, as on a ring's thread and on a NCCL stream. Operations of its
     parts share the rank's links with them, through one token bucket for each level (inside a node, between nodes). A
-    node has one link to the others. If several ranks of a node are in rings of their own that leave the node (the
-    columns of a two-level world), the rings share that link equally. In an all-to-all each of a node's k ranks sends a
+    node has one link to the others. If several ranks of a node are in rings of their own that leave the node (replicas
+    that shard inside their nodes), the rings share that link equally. In an all-to-all each of a node's k ranks sends a
     part to each of the W - k ranks outside: k (W - k) / W N bytes leave the node.
 """
 

@@ -99,7 +99,7 @@ class TrainConfig(Config):
     comm: CommName = Field(
         "auto",
         description=f"Backend of collectives: auto (the fastest), {', '.join(COMMUNICATORS)}, or module:name of "
-        "your own. torch: NCCL or gloo; ring, shm: our ring and shared memory; two-level: shm in a host, ring across.",
+        "your own. torch: NCCL or gloo; ring, shm: our ring and shared memory.",
     )
     overlap: bool = Field(
         True,

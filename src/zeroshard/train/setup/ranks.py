@@ -13,7 +13,6 @@ import torch.distributed as dist
 from zeroshard.comm import BlockingCommunicator, Communicator, LocalCommunicator, PeerError
 from zeroshard.comm.registry import COMMUNICATORS, comm_entry
 from zeroshard.comm.shm.shm import hosts_of_ranks
-from zeroshard.comm.two_level.two_level import even_hosts
 from zeroshard.comm.wrappers.sentinel import SentinelCommunicator, StoreBoard
 from zeroshard.errors import UserError
 from zeroshard.launch.environment import World
@@ -47,7 +46,7 @@ def join(
     Args:
         world: this rank, the number of ranks, and the address at which they connect.
         wanted: a name of `zeroshard.comm.registry`, ``module:name``, or ``auto``: NCCL on GPUs; on CPUs shared memory
-            if all ranks are on one host, two-level if each host has the same number of ranks above 1, else the ring.
+            if all ranks are on one host, else the ring.
             PyTorch's own strategies use `torch.distributed` in any case.
         strategy: name of the training strategy.
         device: the device of this rank.
@@ -124,8 +123,4 @@ def choose(strategy: str, device: torch.device, *, shared_memory_bypasses: bool 
         return "torch"
     if shared_memory_bypasses:
         return "ring"
-    hosts = hosts_of_ranks()
-    if len(set(hosts)) == 1:
-        return "shm"
-    found = even_hosts(hosts)
-    return "two-level" if found is not None and found[1] > 1 else "ring"
+    return "shm" if len(set(hosts_of_ranks())) == 1 else "ring"

@@ -1,1 +1,0 @@
-"""Shared memory inside a host and a ring across hosts."""
