@@ -6,9 +6,10 @@ Everything is sent as bytes, so tensors of any dtype share a collective and ever
 from __future__ import annotations
 
 import io
-import pickle
+import re
+import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,155 +112,75 @@ def send_bytes(comm: Communicator, content: bytes, src: int) -> bytes:
     return content if comm.rank == src else message.cpu().numpy().tobytes()
 
 
+# Classes beside those of torch's own list that a received value may hold; none of them runs code of the sender's.
+_PLAIN: list[Any] = [bytearray, complex, frozenset, range, set, slice]
+_LOADING = threading.Lock()  # torch's list of them is one for all threads
+
+
 def gather_to(comm: Communicator, value: Any, to: int, bucket_bytes: int) -> list[Any]:
     """Return every rank's ``value`` on rank ``to``, by rank, with tensors on the CPU; elsewhere []. Collective.
 
-    A value may nest tensors in plain values and Python's own containers. Its tensors are broadcast in buckets of
-    ``bucket_bytes``, which is the extra memory on each rank. A communicator has no gather to one rank, so the others
-    receive each bucket too and drop it.
-
-    Unpickling creates no object of any other class and calls nothing (`_Unpickler`), whoever has sent the bytes.
+    A value may nest tensors in plain values and Python's own containers. `torch.save` makes bytes of it, which are
+    broadcast ``bucket_bytes`` at a time: a communicator has no gather to one rank, so the others receive each bucket
+    too and drop it. `torch.load` with ``weights_only`` creates no object of any other class and calls nothing.
 
     Raises:
         RuntimeError: on every rank, if some rank's value holds anything else.
     """
     values = []
     for src in range(comm.world_size):
-        tensors: list[Tensor] = []
-        skeleton, failure = b"", None
+        content, failure = b"", None
         if comm.rank == src:
             try:
-                skeleton = _dump(value, tensors)
+                content = _saved(value)
             except Exception as error:  # noqa: BLE001 -- raised below, once other ranks know
                 failure = error
-        skeleton = send_bytes(comm, skeleton, src)
-        if not skeleton:
+        num_bytes = int(send_bytes(comm, str(len(content)).encode(), src))
+        if not num_bytes:
             what = f"the values that rank {src} holds cannot be sent"
             todo = "keep tensors, plain values, lists and dicts in an optimizer's state"
-            raise RuntimeError(f"{what}: {failure or 'see there'}; {todo}") from failure
-        sizes, skeleton = _Unpickler(io.BytesIO(skeleton), []).load()
-        if src == to:
-            contents = [as_bytes(tensor).to("cpu", copy=True) for tensor in tensors]
-        elif comm.rank == src:
-            contents = [as_bytes(tensor) for tensor in tensors]
-        else:
-            contents = [torch.empty(size, dtype=torch.uint8) for size in sizes] if comm.rank == to else []
+            raise RuntimeError(f"{what}: {_reason(failure)}; {todo}") from failure
         if src != to:
-            _stream(comm, src, sizes, contents, bucket_bytes)
+            content = _streamed(comm, content, num_bytes, src, to, bucket_bytes)
         if comm.rank == to:
-            values.append(_load(skeleton, contents))
+            values.append(_loaded(content, "cpu"))
     return values
 
 
-def _stream(comm: Communicator, src: int, sizes: list[int], ends: list[Tensor], bucket_bytes: int) -> None:
-    """Copy rank ``src``'s byte tensors ``ends`` into the receiver's; ``ends`` is empty on ranks that only take part."""
-    for message in cut(sizes, bucket_bytes):
-        buffer = torch.empty(sum(b - a for _, a, b in message), dtype=torch.uint8, device=comm.control_device)
-        places = buffer.split([b - a for _, a, b in message])
-        if comm.rank == src:
-            for place, (index, start, stop) in zip(places, message, strict=True):
-                place.copy_(ends[index][start:stop])
-        with scope("state"):
-            comm.broadcast(buffer, src).wait()
-        if ends and comm.rank != src:
-            for place, (index, start, stop) in zip(places, message, strict=True):
-                ends[index][start:stop].copy_(place)
-
-
-def cut(sizes: Sequence[int], limit: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Yield buckets of ``limit`` bytes (the last: fewer) over tensors of ``sizes``, as (index, start, stop)s."""
-    message: list[tuple[int, int, int]] = []
-    room = limit
-    for index, size in enumerate(sizes):
-        start = 0
-        while start < size:
-            stop = min(size, start + room)
-            message.append((index, start, stop))
-            room -= stop - start
-            start = stop
-            if room == 0:
-                yield message
-                message, room = [], limit
-    if message:
-        yield message
-
-
-_ALLOWED = {
-    "builtins": frozenset({"bytearray", "complex", "frozenset", "range", "set", "slice"}),
-    "collections": frozenset({"Counter", "OrderedDict", "defaultdict", "deque"}),
-    "torch": frozenset({"Size", "device"}),
-    "torch.serialization": frozenset({"_get_layout"}),
-    "torch._utils": frozenset(
-        {"_rebuild_parameter", "_rebuild_qtensor", "_rebuild_sparse_tensor", "_rebuild_tensor", "_rebuild_tensor_v2"}
-    ),
-}  # globals that a pickle may refer to, by module; torch's dtypes are allowed too
-
-
-def _tensor_bytes(content: bytes) -> Any:
-    return torch.load(io.BytesIO(content), weights_only=True)
-
-
-class _Pickler(pickle.Pickler):
-    """Moves plain tensors from the pickle to a list; other tensors (sparse, subclasses) are pickled as usual."""
-
-    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
-        super().__init__(file)
-        self._tensors = tensors
-
-    def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
-        """Return a plain tensor's index in the list, with its dtype, shape and stride; None for any other object."""
-        if type(obj) not in (Tensor, torch.nn.Parameter) or obj.layout != torch.strided or obj.is_quantized:
-            return None
-        self._tensors.append(obj)
-        return len(self._tensors) - 1, obj.dtype, tuple(obj.shape), obj.stride()
-
-
-class _Unpickler(pickle.Unpickler):
-    """Inserts the tensors, on the CPU, with their original strides: fused kernels need those of a state's weight.
-
-    A pickle may call anything that can be imported. This one comes from another process, so it may create only
-    containers, and tensors that torch builds from bytes without calling anything (``weights_only``).
-    """
-
-    def __init__(self, file: io.BytesIO, contents: list[Tensor]) -> None:
-        super().__init__(file)
-        self._contents = contents
-
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        """Return the global of that name, if a pickle may refer to it.
-
-        Raises:
-            UnpicklingError: it may not.
-        """
-        if (module_name, global_name) == ("torch.storage", "_load_from_bytes"):
-            return _tensor_bytes
-        allowed = global_name in _ALLOWED.get(module_name, ())
-        if not allowed and not (module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype)):
-            raise pickle.UnpicklingError(f"it holds {module_name}.{global_name}")
-        return super().find_class(module_name, global_name)
-
-    def persistent_load(self, pid: Any) -> Tensor:
-        """Return the tensor whose bytes have the index ``pid[0]``."""
-        index, dtype, shape, stride = pid
-        found = self._contents[index].view(dtype).view(shape)
-        return found if found.stride() == stride else torch.empty_strided(shape, stride, dtype=dtype).copy_(found)
-
-
-class _Rehearsal(_Unpickler):
-    """Unpickles on the sender, with its own tensors, to find out whether receivers will be able to."""
-
-    def persistent_load(self, pid: Any) -> Tensor:
-        """Return the sender's own tensor."""
-        return self._contents[pid[0]]
-
-
-def _dump(value: Any, tensors: list[Tensor]) -> bytes:
-    """Pickle ``value`` and the byte sizes of its tensors; the tensors are appended to ``tensors`` instead."""
+def _saved(value: Any) -> bytes:
+    """``value`` as bytes, which receivers will be able to load: found out here, without its tensors' elements."""
     file = io.BytesIO()
-    _Pickler(file, tensors).dump(value)
-    _Rehearsal(io.BytesIO(file.getvalue()), tensors).load()  # fail here, on the sender, so that all ranks raise
-    return pickle.dumps(([tensor.nbytes for tensor in tensors], file.getvalue()))
+    torch.save(value, file)
+    content = file.getvalue()
+    _loaded(content, "meta")
+    return content
 
 
-def _load(skeleton: bytes, contents: list[Tensor]) -> Any:
-    return _Unpickler(io.BytesIO(skeleton), contents).load()
+def _reason(failure: Exception | None) -> str:
+    """Why a value cannot be sent, in a few words: torch's own message is a page of advice."""
+    if failure is None:
+        return "see there"
+    found = re.search(
+        r"Unsupported (?:global|operand|class)\W+(?:GLOBAL )?([\w.]+)|but got <class '([\w.]+)'>", str(failure)
+    )
+    return f"it holds {found[1] or found[2]}" if found else " ".join(str(failure).split())[:200]
+
+
+def _loaded(content: bytes, device: str) -> Any:
+    with _LOADING, torch.serialization.safe_globals(_PLAIN):
+        return torch.load(io.BytesIO(content), map_location=device, weights_only=True)
+
+
+def _streamed(comm: Communicator, content: bytes, num_bytes: int, src: int, to: int, bucket_bytes: int) -> bytes:
+    """Return rank ``src``'s ``content`` on rank ``to``; elsewhere b"". Collective."""
+    received = bytearray()
+    for start in range(0, num_bytes, bucket_bytes):
+        stop = min(start + bucket_bytes, num_bytes)
+        bucket = torch.empty(stop - start, dtype=torch.uint8, device=comm.control_device)
+        if comm.rank == src:
+            bucket.copy_(torch.frombuffer(bytearray(content[start:stop]), dtype=torch.uint8))
+        with scope("state"):
+            comm.broadcast(bucket, src).wait()
+        if comm.rank == to:
+            received += bucket.cpu().numpy().tobytes()
+    return bytes(received)
