@@ -14,12 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from hazards import Hazard, HazardCommunicator, HazardDevice, on_device
 from nets import NOTHING_RANDOM, WIDTH, Net
-from zeroshard import kernels
 from zeroshard.checkpoint import BackgroundSaver, background
 from zeroshard.checkpoint.host_copies import HostCopies
 from zeroshard.zero import STAGES, MixedPrecision, Zero
 from zeroshard.zero import precision as zero_precision
-from zeroshard.zero.buffers import local_grads, wire
+from zeroshard.zero.buffers import wire
 from zeroshard.zero.buffers.flat_grads import FlatGrads
 from zeroshard.zero.buffers.flat_params import FlatParams
 from zeroshard.zero.streams import DeviceStreams, _Issued
@@ -89,7 +88,6 @@ class Case:
     secondary: int | None = None
     node_size: int | None = None
     leaves: int | None = None
-    placed: bool = False
 
 
 class _Later:
@@ -131,11 +129,7 @@ def _train(case, monkeypatch, plant=lambda monkeypatch: None):
     on_device(monkeypatch, device)
     plant(monkeypatch)
     comm = HazardCommunicator(device, 4, rank=1, inline=case.inline)
-    kind = torch.nn.Linear
-    if case.placed:
-        kind = kernels.Linear
-        monkeypatch.setattr(local_grads, "SMALL_NUMEL", 0)
-    model = Net(4, block=lambda: torch.nn.Sequential(kind(WIDTH, WIDTH)), path=PATHS[case.path])
+    model = Net(4, block=lambda: torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH)), path=PATHS[case.path])
     dtype = torch.bfloat16 if case.bfloat16 else None
     reduce = "int8" if case.wire == "int4-delta" else case.wire
     precision = MixedPrecision(param_dtype=dtype, gather=case.wire, reduce=reduce, node_size=case.node_size)
@@ -194,7 +188,6 @@ AROUND = {
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("placed", [False, True], ids=["copied", "in place"])
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("bfloat16", [False, True], ids=["fp32", "bf16"])
@@ -203,11 +196,10 @@ AROUND = {
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
 @pytest.mark.parametrize("stage", STAGES)
 def test_nothing_is_touched_before_what_it_must_wait_for(
-    stage, prefetch, accumulation, shard_size, bfloat16, path, around, placed, monkeypatch
+    stage, prefetch, accumulation, shard_size, bfloat16, path, around, monkeypatch
 ):
     num_micro, accumulate = accumulation
     case = Case(stage, prefetch, num_micro, accumulate, shard_size, bfloat16, path, *AROUND[around])
-    case = replace(case, placed=placed)
     if case.leaves is not None:
         case = replace(case, accumulate=None, shard_size=None)
     if stage == 0:  # which knows neither
@@ -390,10 +382,6 @@ FAULTS = {
     "gradients are written while they are reduced": (
         _replaces(FlatGrads, "_vacate_local", lambda self: None),
         Case(1, path="another order"),
-    ),
-    "gradients are computed where others are reduced": (
-        _replaces(FlatGrads, "place", lambda self, slot: self._local.views()[slot]),
-        Case(1, path="another order", placed=True),
     ),
     "replicas are summed before the reduction is over": (
         _replaces(FlatGrads, "reduce_across", _waits_for_no_reduction),

@@ -10,9 +10,8 @@ from zeroshard.kernels.block_formats import dequantise, dequantised_sum, quantis
 from zeroshard.kernels.cross_entropy import cross_entropy
 from zeroshard.kernels.dispatch import CHOICES, OPERATIONS, Backend, Choice, Operation, choose, describe, use_kernels
 from zeroshard.kernels.gated import geglu, swiglu
-from zeroshard.kernels.linear import linear
 from zeroshard.kernels.linear_cross_entropy import linear_cross_entropy
-from zeroshard.kernels.modules import LayerNorm, Linear, RMSNorm
+from zeroshard.kernels.modules import LayerNorm, RMSNorm
 from zeroshard.kernels.norm import layer_norm, rms_norm
 from zeroshard.kernels.rope import rope
 from zeroshard.kernels.sum_of_squares import sum_of_squares
@@ -24,7 +23,6 @@ __all__ = [
     "Backend",
     "Choice",
     "LayerNorm",
-    "Linear",
     "Operation",
     "RMSNorm",
     "adamw",
@@ -35,7 +33,6 @@ __all__ = [
     "describe",
     "geglu",
     "layer_norm",
-    "linear",
     "linear_cross_entropy",
     "quantise",
     "rms_norm",

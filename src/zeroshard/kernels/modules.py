@@ -1,4 +1,4 @@
-"""`torch.nn`'s modules on our operations: the same arguments, parameters and state-dict names."""
+"""`torch.nn`'s norms on our kernels: the same arguments, parameters and state-dict names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from zeroshard.kernels.dispatch import Choice
-from zeroshard.kernels.linear import linear
 from zeroshard.kernels.norm import layer_norm, rms_norm
 
 
@@ -78,17 +77,6 @@ class RMSNorm(nn.RMSNorm):
         """[..., width] -> [..., width]; with a residual the pair (y, x + residual)."""
         eps = 1e-5 if self.eps is None else self.eps
         return rms_norm(x, self.weight, eps, residual=residual, kernels=self.kernels)
-
-
-class Linear(nn.Linear):
-    """`torch.nn.Linear`, computed by `zeroshard.kernels.linear`: the engine need not copy its weight's gradient.
-
-    Code that looks for exactly ``nn.Linear``, such as ``quantize_dynamic``, must be given this class too.
-    """
-
-    def forward(self, input: Tensor) -> Tensor:
-        """[..., in_features] -> [..., out_features]."""
-        return linear(input, self.weight, self.bias)
 
 
 def _check_shape(shape: tuple[int, ...]) -> None:

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from zeroshard.errors import UserError
-from zeroshard.kernels import Linear
 from zeroshard.models.adapters import is_adapter
 from zeroshard.models.base import LanguageModel
 from zeroshard.models.quiet_import import quiet_import
@@ -74,8 +73,7 @@ def float8_layers(model: LanguageModel) -> tuple[frozenset[str], int]:
         UserError: no layer can be converted.
     """
     modules = model.blocks.named_modules()
-    kinds = (nn.Linear, Linear)
-    layers = {name: each for name, each in modules if type(each) in kinds and not is_adapter(f"{name}.")}
+    layers = {name: each for name, each in modules if type(each) is nn.Linear and not is_adapter(f"{name}.")}
     chosen = frozenset(name for name, layer in layers.items() if all(n % MULTIPLE == 0 for n in layer.weight.shape))
     if not chosen:
         what = f"fp8 needs linear layers with sizes that are multiples of {MULTIPLE}, and no block has one"

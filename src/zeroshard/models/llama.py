@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import UserError
-from zeroshard.kernels import Choice, Linear, RMSNorm, rope, swiglu
+from zeroshard.kernels import Choice, RMSNorm, rope, swiglu
 from zeroshard.models.attention import attend
 from zeroshard.models.base import (
     LanguageModel,
@@ -138,10 +138,10 @@ class Attention(nn.Module):
         # Selective checkpointing saves the projections' outputs and reads them again: they must not be overwritten.
         self.rope_in_place = not config.activation_checkpointing.startswith("selective")
         kv_width = config.n_kv_head * config.head_dim
-        self.q_proj = Linear(config.n_embd, config.n_embd, bias=False)
-        self.k_proj = Linear(config.n_embd, kv_width, bias=False)
-        self.v_proj = Linear(config.n_embd, kv_width, bias=False)
-        self.o_proj = Linear(config.n_embd, config.n_embd, bias=False)
+        self.q_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.k_proj = nn.Linear(config.n_embd, kv_width, bias=False)
+        self.v_proj = nn.Linear(config.n_embd, kv_width, bias=False)
+        self.o_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, cache: LayerCache | None = None
@@ -164,9 +164,9 @@ class MLP(nn.Module):
     def __init__(self, config: LlamaConfig, kernels: Choice) -> None:
         super().__init__()
         self.kernels = kernels
-        self.gate_proj = Linear(config.n_embd, config.ffn_width, bias=False)
-        self.up_proj = Linear(config.n_embd, config.ffn_width, bias=False)
-        self.down_proj = Linear(config.ffn_width, config.n_embd, bias=False)
+        self.gate_proj = nn.Linear(config.n_embd, config.ffn_width, bias=False)
+        self.up_proj = nn.Linear(config.n_embd, config.ffn_width, bias=False)
+        self.down_proj = nn.Linear(config.ffn_width, config.n_embd, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform each position separately: [B, T, C] -> [B, T, F] -> [B, T, C]."""

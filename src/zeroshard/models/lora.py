@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import UserError, nearest_name
-from zeroshard.kernels import Linear
 from zeroshard.models.adapters import ADAPTER, Lora, is_adapter
 from zeroshard.models.base import LanguageModel, materialize, shapes_only
 from zeroshard.models.head import Head
@@ -134,7 +133,7 @@ def _linear_in_blocks(model: LanguageModel) -> list[str]:
 
 
 def _is_linear(layer: nn.Module) -> bool:
-    return type(layer) in (nn.Linear, Linear, Head) or type(layer).__name__ == "Conv1D"
+    return type(layer) in (nn.Linear, Head) or type(layer).__name__ == "Conv1D"
 
 
 def _last_parts(names: Iterable[str]) -> list[str]:

@@ -62,10 +62,6 @@ class Streams(Protocol):
         """Record that weights are freed that the current stream has read until now: `copy_in` may reuse them after."""
         ...
 
-    def is_home(self) -> bool:
-        """Whether the current stream is the one on which autograd hands over gradients: the engine was made on it."""
-        ...
-
 
 class NoStreams:
     """The streams of a device that has none, the CPU: all work runs in program order."""
@@ -89,10 +85,6 @@ class NoStreams:
 
     def freed(self) -> None:
         """Do nothing: no kernel still reads memory that the host frees."""
-
-    def is_home(self) -> bool:
-        """Return True."""
-        return True
 
 
 NO_STREAMS = NoStreams()
@@ -126,7 +118,6 @@ class DeviceStreams:
         self._device, self._api = device, api
         self._lanes: dict[Lane, Any] = {}
         self._freed: dict[Any, Mark] = {}  # by the stream that read the weights before they were freed
-        self._home = api.current_stream(device)
 
     def mark(self) -> Mark:
         """Record an event on the current stream."""
@@ -160,10 +151,6 @@ class DeviceStreams:
     def freed(self) -> None:
         """See `Streams.freed`."""
         self._freed[self._api.current_stream(self._device)] = self.mark()
-
-    def is_home(self) -> bool:
-        """See `Streams.is_home`."""
-        return self._api.current_stream(self._device) == self._home
 
 
 class ByDevice:

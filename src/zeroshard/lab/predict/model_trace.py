@@ -32,7 +32,7 @@ from zeroshard.kernels.chunked_losses import all_logits
 from zeroshard.kernels.launch import traced
 from zeroshard.lab.predict.cut import cut
 from zeroshard.lab.predict.model_spans import ROOT, Event, EventName, Span, Trace, repeat_blocks
-from zeroshard.lab.predict.on_meta import fuse_dropout, offer_places, on_meta, serves
+from zeroshard.lab.predict.on_meta import fuse_dropout, on_meta, serves
 from zeroshard.lab.predict.recorder import StorageEvents
 from zeroshard.lab.predict.work import Work, bytes_read, dtype_name, work_of, work_of_projected_loss
 from zeroshard.models import LanguageModel, build_model
@@ -189,7 +189,6 @@ def _trace(
 ) -> Trace:
     with without_values:
         fake, chosen = _fake(model, units, precision)
-        offer_places(model, fake, precision if autocast is None else None)
         if device_type != "cpu" and isinstance(fake, LanguageModel):
             fuse_dropout(fake)
         root, specs = partition(fake, chosen)

@@ -19,10 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from zeroshard import grad_places
 from zeroshard.models import GPT2, LanguageModel, Llama
 from zeroshard.zero import MixedPrecision
-from zeroshard.zero.buffers.local_grads import is_large_matrix
 
 
 def serves(model: LanguageModel, precision: MixedPrecision, device_type: str) -> bool:
@@ -100,8 +98,6 @@ def _fused(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class _NoDropout(TorchFunctionMode):
-    passes_linear = True
-
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -112,8 +108,6 @@ class _NoDropout(TorchFunctionMode):
 
 
 class _FusedAttention(TorchFunctionMode):
-    passes_linear = True
-
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -141,8 +135,6 @@ def _attention(
 
 
 class _OnCpu(TorchFunctionMode):
-    passes_linear = True
-
     """Use the CPU's kernels for attention without dropout and for LayerNorm in a 16-bit dtype."""
 
     def __torch_function__(
@@ -181,32 +173,3 @@ class _NarrowLayerNorm(torch.autograd.Function):
         wanted = [ctx.needs_input_grad[place] for place in (0, 2, 3)]
         dx, dw, db = torch.ops.aten.native_layer_norm_backward(grads[0], x, ctx.shape, mean, rstd, weight, bias, wanted)
         return dx, None, dw, db, None
-
-
-def offer_places(model: nn.Module, fake: nn.Module, precision: MixedPrecision | None) -> None:
-    """Let ``fake``, a copy of ``model``, execute the operations of a run, in which gradients are computed in place.
-
-    No place is given, so a traced gradient takes memory of its own, as in a run on three ranks. In a run with places
-    the first micro-batch takes less, at most by the largest matrix's gradient. ``precision`` is None under autocast.
-    """
-    if precision is None:
-        return
-    for own, param in zip(model.parameters(), fake.parameters(), strict=True):
-        same_dtype = precision.gradient_dtype(own.dtype) == param.dtype
-        if param.requires_grad and same_dtype and is_large_matrix(param.shape):
-            grad_places.offer(param, _Nowhere())
-
-
-class _Nowhere:
-    """A `grad_places.Receiver` that leaves gradients to autograd."""
-
-    scale = 1.0
-
-    def place(self, dtype: torch.dtype) -> None:
-        return None
-
-    def arrives(self) -> None:
-        raise AssertionError
-
-    def takes(self, grad: Tensor) -> bool:
-        return False

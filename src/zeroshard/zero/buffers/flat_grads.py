@@ -102,7 +102,6 @@ class FlatGrads:
     def use_streams(self, streams: Streams) -> None:
         """Issue reductions on these CUDA streams from now on."""
         self._streams = streams
-        self._local.use_streams(streams)
 
     # -- accumulation -----------------------------------------------------------------------------------------
 
@@ -115,34 +114,6 @@ class FlatGrads:
     def waiting_bytes(self) -> int:
         """Bytes of small gradients that wait to be copied into the local buffer."""
         return self._local.waiting_bytes
-
-    def has_places(self, slot: int, dtype: torch.dtype) -> bool:
-        """Whether gradients of ``dtype`` for ``slot`` may be computed where they are to lie."""
-        return dtype == self.reduce_dtype and self._local.has_places(slot)
-
-    def has_place(self, slot: int, dtype: torch.dtype) -> bool:
-        """Whether the next gradient for ``slot``, of this dtype, may be computed where it is to lie."""
-        return self._local.has_place(slot, dtype)
-
-    def place(self, slot: int) -> Tensor:
-        """Where to write that gradient, multiplied by `scale`; then call `arrives`."""
-        self._vacate_local()
-        return self._local.views()[slot]
-
-    def arrives(self, slot: int) -> None:
-        """The gradient of ``slot`` is about to be written to its place."""
-        self.barred.came(slot)
-        self._local.arrives(slot)
-        self.used[slot] = True
-
-    def was_placed(self, slot: int) -> bool:
-        """Whether an earlier gradient of ``slot`` was written to its place in the backward that runs."""
-        return self._local.was_placed(slot)
-
-    @property
-    def scale(self) -> float:
-        """The factor by which gradients are multiplied before they are summed over ranks."""
-        return self._local.scale
 
     def accumulate(self, slot: int, grad: Tensor) -> None:
         """Add ``grad`` (the parameter's shape, the compute dtype) to slot ``slot`` of this rank's sum."""

@@ -5,34 +5,18 @@
     stage does so, and reduces the same buffer in the same order, hence the same bits. If the factor is no power of two,
     the product is rounded before it is added to the buffer, so that gradients of two micro-batches that cancel leave
     exactly zero, as they would unscaled.
-
-[Note: Computed in place]
-    A parameter's first gradient of a backward need not be copied if the operation that computes it writes it into the
-    buffer (`zeroshard.grad_places`): if it has the buffer's dtype, its factor is a power of two, and its place begins
-    where a tensor of its own would, at a multiple of 64 bytes. A product then has the same bits there (not in float16,
-    where halves of ordinary gradients are rounded). Later gradients of the same weight in the same backward are added
-    one by one, as autograd would have added them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from zeroshard.comm import Communicator, empty_for
 from zeroshard.zero.buffers.layout import FlatLayout
-from zeroshard.zero.buffers.small_grads import SMALL_NUMEL, SmallGrads
-from zeroshard.zero.streams import NO_STREAMS, Streams
-
-_ALIGNMENT = 64  # bytes, of which torch aligns tensors on a CPU to a multiple
-
-
-def is_large_matrix(shape: Sequence[int]) -> bool:
-    """Whether a parameter of this shape may be the weight of a product that is worth computing in place."""
-    return len(shape) == 2 and math.prod(shape) > SMALL_NUMEL
+from zeroshard.zero.buffers.small_grads import SmallGrads
 
 
 class LocalGrads:
@@ -57,16 +41,10 @@ class LocalGrads:
         self.buffer: Tensor | None = None
         self._views: list[Tensor] = []
         self.written = [False] * len(layout.slots)
-        self._placed_in: dict[int, int] = {}  # slot -> the last backward that has computed its gradient in place
         self._small = SmallGrads(layout, dtype)
         self.scale = 1.0 / world_size
         self._scale_is_exact = math.frexp(self.scale)[0] == 0.5
         self._scale_on_device = self._scale_there()
-        self._streams: Streams = NO_STREAMS
-
-    def use_streams(self, streams: Streams) -> None:
-        """Give places only where these streams allow it: `Streams.is_home`."""
-        self._streams = streams
 
     @property
     def pending(self) -> bool:
@@ -88,26 +66,6 @@ class LocalGrads:
             self.buffer = empty_for(self._comm, self._layout.padded_numel, self._dtype, self._device)
             self._views = self._layout.views(self.buffer)
         return self._views
-
-    def has_places(self, slot: int) -> bool:
-        """Whether gradients for ``slot`` in the buffer's dtype may be computed there: [Note: Computed in place]."""
-        where = self._layout.slots[slot]
-        at_multiple = where.offset * self._dtype.itemsize % _ALIGNMENT == 0
-        fits = at_multiple and self._scale_is_exact and self._dtype != torch.float16
-        return fits and is_large_matrix(where.shape)
-
-    def has_place(self, slot: int, dtype: torch.dtype) -> bool:
-        """Whether the next gradient of ``dtype`` for ``slot``, which has places, may be computed in the buffer."""
-        return not self.written[slot] and dtype == self._dtype and self._streams.is_home()
-
-    def arrives(self, slot: int) -> None:
-        """The gradient of ``slot`` is about to be written to its place, scaled."""
-        self.written[slot] = True
-        self._placed_in[slot] = torch._C._current_graph_task_id()
-
-    def was_placed(self, slot: int) -> bool:
-        """Whether an earlier gradient of ``slot`` was computed in place in the backward that runs."""
-        return self._placed_in.get(slot) == torch._C._current_graph_task_id()
 
     def add(self, slot: int, grad: Tensor, *, first: bool) -> None:
         """Add ``grad``, in the parameter's shape, to the sum; ``first``: no other has come since they were cleared."""

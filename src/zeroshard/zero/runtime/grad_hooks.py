@@ -6,9 +6,6 @@
     Autograd adds the next micro-batch's gradient to it; the `ShardedGrad` sets that one aside for the hook to take.
     `apply_assigned_grads` applies what the user has assigned to ``param.grad`` (None, or a tensor) before gradients are
     used or added to.
-
-Operations that can compute a gradient where it is to lie are offered a place: [Note: Computed in place] in
-`local_grads`.
 """
 
 from __future__ import annotations
@@ -24,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _foreach_utils
 
-from zeroshard import grad_places
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.runtime.sharded_grad import ShardedGrad, held
 
@@ -77,8 +73,6 @@ class GradHooks:
             if shown.param.requires_grad:
                 shown.group.thaw()
                 self._handles.append(shown.param.register_post_accumulate_grad_hook(_hook(self._taker, shown)))
-                if shown.group.grads.has_places(shown.slot, shown.group.params.full.dtype):
-                    grad_places.offer(shown.param, _Receiver(self._taker, shown))
                 self._hooked.append(shown)
             else:
                 frozen.append(shown)
@@ -89,7 +83,6 @@ class GradHooks:
         for handle in self._handles:
             handle.remove()
         for shown in self._hooked:
-            grad_places.withdraw(shown.param)
             shown.hide()
         self._handles, self._hooked, self._frozen = [], [], []
 
@@ -242,8 +235,7 @@ def _hook(taker_ref: weakref.ref[GradTaker], shown: _Shown) -> Callable[[Tensor]
             grad = grad.take_arrived()
         else:
             param.grad = None
-        if grad is None:
-            return  # autograd got none: it was computed in place
+        assert grad is not None
         if param.grad_dtype is None:
             grad = grad.to(param.dtype)  # as autograd would have done
         taker.expect_grad(shown.group)
@@ -251,39 +243,6 @@ def _hook(taker_ref: weakref.ref[GradTaker], shown: _Shown) -> Callable[[Tensor]
         shown.show()
 
     return take
-
-
-class _Receiver:
-    """Receives gradients that an operation computes in the parameter's place; see `zeroshard.grad_places.Receiver`."""
-
-    def __init__(self, taker_ref: weakref.ref[GradTaker], shown: _Shown) -> None:
-        self._taker, self._shown = taker_ref, weakref.ref(shown)  # weak as in `_hook`
-        self.scale = shown.group.grads.scale
-
-    def place(self, dtype: torch.dtype) -> Tensor | None:
-        """See `Receiver.place`."""
-        taker, shown = self._taker(), self._shown()
-        if taker is None or shown is None or not shown.group.grads.has_place(shown.slot, dtype):
-            return None
-        taker.expect_grad(shown.group)
-        return shown.group.grads.place(shown.slot)
-
-    def arrives(self) -> None:
-        """See `Receiver.arrives`."""
-        shown = self._shown()
-        assert shown is not None
-        shown.group.grads.arrives(shown.slot)
-        shown.show()
-
-    def takes(self, grad: Tensor) -> bool:
-        """See `Receiver.takes`."""
-        taker, shown = self._taker(), self._shown()
-        if taker is None or shown is None or not shown.group.grads.was_placed(shown.slot):
-            return False
-        taker.expect_grad(shown.group)
-        shown.group.grads.accumulate(shown.slot, grad)
-        shown.show()
-        return True
 
 
 def _let_foreach_know() -> None:
