@@ -22,8 +22,9 @@ from zeroshard import gc_frequency, process
 from zeroshard.errors import ExitStatus, UserError, is_out_of_memory, is_out_of_threads, memory_line, path_line
 from zeroshard.flags import flags_of, read_flags, refuse_no_text, take_option
 from zeroshard.train.config.config import merge
+from zeroshard.train.config.named_code import require_asked
 from zeroshard.train.config.sections import SHORTHANDS
-from zeroshard.train.config.validate import nearest, validate
+from zeroshard.train.config.validate import by_dotted_name, nearest, validate
 from zeroshard.verbs import VERBS, read_file, say, show_help
 from zeroshard.verbs.help_lines import named, usage, wrapped
 from zeroshard.verbs.short_help import short_help
@@ -145,7 +146,10 @@ def _dispatch(argv: list[str]) -> int:
             show_help(word, verb, raw)
         return ExitStatus.OK
     given = read_flags(words, flags_of(verb.config, SHORTHANDS, verb.positionals), verb.positionals)
-    return verb.run(validate(verb.config, merge(raw, given)), argv)
+    config = validate(verb.config, merge(raw, given))
+    if path:
+        require_asked(config, by_dotted_name(given), path)
+    return verb.run(config, argv)
 
 
 def _overview() -> str:

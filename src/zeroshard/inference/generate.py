@@ -24,6 +24,7 @@ from zeroshard.models.cache import KVCache
 from zeroshard.models.hugging_face.folder import ADAPTER_CONFIG, is_hugging_face, only_adapters
 from zeroshard.train.config.command_settings import GenerateConfig
 from zeroshard.train.config.config import TrainConfig, load_config
+from zeroshard.train.config.named_code import require_trust
 from zeroshard.train.loop.run import checkpoint_folder
 from zeroshard.train.setup.assemble import DTYPES, make_model, separating_id
 from zeroshard.train.setup.build import choose_device
@@ -61,7 +62,8 @@ def load_with_prompt(config: GenerateConfig) -> tuple[LanguageModel, Tokenizer, 
     Raises:
         UserError: as `run_generate`.
     """
-    model, tokenizer = load_for_text(Path(config.run), config.weights, config.dtype)
+    trusted = config.model.trust_remote_code
+    model, tokenizer = load_for_text(Path(config.run), config.weights, config.dtype, trust_remote_code=trusted)
     device = next(model.parameters()).device
     if config.message:
         chat = chat_of(config, tokenizer)
@@ -93,15 +95,19 @@ def nothing_in(folder: Path) -> UserError:
     return UserError("run", what, f"give a run folder, as {inside.parent if inside else 'runs/NAME'}")
 
 
-def load_for_text(folder: Path, weights: str = "last", dtype: str = "float32") -> tuple[LanguageModel, Tokenizer]:
+def load_for_text(
+    folder: Path, weights: str = "last", dtype: str = "float32", *, trust_remote_code: bool = False
+) -> tuple[LanguageModel, Tokenizer]:
     """The model and tokenizer of a run's checkpoint, or of a Hugging Face folder; in evaluation mode.
+
+    ``trust_remote_code``: whether code that the folder's files name may run.
 
     Raises:
         UserError: as `run_generate`.
     """
     if is_hugging_face(str(folder)):
         _last_alone(folder, weights)
-        model = model_config(str(folder))
+        model = model_config(str(folder), overrides={"trust_remote_code": trust_remote_code})
         with choose_device("auto", 0):
             return in_dtype(model.build().eval(), dtype), load_model_tokenizer(str(folder))
     if not (folder / "config.toml").is_file():
@@ -114,6 +120,7 @@ def load_for_text(folder: Path, weights: str = "last", dtype: str = "float32") -
         raise nothing_in(folder)
     path = checkpoint_of(folder, weights)
     trained = load_config(folder / "config.toml")
+    require_trust(trained.model, folder / "config.toml", trusted=trust_remote_code)
     if not tokenizer_folder(folder).is_dir():
         raise UserError("run", f"{folder} has no tokenizer", "import the model from a folder with its tokenizer.json")
     tokenizer = load_tokenizer(tokenizer_folder(folder))

@@ -36,6 +36,7 @@ from zeroshard.models.hugging_face.gpt2_llama_conversion import HFWeight, hf_con
 from zeroshard.models.hugging_face.model import HuggingFaceModel
 from zeroshard.train.config.command_settings import ExportConfig
 from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.named_code import require_trust
 from zeroshard.train.config.sizes import parse_size
 from zeroshard.train.config.validate import validate
 from zeroshard.train.loop.run import checkpoint_folder
@@ -143,6 +144,7 @@ def _open(config: ExportConfig) -> _Source:
     if not isinstance(manifest.extra.get("config"), dict):
         raise UserError("source", f"{path} does not say which model it is", "export a checkpoint of `zeroshard train`")
     trained = validate(TrainConfig, manifest.extra["config"])
+    require_trust(trained.model, path, trusted=config.model.trust_remote_code)
     kind = EMA if config.weights == "ema" else "param"
     shapes = {base_name(tensor.name): tensor.shape for tensor in manifest.tensors if tensor.kind == kind}
     if not shapes:

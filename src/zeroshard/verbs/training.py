@@ -25,8 +25,9 @@ from zeroshard.train.config.command_settings import (
 )
 from zeroshard.train.config.config import TrainConfig, merge, parse_nnodes
 from zeroshard.train.config.data_section import require_data
+from zeroshard.train.config.named_code import require_asked
 from zeroshard.train.config.sections import SHORTHANDS
-from zeroshard.train.config.validate import validate
+from zeroshard.train.config.validate import by_dotted_name, validate
 from zeroshard.verbs.base import read_file, say
 from zeroshard.verbs.working import cursor_given_back, working
 
@@ -241,6 +242,8 @@ def submit(config: SubmitConfig, argv: Sequence[str]) -> int:
     path, flags = take_option(words, "--config")
     given = read_flags(flags, flags_of(TrainConfig, SHORTHANDS))
     run = validate(TrainConfig, merge(read_file(path, TrainConfig) if path else {}, given))
+    if path:
+        require_asked(run, by_dotted_name(given), path)
     if run.nproc or run.nnodes != "1":
         raise UserError("nproc", "ranks are the cluster's to start", "say --nproc 0, and give submit --tasks-per-node")
     if run.resume == "none":
