@@ -16,16 +16,14 @@ from pathlib import Path
 import pytest
 import tomli_w
 
+from forged_manifests import CHECKPOINT, DATA, OURS, TRAIN, make_run, read_facts, write_facts
 from hf_models import make_model, require_transformers
-from zeroshard.checkpoint.manifest_text import seal
 from zeroshard.cli import main
 from zeroshard.data.tokenizer import train_bpe
 from zeroshard.errors import UserError
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.named_code import code_in, flags_for_code
-from zeroshard.train.loop.loop import run_training
+from zeroshard.train.config.named_code import code_in, flags_for_code, require_trust
 
-CHECKPOINT = "checkpoints/step-00000001"
 TRAP = """
 from pathlib import Path
 Path("sprung").write_text("")
@@ -47,24 +45,7 @@ class Model(LlamaForCausalLM):
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """`run`: of a GPT-2, one step; `tokens`: its data."""
-    folder = tmp_path_factory.mktemp("good")
-    (folder / "text.txt").write_text("to be or not to be\n" * 100)
-    config = TrainConfig.model_validate(
-        {
-            "model": {"name": "gpt2-demo", "n_layer": 1, "n_embd": 8, "n_head": 2, "seq_len": 16},
-            "data": {"source": "text", "path": (str(folder / "text.txt"),), "dir": str(folder / "tokens")},
-            "strategy": "zero0",
-            "device": "cpu",
-            "seq_len": 16,
-            "micro_batch_size": 2,
-            "max_steps": 1,
-            "warmup_steps": 0,
-            "eval_batches": 1,
-            "out": str(folder / "run"),
-        }
-    )
-    assert run_training(config) == 0
-    return folder
+    return make_run(tmp_path_factory.mktemp("good"))
 
 
 @pytest.fixture
@@ -96,7 +77,7 @@ def own_code(tmp_path, monkeypatch):
 
 
 def forge(config, *, manifest=True, toml=True, run=Path("run")):
-    """Put ``config`` over the settings in the run's ``config.toml`` and in its checkpoint's manifest, checksum and all."""
+    """Put ``config`` over the settings in the run's ``config.toml`` and its checkpoint's manifest, checksum and all."""
 
     def over(settings):
         for name, value in config.items():
@@ -111,15 +92,11 @@ def forge(config, *, manifest=True, toml=True, run=Path("run")):
         over(settings)
         (run / "config.toml").write_text(tomli_w.dumps(settings))
     if manifest:
-        path = run / CHECKPOINT / "manifest.json"
-        facts = json.loads(path.read_text())
+        facts = read_facts(run / CHECKPOINT)
         over(facts["extra"]["config"])
-        path.write_text("".join(seal({k: v for k, v in facts.items() if k not in ("format", "version", "sha256")})))
+        write_facts(run / CHECKPOINT, facts)
 
 
-TRAIN = "--device cpu --seq-len 16 --micro-batch-size 2 --max-steps 2 --warmup-steps 0 --eval-batches 1"
-OURS = "--model gpt2-demo --model.n-layer 1 --model.n-embd 8 --model.n-head 2 --model.seq-len 16"
-DATA = "--data text --data.path text.txt --data.dir tokens"
 READERS = {
     "generate": "generate run --max-new-tokens 3",
     "generate several": "generate run --max-new-tokens 3 --samples 2",
@@ -221,7 +198,7 @@ def test_kernels_of_the_hub_that_a_configuration_names_are_refused(folder, capsy
     for key in ("attn_implementation", "_attn_implementation", "experts_implementation"):
         settings = json.loads(path.read_text())
         (folder / "theirs/config.json").write_text(json.dumps(settings | {key: "somebody/kernels"}))
-        assert main("plan --model hf:theirs --seq-len 12".split()) == 2
+        assert main(["plan", "--model", "hf:theirs", "--seq-len", "12"]) == 2
         assert f"'somebody/kernels' as its {key}" in one_line(capsys)
         path.write_text(json.dumps(settings))
 
@@ -295,7 +272,5 @@ def test_a_run_that_a_library_call_trains_may_name_code(folder):
     """A caller from Python chooses its code itself."""
     config = TrainConfig.model_validate({"model": {"name": "trap:config"}})
     assert code_in(config) == {"model.name": "trap:config"}
-    with pytest.raises(UserError, match="mine/config.toml names the code"):
-        from zeroshard.train.config.named_code import require_trust
-
+    with pytest.raises(UserError, match=r"mine/config\.toml names the code"):
         require_trust(config.model, "mine/config.toml", trusted=False)

@@ -24,6 +24,7 @@ from zeroshard import checkpoint
 from zeroshard.checkpoint.consolidated import verified_manifest
 from zeroshard.checkpoint.manifest import Manifest
 from zeroshard.checkpoint.streamed_safetensors import StreamedTensor, drafted, intervals, write_streamed
+from zeroshard.columns import printable
 from zeroshard.data import Tokenizer, load_tokenizer, read_meta
 from zeroshard.data.portable import portable
 from zeroshard.errors import ExitStatus, UserError
@@ -92,7 +93,7 @@ def run_export(config: ExportConfig) -> int:
         _describe(draft, source, config.dtype)
     what = f"{config.dtype}, {num_bytes:,} bytes in {len(files)} file{'s' if len(files) > 1 else ''}"
     text = f"tokenizer {source.tokenizer.name}" if source.tokenizer else "no tokenizer: the run has no text"
-    print(f"step {source.manifest.step} of {config.source} in {out}: {what}, {text}")
+    print(printable(f"step {source.manifest.step} of {config.source} in {out}: {what}, {text}"))
     return int(ExitStatus.OK)
 
 
@@ -102,7 +103,8 @@ def _export_adapters(
     num_bytes = write_adapters(draft, model, reader, source.kind, _DTYPES[config.dtype])
     hf_folder_export.copy_text_files(source.run, draft, source.tokenizer)
     what = f"adapters of {base_of(model)}, {config.dtype}, {num_bytes:,} bytes"
-    print(f"step {source.manifest.step} of {config.source} in {config.out}: {what}; --merged writes the whole model")
+    told = f"step {source.manifest.step} of {config.source} in {config.out}: {what}"
+    print(printable(f"{told}; --merged writes the whole model"))
     return int(ExitStatus.OK)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from zeroshard.columns import printable
 from zeroshard.errors import UserError, shortened
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.sections import SHORTHANDS
@@ -73,7 +74,7 @@ def say(line: str, *, all_ranks: bool = False) -> None:
     from zeroshard.launch import environment
 
     line = shortened(" ".join(map(shortened, line.split())), LONGEST_LINE)
-    line = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
+    line = printable(line)
     if environment.tell_launcher(line):
         return
     try:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from zeroshard import checkpoint
 from zeroshard.checkpoint.diff import differences
 from zeroshard.checkpoint.manifest import ITEM_BYTES, MANIFEST, Manifest
-from zeroshard.columns import columns
+from zeroshard.columns import columns, printable
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.train.config.validate import nearest
 from zeroshard.train.loop.run import checkpoint_folder
@@ -106,7 +106,7 @@ def _verify(path: Path) -> ExitStatus:
     for each in paths:
         damages = checkpoint.verify(each)
         for damage in damages:
-            print(damage)
+            print(printable(str(damage)))
         if damages:
             status = ExitStatus.CHECK_FAILED
         else:
@@ -117,7 +117,7 @@ def _verify(path: Path) -> ExitStatus:
 def _diff(first: Path, second: Path) -> ExitStatus:
     num_lines = 0
     for line in differences(*(checkpoint.open_manifest(_newest(path)) for path in (first, second))):
-        print(line)
+        print(printable(line))
         num_lines += 1
     if not num_lines:
         print("no difference")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard import checkpoint
+from zeroshard.columns import printable
 from zeroshard.comm import Communicator
 from zeroshard.errors import UserError
 from zeroshard.models.hugging_face.folder import is_hugging_face
@@ -243,4 +244,4 @@ def leave_branch(folder: Path, step: int) -> None:
 
 def _say(comm: Communicator, line: str) -> None:
     if comm.rank == 0:
-        print(line, file=sys.stderr, flush=True)
+        print(printable(line), file=sys.stderr, flush=True)
