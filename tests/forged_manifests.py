@@ -41,6 +41,14 @@ READERS = (
     "checkpoint diff spare run",
     "report run",
 )
+# A run with more to say in its checkpoints, and the command that resumes it.
+MORE = {
+    "data": {"source": "text", "path": ("docs.jsonl",), "streaming": True},
+    "dtype": "float16",
+    "ema_decay": 0.9,
+    "optim": {"skip_spikes": 3.0},
+}
+RESUMES = ("train --config run/config.toml --resume auto --max-steps 2",)
 # What a name in a manifest may be instead: of code, of another model, of what a terminal obeys.
 NAMES: tuple[Any, ...] = (
     *("trap:config", "os:abort", "hf:theirs", "hf:", "gpt2-124m", "llama-tiny", "../x", "\x1b[2J", "x\nerror: y"),
@@ -48,9 +56,11 @@ NAMES: tuple[Any, ...] = (
 )
 
 
-def make_run(folder: Path) -> Path:
-    """Train a run of one step on text: ``folder`` then has ``run``, ``tokens`` and ``text.txt``."""
+def make_run(folder: Path, **changes: Any) -> Path:
+    """Train a run of one step on text: ``folder`` then has ``run``, ``tokens``, ``text.txt`` and ``docs.jsonl``."""
     (folder / "text.txt").write_text("to be or not to be\n" * 100)
+    documents = ({"text": f"document {number} of the text that streams " * 8} for number in range(80))
+    (folder / "docs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in documents))
     config = TrainConfig.model_validate(
         {
             "model": {"name": "gpt2-demo", "n_layer": 1, "n_embd": 8, "n_head": 2, "seq_len": 16},
@@ -63,6 +73,7 @@ def make_run(folder: Path) -> Path:
             "warmup_steps": 0,
             "eval_batches": 1,
             "out": "run",
+            **changes,
         }
     )
     with chdir(folder):

@@ -14,11 +14,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from zeroshard import checkpoint
 from zeroshard.errors import UserError
+from zeroshard.optim.loss_scale import SMALLEST_SCALE
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.validate import validate
 
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
+_MISSING: Any = None  # a default, which is not validated: what is missing is allowed, and null is not
 _TODO = "take a checkpoint that `zeroshard train` wrote"
 
 
@@ -41,7 +43,7 @@ class _Guard(_Facts):
 
 
 class _Scaler(_Facts):
-    scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    scale: Annotated[float, Field(ge=SMALLEST_SCALE, allow_inf_nan=False)]
     num_since_overflow: _Count
     num_skipped: _Count
 
@@ -59,14 +61,13 @@ class _Best(_Facts):
 
 
 class _SavedRun(_Facts):
-    # A default is not validated: what is missing is allowed, and null is not.
-    config: dict[str, Any] = Field(default={})
-    position: _Position = Field(default_factory=_Position)
+    config: dict[str, Any] = {}
+    position: _Position = _Position()
     data_sha256: str = ""
-    guard: _Guard = Field(default=None)
-    guards: list[_Guard] = Field(default=[])
-    loss_scaler: _Scaler = Field(default=None)
-    best: _Best = Field(default=None)
+    guard: _Guard = _MISSING
+    guards: list[_Guard] = []
+    loss_scaler: _Scaler = _MISSING
+    best: _Best = _MISSING
 
 
 def saved_run(path: Path) -> Mapping[str, Any]:
