@@ -154,7 +154,7 @@ def _model(
         if config.strategy != "none":
             todo = f"write it as hf:{folder}, or import it first: zeroshard import FOLDER RUN"
             raise UserError("strategy", "a Hugging Face folder is loaded unsharded on each rank", todo)
-        model, _ = load_for_text(folder, config.weights, config.dtype, trust_remote_code=trusted)
+        model, _ = load_for_text(folder, config.weights, config.dtype, trusted)
         return model, None, min(model.config.seq_len, 1024)
     path = checkpoint_of(folder, config.weights)
     meta = read_meta(tokenizer_folder(folder)) if tokenizer_folder(folder).is_dir() else None

@@ -42,7 +42,7 @@ def run_tasks(config: EvalConfig) -> int:
         if name not in manager.all_tasks:
             raise UserError("tasks", f"the harness has no task {name!r}", "see `lm-eval ls tasks`, or give a .yaml")
     trusted = config.model.trust_remote_code
-    model, tokenizer = load_for_text(Path(config.run), config.weights, config.dtype, trust_remote_code=trusted)
+    model, tokenizer = load_for_text(Path(config.run), config.weights, config.dtype, trusted)
     found: dict[str, Any] | None = harness.simple_evaluate(
         model=harness_model(model, tokenizer, config.micro_batch_size),
         tasks=names,
