@@ -32,7 +32,7 @@ from zeroshard.verbs.short_help import short_help
 # Advice if memory runs out: in a training run, and in any other command (`_NEEDS_OTHERS_LESS`).
 _NEEDS_LESS = (
     "use a higher --strategy over more ranks, --model.activation-checkpointing, or a smaller --micro-batch-size or "
-    "--seq-len; --dry-run says how much memory that needs"
+    "--seq-len; `zeroshard plan` says how much memory that needs"
 )
 _NAME_WIDTH = 15  # columns for a verb's name in the overview
 _AGAIN_S = 0.05  # seconds after which a swallowed signal is sent again
@@ -78,13 +78,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         status, line = refused or (ExitStatus.FAILED, memory_line(error, _NEEDS_OTHERS_LESS))
         say(line)
         return status
-    except (RuntimeError, MemoryError, ImportError) as error:
+    except (RuntimeError, MemoryError, ImportError, SystemError) as error:
         if is_out_of_threads(error):
             say(f"threads: no more can be started; {_NEEDS_HIGHER_LIMITS}")
             return ExitStatus.FAILED
         if not is_out_of_memory(error):
             raise
-        say(memory_line(error, _NEEDS_LESS if argv[0] == "train" else _NEEDS_OTHERS_LESS))
+        limited = str(error).startswith("`ulimit -v`")
+        todo = _NEEDS_LESS if argv[:1] == ["train"] else _NEEDS_OTHERS_LESS
+        say(f"memory: {error}; raise that limit" if limited else memory_line(error, todo))
         return ExitStatus.FAILED
     except ValueError as error:
         found = re.match(r"\s*Invalid log settings: (.*?), must be", str(error))  # raised by the import of torch
@@ -147,6 +149,7 @@ def _dispatch(argv: list[str]) -> int:
         return ExitStatus.OK
     given = read_flags(words, flags_of(verb.config, SHORTHANDS, verb.positionals), verb.positionals)
     config = validate(verb.config, merge(raw, given))
+    process.require_address_space()
     if path:
         require_asked(config, by_dotted_name(given), path)
     return verb.run(config, argv)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 NUM_STAGES = 4
 # Modules that each rank imports in any case. torch's optimizers import torch._dynamo at their first step: seconds.
 TRAINS = ("zeroshard.train.loop.loop", "torch._dynamo")
+_ASKS = "see what it printed"  # how a lost rank's line ends, see `zeroshard.comm`
 LEAST_BYTES_OF_A_RANK = 32 * 2**20  # private memory, even of a rank forked from a process that has imported torch
 
 
@@ -83,7 +84,9 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
             return run_training(config, _choose_stage if config.strategy == "auto" else None, _predict)
         except PeerError as error:
             lost_first = str(error).startswith("rank 0")
-            say(f"rank {world.rank if world else 0}: {error}; start again with --resume auto", all_ranks=lost_first)
+            why = "; if that is nothing, it was killed, perhaps for its memory" if _ASKS in str(error) else ""
+            line = f"rank {world.rank if world else 0}: {error}{why}; start again with --resume auto"
+            say(line, all_ranks=lost_first)
             return ExitStatus.PEER_LOST
 
 
