@@ -128,8 +128,6 @@ def memory_line(error: BaseException, todo: str) -> str:
         return f"memory: ran out; {todo}"
     more = f"{asked['count']} {asked['unit']}"
     if asked["unit"] == "bytes":
-        unit, size = next(
-            ((u, s) for u, s in (("GiB", 2**30), ("MiB", 2**20)) if int(asked["count"]) >= s), ("KiB", 2**10)
-        )
-        more = f"{int(asked['count']) / size:,.2f} {unit}"
+        count = int(asked["count"])
+        more = f"{count / 2**30:,.2f} GiB" if count >= 2**27 else f"{count / 2**20:,.3f} MiB"
     return f"memory: ran out, where {more} more were asked for; {todo}"

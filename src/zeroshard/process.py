@@ -48,7 +48,7 @@ def prepare_torch() -> None:
 
 
 def require_address_space() -> None:
-    """Raise MemoryError if ``ulimit -v`` leaves no room for torch: its import would end the process with a C++ error."""
+    """Raise MemoryError if ``ulimit -v`` leaves no room for torch, whose import may then abort the process."""
     allowed = resource.getrlimit(resource.RLIMIT_AS)[0]
     if allowed != resource.RLIM_INFINITY and allowed < LEAST_ADDRESS_SPACE_BYTES:
         have, need = (num_bytes / 2**30 for num_bytes in (allowed, LEAST_ADDRESS_SPACE_BYTES))

@@ -30,6 +30,7 @@ from zeroshard.train.setup.assemble import DTYPES, make_model, separating_id
 from zeroshard.train.setup.build import choose_device
 from zeroshard.train.setup.hugging_face import load_model_tokenizer
 from zeroshard.train.setup.run_folder import tokenizer_folder
+from zeroshard.train.state.newest_checkpoint import newest_checkpoint
 from zeroshard.zero.optimizers.ema import EMA
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader, read_whole
 
@@ -147,7 +148,7 @@ def checkpoint_of(folder: Path, weights: str) -> Path:
         if not checkpoint.is_complete(kept / checkpoint.BEST):
             raise UserError("weights", f"{folder} keeps no best checkpoint", "train with --keep-best, or use last")
         return kept / checkpoint.BEST
-    path = checkpoint.latest(kept)
+    path = newest_checkpoint(kept)
     if path is None:
         raise UserError("run", f"{folder} has no complete checkpoint yet", "let it train up to one first")
     return path

@@ -44,6 +44,7 @@ from zeroshard.train.loop.run import checkpoint_folder
 from zeroshard.train.setup.assemble import lora_of, model_overrides
 from zeroshard.train.setup.run_folder import tokenizer_folder
 from zeroshard.train.state.merged_weights import MergedWeights, transposed_weights
+from zeroshard.train.state.newest_checkpoint import newest_checkpoint
 from zeroshard.zero.optimizers.ema import EMA
 from zeroshard.zero.state.named_shards import ShardReader
 
@@ -176,7 +177,7 @@ def _checkpoint_of(source: Path) -> tuple[Path, Path]:
     """Return the checkpoint in ``source`` (a run's latest, or ``source`` itself), and the run folder it belongs to."""
     if not (source / "config.toml").is_file():
         return source, source.parent.parent
-    path = checkpoint.latest(checkpoint_folder(source))
+    path = newest_checkpoint(checkpoint_folder(source))
     if path is None:
         raise UserError("source", f"{source} has no complete checkpoint yet", "let it train up to one first")
     return path, source

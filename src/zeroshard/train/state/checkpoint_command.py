@@ -19,6 +19,7 @@ from zeroshard.errors import ExitStatus, UserError
 from zeroshard.train.config.validate import nearest
 from zeroshard.train.loop.run import checkpoint_folder
 from zeroshard.train.records.console import bytes_in_words
+from zeroshard.train.state.newest_checkpoint import newest_checkpoint
 
 
 def run_checkpoint(words: Sequence[str]) -> int:
@@ -148,7 +149,7 @@ def _folder_of_many(path: Path) -> Path:
 def _newest(path: Path) -> Path:
     if not _is_run(path):
         return path
-    newest = checkpoint.latest(checkpoint_folder(path))
+    newest = newest_checkpoint(checkpoint_folder(path))
     if newest is None:
         raise UserError(str(path), "has no complete checkpoint", "let it train up to one first")
     return newest
