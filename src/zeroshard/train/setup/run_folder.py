@@ -85,15 +85,15 @@ def _require_usable(folder: Path, *, resuming: bool, is_run: bool) -> None:
     there = _written(folder)
     if there and not resuming:
         raise UserError("out", f"{folder} already holds a run", "choose another --out, or resume it with --resume auto")
-    if there and not is_run:
-        what = f"{there[0]} is there, and {folder} holds no checkpoint and no lock of a run"
-        raise UserError("out", what, "choose another --out: this one is another program's")
     for path in there:
         try:
             require_regular(path)
         except OSError as error:
             todo = "remove it, or choose another --out"
             raise UserError("out", f"{path} cannot be used ({error.strerror})", todo) from None
+    if there and not is_run:
+        what = f"{there[0]} is there, and {folder} holds no checkpoint and no lock of a run"
+        raise UserError("out", what, "choose another --out: this one is another program's")
 
 
 def describe_run(folder: Path, config: TrainConfig, corpus: Corpus) -> None:

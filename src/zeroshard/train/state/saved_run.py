@@ -56,7 +56,7 @@ class _Best(_Facts):
     @model_validator(mode="after")
     def _one_with_the_other(self) -> Self:
         if (self.step is None) != (self.loss is None):
-            raise ValueError("one of step and loss is missing")
+            raise ValueError("one of step and loss is missing; give both")
         return self
 
 
