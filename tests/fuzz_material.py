@@ -60,11 +60,13 @@ size = [{ n_embd = 16 }, { "model.n_embd" = 32, seq_len = 8 }]
 # What replaces a value: of another type, beyond what types hold, and what no type expects.
 EDGES: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 3, 2**31, 2**63, -(2**70), 10**400, 0.0, -0.5, 1e-320, 1e308, float("inf")),
+    *("trap:config", "this:s", "hf:trap"),
     *(float("nan"), "", "x", "a\0b", "\ud800", "9" * 5000, "../..", "/", "é" * 300, [], [1], {}, {"a": 1}, [[[]]], "4"),
 )
 EDGES_AS_TOML = (
     *("true", "0", "-1", "3", "2147483648", "9223372036854775808", "9" * 400, "9" * 5000, "0x" + "f" * 5000, "1e400"),
     *("nan", "-inf", '""', '"x"', '"a\\u0000b"', '"\\u202e\\u001b[31m"', "[]", "[1]", "{}", "{a = 1}", "1979-05-27"),
+    *('"trap:config"', '"this:s"', '"hf:trap"'),
     *("[" * 3000, "07:32:00", "'../..'", "[[1], [2]]", '["a", "b"]', '"1Gbit/s"', '"9e99"', "1_0", "+1", "", "="),
 )
 

@@ -1,8 +1,9 @@
 """Running a command line in this process, and seeing what it does beside answering.
 
-Guards, for each case: nothing is written outside of the case's folder, no process is started, nobody is connected to,
-and neither processor time nor address space grows beyond a bound. They are an audit hook of Python's, which is told of
-all that before it happens (https://docs.python.org/3/library/audit_events.html), and limits of the kernel's.
+Guards, for each case: nothing is written outside of the case's folder, nothing is imported that only data name
+(`TRAPS`), no process is started, nobody is connected to, and neither processor time nor address space grows beyond a
+bound. They are an audit hook of Python's, which is told of all that before it happens
+(https://docs.python.org/3/library/audit_events.html), and limits of the kernel's.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate", "shutil.rmtree"}
 _STARTS = {"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty", "os.exec", "os.system"}
 _REACHES = {"socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto"}
+TRAPS = {"trap", "this", "antigravity"}  # modules that only data name: see `fuzz_material.EDGES`
 # written by Python, torch or matplotlib for themselves
 _THEIRS = ("__pycache__", "/dev/null", "/.cache/", "/torchinductor_", "/.config/matplotlib")
 
@@ -58,6 +60,11 @@ class _Watch:
             writes = any(letter in mode for letter in "wax+") if isinstance(mode, str) else bool(flags & _WRITES)
             if writes and isinstance(path, str | bytes):
                 self._look(event, path)
+            elif isinstance(path, str) and path.startswith(self.folder) and path.endswith("/trap.py"):
+                self.seen.append(f"code that data name is read: {path}")
+        elif event == "import":
+            if args[0] in TRAPS:
+                self.seen.append(f"code that data name is imported: {args[0]}")
         elif event in _CHANGES:
             for path in args[:2] if event == "os.rename" else args[:1]:
                 if isinstance(path, str | bytes):

@@ -84,6 +84,7 @@ def prepared(material: ReportContents, line: Line, folder: Path) -> Path:
     for each in sorted(material.folder.iterdir()):
         if any(each.name in word or word == "." for word in line.words):
             copied(each, folder)
+    (folder / "trap.py").write_text("")
     rng = random.Random(line.seed)
     for name in line.spoiled:
         spoil(folder / name, rng)

@@ -22,8 +22,9 @@ from zeroshard import gc_frequency, process
 from zeroshard.errors import ExitStatus, UserError, is_out_of_memory, is_out_of_threads, memory_line, path_line
 from zeroshard.flags import flags_of, read_flags, refuse_no_text, take_option
 from zeroshard.train.config.config import merge
+from zeroshard.train.config.named_code import require_asked
 from zeroshard.train.config.sections import SHORTHANDS
-from zeroshard.train.config.validate import nearest, validate
+from zeroshard.train.config.validate import by_dotted_name, nearest, validate
 from zeroshard.verbs import VERBS, read_file, say, show_help
 from zeroshard.verbs.help_lines import named, usage, wrapped
 from zeroshard.verbs.short_help import short_help
@@ -31,7 +32,7 @@ from zeroshard.verbs.short_help import short_help
 # Advice if memory runs out: in a training run, and in any other command (`_NEEDS_OTHERS_LESS`).
 _NEEDS_LESS = (
     "use a higher --strategy over more ranks, --model.activation-checkpointing, or a smaller --micro-batch-size or "
-    "--seq-len; --dry-run says how much memory that needs"
+    "--seq-len; `zeroshard plan` says how much memory that needs"
 )
 _NAME_WIDTH = 15  # columns for a verb's name in the overview
 _AGAIN_S = 0.05  # seconds after which a swallowed signal is sent again
@@ -77,13 +78,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         status, line = refused or (ExitStatus.FAILED, memory_line(error, _NEEDS_OTHERS_LESS))
         say(line)
         return status
-    except (RuntimeError, MemoryError, ImportError) as error:
+    except (RuntimeError, MemoryError, ImportError, SystemError) as error:
         if is_out_of_threads(error):
             say(f"threads: no more can be started; {_NEEDS_HIGHER_LIMITS}")
             return ExitStatus.FAILED
         if not is_out_of_memory(error):
             raise
-        say(memory_line(error, _NEEDS_LESS if argv[0] == "train" else _NEEDS_OTHERS_LESS))
+        limited = str(error).startswith("`ulimit -v`")
+        todo = _NEEDS_LESS if argv[:1] == ["train"] else _NEEDS_OTHERS_LESS
+        say(f"memory: {error}; raise that limit" if limited else memory_line(error, todo))
         return ExitStatus.FAILED
     except ValueError as error:
         found = re.match(r"\s*Invalid log settings: (.*?), must be", str(error))  # raised by the import of torch
@@ -145,7 +148,11 @@ def _dispatch(argv: list[str]) -> int:
             show_help(word, verb, raw)
         return ExitStatus.OK
     given = read_flags(words, flags_of(verb.config, SHORTHANDS, verb.positionals), verb.positionals)
-    return verb.run(validate(verb.config, merge(raw, given)), argv)
+    config = validate(verb.config, merge(raw, given))
+    process.require_address_space()
+    if path:
+        require_asked(config, by_dotted_name(given), path)
+    return verb.run(config, argv)
 
 
 def _overview() -> str:

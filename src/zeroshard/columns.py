@@ -1,4 +1,4 @@
-"""Plain-text tables as wide as their contents, on a terminal as in a pipe; rich's tables fit the terminal's width."""
+"""Text for a terminal or a pipe: tables as wide as their contents, without control characters of the contents."""
 
 from __future__ import annotations
 
@@ -9,13 +9,21 @@ from collections.abc import Container, Sequence
 def columns(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
     """A line for each row, with two spaces between cells; each column is as wide as its widest cell.
 
+    Control characters in cells are spelled out, see `printable`.
+
     Args:
         rows: rows with the same number of cells.
         right: indices, from 0, of the columns that are aligned right; the others are aligned left.
     """
+    rows = [[*map(printable, row)] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = ["><"[place not in right] for place in range(len(widths))]
     return ["  ".join(map("{:{}{}}".format, row, sides, widths)).rstrip() for row in rows]
+
+
+def printable(text: str) -> str:
+    """``text`` with control characters spelled out (``\\x1b``): files of others must not command the terminal."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def fitted(rows: Sequence[Sequence[str]], width: int, spare: Sequence[str]) -> list[list[str]]:

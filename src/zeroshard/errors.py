@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+import resource
 import socket
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -48,6 +49,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     names = {kind.__name__ for kind in type(error).__mro__}
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
+    if isinstance(error, SystemError) and resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        return True  # under `ulimit -v` extension modules fail to allocate and set no exception
     # the last one is the message of the loader if a library does not fit into memory
     said = ("can't allocate memory", "annot allocate memory", "failed to map segment")
     return not names.isdisjoint({"OutOfMemoryError", "MemoryError"}) or any(text in str(error) for text in said)
@@ -125,5 +128,6 @@ def memory_line(error: BaseException, todo: str) -> str:
         return f"memory: ran out; {todo}"
     more = f"{asked['count']} {asked['unit']}"
     if asked["unit"] == "bytes":
-        more = f"{int(asked['count']) / 2**30:,.2f} GiB"
+        count = int(asked["count"])
+        more = f"{count / 2**30:,.2f} GiB" if count >= 2**27 else f"{count / 2**20:,.3f} MiB"
     return f"memory: ran out, where {more} more were asked for; {todo}"

@@ -34,6 +34,7 @@ ELSEWHERE = {
     **dict.fromkeys(("--precision", "--bf16", "--fp16"), "--dtype"),
     **dict.fromkeys(("--gradient-checkpointing", "--ac-mode"), "--model.activation-checkpointing"),
     "--warmup-iters": "--warmup-steps",
+    **dict.fromkeys(("--trust-remote-code", "--trust-code"), "--model.trust-remote-code"),
     **dict.fromkeys(("--packing", "--packed", "--sample-packing", "--dataset.packed"), "--data.packing"),
     **dict.fromkeys(("--data.weights", "--data-mix", "--dataset-mixer", "--interleave-probs"), "--data.mix"),
     **dict.fromkeys(("--load-weights", "--pretrained", "--init-weights"), "--init-from"),
@@ -74,8 +75,8 @@ def flags_of(config: type[BaseModel], shorthands: dict[str, str], positionals: S
         else:
             flags[f"--{name}"] = Flag(path, "many" if get_origin(field.annotation) is tuple else "one")
     for table, key in shorthands.items():
-        if table in config.model_fields:
-            flags[f"--{table}"] = flags[f"--{table}.{key.replace('_', '-')}"]
+        if (named := f"--{table}.{key.replace('_', '-')}") in flags:
+            flags[f"--{table}"] = flags[named]
     return flags
 
 

@@ -1,3 +1,4 @@
+import base64
 import threading
 from collections import Counter
 from dataclasses import replace
@@ -220,7 +221,11 @@ def test_a_run_that_goes_on_with_other_rows_begins_with_its_turn(stream):
         ({"seed": 9}, r"seed: the checkpoint's stream was shuffled with seed 9, not 3; use --seed 9"),
         ({"places": [[0, 0]]}, r"resume: the checkpoint's place in the stream cannot be read \(it contradicts itself"),
         ({"left_over": "?"}, r"resume: .*cannot be read"),
-        ({"row": -5}, r"resume: .*contradicts itself"),
+        ({"row": -5}, r"resume: .*cannot be read \(row: Input should be greater"),
+        ({"row": 0, "first_row": 1}, r"resume: .*contradicts itself"),
+        ({"epoch": 2**40}, r"resume: .*cannot be read \(epoch: "),
+        ({"places": [[2**30, 0]] + [None] * 15}, r"resume: .*contradicts itself, or the text"),
+        ({"left_over": base64.b64encode(b"\xff" * 8).decode()}, r"resume: .*contradicts itself, or the text"),
         ({"turn": "x"}, r"resume: .*cannot be read"),
     ],
 )
@@ -229,6 +234,15 @@ def test_a_place_that_is_none_is_refused(stream, change, line):
     batches(2, 0)
     with pytest.raises(UserError, match=line):
         stream()[0].restore_position(batches.position(3) | change, 3)
+
+
+def test_a_row_beyond_its_turn_is_refused_once_the_turn_is_read(stream):
+    (batches,) = stream()
+    batches(2, 0)
+    (again,) = stream()
+    again.restore_position(batches.position(3) | {"row": 2**30}, 3)
+    with pytest.raises(UserError, match=r"resume: .*its row is beyond its turn"):
+        again(3, 0)
 
 
 def test_an_earlier_step_is_read_again(stream):

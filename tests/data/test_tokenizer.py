@@ -1,3 +1,4 @@
+import json
 import threading
 from types import SimpleNamespace
 
@@ -158,6 +159,18 @@ def test_a_tokenizer_in_a_file_is_known_by_its_content(bpe, tmp_path):
     assert tokenizer_identity("bpe:280") == "bpe:280"
     with pytest.raises(UserError, match=r"data.tokenizer: json:.*nothing names no file; use json:PATH"):
         check_tokenizer(f"json:{tmp_path / 'nothing'}")
+
+
+@pytest.mark.parametrize(
+    ("vocab", "why"), [({}, "its vocabulary is empty"), ({"a": 0, "<unk>": 2**31}, "its largest id is 2,147,483,648")]
+)
+def test_a_vocabulary_that_no_model_can_have_is_refused(tmp_path, vocab, why):
+    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"}
+    parts = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps({"version": "1.0", **dict.fromkeys(parts), "added_tokens": [], "model": model}))
+    with pytest.raises(UserError, match=rf"^data\.tokenizer: .*{why}; give another"):
+        make_tokenizer(f"json:{path}", ())
 
 
 def test_a_vocabulary_is_as_large_as_its_largest_id_says():

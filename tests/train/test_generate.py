@@ -81,6 +81,27 @@ def test_a_low_temperature_leaves_the_likeliest_and_a_high_one_nearly_all_alike(
     assert _drawn([0.0, 2.0, 0.0], temperature=50.0) == {0, 1, 2}
 
 
+@pytest.mark.parametrize("temperature", [1e-38, 1e-42, 1e-45, 1e-320, 5e-324])
+def test_a_temperature_whose_quotients_overflow_leaves_the_likeliest(temperature):
+    assert _drawn([1.0, 2.0, -3.0], temperature) == {1}
+    assert _drawn([-1.0, -2.0, -1.0], temperature) == {0, 2}
+    assert _drawn([0.0, 2.0, 0.0], temperature, top_k=1) == {1}
+    assert _drawn([0.0, 2.0, 0.0], temperature, top_p=1e-300) == {1}
+    assert _drawn([0.0, 2.0, 0.0], temperature=1e308) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("top_p", [1e-300, 1e-45, 5e-324])
+def test_a_top_p_that_is_zero_in_float32_leaves_the_likeliest(top_p):
+    assert _drawn([0.0, 2.0, 0.0], top_p=top_p) == {1}
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_that_computes_nan_is_said_and_draws_nothing(wrong, temperature):
+    with pytest.raises(UserError, match=r"^run: the model computes NaN/Inf"):
+        _drawn([0.0, wrong], temperature)
+
+
 def test_a_prompt_without_tokens_is_refused(model):
     with pytest.raises(ValueError, match="prompt"):
         list(sample(model, torch.tensor([], dtype=torch.int64), 1))

@@ -276,6 +276,15 @@ FORGED = {
     "data_sha256": 7,
     "guard": {"num_skipped": 0},
     "guard.losses": [1.0, "x"],
+    "guard.num_skipped": 5,
+    "guards": None,
+    "position.step": "x",
+    "position.stream": 3,
+    "config.lr": "x",
+    "config.optim": 5,
+    "config.eval_batches": None,
+    "config.model.n_layer": -1,
+    "best": {"step": 3, "loss": None, "num_worse": 0},
     "loss_scaler": {"scale": 0.0, "num_since_overflow": 0, "num_skipped": 0},
 }
 
@@ -288,13 +297,13 @@ def test_what_a_checkpoint_says_of_its_run_is_checked_before_it_is_used(tmp_path
     inner = extra
     for key in way:
         inner = inner[key]
-    for forged in (None, FORGED[name]):
-        if forged is not None:
+    for forged in ("nothing", FORGED[name]):
+        if forged != "nothing":
             inner[last] = forged
-        facts = SimpleNamespace(extra=extra)
+        facts = SimpleNamespace(extra=extra, step=4)
         monkeypatch.setattr(saved_run.checkpoint, "read_manifest", lambda path, facts=facts: facts)
-        if forged is None:
-            assert saved_run.saved_run(tmp_path) is extra
+        if forged == "nothing":
+            assert saved_run.saved_run(tmp_path) == extra
         else:
             with pytest.raises(UserError, match=rf"^resume: .* says extra\.{name}.* is .*; take a checkpoint"):
                 saved_run.saved_run(tmp_path)

@@ -44,11 +44,14 @@ class CheckpointReader:
         """Return elements ``[start, stop)`` of the flattened tensor: 1-D, on the CPU, of the saved dtype; a copy.
 
         Raises:
-            KeyError: nothing was saved under ``(name, kind)``.
             ValueError: the interval reaches outside of the tensor.
-            UserError: a file is missing, or its size is not the one in the manifest.
+            UserError: nothing was saved under ``(name, kind)``, a file is missing, or its size is not the one in the
+                manifest.
         """
-        entry = self._tensors[name][kind]
+        entry = self._tensors.get(name, {}).get(kind)
+        if entry is None:
+            what = f"the checkpoint has no {kind} of it"
+            raise UserError(name, what, "load it into the model and the optimizer that it was saved from")
         copies = plan_copies([piece.interval for piece in entry.pieces], interval)
         for copy in copies:
             self._map(entry.pieces[copy.piece].file)  # fail on a missing file before allocating memory

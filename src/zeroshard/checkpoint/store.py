@@ -2,8 +2,8 @@
 
 A checkpoint is built in a temporary folder beside its final place (``.NAME.tmp``), flushed to the disk, and renamed. If
 the name is taken, the old folder is first renamed to ``.NAME.old`` and is deleted last. So a process that is killed at
-any moment leaves one complete checkpoint, which `resolve` finds. Deletion removes a folder's manifest first, so a
-folder that is partly deleted is never taken for complete.
+any moment leaves one complete checkpoint, which `resolve` finds. Deletion renames a folder to ``.NAME.tmp`` first, so a
+folder that is partly deleted is never taken for complete, and the next deletion removes it.
 
 Files are plain safetensors (https://github.com/huggingface/safetensors, "Format"): eight bytes of header length, a JSON
 header, the tensors' bytes. Any safetensors reader reads them. We write them ourselves for two reasons: we hash the
@@ -203,9 +203,15 @@ def remove(path: Path) -> None:
 
 
 def remove_named(path: Path) -> None:
-    """Delete the checkpoint called ``path``, in whichever folder it lies (``path`` or ``.NAME.old``)."""
-    remove(_aside(path))
-    remove(path)
+    """Delete the checkpoint called ``path``, in whichever folder it lies (``path`` or ``.NAME.old``).
+
+    It first gets the name of an unfinished save: if this process is killed meanwhile, what is left is deleted as such.
+    """
+    for folder in (_aside(path), path):
+        if folder.exists():
+            remove(temporary(path))
+            folder.rename(temporary(path))
+    remove(temporary(path))
 
 
 def temporary(path: Path) -> Path:

@@ -119,6 +119,17 @@ def work_folder(out: Path, plan: dict[str, Any]) -> Generator[Path]:
         yield work
 
 
+@contextmanager
+def removed_if_refused(work: Path, *, needed: bool) -> Generator[None]:
+    """Inside, a UserError removes ``work``, because other data or settings cannot resume it; ``needed``: it stays."""
+    try:
+        yield
+    except UserError:
+        if not needed:
+            remove(work)
+        raise
+
+
 def tokenizer_of(name: str, tables: Tables, holdout: Holdout, work: Path) -> Tokenizer:
     """Return the tokenizer; ``bpe:N`` is trained once, on the first `TRAINING_BYTES` of the training text."""
     kept = work / "tokenizer.json"

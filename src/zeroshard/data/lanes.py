@@ -134,6 +134,13 @@ class Lanes:
         """Return the places at which an epoch begins."""
         return tuple(Place(0, 0) if number < len(self._text.parts) else None for number in range(NUM_LANES))
 
+    def has(self, places: Places) -> bool:
+        """Whether ``places`` are one for each lane, each in a part that its lane has."""
+        num_parts = [len(range(number, len(self._text.parts), NUM_LANES)) for number in range(NUM_LANES)]
+        return len(places) == NUM_LANES and all(
+            place is None or place.part < count for place, count in zip(places, num_parts, strict=True)
+        )
+
     def read_ahead(self, epoch: int, places: Places, num_bytes: int) -> None:
         """Begin to encode this rank's share of a turn; cancel reads that were begun for other turns."""
         wanted = [(epoch, number, place, num_bytes) for number in self._own if (place := places[number]) is not None]

@@ -18,6 +18,7 @@ from zeroshard.data.bins import BIN_SPLIT, TokenBins
 from zeroshard.data.documents import Fingerprint
 from zeroshard.data.encode import Piece, encode_pieces, keep_for_workers, pieces_of, train_texts
 from zeroshard.data.examples.prepare import prepare_examples
+from zeroshard.data.files import is_address
 from zeroshard.data.joining import surrounding_ids
 from zeroshard.data.meta import (
     DTYPES,
@@ -167,7 +168,8 @@ def _prepare_tables(
     holdout = holdout_of(tables, spec.val_fraction)
     files = corpus_identity(tables.files).splitlines()
     plan = {**spec.identity(), "split": holdout.rule, "shard_tokens": shard_tokens, "files": files}
-    with bulk.work_folder(out, plan) as work:
+    is_local = not any(is_address(file.path) for file in tables.files)
+    with bulk.work_folder(out, plan) as work, bulk.removed_if_refused(work, needed=not is_local):
         if is_prepared(spec.identity(), fingerprint, out):  # by the process that had the lock before us
             bulk.remove(work)
             return out

@@ -26,10 +26,11 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from zeroshard.data import order
@@ -75,6 +76,24 @@ class _Turn:
     begin: Beginning
     tokens: TokenDataset
     end_row: int
+
+
+_Number = Annotated[int, Field(ge=0, lt=2**40)]  # rows and turns are multiplied, in 64 bits
+
+
+class _SavedPosition(BaseModel):
+    """What `StreamBatches.position` returns, from a checkpoint that may say anything."""
+
+    model_config = ConfigDict(strict=True)
+    row: _Number
+    seq_len: _Number
+    seed: int
+    epoch: Annotated[int, Field(ge=0, lt=2**20)]
+    turn: _Number
+    first_row: _Number
+    epoch_row: _Number
+    places: list[Annotated[list[_Number], Field(min_length=2, max_length=2)] | None]
+    left_over: str
 
 
 class StreamBatches:
@@ -164,21 +183,24 @@ class StreamBatches:
         if saved is None:
             return
         try:
-            places = tuple(None if place is None else Place(*map(int, place)) for place in saved["places"])
-            left_over = np.frombuffer(base64.b64decode(saved["left_over"], validate=True), self._text.dtype)
-            names = ("epoch", "turn", "first_row", "epoch_row")
-            begin = Beginning(*(int(saved[name]) for name in names), places=places, left_over=left_over)
-            row, seq_len, seed = (int(saved[name]) for name in ("row", "seq_len", "seed"))
-            if len(places) != len(self._next.places) or not 0 <= begin.epoch_row <= begin.first_row <= row:
-                raise ValueError("it contradicts itself")
-        except (KeyError, TypeError, ValueError) as error:
-            what = f"the checkpoint's place in the stream cannot be read ({error})"
-            raise UserError("resume", what, "take another checkpoint") from None
-        if seed != self._seed:
-            raise UserError(
-                "seed", f"the checkpoint's stream was shuffled with seed {seed}, not {self._seed}", f"use --seed {seed}"
-            )
-        if seq_len != self._seq_len:
+            at = _SavedPosition.model_validate(saved)
+            left_over = np.frombuffer(base64.b64decode(at.left_over, validate=True), self._text.dtype)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise _unreadable(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        except ValueError as error:
+            raise _unreadable(str(error)) from None
+        places = tuple(None if place is None else Place(*place) for place in at.places)
+        begin = Beginning(at.epoch, at.turn, at.first_row, at.epoch_row, places, left_over)
+        in_order = begin.epoch_row <= begin.first_row <= at.row
+        is_text = not left_over.size or int(left_over.max()) < self._text.tokenizer.vocab_size
+        if not (in_order and is_text and self._lanes.has(places)):
+            raise _unreadable("it contradicts itself, or the text")
+        row = at.row
+        if at.seed != self._seed:
+            what = f"the checkpoint's stream was shuffled with seed {at.seed}, not {self._seed}"
+            raise UserError("seed", what, f"use --seed {at.seed}")
+        if at.seq_len != self._seq_len:
             row = begin.first_row  # rows have another length now: cut them again from the beginning of the turn
         self._origin = self._next = begin
         self._turns = []
@@ -214,6 +236,8 @@ class StreamBatches:
         tokens = np.concatenate([begin.left_over, ids])
         num_rows = max(0, tokens.size - 1) // self._seq_len
         end_row = begin.first_row + num_rows
+        if begin is self._origin and self._base_row > end_row:
+            raise _unreadable("its row is beyond its turn")
         following = replace(begin, turn=begin.turn + 1, first_row=end_row, places=places)
         if any(places):
             following = replace(following, left_over=tokens[num_rows * self._seq_len :].copy())
@@ -226,6 +250,11 @@ class StreamBatches:
         self._next = following
         self._lanes.read_ahead(following.epoch, following.places, following.num_bytes)
         return _Turn(begin, TokenDataset([tokens], self._text.tokenizer.vocab_size), end_row)
+
+
+def _unreadable(why: str) -> UserError:
+    what = f"the checkpoint's place in the stream cannot be read ({why})"
+    return UserError("resume", what, "take another checkpoint")
 
 
 def validation_tokens(

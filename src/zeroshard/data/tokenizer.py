@@ -36,6 +36,7 @@ TOKENIZER_FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # spellings of it in other vocabularies
 _MOST_PROBES = 100  # texts that are encoded to find the ids that a file puts around a text
+_MOST_IDS = 1 << 27  # as many as a model may have; tables of a number for each id are made
 _MIN_BPE, _MAX_BPE = 257, 1 << 20  # 256 bytes and the end-of-text id; more than a million is surely a typo
 
 Ids = Sequence[int] | NDArray[np.integer]
@@ -113,7 +114,10 @@ class BpeTokenizer:
         self._inner.no_truncation()  # a file may set it, and would cut each document after so many ids
         self._inner.no_padding()
         # The ids of a file may have gaps.
-        self.vocab_size = max(inner.get_vocab().values()) + 1 if name else inner.get_vocab_size()
+        self.vocab_size = max(inner.get_vocab().values(), default=-1) + 1 if name else inner.get_vocab_size()
+        if not 0 < self.vocab_size <= _MOST_IDS:
+            what = f"its largest id is {self.vocab_size - 1:,}" if self.vocab_size else "its vocabulary is empty"
+            raise UserError("data.tokenizer", f"{name}: {what}", "give another tokenizer.json")
         self.name = name or f"bpe:{self.vocab_size}"
         self.eos_token = next((text for text in _ENDS if inner.token_to_id(text) is not None), None)
         self.eos_id: int | None = None if self.eos_token is None else inner.token_to_id(self.eos_token)

@@ -35,6 +35,7 @@ from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.train.config.command_settings import EvalConfig
 from zeroshard.train.config.config import TrainConfig, load_config
 from zeroshard.train.config.data_section import UNNAMED
+from zeroshard.train.config.named_code import require_trust
 from zeroshard.train.loop.validation_loss import evaluate
 from zeroshard.train.records.log_files import finite_or_null
 from zeroshard.train.setup.assemble import separating_id, sharded
@@ -93,6 +94,7 @@ def score(config: EvalConfig, comm: Communicator, device: torch.device) -> Score
     if trained is None and not is_hugging_face(config.run) and not (folder / "config.json").is_file():
         raise nothing_in(folder)
     if trained is not None:
+        require_trust(trained.model, folder / "config.toml", trusted=config.model.trust_remote_code)
         trained = with_kept_tokenizer(trained, folder)
     tokens_folder = _tokens_folder(config, trained)
     meta = read_meta(tokens_folder)
@@ -141,17 +143,18 @@ def _model(
     config: EvalConfig, trained: TrainConfig | None, comm: Communicator, device: torch.device
 ) -> tuple[LanguageModel, int | None, int]:
     """The model with its weights, the step of the checkpoint (or None), and the sequence length to evaluate with."""
-    folder = Path(config.run)
+    folder, trusted = Path(config.run), config.model.trust_remote_code
     if trained is None and is_hugging_face(config.run) and config.strategy != "none":
         _last_weights_alone(config)
-        settings = {"model": config.run, "strategy": config.strategy, "dtype": config.dtype}
+        named = {"name": config.run, "trust_remote_code": trusted}
+        settings = {"model": named, "strategy": config.strategy, "dtype": config.dtype}
         model, _ = sharded(TrainConfig.model_validate(settings), 1, None, comm, device)
         return model, None, min(model.config.seq_len, 1024)
     if trained is None:
         if config.strategy != "none":
             todo = f"write it as hf:{folder}, or import it first: zeroshard import FOLDER RUN"
             raise UserError("strategy", "a Hugging Face folder is loaded unsharded on each rank", todo)
-        model, _ = load_for_text(folder, config.weights, config.dtype)
+        model, _ = load_for_text(folder, config.weights, config.dtype, trusted)
         return model, None, min(model.config.seq_len, 1024)
     path = checkpoint_of(folder, config.weights)
     meta = read_meta(tokenizer_folder(folder)) if tokenizer_folder(folder).is_dir() else None

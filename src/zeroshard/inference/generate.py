@@ -24,11 +24,13 @@ from zeroshard.models.cache import KVCache
 from zeroshard.models.hugging_face.folder import ADAPTER_CONFIG, is_hugging_face, only_adapters
 from zeroshard.train.config.command_settings import GenerateConfig
 from zeroshard.train.config.config import TrainConfig, load_config
+from zeroshard.train.config.named_code import require_trust
 from zeroshard.train.loop.run import checkpoint_folder
 from zeroshard.train.setup.assemble import DTYPES, make_model, separating_id
 from zeroshard.train.setup.build import choose_device
 from zeroshard.train.setup.hugging_face import load_model_tokenizer
 from zeroshard.train.setup.run_folder import tokenizer_folder
+from zeroshard.train.state.newest_checkpoint import newest_checkpoint
 from zeroshard.zero.optimizers.ema import EMA
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader, read_whole
 
@@ -61,7 +63,8 @@ def load_with_prompt(config: GenerateConfig) -> tuple[LanguageModel, Tokenizer, 
     Raises:
         UserError: as `run_generate`.
     """
-    model, tokenizer = load_for_text(Path(config.run), config.weights, config.dtype)
+    trusted = config.model.trust_remote_code
+    model, tokenizer = load_for_text(Path(config.run), config.weights, config.dtype, trusted)
     device = next(model.parameters()).device
     if config.message:
         chat = chat_of(config, tokenizer)
@@ -93,15 +96,19 @@ def nothing_in(folder: Path) -> UserError:
     return UserError("run", what, f"give a run folder, as {inside.parent if inside else 'runs/NAME'}")
 
 
-def load_for_text(folder: Path, weights: str = "last", dtype: str = "float32") -> tuple[LanguageModel, Tokenizer]:
+def load_for_text(
+    folder: Path, weights: str = "last", dtype: str = "float32", trust_remote_code: bool = False
+) -> tuple[LanguageModel, Tokenizer]:
     """The model and tokenizer of a run's checkpoint, or of a Hugging Face folder; in evaluation mode.
+
+    ``trust_remote_code``: whether code that the folder's files name may run.
 
     Raises:
         UserError: as `run_generate`.
     """
     if is_hugging_face(str(folder)):
         _last_alone(folder, weights)
-        model = model_config(str(folder))
+        model = model_config(str(folder), overrides={"trust_remote_code": trust_remote_code})
         with choose_device("auto", 0):
             return in_dtype(model.build().eval(), dtype), load_model_tokenizer(str(folder))
     if not (folder / "config.toml").is_file():
@@ -114,6 +121,7 @@ def load_for_text(folder: Path, weights: str = "last", dtype: str = "float32") -
         raise nothing_in(folder)
     path = checkpoint_of(folder, weights)
     trained = load_config(folder / "config.toml")
+    require_trust(trained.model, folder / "config.toml", trusted=trust_remote_code)
     if not tokenizer_folder(folder).is_dir():
         raise UserError("run", f"{folder} has no tokenizer", "import the model from a folder with its tokenizer.json")
     tokenizer = load_tokenizer(tokenizer_folder(folder))
@@ -140,7 +148,7 @@ def checkpoint_of(folder: Path, weights: str) -> Path:
         if not checkpoint.is_complete(kept / checkpoint.BEST):
             raise UserError("weights", f"{folder} keeps no best checkpoint", "train with --keep-best, or use last")
         return kept / checkpoint.BEST
-    path = checkpoint.latest(kept)
+    path = newest_checkpoint(kept)
     if path is None:
         raise UserError("run", f"{folder} has no complete checkpoint yet", "let it train up to one first")
     return path
@@ -236,17 +244,29 @@ def _document(tokens_T: Tensor, eos_id: int | None) -> Tensor:
 
 
 def draw(logits_V: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None) -> Tensor:
-    """Draw one token [1] from the logits [V]; the other arguments are those of `sample`."""
+    """Draw one token [1] from the logits [V]; the other arguments are those of `sample`.
+
+    Raises:
+        UserError: a logit is NaN or Inf.
+    """
+    if not logits_V.isfinite().all():
+        what = "the model computes NaN/Inf, as its weights or their dtype make it"
+        raise UserError("run", what, "take an earlier checkpoint, or another --dtype")
     if temperature == 0.0:
         return logits_V.argmax(keepdim=True)
     if 0 < top_k < logits_V.numel():
         least = logits_V.topk(top_k).values[-1]
         logits_V = logits_V.masked_fill(logits_V < least, float("-inf"))
-    chances_V = torch.softmax(logits_V / temperature, dim=-1)
+    scaled_V = logits_V / temperature
+    if not scaled_V.max().isfinite():  # so low that the quotients overflow: the limit, the likeliest tokens alone
+        scaled_V = torch.where(logits_V == logits_V.max(), 0.0, float("-inf"))
+    chances_V = torch.softmax(scaled_V, dim=-1)
     if top_p < 1.0:
         sorted_V, places_V = chances_V.sort(descending=True)
-        # A token is excluded if the likelier ones already reach top_p; so the likeliest is always included.
-        chances_V = chances_V.index_fill(0, places_V[sorted_V.cumsum(0) - sorted_V >= top_p], 0.0)
+        # A token is excluded if the likelier ones already reach top_p; the likeliest is always included.
+        is_beyond_V = sorted_V.cumsum(0) - sorted_V >= top_p
+        is_beyond_V[0] = False  # a top_p that is 0 in float32
+        chances_V = chances_V.index_fill(0, places_V[is_beyond_V], 0.0)
     return torch.multinomial(chances_V, 1, generator=generator)
 
 

@@ -41,7 +41,8 @@ def run_tasks(config: EvalConfig) -> int:
     for name in names:
         if name not in manager.all_tasks:
             raise UserError("tasks", f"the harness has no task {name!r}", "see `lm-eval ls tasks`, or give a .yaml")
-    model, tokenizer = load_for_text(Path(config.run), config.weights, config.dtype)
+    trusted = config.model.trust_remote_code
+    model, tokenizer = load_for_text(Path(config.run), config.weights, config.dtype, trusted)
     found: dict[str, Any] | None = harness.simple_evaluate(
         model=harness_model(model, tokenizer, config.micro_batch_size),
         tasks=names,

@@ -24,6 +24,7 @@ from zeroshard import checkpoint
 from zeroshard.checkpoint.consolidated import verified_manifest
 from zeroshard.checkpoint.manifest import Manifest
 from zeroshard.checkpoint.streamed_safetensors import StreamedTensor, drafted, intervals, write_streamed
+from zeroshard.columns import printable
 from zeroshard.data import Tokenizer, load_tokenizer, read_meta
 from zeroshard.data.portable import portable
 from zeroshard.errors import ExitStatus, UserError
@@ -36,12 +37,14 @@ from zeroshard.models.hugging_face.gpt2_llama_conversion import HFWeight, hf_con
 from zeroshard.models.hugging_face.model import HuggingFaceModel
 from zeroshard.train.config.command_settings import ExportConfig
 from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.named_code import require_trust
 from zeroshard.train.config.sizes import parse_size
 from zeroshard.train.config.validate import validate
 from zeroshard.train.loop.run import checkpoint_folder
 from zeroshard.train.setup.assemble import lora_of, model_overrides
 from zeroshard.train.setup.run_folder import tokenizer_folder
 from zeroshard.train.state.merged_weights import MergedWeights, transposed_weights
+from zeroshard.train.state.newest_checkpoint import newest_checkpoint
 from zeroshard.zero.optimizers.ema import EMA
 from zeroshard.zero.state.named_shards import ShardReader
 
@@ -91,7 +94,7 @@ def run_export(config: ExportConfig) -> int:
         _describe(draft, source, config.dtype)
     what = f"{config.dtype}, {num_bytes:,} bytes in {len(files)} file{'s' if len(files) > 1 else ''}"
     text = f"tokenizer {source.tokenizer.name}" if source.tokenizer else "no tokenizer: the run has no text"
-    print(f"step {source.manifest.step} of {config.source} in {out}: {what}, {text}")
+    print(printable(f"step {source.manifest.step} of {config.source} in {out}: {what}, {text}"))
     return int(ExitStatus.OK)
 
 
@@ -101,7 +104,8 @@ def _export_adapters(
     num_bytes = write_adapters(draft, model, reader, source.kind, _DTYPES[config.dtype])
     hf_folder_export.copy_text_files(source.run, draft, source.tokenizer)
     what = f"adapters of {base_of(model)}, {config.dtype}, {num_bytes:,} bytes"
-    print(f"step {source.manifest.step} of {config.source} in {config.out}: {what}; --merged writes the whole model")
+    told = f"step {source.manifest.step} of {config.source} in {config.out}: {what}"
+    print(printable(f"{told}; --merged writes the whole model"))
     return int(ExitStatus.OK)
 
 
@@ -143,6 +147,7 @@ def _open(config: ExportConfig) -> _Source:
     if not isinstance(manifest.extra.get("config"), dict):
         raise UserError("source", f"{path} does not say which model it is", "export a checkpoint of `zeroshard train`")
     trained = validate(TrainConfig, manifest.extra["config"])
+    require_trust(trained.model, path, trusted=config.model.trust_remote_code)
     kind = EMA if config.weights == "ema" else "param"
     shapes = {base_name(tensor.name): tensor.shape for tensor in manifest.tensors if tensor.kind == kind}
     if not shapes:
@@ -172,7 +177,7 @@ def _checkpoint_of(source: Path) -> tuple[Path, Path]:
     """Return the checkpoint in ``source`` (a run's latest, or ``source`` itself), and the run folder it belongs to."""
     if not (source / "config.toml").is_file():
         return source, source.parent.parent
-    path = checkpoint.latest(checkpoint_folder(source))
+    path = newest_checkpoint(checkpoint_folder(source))
     if path is None:
         raise UserError("source", f"{source} has no complete checkpoint yet", "let it train up to one first")
     return path, source

@@ -11,11 +11,12 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from zeroshard.columns import printable
 from zeroshard.errors import UserError, shortened
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.toml import read_toml
-from zeroshard.train.config.validate import validate
+from zeroshard.train.config.validate import fields_by_name, validate
 
 LONGEST_LINE = 1500  # most characters of an error's line; a single word has at most 200
 
@@ -44,7 +45,7 @@ def show_help(name: str, verb: Verb, raw: dict[str, Any]) -> None:
     if verb.reads_file:
         text += " Settings: defaults < --config FILE.toml < flags."
     for table, key in SHORTHANDS.items():
-        if table in verb.config.model_fields:
+        if f"{table}.{key}" in fields_by_name(verb.config):
             text += f" --{table} NAME stands for --{table}.{key} NAME."
     markers = (tyro.conf.PositionalRequiredArgs,)
     # a required positional has no default, so there is no instance to show defaults from
@@ -73,7 +74,7 @@ def say(line: str, *, all_ranks: bool = False) -> None:
     from zeroshard.launch import environment
 
     line = shortened(" ".join(map(shortened, line.split())), LONGEST_LINE)
-    line = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
+    line = printable(line)
     if environment.tell_launcher(line):
         return
     try:

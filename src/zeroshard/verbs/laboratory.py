@@ -74,7 +74,7 @@ def sweep(config: None, words: Sequence[str]) -> int:
 
     ``base`` and ``axes`` have the flags of a training run: ``--base.max-steps 30 --axes.strategy zero0 zero3``.
     """
-    from zeroshard.lab.sweep.cases import SweepConfig
+    from zeroshard.lab.sweep.cases import SweepConfig, require_asked_cases
     from zeroshard.lab.sweep.sweep import run_sweep
 
     def predicted(*asked: Any) -> int:
@@ -96,7 +96,10 @@ def sweep(config: None, words: Sequence[str]) -> int:
         flags[f"--base.{name[2:]}"] = replace(flag, path=("base", *flag.path))
         if flag.says:
             flags[f"--axes.{name[2:]}"] = Flag(("axes", ".".join(flag.path)), "many")
-    asked = validate(SweepConfig, merge(raw, read_flags(words, flags)))
+    given = read_flags(words, flags)
+    asked = validate(SweepConfig, merge(raw, given))
+    if path:
+        require_asked_cases(asked, given, path)
     return written(asked.out, lambda: run_sweep(asked, largest_micro_batch=predicted))
 
 

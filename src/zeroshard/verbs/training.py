@@ -25,8 +25,9 @@ from zeroshard.train.config.command_settings import (
 )
 from zeroshard.train.config.config import TrainConfig, merge, parse_nnodes
 from zeroshard.train.config.data_section import require_data
+from zeroshard.train.config.named_code import require_asked
 from zeroshard.train.config.sections import SHORTHANDS
-from zeroshard.train.config.validate import validate
+from zeroshard.train.config.validate import by_dotted_name, validate
 from zeroshard.verbs.base import read_file, say
 from zeroshard.verbs.working import cursor_given_back, working
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 NUM_STAGES = 4
 # Modules that each rank imports in any case. torch's optimizers import torch._dynamo at their first step: seconds.
 TRAINS = ("zeroshard.train.loop.loop", "torch._dynamo")
+_ASKS = "see what it printed"  # how a lost rank's line ends, see `zeroshard.comm`
 LEAST_BYTES_OF_A_RANK = 32 * 2**20  # private memory, even of a rank forked from a process that has imported torch
 
 
@@ -82,7 +84,9 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
             return run_training(config, _choose_stage if config.strategy == "auto" else None, _predict)
         except PeerError as error:
             lost_first = str(error).startswith("rank 0")
-            say(f"rank {world.rank if world else 0}: {error}; start again with --resume auto", all_ranks=lost_first)
+            why = "; if that is nothing, it was killed, perhaps for its memory" if _ASKS in str(error) else ""
+            line = f"rank {world.rank if world else 0}: {error}{why}; start again with --resume auto"
+            say(line, all_ranks=lost_first)
             return ExitStatus.PEER_LOST
 
 
@@ -241,6 +245,8 @@ def submit(config: SubmitConfig, argv: Sequence[str]) -> int:
     path, flags = take_option(words, "--config")
     given = read_flags(flags, flags_of(TrainConfig, SHORTHANDS))
     run = validate(TrainConfig, merge(read_file(path, TrainConfig) if path else {}, given))
+    if path:
+        require_asked(run, by_dotted_name(given), path)
     if run.nproc or run.nnodes != "1":
         raise UserError("nproc", "ranks are the cluster's to start", "say --nproc 0, and give submit --tasks-per-node")
     if run.resume == "none":

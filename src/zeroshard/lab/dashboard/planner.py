@@ -23,6 +23,7 @@ from zeroshard.lab.report.figure import BLACK, GREEN, GREY, VERMILLION, Axis, Fi
 from zeroshard.lab.report.interactive import CONFIG, as_plotly
 from zeroshard.lab.report.run_figures import CATEGORY_COLOURS
 from zeroshard.models.presets import PRESETS
+from zeroshard.train.config.named_code import require_trust
 from zeroshard.train.config.validate import validate
 
 BANDWIDTHS = ("100Mbit/s", "1Gbit/s", "10Gbit/s", "25Gbit/s", "100Gbit/s", "200Gbit/s", "400Gbit/s", "800Gbit/s")
@@ -107,6 +108,7 @@ def answer(given: Mapping[str, Any]) -> list[Any]:
 def _planned(given: tuple[tuple[str, Any], ...]) -> Plan:
     values = dict(given)
     config = validate(PlanConfig, {**values, "model": {"name": values["model"]}})
+    require_trust(config.model, "the request", trusted=False)
     stage = None if config.stage == "all" else int(config.stage)
     with _ONE_AT_A_TIME:
         return plan(**arguments(config), stage=stage, micro_batch=config.micro_batch or None)

@@ -32,9 +32,10 @@ from pydantic import Field, model_validator
 from zeroshard.errors import UserError
 from zeroshard.lab.sweep import remedies
 from zeroshard.train.config.config import TrainConfig, merge
+from zeroshard.train.config.named_code import require_asked
 from zeroshard.train.config.sections import SHORTHANDS, Config
 from zeroshard.train.config.sizes import parse_bandwidth, parse_size
-from zeroshard.train.config.validate import fields_by_name, nearest, validate
+from zeroshard.train.config.validate import by_dotted_name, fields_by_name, nearest, validate
 
 CHANGES_NO_RESULT = ("out", "port", "resume", "log_interval", "keep_checkpoints", "keep_every", "step_timeout_s")
 DIGITS = 12  # hexadecimal digits of a hash
@@ -192,6 +193,23 @@ def make_case(base: Mapping[str, Any], axes: Mapping[str, Any], fit_memory: str 
     except UserError as error:
         return Case(_hash(raw), dict(axes), None, str(error))
     return Case(case_name(config, fit_memory), dict(axes), config)
+
+
+def require_asked_cases(sweep: SweepConfig, asked: Mapping[str, Any], where: object) -> None:
+    """Raise UserError if a case names code that no flag of this command asks for.
+
+    Args:
+        sweep: settings of the sweep, of which some come from the file ``where``.
+        asked: those that flags of this command give.
+        where: the file, for the message.
+    """
+    of_flags = {*by_dotted_name(asked.get("base", {})), *asked.get("axes", {})}
+    if "crossover" not in asked:
+        for name in sweep.crossover:
+            require_asked({"strategy": name}, of_flags, where)
+    for case in cases_of(sweep):
+        if case.config is not None:
+            require_asked(case.config, of_flags, where)
 
 
 def case_name(config: TrainConfig, fit_memory: str = "") -> str:

@@ -37,6 +37,7 @@ from zeroshard.lab.sweep.time_to_loss import sweep_cases
 from zeroshard.launch.start_ranks import start_child
 from zeroshard.regular_files import open_binary, open_regular
 from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.named_code import flags_for_code
 from zeroshard.train.config.sizes import parse_bandwidth, parse_size
 from zeroshard.train.config.toml import dump_toml
 
@@ -183,7 +184,8 @@ class Runner:
             log.write(f"# {time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n".encode())
             log.flush()
             start = log.tell()
-            status = self._wait(start_child([*self.command, "--config", str(settings)], log))
+            words = ["--config", str(settings), *flags_for_code(config)]  # code runs by flags alone
+            status = self._wait(start_child([*self.command, *words], log))
         if status == ExitStatus.OK and read_run(target).state == "done":
             if not self.sweep.checkpoints:
                 shutil.rmtree(target / "checkpoints", ignore_errors=True)

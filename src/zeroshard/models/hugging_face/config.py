@@ -146,6 +146,7 @@ def _theirs(source: str, text: str, trust_remote_code: bool) -> Any:
         what = f"{_CONFIG_FILE} of {source} has model_type {shown(kind)}, which this transformers does not know"
         raise UserError("model", what, "install a newer transformers, or take another model")
     _require_causal(source, raw, causal)
+    _require_no_kernels(source, raw, trust_remote_code)
     try:
         config = auto.CONFIG_MAPPING[kind].from_dict(raw)
     except Exception as error:  # noqa: BLE001 -- each configuration checks itself in its own way
@@ -179,6 +180,14 @@ def _require_causal(source: str, raw: Mapping[str, Any], causal: Mapping[str, An
         raise UserError("model", f"{source} is a {said[0]}, without a causal language model head", _WHOLE_MODEL)
     if raw.get("quantization_config"):
         raise UserError("model", f"the weights of {source} are quantised", "take the model before quantisation")
+
+
+def _require_no_kernels(source: str, raw: Mapping[str, Any], trusted: bool) -> None:
+    """Raise UserError if ``config.json`` names kernels of the hub, which `transformers` would fetch and import."""
+    for key, value in raw.items():
+        if key.strip("_").endswith("_implementation") and "/" in str(value) and not trusted:
+            what = f"{_CONFIG_FILE} of {source} names the code {shown(value)} as its {key}"
+            raise UserError("model", what, "remove that key, or add --model.trust-remote-code where you trust it")
 
 
 def _number(config: Any, key: str) -> int:

@@ -209,11 +209,9 @@ def _built(config: HuggingFaceConfig) -> tuple[nn.Module, Any]:
         raise missing_transformers() from None
     theirs = config.theirs
     theirs.use_cache = False
-    options: dict[str, Any] = {"dtype": torch.float32}
+    options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": config.trust_remote_code}
     if config.attention != "auto":
         options["attn_implementation"] = config.attention
-    if config.trust_remote_code:
-        options["trust_remote_code"] = True
     try:
         return built_without_values(lambda: auto.from_config(theirs, **options))
     except UserError:

@@ -23,9 +23,18 @@ class PrepareConfig(Config):
     data: DataConfig = DataConfig()
 
 
+class TrustConfig(Config):
+    """Whether a command may run the code that a model's or a run's files name."""
+
+    trust_remote_code: bool = Field(
+        False, description="Run code that files of the run or model name: an hf: model's own Python files, module:name."
+    )
+
+
 class ExportConfig(Config):
     """Settings of `zeroshard export`: which weights to write as a Hugging Face model, and where."""
 
+    model: TrustConfig = TrustConfig()
     source: str = Field(min_length=1, description="Run folder (its newest checkpoint), or a checkpoint.")
     out: str = Field(min_length=1, description="New folder for the Hugging Face model.")
     weights: Literal["last", "ema"] = Field("last", description="The last step's, or their moving average.")
@@ -53,6 +62,7 @@ class ImportConfig(Config):
 class EvalConfig(Config):
     """Settings of `zeroshard eval`: the run to evaluate, and the data or tasks to evaluate it on."""
 
+    model: TrustConfig = TrustConfig()
     run: str = Field(
         min_length=1,
         description="Run folder (its newest checkpoint), a Hugging Face GPT-2 or LLaMA's, or hf:FOLDER, hf:OWNER/NAME.",
@@ -83,6 +93,7 @@ class EvalConfig(Config):
 class GenerateConfig(Config):
     """Settings of `zeroshard generate`: the run to sample from, the prompt, and how tokens are sampled."""
 
+    model: TrustConfig = TrustConfig()
     run: str = Field(
         min_length=1,
         description="Run folder, as in runs/NAME, a Hugging Face GPT-2 or LLaMA's, or hf:FOLDER, hf:OWNER/NAME.",

@@ -62,7 +62,7 @@ from zeroshard.train.setup.numerics import on_device
 from zeroshard.train.setup.packing_check import require_apart
 from zeroshard.train.setup.plan_request import contract_of
 from zeroshard.train.setup.ranks import join
-from zeroshard.train.setup.run_folder import claim_folder, describe_run
+from zeroshard.train.setup.run_folder import ClaimedFolder, describe_run
 from zeroshard.train.state import resume
 from zeroshard.train.state.init_from import load_initial_weights, with_initial_run
 from zeroshard.train.state.lock import RunLock
@@ -126,12 +126,12 @@ def build_run(
     if comm.rank == 0 and config.shortened_warmup:
         print(config.shortened_warmup, file=sys.stderr, flush=True)
     folder = Path(config.out)
-    locks: list[RunLock] = []  # filled on rank 0 alone
+    claimed: list[ClaimedFolder] = []  # filled on rank 0 alone
     with ExitStack() as undo:
-        undo.callback(lambda: [lock.close() for lock in locks])
+        undo.callback(lambda: [each.discard() for each in claimed])
         resuming = config.resume != "none"
-        first_rank_does(comm, lambda: locks.append(claim_folder(folder, resuming=resuming)))
-        lock = locks[0] if locks else None
+        first_rank_does(comm, lambda: claimed.append(ClaimedFolder(folder, resuming=resuming)))
+        lock = claimed[0].lock if claimed else None
         with checkpoint.parsed_once():
             run = _build_in(folder, config, comm, device, lock, choose_stage, predict)
         undo.pop_all()
@@ -232,9 +232,6 @@ def _with_records(
     predict: Predict | None,
 ) -> Run:
     """Return ``run`` with observers, measurements and plan; writes its configuration into the folder. Collective."""
-    first_rank_does(comm, run.describe)
-    observers: list[Observer] = []  # filled on rank 0 alone
-    first_rank_does(comm, lambda: observers.extend(_observers(config, run.folder)))
     observed = run.comm
     assert observed is not None
     observed.drain()
@@ -243,9 +240,8 @@ def _with_records(
     shapes = _shapes(config, corpus.vocab_size, separating_id(config, corpus.eos_id))
     chosen = run.stage is not None
     saves = isinstance(strategy.optimizer, FusedAdamW)
-    return replace(
+    run = replace(
         run,
-        observers=observers,
         num_flops_per_token=model.num_flops_per_token(config.seq_len),
         num_recomputed_flops_per_token=model.num_recomputed_flops_per_token(config.seq_len),
         peak_flops_per_s=_peak_flops_per_s(config.dtype, device),
@@ -254,6 +250,11 @@ def _with_records(
         contract=contract_of(config, shapes, observed, device, num_micro, predict, saves),
         about=about_run(config, run.folder, shapes, corpus, comm, device, num_micro, run.first_step, chosen=chosen),
     )
+    # Last, as a run that is refused leaves nothing behind.
+    first_rank_does(comm, run.describe)
+    observers: list[Observer] = []  # filled on rank 0 alone
+    first_rank_does(comm, lambda: observers.extend(_observers(config, run.folder)))
+    return replace(run, observers=observers)
 
 
 def _resumed(run: Run, path: Path, config: TrainConfig, corpus: Corpus, comm: Communicator) -> Run:

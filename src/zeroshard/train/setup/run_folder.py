@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import errno
+from contextlib import suppress
 from pathlib import Path
 
+from zeroshard import checkpoint
 from zeroshard.errors import UserError
 from zeroshard.regular_files import require_regular
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.toml import dump_toml
+from zeroshard.train.loop.run import checkpoint_folder
 from zeroshard.train.setup.corpus import Corpus
 from zeroshard.train.setup.hugging_face import keep_text_files
-from zeroshard.train.state.lock import RunLock
+from zeroshard.train.state.lock import RunLock, was_locked
 
 # Errors after which another --out helps, so they are a UserError; any other error is a failure of the disk.
 ANOTHER_FOLDER_HELPS = {
@@ -19,45 +22,82 @@ ANOTHER_FOLDER_HELPS = {
     *(errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL),
 }
 
+_WRITTEN = ("config.toml", "metrics.jsonl", "summary.json")  # files that a run writes over
+
 
 def tokenizer_folder(run_folder: Path) -> Path:
     """The folder inside a run folder for its tokenizer, so that the run can generate text without its training data."""
     return run_folder / "tokenizer"
 
 
-def claim_folder(folder: Path, *, resuming: bool) -> RunLock:
-    """Create the run folder, or check that the existing one may be used, and lock it.
+class ClaimedFolder:
+    """A run folder that is locked for this run: created, or checked that the existing one may be used.
+
+    Attributes:
+        lock: the lock.
 
     Raises:
-        UserError: another run is writing there; the folder has a run and this one does not resume; or the folder or a
-            file in it cannot be used.
+        UserError: another run is writing there; the folder has a run and this one does not resume; it has files of
+            another program; or the folder or a file in it cannot be used. Nothing is left behind.
         OSError: the disk is full or fails.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = RunLock(folder)
-    except OSError as error:
-        if error.errno not in ANOTHER_FOLDER_HELPS:
-            raise
-        raise UserError(
-            "out", f"{folder} cannot be written ({error.strerror})", "choose a folder that you may write"
-        ) from None
-    if not resuming and any((folder / name).exists() for name in ("config.toml", "metrics.jsonl")):
-        lock.close()
-        raise UserError("out", f"{folder} already holds a run", "choose another --out, or resume it with --resume auto")
-    for path in (folder / "config.toml", folder / "metrics.jsonl"):
+
+    def __init__(self, folder: Path, *, resuming: bool) -> None:
+        self._folder, self._there = folder, _written(folder)
+        self._made = [each for each in (folder, *folder.parents) if not each.exists()]  # the innermost first
+        is_run = was_locked(folder) or checkpoint.latest(checkpoint_folder(folder)) is not None
         try:
-            if path.exists():
-                require_regular(path)
+            folder.mkdir(parents=True, exist_ok=True)
+            self.lock = RunLock(folder)
         except OSError as error:
-            lock.close()
+            self._remove_made()
+            if error.errno not in ANOTHER_FOLDER_HELPS:
+                raise
+            raise UserError(
+                "out", f"{folder} cannot be written ({error.strerror})", "choose a folder that you may write"
+            ) from None
+        try:
+            _require_usable(folder, resuming=resuming, is_run=is_run)
+        except UserError:
+            self.discard()
+            raise
+
+    def discard(self) -> None:
+        """Release the folder; if the run never began, remove the lock and the empty folders that were made for it."""
+        if _written(self._folder) == self._there:
+            self.lock.discard()
+            self._remove_made()
+        else:
+            self.lock.close()
+
+    def _remove_made(self) -> None:
+        with suppress(OSError):  # one is not empty, or was never made
+            for each in self._made:
+                each.rmdir()
+
+
+def _written(folder: Path) -> list[Path]:
+    return [folder / name for name in _WRITTEN if (folder / name).exists()]
+
+
+def _require_usable(folder: Path, *, resuming: bool, is_run: bool) -> None:
+    """Raise UserError if ``folder`` has files that this run may not write over."""
+    there = _written(folder)
+    if there and not resuming:
+        raise UserError("out", f"{folder} already holds a run", "choose another --out, or resume it with --resume auto")
+    for path in there:
+        try:
+            require_regular(path)
+        except OSError as error:
             todo = "remove it, or choose another --out"
             raise UserError("out", f"{path} cannot be used ({error.strerror})", todo) from None
-    return lock
+    if there and not is_run:
+        what = f"{there[0]} is there, and {folder} holds no checkpoint and no lock of a run"
+        raise UserError("out", what, "choose another --out: this one is another program's")
 
 
 def describe_run(folder: Path, config: TrainConfig, corpus: Corpus) -> None:
-    """Write the configuration and tokenizer into the folder; `claim_folder` then treats it as that of a run."""
+    """Write the configuration and tokenizer into the folder; `ClaimedFolder` then treats it as that of a run."""
     (folder / "config.toml").write_text(dump_toml(config), encoding="utf-8")
     corpus.keep_tokenizer(tokenizer_folder(folder))
     keep_text_files(config, folder)

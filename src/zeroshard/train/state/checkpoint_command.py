@@ -14,11 +14,12 @@ from typing import NamedTuple
 from zeroshard import checkpoint
 from zeroshard.checkpoint.diff import differences
 from zeroshard.checkpoint.manifest import ITEM_BYTES, MANIFEST, Manifest
-from zeroshard.columns import columns
+from zeroshard.columns import columns, printable
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.train.config.validate import nearest
 from zeroshard.train.loop.run import checkpoint_folder
 from zeroshard.train.records.console import bytes_in_words
+from zeroshard.train.state.newest_checkpoint import newest_checkpoint
 
 
 def run_checkpoint(words: Sequence[str]) -> int:
@@ -106,7 +107,7 @@ def _verify(path: Path) -> ExitStatus:
     for each in paths:
         damages = checkpoint.verify(each)
         for damage in damages:
-            print(damage)
+            print(printable(str(damage)))
         if damages:
             status = ExitStatus.CHECK_FAILED
         else:
@@ -117,7 +118,7 @@ def _verify(path: Path) -> ExitStatus:
 def _diff(first: Path, second: Path) -> ExitStatus:
     num_lines = 0
     for line in differences(*(checkpoint.open_manifest(_newest(path)) for path in (first, second))):
-        print(line)
+        print(printable(line))
         num_lines += 1
     if not num_lines:
         print("no difference")
@@ -148,7 +149,7 @@ def _folder_of_many(path: Path) -> Path:
 def _newest(path: Path) -> Path:
     if not _is_run(path):
         return path
-    newest = checkpoint.latest(checkpoint_folder(path))
+    newest = newest_checkpoint(checkpoint_folder(path))
     if newest is None:
         raise UserError(str(path), "has no complete checkpoint", "let it train up to one first")
     return newest

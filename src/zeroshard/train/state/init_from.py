@@ -26,6 +26,7 @@ from zeroshard.models.hugging_face.gpt2_llama_conversion import from_hf_config
 from zeroshard.models.lora import initial_adapters
 from zeroshard.parallel import Strategy
 from zeroshard.train.config.config import TrainConfig, load_config
+from zeroshard.train.config.named_code import require_asked
 from zeroshard.train.config.sections import LoraConfig, ModelConfig
 from zeroshard.train.config.validate import validate
 from zeroshard.train.loop.run import checkpoint_folder
@@ -57,11 +58,14 @@ def with_initial_run(config: TrainConfig) -> TrainConfig:
         if saved is None:  # not written by `zeroshard train`; names and shapes are compared when it is loaded
             return config
         theirs, run = validate(ModelConfig, saved), source.parent.parent
+        named_in = source
     elif (source / "config.toml").is_file():
-        theirs = load_config(source / "config.toml").model
+        named_in = source / "config.toml"
+        theirs = load_config(named_in).model
     else:
         what = f"{source} holds no run (no config.toml), no checkpoint and no Hugging Face model"
         raise UserError("init_from", what, "give a run as runs/NAME, a checkpoint in it, or a folder with config.json")
+    require_asked({"model": theirs.model_dump()}, {f"model.{name}" for name in config.model.model_fields_set}, named_in)
     kept = tokenizer_folder(run)
     meta = read_meta(kept) if kept.is_dir() else None
     # A model of transformers may have more ids than its tokenizer, so its vocab_size is left alone.
@@ -97,7 +101,7 @@ def _with_hugging_face(config: TrainConfig, source: str) -> TrainConfig:
     The model is `transformers`' own if ``config`` names an ``hf:`` model, else the equivalent GPT-2 or LLaMA of ours.
     """
     if is_hugging_face(config.model.name):
-        theirs = ModelConfig(name=PREFIX + source)
+        theirs = ModelConfig(name=PREFIX + source, trust_remote_code=config.model.trust_remote_code)
     else:
         text = config_text(source)
         try:

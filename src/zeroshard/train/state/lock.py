@@ -35,6 +35,7 @@ class RunLock:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / LOCK
+        self._is_new = not self._path.exists()
         self._descriptor = _open(self._path)
         try:
             self._hold()
@@ -94,11 +95,22 @@ class RunLock:
             return True
         return False
 
+    def discard(self) -> None:
+        """Release the lock of a run that never began, and remove the file if this run made it."""
+        if self._is_new and self._descriptor >= 0:
+            self._path.unlink(missing_ok=True)  # before it is released: then another run may have it
+        self.close()
+
     def close(self) -> None:
         """Release the lock; may be called twice."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def was_locked(folder: Path) -> bool:
+    """Whether a run of ours has had its lock in ``folder``, running or ended."""
+    return isinstance(_read(folder / LOCK).get("attempt"), int)
 
 
 def _open(path: Path) -> int:

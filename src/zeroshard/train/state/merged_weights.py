@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor, nn
 
+from zeroshard.errors import UserError
 from zeroshard.models.adapters import adapted_name, adapters_of, base_name
 from zeroshard.zero.optimizers.ema import EMA
 from zeroshard.zero.state.named_shards import ShardReader
@@ -34,25 +35,36 @@ class MergedWeights:
         return self._reader.kinds(self._saved(name))
 
     def read(self, name: str, kind: str, interval: tuple[int, int]) -> Tensor:
-        """Return ``[start, stop)`` of the flattened weight: 1-D, on the CPU; float32 if adapters were merged."""
+        """Return ``[start, stop)`` of the flattened weight: 1-D, on the CPU; float32 if adapters were merged.
+
+        Raises:
+            UserError: an adapter is missing, or does not have the weight's shape.
+        """
         saved = self._saved(name)
         values = self._reader.read(saved, kind, interval)
         if saved == name or not name.endswith(".weight") or kind not in ("param", EMA):
             return values
         start, stop = interval
-        num_rows, width = self._reader.kinds(saved)[kind]
-        first, last = start // width, -(-stop // width)
+        shape = self._reader.kinds(saved)[kind]
         a_name, b_name = adapters_of(saved)
         a, b = self._whole(a_name, kind), self._whole(b_name, kind)  # [rank, in], [out, rank]
+        product = (b.shape[0], a.shape[1])
+        if a.shape[0] != b.shape[1] or shape != (product[::-1] if name in self._transposed else product):
+            what = f"its adapters have shapes {tuple(a.shape)} and {tuple(b.shape)}, the weight {shape}"
+            raise UserError(name, what, "take a checkpoint that `zeroshard train` wrote")
+        width = shape[1]
+        first, last = start // width, -(-stop // width)
         rows = a[:, first:last].t() @ b.t() if name in self._transposed else b[first:last] @ a
-        assert rows.shape == (last - first, width), f"{name}: {num_rows} x {width}"
         return values.float() + self._scale * rows.flatten()[start - first * width : stop - first * width]
 
     def _saved(self, name: str) -> str:
         return name if self._reader.kinds(name) else adapted_name(name)
 
     def _whole(self, name: str, kind: str) -> Tensor:
-        shape = self._reader.kinds(name)[kind]
+        shape = self._reader.kinds(name).get(kind, ())
+        if len(shape) != 2:
+            what = f"the checkpoint has no matrix of this adapter ({kind})"
+            raise UserError(name, what, "take a checkpoint that `zeroshard train` wrote")
         return self._reader.read(name, kind, (0, shape[0] * shape[1])).view(shape).float()
 
 

@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard import checkpoint
+from zeroshard.columns import printable
 from zeroshard.comm import Communicator
 from zeroshard.errors import UserError
+from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.models.presets import model_config
 from zeroshard.optim import learning_rate
 from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.named_code import names_code
 from zeroshard.train.config.sections import ModelConfig
 from zeroshard.train.config.validate import by_dotted_name, validate
 from zeroshard.train.records.trackers import forget_run
@@ -184,11 +187,18 @@ def check_model(
     """Raise UserError if two ``model`` tables describe different models.
 
     The resolved values are compared, so a preset equals a table that spells out the preset's values. ``free``: names of
-    settings that may differ.
+    settings that may differ. ``before`` may come from data: code that it names runs only if ``now`` names the same.
     """
+    saved, asked = validate(ModelConfig, before), validate(ModelConfig, now)
+    if saved.name != asked.name and (names_code("model.name", saved.name) or _is_hf(saved) != _is_hf(asked)):
+        what = f"the checkpoint's model has {saved.name}, this one {asked.name}"
+        raise UserError("model.name", what, f"use {saved.name}, or start another run")
+    if _is_hf(saved):
+        name = asked.name if saved.config_json else saved.name  # the text decides, wherever the folder lies now
+        trusted = asked.trust_remote_code and name == asked.name
+        saved = saved.model_copy(update={"name": name, "trust_remote_code": trusted})
     resolved = []
-    for table in (before, now):
-        model = validate(ModelConfig, table)
+    for model in (saved, asked):
         overrides = model_overrides(model)
         for name in free:
             overrides.pop(name, None)
@@ -202,6 +212,10 @@ def check_model(
                 f"the checkpoint's model has {old.get(key)}, this one {new.get(key)}",
                 f"use {old.get(key)}, or start another run",
             )
+
+
+def _is_hf(model: ModelConfig) -> bool:
+    return is_hugging_face(model.name)
 
 
 def say_start(comm: Communicator, path: Path, changes: list[str]) -> None:
@@ -230,4 +244,4 @@ def leave_branch(folder: Path, step: int) -> None:
 
 def _say(comm: Communicator, line: str) -> None:
     if comm.rank == 0:
-        print(line, file=sys.stderr, flush=True)
+        print(printable(line), file=sys.stderr, flush=True)

@@ -1,22 +1,27 @@
 """Reads what a run saved in a checkpoint's ``extra`` (everything but tensors), with types and ranges checked.
 
-``extra`` may contain any JSON. A resumed run computes with some of its values, so types and ranges of those are checked
-first. A missing value is not an error.
+``extra`` may contain any JSON. A resumed run computes with its values, so they are checked first: the configuration by
+the class that checks a file (`TrainConfig`), everything else by the classes below. A missing value is not an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from zeroshard import checkpoint
 from zeroshard.errors import UserError
+from zeroshard.optim.loss_scale import SMALLEST_SCALE
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.validate import validate
 
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
+_MISSING: Any = None  # a default, which is not validated: what is missing is allowed, and null is not
+_TODO = "take a checkpoint that `zeroshard train` wrote"
 
 
 class _Facts(BaseModel):
@@ -24,8 +29,10 @@ class _Facts(BaseModel):
 
 
 class _Position(_Facts):
+    step: _Count = 0
     tokens: _Count = 0
     tokens_per_step: _Count = 0
+    stream: dict[str, Any] = {}
 
 
 class _Guard(_Facts):
@@ -36,7 +43,7 @@ class _Guard(_Facts):
 
 
 class _Scaler(_Facts):
-    scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    scale: Annotated[float, Field(ge=SMALLEST_SCALE, allow_inf_nan=False)]
     num_since_overflow: _Count
     num_skipped: _Count
 
@@ -46,33 +53,73 @@ class _Best(_Facts):
     loss: _Finite | None
     num_worse: _Count
 
-
-class _Config(_Facts):
-    strategy: str = ""
-    model: dict[str, Any] = {}
+    @model_validator(mode="after")
+    def _one_with_the_other(self) -> Self:
+        if (self.step is None) != (self.loss is None):
+            raise ValueError("one of step and loss is missing; give both")
+        return self
 
 
 class _SavedRun(_Facts):
-    config: _Config = _Config()
+    config: dict[str, Any] = {}
     position: _Position = _Position()
     data_sha256: str = ""
-    guard: _Guard | None = None
-    loss_scaler: _Scaler | None = None
-    best: _Best | None = None
+    guard: _Guard = _MISSING
+    guards: list[_Guard] = []
+    loss_scaler: _Scaler = _MISSING
+    best: _Best = _MISSING
 
 
 def saved_run(path: Path) -> Mapping[str, Any]:
-    """Return the ``extra`` of a run's checkpoint.
+    """Return the ``extra`` of a run's checkpoint; its ``config`` has the settings that this version knows.
 
     Raises:
         UserError: the checkpoint is incomplete, or a value in ``extra`` has a wrong type or is out of range.
     """
-    extra = checkpoint.read_manifest(path).extra
+    manifest = checkpoint.read_manifest(path)
     try:
-        _SavedRun.model_validate(extra)
+        found = _SavedRun.model_validate(manifest.extra)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in ("extra", *first["loc"]))
         what = f"{path} says {where} is {ascii(first['input'])[:60]} ({first['msg']})"
-        raise UserError("resume", what, "take a checkpoint that `zeroshard train` wrote") from None
-    return extra
+        raise UserError("resume", what, _TODO) from None
+    skipped = found.guard.num_skipped if found.guard else 0
+    if "step" in found.position.model_fields_set and found.position.step != manifest.step:
+        what = f"{path} says extra.position.step is {found.position.step}, and it is of step {manifest.step}"
+        raise UserError("resume", what, _TODO)
+    if skipped > manifest.step:
+        what = f"{path} says extra.guard.num_skipped is {skipped}, and it is of step {manifest.step}"
+        raise UserError("resume", what, _TODO)
+    return {**manifest.extra, **({"config": _settings(path, found.config)} if found.config else {})}
+
+
+def _settings(path: Path, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the run's settings, checked as those of a file; those that another version had are left out."""
+    try:
+        known = _known(saved, TrainConfig)
+        checked = validate(TrainConfig, known).model_dump(mode="json")
+    except UserError as error:
+        what = f"{path} says extra.config.{error.field} is wrong: {error.what}"
+        raise UserError("resume", what, _TODO) from None
+    return _of_these(known, checked)
+
+
+def _known(saved: Mapping[str, Any], kind: type[BaseModel], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in filter(saved.__contains__, kind.model_fields):
+        value, inner = saved[name], kind.model_fields[name].annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            if not isinstance(value, Mapping):
+                raise UserError(prefix + name, f"{ascii(value)[:60]} is not a table", _TODO)
+            value = _known(value, inner, f"{prefix}{name}.")
+        found[name] = value
+    return found
+
+
+def _of_these(names: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of ``values`` that ``names`` has; defaults of this version are not what the run had."""
+    return {
+        name: _of_these(inner, values[name]) if isinstance(inner, Mapping) else values[name]
+        for name, inner in names.items()
+    }
