@@ -155,7 +155,7 @@ def probe(
     Raises:
         Exception: whatever the class itself raises when it is built with these settings for any tensor.
     """
-    with _borrowed_generators(), torch.device("cpu"), torch.inference_mode(False), torch.enable_grad():
+    with borrowed_generators(), torch.device("cpu"), torch.inference_mode(False), torch.enable_grad():
         subject, alone, failures = _meet(optimizer_cls, settings, group, device)
         if not alone:
             failure = next((failure for failure in failures if failure.built), None)
@@ -284,7 +284,7 @@ def _or_none(run: Callable[[], list[Tensor]]) -> list[Tensor] | None:
 
 
 @contextmanager
-def _borrowed_generators() -> Generator[None]:
+def borrowed_generators() -> Generator[None]:
     """After this block, restore every random generator that an optimizer may draw from."""
     numpy = _numpy_random()
     python_state, numpy_state = random.getstate(), numpy.get_state() if numpy else None

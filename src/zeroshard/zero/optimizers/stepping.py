@@ -86,7 +86,7 @@ class Stepping:
         """Raise ValueError, if replicas take local steps, for an optimizer that keeps weights in its state."""
         if self.replicas is not None and not isinstance(piecewise.optimizer, SavesPasses):
             name = type(piecewise.optimizer).__name__
-            require_no_weights_in_state(name, piecewise.made_of, piecewise.optimizer.param_groups)
+            require_no_weights_in_state(name, piecewise.make, piecewise.optimizer.param_groups)
 
     def _know(self, piecewise: PiecewiseOptimizer) -> None:
         self._known.append(piecewise)

@@ -31,7 +31,7 @@ from zeroshard.zero.buffers.layout import Piece
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.replicas.outer import Outer
 from zeroshard.zero.replicas.replicas import Replicas
-from zeroshard.zero.state.named_shards import MODEL_KINDS, NamedShard, ShardReader, of_replica
+from zeroshard.zero.state.named_shards import MODEL_KINDS, NamedShard, ReadsSettings, ShardReader, of_replica
 
 LOCAL = "local"
 
@@ -106,6 +106,7 @@ class ReplicaReader:
 
     def __init__(self, reader: ShardReader, number: int) -> None:
         self._reader, self._number = reader, number
+        self.param_groups = reader.param_groups if isinstance(reader, ReadsSettings) else ()
 
     def kinds(self, name: str) -> Mapping[str, tuple[int, ...]]:
         """As `ShardReader.kinds`, for the state that this replica loads."""

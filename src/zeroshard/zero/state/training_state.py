@@ -8,13 +8,16 @@ replicated, each rank writes the part that it would own otherwise. If there are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zeroshard.zero.buffers.unit import FlatGroup
+from zeroshard.zero.optimizers.kept_states import Kept, ParamFacts, SavedState, alike, of_groups
 from zeroshard.zero.optimizers.methods import load_pieces
 from zeroshard.zero.optimizers.piecewise import SCALAR_STATES, PiecewiseOptimizer
 from zeroshard.zero.runtime.runtime import Runtime
@@ -22,10 +25,14 @@ from zeroshard.zero.state.named_shards import (
     GATHERED,
     MODEL_KINDS,
     ROUNDING,
+    SCALAR_KINDS,
     NamedShard,
     ShardReader,
+    after_restoring,
     read_whole,
     require_shape,
+    saved_dtype,
+    saved_settings,
 )
 
 
@@ -86,8 +93,12 @@ def load_named_shards(
     """See `Zero.load_named_shards`. Returns the parameters with saved states that no optimizer took."""
     members = {param for optimizer in optimizers for param in optimizer.members}
     missed: set[nn.Parameter] = set()
-    states: dict[nn.Parameter, dict[str, Tensor]] = {}
+    states: dict[nn.Parameter, dict[str, Any]] = {}
     _require_shapes(model, runtime, reader)
+    kept: dict[str, Kept] = {}
+    for optimizer in optimizers:
+        groups = zip(optimizer.optimizer.param_groups, optimizer.facts(), strict=True)
+        kept.update(_kept_by(optimizer.make, groups, reader))
     with torch.no_grad():
         for group in runtime.groups():
             for slot, param in zip(group.params.layout.slots, group.params.params, strict=True):
@@ -95,15 +106,10 @@ def load_named_shards(
                     missed.add(param)
             for piece, shard in zip(group.params.pieces, group.shards, strict=True):
                 slot = group.params.layout.slots[piece.slot]
-                kinds = reader.kinds(slot.name)
                 shard.copy_(reader.read(slot.name, "param", piece.interval).view(piece.shape))
-                states[shard] = {
-                    kind: read_whole(reader, slot.name, kind, shape)
-                    if group.whole
-                    else _read_state(reader, slot.name, kind, shape, slot.shape, piece.interval)
-                    for kind, shape in kinds.items()
-                    if kind not in MODEL_KINDS
-                }
+                if slot.name in kept:
+                    interval = None if group.whole else piece.interval
+                    states[shard] = read_states(reader, slot.name, kept[slot.name], slot.shape, interval)
             torch.autograd.graph.increment_version(group.params.params)  # a backward through an older graph must fail
             group.params.mark_stale()
             _load_gathered(group, reader)
@@ -121,6 +127,8 @@ def _require_shapes(model: nn.Module, runtime: Runtime, reader: ShardReader) -> 
     for group in runtime.groups():
         for slot in group.params.layout.slots:
             require_shape(reader, slot.name, "param", slot.shape)
+            for kind in reader.kinds(slot.name).keys() & MODEL_KINDS - {"param", "buffer"}:
+                require_shape(reader, slot.name, kind, () if kind in SCALAR_KINDS else slot.shape)
     for name, buffer in persistent_buffers(model).items():
         if "buffer" in reader.kinds(name):
             require_shape(reader, name, "buffer", tuple(buffer.shape))
@@ -165,20 +173,64 @@ def reader_of(runtime: Runtime, reader: ShardReader, kind: str) -> Callable[[Ten
     return read
 
 
-def _read_state(
+def states_kept(
+    optimizer: Optimizer,
+    make: partial[Optimizer],
+    params: Mapping[str, Tensor],
     reader: ShardReader,
-    name: str,
-    kind: str,
-    shape: tuple[int, ...],
-    param_shape: tuple[int, ...],
-    interval: tuple[int, int],
-) -> Tensor:
-    if kind in SCALAR_STATES or shape != param_shape:
-        return reader.read(name, kind, (0, 1)).reshape(())
-    return reader.read(name, kind, interval)
+) -> dict[str, Kept]:
+    """Return what an optimizer of whole ``params`` keeps of those with saved states; UserError if it keeps others.
+
+    Args:
+        optimizer: the optimizer that will load the states.
+        make: makes another one of its class and settings.
+        params: all parameters that it updates, by name.
+        reader: reads the saved states.
+    """
+    facts = {
+        id(param): ParamFacts(name, tuple(param.shape), param.dtype, param.device) for name, param in params.items()
+    }
+    groups = [[facts[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+    return _kept_by(make, zip(optimizer.param_groups, groups, strict=True), reader)
 
 
-def _load_optimizer(piecewise: PiecewiseOptimizer, states: Mapping[nn.Parameter, dict[str, Tensor]]) -> None:
+def _kept_by(
+    make: partial[Optimizer],
+    groups: Iterable[tuple[Mapping[str, Any], Sequence[ParamFacts]]],
+    reader: ShardReader,
+) -> dict[str, Kept]:
+    """See `zeroshard.zero.optimizers.kept_states.of_groups`; ``groups``: current settings and parameters."""
+    found: list[tuple[Mapping[str, Any], Mapping[str, Any] | None, Sequence[ParamFacts]]] = []
+    for settings, params in groups:
+        saved = saved_settings(reader, (param.name for param in params))
+        found.append(({**settings, **after_restoring(settings, saved or {})}, saved, params))
+    return of_groups(make, found, cache(partial(_saved_states, reader)))
+
+
+def _saved_states(reader: ShardReader, name: str) -> dict[str, SavedState]:
+    kinds = {kind: shape for kind, shape in reader.kinds(name).items() if kind not in MODEL_KINDS}
+    return {kind: SavedState(shape, saved_dtype(reader, name, kind)) for kind, shape in kinds.items()}
+
+
+def read_states(
+    reader: ShardReader, name: str, kept: Kept, param_shape: tuple[int, ...], interval: tuple[int, int] | None
+) -> dict[str, Any]:
+    """Read the states of one piece of a parameter; ``interval``: of the piece, None: the parameter is whole."""
+    found: dict[str, Any] = {}
+    for kind, shape in reader.kinds(name).items():
+        if kind in MODEL_KINDS:
+            continue
+        if interval is None:
+            value = read_whole(reader, name, kind, shape)
+        elif kind in SCALAR_STATES or shape != param_shape:
+            value = reader.read(name, kind, (0, 1)).reshape(())
+        else:
+            value = reader.read(name, kind, interval)
+        found[kind] = alike(kept.get(kind), value)
+    return found
+
+
+def _load_optimizer(piecewise: PiecewiseOptimizer, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
     """Load the states of the optimizer's pieces; its settings do not change."""
     groups: list[dict[str, Any]] = []
     loaded: dict[int, dict[str, Any]] = {}
