@@ -266,3 +266,18 @@ def test_an_optimizers_own_load_refuses_what_it_does_not_keep(stage, cls):
     ):
         optimizer.load_state_dict(momentum.state_dict())
     optimizer.load_state_dict(good)
+
+
+def test_a_sharded_optimizer_refuses_what_it_does_not_keep():
+    net, one = _net(), _net()
+    optimizer = zeroshard.ShardedOptimizer(net.parameters(), optim.AdamW, lr=0.01)
+    momentum, adamw = optim.SGD(one.parameters(), 0.1, momentum=0.9), optim.AdamW(one.parameters())
+    for its in (momentum, adamw):
+        _steps(one, its, LocalCommunicator(), range(1))
+    with pytest.raises(UserError, match=r"AdamW keeps .* of parameter 0, and saved are momentum_buffer"):
+        optimizer.load_state_dict(momentum.state_dict())
+    state = adamw.state_dict()
+    state["state"][1]["exp_avg"] = torch.zeros(2)
+    with pytest.raises(UserError, match=r"exp_avg of parameter 1 has the shape \(2,\), and AdamW keeps \(11,\)"):
+        optimizer.load_state_dict(state)
+    optimizer.load_state_dict(adamw.state_dict() | {"state": {}})

@@ -59,12 +59,13 @@ class FlatParams:
             gather in flight in that format; the second copy of sharded weights, if there is one.
         common: the common copy to which differences are sent; None if weights are not sent as differences.
         whole, stale: whether ``full`` has memory (its gather may be in flight); whether the master is newer than it.
-        shown: what the parameters show.
+        shown, absent: what the parameters show; those that have left the model, as far as `take_names` has noticed.
         on_read: called before a read of a parameter whose values are stale or freed, and ends in `show_as_current`;
             None: reads are not watched. See [Note: Read between steps] in `outdated`.
     """
 
     on_read: Callable[[], None] | None = None
+    absent: frozenset[nn.Parameter] = frozenset()
 
     def __init__(
         self,

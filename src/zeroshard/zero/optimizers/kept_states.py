@@ -269,3 +269,37 @@ def of_groups(
             if states:
                 found[param.name] = kept.require(param, states)
     return found
+
+
+def require_kept(
+    make: partial[Optimizer],
+    groups: Iterable[Mapping[str, Any]],
+    saved_groups: Iterable[Mapping[str, Any]],
+    params: Iterable[Sequence[ParamFacts]],
+    states: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Raise UserError unless an unsharded state dict has the states that an optimizer keeps with the settings in it.
+
+    Args:
+        make: as for `KeptStates`.
+        groups, saved_groups: the optimizer's param groups, and those of the state dict.
+        params: the parameters of each.
+        states: of the state dict, by the names of ``params``.
+    """
+    saved = {
+        name: {kind: SavedState.of(value) for kind, value in state.items() if isinstance(value, Tensor | int | float)}
+        for name, state in states.items()
+    }
+    facts = [({**own, **theirs}, theirs, some) for own, theirs, some in zip(groups, saved_groups, params, strict=True)]
+    of_groups(make, facts, lambda name: saved.get(name, {}), STATE_DICT)
+
+
+def require_numbered(
+    make: partial[Optimizer], groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]
+) -> None:
+    """Do as `require_kept` for an optimizer of whole parameters, which ``state_dict`` numbers."""
+    saved_groups = state_dict["param_groups"]
+    pairs = [zip(saved["params"], own["params"], strict=True) for saved, own in zip(saved_groups, groups, strict=True)]
+    facts = [[ParamFacts(f"parameter {n}", tuple(p.shape), p.dtype, p.device) for n, p in some] for some in pairs]
+    states = {f"parameter {number}": state for number, state in state_dict["state"].items()}
+    require_kept(make, groups, saved_groups, facts, states)

@@ -140,6 +140,10 @@ class ShardedParams:
         group, slot = self._homes[param]
         return group.params.layout.slots[slot].name
 
+    def present(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Those of ``params`` that have not left the model."""
+        return [param for param in params if param not in self._homes[param][0].params.absent]
+
     def kept_whole(self) -> set[nn.Parameter]:
         """The parameters whose layout keeps each tensor whole on one rank."""
         return {param for param, (group, _) in self._homes.items() if group.whole}
@@ -243,8 +247,8 @@ class PiecewiseOptimizer:
         return {param for chosen in self.by_group for param in chosen}
 
     def facts(self) -> list[list[ParamFacts]]:
-        """What the optimizer knows of its parameters, for each param group."""
-        return [[self._facts_of(param) for param in chosen] for chosen in self.by_group]
+        """What the optimizer knows of its parameters that are in the model, for each param group."""
+        return [[self._facts_of(param) for param in self.sharded.present(chosen)] for chosen in self.by_group]
 
     def _facts_of(self, param: nn.Parameter) -> ParamFacts:
         group, slot = self.sharded.home(param)

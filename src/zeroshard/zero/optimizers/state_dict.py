@@ -16,12 +16,11 @@ from torch import Tensor, nn
 
 from zeroshard.zero.buffers.layout import Piece
 from zeroshard.zero.buffers.unit import FlatGroup
-from zeroshard.zero.optimizers.kept_states import STATE_DICT, SavedState, of_groups
+from zeroshard.zero.optimizers.kept_states import require_kept
 from zeroshard.zero.optimizers.piecewise import SCALAR_STATES, PiecewiseOptimizer
 from zeroshard.zero.state.restage import State, states_of
 
 _PER_PARAM = ("params", "param_names")
-_STATES = (Tensor, int, float)
 
 
 def whole_here(piecewise: PiecewiseOptimizer) -> dict[str, Any]:
@@ -93,7 +92,8 @@ def cut_into_pieces(piecewise: PiecewiseOptimizer, state_dict: Mapping[str, Any]
     saved = {
         param: state_dict["state"][key] for param, key in _pairs(piecewise, saved_groups) if key in state_dict["state"]
     }
-    _require_kept(piecewise, saved_groups, saved)
+    states = {piecewise.sharded.name(param): state for param, state in saved.items()}
+    require_kept(piecewise.make, piecewise.optimizer.param_groups, saved_groups, piecewise.facts(), states)
     state: dict[int, State] = {}
     groups: list[dict[str, Any]] = []
     number = 0
@@ -110,23 +110,6 @@ def cut_into_pieces(piecewise: PiecewiseOptimizer, state_dict: Mapping[str, Any]
         groups.append({**options, "params": list(range(first, number))})
     numbered = {key: value for key, value in state_dict["state"].items() if not isinstance(key, int | str)}
     return {"state": {**numbered, **state}, "param_groups": groups}
-
-
-def _require_kept(
-    piecewise: PiecewiseOptimizer, saved_groups: list[Mapping[str, Any]], saved: Mapping[nn.Parameter, State]
-) -> None:
-    """Raise UserError unless the ``saved`` states are those that the optimizer keeps with the settings beside them."""
-    states = {
-        piecewise.sharded.name(param): {k: SavedState.of(v) for k, v in state.items() if isinstance(v, _STATES)}
-        for param, state in saved.items()
-    }
-    groups = zip(piecewise.optimizer.param_groups, saved_groups, piecewise.facts(), strict=True)
-    of_groups(
-        piecewise.make,
-        [({**group, **theirs}, theirs, params) for group, theirs, params in groups],
-        lambda name: states.get(name, {}),
-        STATE_DICT,
-    )
 
 
 def cut_states(piecewise: PiecewiseOptimizer) -> None:

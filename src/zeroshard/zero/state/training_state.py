@@ -21,6 +21,7 @@ from zeroshard.zero.optimizers.kept_states import Kept, ParamFacts, SavedState, 
 from zeroshard.zero.optimizers.methods import load_pieces
 from zeroshard.zero.optimizers.piecewise import SCALAR_STATES, PiecewiseOptimizer
 from zeroshard.zero.runtime.runtime import Runtime
+from zeroshard.zero.state.full_state import outside, take_names
 from zeroshard.zero.state.named_shards import (
     GATHERED,
     MODEL_KINDS,
@@ -49,6 +50,7 @@ def named_shards(model: nn.Module, runtime: Runtime, optimizers: Sequence[Statef
     """See `Zero.named_shards`."""
     if not runtime.levels.writes:
         return
+    take_names(model, runtime)
     rank = runtime.levels.shard.rank
     for group in runtime.groups():
         group.params.take_changes()
@@ -61,6 +63,8 @@ def named_shards(model: nn.Module, runtime: Runtime, optimizers: Sequence[Statef
             yield NamedShard(first, ROUNDING, (), (0, 1), torch.tensor([step]))
         for piece, shard in zip(group.params.pieces, group.shards, strict=True):
             slot = group.params.layout.slots[piece.slot]
+            if group.params.params[piece.slot] in group.params.absent:
+                continue
             for own in group.params.layout.owned(rank):
                 if own.slot != piece.slot or not piece.interval[0] <= own.interval[0] < piece.interval[1]:
                     continue
@@ -80,11 +84,13 @@ def named_shards(model: nn.Module, runtime: Runtime, optimizers: Sequence[Statef
                         yield NamedShard(slot.name, kind, (), (0, 1), value.reshape(1))
     if rank == 0:
         for group in runtime.groups():
-            for slot in group.params.layout.slots:
-                if 0 in slot.shape:  # no rank owns a piece of it, yet a load at another stage asks for its name
+            for slot, param in zip(group.params.layout.slots, group.params.params, strict=True):
+                if 0 in slot.shape and param not in group.params.absent:
+                    # No rank owns a piece of it, yet a load at another stage asks for its name.
                     yield NamedShard(slot.name, "param", slot.shape, (0, 0), group.params.full[:0])
-        for name, buffer in persistent_buffers(model).items():
-            yield NamedShard(name, "buffer", tuple(buffer.shape), (0, buffer.numel()), buffer.detach().reshape(-1))
+        beside = (("param", outside(model)), ("buffer", persistent_buffers(model)))
+        for name, kind, tensor in ((name, kind, each) for kind, named in beside for name, each in named.items()):
+            yield NamedShard(name, kind, tuple(tensor.shape), (0, tensor.numel()), tensor.detach().reshape(-1))
 
 
 def load_named_shards(
@@ -94,6 +100,7 @@ def load_named_shards(
     members = {param for optimizer in optimizers for param in optimizer.members}
     missed: set[nn.Parameter] = set()
     states: dict[nn.Parameter, dict[str, Any]] = {}
+    take_names(model, runtime)
     _require_shapes(model, runtime, reader)
     kept: dict[str, Kept] = {}
     for optimizer in optimizers:
@@ -102,10 +109,12 @@ def load_named_shards(
     with torch.no_grad():
         for group in runtime.groups():
             for slot, param in zip(group.params.layout.slots, group.params.params, strict=True):
-                if param not in members and not MODEL_KINDS.issuperset(reader.kinds(slot.name)):
+                if param not in members | group.params.absent and not MODEL_KINDS.issuperset(reader.kinds(slot.name)):
                     missed.add(param)
             for piece, shard in zip(group.params.pieces, group.shards, strict=True):
                 slot = group.params.layout.slots[piece.slot]
+                if group.params.params[piece.slot] in group.params.absent:
+                    continue
                 shard.copy_(reader.read(slot.name, "param", piece.interval).view(piece.shape))
                 if slot.name in kept:
                     interval = None if group.whole else piece.interval
@@ -114,9 +123,9 @@ def load_named_shards(
             group.params.mark_stale()
             _load_gathered(group, reader)
             _load_rounding(group, reader)
-        for name, buffer in persistent_buffers(model).items():
-            if "buffer" in reader.kinds(name):
-                buffer.copy_(read_whole(reader, name, "buffer", tuple(buffer.shape)))
+        for kind, named in (("param", outside(model)), ("buffer", persistent_buffers(model))):
+            for name in (name for name in named if kind in reader.kinds(name)):
+                named[name].copy_(read_whole(reader, name, kind, tuple(named[name].shape)))
     for optimizer in optimizers:
         _load_optimizer(optimizer, states)
     return missed
@@ -125,13 +134,14 @@ def load_named_shards(
 def _require_shapes(model: nn.Module, runtime: Runtime, reader: ShardReader) -> None:
     """Raise before anything is loaded if a parameter was not saved, or if it or a buffer has another shape."""
     for group in runtime.groups():
-        for slot in group.params.layout.slots:
+        pairs = zip(group.params.layout.slots, group.params.params, strict=True)
+        for slot in (slot for slot, param in pairs if param not in group.params.absent):
             require_shape(reader, slot.name, "param", slot.shape)
             for kind in reader.kinds(slot.name).keys() & MODEL_KINDS - {"param", "buffer"}:
                 require_shape(reader, slot.name, kind, () if kind in SCALAR_KINDS else slot.shape)
-    for name, buffer in persistent_buffers(model).items():
-        if "buffer" in reader.kinds(name):
-            require_shape(reader, name, "buffer", tuple(buffer.shape))
+    for kind, named in (("param", outside(model)), ("buffer", persistent_buffers(model))):
+        for name in (name for name in named if kind in reader.kinds(name)):
+            require_shape(reader, name, kind, tuple(named[name].shape))
 
 
 def _load_gathered(group: FlatGroup, reader: ShardReader) -> None:
