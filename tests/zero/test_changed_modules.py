@@ -22,12 +22,13 @@ class Model(nn.Module):
         self.embed = nn.Embedding(10, 8)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
         self.extra = nn.Linear(8, 8)
+        self.lone = nn.Parameter(torch.ones(8))
         self.head = nn.Linear(8, 10)
 
     def forward(self, tokens):
         x = self.embed(tokens)
         for block in self.blocks:
-            x = x + block(x)
+            x = x + block(x) * self.lone
         return self.head(x if self.extra is None else self.extra(x))
 
 
@@ -84,6 +85,7 @@ WORK = {
     "a new frozen layer": _frozen_layer,
     "a parametrization": lambda model: nn.utils.parametrize.register_parametrization(model.extra, "weight", Half()),
     "a frozen head": lambda model: model.head.requires_grad_(False),
+    "tied to the root unit's": lambda model: setattr(model.extra, "bias", model.lone),
     "the same parameter again": lambda model: setattr(model.head, "weight", model.head.weight),
 }
 
@@ -133,7 +135,7 @@ def _tied_module(model):
     model.head = new
 
 
-TIED = r"it was tied to .* after Zero\(\)"
+TIED = r"it was tied after Zero\(\) to a parameter that is gathered for the unit "
 NEVER = r"a parameter that comes after Zero\(\) would never be trained"
 REFUSED = {
     "tied": (_tie, rf"head.weight: {TIED}"),
@@ -142,9 +144,9 @@ REFUSED = {
         lambda model: model.extra.register_parameter("other", model.blocks[0][0].weight),
         rf"extra.other: {TIED}",
     ),
-    "replaced": (lambda model: setattr(model.head, "weight", nn.Parameter(torch.ones(10, 8))), f"head.weight: {NEVER}"),
+    "replaced": (lambda model: setattr(model.head, "weight", nn.Parameter(torch.ones(10, 8))), f"weight: {NEVER}"),
     "resized": (lambda model: setattr(model, "embed", nn.Embedding(12, 8)), f"embed.weight: {NEVER}"),
-    "weight norm": (lambda model: nn.utils.parametrizations.weight_norm(model.extra), f"weight.original0: {NEVER}"),
+    "weight norm": (lambda model: nn.utils.parametrizations.weight_norm(model.extra), "weight"),
     "half": (lambda model: model.half(), "model: the engine's buffers hold its parameters"),
     "a part in bfloat16": (lambda model: model.head.to(torch.bfloat16), "model: the engine's buffers hold"),
 }
@@ -191,7 +193,7 @@ LATER = {
     "a frozen module is trained": (_trains_late, f"extra.weight: {NEVER}"),
     "a frozen module gets a parameter": (_adds_to_late, f"extra.more: {NEVER}"),
     "a frozen module is tied": (_ties_in_late, f"extra.weight: {TIED}"),
-    "an entry is overwritten": (_behind_the_modules_back, "head.bias: another parameter was put into its place"),
+    "an entry is overwritten": (_behind_the_modules_back, f"bias: {NEVER}"),
 }
 
 

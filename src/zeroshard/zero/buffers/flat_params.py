@@ -295,7 +295,11 @@ class FlatParams:
     def watch_reads(self) -> None:
         """Call `on_read` before a read of the parameters, if they are stale or freed."""
         if self.on_read is not None and (self.stale or not self.whole):
-            outdated.mark(self.params, self.on_read)
+            outdated.mark(self.params, self.on_read, None if self.whole else self.name_of)
+
+    def name_of(self, param: Tensor) -> str:
+        """Return the name of one of the parameters."""
+        return next(slot.name for slot, each in zip(self.layout.slots, self.params, strict=True) if each is param)
 
     def use_streams(self, streams: Streams) -> None:
         """Gather on these streams from now on."""

@@ -74,8 +74,9 @@ class Shown:
 
     def drop_assigned(self) -> None:
         """Make parameters to whose ``.data`` a tensor was assigned show again what they showed before."""
-        for _, param, view in self._elsewhere():
-            param.data = view
+        with torch._C.DisableTorchFunctionSubclass():
+            for _, param, view in self._elsewhere():
+                param.data = view
 
     def refuse_assigned(self) -> None:
         """Raise RuntimeError if a tensor was assigned to ``.data`` of hidden weights."""

@@ -90,7 +90,8 @@ def take_assigned(elsewhere: list[tuple[str, nn.Parameter, Tensor]]) -> bool:
 def refuse_assigned(elsewhere: list[tuple[str, nn.Parameter, Tensor]]) -> None:
     """Raise RuntimeError if a tensor was assigned to ``.data`` of hidden weights; ``elsewhere``: as above."""
     for name, param, freed in elsewhere:
-        param.data = freed
+        with torch._C.DisableTorchFunctionSubclass():
+            param.data = freed
         raise RuntimeError(
             f"{name}: its .data was assigned to while the weights were sharded; "
             "do it inside zero.full_params(write_back=True)"

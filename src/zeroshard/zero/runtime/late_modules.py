@@ -1,11 +1,12 @@
 """Refuses changes of which parameters a model has, and where, that an engine built before them cannot follow.
 
-The engine gathers weights for the modules that owned them when it was built, and averages and steps the gradients of
-these parameters alone. So after `Zero()` a parameter stays with its modules:
+The engine gathers a unit's weights while that unit runs, the root unit's while the model runs, and averages and steps
+the gradients of the parameters that it was built with. So after `Zero()` a parameter stays in its unit:
 
 | change                                                | what happens                                                |
 |-------------------------------------------------------|-------------------------------------------------------------|
-| a parameter is tied to another module's               | refused at once: at stage 3 that module would read NaN      |
+| a parameter of the root unit is tied to another's     | may be done                                                 |
+| one of another unit is tied to a module outside of it | refused at once: at stage 3 that module would read NaN      |
 | another parameter in its place, new ones, resized ones| refused at once: they would never be averaged nor stepped   |
 | a module with new parameters to train                 | refused at once                                             |
 | a module with new frozen parameters                   | may come; refused in the next forward if they are trained   |
@@ -19,13 +20,16 @@ to it once.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.utils.parametrize import ParametrizationList
 
-MARK = "_zeroshard"  # on modules and parameters that have an engine; on modules it is the engine's `Known`
+from zeroshard.zero.buffers.unit import Unit
+
+MARK = "_zeroshard"  # on modules and parameters that have an engine: its `Known`, or the name of the unit
+ROOT = ""  # the mark of parameters in the root unit
 _LATE = "_zeroshard_late"  # on modules that were added to a marked module since
 
 _lock = threading.Lock()
@@ -37,10 +41,12 @@ class Known:
 
     Args:
         model: the model, when its engine is built.
+        root, units: the engine's units.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, root: Unit, units: Iterable[Unit]) -> None:
         self._model = model
+        self._homes = {param: unit for unit in (root, *units) for _, param, _, _ in unit.named_slots()}
         self._places = [
             (module, key, param)
             for module in model.modules()
@@ -50,8 +56,8 @@ class Known:
         self._late: list[tuple[nn.Module, str, nn.Module]] = []
         for module in model.modules():
             vars(module)[MARK] = self
-        for param in model.parameters():
-            vars(param)[MARK] = True
+        for param, unit in self._homes.items():
+            vars(param)[MARK] = ROOT if unit is root else unit.name
         _watch()
 
     def forget(self) -> None:
@@ -71,21 +77,23 @@ class Known:
         return register
 
     def _require_own(self, module: nn.Module, key: str, param: nn.Parameter) -> None:
-        owners = [(owner, name) for owner, name, each in self._places if each is param]
-        name = self._name(module, key)
-        if not owners:
+        if any(owner is module and each is param for owner, _, each in self._places):
+            return
+        unit = self._homes.get(param)
+        if unit is None:
             raise RuntimeError(
-                f"{name}: a parameter that comes after Zero() would never be trained; put it into the model before, "
+                f"{key}: a parameter that comes after Zero() would never be trained; put it into the model before, "
                 "or copy its values into the old one inside zero.full_params(write_back=True)"
             )
-        if all(owner is not module for owner, _ in owners):
-            raise RuntimeError(_tied(name, self._name(*owners[0])))
+        if vars(param)[MARK] != ROOT and all(each is not module for each in unit.module.modules()):
+            raise RuntimeError(_tied(self._name(module, key), unit.name))
 
     def came_late(self, module: nn.Module, key: str, child: nn.Module) -> None:
         """Note that ``child`` is about to become ``module.key``; RuntimeError if it brings what the engine lacks."""
         _require_frozen(f"{key}.", child)
         if MARK not in vars(child):
-            self._late.append((module, key, child))
+            still = [entry for entry in self._late if entry[0]._modules.get(entry[1]) is entry[2]]
+            self._late = [*still, (module, key, child)]
 
     def require_frozen(self) -> None:
         """Raise RuntimeError if a module that came later has got parameters to train, or tied ones."""
@@ -94,16 +102,12 @@ class Known:
                 _require_frozen(f"{self._name(module, key)}.", child)
 
     def require_unchanged(self) -> None:
-        """Raise RuntimeError if another parameter is in the place of one, or as `require_frozen` does."""
+        """Raise RuntimeError if a parameter is where no method of the module would have put it."""
         self.require_frozen()
         for module, key, param in self._places:
             now = module._parameters.get(key)
-            if now is not param and now is not None:
-                name = self._name(module, key)
-                raise RuntimeError(
-                    f"{name}: another parameter was put into its place after Zero(), and would never be averaged nor "
-                    "stepped; put it there before, or copy its values inside zero.full_params(write_back=True)"
-                )
+            if now is not param and isinstance(now, nn.Parameter):
+                self._require_own(module, key, now)
 
     def _name(self, module: nn.Module, key: str) -> str:
         found = next((name for name, each in self._model.named_modules() if each is module), "")
@@ -128,10 +132,10 @@ def _parameters_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Mo
                 yield f"{prefix}.{key}" if prefix else key, param, part
 
 
-def _tied(name: str, other: str) -> str:
+def _tied(name: str, unit: str) -> str:
     return (
-        f"{name}: it was tied to {other} after Zero(), which gathers weights for the modules that had them before; "
-        "tie parameters before Zero()"
+        f"{name}: it was tied after Zero() to a parameter that is gathered for the unit {unit} alone; tie parameters "
+        "before Zero(), or leave that unit out of Zero(units=...)"
     )
 
 

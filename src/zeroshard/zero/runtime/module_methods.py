@@ -42,7 +42,7 @@ class Guard:
             "_ddp_params_and_buffers_to_ignore": _RefusesDdp(),
         }
         model.__dict__.update(self._on_model)
-        self._known = Known(model)
+        self._known = Known(model, runtime.root, runtime.units)
         stepping.require_same_model = self._known.require_unchanged
         for module in model.modules():
             module.__dict__["_apply"] = _apply_in_place(module)

@@ -69,9 +69,8 @@ class UnshardedWeights:
             self._watch(unit)
 
     def _watch(self, unit: Unit) -> None:
-        if not self._warned:
-            for group in unit.groups:
-                group.params.watch_reads()
+        for group in unit.groups:
+            group.params.watch_reads()
 
     def views(self, unit: Unit, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Return those of the tensors that share storage with weights that are freed after forward."""
@@ -147,8 +146,9 @@ class UnshardedWeights:
         the other ranks begin that forward. At stage 3 weights stay sharded, and a warning says so once.
         """
         if self.shard_params:
-            self.show_as_current()
-            if not self._warned and CompileContext.try_get() is None:  # dynamo reads no values
+            if CompileContext.try_get() is not None:  # dynamo reads no values
+                self.show_as_current()
+            elif not self._warned:
                 self._warned = True
                 warnings.warn(
                     "model: weights are read outside of forward and backward, where they are sharded and show NaN; "
