@@ -157,8 +157,7 @@ class Zero:
         found by a probe on tiny tensors (`zeroshard.zero.optimizers.requirements`).
 
         Args:
-            optimizer_cls: the class.
-            params: parameters of the model, named or not, or group dicts of them; None: all.
+            optimizer_cls, params: the class; parameters of the model, named or not, or group dicts of them; None: all.
             **kwargs: the class's arguments, ``fused`` and ``foreach`` included.
 
         Raises:
@@ -262,7 +261,8 @@ class Zero:
         """Unshard the module's parameters in this block, in the compute dtype. Collective.
 
         Args:
-            write_back: whether values that the block writes become training state; every rank must write the same ones.
+            write_back: whether values that the block writes, the same on every rank, become training state; a warning
+                tells once of values that are dropped.
         """
         if write_back:
             self._stepping.require_common("full_params(write_back=True)")

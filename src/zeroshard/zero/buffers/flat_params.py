@@ -265,7 +265,7 @@ class FlatParams:
             self._own_weights.copy(self.full)
             self._left_out = False
             self._show()
-        if self.shard_params:
+        if not self._aliased:
             self._outside.expose(self.full)
 
     def mark_stale(self, *, copied: bool = False, replaced: Replaced | None = None) -> None:
@@ -295,11 +295,7 @@ class FlatParams:
     def watch_reads(self) -> None:
         """Call `on_read` before a read of the parameters, if they are stale or freed."""
         if self.on_read is not None and (self.stale or not self.whole):
-            outdated.mark(self.params, self.on_read, None if self.whole else self.name_of)
-
-    def name_of(self, param: Tensor) -> str:
-        """Return the name of one of the parameters."""
-        return next(slot.name for slot, each in zip(self.layout.slots, self.params, strict=True) if each is param)
+            outdated.mark(self.params, self.on_read, None if self.whole else self.shown.name_of)
 
     def use_streams(self, streams: Streams) -> None:
         """Gather on these streams from now on."""
@@ -321,12 +317,13 @@ class FlatParams:
         if self.shown.visible and not self.stale and written:
             self.write_back()
 
-    def drop_changes(self) -> None:
-        """Let the next `gather` undo writes into the weights, unless the master is a view of them."""
+    def drop_changes(self) -> bool:
+        """Let the next `gather` undo writes into exposed weights, unless the master is a view; return if there were."""
+        lost = self._outside.written(self.full) and (self.shard_params or self.shown.written)
         if self._aliased:
             self.shown.take_assigned()
         else:
-            self.shown.drop_assigned()
+            lost = self.shown.drop_assigned() or lost
         if not self._aliased and self.shown.visible and self.shown.written:
             self.shown.accept()
             if self.shard_params:
@@ -336,6 +333,7 @@ class FlatParams:
                 self._written_at = self._streams.mark()
                 if self.common is not None:
                     self.common.whole_due = True
+        return lost
 
     def write_back(self) -> None:
         """Copy values that were written into unsharded weights to the master; its other elements do not change."""
@@ -355,6 +353,7 @@ class FlatParams:
             else:
                 take_where_it_differs(self.master, written)
         self.shown.accept()
+        self._outside.accept(self.full)
         self._written_at, self.node_copy.current = self._streams.mark(), False
 
     def gather_master(self) -> Tensor:

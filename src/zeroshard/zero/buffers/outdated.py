@@ -66,7 +66,7 @@ class _Outdated:
                 return func(*args, **kwargs)
         for leaf in _written(func, args, kwargs):
             if isinstance(leaf, _Outdated) and vars(leaf)[_NAME] is not None:
-                raise _refused(vars(leaf)[_NAME](leaf), assigned=func is _ASSIGNS)
+                raise _refused(vars(leaf)[_NAME](leaf), assigned=func == _ASSIGNS)
         sharded = None
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, _Outdated):  # the callback of another one may have restored it
@@ -113,7 +113,7 @@ def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments into which a function writes."""
     name = getattr(func, "__name__", "")
-    if func is _ASSIGNS or name in _IN_PLACE or (name.endswith("_") and not name.startswith("__")):
+    if func == _ASSIGNS or name in _IN_PLACE or (name.endswith("_") and not name.startswith("__")):
         return tree_leaves(args[0]) if args else tree_leaves(kwargs)
     return tree_leaves(kwargs["out"]) if "out" in kwargs else []
 

@@ -38,7 +38,7 @@ class UnshardedWeights:
         self.pinned = False
         self.held_by_graph = False
         self.order: Sequence[Unit] = units[1:]
-        self._warned = False
+        self._warned = self._warned_of_loss = False
         self._versions = GraphVersions()
 
     def gather(self, unit: Unit, *, again: bool = False) -> None:
@@ -93,14 +93,22 @@ class UnshardedWeights:
             unit.wait()
         self._hand_out()
         self.pinned = True
+        lost = False
         try:
             yield
         finally:
             self.pinned = False
             for unit in self._units:
                 for group in unit.groups:
-                    group.params.drop_changes()
+                    lost = group.params.drop_changes() or lost
                 self.reshard(unit)
+        if lost and not self._warned_of_loss:
+            self._warned_of_loss = True
+            warnings.warn(
+                "full_params(): weights were written to in this block, and what was written is dropped at its end; "
+                "write inside zero.full_params(write_back=True) to keep it",
+                stacklevel=5,
+            )
 
     def refresh_after_replacement(self, replaced: Replaced) -> None:
         """Refresh weights, because master weights were replaced outside of a step. Collective.
