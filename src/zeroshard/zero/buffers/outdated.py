@@ -119,11 +119,9 @@ def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _refused(name: str, *, assigned: bool) -> RuntimeError:
-    what = "its .data was assigned to" if assigned else "it was written to"
-    return RuntimeError(
-        f"{name}: {what} while the weights were sharded, when one NaN stands for more than one element of the "
-        "written-to tensor; do it inside zero.full_params(write_back=True), on every rank"
-    )
+    what = "it was written to while the weights were sharded, and one NaN stood for more than one element of the "
+    what = "its .data was assigned to while the weights were sharded" if assigned else f"{what}written-to tensor"
+    return RuntimeError(f"{name}: {what}; do it inside zero.full_params(write_back=True), on every rank")
 
 
 @functools.cache
