@@ -157,7 +157,8 @@ class Zero:
         found by a probe on tiny tensors (`zeroshard.zero.optimizers.requirements`).
 
         Args:
-            optimizer_cls, params: the class; parameters of the model, named or not, or group dicts of them; None: all.
+            optimizer_cls: the class.
+            params: parameters of the model, named or not, or group dicts of them; None: all.
             **kwargs: the class's arguments, ``fused`` and ``foreach`` included.
 
         Raises:
@@ -261,8 +262,7 @@ class Zero:
         """Unshard the module's parameters in this block, in the compute dtype. Collective.
 
         Args:
-            write_back: whether values that the block writes, the same on every rank, become training state; a warning
-                tells once of values that are dropped.
+            write_back: keep values that the block writes, the same on every rank; if dropped, a warning says so once.
         """
         if write_back:
             self._stepping.require_common("full_params(write_back=True)")

@@ -113,7 +113,8 @@ class ReplicaReader:
         found, own = dict(self._reader.kinds(name)), self._own(name)
         if own:
             found = {kind: shape for kind, shape in found.items() if kind in MODEL_KINDS} | own
-        return found
+        local = self._reader.kinds(of_replica(name, self._number)).get(LOCAL)
+        return found if local is None else {**found, "param": local}
 
     def read(self, name: str, kind: str, interval: tuple[int, int]) -> Tensor:
         """As `ShardReader.read`, for the state that this replica loads."""
