@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -74,7 +76,7 @@ def test_weights_that_are_drawn_anew_before_the_first_step_are_the_ones_that_tra
         zero = Zero(net, stage, comm=comm, precision=BF16)
         optim = zero.optimizer(torch.optim.SGD, lr=0.0)
         if stage == 3:
-            with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+            with pytest.raises(RuntimeError, match=r"^weights: it was written to .*full_params\(write_back=True\)"):
                 draw(net)
             with zero.full_params(write_back=True):
                 draw(net)
@@ -98,9 +100,11 @@ def test_sharded_weights_are_not_written_to(write):
         net(rows(comm.rank)).float().sum().backward()
         optim.step()
         assert all(param.isnan().all() for param in net.parameters())  # no old numbers either
-        with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+        with pytest.raises(RuntimeError, match=r"it was written to while .*full_params\(write_back=True\)"):
             write(net.parameters())
-        with torch.no_grad():
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"^last.bias: it was written to while the weights"):
+            net.last.bias.zero_()
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             net.last.bias.zero_()
         with pytest.raises(RuntimeError, match=r"^root: weights were written to .*full_params\(write_back=True\)"):
             net(rows(comm.rank))
@@ -171,7 +175,7 @@ def test_what_is_not_written_back_is_gone(stage):
     net = Net()
     zero = Zero(net, stage, comm=NullCommunicator(2), precision=BF16)
     before = {name: value.clone() for name, value in zero.state_dict().items()}
-    with zero.full_params():
+    with pytest.warns(UserWarning, match=r"^full_params\(\): weights were written to"), zero.full_params():
         clip(net.parameters())
     with zero.full_params():
         assert net.first.weight.abs().max() > 0.1
@@ -364,3 +368,81 @@ def test_a_frozen_base_that_is_trained_later_gets_its_masters(stage):
         for name, value in state.items():
             moved = (value - start[name]).abs()
             assert 0 < moved.max() < 1e-3  # in steps that bfloat16 would have rounded away
+
+
+# -- writes that would be lost ----------------------------------------------------------------------------------------
+
+WRITES = {
+    "in place": lambda weight: weight.mul_(0.5),
+    "through .data": lambda weight: weight.data.mul_(0.5),
+    "by an assignment to .data": lambda weight: setattr(weight, "data", weight.data * 0.5),
+    "into a row": lambda weight: weight.__setitem__(0, 0.0),
+    "by an operator": lambda weight: weight.__iadd__(1.0),
+    "by foreach": lambda weight: torch._foreach_mul_([weight], 0.5),
+    "by an initialiser": lambda weight: nn.init.normal_(weight),
+    "as an output": lambda weight: torch.add(torch.ones_like(weight), 1.0, out=weight),
+    "into a view": lambda weight: weight.view(-1)[3:].zero_(),
+    "into a detached one": lambda weight: weight.detach().fill_(2.0),
+}
+
+
+@pytest.mark.filterwarnings("ignore:model. weights are read outside of")
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_into_sharded_weights_names_full_params(write):
+    """As of averages that are kept by hand, merged adapters, or sharpness-aware steps."""
+    net = Net()
+    zero = Zero(net, 3, comm=NullCommunicator(2), units=list(net.blocks))
+    optim = zero.optimizer(torch.optim.SGD, lr=0.1)
+    for _ in range(2):
+        for layer in (net.last, net.blocks[1]):
+            with torch.no_grad(), pytest.raises(RuntimeError, match=r"sharded.*zero.full_params\(write_back=True\)"):
+                WRITES[write](layer.weight)
+        net(rows(0)).sum().backward()
+        optim.step()
+        optim.zero_grad()
+
+
+@pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("write", WRITES)
+@at_stages(*STAGES)
+def test_writes_that_full_params_drops_are_told_once(stage, write, precision):
+    def go(comm):
+        net = Net()
+        zero = Zero(net, stage, comm=comm, precision=precision)
+        before = zero.state_dict()
+        for _ in range(2):
+            with torch.no_grad(), zero.full_params():
+                WRITES[write](net.last.weight)
+        kept = not torch.equal(zero.state_dict()["last.weight"], before["last.weight"])
+        with torch.no_grad(), zero.full_params(write_back=True):
+            WRITES[write](net.last.weight)
+        return kept
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        kept = run_threads(go, 2)
+    said = [str(each.message) for each in told]
+    if stage == 3 or not all(kept):
+        assert said == [said[0]] * 2  # of each rank
+        assert said[0].startswith("full_params(): weights were written to in this block")
+        assert "zero.full_params(write_back=True)" in said[0]
+        assert {each.filename for each in told} == {__file__}
+    else:
+        assert not said
+
+
+@at_stages(3)
+def test_values_that_are_put_back_inside_full_params_are_no_writes(stage):
+    net = Net()
+    zero = Zero(net, stage, comm=NullCommunicator(2))
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        with zero.full_params():
+            own = {name: param.clone() for name, param in net.named_parameters()}
+            for param in net.parameters():
+                param.mul_(0.5)
+            net(rows(0))
+            for name, param in net.named_parameters():
+                param.copy_(own[name])
+        with zero.full_params(), zero.full_params(write_back=True):
+            net.last.weight.mul_(0.5)

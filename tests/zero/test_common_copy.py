@@ -162,6 +162,7 @@ def _saves(zero, step):
     list(zero.named_shards())
 
 
+@pytest.mark.filterwarnings(r"ignore:full_params\(\). weights were written to in this block")
 @pytest.mark.parametrize("between", [_averages, _reads, _changes_stage, _saves])
 def test_what_is_done_between_steps_leaves_no_trace(between):
     def on_rank(comm):
@@ -176,6 +177,7 @@ def test_what_is_done_between_steps_leaves_no_trace(between):
         assert _same(found[1], state)
 
 
+@pytest.mark.filterwarnings(r"ignore:full_params\(\). weights were written to in this block")
 def test_what_is_written_and_forgotten_before_a_step_leaves_no_trace():
     def on_rank(comm):
         zero, optimizer = _made(comm)

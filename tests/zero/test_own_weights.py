@@ -126,6 +126,7 @@ def test_what_a_forward_writes_is_kept_as_in_one_process(write):
         assert write is _by_assignment or torch.equal(found, alone(rows(0)))
 
 
+@pytest.mark.filterwarnings(r"ignore:full_params\(\). weights were written to in this block")
 @pytest.mark.parametrize("write_back", [False, True])
 @pytest.mark.parametrize("after", ["a step", "a forward"])
 def test_writes_inside_full_params_are_dropped_or_kept(write_back, after):

@@ -241,6 +241,7 @@ def _in_a_block_that_drops(comm, stage):
     return before, during, zero.state_dict()
 
 
+@pytest.mark.filterwarnings(r"ignore:full_params\(\). weights were written to in this block")
 def test_what_is_written_for_a_block_stays_in_it_when_parts_run_there():
     for before, during, after in run_threads(lambda comm: _in_a_block_that_drops(comm, 3), 2):
         for index, found in enumerate(during):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import random
 import runpy
 from inspect import signature
@@ -13,9 +15,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zeroshard.comm import NullCommunicator
+from zeroshard.comm import NullCommunicator, run_threads
 from zeroshard.optim import FusedAdamW
-from zeroshard.zero import OptimizerKind, Zero
+from zeroshard.zero import STAGES, OptimizerKind, Zero
 from zeroshard.zero.optimizers import requirements, torch_scopes
 from zeroshard.zero.optimizers.requirements import Scope, classify
 from zeroshard.zero.optimizers.scope_probe import probe
@@ -537,3 +539,161 @@ def test_a_class_that_runs_on_gpus_alone_is_told_to_declare_its_scope():
     with pytest.raises(RuntimeError, match="no CPU here") as caught:
         classify(BuiltElsewhere, device="cuda")
     assert caught.value.__notes__ == ["BuiltElsewhere was " + kind.reason.partition("(")[2].removesuffix(")")]
+
+
+# -- classes that begin something later ------------------------------------------------------------------------------
+
+
+class Later(Own):
+    """After some steps it divides by the RMS of the tensor, or of all; where it counts them, its subclasses say."""
+
+    def __init__(self, params, lr=0.1, over="tensor", **settings):
+        self.steps_done, self.clock, self.seen = 0, {"now": 0}, []
+        super().__init__(params, lr, over=over, **settings)
+
+    def began(self, group):
+        return False
+
+    def step(self, closure=None):
+        self.count()
+        return super().step(closure)
+
+    def count(self):
+        return None
+
+    def update(self, param, group):
+        if not self.began(group):
+            return param.grad
+        among = [param] if group["over"] == "tensor" else [p for p in group["params"] if p.grad is not None]
+        return param.grad / (1e-6 + sum(each.grad.square().sum() for each in among).sqrt())
+
+
+class CountsInItsGroup(Later):
+    def __init__(self, params, warm=10, **settings):
+        super().__init__(params, warm=warm, k=0, **settings)
+
+    def count(self):
+        for group in self.param_groups:
+            group["k"] += 1
+
+    def began(self, group):
+        return group["k"] > group["warm"]
+
+
+class CountsInItsState(CountsInItsGroup):
+    def count(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["step"] = self.state[param].get("step", torch.zeros(())) + 1
+
+    def began(self, group):
+        return self.state[group["params"][0]]["step"] > group["warm"]
+
+
+class CountsInANumberOfItsState(CountsInItsGroup):
+    def count(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["n"] = self.state[param].get("n", 0) + 1
+
+    def began(self, group):
+        return self.state[group["params"][0]]["n"] == group["warm"]
+
+
+class CountsInAnAttribute(Later):
+    def count(self):
+        self.steps_done += 1
+
+    def began(self, group):
+        return self.steps_done > 500
+
+
+class CountsInADict(Later):
+    def count(self):
+        self.clock["now"] += 1
+
+    def began(self, group):
+        return self.clock["now"] >= 25
+
+
+class CountsByALength(Later):
+    def count(self):
+        self.seen.append(1.0)
+
+    def began(self, group):
+        return len(self.seen) > 40
+
+
+class CountsInAnIterator(Later):
+    def __init__(self, params, **settings):
+        super().__init__(params, **settings)
+        self.seen = itertools.count()
+
+    def count(self):
+        self.steps_done = next(self.seen) > 20
+
+    def began(self, group):
+        return self.steps_done
+
+
+class EndsLater(CountsInItsGroup):
+    """It knows as many steps as it has entries."""
+
+    def update(self, param, group):
+        return param.grad * [0.1] * 200 if group["k"] > 200 else param.grad
+
+
+SEEN = [CountsInItsGroup, CountsInItsState, CountsInANumberOfItsState, CountsInAnAttribute, CountsInADict]
+
+
+@pytest.mark.parametrize("cls", SEEN)
+def test_what_a_class_begins_later_is_seen(cls):
+    assert classify(cls).scope is Scope.PER_TENSOR
+    assert classify(cls, {"over": "all"}).scope is Scope.CROSS_TENSOR
+    assert "from a later step on" in classify(cls).reason
+
+
+@pytest.mark.parametrize("warm", [12, 345, 6789])
+def test_a_setting_that_names_a_step_is_tried_around_it(warm):
+    for cls in (CountsInItsGroup, CountsInANumberOfItsState):
+        assert classify(cls, {"warm": warm}).scope is Scope.PER_TENSOR
+        assert classify(cls, {"warm": warm, "over": "all"}).scope is Scope.CROSS_TENSOR
+
+
+@pytest.mark.parametrize("cls", [CountsByALength, CountsInAnIterator, EndsLater])
+def test_a_class_whose_later_steps_cannot_be_tried_gets_whole_tensors(cls):
+    assert classify(cls).scope is Scope.PER_TENSOR
+
+
+class AlwaysAlike(CountsInItsState):
+    def began(self, group):
+        return False
+
+
+def test_a_class_that_counts_and_changes_nothing_stays_element_wise():
+    assert classify(AlwaysAlike).scope is Scope.ELEMENT_WISE
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("cls", [CountsInItsGroup, CountsByALength, EndsLater])
+def test_such_a_class_trains_as_in_one_process(cls, stage):
+    first = nn.Sequential(nn.Linear(8, 11), nn.Tanh(), nn.Linear(11, 8))
+
+    def train(model, optimizer, share):
+        for step in range(14):
+            rows = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            model(share(rows)).square().mean().backward()
+            optimizer.step()
+        return model
+
+    def run(comm):
+        model = copy.deepcopy(first)
+        zero = Zero(model, stage=stage, comm=comm)
+        train(model, zero.optimizer(cls), lambda rows: rows.chunk(2)[comm.rank])
+        return zero.state_dict()
+
+    plain = copy.deepcopy(first)
+    expected = train(plain, cls(plain.parameters()), lambda rows: rows).state_dict()
+    for name, value in run_threads(run, 2)[0].items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)

@@ -156,7 +156,7 @@ def load(
         if failure is not None:
             raise failure
         folder, manifest = open_manifest(path)
-    with CheckpointReader(folder, manifest) as reader:
+    with CheckpointReader(folder, manifest, settings=settings) as reader:
         # All ranks leave together: nobody may overwrite the folder while others still read.
         fail_together(comm, "loading", lambda: target.load_named_shards(reader))
     if isinstance(target, Resumes):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +24,14 @@ class CheckpointReader:
 
     Use it as a context manager. It does not verify content (see `verify`), but it checks a file's size when it maps the
     file, because a read beyond the end of a mapped file kills the process.
+
+    Attributes:
+        param_groups: the saved param groups; empty if the one that loads keeps its own ``settings``.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, *, settings: bool = True) -> None:
         self._folder, self._manifest = folder, manifest
+        self.param_groups: Sequence[Mapping[str, Any]] = manifest.param_groups if settings else ()
         self._tensors: dict[str, dict[str, TensorEntry]] = {}
         self._maps: dict[str, mmap.mmap] = {}
         for entry in manifest.tensors:

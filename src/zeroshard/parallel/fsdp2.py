@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -28,6 +29,7 @@ from zeroshard.parallel.replica import is_grouped, require_group
 from zeroshard.zero.buffers.initial import loaded_later
 from zeroshard.zero.buffers.partition import DrawsParts
 from zeroshard.zero.optimizers.ema import EMA, Ema
+from zeroshard.zero.optimizers.kept_states import alike
 from zeroshard.zero.state.full_state import named_state, tied_names
 from zeroshard.zero.state.named_shards import (
     MODEL_KINDS,
@@ -38,7 +40,7 @@ from zeroshard.zero.state.named_shards import (
     require_shape,
     restore_groups,
 )
-from zeroshard.zero.state.training_state import persistent_buffers
+from zeroshard.zero.state.training_state import persistent_buffers, states_kept
 
 
 class Fsdp2:
@@ -95,7 +97,8 @@ class Fsdp2:
         self._by_every_name: dict[str, DTensor] = dict(model.named_parameters(remove_duplicate=False))  # ty: ignore[invalid-assignment]
         if on_meta and setup.init is not None:
             self._fill(setup.init, device)
-        self.optimizer = setup.optimizer_cls(setup.param_groups(model), **setup.optimizer_kwargs)
+        self._make = partial(setup.optimizer_cls, **setup.optimizer_kwargs)
+        self.optimizer = self._make(setup.param_groups(model))
         decay = setup.ema_decay
         self.ema: Ema | None = None if decay is None else Ema(self._params.values(), decay, self._masters_replaced)
 
@@ -184,16 +187,18 @@ class Fsdp2:
         """
         if self.ema is not None:
             self.ema.require_away("load_named_shards")
-        states: dict[DTensor, dict[str, Tensor]] = {}
+        for name, param in self._params.items():
+            for kind in ("param", EMA) if EMA in reader.kinds(name) else ("param",):
+                require_shape(reader, name, kind, tuple(param.shape))
+        kept = states_kept(self.optimizer, self._make, self._params, reader)
+        states: dict[DTensor, dict[str, Any]] = {}
         with torch.no_grad():
             for name, param in self._params.items():
-                kinds = reader.kinds(name)
-                require_shape(reader, name, "param", tuple(param.shape))
                 param.to_local().copy_(self._read(reader, name, "param", param))
                 states[param] = {
-                    kind: self._read_state(reader, name, kind, shape, param)
-                    for kind, shape in kinds.items()
-                    if kind not in MODEL_KINDS
+                    kind: self._read_state(reader, name, kind, shape, param, kept[name].get(kind))
+                    for kind, shape in reader.kinds(name).items()
+                    if kind not in MODEL_KINDS and name in kept
                 }
             for name, buffer in persistent_buffers(self.model).items():
                 if "buffer" in reader.kinds(name):
@@ -291,14 +296,16 @@ class Fsdp2:
         """Return this rank's rows of a saved tensor with the shape of ``like``, on the CPU."""
         return reader.read(name, kind, self._interval(like)).view(like.to_local().shape)
 
-    def _read_state(self, reader: ShardReader, name: str, kind: str, shape: tuple[int, ...], param: DTensor) -> Tensor:
+    def _read_state(
+        self, reader: ShardReader, name: str, kind: str, shape: tuple[int, ...], param: DTensor, kept: Any
+    ) -> Any:
         if shape == ():
-            return reader.read(name, kind, (0, 1)).reshape(())
+            return alike(kept, reader.read(name, kind, (0, 1)).reshape(()))
         if shape != tuple(param.shape):
             raise ValueError(
                 f"{kind} of {name}: a state of shape {shape} cannot be cut like its parameter, of {tuple(param.shape)}"
             )
-        rows = self._read(reader, name, kind, param).to(param.device)
+        rows = alike(kept, self._read(reader, name, kind, param)).to(param.device)
         placed = (param.device_mesh, param.placements)
         return DTensor.from_local(rows, *placed, run_check=False, shape=param.shape, stride=param.stride())
 

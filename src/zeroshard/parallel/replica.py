@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,16 +22,17 @@ from torch.optim import Optimizer
 from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator
 from zeroshard.parallel.base import Setup
 from zeroshard.zero.optimizers.ema import EMA, Ema
+from zeroshard.zero.optimizers.kept_states import Kept
 from zeroshard.zero.state.full_state import named_state, tied_names
 from zeroshard.zero.state.named_shards import (
-    MODEL_KINDS,
     NamedShard,
     ShardReader,
     named_groups,
     read_whole,
+    require_shape,
     restore_groups,
 )
-from zeroshard.zero.state.training_state import persistent_buffers
+from zeroshard.zero.state.training_state import persistent_buffers, read_states, states_kept
 
 
 class Replica:
@@ -58,6 +60,7 @@ class Replica:
         self.comm: Communicator = setup.comm or (TorchCommunicator() if grouped else LocalCommunicator())
         if self.comm.world_size > 1:
             require_group(self.comm, strategy)
+        self._make: partial[Optimizer] = partial(setup.optimizer_cls, **setup.optimizer_kwargs)
         self.module = setup.model.to(setup.device) if setup.device else setup.model
         self._ddp = None
         if grouped:
@@ -150,6 +153,11 @@ class Replica:
         """
         if self.ema is not None:
             self.ema.require_away("load_named_shards")
+        for name, kind, tensor in self._tensors():
+            require_shape(reader, name, kind, tuple(tensor.shape))
+            if kind == "param" and EMA in reader.kinds(name):
+                require_shape(reader, name, EMA, tuple(tensor.shape))
+        kept = states_kept(self.optimizer, self._make, dict(self.module.named_parameters()), reader)
         with torch.no_grad():
             for name, kind, tensor in self._tensors():
                 tensor.copy_(read_whole(reader, name, kind, tuple(tensor.shape)))
@@ -161,17 +169,16 @@ class Replica:
                 return read_whole(reader, name, EMA, tuple(param.shape)) if EMA in reader.kinds(name) else None
 
             self.ema.load(read)
-        self._load_states(reader, self._local_optimizer)
+        self._load_states(reader, self._local_optimizer, kept)
 
-    def _load_states(self, reader: ShardReader, optimizer: Optimizer) -> None:
+    def _load_states(self, reader: ShardReader, optimizer: Optimizer, kept: Mapping[str, Kept]) -> None:
         names = {id(param): name for name, param in self.module.named_parameters()}
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        state: dict[int, dict[str, Tensor]] = {}
+        state: dict[int, dict[str, Any]] = {}
         for index, param in enumerate(params):
             name = names[id(param)]
-            saved = {kind: shape for kind, shape in reader.kinds(name).items() if kind not in MODEL_KINDS}
-            if saved:
-                state[index] = {kind: read_whole(reader, name, kind, shape) for kind, shape in saved.items()}
+            if name in kept:
+                state[index] = read_states(reader, name, kept[name], tuple(param.shape), None)
         # torch's own load_state_dict casts each state and moves it to the right device
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 

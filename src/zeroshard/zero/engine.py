@@ -262,7 +262,7 @@ class Zero:
         """Unshard the module's parameters in this block, in the compute dtype. Collective.
 
         Args:
-            write_back: whether values that the block writes become training state; every rank must write the same ones.
+            write_back: keep values that the block writes, the same on every rank; if dropped, a warning says so once.
         """
         if write_back:
             self._stepping.require_common("full_params(write_back=True)")
@@ -342,11 +342,11 @@ class Zero:
 
     def named_param_groups(self) -> list[dict[str, Any]]:
         """Return every optimizer's param groups as JSON can hold them, with names of parameters; alike on all ranks."""
-        return [named_group(group, names) for group, names in self._stepping.param_groups()]
+        return [named_group(group, names) for group, names in self._stepping.param_groups(self.model)]
 
     def load_param_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Restore the settings that `named_param_groups` returned, to each group that has the same parameters."""
-        groups = self._stepping.param_groups()
+        groups = self._stepping.param_groups(self.model)
         restore_settings([group for group, _ in groups], [names for _, names in groups], saved)
 
     def load_named_shards(self, reader: ShardReader) -> None:

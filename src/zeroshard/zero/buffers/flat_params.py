@@ -59,12 +59,13 @@ class FlatParams:
             gather in flight in that format; the second copy of sharded weights, if there is one.
         common: the common copy to which differences are sent; None if weights are not sent as differences.
         whole, stale: whether ``full`` has memory (its gather may be in flight); whether the master is newer than it.
-        shown: what the parameters show.
+        shown, absent: what the parameters show; those that have left the model, as far as `take_names` has noticed.
         on_read: called before a read of a parameter whose values are stale or freed, and ends in `show_as_current`;
             None: reads are not watched. See [Note: Read between steps] in `outdated`.
     """
 
     on_read: Callable[[], None] | None = None
+    absent: frozenset[nn.Parameter] = frozenset()
 
     def __init__(
         self,
@@ -264,7 +265,7 @@ class FlatParams:
             self._own_weights.copy(self.full)
             self._left_out = False
             self._show()
-        if self.shard_params:
+        if not self._aliased:
             self._outside.expose(self.full)
 
     def mark_stale(self, *, copied: bool = False, replaced: Replaced | None = None) -> None:
@@ -294,7 +295,7 @@ class FlatParams:
     def watch_reads(self) -> None:
         """Call `on_read` before a read of the parameters, if they are stale or freed."""
         if self.on_read is not None and (self.stale or not self.whole):
-            outdated.mark(self.params, self.on_read)
+            outdated.mark(self.params, self.on_read, None if self.whole else self.shown.name_of)
 
     def use_streams(self, streams: Streams) -> None:
         """Gather on these streams from now on."""
@@ -316,12 +317,13 @@ class FlatParams:
         if self.shown.visible and not self.stale and written:
             self.write_back()
 
-    def drop_changes(self) -> None:
-        """Let the next `gather` undo writes into the weights, unless the master is a view of them."""
+    def drop_changes(self) -> bool:
+        """Let the next `gather` undo writes into exposed weights, unless the master is a view; return if there were."""
+        lost = self._outside.written(self.full) and (self.shard_params or self.shown.written)
         if self._aliased:
             self.shown.take_assigned()
         else:
-            self.shown.drop_assigned()
+            lost = self.shown.drop_assigned() or lost
         if not self._aliased and self.shown.visible and self.shown.written:
             self.shown.accept()
             if self.shard_params:
@@ -331,6 +333,7 @@ class FlatParams:
                 self._written_at = self._streams.mark()
                 if self.common is not None:
                     self.common.whole_due = True
+        return lost
 
     def write_back(self) -> None:
         """Copy values that were written into unsharded weights to the master; its other elements do not change."""
@@ -350,6 +353,7 @@ class FlatParams:
             else:
                 take_where_it_differs(self.master, written)
         self.shown.accept()
+        self._outside.accept(self.full)
         self._written_at, self.node_copy.current = self._streams.mark(), False
 
     def gather_master(self) -> Tensor:

@@ -4,9 +4,10 @@
     Between an optimizer step and the next forward, a parameter that is refreshed lazily holds old values, or NaN.
     During that time its class is a subclass of its original class, with a ``__torch_function__`` that detects every
     operation that reads values: the engine then gathers the weights, as the next forward would have done, and restores
-    the original class. Sharded parameters outside of forward and backward are watched in the same way, and a read
-    warns. Operations that read no values (shape, dtype, ``grad``, flags, hooks) pass through. A view or a ``.data``
-    that was taken before the step is another tensor, and reads of it are not detected.
+    the original class. Sharded parameters outside of forward and backward are watched in the same way: a read warns
+    and finds NaN, and a write raises, also through ``.data`` or a view, because it would be lost. Operations that read
+    no values (shape, dtype, ``grad``, flags, hooks) pass through. A view or a ``.data`` that was taken before the step
+    is another tensor, and reads of it are not detected.
 """
 
 from __future__ import annotations
@@ -18,28 +19,38 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_leaves
 
-_READ = "_zeroshard_read"  # attribute of outdated parameters: the callback that runs before a read
+_READ = "_zeroshard_read"  # attributes of outdated parameters: the callback that runs before a read,
+_NAME = "_zeroshard_name"  # and, if they are sharded, the function that knows their names
 _PLAIN = torch._C._disabled_torch_function_impl
 
 
-def mark(params: Iterable[nn.Parameter], read: Callable[[], None]) -> None:
-    """Call ``read`` before the first read of any of these parameters; ``read`` must call `unmark` in the end."""
+def mark(
+    params: Iterable[nn.Parameter], read: Callable[[], None], sharded: Callable[[Tensor], str] | None = None
+) -> None:
+    """Call ``read`` before the first read of any of these parameters.
+
+    Args:
+        params: the parameters.
+        read: called before their values are read. If they are not sharded, it must call `unmark` in the end.
+        sharded: if they are, returns their names for an error: they must not be written to.
+    """
     for param in params:
         kind = type(param)
         if kind.__torch_function__ is _PLAIN:  # else a user's class that intercepts reads itself
             param.__class__ = _outdated(kind)
         if isinstance(param, _Outdated):
-            vars(param)[_READ] = read
+            vars(param)[_READ], vars(param)[_NAME] = read, sharded
 
 
-def unmark(params: Iterable[nn.Parameter]) -> None:
+def unmark(params: Iterable[Any]) -> None:
     """Restore these parameters' own classes: their values are current, or reads need not be watched any more."""
     for param in params:
         if isinstance(param, _Outdated):
             param.__class__ = type(param).__mro__[2]
-            del vars(param)[_READ]
+            del vars(param)[_READ], vars(param)[_NAME]
 
 
 class _Outdated:
@@ -53,18 +64,64 @@ class _Outdated:
         if func in _NO_VALUES or (func in _SHAPED_AS_ANOTHER and not isinstance(args[0], _Outdated)):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        for leaf in _written(func, args, kwargs):
+            if isinstance(leaf, _Outdated) and vars(leaf)[_NAME] is not None:
+                raise _refused(vars(leaf)[_NAME](leaf), assigned=func == _ASSIGNS)
+        sharded = None
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, _Outdated):  # the callback of another one may have restored it
                 vars(leaf)[_READ]()
-        return func(*args, **kwargs)
+            if isinstance(leaf, _Outdated):
+                sharded = leaf
+        return func(*args, **kwargs) if sharded is None else _read(func, args, kwargs, sharded)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         vars(self)[_READ]()
+        unmark([self])
         return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         vars(self)[_READ]()
+        unmark([self])
         return self.__reduce_ex__(protocol)
+
+
+class _ShardedView(Tensor):
+    """A view of sharded weights, or their ``.data``: one NaN that shows everywhere, and that nobody may write to."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(isinstance(leaf, _ShardedView) for leaf in _written(func, args, kwargs)):
+            raise _refused("weights", assigned=False)
+        first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _ShardedView))
+        return _read(func, args, kwargs, first)
+
+
+def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], sharded: Tensor) -> Any:
+    """Call a function of a sharded tensor; a view that it returns is watched too."""
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*args, **kwargs)
+        if type(result) is Tensor and result.layout is torch.strided and not is_functorch_wrapped_tensor(result):
+            shares = result.untyped_storage()._cdata == sharded.untyped_storage()._cdata
+            return result.as_subclass(_ShardedView) if shares else result
+        return result
+
+
+def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments into which a function writes."""
+    name = getattr(func, "__name__", "")
+    if func == _ASSIGNS or name in _IN_PLACE or (name.endswith("_") and not name.startswith("__")):
+        return tree_leaves(args[0]) if args else tree_leaves(kwargs)
+    return tree_leaves(kwargs["out"]) if "out" in kwargs else []
+
+
+def _refused(name: str, *, assigned: bool) -> RuntimeError:
+    what = "it was written to while the weights were sharded, and one NaN stood for more than one element of the "
+    what = "its .data was assigned to while the weights were sharded" if assigned else f"{what}written-to tensor"
+    return RuntimeError(f"{name}: {what}; do it inside zero.full_params(write_back=True), on every rank")
 
 
 @functools.cache
@@ -79,6 +136,9 @@ def _attribute(name: str) -> list[Any]:
     return [getattr(member, method) for method in ("__get__", "__set__", "__delete__") if hasattr(member, method)]
 
 
+_ASSIGNS = Tensor.data.__set__  # ty: ignore[missing-attribute]
+_OPERATORS = "add sub mul truediv floordiv mod pow and or xor lshift rshift"
+_IN_PLACE = frozenset(["__setitem__", *(f"__i{name}__" for name in _OPERATORS.split())])
 _ATTRIBUTES = """
     _backward_hooks _post_accumulate_grad_hooks _version device dtype grad grad_dtype grad_fn is_cpu is_cuda is_leaf
     is_meta is_nested is_quantized is_sparse itemsize layout nbytes ndim output_nr requires_grad retains_grad shape

@@ -4,6 +4,8 @@ The user may keep a view, a detached tensor, or a graph over either. If the stor
 such a tensor would crash the process. So if more tensors share the storage when it is to be freed than when it was
 exposed, the storage is left to them, and the weights get a new one. The user's tensors keep their values until the
 weights change, as in one process, and are filled with NaN then.
+
+Values that the user has written into exposed weights are compared with those before, to warn if they will be dropped.
 """
 
 from __future__ import annotations
@@ -12,17 +14,29 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from zeroshard.zero.buffers.written_weights import bit_sums
+
 
 class OutsideViews:
     """The user's tensors in one buffer of unsharded weights."""
 
     def __init__(self) -> None:
         self._before: int | None = None  # tensors in its memory when it was exposed to the user; None: it is not
+        self._bits: Tensor | None = None  # sums over the buffer's bits, since it was exposed or written back
         self._left: list[StorageWeakRef] = []  # storages left to the user's tensors, with values that are still current
 
     def expose(self, full: Tensor) -> None:
         """Record that this buffer is exposed to the user from here on."""
-        self._before = _num_tensors(full)
+        self._before, self._bits = _num_tensors(full), bit_sums(full)
+
+    def accept(self, full: Tensor) -> None:
+        """Count writes from here on, because those before were taken over."""
+        self._bits = None if self._bits is None else bit_sums(full)
+
+    def written(self, full: Tensor) -> bool:
+        """Whether the exposed buffer has other values than before; it is not exposed any more."""
+        bits, self._bits = self._bits, None
+        return bits is not None and not torch.equal(bits, bit_sums(full))
 
     def hold(self, full: Tensor) -> bool:
         """Return whether the memory of ``full``, exposed until now, must be left to the user's tensors."""

@@ -47,6 +47,10 @@ class Shown:
             param.data = hidden
         self.visible = False
 
+    def name_of(self, param: Tensor) -> str:
+        """Return the name of one of the parameters."""
+        return next(slot.name for slot, each in zip(self._layout.slots, self._params, strict=True) if each is param)
+
     def accept(self) -> None:
         """Count writes into the parameters from here on."""
         self._versions = self._count()
@@ -72,10 +76,14 @@ class Shown:
         """Copy tensors that were assigned to visible parameters' ``.data`` to their places; return if any were."""
         return take_assigned(self._elsewhere()) if self.visible else False
 
-    def drop_assigned(self) -> None:
-        """Make parameters to whose ``.data`` a tensor was assigned show again what they showed before."""
-        for _, param, view in self._elsewhere():
-            param.data = view
+    def drop_assigned(self) -> bool:
+        """Make parameters with another ``.data`` show what they showed before; return if values differ."""
+        elsewhere = self._elsewhere()
+        with torch._C.DisableTorchFunctionSubclass():
+            differs = any(self.visible and not torch.equal(param.detach(), view) for _, param, view in elsewhere)
+            for _, param, view in elsewhere:
+                param.data = view
+        return differs
 
     def refuse_assigned(self) -> None:
         """Raise RuntimeError if a tensor was assigned to ``.data`` of hidden weights."""

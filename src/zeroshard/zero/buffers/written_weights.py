@@ -70,6 +70,15 @@ def fingerprint(values: Tensor) -> int:
     return int.from_bytes(found.digest(), "little")
 
 
+def bit_sums(values: Tensor) -> Tensor:
+    """Return the sums of `fingerprint` of ``values [n]`` on their device, where the host need not wait for them."""
+    octets = values.detach().view(torch.uint8)
+    words = octets[: len(octets) // 8 * 8].view(torch.int64)
+    end = len(words) // _ROW_WORDS * _ROW_WORDS
+    rows, tail = words[:end].view(-1, _ROW_WORDS), octets[len(words) * 8 :].to(torch.int64)
+    return torch.cat([rows.sum(1), rows.sum(0), words[end:], tail])
+
+
 def take_assigned(elsewhere: list[tuple[str, nn.Parameter, Tensor]]) -> bool:
     """Copy tensors that were assigned to parameters' ``.data`` to their places in the buffer; return if any were.
 
@@ -90,7 +99,8 @@ def take_assigned(elsewhere: list[tuple[str, nn.Parameter, Tensor]]) -> bool:
 def refuse_assigned(elsewhere: list[tuple[str, nn.Parameter, Tensor]]) -> None:
     """Raise RuntimeError if a tensor was assigned to ``.data`` of hidden weights; ``elsewhere``: as above."""
     for name, param, freed in elsewhere:
-        param.data = freed
+        with torch._C.DisableTorchFunctionSubclass():
+            param.data = freed
         raise RuntimeError(
             f"{name}: its .data was assigned to while the weights were sharded; "
             "do it inside zero.full_params(write_back=True)"

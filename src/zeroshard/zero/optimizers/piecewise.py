@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.zero.buffers.unit import FlatGroup
+from zeroshard.zero.optimizers.kept_states import ParamFacts
 from zeroshard.zero.optimizers.requirements import Scope, classify
 from zeroshard.zero.optimizers.scope import no_class
 
@@ -139,6 +140,10 @@ class ShardedParams:
         group, slot = self._homes[param]
         return group.params.layout.slots[slot].name
 
+    def present(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Those of ``params`` that have not left the model."""
+        return [param for param in params if param not in self._homes[param][0].params.absent]
+
     def kept_whole(self) -> set[nn.Parameter]:
         """The parameters whose layout keeps each tensor whole on one rank."""
         return {param for param, (group, _) in self._homes.items() if group.whole}
@@ -164,6 +169,7 @@ class PiecewiseOptimizer:
 
     Attributes:
         optimizer: an instance of exactly the class that was asked for.
+        make: makes another one, of the same class and settings, over the param groups that it is given.
         by_group: the model's parameters, for each param group.
         pieces: the pieces that this rank updates, for each param group.
         holds_pieces: whether its param groups hold the pieces now, as they do while the class's own code runs.
@@ -190,17 +196,17 @@ class PiecewiseOptimizer:
         groups: list[dict[str, Any]] = given if isinstance(given[0], dict) else [{"params": given}]
         self.sharded, self.listener, self._kwargs = sharded, listener, kwargs
         self.has_state, self.holds_pieces = False, True
-        self._make: Callable[[list[dict[str, Any]]], Optimizer] = partial(optimizer_cls, **kwargs)
+        self.make = partial(optimizer_cls, **kwargs)
         with sharded.all_or_none():
             self.by_group = [sharded.take(group) for group in groups]
             pairs = list(zip(groups, self.by_group, strict=True))
             whole = {param for group, chosen in pairs for param in _whole(optimizer_cls, kwargs, group, chosen)}
             if whole:
                 # Build the class once before anything is laid out anew: it may refuse parameters by their shape.
-                self._make([{**group, "params": [_stand_in(param) for param in chosen]} for group, chosen in pairs])
+                self.make([{**group, "params": [_stand_in(param) for param in chosen]} for group, chosen in pairs])
                 listener.keep_whole(whole)
             self.pieces = [sharded.pieces(chosen) for chosen in self.by_group]
-            self.optimizer = self._make(
+            self.optimizer = self.make(
                 [{**group, "params": pieces} for group, pieces in zip(groups, self.pieces, strict=True)]
             )
         listener.after_joining(self.optimizer, self.members)
@@ -220,7 +226,7 @@ class PiecewiseOptimizer:
         kwargs = {key: value for key, value in optimizer.defaults.items() if key in accepted}
         self.optimizer, self.sharded, self.listener, self._kwargs = optimizer, sharded, listener, kwargs
         self.has_state, self.holds_pieces = bool(optimizer.state), False
-        self._make = partial(type(optimizer), **kwargs)
+        self.make = partial(type(optimizer), **kwargs)
         with sharded.all_or_none():
             self.by_group = [sharded.take(group) for group in optimizer.param_groups]
             for group, chosen in zip(optimizer.param_groups, self.by_group, strict=True):
@@ -240,9 +246,14 @@ class PiecewiseOptimizer:
         """The model's parameters that it updates."""
         return {param for chosen in self.by_group for param in chosen}
 
-    def made_of(self, groups: list[dict[str, Any]]) -> Optimizer:
-        """Make another optimizer of the same class and settings, over these param groups."""
-        return self._make(groups)
+    def facts(self) -> list[list[ParamFacts]]:
+        """What the optimizer knows of its parameters that are in the model, for each param group."""
+        return [[self._facts_of(param) for param in self.sharded.present(chosen)] for chosen in self.by_group]
+
+    def _facts_of(self, param: nn.Parameter) -> ParamFacts:
+        group, slot = self.sharded.home(param)
+        params, shape = group.params, group.params.layout.slots[slot].shape
+        return ParamFacts(self.sharded.name(param), tuple(shape), params.dtype, params.master.device, group.whole)
 
     # -- whose parameters -------------------------------------------------------------------------------------
 
@@ -289,7 +300,7 @@ class PiecewiseOptimizer:
         self.pieces = [self.sharded.pieces(chosen) for chosen in self.by_group]
         # Some classes (Adagrad) have state from the start: take the state that is made for the new pieces.
         groups = zip(self.optimizer.param_groups, self.pieces, strict=True)
-        fresh = self._make([{**group, "params": pieces} for group, pieces in groups])
+        fresh = self.make([{**group, "params": pieces} for group, pieces in groups])
         self.optimizer.state.clear()
         self.optimizer.state.update(fresh.state)
         self._join()
@@ -309,7 +320,7 @@ class PiecewiseOptimizer:
             chosen = self.sharded.take(given)
             whole = _whole(type(self.optimizer), self._kwargs, given, chosen)
             if whole:
-                self._make([{**given, "params": [_stand_in(param) for param in chosen]}])
+                self.make([{**given, "params": [_stand_in(param) for param in chosen]}])
                 self.listener.keep_whole(whole)
             pieces = self.sharded.pieces(chosen)
             self.show_pieces()

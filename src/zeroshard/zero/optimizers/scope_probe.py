@@ -14,8 +14,12 @@ A closure that is called again after weights have moved makes it *closure-driven
 and have zeros in them, so that clipping inside the optimizer and its treatment of zeros show. Learning rates are
 replaced by one that moves weights: a run may start from 0.
 
-The proof is by example: a class that behaves differently after `NUM_STEPS` steps, or for tensors larger than the
-largest one here, is not detected. A class that runs on GPUs only cannot be tried: it must declare its scope.
+A class may begin something after some steps. So a class that has passed is tried again at later steps, to which the
+numbers in it that count steps are put forward (`zeroshard.zero.optimizers.clocks`). If its later steps cannot be tried,
+it is taken for per-tensor: whole tensors are right for an element-wise class too.
+
+The proof is by example: a class that behaves differently for tensors larger than the largest one here is not detected.
+A class that runs on GPUs only cannot be tried: it must declare its scope.
 """
 
 from __future__ import annotations
@@ -31,9 +35,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroshard.zero.optimizers.clocks import AROUND, FAR, Clocks
 from zeroshard.zero.optimizers.scope import OptimizerKind, Scope
 
 NUM_STEPS = 6
+NUM_FIRST, NUM_LATER = 3, 4  # in trials of later steps: before the clocks are put forward, and from each time on
 SCALES = (1.0, 0.01, 30.0, 1.0, 0.03, 3.0)  # of the gradients, step by step
 LEARNING_RATE = 0.01
 SHAPES: tuple[tuple[int, ...], ...] = ((), (37,), (5, 7), (2, 3, 4), (3, 2, 3, 2))
@@ -59,6 +65,7 @@ class _Trial:
     weights: list[Tensor]
     optimizer: Optimizer
     closure_calls: int  # maximum in one step, counting only calls after weights have moved
+    clocks: Clocks
 
 
 class _Subject:
@@ -75,18 +82,25 @@ class _Subject:
         self.optimizer_cls, self.settings, self.group = optimizer_cls, settings, group
         self.elsewhere, self.dtype = device.type != "cpu", dtype
         self.with_closure = False
+        self.num_first, self.later = NUM_STEPS, tuple[int, ...]()
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of a trial: the first ones, then some from each of the ``later`` steps on."""
+        return self.num_first + len(self.later) * NUM_LATER
 
     def history(self, shape: Sequence[int], seed: int, scale: float = 1.0) -> Tensor:
-        """``[1 + NUM_STEPS, *shape]``: weights to start from, then a gradient for each step."""
+        """``[1 + num_steps, *shape]``: weights to start from, then a gradient for each step."""
         generator = torch.Generator().manual_seed(seed)
-        values = torch.randn((1 + NUM_STEPS, *shape), generator=generator, dtype=torch.float64)
-        gone = torch.rand((1 + NUM_STEPS, *shape), generator=generator, dtype=torch.float64) < 0.2
-        values[1:] *= scale * torch.tensor(SCALES, dtype=torch.float64).view(-1, *[1] * len(shape))
+        values = torch.randn((1 + self.num_steps, *shape), generator=generator, dtype=torch.float64)
+        gone = torch.rand((1 + self.num_steps, *shape), generator=generator, dtype=torch.float64) < 0.2
+        scales = (SCALES * self.num_steps)[: self.num_steps]
+        values[1:] *= scale * torch.tensor(scales, dtype=torch.float64).view(-1, *[1] * len(shape))
         values[1:][gone[1:]] = 0.0
         return values.to(self.dtype)
 
     def run(self, histories: Sequence[Tensor], seed: int = 0) -> _Trial:
-        """Take `NUM_STEPS` steps with a new optimizer over one tensor for each of these histories."""
+        """Take `num_steps` steps with a new optimizer over one tensor for each of these histories."""
         params = [nn.Parameter(history[0].clone()) for history in histories]
         group, settings = copy.deepcopy(dict(self.group)), copy.deepcopy(dict(self.settings))
         if self.elsewhere:
@@ -106,8 +120,11 @@ class _Subject:
             elif isinstance(rate, int | float):
                 given["lr"] = LEARNING_RATE
         _seed(seed)
-        closure_calls = 0
-        for step in range(1, 1 + NUM_STEPS):
+        closure_calls, clocks = 0, Clocks()
+        for step in range(1, 1 + self.num_steps):
+            which, since = divmod(step - 1 - self.num_first, NUM_LATER)
+            if which >= 0 and not since:
+                clocks.set(optimizer, self.later[which])
             for param, history in zip(params, histories, strict=True):
                 param.grad = history[step].clone()
             closure = _Closure(params)
@@ -116,7 +133,8 @@ class _Subject:
             except Exception as error:
                 raise _TrialError(error, built=True) from error
             closure_calls = max(closure_calls, closure.num_late)
-        return _Trial([param.detach() for param in params], optimizer, closure_calls)
+            clocks.tick(optimizer)
+        return _Trial([param.detach() for param in params], optimizer, closure_calls, clocks)
 
     def same(self, found: Tensor, whole: Tensor, start: Tensor) -> bool:
         """Whether two results agree, relative to how far ``whole`` has moved from ``start``."""
@@ -155,7 +173,7 @@ def probe(
     Raises:
         Exception: whatever the class itself raises when it is built with these settings for any tensor.
     """
-    with _borrowed_generators(), torch.device("cpu"), torch.inference_mode(False), torch.enable_grad():
+    with borrowed_generators(), torch.device("cpu"), torch.inference_mode(False), torch.enable_grad():
         subject, alone, failures = _meet(optimizer_cls, settings, group, device)
         if not alone:
             failure = next((failure for failure in failures if failure.built), None)
@@ -167,6 +185,8 @@ def probe(
             where = f" ({ON_CPU})" if subject.elsewhere else ""
             return OptimizerKind(Scope.UNUSABLE, f"it fails on dense gradients: {failure}{where}")
         scope, reason = _watch(subject, alone)
+        if scope in (Scope.ELEMENT_WISE, Scope.PER_TENSOR):
+            scope, reason = _watch_later(subject, alone, scope, reason)
         return OptimizerKind(scope, reason, tuple(len(shape) for shape in alone))
 
 
@@ -235,6 +255,50 @@ def _watch(subject: _Subject, alone: dict[tuple[int, ...], _Trial]) -> tuple[Sco
     return Scope.ELEMENT_WISE, "it updates each element from that element's own history"
 
 
+def _watch_later(
+    subject: _Subject, alone: dict[tuple[int, ...], _Trial], scope: Scope, reason: str
+) -> tuple[Scope, str]:
+    """Return the scope, and why, after later steps too: of all tensors together, beside others, and in pieces."""
+    trial = next(iter(alone.values()))
+    if scope is Scope.ELEMENT_WISE and trial.clocks.hidden(trial.optimizer):
+        scope, reason = Scope.PER_TENSOR, "it may count steps where nobody sees it, and do something else later"
+    if not trial.clocks.found:
+        return scope, reason
+    around = (step - AROUND for step in trial.clocks.settings(trial.optimizer))
+    subject.num_first, subject.later = NUM_FIRST, tuple(sorted({*around, *FAR} - {*range(NUM_FIRST)}))
+    try:
+        return _compared_later(subject, [*alone, *([LARGE] if (5, 7) in alone else [])], scope, reason)
+    except _TrialError as error:
+        if scope is Scope.PER_TENSOR:
+            return scope, reason
+        return Scope.PER_TENSOR, f"its later steps could not be tried: {error}"
+
+
+def _compared_later(
+    subject: _Subject, shapes: Sequence[tuple[int, ...]], scope: Scope, reason: str
+) -> tuple[Scope, str]:
+    histories = [subject.history(shape, len(shape)) for shape in shapes]
+    expected = subject.run(histories).weights
+    starts = [history[0] for history in histories]
+
+    def as_expected(found: Sequence[Tensor]) -> bool:
+        return all(subject.same(*three) for three in zip(found, expected, starts, strict=True))
+
+    partners = [subject.history(tuple(size + 1 for size in shape), 9, scale=1000.0) for shape in shapes[: len(SHAPES)]]
+    if not as_expected(subject.run([*histories, *partners], seed=1).weights[: len(shapes)]):
+        if not as_expected(subject.run(histories, seed=3).weights):
+            return Scope.RANDOM, "from a later step on it draws random numbers, which differ between ranks"
+        return (
+            Scope.CROSS_TENSOR,
+            "from a later step on it lets the gradients of one tensor change the update of another, and no rank has "
+            "all of them",
+        )
+    whole = dict(zip(shapes, zip(histories, expected, strict=True), strict=True))
+    if scope is Scope.ELEMENT_WISE and not _pieces_do(subject, whole):
+        return Scope.PER_TENSOR, "from a later step on it updates pieces of a tensor differently from the whole tensor"
+    return scope, reason
+
+
 def _not_element_wise(subject: _Subject, alone: dict[tuple[int, ...], _Trial]) -> str:
     """Return why the class cannot be given pieces; "" if it can."""
     for shape, trial in alone.items():
@@ -259,7 +323,7 @@ def _pieces_do(subject: _Subject, expected: Mapping[tuple[int, ...], tuple[Tenso
     pieces: list[Tensor] = []
     cuts: list[tuple[Tensor, int]] = []  # of each tensor: its permutation and how many pieces it has
     for history, _ in expected.values():
-        flat = history.reshape(1 + NUM_STEPS, -1)
+        flat = history.reshape(1 + subject.num_steps, -1)
         numel = flat.shape[1]
         order = torch.randperm(numel, generator=torch.Generator().manual_seed(numel))
         first = numel * 3 // 7
@@ -284,7 +348,7 @@ def _or_none(run: Callable[[], list[Tensor]]) -> list[Tensor] | None:
 
 
 @contextmanager
-def _borrowed_generators() -> Generator[None]:
+def borrowed_generators() -> Generator[None]:
     """After this block, restore every random generator that an optimizer may draw from."""
     numpy = _numpy_random()
     python_state, numpy_state = random.getstate(), numpy.get_state() if numpy else None

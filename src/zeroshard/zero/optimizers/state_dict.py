@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from zeroshard.zero.buffers.layout import Piece
 from zeroshard.zero.buffers.unit import FlatGroup
+from zeroshard.zero.optimizers.kept_states import require_kept
 from zeroshard.zero.optimizers.piecewise import SCALAR_STATES, PiecewiseOptimizer
 from zeroshard.zero.state.restage import State, states_of
 
@@ -82,7 +83,7 @@ def cut_into_pieces(piecewise: PiecewiseOptimizer, state_dict: Mapping[str, Any]
     """Cut an unsharded state into a state of this rank's pieces, numbered in their order. Copies, no communication.
 
     Raises:
-        ValueError: the groups are not the optimizer's, or a state is not in its parameter's shape.
+        ValueError: the groups are not the optimizer's, or the states are not those that it keeps of a parameter.
     """
     saved_groups = state_dict["param_groups"]
     sizes = [[len(group["params"]) for group in saved_groups], [len(chosen) for chosen in piecewise.by_group]]
@@ -91,6 +92,8 @@ def cut_into_pieces(piecewise: PiecewiseOptimizer, state_dict: Mapping[str, Any]
     saved = {
         param: state_dict["state"][key] for param, key in _pairs(piecewise, saved_groups) if key in state_dict["state"]
     }
+    states = {piecewise.sharded.name(param): state for param, state in saved.items()}
+    require_kept(piecewise.make, piecewise.optimizer.param_groups, saved_groups, piecewise.facts(), states)
     state: dict[int, State] = {}
     groups: list[dict[str, Any]] = []
     number = 0

@@ -8,7 +8,7 @@ leaves stale; the layout for an optimizer that needs whole tensors; averages, wh
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from zeroshard.zero.replicas.replicas import Replicas
 from zeroshard.zero.runtime import relayout
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.state import training_state
+from zeroshard.zero.state.full_state import take_names
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader
 from zeroshard.zero.state.restage import Stateful
 
@@ -43,6 +44,7 @@ class Stepping:
         ema: the moving average of the weights; None if there is none.
         missed: the parameters whose states in the loaded checkpoint were dropped, because they had no optimizer yet.
         replicas: the replicas that take local steps; None if all ranks take every step together.
+        require_same_model: raises if the model has other parameters than the engine was built with.
     """
 
     def __init__(self, runtime: Runtime, levels: Levels, replicas: Replicas | None = None) -> None:
@@ -50,6 +52,7 @@ class Stepping:
         self._params = ShardedParams(runtime.groups())
         self._known: list[PiecewiseOptimizer] = []
         self.missed: set[nn.Parameter] = set()
+        self.require_same_model: Callable[[], None] = lambda: None
         self.ema: Ema | None = None
 
     # -- what the engine asks ---------------------------------------------------------------------------------
@@ -86,7 +89,7 @@ class Stepping:
         """Raise ValueError, if replicas take local steps, for an optimizer that keeps weights in its state."""
         if self.replicas is not None and not isinstance(piecewise.optimizer, SavesPasses):
             name = type(piecewise.optimizer).__name__
-            require_no_weights_in_state(name, piecewise.made_of, piecewise.optimizer.param_groups)
+            require_no_weights_in_state(name, piecewise.make, piecewise.optimizer.param_groups)
 
     def _know(self, piecewise: PiecewiseOptimizer) -> None:
         self._known.append(piecewise)
@@ -187,10 +190,11 @@ class Stepping:
         if self.replicas is not None:
             of_replicas.load(self.replicas, reader)
 
-    def param_groups(self) -> list[tuple[dict[str, Any], list[str]]]:
-        """Every optimizer's param groups, each with the names of its parameters."""
+    def param_groups(self, model: nn.Module) -> list[tuple[dict[str, Any], list[str]]]:
+        """Every optimizer's param groups, each with the names of its parameters that are in the model."""
+        take_names(model, self._runtime)
         return [
-            (group, [self._params.name(param) for param in chosen])
+            (group, [self._params.name(param) for param in self._params.present(chosen)])
             for known in self._known
             for group, chosen in zip(known.optimizer.param_groups, known.by_group, strict=True)
         ]
@@ -282,6 +286,7 @@ class Stepping:
         self._runtime.require_reduced("step")
         self._runtime.require_unpinned("step")
         self.require_weights("step")
+        self.require_same_model()
         self._runtime.take_changes()
         self._require_own_grads(self._members(optimizer))
         self._require_every_leaf(self._members(optimizer))

@@ -31,7 +31,7 @@ from zeroshard.zero.buffers.layout import Piece
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.replicas.outer import Outer
 from zeroshard.zero.replicas.replicas import Replicas
-from zeroshard.zero.state.named_shards import MODEL_KINDS, NamedShard, ShardReader, of_replica
+from zeroshard.zero.state.named_shards import MODEL_KINDS, NamedShard, ReadsSettings, ShardReader, of_replica
 
 LOCAL = "local"
 
@@ -106,13 +106,15 @@ class ReplicaReader:
 
     def __init__(self, reader: ShardReader, number: int) -> None:
         self._reader, self._number = reader, number
+        self.param_groups = reader.param_groups if isinstance(reader, ReadsSettings) else ()
 
     def kinds(self, name: str) -> Mapping[str, tuple[int, ...]]:
         """As `ShardReader.kinds`, for the state that this replica loads."""
         found, own = dict(self._reader.kinds(name)), self._own(name)
         if own:
             found = {kind: shape for kind, shape in found.items() if kind in MODEL_KINDS} | own
-        return found
+        local = self._reader.kinds(of_replica(name, self._number)).get(LOCAL)
+        return found if local is None else {**found, "param": local}
 
     def read(self, name: str, kind: str, interval: tuple[int, int]) -> Tensor:
         """As `ShardReader.read`, for the state that this replica loads."""

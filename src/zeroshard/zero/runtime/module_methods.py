@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zeroshard.zero.optimizers.stepping import Stepping
-from zeroshard.zero.runtime import late_modules
-from zeroshard.zero.runtime.late_modules import MARK
+from zeroshard.zero.runtime.late_modules import MARK, Known
 from zeroshard.zero.runtime.module_hooks import attach_parts
 from zeroshard.zero.runtime.runtime import Runtime
 
@@ -43,22 +42,19 @@ class Guard:
             "_ddp_params_and_buffers_to_ignore": _RefusesDdp(),
         }
         model.__dict__.update(self._on_model)
-        params = set(model.parameters())
-        late_modules.watch()
-        for param in params:
-            setattr(param, MARK, True)
+        self._known = Known(model, runtime.root, runtime.units)
+        stepping.require_same_model = self._known.require_unchanged
         for module in model.modules():
-            module.__dict__[MARK] = True
             module.__dict__["_apply"] = _apply_in_place(module)
             module.__dict__["apply"] = _apply_where_whole(module, runtime)
-            module.__dict__["register_parameter"] = _register_known(module, params)
+            module.__dict__["register_parameter"] = self._known.register_parameter(module)
             self._handles.append(module.register_state_dict_pre_hook(_refuse_state(runtime)))
             self._handles.append(module.register_load_state_dict_pre_hook(_refuse_load))
             module.__dict__["__deepcopy__"] = _refuse_copy
             module.__dict__["__reduce_ex__"] = _refuse_pickle
             if "synced_gpus" in _words_of(getattr(type(module), "generate", None)):
                 module.__dict__["generate"] = _generate_together(module, runtime)
-        self._handles.append(model.register_forward_pre_hook(_begins(params)))
+        self._handles.append(model.register_forward_pre_hook(_begins(self._known, set(model.parameters()))))
         computes_otherwise = any(group.params.full.dtype != group.params.dtype for group in runtime.groups())
         if runtime.levels.shard.world_size > 1 or computes_otherwise:  # else weights are always unsharded and current
             self._handles += attach_parts(runtime.all_units(), model, runtime.part_begins)
@@ -70,11 +66,9 @@ class Guard:
         for name in self._on_model:
             self._model.__dict__.pop(name, None)
         for module in self._model.modules():
-            late_modules.forget(module)
-            for name in (MARK, "__deepcopy__", "__reduce_ex__", "_apply", "apply", "register_parameter", "generate"):
+            for name in ("__deepcopy__", "__reduce_ex__", "_apply", "apply", "register_parameter", "generate"):
                 module.__dict__.pop(name, None)
-        for param in self._model.parameters():
-            vars(param).pop(MARK, None)
+        self._known.forget()
 
 
 def has_engine(model: nn.Module) -> bool:
@@ -198,24 +192,11 @@ class _RefusesDdp:
         raise RuntimeError(_NO_DDP)
 
 
-def _begins(params: set[nn.Parameter]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+def _begins(known: Known, params: set[nn.Parameter]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
     def before(module: nn.Module, args: tuple[Any, ...]) -> None:
         around = DistributedDataParallel._active_ddp_module
         if around is not None and not params.isdisjoint(around.parameters()):
             raise RuntimeError(_NO_DDP)
+        known.require_frozen()
 
     return before
-
-
-def _register_known(module: nn.Module, known: set[nn.Parameter]) -> Callable[[str, nn.Parameter | None], None]:
-    """Return a ``module.register_parameter`` that accepts only parameters that the engine has."""
-
-    def register(name: str, param: nn.Parameter | None) -> None:
-        if param is not None and param not in known:
-            raise RuntimeError(
-                f"{name}: a parameter that comes after Zero() would never be trained; put it into the model before, "
-                "or copy its values into the old one inside zero.full_params(write_back=True)"
-            )
-        type(module).register_parameter(module, name, param)
-
-    return register

@@ -38,7 +38,7 @@ class UnshardedWeights:
         self.pinned = False
         self.held_by_graph = False
         self.order: Sequence[Unit] = units[1:]
-        self._warned = False
+        self._warned = self._warned_of_loss = False
         self._versions = GraphVersions()
 
     def gather(self, unit: Unit, *, again: bool = False) -> None:
@@ -69,9 +69,8 @@ class UnshardedWeights:
             self._watch(unit)
 
     def _watch(self, unit: Unit) -> None:
-        if not self._warned:
-            for group in unit.groups:
-                group.params.watch_reads()
+        for group in unit.groups:
+            group.params.watch_reads()
 
     def views(self, unit: Unit, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Return those of the tensors that share storage with weights that are freed after forward."""
@@ -94,14 +93,22 @@ class UnshardedWeights:
             unit.wait()
         self._hand_out()
         self.pinned = True
+        lost = False
         try:
             yield
         finally:
             self.pinned = False
             for unit in self._units:
                 for group in unit.groups:
-                    group.params.drop_changes()
+                    lost = group.params.drop_changes() or lost
                 self.reshard(unit)
+        if lost and not self._warned_of_loss:
+            self._warned_of_loss = True
+            warnings.warn(
+                "full_params(): weights were written to in this block, and what was written is dropped at its end; "
+                "write inside zero.full_params(write_back=True) to keep it",
+                stacklevel=5,
+            )
 
     def refresh_after_replacement(self, replaced: Replaced) -> None:
         """Refresh weights, because master weights were replaced outside of a step. Collective.
@@ -147,8 +154,9 @@ class UnshardedWeights:
         the other ranks begin that forward. At stage 3 weights stay sharded, and a warning says so once.
         """
         if self.shard_params:
-            self.show_as_current()
-            if not self._warned and CompileContext.try_get() is None:  # dynamo reads no values
+            if CompileContext.try_get() is not None:  # dynamo reads no values
+                self.show_as_current()
+            elif not self._warned:
                 self._warned = True
                 warnings.warn(
                     "model: weights are read outside of forward and backward, where they are sharded and show NaN; "

@@ -24,6 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.comm import CONTROL, Communicator, LocalCommunicator, TorchCommunicator, scope
+from zeroshard.zero.optimizers.kept_states import require_numbered
 from zeroshard.zero.sharded_optimizer.acceptance import PER_RANK, check_class, check_param, check_reach, describe
 from zeroshard.zero.sharded_optimizer.argument_check import agreement
 from zeroshard.zero.sharded_optimizer.ownership import Bucket, assign, pack
@@ -302,7 +304,7 @@ class ShardedOptimizer(Optimizer):
             state_dict: of the unsharded optimizer, or of a `ShardedOptimizer` at any world size.
 
         Raises:
-            ValueError: other groups than this optimizer's.
+            ValueError: other groups than this optimizer's, or states that its class does not keep.
         """
         state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -312,6 +314,7 @@ class ShardedOptimizer(Optimizer):
         here, there = ([len(group["params"]) for group in groups] for groups in (self.param_groups, saved_groups))
         if here != there:
             raise ValueError(f"state_dict: its groups are of {there} parameters, this optimizer's of {here}")
+        require_numbered(partial(type(self.optim), **self._kwargs), self.param_groups, state_dict)
         owners: dict[Any, int] = {}  # by the saved number
         own_groups = []
         for group, saved in zip(self.param_groups, saved_groups, strict=True):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from zeroshard.zero.buffers.unit import reduced_whole
+from zeroshard.zero.optimizers.adoption import has_owner
 from zeroshard.zero.runtime.runtime import Runtime
 
 
@@ -64,8 +66,9 @@ def load_state_dict(
                     params.piece_of_master(piece).copy_(source.reshape(-1)[start:stop].view(piece.shape))
             torch.autograd.graph.increment_version(params.params)  # a backward through an older graph must fail
             params.mark_stale()
+        late = set(outside(model).values())
         for tensor, source in given.items():
-            if not isinstance(tensor, nn.Parameter):
+            if not isinstance(tensor, nn.Parameter) or tensor in late:
                 tensor.copy_(source)
     return keys
 
@@ -82,7 +85,27 @@ def full_grads(model: nn.Module, runtime: Runtime) -> dict[str, Tensor | None]:
         views = params.layout.views(reduced_whole(group))
         for param, view, used in zip(params.params, views, group.grads.used, strict=True):
             found[param] = view if used else None
-    return {name: found[param] for name, param in model.named_parameters()}
+    return {name: found.get(param) for name, param in model.named_parameters()}
+
+
+def take_names(model: nn.Module, runtime: Runtime) -> None:
+    """Give the engine's parameters the names that they have in the model now, and note those that have left it.
+
+    Modules may have been moved, shared, wrapped or deleted since the engine was built.
+    """
+    names = {param: name for name, param in model.named_parameters()}
+    for params in (group.params for group in runtime.groups()):
+        slots = params.layout.slots
+        named = tuple(names.get(param, slot.name) for slot, param in zip(slots, params.params, strict=True))
+        if named != tuple(slot.name for slot in slots):
+            slots = tuple(replace(slot, name=name) for slot, name in zip(slots, named, strict=True))
+            params.layout = replace(params.layout, slots=slots)
+        params.absent = frozenset(params.params) - names.keys()
+
+
+def outside(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the model's parameters that no engine has, by name: frozen ones of modules that came later."""
+    return {name: param for name, param in model.named_parameters() if not has_owner(param)}
 
 
 def tied_names(named: Mapping[str, Tensor]) -> dict[str, str]:

@@ -7,11 +7,12 @@ another: the engine asks for an interval of a tensor, never for a rank's file.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, prod
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -24,6 +25,7 @@ ROUNDING = "rounding_step"  # the step for which gradients in a wire format are 
 MODEL_KINDS = (
     frozenset({"param", "buffer", "ema", GATHERED, ROUNDING}) | OUTER_KINDS
 )  # every other kind is a state of an optimizer
+SCALAR_KINDS = frozenset({ROUNDING, "outer_steps", "outer_due", "outer_left"})  # those of `MODEL_KINDS` of one number
 _REPLICA = "@replica"  # part of the name of state that only one replica has
 
 
@@ -66,6 +68,28 @@ class ShardReader(Protocol):
     def read(self, name: str, kind: str, interval: tuple[int, int]) -> Tensor:
         """Return the piece ``[start, stop)`` of the flattened tensor: 1-D, on the CPU; the caller may change it."""
         ...
+
+
+@runtime_checkable
+class ReadsSettings(Protocol):
+    """A reader that also knows the settings of the saved optimizers, which the load restores afterwards."""
+
+    @property
+    def param_groups(self) -> Sequence[Mapping[str, Any]]:
+        """The saved param groups, as `named_group` made them."""
+        ...
+
+
+def saved_settings(reader: ShardReader, names: Iterable[str]) -> Mapping[str, Any] | None:
+    """Return the saved param group of exactly these parameters, if the load restores settings and there is one."""
+    members = frozenset(names)
+    groups = reader.param_groups if isinstance(reader, ReadsSettings) else ()
+    return next((group for group in groups if frozenset(group["params"]) == members), None)
+
+
+def saved_dtype(reader: ShardReader, name: str, kind: str) -> torch.dtype:
+    """Return the dtype with which ``kind`` of ``name`` was saved."""
+    return reader.read(name, kind, (0, 0)).dtype
 
 
 def require_shape(reader: ShardReader, name: str, kind: str, shape: tuple[int, ...]) -> None:
@@ -136,9 +160,16 @@ def restore_settings(
                 "it keeps its lr and other settings",
                 stacklevel=3,
             )
-        for key, value in (found or {}).items():
-            if key not in _IMPLEMENTATION and key != "params" and (key in group or key in _OF_SCHEDULERS):
-                group[key] = _restored(group.get(key), value)
+        group.update(after_restoring(group, found or {}))
+
+
+def after_restoring(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a param group that `restore_settings` changes, with their new values."""
+    return {
+        key: _restored(group.get(key), value)
+        for key, value in saved.items()
+        if key not in _IMPLEMENTATION and key != "params" and (key in group or key in _OF_SCHEDULERS)
+    }
 
 
 def _restored(current: Any, saved: Any) -> Any:

@@ -8,24 +8,32 @@ replicated, each rank writes the part that it would own otherwise. If there are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zeroshard.zero.buffers.unit import FlatGroup
+from zeroshard.zero.optimizers.kept_states import Kept, ParamFacts, SavedState, alike, of_groups
 from zeroshard.zero.optimizers.methods import load_pieces
 from zeroshard.zero.optimizers.piecewise import SCALAR_STATES, PiecewiseOptimizer
 from zeroshard.zero.runtime.runtime import Runtime
+from zeroshard.zero.state.full_state import outside, take_names
 from zeroshard.zero.state.named_shards import (
     GATHERED,
     MODEL_KINDS,
     ROUNDING,
+    SCALAR_KINDS,
     NamedShard,
     ShardReader,
+    after_restoring,
     read_whole,
     require_shape,
+    saved_dtype,
+    saved_settings,
 )
 
 
@@ -42,6 +50,7 @@ def named_shards(model: nn.Module, runtime: Runtime, optimizers: Sequence[Statef
     """See `Zero.named_shards`."""
     if not runtime.levels.writes:
         return
+    take_names(model, runtime)
     rank = runtime.levels.shard.rank
     for group in runtime.groups():
         group.params.take_changes()
@@ -54,6 +63,8 @@ def named_shards(model: nn.Module, runtime: Runtime, optimizers: Sequence[Statef
             yield NamedShard(first, ROUNDING, (), (0, 1), torch.tensor([step]))
         for piece, shard in zip(group.params.pieces, group.shards, strict=True):
             slot = group.params.layout.slots[piece.slot]
+            if group.params.params[piece.slot] in group.params.absent:
+                continue
             for own in group.params.layout.owned(rank):
                 if own.slot != piece.slot or not piece.interval[0] <= own.interval[0] < piece.interval[1]:
                     continue
@@ -73,11 +84,13 @@ def named_shards(model: nn.Module, runtime: Runtime, optimizers: Sequence[Statef
                         yield NamedShard(slot.name, kind, (), (0, 1), value.reshape(1))
     if rank == 0:
         for group in runtime.groups():
-            for slot in group.params.layout.slots:
-                if 0 in slot.shape:  # no rank owns a piece of it, yet a load at another stage asks for its name
+            for slot, param in zip(group.params.layout.slots, group.params.params, strict=True):
+                if 0 in slot.shape and param not in group.params.absent:
+                    # No rank owns a piece of it, yet a load at another stage asks for its name.
                     yield NamedShard(slot.name, "param", slot.shape, (0, 0), group.params.full[:0])
-        for name, buffer in persistent_buffers(model).items():
-            yield NamedShard(name, "buffer", tuple(buffer.shape), (0, buffer.numel()), buffer.detach().reshape(-1))
+        beside = (("param", outside(model)), ("buffer", persistent_buffers(model)))
+        for name, kind, tensor in ((name, kind, each) for kind, named in beside for name, each in named.items()):
+            yield NamedShard(name, kind, tuple(tensor.shape), (0, tensor.numel()), tensor.detach().reshape(-1))
 
 
 def load_named_shards(
@@ -86,31 +99,33 @@ def load_named_shards(
     """See `Zero.load_named_shards`. Returns the parameters with saved states that no optimizer took."""
     members = {param for optimizer in optimizers for param in optimizer.members}
     missed: set[nn.Parameter] = set()
-    states: dict[nn.Parameter, dict[str, Tensor]] = {}
+    states: dict[nn.Parameter, dict[str, Any]] = {}
+    take_names(model, runtime)
     _require_shapes(model, runtime, reader)
+    kept: dict[str, Kept] = {}
+    for optimizer in optimizers:
+        groups = zip(optimizer.optimizer.param_groups, optimizer.facts(), strict=True)
+        kept.update(_kept_by(optimizer.make, groups, reader))
     with torch.no_grad():
         for group in runtime.groups():
             for slot, param in zip(group.params.layout.slots, group.params.params, strict=True):
-                if param not in members and not MODEL_KINDS.issuperset(reader.kinds(slot.name)):
+                if param not in members | group.params.absent and not MODEL_KINDS.issuperset(reader.kinds(slot.name)):
                     missed.add(param)
             for piece, shard in zip(group.params.pieces, group.shards, strict=True):
                 slot = group.params.layout.slots[piece.slot]
-                kinds = reader.kinds(slot.name)
+                if group.params.params[piece.slot] in group.params.absent:
+                    continue
                 shard.copy_(reader.read(slot.name, "param", piece.interval).view(piece.shape))
-                states[shard] = {
-                    kind: read_whole(reader, slot.name, kind, shape)
-                    if group.whole
-                    else _read_state(reader, slot.name, kind, shape, slot.shape, piece.interval)
-                    for kind, shape in kinds.items()
-                    if kind not in MODEL_KINDS
-                }
+                if slot.name in kept:
+                    interval = None if group.whole else piece.interval
+                    states[shard] = read_states(reader, slot.name, kept[slot.name], slot.shape, interval)
             torch.autograd.graph.increment_version(group.params.params)  # a backward through an older graph must fail
             group.params.mark_stale()
             _load_gathered(group, reader)
             _load_rounding(group, reader)
-        for name, buffer in persistent_buffers(model).items():
-            if "buffer" in reader.kinds(name):
-                buffer.copy_(read_whole(reader, name, "buffer", tuple(buffer.shape)))
+        for kind, named in (("param", outside(model)), ("buffer", persistent_buffers(model))):
+            for name in (name for name in named if kind in reader.kinds(name)):
+                named[name].copy_(read_whole(reader, name, kind, tuple(named[name].shape)))
     for optimizer in optimizers:
         _load_optimizer(optimizer, states)
     return missed
@@ -119,11 +134,14 @@ def load_named_shards(
 def _require_shapes(model: nn.Module, runtime: Runtime, reader: ShardReader) -> None:
     """Raise before anything is loaded if a parameter was not saved, or if it or a buffer has another shape."""
     for group in runtime.groups():
-        for slot in group.params.layout.slots:
+        pairs = zip(group.params.layout.slots, group.params.params, strict=True)
+        for slot in (slot for slot, param in pairs if param not in group.params.absent):
             require_shape(reader, slot.name, "param", slot.shape)
-    for name, buffer in persistent_buffers(model).items():
-        if "buffer" in reader.kinds(name):
-            require_shape(reader, name, "buffer", tuple(buffer.shape))
+            for kind in reader.kinds(slot.name).keys() & MODEL_KINDS - {"param", "buffer"}:
+                require_shape(reader, slot.name, kind, () if kind in SCALAR_KINDS else slot.shape)
+    for kind, named in (("param", outside(model)), ("buffer", persistent_buffers(model))):
+        for name in (name for name in named if kind in reader.kinds(name)):
+            require_shape(reader, name, kind, tuple(named[name].shape))
 
 
 def _load_gathered(group: FlatGroup, reader: ShardReader) -> None:
@@ -165,20 +183,64 @@ def reader_of(runtime: Runtime, reader: ShardReader, kind: str) -> Callable[[Ten
     return read
 
 
-def _read_state(
+def states_kept(
+    optimizer: Optimizer,
+    make: partial[Optimizer],
+    params: Mapping[str, Tensor],
     reader: ShardReader,
-    name: str,
-    kind: str,
-    shape: tuple[int, ...],
-    param_shape: tuple[int, ...],
-    interval: tuple[int, int],
-) -> Tensor:
-    if kind in SCALAR_STATES or shape != param_shape:
-        return reader.read(name, kind, (0, 1)).reshape(())
-    return reader.read(name, kind, interval)
+) -> dict[str, Kept]:
+    """Return what an optimizer of whole ``params`` keeps of those with saved states; UserError if it keeps others.
+
+    Args:
+        optimizer: the optimizer that will load the states.
+        make: makes another one of its class and settings.
+        params: all parameters that it updates, by name.
+        reader: reads the saved states.
+    """
+    facts = {
+        id(param): ParamFacts(name, tuple(param.shape), param.dtype, param.device) for name, param in params.items()
+    }
+    groups = [[facts[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+    return _kept_by(make, zip(optimizer.param_groups, groups, strict=True), reader)
 
 
-def _load_optimizer(piecewise: PiecewiseOptimizer, states: Mapping[nn.Parameter, dict[str, Tensor]]) -> None:
+def _kept_by(
+    make: partial[Optimizer],
+    groups: Iterable[tuple[Mapping[str, Any], Sequence[ParamFacts]]],
+    reader: ShardReader,
+) -> dict[str, Kept]:
+    """See `zeroshard.zero.optimizers.kept_states.of_groups`; ``groups``: current settings and parameters."""
+    found: list[tuple[Mapping[str, Any], Mapping[str, Any] | None, Sequence[ParamFacts]]] = []
+    for settings, params in groups:
+        saved = saved_settings(reader, (param.name for param in params))
+        found.append(({**settings, **after_restoring(settings, saved or {})}, saved, params))
+    return of_groups(make, found, cache(partial(_saved_states, reader)))
+
+
+def _saved_states(reader: ShardReader, name: str) -> dict[str, SavedState]:
+    kinds = {kind: shape for kind, shape in reader.kinds(name).items() if kind not in MODEL_KINDS}
+    return {kind: SavedState(shape, saved_dtype(reader, name, kind)) for kind, shape in kinds.items()}
+
+
+def read_states(
+    reader: ShardReader, name: str, kept: Kept, param_shape: tuple[int, ...], interval: tuple[int, int] | None
+) -> dict[str, Any]:
+    """Read the states of one piece of a parameter; ``interval``: of the piece, None: the parameter is whole."""
+    found: dict[str, Any] = {}
+    for kind, shape in reader.kinds(name).items():
+        if kind in MODEL_KINDS:
+            continue
+        if interval is None:
+            value = read_whole(reader, name, kind, shape)
+        elif kind in SCALAR_STATES or shape != param_shape:
+            value = reader.read(name, kind, (0, 1)).reshape(())
+        else:
+            value = reader.read(name, kind, interval)
+        found[kind] = alike(kept.get(kind), value)
+    return found
+
+
+def _load_optimizer(piecewise: PiecewiseOptimizer, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
     """Load the states of the optimizer's pieces; its settings do not change."""
     groups: list[dict[str, Any]] = []
     loaded: dict[int, dict[str, Any]] = {}

@@ -1,0 +1,305 @@
+"""Checks saved states of an optimizer before they are loaded: are they the states that this optimizer keeps?
+
+Kernels believe what an optimizer's state says. torch's fused AdamW reads and writes as many elements of ``exp_avg`` as
+the parameter has, whatever the shape of ``exp_avg``. A state of another optimizer is no better: it is loaded without an
+error, and a step fails later, or continues from other numbers. So whatever loads states asks here first.
+
+What a class keeps is found by steps of another instance, with the same settings, on a small stand-in for a parameter:
+
+| a state of the stand-in             | what is accepted for a parameter                                    |
+|-------------------------------------|---------------------------------------------------------------------|
+| is a number, or has one element     | one element                                                         |
+| has the stand-in's shape            | the parameter's shape                                               |
+| has another shape                   | the shape that it has for a stand-in as large as the parameter      |
+| is there after each step            | only with this state                                                |
+| is never there                      | refused for torch's classes and ours; others may keep it later      |
+| is a floating, complex, whole dtype | a dtype of the same sort, which is converted                        |
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zeroshard.errors import UserError
+from zeroshard.zero.optimizers.scope_probe import borrowed_generators
+
+NUM_STEPS = 4
+_lock = threading.Lock()  # ranks may be threads, which share the random generators that are restored after a trial
+_SIZES = (3, 5, 2, 7, 2, 3)  # of a stand-in's dimensions
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where saved states come from, in the words of an error.
+
+    Attributes:
+        field: what the error is about; None: the parameter.
+        todo: what to do about it.
+    """
+
+    field: str | None
+    todo: str
+
+
+CHECKPOINT = Source(
+    None,
+    "load it into the optimizer that it was saved from, or load the weights alone (train: --init-from; a loop: "
+    'zero.load_state_dict(zeroshard.consolidate(path)["model"]))',
+)
+STATE_DICT = Source("state_dict", "give the state, as zero.optim_state_dict() returns it, of the same class")
+
+Kept = Mapping[str, Any]  # kind -> the state of a stand-in: a tensor or a number
+
+
+@dataclass(frozen=True)
+class ParamFacts:
+    """What an optimizer knows of one parameter.
+
+    Attributes:
+        name, shape, dtype, device: of the parameter, unsharded.
+        whole: whether the optimizer is given the whole tensor, and not one-dimensional pieces of it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    whole: bool = True
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """Shape and dtype of a saved state of one parameter; ``dtype``: None for a number."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+
+    @classmethod
+    def of(cls, value: Any) -> SavedState:
+        """Describe a state as an optimizer has it: a tensor, or a number."""
+        return cls(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else cls((), None)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """The states of a stand-in: those that it has after each step, and all, as they are after the last."""
+
+    always: frozenset[str]
+    ever: Kept
+
+
+class KeptStates:
+    """What one param group of an optimizer keeps for its parameters.
+
+    Args:
+        make: makes another optimizer of the class, with its settings, over the param groups that it is given.
+        settings: the param group's own settings, those with which the optimizer will step after the load.
+        saved_settings: those of the saved group with the same parameters, if it is known.
+        source: where saved states come from.
+    """
+
+    def __init__(
+        self,
+        make: partial[Optimizer],
+        settings: Mapping[str, Any],
+        saved_settings: Mapping[str, Any] | None,
+        source: Source,
+    ) -> None:
+        cls = cast("type[Optimizer]", make.func)
+        self._name, self._make = cls.__name__, make
+        self._knows_all = cls.__module__.startswith(("torch.optim", "zeroshard."))
+        self._settings = {key: value for key, value in settings.items() if key not in ("params", "param_names")}
+        self._saved_settings, self._source = saved_settings, source
+        self._trials: dict[Any, _Trial | None] = {}
+
+    def require(self, param: ParamFacts, saved: Mapping[str, SavedState]) -> Kept:
+        """Return the states of a stand-in for ``param`` by kind, to which those that are loaded are made `alike`.
+
+        Raises:
+            UserError: the ``saved`` states of the parameter are not those that the optimizer keeps.
+        """
+        small = _SIZES[: len(param.shape)] if param.whole else _SIZES[:1]
+        shapes = [small, param.shape] if param.whole and small != param.shape else [small]
+        error: UserError | None = None
+        for shape in shapes:  # some classes keep other states for large tensors
+            trial = self._trial(shape, param.dtype, param.device)
+            error = self._mismatch(param, saved, shape, trial)
+            if error is None:
+                return {} if trial is None else trial.ever
+        assert error is not None
+        raise error
+
+    def require_none(self, params: Iterable[ParamFacts]) -> None:
+        """Raise UserError if the class keeps states, and none were saved because another class was."""
+        first = next(iter(params), None)
+        if first is None or not self._of_another_class:
+            return
+        trial = self._trial(_SIZES[: len(first.shape)] if first.whole else _SIZES[:1], first.dtype, first.device)
+        if trial is not None and trial.always:
+            raise self._other(first.name, trial.always, {})
+
+    @property
+    def _of_another_class(self) -> bool:
+        """Whether the saved group's settings are of another class: each of the two lacks some of the other's."""
+        if self._saved_settings is None:
+            return False
+        ours, theirs = self._settings.keys(), self._saved_settings.keys() - {"params", "param_names"}
+        return bool(ours - theirs) and bool(theirs - ours - {"initial_lr"})
+
+    def _mismatch(
+        self, param: ParamFacts, saved: Mapping[str, SavedState], stand_in: tuple[int, ...], trial: _Trial | None
+    ) -> UserError | None:
+        """Return what is wrong with the saved states; None if the trial explains them."""
+        always, ever = (frozenset(), {}) if trial is None else (trial.always, trial.ever)
+        lacking, unknown = always - saved.keys(), saved.keys() - ever.keys()
+        if lacking or (unknown and trial is not None and (self._knows_all or self._of_another_class)):
+            return self._other(param.name, ever.keys(), saved)
+        for kind, state in saved.items():
+            example = ever.get(kind)
+            if not _fits(example, state.shape, stand_in, param):
+                single = isinstance(example, int | float) or (isinstance(example, Tensor) and example.numel() == 1)
+                what = f"{state.shape}, and {self._name} keeps {'one number' if single else param.shape}"
+                return self._error(param.name, kind, "{} has the shape " + what)
+            if isinstance(example, Tensor) and state.dtype is not None and _sort(example.dtype) != _sort(state.dtype):
+                what = f"{state.dtype}, and {self._name} keeps {example.dtype}"
+                return self._error(param.name, kind, "{} is " + what)
+        return None
+
+    def _other(self, name: str, ours: Iterable[str], saved: Iterable[str]) -> UserError:
+        what = f"{self._name} keeps {_listed(ours)}" + "{}, and saved are "
+        return self._error(name, "", f"{what}{_listed(saved)}: states of another optimizer")
+
+    def _error(self, name: str, kind: str, what: str) -> UserError:
+        """An error about a parameter; ``what``: has {} where the parameter is named, unless it is the field."""
+        of = "" if self._source.field is None else f" of {name}"
+        return UserError(self._source.field or name, what.replace("{}", kind + of), self._source.todo)
+
+    def _trial(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> _Trial | None:
+        """The states of a stand-in of this shape; None if the class cannot be tried."""
+        key = (shape, dtype, device)
+        if key not in self._trials:
+            try:
+                self._trials[key] = self._tried(shape, dtype, device)
+            except Exception:  # noqa: BLE001 -- each class raises its own; only shapes are checked then
+                self._trials[key] = None
+        return self._trials[key]
+
+    def _tried(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> _Trial:
+        with _lock, borrowed_generators(), torch.inference_mode(False), torch.enable_grad():
+            param = nn.Parameter(torch.ones(shape, dtype=dtype, device=device))
+            optimizer = self._make([{**copy.deepcopy(self._settings), "params": [param]}])
+            found: list[dict[str, Any]] = []
+            for _ in range(NUM_STEPS):
+                param.grad = torch.full_like(param, 0.5)
+                optimizer.step()
+                state = optimizer.state.get(param, {})
+                found.append({kind: value for kind, value in state.items() if isinstance(value, Tensor | int | float)})
+        always = frozenset.intersection(*(frozenset(kinds) for kinds in found))
+        return _Trial(always, {kind: value for kinds in found for kind, value in kinds.items()})
+
+
+def alike(kept: Any, value: Tensor) -> Any:
+    """Return a loaded state as the optimizer keeps it; ``kept``: that state of a stand-in, None if it has none."""
+    if isinstance(kept, int | float):
+        return type(kept)(value.item())
+    if not isinstance(kept, Tensor):
+        return value
+    value = value.to(kept.dtype)
+    return value.reshape(kept.shape) if kept.numel() == value.numel() == 1 else value
+
+
+def _fits(example: Any, shape: tuple[int, ...], stand_in: tuple[int, ...], param: ParamFacts) -> bool:
+    """Whether a state of this shape may be the parameter's; ``example``: that of the stand-in, None: it has none."""
+    single = prod(shape) == 1
+    if example is None:
+        return param.whole or single or shape == param.shape
+    if not isinstance(example, Tensor) or (example.numel() == 1 and prod(stand_in) != 1):
+        return single
+    if tuple(example.shape) == stand_in:
+        return shape == param.shape or (single and prod(param.shape) == 1)
+    return stand_in == param.shape and shape == tuple(example.shape)
+
+
+def _sort(dtype: torch.dtype) -> str:
+    if dtype.is_complex:
+        return "complex"
+    return "floating" if dtype.is_floating_point else "whole"
+
+
+def _listed(kinds: Iterable[str]) -> str:
+    *others, last = sorted(kinds) or ["no states"]
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def of_groups(
+    make: partial[Optimizer],
+    groups: Sequence[tuple[Mapping[str, Any], Mapping[str, Any] | None, Sequence[ParamFacts]]],
+    saved: Callable[[str], Mapping[str, SavedState]],
+    source: Source = CHECKPOINT,
+) -> dict[str, Kept]:
+    """Check the saved states of all parameters of an optimizer; return `KeptStates.require` of those that have any.
+
+    Args:
+        make: as for `KeptStates`.
+        groups: of each param group its settings after the load, the saved ones if they are known, its parameters.
+        saved: returns the saved states of a parameter, by kind.
+        source: where they come from.
+
+    Raises:
+        UserError: they are not the states that the optimizer keeps.
+    """
+    found: dict[str, Kept] = {}
+    any_state = any(saved(param.name) for _, _, params in groups for param in params)
+    for settings, saved_settings, params in groups:
+        kept = KeptStates(make, settings, saved_settings, source)
+        if not any_state:
+            kept.require_none(params)
+        for param in params:
+            states = saved(param.name)
+            if states:
+                found[param.name] = kept.require(param, states)
+    return found
+
+
+def require_kept(
+    make: partial[Optimizer],
+    groups: Iterable[Mapping[str, Any]],
+    saved_groups: Iterable[Mapping[str, Any]],
+    params: Iterable[Sequence[ParamFacts]],
+    states: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Raise UserError unless an unsharded state dict has the states that an optimizer keeps with the settings in it.
+
+    Args:
+        make: as for `KeptStates`.
+        groups, saved_groups: the optimizer's param groups, and those of the state dict.
+        params: the parameters of each.
+        states: of the state dict, by the names of ``params``.
+    """
+    saved = {
+        name: {kind: SavedState.of(value) for kind, value in state.items() if isinstance(value, Tensor | int | float)}
+        for name, state in states.items()
+    }
+    facts = [({**own, **theirs}, theirs, some) for own, theirs, some in zip(groups, saved_groups, params, strict=True)]
+    of_groups(make, facts, lambda name: saved.get(name, {}), STATE_DICT)
+
+
+def require_numbered(
+    make: partial[Optimizer], groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]
+) -> None:
+    """Do as `require_kept` for an optimizer of whole parameters, which ``state_dict`` numbers."""
+    saved_groups = state_dict["param_groups"]
+    pairs = [zip(saved["params"], own["params"], strict=True) for saved, own in zip(saved_groups, groups, strict=True)]
+    facts = [[ParamFacts(f"parameter {n}", tuple(p.shape), p.dtype, p.device) for n, p in some] for some in pairs]
+    states = {f"parameter {number}": state for number, state in state_dict["state"].items()}
+    require_kept(make, groups, saved_groups, facts, states)
