@@ -46,7 +46,7 @@ class World:
         words += ["--data", "text", "--data.path", arguments.text, "--data.dir", str(folder / "data"), *MODEL]
         words += ["--strategy", "zero1", "--shard-size", "1", "--replicas.every", str(arguments.every)]
         words += ["--max-steps", str(arguments.steps), "--checkpoint-interval", str(arguments.every)]
-        words += ["--keep-checkpoints", "2", "--eval-interval", str(arguments.steps), "--eval-batches", "40"]
+        words += ["--keep-checkpoints", "2", "--eval-interval", str(arguments.steps), "--eval-rows", "80"]
         words += ["--global-batch-size", str(arguments.rows), "--micro-batch-size", "2", "--log-interval", "1000000"]
         words += ["--max-restarts", "1000", "--comm", "ring", "--seed", str(seed), "--out", str(self.out)]
         self._command = [sys.executable, "-m", "zeroshard", "train", *words]

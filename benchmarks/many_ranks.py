@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 MIB = 2**20
-TRAINING = "--data synthetic --max-steps 4 --warmup-steps 1 --eval-interval 0 --eval-batches 1 --micro-batch-size 1"
+TRAINING = "--data synthetic --max-steps 4 --warmup-steps 1 --eval-interval 0 --eval-rows 1 --micro-batch-size 1"
 
 
 def children_of(pid: int) -> list[int]:

@@ -25,7 +25,7 @@ from zeroshard.train.config.sizes import parse_bandwidth
 BANDWIDTHS = ["100Mbit/s", "1Gbit/s", "5Gbit/s"]
 STRATEGIES = ["zero0", "zero3"]  # the least that is sent, and the most
 BASE = ["--data", "synthetic", "--eval-interval", "0", "--warmup-steps", "0", "--log-interval", "1000"]
-BASE += ["--eval-batches", "1"]
+BASE += ["--eval-rows", "1"]
 MODEL = ["--model.n-layer", "4", "--model.n-embd", "256", "--seq-len", "128", "--micro-batch-size", "4"]  # 3.2 M
 
 

@@ -25,7 +25,7 @@ import torch
 import zeroshard
 from zeroshard import checkpoint
 
-COMMON = """--nproc 2 --device cpu --max-steps 12 --warmup-steps 3 --eval-interval 6 --eval-batches 2 --seq-len 64
+COMMON = """--nproc 2 --device cpu --max-steps 12 --warmup-steps 3 --eval-interval 6 --eval-rows 4 --seq-len 64
     --micro-batch-size 2 --model.n-layer 3 --model.n-embd 32 --seed 7"""
 RUNS = {
     "gpt2 zero0 torch": "--model gpt2-demo --model.n-head 2 --strategy zero0 --comm torch",

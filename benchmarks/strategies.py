@@ -96,7 +96,7 @@ def main() -> int:
         flags = ["--config", str(args.config), "--data.dir", str(folder / "tokens"), "--data.max-tokens", "200000"]
         flags += ["--data", "python-stdlib", "--data.tokenizer", "bytes", "--optimizer", "adamw"]
         flags += ["--max-steps", str(args.steps), "--warmup-steps", str(args.steps // 4), "--eval-interval", "0"]
-        flags += ["--eval-batches", "1", "--global-batch-size", str(GLOBAL_BATCH), "--seq-len", str(args.seq_len)]
+        flags += ["--eval-rows", "1", "--global-batch-size", str(GLOBAL_BATCH), "--seq-len", str(args.seq_len)]
         flags += ["--grad-clip", "0", "--lr", "1e-3", "--min-lr", "1e-4", "--compile-backend", args.compile_backend]
         wanted = dict.fromkeys(FEATURES[feature].reference for feature in args.features)
         references = {given: _reference(folder, flags, given) for given in wanted}

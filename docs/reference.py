@@ -67,7 +67,9 @@ def _train_page() -> str:
         "A list takes several words after its flag, and is a list in a file. "
         "An underscore may stand for a hyphen in a flag. "
         + " ".join(f"`--{table} NAME` stands for `--{table}.{key} NAME`." for table, key in SHORTHANDS.items())
-        + " `config.toml` in a run's folder holds every setting of that run.\n",
+        + " `config.toml` in a run's folder holds every setting of that run: "
+        "first those that were given, then in a table `[resolved]` what all others were, by default or derived. "
+        "A run that is started from that file takes the given ones.\n",
         "## Keys outside of tables\n",
         _settings(verb.config, in_file=True, skip=tables),
     ]

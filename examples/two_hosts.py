@@ -35,7 +35,7 @@ PORT = 29400
 PATIENCE_S = 150.0
 FLAGS = """
     --data synthetic --model gpt2-demo --model.n-layer 2 --model.n-embd 32 --model.n-head 2 --seq-len 32
-    --micro-batch-size 1 --global-batch-size 4 --max-steps 200000 --warmup-steps 10 --eval-interval 0 --eval-batches 1
+    --micro-batch-size 1 --global-batch-size 4 --max-steps 200000 --warmup-steps 10 --eval-interval 0 --eval-rows 1
     --checkpoint-interval 100 --keep-checkpoints 2 --comm ring --device cpu --resume auto
 """
 

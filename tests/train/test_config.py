@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from zeroshard.errors import UserError
 from zeroshard.train.config.command_settings import GenerateConfig
 from zeroshard.train.config.config import TrainConfig, load_config, merge
+from zeroshard.train.config.run_file import read_given
+from zeroshard.train.config.sections import ModelConfig
 from zeroshard.train.config.toml import dump_toml, read_toml
-from zeroshard.train.config.validate import fields_by_name, validate
+from zeroshard.train.config.validate import by_dotted_name, fields_by_name, validate
 
 
 def refusal(raw: dict) -> UserError:
@@ -150,6 +152,64 @@ def test_a_configuration_written_as_toml_reads_back_equal(tmp_path_factory, name
     file = tmp_path_factory.mktemp("toml") / "config.toml"
     file.write_text(dump_toml(config), encoding="utf-8", newline="")
     assert load_config(file) == config
+
+
+def _from_file_of(config, file, **flags):
+    file.write_text(dump_toml(config), encoding="utf-8")
+    return validate(TrainConfig, merge(read_given(str(file)), flags))
+
+
+@pytest.mark.parametrize(
+    ("given", "flags", "setting", "value"),
+    [
+        ({"max_steps": 30}, {"max_steps": 10}, "warmup_steps", 1),
+        ({"max_steps": 8}, {"max_steps": 500}, "warmup_steps", 20),
+        ({}, {"lr": 5e-5}, "min_lr", 5e-6),
+        ({}, {"init_from": "runs/other"}, "lr", 2e-5),
+        ({"warmup_steps": 3}, {"max_steps": 10}, "warmup_steps", 3),
+        ({"model": {"name": "llama-tiny", "n_layer": 2}}, {"model": {"n_layer": 3}}, "model.name", "llama-tiny"),
+    ],
+)
+def test_a_run_started_from_the_file_of_another_derives_what_was_not_given(tmp_path, given, flags, setting, value):
+    config = validate(TrainConfig, given)
+    again = _from_file_of(config, tmp_path / "config.toml", **flags)
+    assert by_dotted_name(again.model_dump())[setting] == value
+    assert again.model_fields_set == {*given, *flags}
+    assert load_config(tmp_path / "config.toml") == config  # which says what they were in that run
+
+
+def test_what_was_given_stays_a_choice_even_if_it_is_the_default(tmp_path):
+    with pytest.raises(UserError, match="warmup_steps: 20 is above max_steps = 10"):
+        _from_file_of(TrainConfig(warmup_steps=20), tmp_path / "config.toml", max_steps=10)
+
+
+def test_what_auto_became_on_one_machine_is_no_choice_for_another(tmp_path):
+    file = tmp_path / "config.toml"
+    on_a_gpu = TrainConfig(dtype="auto").resolved(dtype="bfloat16")
+    assert _from_file_of(on_a_gpu, file).dtype == "auto"
+    assert load_config(file).dtype == "bfloat16"
+
+
+def test_what_was_changed_by_hand_in_either_part_of_the_file_holds(tmp_path):
+    file = tmp_path / "config.toml"
+    text = dump_toml(TrainConfig(max_steps=30, model=ModelConfig(name="llama-tiny")))
+    edited = text.replace("weight_decay = 0.1", "weight_decay = 0.2").replace("max_steps = 30", "lr = 0.5\nseed = 4")
+    file.write_text(edited.replace("n_layer = 0", "n_layer = 3"))
+    again = validate(TrainConfig, read_given(str(file)))
+    assert (again.max_steps, again.min_lr) == (500, 0.05)
+    for config in (load_config(file), again):
+        assert (config.weight_decay, config.lr, config.seed) == (0.2, 0.5, 4)
+        assert (config.model.name, config.model.n_layer) == ("llama-tiny", 3)
+    file.write_text(f"[resolved]\nno_such = 3\n{text.partition('[resolved]')[2]}")
+    with pytest.raises(UserError, match="no_such: there is no such key"):
+        validate(TrainConfig, read_given(str(file)))
+
+
+def test_a_file_of_an_earlier_version_has_given_all_that_it_says(tmp_path):
+    file = tmp_path / "config.toml"
+    file.write_text("eval_batches = 20\neval_rows = 0\nmicro_batch_size = 4\nwarmup_steps = 20\n")
+    assert read_given(str(file)) == read_toml(file)
+    assert load_config(file).eval_rows == 80
 
 
 def test_every_field_says_what_it_is():

@@ -1,8 +1,16 @@
+import json
+
 import pytest
 import torch
 from torch import nn
 
 from zeroshard.comm import LocalCommunicator, run_threads
+from zeroshard.errors import UserError
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.run_file import read_given
+from zeroshard.train.config.toml import dump_toml
+from zeroshard.train.config.validate import validate
+from zeroshard.train.loop.loop import run_training
 from zeroshard.train.loop.validation_loss import evaluate
 
 CPU = torch.device("cpu")
@@ -48,3 +56,32 @@ def test_the_model_is_left_in_the_mode_that_it_was_in(training):
     evaluate(model, _batches([(1, 1)]), LocalCommunicator(), CPU)
     assert model.modes == [False]
     assert model.training is training
+
+
+@pytest.mark.parametrize("given", [{}, {"eval_rows": 5}])
+def test_a_run_is_evaluated_on_the_same_rows_with_any_micro_batch(given):
+    rows = {TrainConfig(micro_batch_size=size, **given).eval_rows for size in (1, 4, 64)}
+    assert rows == {given.get("eval_rows", 160)}
+
+
+def test_rows_in_micro_batches_are_counted_once_and_stay(tmp_path):
+    first = TrainConfig(micro_batch_size=4, eval_batches=3)
+    assert first.eval_rows == 12
+    (tmp_path / "config.toml").write_text(dump_toml(first))
+    raw = read_given(str(tmp_path / "config.toml"))
+    again = validate(TrainConfig, {**raw, "micro_batch_size": 1})
+    assert (again.eval_rows, again.eval_batches) == (12, 0)
+    assert TrainConfig(eval_batches=20, eval_rows=0, micro_batch_size=2).eval_rows == 40  # as earlier versions wrote it
+    with pytest.raises(UserError, match="eval_rows: 0 sequences give no validation loss"):
+        validate(TrainConfig, {"eval_rows": 0})
+
+
+def test_the_validation_loss_is_the_same_with_any_micro_batch(tiny_config, tmp_path):
+    losses = []
+    for size in (1, 2, 4):
+        config = tiny_config(micro_batch_size=size, global_batch_size=4, eval_rows=7, out=str(tmp_path / str(size)))
+        run_training(config)
+        lines = (tmp_path / str(size) / "metrics.jsonl").read_text().splitlines()
+        losses.append([event["loss"] for event in map(json.loads, lines) if event["event"] == "eval"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0] == pytest.approx(losses[2], rel=1e-5)

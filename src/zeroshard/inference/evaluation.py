@@ -105,7 +105,7 @@ def score(config: EvalConfig, comm: Communicator, device: torch.device) -> Score
         _warn_of_overlap(folder, tokens_folder)
     seq_len = config.seq_len or seq_len
     model.check_seq_len(seq_len)
-    most_rows = config.batches * config.micro_batch_size
+    most_rows = config.rows or config.batches * config.micro_batch_size
     if meta.examples:
         cut = trained is None or trained.data.too_long == "cut"
         packed = trained is not None and trained.data.packing

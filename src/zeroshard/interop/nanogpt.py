@@ -153,7 +153,11 @@ def _data(key: str, value: Any, theirs: dict[str, Any], to: Migration) -> None:
 
 
 def _eval_iters(key: str, value: Any, theirs: dict[str, Any], to: Migration) -> None:
-    to.map(key, value, {"eval_batches": value}, "of validation alone, spread over it, the same each time", same=False)
+    try:
+        ours = {"eval_rows": value * theirs["batch_size"]}
+    except _NotConstantError:
+        ours = {"eval_batches": value}
+    to.map(key, value, ours, "sequences of validation alone, spread over it, the same each time", same=False)
 
 
 def _checkpoints(key: str, value: Any, theirs: dict[str, Any], to: Migration) -> None:

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from zeroshard.lab.metrics_log import Evaluation, MetricsLog, Step, number_of, why_unread
 from zeroshard.regular_files import json_of, read_text, toml_of
+from zeroshard.train.config.toml import as_resolved
 from zeroshard.train.state.lock import LOCK
 
 State = Literal["done", "failed", "running", "unfinished", "damaged"]
@@ -77,7 +78,7 @@ class RunResult:
     Attributes:
         folder: the run's folder.
         state: see the module's docstring.
-        config: nested settings, as in ``config.toml``; empty if that cannot be read.
+        config: all settings, nested, those that were given and what the others became; empty if that cannot be read.
         start: the ``start`` event that the run logged when it last began: world_size, tokens_per_step, num_params, ...
         steps: the steps in order, each once: a step that was repeated after a resume replaces the earlier one.
         evaluations: evaluations in order of steps.
@@ -246,7 +247,7 @@ def _state(summary: Mapping[str, Any], *, running: bool, damaged: bool) -> State
 
 def _read_config(path: Path, problems: list[str]) -> dict[str, Any]:
     try:
-        return toml_of(read_text(path))
+        return as_resolved(toml_of(read_text(path)))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:

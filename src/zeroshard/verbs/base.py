@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from zeroshard.columns import printable
 from zeroshard.errors import UserError, shortened
 from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.run_file import read_given
 from zeroshard.train.config.sections import SHORTHANDS
-from zeroshard.train.config.toml import read_toml
 from zeroshard.train.config.validate import fields_by_name, validate
 
 LONGEST_LINE = 1500  # most characters of an error's line; a single word has at most 200
@@ -89,7 +89,7 @@ def say(line: str, *, all_ranks: bool = False) -> None:
 
 def read_file(path: str, kind: type[BaseModel]) -> dict[str, Any]:
     """Raw settings for ``kind`` from a TOML file; another command than ``train`` takes its part of a run's file."""
-    raw = read_toml(path)
+    raw = read_given(path)
     if kind is not TrainConfig:
         validate(TrainConfig, raw)
         raw = {key: value for key, value in raw.items() if key in kind.model_fields}

@@ -23,10 +23,11 @@ from zeroshard.train.config.command_settings import (
     ImportConfig,
     PrepareConfig,
 )
-from zeroshard.train.config.config import TrainConfig, merge, parse_nnodes
+from zeroshard.train.config.config import TrainConfig, merge
 from zeroshard.train.config.data_section import require_data
 from zeroshard.train.config.named_code import require_asked
 from zeroshard.train.config.sections import SHORTHANDS
+from zeroshard.train.config.sizes import parse_nnodes
 from zeroshard.train.config.validate import by_dotted_name, validate
 from zeroshard.verbs.base import read_file, say
 from zeroshard.verbs.working import cursor_given_back, working

@@ -38,8 +38,8 @@ from zeroshard.launch.start_ranks import start_child
 from zeroshard.regular_files import open_binary, open_regular
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.named_code import flags_for_code
+from zeroshard.train.config.run_file import all_settings
 from zeroshard.train.config.sizes import parse_bandwidth, parse_size
-from zeroshard.train.config.toml import dump_toml
 
 TRAIN = (sys.executable, "-m", "zeroshard", "train")
 LargestMicroBatch = Callable[[TrainConfig, int], int]  # predicts the micro-batch that fits into a rank's bytes
@@ -178,7 +178,7 @@ class Runner:
         failure.unlink(missing_ok=True)
         target.parent.mkdir(parents=True, exist_ok=True)
         settings = target.with_name(f"{target.name}.toml")
-        write_atomically(settings, dump_toml(config.model_copy(update={"out": str(target)})))
+        write_atomically(settings, all_settings(config.model_copy(update={"out": str(target)})))
         began = time.monotonic()
         with open(target.with_name(f"{target.name}.log"), "ab", opener=open_regular) as log:
             log.write(f"# {time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n".encode())

@@ -73,8 +73,8 @@ def _first_steps(config: TrainConfig, timed_steps: int) -> TrainConfig:
         "max_steps": WARM_UP_STEPS + -(-timed_steps // every) * every,
         "decay_steps": config.decay_steps or config.max_steps,
         "eval_interval": 0,
-        "eval_batches": 1,
-        "eval_rows": 0,
+        "eval_batches": 0,
+        "eval_rows": 1,
         "early_stop": 0,
         "checkpoint_interval": 0,
     }

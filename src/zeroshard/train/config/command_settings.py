@@ -82,12 +82,19 @@ class EvalConfig(Config):
     port: int = Field(0, ge=0, le=65535, description="Port where --nproc ranks meet; 0: any free.")
     seq_len: int = Field(0, ge=0, description="Tokens in a sequence; 0: as it was trained.")
     micro_batch_size: int = Field(8, ge=1, description="Sequences per rank in one forward pass.")
-    batches: int = Field(0, ge=0, description="Batches to read, spread over the split; 0: all of it.")
+    rows: int = Field(0, ge=0, description="Sequences to read, spread over the split; 0: all of it.")
+    batches: int = Field(0, ge=0, description="In place of rows: batches x micro_batch_size sequences; 0: rows.")
     tasks: tuple[str, ...] = Field(
         (), description="Tasks of lm-evaluation-harness, or .yaml files of tasks; none: the loss."
     )
     limit: int = Field(0, ge=0, description="Examples of each task; 0: all.")
     json_line: bool = Field(False, description="Print one JSON object in place of words.")
+
+    @model_validator(mode="after")
+    def _rows_or_batches(self) -> Self:
+        if self.rows and self.batches:
+            raise UserError("batches", "is given beside rows", "give rows alone")
+        return self
 
 
 class GenerateConfig(Config):

@@ -10,7 +10,6 @@ This module does not import torch, because the command line imports it before it
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +18,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from zeroshard.comm.registry import COMMUNICATORS, comm_entry
-from zeroshard.errors import UserError, shown
+from zeroshard.errors import UserError
 from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.parallel.registry import STRATEGIES, strategies_with, strategy_entry
 from zeroshard.train.config.data_section import DataConfig
@@ -37,7 +36,8 @@ from zeroshard.train.config.sections import (
     ProfileConfig,
     TrackConfig,
 )
-from zeroshard.train.config.toml import read_toml
+from zeroshard.train.config.sizes import parse_nnodes
+from zeroshard.train.config.toml import as_resolved, read_toml
 from zeroshard.train.config.validate import validate
 from zeroshard.train.config.wire_settings import WireConfig, check_node_copy, check_wire, check_wire_nodes
 
@@ -45,7 +45,6 @@ from zeroshard.train.config.wire_settings import WireConfig, check_node_copy, ch
 FINE_TUNING: Mapping[str, float] = MappingProxyType({"lr": 2e-5, "min_lr": 2e-6})
 # Default rate for training adapters: Dettmers et al. 2023, QLoRA, https://arxiv.org/abs/2305.14314, table 9
 LORA_RATE = 2e-4
-MOST_NODES = 65_536
 WARMUP_STEPS = 20  # the default
 CompileBackend = Literal["inductor", "aot_eager", "eager"]
 
@@ -195,8 +194,12 @@ class TrainConfig(Config):
     seed: int = Field(0, ge=0, description="Seed of weights, order of data, dropout.")
 
     eval_interval: int = Field(100, ge=0, description="Steps between evaluations; 0: only at the end.")
-    eval_batches: int = Field(20, ge=1, description="Batches in an evaluation, of micro_batch_size sequences each.")
-    eval_rows: int = Field(0, ge=0, description="Sequences in an evaluation; 0: eval_batches x micro_batch_size.")
+    eval_rows: int = Field(
+        160,
+        ge=0,
+        description="Sequences in an evaluation, the same ones with any micro_batch_size and number of ranks.",
+    )
+    eval_batches: int = Field(0, ge=0, description="In place of eval_rows, that many times micro_batch_size; 0: none.")
     log_interval: int = Field(10, ge=1, description="Steps between console lines.")
     checkpoint_interval: int = Field(0, ge=0, description="Steps between checkpoints; 0: only at the end.")
     checkpoint_async: bool = Field(
@@ -260,6 +263,17 @@ class TrainConfig(Config):
             object.__setattr__(self, "lr", LORA_RATE if self.lora.rank else FINE_TUNING["lr"])
         if "min_lr" not in self.model_fields_set:
             object.__setattr__(self, "min_lr", self.lr / 10)
+        return self
+
+    @model_validator(mode="after")
+    def _rows_of_an_evaluation(self) -> Self:
+        """Set ``eval_rows``, the only one of the two that the trainer reads, if ``eval_batches`` was given instead."""
+        if self.eval_batches and not (self.eval_rows and "eval_rows" in self.model_fields_set):
+            object.__setattr__(self, "eval_rows", self.eval_batches * self.micro_batch_size)
+            self.model_fields_set.discard("eval_batches")
+            self.model_fields_set.add("eval_rows")
+        if not self.eval_rows:
+            raise UserError("eval_rows", "0 sequences give no validation loss", "give 1 or more, or leave it out: 160")
         return self
 
     @model_validator(mode="after")
@@ -358,19 +372,6 @@ class TrainConfig(Config):
             raise UserError("nproc", what, "give --nproc, at least twice link.node_size")
 
 
-def parse_nnodes(text: str) -> tuple[int, int]:
-    """Parse ``nnodes`` into its least and greatest number of machines: ``"2"`` is (2, 2), ``"2:4"`` is (2, 4).
-
-    Raises:
-        UserError: ``text`` has neither form, the first number is above the second, or one is above `MOST_NODES`.
-    """
-    match = re.fullmatch(r"([1-9][0-9]{0,9})(?::([1-9][0-9]{0,9}))?", text)
-    least, most = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-    if least > most or most > MOST_NODES:
-        raise UserError("nnodes", f"{shown(text)} is no number of machines", "give it as 2, or as 2:4 for at least 2")
-    return least, most
-
-
 def _some(counts: Sequence[int | str]) -> str:
     """Format the first six of ``counts`` for an error message, as ``6, 10 or 14``."""
     named = [*map(str, counts[:6]), *(["..."] if len(counts) > 6 else [])]
@@ -379,7 +380,7 @@ def _some(counts: Sequence[int | str]) -> str:
 
 def load_config(path: str | Path) -> TrainConfig:
     """Load a training configuration from a TOML file, such as the ``config.toml`` of a run folder."""
-    return validate(TrainConfig, read_toml(path))
+    return validate(TrainConfig, as_resolved(read_toml(path)))
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,12 @@ class Config(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    def resolved(self, **values: Any) -> Self:
+        """Return a copy with ``values`` that nobody gave, because this machine or other settings decide them."""
+        copy = self.model_copy(update=values)
+        copy.model_fields_set.difference_update(values)
+        return copy
+
 
 class ModelConfig(Config):
     """Which model: a preset by name, and sizes that replace the preset's."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from zeroshard.errors import UserError, shown
 
+MOST_NODES = 65_536
 LARGEST = 2.0**63  # quantities from here on are refused: they do not fit into a signed 64-bit integer
 
 _SIZES = {
@@ -78,6 +79,19 @@ def parse_count(value: Any) -> Any:
         return value
     count = float(match[1]) * 1000 ** ("kMBT".index(match[2].replace("K", "k")) + 1)
     return round(count) if count < LARGEST else value
+
+
+def parse_nnodes(text: str) -> tuple[int, int]:
+    """Parse ``nnodes`` into its least and greatest number of machines: ``"2"`` is (2, 2), ``"2:4"`` is (2, 4).
+
+    Raises:
+        UserError: ``text`` has neither form, the first number is above the second, or one is above `MOST_NODES`.
+    """
+    match = re.fullmatch(r"([1-9][0-9]{0,9})(?::([1-9][0-9]{0,9}))?", text)
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+    if least > most or most > MOST_NODES:
+        raise UserError("nnodes", f"{shown(text)} is no number of machines", "give it as 2, or as 2:4 for at least 2")
+    return least, most
 
 
 def bandwidth_in_words(bytes_per_s: float) -> str:

@@ -1,8 +1,15 @@
-"""Read and write settings as TOML: the standard library reads it, tomli-w writes it."""
+"""Read and write settings as TOML: the standard library reads it, tomli-w writes it.
+
+A run's ``config.toml`` keeps two things apart: first what was given, by a file or flags, then in the table `RESOLVED`
+what every other setting became, by default or derived from others. `as_resolved` reads both, for those who want the
+settings of that run; `zeroshard.train.config.run_file.read_given` reads what a new run starts from. A file without that
+table, as users and earlier versions write them, has given all that it says.
+"""
 
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +17,10 @@ from pydantic import BaseModel
 
 from zeroshard.errors import UserError
 from zeroshard.regular_files import read_text, toml_of
+
+RESOLVED = "resolved"
+_ABOUT_GIVEN = "What was given for this run. `zeroshard train --config THIS_FILE` starts from these settings."
+_ABOUT_RESOLVED = "What every other setting of this run was, by default or derived; to choose one, write it above."
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -35,7 +46,37 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def dump_toml(config: BaseModel) -> str:
-    """Return ``config`` as TOML text, from which `load_config` reads an equal configuration."""
+    """Return ``config`` as TOML text: what was given, then what the rest became; `load_config` reads an equal one."""
     import tomli_w
 
-    return tomli_w.dumps(config.model_dump())
+    given = config.model_dump(exclude_unset=True)
+    rest = _without(config.model_dump(), given)
+    resolved = f"\n# {_ABOUT_RESOLVED}\n{tomli_w.dumps({RESOLVED: rest})}" if rest else ""
+    return f"# {_ABOUT_GIVEN}\n{tomli_w.dumps(given)}{resolved}"
+
+
+def as_resolved(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all settings of a file that `dump_toml` wrote, and any other file's as they are."""
+    given = {key: value for key, value in raw.items() if key != RESOLVED}
+    return _filled(given, raw[RESOLVED]) if isinstance(raw.get(RESOLVED), Mapping) else dict(raw)
+
+
+def _without(table: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of ``table`` that ``given`` has not, at any depth."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        if key not in given:
+            found[key] = value
+        elif isinstance(value, Mapping) and isinstance(given[key], Mapping):
+            inner = _without(value, given[key])
+            found |= {key: inner} if inner else {}
+    return found
+
+
+def _filled(given: Mapping[str, Any], rest: Mapping[str, Any]) -> dict[str, Any]:
+    """``given`` with the entries of ``rest`` that it has not, at any depth."""
+    found = {**rest, **given}
+    for key, value in rest.items():
+        if isinstance(value, Mapping) and isinstance(given.get(key), Mapping):
+            found[key] = _filled(given[key], value)
+    return found

@@ -100,7 +100,7 @@ def _prepared(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
     shapes = {"seq_len": config.seq_len, "micro_batch_size": config.micro_batch_size}
     return Corpus(
         batches=TokenBatches(train, **shapes, grad_accum_steps=grad_accum_steps, seed=config.seed, **ranks),
-        eval_batches=EvalBatches(val, **shapes, max_rows=eval_rows(config), **ranks),
+        eval_batches=EvalBatches(val, **shapes, max_rows=config.eval_rows, **ranks),
         vocab_size=train.vocab_size,
         eos_id=meta.eos_id,
         sha256=meta.tokens_sha256,
@@ -126,7 +126,7 @@ def _in_rows(config: TrainConfig, comm: Communicator, grad_accum_steps: int) -> 
                 print(said, file=sys.stderr, flush=True)
     ranks, size = {"rank": comm.rank, "world_size": comm.world_size}, config.micro_batch_size
     batches = ExampleBatches(train, size, grad_accum_steps, seed=config.seed, rows_at=mixture, **ranks)
-    chosen = Mixture(val, weights, config.seed).evenly(eval_rows(config)) if isinstance(val, JoinedRows) else None
+    chosen = Mixture(val, weights, config.seed).evenly(config.eval_rows) if isinstance(val, JoinedRows) else None
     rows_per_step = batches.num_micro_batches * size
     in_rows = f" packed {config.seq_len}" if data.packing else ""
     mixed = f" {weights}" if data.mix else ""
@@ -134,7 +134,7 @@ def _in_rows(config: TrainConfig, comm: Communicator, grad_accum_steps: int) -> 
     told = _told(sources, parts["train"], mixture, config.max_steps * rows_per_step)
     return Corpus(
         batches=batches,
-        eval_batches=ExampleEvalBatches(val, size, eval_rows(config), chosen=chosen, **ranks),
+        eval_batches=ExampleEvalBatches(val, size, config.eval_rows, chosen=chosen, **ranks),
         vocab_size=max(meta.vocab_size for meta in metas),
         eos_id=metas[0].eos_id,
         sha256=hashlib.sha256(f"{tokens} {data.too_long}{in_rows}{mixed}".encode()).hexdigest(),
@@ -209,7 +209,7 @@ def _named_evals(config: TrainConfig, folder: Path, comm: Communicator) -> dict[
     meta, found = read_meta(folder), {}
     tokenizer = f"json:{folder / TOKENIZER_FILE}" if meta.tokenizer_sha256 else config.data.tokenizer
     ranks = {"rank": comm.rank, "world_size": comm.world_size}
-    size, most = config.micro_batch_size, eval_rows(config)
+    size, most = config.micro_batch_size, config.eval_rows
     for name, path in config.data.val_paths.items():
         changes = {"source": "text", "path": (path,), "mix": (), "tokenizer": tokenizer}
         data = config.data.model_copy(update={**changes, "val_fraction": 0.0, "max_tokens": 0})
@@ -245,7 +245,7 @@ def _streamed(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
     agree_on(comm, {"data": text.identity})
     ranks = {"rank": comm.rank, "world_size": comm.world_size}
     gather = partial(gather_bytes, comm)
-    num_rows = eval_rows(config)
+    num_rows = config.eval_rows
     val = validation_tokens(text, num_rows * config.seq_len + 1, **ranks, gather=gather)
     require_enough(val, config.seq_len, 1, split="val")
     shapes = {"seq_len": config.seq_len, "micro_batch_size": config.micro_batch_size}
@@ -270,11 +270,6 @@ def _streamed(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
         restore_position=batches.restore_position,
         earlier_sha256=text.earlier_identity,
     )
-
-
-def eval_rows(config: TrainConfig) -> int:
-    """Number of sequences in an evaluation."""
-    return config.eval_rows or config.eval_batches * config.micro_batch_size
 
 
 def data_facts(meta: DataMeta) -> dict[str, object]:

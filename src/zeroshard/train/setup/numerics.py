@@ -46,7 +46,7 @@ def _add_up_alike(most_ranks: int, device: torch.device) -> None:
 
 def with_dtype(config: TrainConfig, device: torch.device) -> TrainConfig:
     """Return ``config`` with the dtype ``auto`` replaced by the one that it means on ``device``."""
-    return config if config.dtype != "auto" else config.model_copy(update={"dtype": automatic_dtype(device)})
+    return config if config.dtype != "auto" else config.resolved(dtype=automatic_dtype(device))
 
 
 def automatic_dtype(device: torch.device) -> str:

@@ -98,6 +98,7 @@ def _require_usable(folder: Path, *, resuming: bool, is_run: bool) -> None:
 
 def describe_run(folder: Path, config: TrainConfig, corpus: Corpus) -> None:
     """Write the configuration and tokenizer into the folder; `ClaimedFolder` then treats it as that of a run."""
-    (folder / "config.toml").write_text(dump_toml(config), encoding="utf-8")
+    named = config.model_copy(update={"out": config.out})  # the run's place, even where its name was derived
+    (folder / "config.toml").write_text(dump_toml(named), encoding="utf-8")
     corpus.keep_tokenizer(tokenizer_folder(folder))
     keep_text_files(config, folder)

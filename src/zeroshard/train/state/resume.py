@@ -134,18 +134,19 @@ def check_changes(
 def with_same_evaluation(saved: Mapping[str, Any], config: TrainConfig) -> TrainConfig:
     """Return ``config`` with the checkpoint's number of sequences in an evaluation, unless it asks for another one.
 
-    So a run that is resumed with another micro-batch size still evaluates on the same rows, and its validation losses
-    stay comparable.
+    So the validation losses of a run that is resumed with other settings stay comparable.
     """
     before = by_dotted_name(saved.get("config", {}))
     rows = _eval_rows(before)
-    if config.eval_rows or not rows or config.eval_batches != before.get("eval_batches"):
-        return config
-    return config.model_copy(update={"eval_rows": rows}) if rows != _eval_rows(config.model_dump()) else config
+    asked = "eval_rows" in config.model_fields_set
+    if config.eval_batches:
+        in_batches = config.eval_rows == config.eval_batches * config.micro_batch_size
+        asked = not in_batches or config.eval_batches != before.get("eval_batches")
+    return config if asked or rows in (0, config.eval_rows) else config.model_copy(update={"eval_rows": rows})
 
 
 def _eval_rows(config: Mapping[str, Any]) -> int:
-    """Number of sequences in an evaluation; 0 if the configuration does not say."""
+    """Number of sequences in an evaluation, of older checkpoints too; 0 if the configuration does not say."""
     return config.get("eval_rows") or config.get("eval_batches", 0) * config.get("micro_batch_size", 0)
 
 
