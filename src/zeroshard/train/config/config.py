@@ -194,11 +194,7 @@ class TrainConfig(Config):
     seed: int = Field(0, ge=0, description="Seed of weights, order of data, dropout.")
 
     eval_interval: int = Field(100, ge=0, description="Steps between evaluations; 0: only at the end.")
-    eval_rows: int = Field(
-        160,
-        ge=0,
-        description="Sequences in an evaluation, the same ones with any micro_batch_size and number of ranks.",
-    )
+    eval_rows: int = Field(160, ge=0, description="Sequences in an evaluation, whatever micro-batch and ranks are.")
     eval_batches: int = Field(0, ge=0, description="In place of eval_rows, that many times micro_batch_size; 0: none.")
     log_interval: int = Field(10, ge=1, description="Steps between console lines.")
     checkpoint_interval: int = Field(0, ge=0, description="Steps between checkpoints; 0: only at the end.")
@@ -240,8 +236,7 @@ class TrainConfig(Config):
         if most == 1:
             return self
         worlds = [nodes * max(1, self.nproc) for nodes in range(least, most + 1)]
-        allowed = f"which nnodes = {self.nnodes} allows"
-        at_once = self.micro_batch_size
+        allowed, at_once = f"which nnodes = {self.nnodes} allows", self.micro_batch_size
         for world in worlds:
             check_ranks(self.reproducible, world)
         bad = [world for world in worlds if self.global_batch_size % (at_once * world)]
