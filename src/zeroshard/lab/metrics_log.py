@@ -65,6 +65,7 @@ class MetricsLog:
         start: the last ``start`` event.
         steps, evaluations: records by step number.
         checkpoints: the log entry of each save, including failed ones (which have ``error``), by step number.
+        begun, last_at: time of day of the first and of the last event, as ISO 8601; empty if the log has no times.
         torn: whether the last line is incomplete, as it is if the run was killed while it wrote.
         problem: which lines cannot be parsed, or why the file cannot be read; empty if there is no problem.
     """
@@ -78,6 +79,7 @@ class MetricsLog:
         self.steps: dict[int, Step] = {}
         self.evaluations: dict[int, Evaluation] = {}
         self.checkpoints: dict[int, dict[str, Any]] = {}
+        self.begun = self.last_at = ""
         self.torn, self.problem = False, ""
         self._file_id: tuple[int, int] | None = None
         self._offset, self._num_lines = 0, 0  # of the complete lines that were read
@@ -135,6 +137,8 @@ class MetricsLog:
         """Parse a line and store its event; returns whether it could be parsed."""
         try:
             entry = json_of(line)
+            if isinstance(time := entry.get("time"), str):
+                self.begun, self.last_at = self.begun or time, time
             match entry["event"]:
                 case "start":
                     self.start, step = entry, int(entry.get("step", 0))

@@ -16,14 +16,14 @@ import math
 import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from zeroshard.lab.metrics_log import Evaluation, MetricsLog, Step, number_of, why_unread
 from zeroshard.regular_files import json_of, read_text, toml_of
-from zeroshard.train.config.toml import as_resolved
+from zeroshard.train.config.toml import RESOLVED, as_resolved
 from zeroshard.train.state.lock import LOCK
 
 State = Literal["done", "failed", "running", "unfinished", "damaged"]
@@ -79,6 +79,7 @@ class RunResult:
         folder: the run's folder.
         state: see the module's docstring.
         config: all settings, nested, those that were given and what the others became; empty if that cannot be read.
+        given: those of these settings that were given; all of them for a run of an earlier version.
         start: the ``start`` event that the run logged when it last began: world_size, tokens_per_step, num_params, ...
         steps: the steps in order, each once: a step that was repeated after a resume replaces the earlier one.
         evaluations: evaluations in order of steps.
@@ -86,6 +87,7 @@ class RunResult:
         link: the link that the run slowed; None if it slowed none.
         problems: one line for each thing that could not be read.
         checkpoints: the log entry of each checkpoint, in order of steps.
+        begun, last_at: time of day of the first and of the last logged event, as ISO 8601; empty if not logged.
     """
 
     folder: Path
@@ -98,6 +100,9 @@ class RunResult:
     link: LinkFacts | None
     problems: tuple[str, ...]
     checkpoints: tuple[Mapping[str, Any], ...] = ()
+    begun: str = ""
+    last_at: str = ""
+    given: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def settled(self) -> tuple[Step, ...]:
@@ -159,7 +164,8 @@ def read_run(
     """
     folder = Path(folder)
     problems: list[str] = []
-    config = _read_config(folder / CONFIG, problems)
+    raw = _read_config(folder / CONFIG, problems)
+    config = as_resolved(raw)
     log = MetricsLog(folder / METRICS) if log is None else log
     log.read()
     problems += [log.problem] if log.problem else []
@@ -181,6 +187,9 @@ def read_run(
         link=_link(log.start.get("link") or summary.get("link"), problems),
         problems=tuple(problems),
         checkpoints=tuple(log.checkpoints[step] for step in sorted(log.checkpoints)),
+        begun=log.begun,
+        last_at=log.last_at,
+        given={name: value for name, value in raw.items() if name != RESOLVED},
     )
 
 
@@ -247,7 +256,7 @@ def _state(summary: Mapping[str, Any], *, running: bool, damaged: bool) -> State
 
 def _read_config(path: Path, problems: list[str]) -> dict[str, Any]:
     try:
-        return as_resolved(toml_of(read_text(path)))
+        return toml_of(read_text(path))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from importlib.util import find_spec
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -180,3 +181,26 @@ def test_a_report_opens_offline_without_a_complaint(browser, tmp_path):
         assert _fits(page)
     assert browser.complaints == []
     assert browser.requests <= {"file://", "data:", "blob:"}
+
+
+def test_figures_of_a_report_keep_their_place_when_the_window_or_the_colours_change(browser, tmp_path):
+    assert main(["report", str(write_run(tmp_path / "run")), "--out", str(tmp_path / "out")]) == 0
+    page = browser.open((tmp_path / "out" / "report.html").as_uri(), 1280)
+    for width in (1280, 900, 400, 900, 1280):
+        page.set_viewport_size({"width": width, "height": 900})
+        page.locator("#theme").click()
+        page.wait_for_function(_SETTLED)
+        places = page.locator("figure").evaluate_all("all => all.map(each => each.getBoundingClientRect().toJSON())")
+        assert len(places) >= 5
+        for place, other in combinations(places, 2):
+            apart = place["bottom"] <= other["top"] or other["bottom"] <= place["top"]
+            assert apart or place["right"] <= other["left"] or other["right"] <= place["left"]
+        assert _fits(page)
+    assert browser.complaints == []
+
+
+# Every figure is drawn as wide as its column, and its element is as high as its drawing.
+_SETTLED = """() => [...document.querySelectorAll("[id^=figure-]")].every(each => {
+    const drawn = each.querySelector(".main-svg")?.getBoundingClientRect();
+    return drawn && drawn.width === each.clientWidth && drawn.height === each.clientHeight && drawn.height > 300;
+})"""

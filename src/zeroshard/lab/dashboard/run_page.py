@@ -19,7 +19,10 @@ from zeroshard.regular_files import read_text
 STACKS = "stacks"
 MOST_STACK_BYTES = 1 << 20  # a rank's larger file is not read
 MOST_STACKS = 16  # ranks whose stacks are shown
-_ENVIRONMENT = ("torch", "device", "world_size", "tokens_per_step", "num_params", "kernels", "host", "git")
+_ENVIRONMENT = (
+    *("torch", "device", "world_size", "tokens_per_step", "num_params", "kernels"),
+    *("command", "host", "commit", "version"),
+)
 
 
 def page() -> html.Div:

@@ -43,6 +43,7 @@ class Curve:
 CURVES: Mapping[str, Curve] = {
     "loss": Curve("Loss", "nats per token", lambda step: step.loss, from_zero=False),
     "tokens": Curve("Tokens a second, all ranks", "tokens/s", lambda step: step.tokens_per_s),
+    "step-time": Curve("Time of a step", "ms", lambda step: 1e3 * step.step_s),
     "exposed": Curve(
         "Exposed communication",
         "ms of a step, rank 0",

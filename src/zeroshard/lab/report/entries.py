@@ -149,6 +149,13 @@ class ReportContents:
     times: tuple[TimesToLoss, ...] = ()
 
     @property
+    def only_run(self) -> RunResult | None:
+        """The run of a report that is about one run and has nothing to compare it with; None of any other report."""
+        runs = list(self.runs)
+        alone = len(runs) == len(self.entries) == 1 and not self.entries[0].case.axes
+        return runs[0] if alone and runs[0].steps else None
+
+    @property
     def runs(self) -> Iterator[RunResult]:
         """The runs of all entries."""
         return (run for entry in self.entries for run in entry.case.runs)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from zeroshard.lab.report.entries import ReportContents
+from zeroshard.lab.report.entries import Entry, ReportContents
 from zeroshard.lab.report.figure import Figure
 from zeroshard.lab.report.marks import LeftOutError
 from zeroshard.lab.report.reading_notes import with_notes
 from zeroshard.lab.report.run_figures import loss, memory, predictions, timelines
+from zeroshard.lab.report.single_run import curves_of, memory_of
 from zeroshard.lab.report.speed import communication, relative, searched, throughput
 from zeroshard.lab.report.time_figures import time_figures
+from zeroshard.lab.run_folders import RunResult
 
 _LOG_FROM = 5.0  # least ratio of the largest to the smallest value for which a logarithmic axis is kept
 Drawn = tuple[list[Figure], list[str]]  # figures, and a line for each kind that could not be drawn
@@ -23,13 +25,17 @@ def figures_of(material: ReportContents) -> Drawn:
     begun = [entry for entry in material.entries if entry.first is not None]
     entries = [entry for entry in begun if not entry.case.is_curve]  # a curve was trained without an emulated link
     trained = [entry for entry in begun if entry.case.is_curve or not entry.case.curve]
-    kinds: dict[str, Callable[[], list[Figure]]] = {
+    run = material.only_run
+    compared: dict[str, Callable[[], list[Figure]]] = {
         **({"Time to a loss": lambda: time_figures(material.times)} if material.times else {}),
         "Throughput": lambda: throughput(entries),
         "Communication": lambda: communication(entries),
         "Crossovers": lambda: [*searched(material.crossings), *relative(entries, optional=bool(material.crossings))],
         "Loss": lambda: loss(trained),
         "Memory": lambda: memory(entries),
+    }
+    kinds: dict[str, Callable[[], list[Figure]]] = {
+        **(compared if run is None else _of_one(run, trained)),
         "Step timeline": lambda: timelines(entries),
         "Predicted against measured": lambda: predictions(entries),
     }
@@ -41,6 +47,20 @@ def figures_of(material: ReportContents) -> Drawn:
         except LeftOutError as why:
             missing.append(f"{kind}: {why}")
     return figures, missing
+
+
+def _of_one(run: RunResult, entries: Sequence[Entry]) -> dict[str, Callable[[], list[Figure]]]:
+    """What draws the figures of a report of one run: nothing to compare, but all of its curves."""
+    return {
+        "Loss": lambda: loss(entries),
+        "Learning rate": curves_of(run, "lr"),
+        "Gradient norm": curves_of(run, "grad-norm"),
+        "Tokens a second": curves_of(run, "tokens"),
+        "Time of a step": curves_of(run, "step-time"),
+        "Crossovers": lambda: relative(entries),
+        "Memory": lambda: memory_of(run),
+        "Exposed communication": curves_of(run, "exposed"),
+    }
 
 
 def _rightly_scaled(figure: Figure) -> Figure:

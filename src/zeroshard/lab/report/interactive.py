@@ -9,8 +9,7 @@ from typing import Any
 
 from zeroshard.lab.report.figure import GREY, Axis, Figure, Series
 
-# Configuration of plotly.js (Any, because dash has its own type for it). The report's page adds ``responsive``; dash
-# sets that itself. No button may send a figure to another server.
+# Configuration of plotly.js (Any, because dash has its own type for it). No button may send a figure to another server.
 CONFIG: Any = {"displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2d", "sendChartToCloud"]}
 LONGEST_TICK = 28  # most characters of a tick label
 USUAL_HEIGHT = 400  # pixels

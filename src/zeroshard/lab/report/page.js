@@ -39,7 +39,18 @@ function dataOf(drawing, index) {
   return weight ? data.map(line => line.mode === "lines" ? {...line, y: smoothed(line.y, weight)} : line) : data;
 }
 
-const draw = index => Plotly.react("figure-" + index, dataOf(drawings[index], index), layoutOf(drawings[index], index), config);
+// The page's columns say how wide a figure is, and its drawing how high. plotly.js's own `responsive` asks the element
+// for both, and an element without a height of its own becomes 0 high.
+function draw(index) {
+  const element = document.getElementById("figure-" + index);
+  element.style.height = drawings[index].layout.height + "px";
+  const layout = {...layoutOf(drawings[index], index), width: element.clientWidth};
+  Plotly.react(element, dataOf(drawings[index], index), layout, config);
+}
+const resized = new ResizeObserver(entries => {
+  for (const {target} of entries)
+    if (target.layout?.width !== target.clientWidth) draw(Number(target.id.slice("figure-".length)));
+});
 
 function show() {
   root.classList.toggle("dark", isDark());
@@ -74,5 +85,6 @@ if (typeof DecompressionStream === "undefined") {
     document.head.append(script);
     drawn = true;
     show();
+    drawings.forEach((drawing, index) => resized.observe(document.getElementById("figure-" + index)));
   });
 }

@@ -23,6 +23,7 @@ from markupsafe import Markup
 from zeroshard.lab.report.entries import Notice, ReportContents
 from zeroshard.lab.report.figure import Figure
 from zeroshard.lab.report.interactive import CONFIG, as_plotly
+from zeroshard.lab.report.single_run import header_of
 from zeroshard.lab.report.table import table_of
 from zeroshard.lab.report.time_figures import time_table
 
@@ -37,7 +38,11 @@ _ABOUT = {
 
 
 def render(
-    material: ReportContents, figures: Sequence[Figure], missing: Sequence[str], environment: Sequence[tuple[str, str]]
+    material: ReportContents,
+    figures: Sequence[Figure],
+    missing: Sequence[str],
+    environment: Sequence[tuple[str, str]],
+    sample: tuple[str, str] = ("", ""),
 ) -> str:
     """The page as HTML text.
 
@@ -46,6 +51,7 @@ def render(
         figures: the figures to draw, in order.
         missing: a line for each kind of figure that is missing, with the reason.
         environment: (name, value) pairs of the environment of the runs.
+        sample: of a single run, a text that it writes, and why there is none.
     """
     templates = Environment(
         loader=PackageLoader("zeroshard.lab.report", "."),
@@ -54,8 +60,12 @@ def render(
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    drawings = [{**as_plotly(figure), "curves": figure.curves} for figure in figures]
     return templates.get_template("page.html.j2").render(
         title=material.title,
+        header=header_of(material.only_run) if material.only_run else [],
+        sample=sample[0],
+        no_sample=sample[1],
         num_entries=len(material.entries),
         tables=[
             *(("Time to a loss", time_table(times)) for times in material.times if math.isfinite(times.target)),
@@ -65,8 +75,8 @@ def render(
         figures=figures,
         missing=missing,
         environment=environment,
-        drawings=_script([{**as_plotly(figure), "curves": figure.curves} for figure in figures]),
-        config=_script({**CONFIG, "responsive": True}),
+        drawings=_script(drawings),
+        config=_script(CONFIG),
         plotly=Markup(b64encode(plotly_js()).decode("ascii")),
     )
 

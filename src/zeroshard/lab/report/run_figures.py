@@ -66,7 +66,7 @@ def loss(entries: Sequence[Entry]) -> list[Figure]:
             colour = next((each for each in CYCLE if drawn_in[each] < 2), colour)
         dashed = drawn_in[colour] % 2 == 1
         drawn_in[colour] += 1
-        shown = _thinned(points)
+        shown = thinned(points)
         x, y = tuple(float(step) for step, _ in shown), tuple(value for _, value in shown)
         series.append(Series(group[0].label, "line", colour, x, y, dashed=dashed))
         run = group[0].first
@@ -99,22 +99,22 @@ def memory(entries: Sequence[Entry]) -> list[Figure]:
     """Resident memory of rank 0 by category and peak of a step, each measured and planned."""
     chosen: dict[tuple[str, str], Entry] = {}
     for entry in sorted(entries, key=rank_of_strategy):
-        if entry.first is not None and any(_held(entry.first)):
+        if entry.first is not None and any(held(entry.first)):
             chosen.setdefault((entry.strategy, _apart_from_links(entry)), entry)
     if not chosen:
         raise LeftOutError("no run has recorded its memory")
     shown = list(chosen.values())[:MOST_BARS]
-    held = [_held(entry.first) for entry in shown if entry.first is not None]
-    unit, scale = _memory_unit(max(sum(table.values()) for pair in held for table in pair))
-    names = [name for name in CATEGORY_COLOURS if any(table.get(name) for pair in held for table in pair)]
-    names += sorted({name for pair in held for table in pair for name in table} - set(CATEGORY_COLOURS))
-    has_plan = any(planned for _, planned in held)
+    pairs = [held(entry.first) for entry in shown if entry.first is not None]
+    unit, scale = memory_unit(max(sum(table.values()) for pair in pairs for table in pair))
+    names = [name for name in CATEGORY_COLOURS if any(table.get(name) for pair in pairs for table in pair)]
+    names += sorted({name for pair in pairs for table in pair for name in table} - set(CATEGORY_COLOURS))
+    has_plan = any(planned for _, planned in pairs)
     series: list[Series] = []
     for which, hatched in ((0, False), (1, True)) if has_plan else ((0, False),):
         bottoms = [0.0] * len(shown)
         shift = (0.2 if hatched else -0.2) if has_plan else 0.0
         for name in names:
-            heights = [pair[which].get(name, 0) / scale for pair in held]
+            heights = [pair[which].get(name, 0) / scale for pair in pairs]
             series.append(
                 Series(
                     "" if hatched else name.replace("_", " "),
@@ -245,7 +245,7 @@ def _peaks(shown: Sequence[Entry], scale: float) -> list[Series]:
     return found
 
 
-def _held(run: RunResult) -> tuple[dict[str, int], dict[str, int]]:
+def held(run: RunResult) -> tuple[dict[str, int], dict[str, int]]:
     """Resident bytes by category, measured and planned; without a plan, those of the step with the largest sum."""
     planned: dict[str, int] = {}
     measured: dict[str, int] = {}
@@ -271,10 +271,12 @@ def _name_in(entry: Entry, shown: Sequence[Entry]) -> str:
     return entry.strategy if entry.strategy and len(alike) == 1 else entry.label
 
 
-def _thinned(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
+def thinned(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
+    """At most about `MOST_POINTS` of ``points``, evenly, with the first and the last."""
     step = -(-len(points) // MOST_POINTS)
     return [*points[::step], *(points[-1:] if (len(points) - 1) % step else [])]
 
 
-def _memory_unit(num_bytes: float) -> tuple[str, float]:
+def memory_unit(num_bytes: float) -> tuple[str, float]:
+    """The unit in which ``num_bytes`` is a readable number, and its size in bytes."""
     return ("GiB", GIB) if num_bytes >= GIB else ("MiB", MIB) if num_bytes >= MIB else ("KiB", 1024)

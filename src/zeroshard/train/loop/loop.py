@@ -36,6 +36,7 @@ from zeroshard.train.loop.signals import stop_signals_noted
 from zeroshard.train.loop.step import backward, step_seed, take_step
 from zeroshard.train.loop.validation_loss import evaluate
 from zeroshard.train.loop.watchdog import PATIENCE_S, Alive, Watchdog
+from zeroshard.train.records.origin import origin
 from zeroshard.train.records.plan_contract import Contract, Predict
 from zeroshard.train.records.records import Observer, StepRecord
 from zeroshard.train.setup.auto import ChooseStage, move_up
@@ -283,6 +284,7 @@ def _start_info(run: Run) -> dict[str, Any]:
         "tokens_per_step": run.tokens_per_step,
         "num_params": sum(param.numel() for param in run.strategy.model.parameters()),
         "torch": torch.__version__,
+        **origin(),
         "about": dict(run.about),
         **({"rows": dict(run.rows)} if run.rows else {}),
         "kernels": dict(run.kernels),

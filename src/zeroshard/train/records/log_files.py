@@ -1,4 +1,4 @@
-"""Observers that write ``metrics.jsonl`` (every event) and ``summary.json`` (the result).
+"""Observers that write ``metrics.jsonl`` (every event, with its time of day) and ``summary.json`` (the result).
 
 JSON has no NaN and no infinity. They are written as null, so that both files are valid JSON even if a run diverges.
 """
@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from io import FileIO
 from pathlib import Path
@@ -26,12 +26,16 @@ class JsonlWriter:
     A log that cannot be written does not stop a run: the first lost line is reported on stderr, and the number of lost
     lines once lines can be written again. A line is written completely or not at all. A file that was removed is
     created again.
+
+    Args:
+        path: the file.
+        clock: returns the time of day, which each line then has as ``time``; None: lines have no time.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, clock: Callable[[], str] | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         _drop_torn_line(path)
-        self._path, self._num_lost = path, 0
+        self._path, self._num_lost, self._clock = path, 0, clock
         self._file = _for_appending(path)
 
     def on_start(self, info: Mapping[str, Any]) -> None:
@@ -71,7 +75,8 @@ class JsonlWriter:
         self._file.close()
 
     def _write(self, event: str, values: Mapping[str, Any]) -> None:
-        line = json.dumps(finite_or_null({"event": event, **values}), allow_nan=False).encode() + b"\n"
+        time = {"time": self._clock()} if self._clock else {}
+        line = json.dumps(finite_or_null({"event": event, **time, **values}), allow_nan=False).encode() + b"\n"
         try:
             self._append(line)
         except OSError as error:

@@ -8,8 +8,11 @@ from typing import Any
 
 from zeroshard.train.config.sizes import bandwidth_in_words, duration_in_words
 
-# Entries of ``info`` that are not printed, because the lines of ``about`` say the same in words.
-_TOLD = ("step", "max_steps", "world_size", "device", "tokens_per_step", "num_params", "torch", "rows")
+# Entries of ``info`` that are not printed: the lines of ``about`` say the same in words, or whoever started it knows.
+_TOLD = (
+    *("step", "max_steps", "world_size", "device", "tokens_per_step", "num_params", "torch", "rows"),
+    *("command", "host", "version", "commit"),
+)
 
 
 def start_lines(info: Mapping[str, Any]) -> list[tuple[str, str]]:

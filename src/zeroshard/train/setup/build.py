@@ -38,6 +38,7 @@ from zeroshard.train.loop.run import Run, Schedule, checkpoint_folder
 from zeroshard.train.loop.step_guard import StepGuard
 from zeroshard.train.records.console import ConsoleRecorder
 from zeroshard.train.records.log_files import JsonlWriter, SummaryWriter
+from zeroshard.train.records.origin import now
 from zeroshard.train.records.plan_contract import Predict
 from zeroshard.train.records.records import Observer
 from zeroshard.train.records.trackers import require_trackers, trackers
@@ -381,7 +382,7 @@ def _shapes(config: TrainConfig, vocab_size: int, eos_id: int | None) -> Languag
 
 def _observers(config: TrainConfig, folder: Path) -> list[Observer]:
     return [
-        JsonlWriter(folder / "metrics.jsonl"),
+        JsonlWriter(folder / "metrics.jsonl", now),
         SummaryWriter(folder / "summary.json"),
         ConsoleRecorder(config.max_steps, config.log_interval, sys.stdout),
         *trackers(config.track, folder, config.model_dump(mode="json")),

@@ -1,0 +1,191 @@
+"""What the report of a single run has in place of comparisons: a header, curves over steps, and a sample of text."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime, timedelta
+from typing import Any
+
+from zeroshard.errors import UserError
+from zeroshard.lab.dashboard.step_curves import AS_WRITTEN, CURVES, curve
+from zeroshard.lab.planner.show import size
+from zeroshard.lab.report.entries import flat
+from zeroshard.lab.report.figure import CYCLE, GREY, Axis, Figure, Series
+from zeroshard.lab.report.marks import LeftOutError
+from zeroshard.lab.report.run_figures import CATEGORY_COLOURS, held, memory_unit, thinned
+from zeroshard.lab.run_folders import RunResult
+from zeroshard.parallel.registry import STRATEGIES
+from zeroshard.train.config.config import TrainConfig
+
+LARGEST_MODEL = 200_000_000  # parameters of a model that writes a sample: a larger one would take minutes on a CPU
+SAMPLE_TOKENS = 120
+MOST_KINDS = 6  # kinds of exposed communication with a curve of their own
+_FROM_STAGE = {"optimizer": 1, "master": 1, "ema": 1, "grads": 2, "params": 3}  # the first stage that shards it
+_NO_CHOICES = ("out", "resume", "data.dir")  # settings that say where a run lies, and not what it is
+
+
+def header_of(run: RunResult) -> list[tuple[str, str]]:
+    """(name, text) pairs: what ran, where, when and how long, on which data, and with which result."""
+    start, about = run.start, run.start.get("about")
+    told = {str(name): str(text) for name, text in about.items()} if isinstance(about, dict) else {}
+    where = ", ".join(str(start[name]) for name in ("host", "device") if start.get(name))
+    rows = [
+        ("state", run.state),
+        ("command", str(start.get("command", ""))),
+        ("started", _began(run)),
+        ("took", _took(run)),
+        ("host", where),
+        ("commit", str(start.get("commit", ""))),
+        *((name, told.get(name, "")) for name in ("strategy", "comm", "model", "data", "batch", "compute")),
+        ("tokens", f"{run.steps[-1].tokens:,} in {run.steps[-1].step:,} steps"),
+        ("loss", _losses(run)),
+        ("peak memory", size(run.peak_bytes) + " on rank 0" if run.peak_bytes else ""),
+        ("not as by default", ", ".join(f"{name} {value}" for name, value in _chosen(run).items())),
+    ]
+    return [(name, text) for name, text in rows if text]
+
+
+def curves_of(run: RunResult, name: str) -> Callable[[], list[Figure]]:
+    """What draws the curve ``name`` of `CURVES`; it raises `LeftOutError` if the run has not measured it."""
+
+    def draw() -> list[Figure]:
+        figure = curve(name, {CURVES[name].title: run}, AS_WRITTEN)
+        if not figure.series:
+            raise LeftOutError("the run has not recorded it")
+        series = figure.series
+        if name == "exposed" and len(kinds := _kinds_exposed(run)) > 1:
+            series = (*series, *kinds)
+        return [replace(figure, series=series, curves=True)]
+
+    return draw
+
+
+def memory_of(run: RunResult) -> list[Figure]:
+    """Resident memory of rank 0 by category: measured, planned if there is a plan, and what stage 0 would hold."""
+    measured, planned = held(run)
+    if not measured:
+        raise LeftOutError("the run has not recorded its memory")
+    bars = {"measured": measured, "planned": planned, "stage 0": at_stage_zero(run, measured)}
+    bars = {name: table for name, table in bars.items() if table}
+    unit, scale = memory_unit(max(sum(table.values()) for table in bars.values()))
+    names = [name for name in CATEGORY_COLOURS if any(table.get(name) for table in bars.values())]
+    names += sorted({name for table in bars.values() for name in table} - set(CATEGORY_COLOURS))
+    bottoms = [0.0] * len(bars)
+    series = []
+    for name in names:
+        heights = [table.get(name, 0) / scale for table in bars.values()]
+        notes = tuple(f"{name.replace('_', ' ')}, {which}: {size(table.get(name, 0))}" for which, table in bars.items())
+        places, colour = tuple(map(float, range(len(bars)))), CATEGORY_COLOURS.get(name, GREY)
+        series.append(
+            Series(
+                name.replace("_", " "), "bar", colour, places, tuple(heights), base=tuple(bottoms), width=0.6,
+                notes=notes,
+            )
+        )  # fmt: skip
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    ticks = {float(place): which for place, which in enumerate(bars)}
+    sums = ", ".join(f"{which} {size(sum(table.values()))}" for which, table in bars.items())
+    caption = f"Held by rank 0 between backward and update, without activations: {sums}."
+    if "stage 0" in bars:
+        caption += " Stage 0 would hold every sharded tensor whole, and no buffers for gathering."
+    axes = Axis("", ticks=ticks), Axis(unit, from_zero=True)
+    return [Figure("memory", "Memory of a rank", *axes, tuple(series), caption, height=1.15)]
+
+
+def at_stage_zero(run: RunResult, measured: dict[str, int]) -> dict[str, int]:
+    """What rank 0 would hold at stage 0: each sharded category times the ranks that share it. Empty if not known."""
+    entry = STRATEGIES.get(str(run.setting("strategy", "")))
+    world_size, replicas = run.start.get("world_size"), run.setting("replicas.every", 1)
+    ranks = run.setting("shard_size", 0) or world_size
+    if entry is None or not entry.planned or not isinstance(ranks, int) or ranks < 2 or replicas != 1:
+        return {}
+    if not entry.stage:
+        return {}
+    return {
+        name: measured[name] * (ranks if entry.stage >= first else 1)
+        for name, first in _FROM_STAGE.items()
+        if name in measured
+    }
+
+
+def sample_of(run: RunResult) -> tuple[str, str]:
+    """A text that the run's newest checkpoint writes, and why there is none: one of the two is empty.
+
+    Only models of zeroshard write one here: others' may bring code of their own, which a report does not run.
+    """
+    name, numel = str(run.setting("model.name", "")), run.start.get("num_params")
+    if not (run.folder / "checkpoints").is_dir():
+        return "", "the run has no checkpoint"
+    if ":" in name:
+        return "", f"zeroshard generate {run.folder} writes one with {name}"
+    if not isinstance(numel, int) or numel > LARGEST_MODEL:
+        return "", f"zeroshard generate {run.folder} writes one; the model is large"
+    import torch
+
+    from zeroshard.inference.generate import decoded, load_with_prompt, options_of, sample
+    from zeroshard.train.config.command_settings import GenerateConfig
+
+    config = GenerateConfig(run=str(run.folder), max_new_tokens=SAMPLE_TOKENS)
+    try:
+        model, tokenizer, ids, _ = load_with_prompt(config)
+        generator = torch.Generator(ids.device).manual_seed(config.seed)
+        tokens = sample(model, ids, SAMPLE_TOKENS, generator=generator, **options_of(config, tokenizer))
+        return "".join(decoded(tokenizer, tokens)), ""
+    except (UserError, OSError) as error:
+        return "", str(error)
+
+
+def _kinds_exposed(run: RunResult) -> list[Series]:
+    """A curve for each kind of communication for which rank 0 waited, the longest first."""
+    steps = run.steps[1:] or run.steps  # as in the curve of the sum
+    total = Counter[str]()
+    for step in steps:
+        total.update(step.exposed_s)
+    series = []
+    for index, (kind, _) in enumerate(total.most_common(MOST_KINDS)):
+        points = thinned([(step.step, 1e3 * step.exposed_s.get(kind, 0.0)) for step in steps])
+        x, y = tuple(float(step) for step, _ in points), tuple(value for _, value in points)
+        series.append(Series(kind, "line", CYCLE[(index + 1) % len(CYCLE)], x, y, dashed=True))
+    return series
+
+
+def _began(run: RunResult) -> str:
+    try:
+        return f"{datetime.fromisoformat(run.begun):%Y-%m-%d %H:%M:%S %Z}"
+    except ValueError:
+        return ""
+
+
+def _took(run: RunResult) -> str:
+    """Time from the first to the last event, and in how much of it steps ran."""
+    in_steps = sum(step.step_s for step in run.steps if math.isfinite(step.step_s))
+    steps = f"{_duration(in_steps)} in steps"
+    try:
+        whole = datetime.fromisoformat(run.last_at) - datetime.fromisoformat(run.begun)
+    except (ValueError, TypeError):
+        return steps
+    return f"{_duration(whole.total_seconds())}, of which {steps}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 100 else str(timedelta(seconds=round(seconds)))
+
+
+def _losses(run: RunResult) -> str:
+    words = [f"{run.steps[-1].loss:.4f} at step {run.steps[-1].step:,}"]
+    finite = [each for each in run.evaluations if math.isfinite(each.loss)]
+    if finite:
+        best = min(finite, key=lambda each: each.loss)
+        words.append(f"validation {finite[-1].loss:.4f}, the lowest {best.loss:.4f} at step {best.step:,}")
+    skipped = sum(step.skipped for step in run.steps)
+    return "; ".join([*words, *([f"{skipped} steps skipped"] if skipped else [])])
+
+
+def _chosen(run: RunResult) -> dict[str, Any]:
+    """The given settings that differ from their defaults, by dotted name."""
+    defaults = flat(TrainConfig().model_dump(mode="json"), only_tables=False)
+    now = flat(run.given, only_tables=False)
+    return {name: value for name, value in now.items() if name not in _NO_CHOICES and value != defaults.get(name)}
