@@ -9,15 +9,16 @@ from torch import nn
 
 from zeroshard.errors import UserError
 from zeroshard.lab import plan
-from zeroshard.lab.planner.advice import reason, recommended
+from zeroshard.lab.planner.advice import reason, recommended, why_not_the_fastest
 from zeroshard.lab.planner.planner import planner_for
 from zeroshard.lab.planner.request import Given, Request
-from zeroshard.lab.planner.show import lines, text
+from zeroshard.lab.planner.show import lines, seconds, text
 from zeroshard.lab.predict.hardware import Device
 from zeroshard.lab.predict.meetings import Meetings
 from zeroshard.lab.predict.process_memory import NCCL_BYTES, NCCL_PAIR_BYTES
 from zeroshard.lab.predict.traffic import bytes_by_op
 from zeroshard.models import build_model
+from zeroshard.models.adapters import Lora
 
 SMALL = {"n_layer": 6, "n_head": 4, "n_embd": 64, "vocab_size": 512, "seq_len": 64}
 
@@ -142,6 +143,38 @@ def test_where_nothing_fits_the_nearest_change_is_named(changes, said):
     assert not found.fits
     assert found.advice.startswith("Nothing fits: stage ")
     assert said in found.advice
+
+
+def _listed(advice):
+    """The first words of each change that is listed, and which of them fit."""
+    lines = [line.strip() for line in advice.splitlines()[1:]]
+    return [line.partition(" (")[0].partition(" would")[0] for line in lines], [" would fit, at " in e for e in lines]
+
+
+def test_changes_are_listed_in_the_order_in_which_one_would_try_them():
+    found = plan("llama-7b", gpu="a100-40gb")
+    names, fit = _listed(found.advice)
+    assert names[:3] == ["activation checkpointing", "LoRA", "a larger GPU"]
+    assert names[3:4] == ["3 GPUs"]
+    assert fit[:4] == [False, True, True, True]
+    alone = plan("llama-7b", gpu="a100-40gb", lora=Lora(16)).best  # what is listed is what a plan of it says
+    assert f"LoRA (--lora 16) would fit, at micro-batch {alone.micro_batch} on one GPU: " in found.advice
+    assert f"{alone.needed_bytes / 2**30:.1f} GiB, {seconds(alone.timing.step_s)} a step" in found.advice
+    json.dumps(found.as_dict())
+
+
+def test_a_smaller_micro_batch_comes_first():
+    found = _plan(memory_bytes=60 * 2**20, micro_batch=512, stage=3)
+    names, fit = _listed(found.advice)
+    assert names[0] == "a smaller micro-batch"
+    assert fit[0]
+
+
+def test_a_higher_stage_that_is_faster_and_not_taken_is_explained():
+    rows = [_row(0, 100), _row(1, 105), _row(2, 40, fits=False)]
+    assert "measures both" in why_not_the_fastest(rows, recommended(rows))
+    assert why_not_the_fastest(rows[:1], rows[0]) == ""
+    assert why_not_the_fastest([_row(0, 100), _row(1, 100.5)], rows[0]) == ""
 
 
 def test_throughput_and_its_share_of_the_peak_are_those_of_all_gpus():

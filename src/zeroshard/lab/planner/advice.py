@@ -1,4 +1,4 @@
-"""Recommends a row of a plan and gives the reason, or suggests the nearest change that makes a row fit.
+"""Recommends a row of a plan and gives the reason; `changes` says what to change where no row fits.
 
 The rule is that of `docs/how-to/choose-a-stage.md`: the lowest stage that fits with room.
 """
@@ -9,8 +9,6 @@ from collections.abc import Iterable, Sequence
 
 from zeroshard.lab.planner.plan_rows import Row
 from zeroshard.lab.planner.planner import Planner
-from zeroshard.models import LanguageModel
-from zeroshard.zero import ShardingStrategy
 
 GIB = 2**30
 AS_FAST = 0.01  # rates that differ by a smaller share count as equal
@@ -92,6 +90,17 @@ def reason(planner: Planner, rows: Sequence[Row], best: Row) -> str:
     return " ".join(sentences)
 
 
+def why_not_the_fastest(rows: Sequence[Row], best: Row) -> str:
+    """Why a row of a higher stage is not recommended although it is faster; empty if none is."""
+    lead = max(row.tokens_per_s for row in rows if row.fits) / best.tokens_per_s - 1
+    if lead <= AS_FAST or best.stage is None:
+        return ""
+    return (
+        f"Differences below {1 - WITH_ROOM:.0%} are less than a plan can be sure of, so the lower stage is taken: "
+        "`zeroshard bench step` measures both."
+    )
+
+
 def sentence_case(words: str) -> str:
     """``words`` with a capital first letter, and the others as they are."""
     return words[:1].upper() + words[1:]
@@ -99,93 +108,6 @@ def sentence_case(words: str) -> str:
 
 def _order(row: Row) -> int:
     return -1 if row.stage is None else row.stage
-
-
-def nearest_change(
-    planner: Planner, stages: Sequence[int | ShardingStrategy], micro_batch: int | None, rows: Sequence[Row]
-) -> str:
-    """A sentence with the first change that makes a row fit: a smaller micro-batch, no second copy of weights,
-    activation checkpointing, more GPUs, or shorter sequences.
-    """
-    best = min(rows, key=lambda row: row.needed_bytes)
-    gib = f"{best.needed_bytes / GIB:,.1f} GiB where {planner.device.memory_bytes / GIB:.1f} are"
-    if best.headroom_bytes >= 0:
-        gib += f" and {planner.headroom:.0%} must stay free"
-    start = f"Nothing fits: {describe(best, planner.cluster.world_size, planner.num_gpus)} needs {gib}"
-    stage = stages[-1]
-    if micro_batch is not None and micro_batch > 1:
-        smaller = next((m for m in reversed(MICRO_BATCHES) if m < micro_batch and _fits(planner, stage, m)), None)
-        if smaller is not None:
-            return f"{start}; micro-batch {smaller} would fit."
-    smallest = next((m for m in MICRO_BATCHES if planner.num_micro(m)), 1)
-    if planner.node_copy and _fits(planner.on(node_copy=0), stage, smallest):
-        return f"{start}; without the second copy of weights micro-batch {smallest} would fit."
-    ours = planner.workload.model if isinstance(planner.workload.model, LanguageModel) else None
-    ways = [(planner, "")]
-    if ours is not None and ours.config.activation_checkpointing != "full":
-        recomputing = planner.on(workload=planner.workload.changed({"activation_checkpointing": "full"}))
-        if _fits(recomputing, stage, smallest):
-            return f"{start}; activation checkpointing (full) with micro-batch {smallest} would fit."
-        start += ", too much with activation checkpointing as well"
-        ways.append((recomputing, " and activation checkpointing (full)"))
-    for way, added in ways:
-        more = fewest_gpus(way, stages, smallest)
-        if more is not None:
-            more *= way.ranks_a_place
-            return f"{start}; {more:,} GPUs would fit, at {_stage_name(stage)} with micro-batch {smallest}{added}."
-    way, added = ways[-1]
-    length = shorter_sequences(way, stage, smallest) if ours is not None else None
-    if length is not None:
-        return f"{start}; sequences of {length} tokens with micro-batch {smallest}{added} would fit."
-    return f"{start}; no single change helps: take a larger GPU or a smaller model."
-
-
-def shorter_sequences(planner: Planner, stage: int | ShardingStrategy, micro_batch: int) -> int | None:
-    """The longest sequence length that fits among a half, a quarter, ... of the workload's; None if none does."""
-
-    def fits(length: int) -> bool:
-        return _fits(planner.on(workload=planner.workload.changed(seq_len=length)), stage, micro_batch)
-
-    halves = (planner.workload.seq_len >> times for times in range(1, planner.workload.seq_len.bit_length()))
-    lengths = [length for length in halves if length % planner.beside.context_parallel == 0]
-    if not lengths or not fits(lengths[-1]):  # checked first, to save the traces of longer ones
-        return None
-    return next(length for length in lengths if fits(length))
-
-
-def fewest_gpus(
-    planner: Planner, stages: Sequence[int | ShardingStrategy], micro_batch: int, most: int = 2**17
-) -> int | None:
-    """The smallest world size up to ``most``, in full nodes beyond the first, at which a stage fits, or None."""
-    per_node = planner.cluster.ranks_per_node
-
-    def in_full_nodes(world_size: int) -> int:
-        """Round up to full nodes, among which a second copy of weights can be divided."""
-        return world_size if world_size <= per_node else -(-world_size // per_node) * per_node
-
-    def fits(world_size: int) -> bool:
-        other = planner.on(world_size=in_full_nodes(world_size), global_batch=0)
-        return any(_fits(other, stage, micro_batch) for stage in reversed(stages))
-
-    if not fits(most):  # a rank needs no more memory in a larger world
-        return None
-    low, high = 0, 1
-    while not fits(high):
-        low, high = high, high * 2
-    while high - low > 1:  # fits at `high`, not at `low`
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return in_full_nodes(high)
-
-
-def _fits(planner: Planner, stage: int | ShardingStrategy, micro_batch: int) -> bool:
-    if planner.num_micro(micro_batch) == 0 or planner.cannot_fit(stage, micro_batch):
-        return False
-    return planner.row(stage, micro_batch).fits
-
-
-def _stage_name(stage: int | ShardingStrategy) -> str:
-    return f"stage {stage}" if isinstance(stage, int) else "the given row"
 
 
 def _stages_named(stages: Sequence[int]) -> str:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from zeroshard.errors import UserError
-from zeroshard.lab.planner.advice import describe, fewest_gpus, sentence_case
+from zeroshard.lab.planner.advice import describe, sentence_case
+from zeroshard.lab.planner.changes import fewest_gpus
 from zeroshard.lab.planner.plan_rows import Row
 from zeroshard.lab.planner.planner import Planner
 from zeroshard.lab.predict.workload import Workload

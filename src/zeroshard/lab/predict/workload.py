@@ -197,8 +197,11 @@ class Workload:
         *,
         seq_len: int | None = None,
         cut_by: int | None = None,
+        lora: Lora | None = None,
     ) -> Workload:
-        """A copy with other fields of the model's configuration, another sequence length or cut; only for our models.
+        """A copy with other fields of the model's configuration, another sequence length, cut or adapters.
+
+        Only for our models.
 
         Raises:
             UserError: the values contradict each other.
@@ -213,7 +216,7 @@ class Workload:
             optimizer=self.optimizer,
             kernels=self.kernels,
             document_mask=self.model.eos_id is not None,
-            lora=self.model.lora,
+            lora=self.model.lora if lora is None else lora,
             label=self.name,
             weights=self.weights,
             autocast=self.autocast,
