@@ -6,12 +6,13 @@ import errno
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
@@ -353,6 +354,37 @@ def test_doctor_reports_versions_and_what_would_be_used(capsys):
     assert rows["zeroshard"] == zeroshard.__version__
     assert {"python", "torch", "numpy", "os", "cpus", "memory", "gloo", "nccl"} <= set(rows)
     assert re.fullmatch(r"auto +(\w+: (reference|triton)(, |$)){10}", rows["kernels"])
+
+
+def test_doctor_lists_extras_and_what_the_others_lack(capsys, monkeypatch):
+    required = ["torch>=2", "matplotlib>=3 ; extra == 'report'", 'jinja2>=3; extra == "report"', "ruff; extra == 'dev'"]
+    required += ["no-such-package>=1; extra == 'rare'", "torch; extra == 'rare'"]
+    monkeypatch.setattr("zeroshard.doctor.metadata.requires", lambda name: required)
+    assert main(["doctor"]) == 0
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert rows["extras"] == "report; missing: rare (no-such-package)"
+
+
+def test_train_says_what_it_does_before_its_first_line(monkeypatch, tmp_path):
+    told = []
+    monkeypatch.setattr("zeroshard.verbs.training.working", lambda what, **how: told.append(what) or nullcontext())
+    words = ["--data", "synthetic", "--seq-len", "16", "--max-steps", "1", "--eval-rows", "1", "--device", "cpu"]
+    assert main(["train", *words, "--out", str(tmp_path / "run")]) == 0
+    assert told == ["importing PyTorch"]
+
+
+def test_the_last_line_of_a_run_names_the_next_command(capsys, tmp_path):
+    (tmp_path / "text.txt").write_text("some words\n" * 3000)
+    words = ["--seq-len", "16", "--max-steps", "1", "--eval-rows", "1", "--device", "cpu"]
+    for data, verb in ((["text", "--data.path", str(tmp_path / "text.txt")], "generate"), (["synthetic"], "report")):
+        out = str(tmp_path / f"run of {verb}")
+        assert main(["train", *words, "--data", *data, "--data.dir", str(tmp_path / verb), "--out", out]) == 0
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert last.startswith("status ok")
+        command = shlex.split(last.partition("next: zeroshard ")[2])
+        assert command == [verb, out]
+        assert main(command) == 0
+        capsys.readouterr()
 
 
 def test_doctor_reports_on_a_source_tree_that_is_not_installed(capsys, monkeypatch):

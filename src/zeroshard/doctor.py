@@ -19,6 +19,7 @@ from zeroshard.launch.environment import variable, world_from_env
 from zeroshard.process import ALLOCATOR, allocator_settings, num_cpus
 
 GIB = 2**30
+_OF_DEVELOPERS = ("dev", "docs", "notebook")  # extras for those who change zeroshard
 
 
 def report() -> str:
@@ -36,6 +37,7 @@ def report() -> str:
     memory = psutil.virtual_memory()
     rows.append(("memory", f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f} GiB"))
     rows += _devices()
+    rows += _extras()
     world = world_from_env()
     rows.append(("world", "none" if world is None else f"rank {world.rank} of {world.world_size}"))
     rows += [(name, variable(name)) for name in VARIABLES if variable(name)]
@@ -105,6 +107,30 @@ def _requirements() -> list[str]:
     except metadata.PackageNotFoundError:
         return []
     return [re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in required if "extra ==" not in line]
+
+
+def _extras() -> list[tuple[str, str]]:
+    """Which extras have all of their packages here, and which packages the others lack; empty if not installed."""
+    try:
+        required = metadata.requires("zeroshard") or []
+    except metadata.PackageNotFoundError:
+        return []
+    needed: dict[str, list[str]] = {}
+    for line in required:
+        found = re.match(r"([\w.-]+).*extra == ['\"]([\w-]+)['\"]", line)
+        if found and found[2] not in _OF_DEVELOPERS:
+            needed.setdefault(found[2], []).append(found[1])
+    missing = {extra: [name for name in names if not _is_installed(name)] for extra, names in needed.items()}
+    there = ", ".join(extra for extra, names in missing.items() if not names)
+    absent = ", ".join(f"{extra} ({', '.join(names)})" for extra, names in missing.items() if names)
+    return [("extras", (there or "none") + (f"; missing: {absent}" if absent else ""))]
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return bool(metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return False
 
 
 def _version(name: str) -> str:

@@ -6,6 +6,8 @@ import itertools
 import json
 import logging
 import shutil
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 
@@ -284,6 +286,12 @@ def text_model(hf_folder, tmp_path):  # noqa: F811
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
     return folder
+
+
+def test_commands_say_nothing_that_transformers_says_of_packages_it_does_not_need(text_model):
+    words = [sys.executable, "-m", "zeroshard", "generate", f"hf:{text_model}", "--max-new-tokens", "2"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=600)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_run_goes_on_evaluates_writes_and_is_exported_without_the_folder_it_came_from(

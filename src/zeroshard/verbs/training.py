@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from zeroshard.launch.environment import NetnsNodes
 
 NUM_STAGES = 4
+STARTING = "importing PyTorch"
 # Modules that each rank imports in any case. torch's optimizers import torch._dynamo at their first step: seconds.
 TRAINS = ("zeroshard.train.loop.loop", "torch._dynamo")
 _ASKS = "see what it printed"  # how a lost rank's line ends, see `zeroshard.comm`
@@ -66,6 +67,7 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
                 meeting=meeting,
                 nodes=nodes,
                 imports=(*TRAINS, *_of_strategy(config.strategy)),
+                while_importing=working(STARTING, moves=False),  # no thread, because ranks are forked from here
             )
         if ending.line:
             say(ending.line)
@@ -78,8 +80,9 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
         )
     faulthandler.enable(2)  # a crash in C code, such as reading a truncated mapped file, at least prints a traceback
     with rank_exit.ended_with_launcher():
-        from zeroshard.comm import PeerError
-        from zeroshard.train.loop.loop import run_training
+        with working(STARTING) if world is None else nullcontext():
+            from zeroshard.comm import PeerError
+            from zeroshard.train.loop.loop import run_training
 
         try:
             return run_training(config, _choose_stage if config.strategy == "auto" else None, _predict)

@@ -10,12 +10,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from zeroshard.errors import UserError, shown
 from zeroshard.lazily import loaded
 from zeroshard.models.hugging_face.folder import PREFIX, config_text, missing_transformers, source_of
+from zeroshard.models.quiet_import import quiet_import
 from zeroshard.models.recompute import recomputed_blocks
 
 if TYPE_CHECKING:
@@ -134,8 +134,8 @@ def name_and_changes(config: HuggingFaceConfig) -> tuple[str, dict[str, object]]
 def _theirs(source: str, text: str, trust_remote_code: bool) -> Any:
     raw = json.loads(text)
     try:
-        auto = import_module("transformers.models.auto.configuration_auto")
-        causal = import_module("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        auto = quiet_import("transformers.models.auto.configuration_auto")
+        causal = quiet_import("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     except ImportError:
         raise missing_transformers() from None
     kind = raw.get("model_type")

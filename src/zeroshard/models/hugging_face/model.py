@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache as cached
 from functools import cached_property
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from zeroshard.models.hugging_face.config import HuggingFaceConfig
 from zeroshard.models.hugging_face.folder import missing_transformers, weight_folder
 from zeroshard.models.hugging_face.recorded_init import built_without_values
 from zeroshard.models.hugging_face.weights import FileWeights
+from zeroshard.models.quiet_import import quiet_import
 from zeroshard.models.recompute import recompute_blocks
 
 INNER = "hf."  # prefix of `transformers`' parameter names
@@ -204,7 +204,8 @@ class HuggingFaceModel(LanguageModel):
 
 def _built(config: HuggingFaceConfig) -> tuple[nn.Module, Any]:
     try:
-        auto: Any = import_module("transformers").AutoModelForCausalLM
+        quiet_import("transformers.modeling_utils")  # what each model imports, quantisation packages among it
+        auto: Any = quiet_import("transformers.models.auto.modeling_auto").AutoModelForCausalLM
     except ImportError:
         raise missing_transformers() from None
     theirs = config.theirs
@@ -315,7 +316,7 @@ def _one_document(is_one: bool) -> Generator[None]:
 
 def _finds_documents() -> bool:
     """Return whether `transformers` finds documents by positions; patch its function to obey `_one_document`."""
-    masking: Any = import_module("transformers.masking_utils")
+    masking: Any = quiet_import("transformers.masking_utils")
     finds = getattr(masking, "find_packed_sequence_indices", None)
     if finds is None:
         return False

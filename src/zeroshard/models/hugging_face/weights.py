@@ -16,7 +16,6 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from zeroshard.errors import UserError
 from zeroshard.models.adapters import base_name, is_adapter
 from zeroshard.models.hugging_face.folder import read_json
+from zeroshard.models.quiet_import import quiet_import
 from zeroshard.regular_files import open_binary, open_regular
 
 READ_AT_ONCE = 1 << 20  # elements
@@ -263,8 +263,8 @@ def _renamed(
     found: dict[str, dict[str, list[str]]] = {}
     operations: dict[str, Any] = {}
     try:
-        loading: Any = import_module("transformers.core_model_loading")
-        mapping: Any = import_module("transformers.conversion_mapping")
+        loading: Any = quiet_import("transformers.core_model_loading")
+        mapping: Any = quiet_import("transformers.conversion_mapping")
     except ImportError:  # before release 5
         for key in shapes:
             name = key
@@ -337,7 +337,7 @@ def file_layout(model: nn.Module) -> list[FilePart]:
     state = _state(model)
     meta = {name: torch.empty(state[name].shape, device="meta") for name in _names(state)}
     try:
-        revert: Any = import_module("transformers.core_model_loading").revert_weight_conversion
+        revert: Any = quiet_import("transformers.core_model_loading").revert_weight_conversion
     except ImportError:  # before release 5: names are the model's
         written: Mapping[str, Tensor] = meta
     else:

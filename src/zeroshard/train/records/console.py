@@ -41,10 +41,18 @@ class ConsoleRecorder:
     """The observer that prints lines, one every `log_interval` steps, and on a terminal a progress bar below them.
 
     If stdout cannot be written any more, as after ``| head``, it warns once on stderr, and the run continues.
+
+    Args:
+        max_steps: number of steps of the run.
+        log_interval: steps between lines.
+        stream: where to print; None: stdout.
+        next_command: what to do with a run that has ended well, named in its last line; empty: nothing.
     """
 
-    def __init__(self, max_steps: int, log_interval: int = 10, stream: TextIO | None = None) -> None:
-        self._max_steps, self._log_interval = max_steps, log_interval
+    def __init__(
+        self, max_steps: int, log_interval: int = 10, stream: TextIO | None = None, next_command: str = ""
+    ) -> None:
+        self._max_steps, self._log_interval, self._next_command = max_steps, log_interval, next_command
         self._console = _Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
         self._gone = False
         self._bar = _progress(self._console) if self._console.is_terminal else None
@@ -117,6 +125,8 @@ class ConsoleRecorder:
     def on_end(self, summary: Mapping[str, Any]) -> None:
         """Print the summary in one line, wrapped between values on a terminal; tables are only in ``summary.json``."""
         facts = [f"{name} {in_short(value)}" for name, value in summary.items() if not isinstance(value, Mapping)]
+        if self._next_command and summary.get("status") == "ok":
+            facts.append(f"next: {self._next_command}")
         self.close()
         while self._bar is not None and facts:
             fitting = _fitting(facts, self._console.width)

@@ -1,4 +1,4 @@
-"""Describes a run in words: the first lines that it prints.
+"""Describes a run in words: the first lines that it prints, and the command that its last line names.
 
 Each line answers one question of the user who starts a run: what is sharded over which ranks, how they communicate,
 which model is trained on which data, and what a step consists of.
@@ -6,12 +6,14 @@ which model is trained on which data, and what a step consists of.
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from zeroshard.comm import Communicator
+from zeroshard.data.registry import source_entry
 from zeroshard.models import LanguageModel
 from zeroshard.models.float8 import float8_layers
 from zeroshard.parallel import strategy_entry
@@ -78,6 +80,12 @@ def about_run(
         "compute": f"{_dtype(config, model)} on {device}{compiled}, {config.optimizer} with lr {config.lr:g}, "
         f"torch {torch.__version__}",
     }
+
+
+def next_command(config: TrainConfig, folder: Path) -> str:
+    """The command that shows what a finished run has learned, or how it went if its tokens are no text."""
+    is_text = source_entry(config.data.source).has_text or config.data.streaming
+    return shlex.join(["zeroshard", "generate" if is_text else "report", str(folder)])
 
 
 def strategy_in_words(name: str, world_size: int, shard_size: int = 0, *, chosen: bool = False, every: int = 1) -> str:

@@ -42,7 +42,7 @@ from zeroshard.train.records.origin import now
 from zeroshard.train.records.plan_contract import Predict
 from zeroshard.train.records.records import Observer
 from zeroshard.train.records.trackers import require_trackers, trackers
-from zeroshard.train.setup.about_run import about_run
+from zeroshard.train.setup.about_run import about_run, next_command
 from zeroshard.train.setup.agree import first_rank_does, start_facts
 from zeroshard.train.setup.assemble import (
     attention_boundary_setting,
@@ -384,7 +384,7 @@ def _observers(config: TrainConfig, folder: Path) -> list[Observer]:
     return [
         JsonlWriter(folder / "metrics.jsonl", now),
         SummaryWriter(folder / "summary.json"),
-        ConsoleRecorder(config.max_steps, config.log_interval, sys.stdout),
+        ConsoleRecorder(config.max_steps, config.log_interval, sys.stdout, next_command(config, folder)),
         *trackers(config.track, folder, config.model_dump(mode="json")),
     ]
 
