@@ -40,11 +40,19 @@ def main() -> None:
     IMAGES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as root:
         sweep = asked.sweep or write_sweep(Path(root) / "example", repeats=2, trace=True)
-        make(sweep, Path(root) / "out", asked.chromium)
+        make(sweep, Path(root) / "out", one_run(Path(root) / "first"), asked.chromium)
 
 
-def make(sweep: Path, out: Path, chromium: str) -> None:
-    """All of them, of ``sweep``; its report goes to ``out``."""
+def one_run(out: Path) -> Path:
+    """A short run on two ranks, with its report."""
+    words = ["--strategy", "zero2", "--nproc", "2", "--max-steps", "150", "--eval-interval", "25", "--eval-rows", "32"]
+    subprocess.run([*ZEROSHARD, "train", *words, "--lr", "3e-3", "--out", str(out)], cwd=out.parent, check=True)
+    subprocess.run([*ZEROSHARD, "report", str(out)], check=True)
+    return out
+
+
+def make(sweep: Path, out: Path, run: Path, chromium: str) -> None:
+    """All of them, of ``sweep`` and ``run``; the report of the sweep goes to ``out``."""
     with sync_playwright() as tools, dashboard(sweep) as address:
         subprocess.run([*ZEROSHARD, "report", str(sweep), "--out", str(out)], check=True)
         browser = tools.chromium.launch(executable_path=chromium, args=ARGS)
@@ -54,6 +62,9 @@ def make(sweep: Path, out: Path, chromium: str) -> None:
                 page.set_default_timeout(120_000)
                 where = f"{'dark-' if scheme == 'dark' else ''}{width}"
                 shoot_report(page, out, where)
+                page.goto((run / "report.html").as_uri())
+                page.locator(".main-svg").first.wait_for()
+                shoot(page, f"report-one-run-{where}")
                 shoot_dashboard(page, address, where)
         browser.close()
 

@@ -27,7 +27,9 @@ from zeroshard.train.config.validate import validate
 
 SHELL = [block for block in BLOCKS if block.language in ("sh", "console", "bash")]
 KNOWN = {"--help", "--version", "--config", *(word for verb in VERBS.values() for word in verb.words)}
+CODE_COLUMNS = 75  # as many as a page shows on a screen of 1280 pixels
 FLAGS_OF_OTHERS = {
+    "--local-dir",  # of hf download
     "--soak",
     "--shuffle",
     "--rehearse",
@@ -53,6 +55,15 @@ def _by_name(blocks):
 def _pages_with(blocks):
     pages = dict.fromkeys(block.page for block in blocks)
     return [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages]
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES])
+def test_code_is_as_narrow_as_the_column_of_a_page(page):
+    fenced = re.findall(
+        r"^ *```(?:sh|bash|python|toml|json)\n(.*?)^ *```", page.read_text(encoding="utf-8"), re.S | re.M
+    )
+    wide = [line for code in fenced for line in code.splitlines() if len(line) > CODE_COLUMNS]
+    assert wide == [] or page.name in ("log.md", "notebook.md")
 
 
 @pytest.mark.parametrize("block", _by_name(SHELL))
