@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 
 import pytest
 import torch
@@ -81,12 +82,34 @@ def test_the_newest_checkpoint_writes_a_text(run, tmp_path):
     assert sample_of(run) == ("", "the run has no checkpoint")
 
 
-def test_a_model_that_may_bring_code_writes_no_text(run):
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('name = "gpt2-demo"', 'name = "hf:somewhere"'),
+        ('name = "gpt2-demo"', 'name = "this:that"'),
+        ('strategy = "zero0"', 'strategy = "this:that"'),
+        ('comm = "auto"', 'comm = "this:that"'),
+        ('source = "text"', 'source = "this:that"'),
+    ],
+)
+def test_a_run_that_names_code_writes_no_text_and_imports_nothing(run, old, new):
     path = run.folder / "config.toml"
-    path.write_text(path.read_text().replace('name = "gpt2-demo"', 'name = "hf:somewhere"'))
+    before = path.read_text()
+    path.write_text(before.replace(old, new))
+    assert path.read_text() != before
     text, why = sample_of(read_run(run.folder))
     assert text == ""
     assert why.startswith(f"zeroshard generate {run.folder}")
+    assert "this" not in sys.modules
+
+
+def test_a_damaged_checkpoint_is_no_error_of_the_report(run, tmp_path):
+    for path in (run.folder / "checkpoints").glob("*/*.safetensors"):
+        path.write_bytes(path.read_bytes()[:100])
+    text, why = sample_of(read_run(run.folder))
+    assert text == ""
+    assert why
+    write_report(gather([run.folder]), tmp_path / "out")
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])

@@ -24,6 +24,7 @@ LARGEST_MODEL = 200_000_000  # parameters of a model that writes a sample: a lar
 SAMPLE_TOKENS = 120
 MOST_KINDS = 6  # kinds of exposed communication with a curve of their own
 _FROM_STAGE = {"optimizer": 1, "master": 1, "ema": 1, "grads": 2, "params": 3}  # the first stage that shards it
+_MAY_NAME_CODE = ("model.name", "strategy", "comm", "data.source")  # settings that may be module:name or hf:folder
 _NO_CHOICES = ("out", "resume", "data.dir")  # settings that say where a run lies, and not what it is
 
 
@@ -116,11 +117,11 @@ def sample_of(run: RunResult) -> tuple[str, str]:
 
     Only models of zeroshard write one here: others' may bring code of their own, which a report does not run.
     """
-    name, numel = str(run.setting("model.name", "")), run.start.get("num_params")
+    numel, named = run.start.get("num_params"), [str(run.setting(name, "")) for name in _MAY_NAME_CODE]
     if not (run.folder / "checkpoints").is_dir():
         return "", "the run has no checkpoint"
-    if ":" in name:
-        return "", f"zeroshard generate {run.folder} writes one with {name}"
+    if code := next((name for name in named if ":" in name), ""):
+        return "", f"zeroshard generate {run.folder} writes one with {code}"
     if not isinstance(numel, int) or numel > LARGEST_MODEL:
         return "", f"zeroshard generate {run.folder} writes one; the model is large"
     import torch
@@ -134,8 +135,8 @@ def sample_of(run: RunResult) -> tuple[str, str]:
         generator = torch.Generator(ids.device).manual_seed(config.seed)
         tokens = sample(model, ids, SAMPLE_TOKENS, generator=generator, **options_of(config, tokenizer))
         return "".join(decoded(tokenizer, tokens)), ""
-    except (UserError, OSError) as error:
-        return "", str(error)
+    except (UserError, OSError, ValueError, RuntimeError) as error:  # whatever is wrong with the folder
+        return "", " ".join(str(error).split())
 
 
 def _kinds_exposed(run: RunResult) -> list[Series]:
