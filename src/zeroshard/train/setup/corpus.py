@@ -21,9 +21,9 @@ from zeroshard.data.examples.template import TEMPLATE_FILES
 from zeroshard.data.lanes import open_stream
 from zeroshard.data.meta import SPLITS, DataMeta, read_meta
 from zeroshard.data.mixing import JoinedRows, Mixture
-from zeroshard.data.prepared import tables_fingerprint
+from zeroshard.data.prepared import say, tables_fingerprint
 from zeroshard.data.row_sets import Rows, TextRows
-from zeroshard.data.sources import SyntheticSize, open_source
+from zeroshard.data.sources import SyntheticSize, has_columns, open_source
 from zeroshard.data.spec import data_dir
 from zeroshard.data.stream import StreamBatches, validation_tokens
 from zeroshard.data.tables import Tables
@@ -209,9 +209,10 @@ def _named_evals(config: TrainConfig, folder: Path, comm: Communicator) -> dict[
     meta, found = read_meta(folder), {}
     tokenizer = f"json:{folder / TOKENIZER_FILE}" if meta.tokenizer_sha256 else config.data.tokenizer
     ranks = {"rank": comm.rank, "world_size": comm.world_size}
-    size, most = config.micro_batch_size, config.eval_rows
+    size, most, data_column = config.micro_batch_size, config.eval_rows, config.data.column
     for name, path in config.data.val_paths.items():
-        changes = {"source": "text", "path": (path,), "mix": (), "tokenizer": tokenizer}
+        column = data_column if has_columns("text", (path,), data_column) else "text"
+        changes = {"source": "text", "path": (path,), "mix": (), "tokenizer": tokenizer, "column": column}
         data = config.data.model_copy(update={**changes, "val_fraction": 0.0, "max_tokens": 0})
         where = data_dir(data_spec(data), folder.parent)
         data = data.model_copy(update={"dir": str(where)})
@@ -240,6 +241,8 @@ def _streamed(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
     if not isinstance(tables, Tables):
         todo = "leave it out, or name .parquet or .jsonl files, or a data set of the hub"
         raise UserError("data.streaming", f"the source {data.source} is no table of texts", todo)
+    for line in tables.left_out if comm.rank == 0 else ():
+        say(line)
     tokenizer = make_tokenizer(data.tokenizer, ())
     text = open_stream(tables, tokenizer, tokenizer_identity(data.tokenizer), data.val_fraction)
     agree_on(comm, {"data": text.identity})
