@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from zeroshard.data.files import suffix_of
+from zeroshard.data.files import in_one_line, suffix_of
 from zeroshard.data.tables import ROW_BATCH, Tables, is_list, open_parquet, opened, rows_of_list
 from zeroshard.errors import UserError
 from zeroshard.regular_files import json_of
@@ -21,10 +21,10 @@ def rows_of(tables: Tables, columns: Sequence[str], settings: Sequence[str]) -> 
         settings: for each column the setting that names it, such as ``data.prompt``; for error messages.
 
     Raises:
-        UserError: a row cannot be read, or lacks a column.
+        UserError: a file or a row cannot be read, or a row lacks a column.
     """
     for file in tables.files:
-        with ExitStack() as stack:
+        with ExitStack() as stack, in_one_line(file.path):
             if suffix_of(file.path) == ".parquet":
                 yield from _of_parquet(file.path, columns, settings, stack)
             else:
