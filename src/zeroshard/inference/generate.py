@@ -6,7 +6,7 @@ Top-p: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2019, ht
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ def options_of(config: GenerateConfig, tokenizer: Tokenizer) -> dict[str, Any]:
         "temperature": config.temperature,
         "top_k": config.top_k,
         "top_p": config.top_p,
-        "stop": tokenizer.eos_id if config.stop else None,
+        "stop": tokenizer.stop_ids if config.stop else (),
         "num_ids": tokenizer.vocab_size,
     }
 
@@ -190,7 +190,7 @@ def sample(
     top_k: int = 0,
     top_p: float = 1.0,
     generator: torch.Generator | None = None,
-    stop: int | None = None,
+    stop: int | Collection[int] | None = None,
     num_ids: int | None = None,
     use_cache: bool = True,
 ) -> Iterator[int]:
@@ -204,7 +204,7 @@ def sample(
         top_k: draw from the k likeliest tokens; 0: from all.
         top_p: draw from the likeliest tokens that together have this probability; 1: from all.
         generator: random generator on the model's device; None: the default one.
-        stop: end after this token; None: never end early.
+        stop: end after this token, or any of these; None: never end early.
         num_ids: draw only ids below it, because the ids above only pad the vocabulary. None: draw all.
         use_cache: cache keys and values while all tokens fit into the context; if not, each token recomputes all.
 
@@ -214,6 +214,7 @@ def sample(
     if prompt_T.numel() == 0:
         raise ValueError("prompt: it has no tokens; give at least one")
     model.eval()
+    stops = ids_of(stop)
     context_T = _document(prompt_T, model.eos_id)
     cache: KVCache | None = None
     for _ in range(num_tokens):
@@ -229,10 +230,15 @@ def sample(
         token = draw(logits_V[:num_ids], temperature, top_k, top_p, generator)
         context_T = torch.cat([context_T, token])
         yield int(token)
-        if stop is not None and int(token) == stop:
+        if int(token) in stops:
             return
         if model.eos_id is not None and int(token) == model.eos_id:
             context_T, cache = token, None
+
+
+def ids_of(stop: int | Collection[int] | None) -> frozenset[int]:
+    """The ids that `sample` stops at."""
+    return frozenset(() if stop is None else (stop,) if isinstance(stop, int) else stop)
 
 
 def _document(tokens_T: Tensor, eos_id: int | None) -> Tensor:

@@ -19,12 +19,13 @@ from typing import Any
 from zeroshard.data.examples.encode import ExampleEncoder
 from zeroshard.data.examples.rows import rows_of
 from zeroshard.data.examples.store import ExampleWriter
-from zeroshard.data.examples.template import JINJA_FILE, TOKENS_FILE, ChatTemplate, find_template
+from zeroshard.data.examples.template import JINJA_FILE, ChatTemplate, find_template
 from zeroshard.data.examples.texts import ExampleText, TextOf, text_of_chat, text_of_pair
 from zeroshard.data.meta import META_NAME, SPLITS, DataMeta, SourceMeta, dtype_for, write_meta
 from zeroshard.data.prepared import is_prepared, tables_fingerprint
 from zeroshard.data.publish import draft_of, publish
 from zeroshard.data.spec import DataSpec
+from zeroshard.data.special_tokens import TOKENS_FILE
 from zeroshard.data.split import MANY_DOCUMENTS
 from zeroshard.data.tables import Tables
 from zeroshard.data.tokenizer import BpeTokenizer, make_tokenizer, write_tokenizer

@@ -17,7 +17,7 @@ from zeroshard.data.base import EvalBatch
 from zeroshard.data.examples.batches import ExampleBatches, ExampleEvalBatches, require_rows
 from zeroshard.data.examples.row_plan import ExampleRows, rows_in
 from zeroshard.data.examples.store import require_plain
-from zeroshard.data.examples.template import TEMPLATE_FILES
+from zeroshard.data.examples.template import TEMPLATE_FILES, has_template
 from zeroshard.data.lanes import open_stream
 from zeroshard.data.meta import SPLITS, DataMeta, read_meta
 from zeroshard.data.mixing import JoinedRows, Mixture
@@ -104,7 +104,7 @@ def _prepared(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
         vocab_size=train.vocab_size,
         eos_id=meta.eos_id,
         sha256=meta.tokens_sha256,
-        keep_tokenizer=lambda kept: _copy_tokenizer(folder, kept),
+        keep_tokenizer=lambda kept: _copy_tokenizer(folder, kept, config.data.tokenizer),
         num_tokens=train.num_tokens,
         named_evals=_named_evals(config, folder, comm),
     )
@@ -138,7 +138,7 @@ def _in_rows(config: TrainConfig, comm: Communicator, grad_accum_steps: int) -> 
         vocab_size=max(meta.vocab_size for meta in metas),
         eos_id=metas[0].eos_id,
         sha256=hashlib.sha256(f"{tokens} {data.too_long}{in_rows}{mixed}".encode()).hexdigest(),
-        keep_tokenizer=lambda kept: _copy_tokenizer(folders[0], kept),
+        keep_tokenizer=lambda kept: _copy_tokenizer(folders[0], kept, data.tokenizer),
         num_tokens=sum(meta.splits["train"].num_tokens for meta in metas),
         loss_weight=batches.weight,
         named_evals=_named_evals(config, folders[0], comm),
@@ -283,8 +283,13 @@ def data_facts(meta: DataMeta) -> dict[str, object]:
     return {"data vocab_size": meta.vocab_size, **files}
 
 
-def _copy_tokenizer(tokens_folder: Path, kept: Path) -> None:
+def _copy_tokenizer(tokens_folder: Path, kept: Path, tokenizer: str) -> None:
+    """Copy the tokenizer of prepared tokens into the run's folder ``kept``, and the chat template if it has one."""
     kept.mkdir(exist_ok=True)
-    for name in ("meta.json", "tokenizer.json", *TEMPLATE_FILES):
-        if (tokens_folder / name).exists():
-            shutil.copyfile(tokens_folder / name, kept / name)
+    folders = [tokens_folder]
+    if tokenizer.startswith("json:") and not has_template(tokens_folder):  # plain text is prepared without a template
+        folders.append(Path(tokenizer.removeprefix("json:")).parent)
+    for folder in folders:
+        for name in ("meta.json", TOKENIZER_FILE, *TEMPLATE_FILES) if folder == tokens_folder else TEMPLATE_FILES:
+            if (folder / name).exists() and folder.resolve() != kept.resolve():
+                shutil.copyfile(folder / name, kept / name)
