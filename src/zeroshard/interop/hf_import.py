@@ -3,7 +3,7 @@
 Training resumes from the run with any strategy and number of ranks, at a learning rate for fine-tuning (``zeroshard
 train --config RUN/config.toml --resume auto --data text --data.path FILES``); ``zeroshard generate RUN`` generates
 text. Weights keep the dtype of the files, and are read through memory maps. Pickles (``pytorch_model.bin``) are never
-read, and `transformers` is not needed.
+read. If `transformers` is installed, the logits of both are compared.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from zeroshard.data.examples.template import TEMPLATE_FILES
 from zeroshard.data.special_tokens import special_tokens_of
 from zeroshard.data.tokenizer import ENDS, TOKENIZER_FILE, BpeTokenizer, keep_tokenizer, read_tokenizer
 from zeroshard.errors import ExitStatus, UserError
+from zeroshard.interop.logit_comparison import compare_logits
 from zeroshard.interop.nanogpt_weights import import_nanogpt, is_nanogpt
 from zeroshard.models import GPT2Config, LanguageModel, LlamaConfig
 from zeroshard.models.hugging_face.folder import ADAPTER_CONFIG, only_adapters
@@ -74,9 +75,11 @@ def run_import(config: ImportConfig) -> int:
         run = TrainConfig.model_validate({**facts, **FINE_TUNING})
         (draft / "config.toml").write_text(dump_toml(run), encoding="utf-8")
         extra = {"config": run.model_dump(mode="json"), "torch": torch.__version__, "imported_from": source.name}
-        checkpoint.save(checkpoint_folder(draft) / "step-00000000", weights, step=0, extra=extra)
+        written = checkpoint_folder(draft) / "step-00000000"
+        checkpoint.save(written, weights, step=0, extra=extra)
+        compared = compare_logits(source, model, written)
     text = f"{tokenizer.vocab_size:,} tokens" if tokenizer else "no tokenizer that we read, so it writes no text"
-    print(f"{source} in {out}: {weights.num_params:,} parameters, {text}\n{_next(out)}")
+    print(f"{source} in {out}: {weights.num_params:,} parameters, {text}\n{_next(out)}\n{compared}")
     return int(ExitStatus.OK)
 
 

@@ -104,6 +104,7 @@ def _is_number(value: Any) -> bool:
 
 def _migrate(theirs: dict[str, Any], to: Migration) -> None:
     to.set("model.name", "gpt2-124m")
+    to.set("model.activation", "gelu")  # its model has nn.GELU()
     to.set("strategy", "zero2")
     to.set("seed", 1337)
     known = _Known(theirs)
