@@ -224,7 +224,8 @@ def their_model(config):
     shared = {"vocab_size": config.vocab_size, "bos_token_id": 0, "eos_token_id": 0}
     if isinstance(config, GPT2Config):
         sizes = {"n_positions": config.seq_len, "n_layer": config.n_layer, "n_head": config.n_head}
-        made = transformers.GPT2Config(**shared, **sizes, n_embd=config.n_embd)
+        form = {"gelu": "gelu", "gelu_tanh": "gelu_new"}[config.activation]
+        made = transformers.GPT2Config(**shared, **sizes, n_embd=config.n_embd, activation_function=form)
     else:
         made = transformers.LlamaConfig(
             **shared,
