@@ -68,10 +68,10 @@ def test_a_column_that_nothing_has_is_refused(tmp_path):
     [
         ("a.json", '{\n  "text": "one object"\n}', r"cannot be read .*rename a file that has no rows to \.txt"),
         ("a.json", '{"data": [{"text": "inside"}]}', "has no key 'text'"),
-        ("a.json", '["a", "b"]', r"row 1 of .* cannot be read \(it is str, not an object\)"),
+        ("a.json", '["a", "b"]', r"row 1 of .* cannot be read \(a str is not an object\)"),
         ("a.json", '[{"text": "a"}, {"text": "b"', r"after row 1 "),
-        ("a.json", '[{"text": "a"}]\n[{"text": "b"}]', r"after row 1 \('\[' follows the list\)"),
-        ("a.json", '[{"text": "a"},]', r"after row 1 \(the list ends with a comma\)"),
+        ("a.json", '[{"text": "a"}]\n[{"text": "b"}]', r"after row 1 \(the list is not all of it: '\[' follows\)"),
+        ("a.json", '[{"text": "a"},]', r"after row 1 \(its last comma is not followed by a value\)"),
         ("a.json", "[" * 100_000, "nested too deeply"),
         ("a.csv", "text,label\nhello,1\n", r"has columns, and those of \.csv are not read; .*name it \.txt"),
         ("a.TSV", "text\tlabel\n", r"has columns"),

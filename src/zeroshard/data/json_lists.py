@@ -65,12 +65,12 @@ def values_of_list(file: BinaryIO) -> Iterator[Any]:
         if after == ",":
             at += 1
             if character() == "]":
-                raise ValueError("the list ends with a comma")
+                raise ValueError("its last comma is not followed by a value")
         elif after != "]":
             raise ValueError(f"a comma is missing before {after!r}" if after else "the list does not end")
     at += 1
     if after := character():
-        raise ValueError(f"{after!r} follows the list")
+        raise ValueError(f"the list is not all of it: {after!r} follows")
 
 
 def _is_damage(error: ValueError, length: int) -> bool:

@@ -197,7 +197,7 @@ def text_of_row(row: Any, column: str, where: str) -> str | None:
     """Return a row's text, None if it is null; raises UserError as `text_of_line`."""
     try:
         if not isinstance(row, dict):
-            raise TypeError(f"it is {type(row).__name__}, not an object")
+            raise TypeError(f"a {type(row).__name__} is not an object")
         text = row[column]
         if not isinstance(text, str | None):
             raise TypeError(f"{column} is {type(text).__name__}, not a string")
