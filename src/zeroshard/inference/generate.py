@@ -7,6 +7,7 @@ Top-p: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2019, ht
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,11 @@ def run_generate(config: GenerateConfig, loaded: Callable[[], None] = lambda: No
     """
     model, tokenizer, ids, end = load_with_prompt(config)
     generator = torch.Generator(ids.device).manual_seed(config.seed)
-    tokens = sample(model, ids, config.max_new_tokens, generator=generator, **options_of(config, tokenizer))
+    options = options_of(config, tokenizer)
+    tokens = sample(model, ids, config.max_new_tokens, generator=generator, **options)
     loaded()
     print(config.prompt, end="", flush=True)
-    for piece in until(decoded(tokenizer, tokens), end):
+    for piece in until(decoded(tokenizer, answered(config, tokens, options["stop"])), end):
         print(piece, end="", flush=True)
     print()
     return int(ExitStatus.OK)
@@ -83,6 +85,11 @@ def options_of(config: GenerateConfig, tokenizer: Tokenizer) -> dict[str, Any]:
         "stop": tokenizer.stop_ids if config.stop else (),
         "num_ids": tokenizer.vocab_size,
     }
+
+
+def answered(config: GenerateConfig, tokens: Iterable[int], stop: Collection[int]) -> Iterable[int]:
+    """The tokens to print: those of an answer end before the token that stopped it, which is no text of the answer."""
+    return takewhile(lambda token: token not in stop, tokens) if config.message else tokens
 
 
 def nothing_in(folder: Path) -> UserError:

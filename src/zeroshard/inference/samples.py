@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zeroshard.errors import ExitStatus
 from zeroshard.inference.chat import until
-from zeroshard.inference.generate import decoded, draw, ids_of, load_with_prompt, options_of, sample
+from zeroshard.inference.generate import answered, decoded, draw, ids_of, load_with_prompt, options_of, sample
 from zeroshard.models import LanguageModel
 from zeroshard.train.config.command_settings import GenerateConfig
 
@@ -28,11 +28,12 @@ def run_samples(config: GenerateConfig, loaded: Callable[[], None] = lambda: Non
     model, tokenizer, ids, end = load_with_prompt(config)
     seeds = range(config.seed, config.seed + config.samples)
     generators = [torch.Generator(ids.device).manual_seed(seed) for seed in seeds]
-    drawn = samples(model, ids, config.max_new_tokens, generators, **options_of(config, tokenizer))
+    options = options_of(config, tokenizer)
+    drawn = samples(model, ids, config.max_new_tokens, generators, **options)
     loaded()
     for seed, tokens in zip(seeds, drawn, strict=True):
         print(f"--- seed {seed}")
-        print(config.prompt + "".join(until(decoded(tokenizer, tokens), end)))
+        print(config.prompt + "".join(until(decoded(tokenizer, answered(config, tokens, options["stop"])), end)))
     return int(ExitStatus.OK)
 
 
