@@ -99,6 +99,13 @@ def test_a_folder_says_what_it_leaves_out(tmp_path):
     assert "5 files left out (2 .csv, 1 .txt" in source.left_out[0]
 
 
+def test_a_folder_of_rows_without_the_column_says_which_one_is_missed(tmp_path):
+    write(tmp_path / "in" / "a.json", json.dumps([{"content": "hello"}]))
+    with pytest.raises(UserError, match=r"in holds no file with text .*by --data\.column: no \.json in it has 'text'"):
+        opened(tmp_path / "in")
+    assert texts_of(opened(tmp_path / "in", column="content")) == ["hello"]
+
+
 def test_a_glob_sorts_each_file_by_its_own_suffix_and_names_folders_that_it_leaves_out(tmp_path):
     write(tmp_path / "a.txt", "plain\n")
     write(tmp_path / "b.jsonl", LINES)

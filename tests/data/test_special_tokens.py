@@ -118,9 +118,11 @@ def test_a_vocabulary_whose_end_is_said_anew_is_other_data(folder, tmp_path):
     assert len({json.dumps(spec) for spec in specs}) == 3
 
 
-def run_on(folder, tmp_path, *words):
+def run_on(folder, tmp_path, *words, generation=(258, 256)):
     make_model("llama", vocab_size=270, eos_token_id=258, rope_scaling=None).save_pretrained(folder)
-    write(folder / "generation_config.json", eos_token_id=[258, 256])
+    (folder / "generation_config.json").unlink()
+    if generation:
+        write(folder / "generation_config.json", eos_token_id=generation)
     sizes = ["--seq-len", "16", "--micro-batch-size", "2", "--max-steps", "1", "--eval-batches", "1"]
     return main(["train", *sizes, "--warmup-steps", "0", "--device", "cpu", "--out", str(tmp_path / "run"), *words])
 
@@ -154,6 +156,16 @@ def test_template_and_ends_survive_training_and_export(folder, tmp_path, importe
         config = GenerateConfig(run=place, message="hello")
         assert options_of(config, tokenizer)["stop"] == (256, 258)
         assert tokenizer.decode(chat_of(config, tokenizer).ids) == "hello"
+
+
+def test_an_end_that_the_configuration_alone_names_stays_with_the_run(folder, tmp_path):
+    rows = chats.write_rows(tmp_path / "a.jsonl", [{"text": f"text {number} " * 9} for number in range(90)])
+    write(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+    words = ["--model", f"hf:{folder}", "--data", str(rows), "--data.dir", str(tmp_path / "tokens")]
+    assert run_on(folder, tmp_path, *words, generation=None) == 0
+    shutil.rmtree(folder)
+    for kept in ("run/hugging-face", "run/tokenizer", "tokens"):
+        assert read_tokenizer(tmp_path / kept / "tokenizer.json").eos_token == END
 
 
 def test_a_run_of_conversations_exports_the_template_that_it_was_trained_with(folder, tmp_path):

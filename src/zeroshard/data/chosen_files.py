@@ -138,7 +138,10 @@ def _of_folder(folder: Path, named: str, column: str | None, left_out: list[str]
             (texts if suffix_of(target) in TEXT_SUFFIXES else others).append(file)
     if not tables and not texts:
         suffixes = " ".join(TEXT_SUFFIXES)
-        raise UserError("data.path", f"{named} holds no file with text ({suffixes})", "name the files or a glob")
+        todo = "name the files or a glob"
+        if column is not None and any(is_table(str(file)) for file in others):  # a .json without this key
+            todo = f"name the key of the text by --data.column: no .json in it has {column!r}"
+        raise UserError("data.path", f"{named} holds no file with text ({suffixes})", todo)
     rest = [*texts, *others] if tables else others
     if rest:
         kinds = Counter(file.suffix.lower() or "without suffix" for file in rest).most_common()

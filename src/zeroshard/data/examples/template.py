@@ -160,6 +160,14 @@ def has_template(folder: Path) -> bool:
     return bool(own_template(folder)[0])
 
 
+def keep_template(folder: Path, template: ChatTemplate) -> None:
+    """Write the template beside the tokenizer, where `find_template` looks for it."""
+    (folder / JINJA_FILE).write_text(template.text, encoding="utf-8")
+    if template.special_tokens:
+        content = json.dumps(dict(template.special_tokens), indent=2)
+        (folder / TOKENS_FILE).write_text(content + "\n", encoding="utf-8")
+
+
 def own_template(folder: Path) -> tuple[str, str]:
     """Return the text of the template beside a tokenizer, and where it is; empty if there is none.
 

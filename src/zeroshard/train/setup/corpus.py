@@ -17,7 +17,7 @@ from zeroshard.data.base import EvalBatch
 from zeroshard.data.examples.batches import ExampleBatches, ExampleEvalBatches, require_rows
 from zeroshard.data.examples.row_plan import ExampleRows, rows_in
 from zeroshard.data.examples.store import require_plain
-from zeroshard.data.examples.template import TEMPLATE_FILES, has_template
+from zeroshard.data.examples.template import TEMPLATE_FILES, find_template, has_template, keep_template
 from zeroshard.data.lanes import open_stream
 from zeroshard.data.meta import SPLITS, DataMeta, read_meta
 from zeroshard.data.mixing import JoinedRows, Mixture
@@ -286,10 +286,9 @@ def data_facts(meta: DataMeta) -> dict[str, object]:
 def _copy_tokenizer(tokens_folder: Path, kept: Path, tokenizer: str) -> None:
     """Copy the tokenizer of prepared tokens into the run's folder ``kept``, and the chat template if it has one."""
     kept.mkdir(exist_ok=True)
-    folders = [tokens_folder]
-    if tokenizer.startswith("json:") and not has_template(tokens_folder):  # plain text is prepared without a template
-        folders.append(Path(tokenizer.removeprefix("json:")).parent)
-    for folder in folders:
-        for name in ("meta.json", TOKENIZER_FILE, *TEMPLATE_FILES) if folder == tokens_folder else TEMPLATE_FILES:
-            if (folder / name).exists() and folder.resolve() != kept.resolve():
-                shutil.copyfile(folder / name, kept / name)
+    for name in ("meta.json", TOKENIZER_FILE, *TEMPLATE_FILES):
+        if (tokens_folder / name).exists():
+            shutil.copyfile(tokens_folder / name, kept / name)
+    is_named = tokenizer.startswith("json:") and has_template(Path(tokenizer.removeprefix("json:")).parent)
+    if is_named and not has_template(kept):  # plain text is prepared without a template
+        keep_template(kept, find_template("", tokenizer))
