@@ -148,9 +148,8 @@ class BpeTokenizer:
 
     def keep_special_tokens(self, folder: Path) -> None:
         """Write into ``folder`` what a reader of this tokenizer's ``tokenizer.json`` there needs to end texts alike."""
-        found = special_tokens_of(folder)
-        end_ids = {id_ for id_ in found.end_ids if self.token(id_) is not None}
-        if end_ids | {self.eos_id} != {*self.stop_ids, self.eos_id}:
+        found, stop_ids = special_tokens_of(folder), {*self.stop_ids, self.eos_id}
+        if {id_ for id_ in found.end_ids if self.token(id_) is not None} | {self.eos_id} != stop_ids:
             found = replace(found, end_ids=self.stop_ids)
             write_special_tokens(folder, None, self.stop_ids)
         if self._end(found) != self.eos_token:
@@ -351,20 +350,15 @@ def read_tokenizer(path: Path, name: str = "json") -> BpeTokenizer:
 
 
 def tokenizer_identity(name: str) -> str:
-    """Return a string that decides the ids: the name; for ``json:PATH`` a hash of the file replaces its path.
-
-    The hash is followed by the token that ends a document, if not its spelling but another file says which one it is.
-    """
+    """Return a string that decides the ids: the name; of ``json:PATH`` a hash, and the end of text if files name it."""
     if not name.startswith("json:"):
         return name
     path = Path(name.removeprefix("json:"))
     try:
-        content = read_bytes(path, _JSON_BYTES)
+        content, special = read_bytes(path, _JSON_BYTES), special_tokens_of(path.parent)
     except OSError as error:
         raise UserError("data.tokenizer", f"{path} cannot be read ({error.strerror})", "check the path") from None
-    special = special_tokens_of(path.parent)
-    spelled = next((text for text in ENDS if _has_token(content, text)), None)
-    end = special.named.get("eos_token")
+    spelled, end = next((text for text in ENDS if _has_token(content, text)), None), special.named.get("eos_token")
     if end is None or not _has_token(content, end):
         end = read_tokenizer(path).eos_token if special.end_ids else spelled
     return f"json:{hashlib.sha256(content).hexdigest()[:16]}" + (f"+{end}" if end not in (None, spelled) else "")
