@@ -163,6 +163,17 @@ def test_files_that_are_cut_short_are_refused(tmp_path):
         prepare(DataSpec("bin", (str(tmp_path / "c.bin"),), "none"), tmp_path / "out")
 
 
+def test_a_suffix_may_be_of_any_case_and_a_file_is_read_once(tmp_path):
+    files = _nanogpt(tmp_path)
+    for file in files:
+        file.rename(file.with_suffix(".BIN"))
+    folder = tmp_path / "set"
+    (tmp_path / "link.bin").symlink_to(folder / "train.BIN")
+    paths = (str(folder), str(folder / "train.BIN"), str(tmp_path / "link.bin"))
+    out = prepare(DataSpec("bin", paths, "gpt2"), tmp_path / "out")
+    assert (len(ids(out, "train")), len(ids(out, "val"))) == (1000, 90)
+
+
 def test_a_folder_without_bins_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"data\.path: .* holds no \.bin file"):
         prepare(DataSpec("bin", (str(tmp_path),), "none"), tmp_path / "out")

@@ -16,6 +16,7 @@ from zeroshard.comm import run_threads  # noqa: E402
 from zeroshard.data.joining import prompt_ids  # noqa: E402
 from zeroshard.data.tokenizer import load_tokenizer, make_tokenizer  # noqa: E402
 from zeroshard.inference.generate import WeightsOnly  # noqa: E402
+from zeroshard.interop import hf_import, logit_comparison  # noqa: E402
 from zeroshard.models import GPT2, GPT2Config, Llama, LlamaConfig  # noqa: E402
 from zeroshard.train.config.config import TrainConfig, load_config  # noqa: E402
 from zeroshard.train.setup.assemble import make_model, model_table  # noqa: E402
@@ -28,6 +29,7 @@ LLAMA_SHAPE = LlamaConfig(vocab_size=61, seq_len=24, n_layer=3, n_head=4, n_kv_h
 SHAPES = {
     "gpt2": GPT2_SHAPE,
     "gpt2-no-bias": replace(GPT2_SHAPE, bias=False),
+    "gpt2-exact-gelu": replace(GPT2_SHAPE, activation="gelu"),
     "llama": LLAMA_SHAPE,
     "llama-tied": replace(LLAMA_SHAPE, tie_embeddings=True, rope_theta=5e5, norm_eps=1e-6),
     "llama-no-groups": replace(LLAMA_SHAPE, n_kv_head=4),
@@ -104,14 +106,39 @@ def test_what_we_export_gives_the_same_logits_there(tmp_path, capsys, name):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_what_they_save_gives_the_same_logits_here(tmp_path, name):
+def test_what_they_save_gives_the_same_logits_here(tmp_path, capsys, name):
     theirs = their_model(SHAPES[name])
     theirs.save_pretrained(tmp_path / "hf", max_shard_size="20KB")  # several files and an index
     assert main(["import", str(tmp_path / "hf"), str(tmp_path / "run")]) == 0
+    assert "logits as transformers computes them" in capsys.readouterr().out
     ours = from_run(tmp_path / "run")
     expected = logits(theirs, 61)
     assert expected.std() > 0.5
     torch.testing.assert_close(logits(ours, 61), expected, rtol=0, atol=TOLERANCE)
+
+
+def test_an_import_that_computes_something_else_is_refused_and_leaves_nothing(tmp_path, capsys, monkeypatch):
+    their_model(SHAPES["gpt2-exact-gelu"]).save_pretrained(tmp_path / "hf")
+    read = hf_import.from_hf_config
+    monkeypatch.setattr(hf_import, "from_hf_config", lambda raw: replace(read(raw), activation="gelu_tanh"))
+    assert main(["import", str(tmp_path / "hf"), str(tmp_path / "run")]) == 2
+    assert "source: imported, it computes other logits than transformers (by 0.0" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"MOST_PARAMS": 100}, "logits not compared: more than 100 parameters"),
+        ({"find_spec": lambda name: None}, "logits not compared: transformers is not installed"),
+    ],
+)
+def test_an_import_says_where_logits_are_not_compared(tmp_path, capsys, monkeypatch, changes, said):
+    their_model(SHAPES["gpt2"]).save_pretrained(tmp_path / "hf")
+    for name, value in changes.items():
+        monkeypatch.setattr(logit_comparison, name, value)
+    assert main(["import", str(tmp_path / "hf"), str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == said
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "llama-tied"])
@@ -197,7 +224,8 @@ def their_model(config):
     shared = {"vocab_size": config.vocab_size, "bos_token_id": 0, "eos_token_id": 0}
     if isinstance(config, GPT2Config):
         sizes = {"n_positions": config.seq_len, "n_layer": config.n_layer, "n_head": config.n_head}
-        made = transformers.GPT2Config(**shared, **sizes, n_embd=config.n_embd)
+        form = {"gelu": "gelu", "gelu_tanh": "gelu_new"}[config.activation]
+        made = transformers.GPT2Config(**shared, **sizes, n_embd=config.n_embd, activation_function=form)
     else:
         made = transformers.LlamaConfig(
             **shared,

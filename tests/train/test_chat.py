@@ -73,6 +73,16 @@ def test_the_answer_ends_with_its_turn(model, capsys, answers):
     assert capsys.readouterr().out == "It is 4.<|im_end|>\n<|im_start|>user\n"
 
 
+@pytest.mark.parametrize(("words", "said"), [([], "4\n"), (["--no-stop"], "4<|endoftext|>!\n")])
+def test_an_answer_that_another_token_ends_has_no_token_of_it(model, capsys, monkeypatch, words, said):
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [258, 256]}))
+    tokenizer = read_tokenizer(model / "tokenizer.json")
+    ids = [tokenizer.id_of(text) for text in ("4", "<|endoftext|>", "!")]
+    monkeypatch.setattr(generate, "sample", lambda *_, **options: iter(ids))
+    assert main(["generate", f"hf:{model}", "--message", "2 + 2?", *words]) == 0
+    assert capsys.readouterr().out == said
+
+
 def test_several_answers_are_drawn_side_by_side(model, capsys):
     words = ["--message", "2 + 2?", "--max-new-tokens", "6", "--temperature", "0", "--samples", "2"]
     assert main(["generate", f"hf:{model}", *words]) == 0

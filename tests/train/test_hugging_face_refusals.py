@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from hf_models import make_model, require_transformers
 from zeroshard.cli import main
 from zeroshard.data.tokenizer import train_bpe
+from zeroshard.models import model_config
 
 
 @pytest.fixture(scope="module")
@@ -143,3 +144,33 @@ def test_text_of_a_folder_that_has_none(model, capsys):
         assert main([verb, "hf:/no/such/folder", *(["--data-dir", "x"] if verb == "eval" else [])]) == 2
     assert main(["generate", f"hf:{model}"]) == 2
     assert "has no tokenizer.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stored", ["lm_head.weight", "transformer.wte.weight"])
+def test_a_second_tensor_for_one_place_is_not_dropped(model, refusal, capsys, stored):
+    if stored.startswith("transformer"):  # two names for the embedding itself
+        sizes = {"vocab_size": 300, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
+        transformers = require_transformers()
+        transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(model)
+    tensors = load_file(model / "model.safetensors")
+    kept = next(name for name in tensors if name.endswith(("embed_tokens.weight", "wte.weight")))
+    other = "wte.weight" if stored == kept else stored
+    save_file({**tensors, other: tensors[kept].clone()}, model / "model.safetensors", {"format": "pt"})
+    assert main(["generate", f"hf:{model}", "--max-new-tokens", "1"]) == 2  # for want of a tokenizer, not of weights
+    assert "tokenizer.json" in capsys.readouterr().err
+    save_file({**tensors, other: tensors[kept] + 1}, model / "model.safetensors", {"format": "pt"})
+    said = "differs from .*, and the model has one tensor for both; with"
+    assert re.search(said, refusal(f"hf:{model}"))
+    for words in (["generate", f"hf:{model}"], ["eval", f"hf:{model}", "--data-dir", "tokens"]):
+        assert main(words) == 2
+
+
+def test_an_untied_head_is_read_as_transformers_reads_it(model):
+    changed(model, tie_word_embeddings=False)
+    tensors = load_file(model / "model.safetensors")
+    head = torch.randn(tensors["model.embed_tokens.weight"].shape)
+    save_file({**tensors, "lm_head.weight": head}, model / "model.safetensors", {"format": "pt"})
+    theirs = require_transformers().AutoModelForCausalLM.from_pretrained(model)
+    tokens = torch.randint(300, (1, 9))
+    with torch.no_grad():
+        assert torch.allclose(model_config(f"hf:{model}").build().eval()(tokens), theirs(tokens).logits, atol=1e-5)

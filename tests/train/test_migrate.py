@@ -224,6 +224,73 @@ def test_an_optimizer_that_the_trainer_has_not_is_refused(tmp_path):
         read_deepspeed([str(tmp_path / "ds.json")])
 
 
+def converted(tmp_path, **theirs):
+    (tmp_path / "ds.json").write_text(json.dumps(theirs))
+    migration = read_deepspeed([str(tmp_path / "ds.json")])
+    assert all(row.why for row in migration.rows if row.fate != "mapped")
+    return migration
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "decay"),
+    [("AdamW", {}, 0.0), ("adamw", {"torch_adam": True}, 0.01), ("Adam", {}, 0.0), ("Adam", {"torch_adam": True}, 0.0)],
+)
+def test_what_the_file_leaves_out_has_deepspeeds_defaults(tmp_path, kind, params, decay):
+    migration = converted(tmp_path, optimizer={"type": kind, "params": params})
+    values = tomllib.loads(migration.text())
+    expected = {"lr": 1e-3, "min_lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": decay, "grad_clip": 1.0}
+    assert {key: values[key] for key in expected} == expected  # in the file, whatever our defaults are
+    assert (values["strategy"], values["warmup_steps"], values["dtype"]) == ("zero0", 0, "float32")
+    told = {key: row.why for key, row in rows(migration).items() if row.fate == "default"}
+    assert {"optimizer.params.betas", "optimizer.params.weight_decay", "gradient_clipping"} < told.keys()
+    assert "in earlier ones 0" in told["gradient_clipping"]
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "params", "rates"),
+    [
+        ("WarmupLR", {}, (1e-3, 1e-3, 1000)),  # it sets its own rate, up to its own default
+        ("WarmupLR", {"warmup_max_lr": 5e-4, "warmup_num_steps": 3}, (5e-4, 5e-4, 3)),
+        ("WarmupLR", {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}, (1e-3, 1e-3, None)),
+        ("WarmupDecayLR", {"total_num_steps": 9, "warmup_num_steps": 3}, (1e-3, 0.0, 3)),
+        ("WarmupCosineLR", {"total_num_steps": 9, "warmup_num_steps": 3}, (3e-4, 3e-8, 3)),
+        ("WarmupCosineLR", {"cos_min_ratio": 0.5, "warmup_num_steps": 3}, (3e-4, 1.5e-4, 3)),
+        ("OneCycle", {"cycle_max_lr": 0.1}, (3e-4, 3e-4, 0)),
+    ],
+)
+def test_rates_are_those_of_deepspeeds_schedulers(tmp_path, scheduler, params, rates):
+    migration = converted(
+        tmp_path, optimizer={"type": "AdamW", "params": {"lr": 3e-4}}, scheduler={"type": scheduler, "params": params}
+    )
+    values = migration.values
+    assert (values["lr"], values["min_lr"], values.get("warmup_steps")) == (*map(pytest.approx, rates[:2]), rates[2])
+    migration.config()
+    if scheduler.startswith("Warmup"):
+        assert rows(migration)["scheduler.params.warmup_type"].why == "logarithmic there, linear here"
+    linear = {"type": "WarmupLR", "params": {"warmup_type": "linear"}}
+    assert rows(converted(tmp_path, scheduler=linear))["scheduler.params.warmup_type"].fate == "mapped"
+
+
+@pytest.mark.parametrize("key", ["bf16", "fp16", "bfloat16"])
+def test_auto_is_our_default_as_the_table_says(tmp_path, key):
+    assert converted(tmp_path, **{key: {"enabled": "auto"}}).config().dtype == TrainConfig().dtype
+    assert converted(tmp_path, **{key: {"enabled": False}}).config().dtype == "float32"
+    both = {key: {"enabled": "auto"}, "bf16": {"enabled": True}}
+    assert converted(tmp_path, **both).config().dtype == "bfloat16"
+    half = converted(tmp_path, fp16={"enabled": True}).config()
+    assert (half.dtype, half.loss_scale, half.loss_scale_interval) == ("float16", 65536.0, 1000)
+
+
+def test_what_is_ignored_is_said_on_the_console_too(deepspeed, capsys, shakespeare):
+    run_import_config(["deepspeed", str(deepspeed)])
+    out, err = capsys.readouterr()
+    assert "ignored: zero_optimization.offload_optimizer.device (states stay on the device; more ranks hold" in err
+    assert all(line.startswith("ignored: ") for line in err.splitlines())
+    tomllib.loads(out)
+    run_import_config(["nanogpt", str(shakespeare)])
+    assert capsys.readouterr().err == "ignored: wandb_run_name (line 10 is no constant)\n"
+
+
 def test_a_list_is_no_configuration(tmp_path):
     (tmp_path / "ds.json").write_text("[]")
     with pytest.raises(UserError, match="is not a JSON object"):

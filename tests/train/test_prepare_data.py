@@ -9,7 +9,7 @@ from zeroshard.errors import UserError
 from zeroshard.train.config.command_settings import PrepareConfig
 from zeroshard.train.config.data_section import DataConfig
 from zeroshard.train.config.validate import validate
-from zeroshard.train.setup.prepare_data import Teller, data_folder, facts_of, run_prepare
+from zeroshard.train.setup.prepare_data import Teller, data_folder, data_spec, facts_of, run_prepare, sources_of
 
 
 def test_what_was_prepared_is_said(tmp_path, capsys):
@@ -65,3 +65,52 @@ def test_different_choices_have_different_folders():
     }
     assert len(folders) == 5
     assert all(len(folder.parts) == 2 for folder in folders)
+
+
+@pytest.mark.parametrize(
+    "named", ["mine.txt", "texts", "texts/*.jsonl", "./texts", "texts/a.jsonl", "https://x/a.jsonl"]
+)
+def test_a_path_may_be_named_in_place_of_a_source(tmp_path, monkeypatch, named):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "mine.txt").write_text("a text\n")
+    made.write_table(tmp_path / "texts" / "a.jsonl", ["one", "two"])
+    for given in ({"data": named}, {"data": {"source": named}}):
+        data = validate(PrepareConfig, given).data
+        assert (data.source, data.path) == ("text", (named,))
+
+
+def test_a_name_that_may_be_a_folder_or_of_the_hub_is_asked_about(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner" / "texts").mkdir(parents=True)
+    (tmp_path / "mine.txt").write_text("a text\n")
+    (tmp_path / "ids.bin").write_bytes(bytes(4))
+    with pytest.raises(UserError, match=r"owner/texts is a folder here.*write \./owner/texts, or hf:owner/texts"):
+        validate(PrepareConfig, {"data": "owner/texts"})
+    with pytest.raises(UserError, match=r"mine\.txt is a path, and data\.path names others"):
+        validate(PrepareConfig, {"data": {"source": "mine.txt", "path": ["other.txt"]}})
+    assert validate(PrepareConfig, {"data": "ids.bin"}).data.source == "bin"
+    assert validate(PrepareConfig, {"data": "gone.txt"}).data.source == "gone.txt"
+
+
+def test_a_column_reaches_the_sources_that_have_columns_and_no_others(tmp_path):
+    rows, text = tmp_path / "a.jsonl", tmp_path / "b.txt"
+    made.write_table(rows, ["one", "two"], column="body")
+    text.write_text("plain\n")
+    mixed = DataConfig(source="text", mix=(f"{rows}=1", f"{text}=1"), column="body")
+    assert [source.data.column for source in sources_of(mixed)] == ["body", "text"]
+    plain = DataConfig(source="text", path=(str(text),), val_path=(f"set={rows}",), column="body")
+    assert data_spec(plain).column == "text"
+    for alone in (DataConfig(source="text", path=(str(text),), column="body"), DataConfig(column="body")):
+        with pytest.raises(UserError, match=r"data\.column: 'body' is asked for"):
+            run_prepare(alone.model_copy(update={"dir": str(tmp_path / "out")}))
+    with pytest.raises(UserError, match=r"data\.column: 'body' is asked for"):
+        run_prepare(DataConfig(source="text", mix=(f"{text}=1",), column="body", dir=str(tmp_path / "mixed")))
+
+
+def test_what_a_folder_has_and_is_not_read_is_said(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    made.write_table(tmp_path / "in" / "a.jsonl", made.documents(100))
+    (tmp_path / "in" / "notes.txt").write_text("plain\n")
+    run_prepare(DataConfig(source="text", path=(str(tmp_path / "in"),), dir=str(tmp_path / "out"), workers=1))
+    assert f"{tmp_path}/in: 1 file left out (1 .txt): its tables are read" in capsys.readouterr().err

@@ -77,7 +77,10 @@ class TokenBins:
 
     def __init__(self, paths: Sequence[str], vocab_size: int | None) -> None:
         self.description = ", ".join(paths)
-        self._files = [_look_at(facts_of(str(file))) for path in paths for file in _files_of(path)]
+        files: dict[Path, Path] = {}
+        for file in (file for path in paths for file in _files_of(path)):
+            files.setdefault(file.resolve(), file)  # a file that is named twice is read once
+        self._files = [_look_at(facts_of(str(file))) for file in files.values()]
         self._asked = vocab_size
 
     @cached_property
@@ -161,7 +164,7 @@ def _blocks(ids: NDArray[np.unsignedinteger]) -> Iterator[NDArray[np.unsignedint
 def _files_of(path: str) -> list[Path]:
     found = Path(path).expanduser()
     if found.is_dir():
-        files = sorted(found.glob("*.bin"))
+        files = sorted(file for file in found.iterdir() if file.suffix.lower() == ".bin" and file.is_file())
         if not files:
             raise UserError("data.path", f"{path} holds no .bin file", "name the files")
     else:

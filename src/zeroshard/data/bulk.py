@@ -137,6 +137,7 @@ def tokenizer_of(name: str, tables: Tables, holdout: Holdout, work: Path) -> Tok
         return read_tokenizer(kept, name if name.startswith("bpe:") else "json")
     tokenizer = make_tokenizer(name, at_most(_training_texts(tables, holdout), TRAINING_BYTES))
     if isinstance(tokenizer, BpeTokenizer):
+        tokenizer.keep_special_tokens(work)
         write_whole(kept, tokenizer.to_json().encode())
     return tokenizer
 

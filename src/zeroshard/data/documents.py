@@ -1,6 +1,6 @@
 """Read documents from files, chunk by chunk: strict UTF-8, errors that name the file and the byte, bounded memory.
 
-A text file is one document; a ``.jsonl`` file is one document per line, under its key ``text``.
+A text file is one document; of a table of lines (``.jsonl``) each line is one.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from zeroshard.data.tables import has_lines, text_of_line
 from zeroshard.errors import UserError
-from zeroshard.regular_files import json_of, open_binary
+from zeroshard.regular_files import open_binary
 
 CHUNK_BYTES = 1 << 20  # fixed, because the ids depend on it: a tokenizer encodes each chunk separately
 
@@ -48,15 +49,15 @@ def text_document(text: str, name: str) -> Document:
     return Document(name, len(text.encode()), lambda: iter((text,)))
 
 
-def documents_of(files: Sequence[Path]) -> Iterator[Document]:
-    """Yield the documents of files, in order.
+def documents_of(files: Sequence[Path], column: str = "text") -> Iterator[Document]:
+    """Yield the documents of files, in order; those of lines are under the key ``column``.
 
     Raises:
-        UserError: raised while files are read: not UTF-8, a NUL byte, a line that is not JSON or has no ``text``.
+        UserError: raised while files are read: not UTF-8, a NUL byte, a line that is not JSON or has no ``column``.
     """
     for path in files:
-        if path.suffix == ".jsonl":
-            yield from _json_lines(path)
+        if has_lines(str(path)):
+            yield from _json_lines(path, column)
         else:
             yield Document(str(path), path.stat().st_size, lambda path=path: read_chunks(path))
 
@@ -66,7 +67,7 @@ def fingerprint_of(files: Sequence[Path]) -> Fingerprint:
     sums, num_bytes, num_documents = [], 0, 0
     for path in files:
         digest = hashlib.sha256()
-        is_lines = path.suffix == ".jsonl"
+        is_lines = has_lines(str(path))
         with _open(path) as file:
             for block in file if is_lines else iter(lambda file=file: file.read(CHUNK_BYTES), b""):
                 digest.update(block)
@@ -109,21 +110,11 @@ def read_chunks(path: Path) -> Iterator[str]:
         yield text
 
 
-def _json_lines(path: Path) -> Iterator[Document]:
+def _json_lines(path: Path, column: str) -> Iterator[Document]:
     with _open(path) as file:
         for number, line in enumerate(file, start=1):
-            if line.isspace():
-                continue
-            name = f"{path}:{number}"
-            try:
-                text = json_of(line)["text"]
-                if not isinstance(text, str):
-                    raise TypeError(f"text is {type(text).__name__}, not a string")
-                document = text_document(text, name)
-            except (ValueError, KeyError, TypeError) as error:
-                what = "has no key 'text'" if isinstance(error, KeyError) else f"cannot be read ({error})"
-                raise UserError("data.path", f"line {name} {what}", 'write each line as {"text": "..."}') from None
-            yield document
+            if not line.isspace() and (text := text_of_line(line, column, f"line {path}:{number}")):
+                yield text_document(text, f"{path}:{number}")
 
 
 def _open(path: Path) -> BinaryIO:

@@ -13,7 +13,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -148,11 +149,26 @@ def patiently(read: Callable[[], Result], path: str, todo: str) -> Result:
             if not _is_io(error):
                 raise
             if wait_s is None or not is_address(path):
-                if _is_damage(error):
-                    todo = "the file is damaged, or no such archive: fetch or write it again"
-                raise UserError("data", f"{path} failed ({_reason(error)})", todo) from None
+                raise _failed(path, error, todo) from None
             time.sleep(wait_s)
     raise AssertionError("the last attempt returns or raises")
+
+
+@contextmanager
+def in_one_line(path: str) -> Generator[None]:
+    """Raise UserError for a file or a connection that fails in this block, which reads ``path``."""
+    try:
+        yield
+    except Exception as error:
+        if not _is_io(error):
+            raise
+        raise _failed(path, error, "try again") from None
+
+
+def _failed(path: str, error: Exception, todo: str) -> UserError:
+    if _is_damage(error):
+        todo = "the file is damaged, or no such archive: fetch or write it again"
+    return UserError("data", f"{path} failed ({_reason(error)})", todo)
 
 
 def require_package(name: str, what: str) -> None:

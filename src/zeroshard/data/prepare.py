@@ -31,10 +31,10 @@ from zeroshard.data.meta import (
     read_meta,
     write_meta,
 )
-from zeroshard.data.prepared import is_prepared, tables_fingerprint, warn_of_earlier_rules, without_rules
+from zeroshard.data.prepared import is_prepared, say, tables_fingerprint, warn_of_earlier_rules, without_rules
 from zeroshard.data.publish import draft_of, publish
 from zeroshard.data.registry import is_hub_name, source_entry
-from zeroshard.data.sources import Source, SyntheticSize, SyntheticTokens, open_source
+from zeroshard.data.sources import Source, SyntheticSize, SyntheticTokens, left_out_of, open_source
 from zeroshard.data.spec import DataSpec
 from zeroshard.data.split import BY_CONTENT, BY_TAIL, MANY_DOCUMENTS, Holdout
 from zeroshard.data.tables import PART_BYTES, Tables, corpus_identity, count_documents
@@ -90,6 +90,8 @@ def prepare(
         warn_of_earlier_rules(out, (BY_CONTENT, BY_TAIL) if spec.val_fraction else (), _around(spec))
         return out  # without asking the hub: a commit was read, and a commit does not change
     source = _open(spec)
+    for line in left_out_of(source):
+        say(line)
     if spec.format != "text":
         return prepare_examples(spec, source, out, shard_tokens, lambda: _open(spec))
     if isinstance(source, Tables):
@@ -114,7 +116,8 @@ def _open(spec: DataSpec) -> Source:
     vocab_size = None
     if spec.source == "bin" and spec.tokenizer != "none":
         vocab_size = known_vocab_size(spec.tokenizer)
-    return open_source(spec.source, spec.paths, size, column=spec.column, vocab_size=vocab_size)
+    row_key = spec.column if spec.format == "text" else spec.columns[0]
+    return open_source(spec.source, spec.paths, size, column=spec.column, vocab_size=vocab_size, row_key=row_key)
 
 
 def _publish(draft: Path, out: Path, spec: DataSpec, fingerprint: Fingerprint) -> None:

@@ -33,6 +33,7 @@ class SourceRequest:
         synthetic: the settings of the source ``synthetic``.
         column: the column of tables that contains the text.
         vocab_size: vocabulary size of ids that another program wrote; None if it is unknown.
+        row_key: a key that every row has, by which a folder's ``.json`` files are recognised as tables.
     """
 
     name: str
@@ -40,6 +41,7 @@ class SourceRequest:
     synthetic: SyntheticSize
     column: str = "text"
     vocab_size: int | None = None
+    row_key: str = "text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +55,14 @@ class SourceEntry:
             ("any").
         has_text: False if the source has token ids instead of text, so that nothing is encoded.
         hub: the data set of the Hugging Face hub that the name stands for; empty if it is none.
+        has_columns: False if there are no columns, so that ``--data.column`` would have no effect.
     """
 
     factory: str | Callable[[SourceRequest], Any]
     paths: Literal["none", "one", "some", "any"] = "any"
     has_text: bool = True
     hub: str = ""
+    has_columns: bool = True
 
     def __call__(self, asked: SourceRequest) -> Any:
         """Make the source."""
@@ -67,12 +71,12 @@ class SourceEntry:
 
 HUB = "zeroshard.data.hub:hub_source"
 SOURCES: dict[str, SourceEntry] = {
-    "python-stdlib": SourceEntry("zeroshard.data.sources:python_stdlib", "none"),
-    "python-docs": SourceEntry("zeroshard.data.sources:python_docs", "none"),
+    "python-stdlib": SourceEntry("zeroshard.data.sources:python_stdlib", "none", has_columns=False),
+    "python-docs": SourceEntry("zeroshard.data.sources:python_docs", "none", has_columns=False),
     "text": SourceEntry("zeroshard.data.sources:text_or_tables", "some"),
-    "tinyshakespeare": SourceEntry("zeroshard.data.sources:tiny_shakespeare", "one"),
-    "synthetic": SourceEntry("zeroshard.data.sources:synthetic_tokens", "none", has_text=False),
-    "bin": SourceEntry("zeroshard.data.sources:token_bins", "some", has_text=False),
+    "tinyshakespeare": SourceEntry("zeroshard.data.sources:tiny_shakespeare", "one", has_columns=False),
+    "synthetic": SourceEntry("zeroshard.data.sources:synthetic_tokens", "none", has_text=False, has_columns=False),
+    "bin": SourceEntry("zeroshard.data.sources:token_bins", "some", has_text=False, has_columns=False),
     "fineweb-edu": SourceEntry(HUB, "none", hub="HuggingFaceFW/fineweb-edu:sample-10BT"),
     "openwebtext": SourceEntry(HUB, "none", hub="Skylion007/openwebtext"),
 }

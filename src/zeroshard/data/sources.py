@@ -8,17 +8,14 @@ synthetic        seeded token ids with a known entropy: no text, no tokenizer
 bin              token files written by nanoGPT or llm.c
 fineweb-edu, openwebtext, OWNER/NAME[:CONFIGURATION][@SPLIT]   data sets of the Hugging Face hub
 
-For ``text``, files with one text per row (``.parquet``, ``.jsonl``, also compressed) and addresses (``https://``)
-become `tables`, like data sets of the hub; other files become documents. In a folder that contains tables, all other
-files are ignored.
+For ``text``, files with one text per row (``.parquet``, ``.jsonl``, ``.json``, also compressed) and addresses
+(``https://``) become `tables`, like data sets of the hub; other files become documents. `chosen_files` decides which.
 """
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import math
-import os
 import platform
 import sys
 import sysconfig
@@ -35,16 +32,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroshard.data.bins import TokenBins
+from zeroshard.data.chosen_files import choose, walk
 from zeroshard.data.documents import Document, Fingerprint, documents_of, fingerprint_of, text_document
-from zeroshard.data.files import facts_of, is_address
+from zeroshard.data.files import facts_of
 from zeroshard.data.hub import parse_hub_name
 from zeroshard.data.names import unknown_name
 from zeroshard.data.registry import SOURCES, SourceRequest, SyntheticSize, is_hub_name, source_entry
-from zeroshard.data.tables import TABLE_SUFFIXES, Tables, is_table
+from zeroshard.data.tables import Tables, has_lines
 from zeroshard.errors import UserError
 from zeroshard.lazily import is_address as is_module_address
-
-TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl")
 
 
 class TextSource(Protocol):
@@ -65,31 +61,35 @@ class TextSource(Protocol):
 
 
 class TextFiles:
-    """Files, folders and globs. A folder gives its `TEXT_SUFFIXES` files in sorted order, without hidden folders.
+    """Files, folders and globs: one document per text file, and one per line of a table of lines (``.jsonl``).
 
-    A file that is named, or matched by a glob, is taken whatever its suffix; a file that is named twice is read once.
+    Args:
+        paths: the paths; a folder gives its `TEXT_SUFFIXES` files in sorted order.
+        column: key of the text in the lines.
+        description: see `TextSource`; None: the paths.
+        left_out: lines for the user about files that are not read.
 
     Raises:
-        UserError: no path, a path that is missing or empty, or a folder without text files.
+        UserError: no path, or as `choose`.
     """
 
-    def __init__(self, paths: Sequence[str]) -> None:
+    def __init__(
+        self, paths: Sequence[str], column: str = "text", description: str | None = None, left_out: Sequence[str] = ()
+    ) -> None:
         if not paths:
             raise UserError("data.path", "the source text needs at least one path", "pass --data.path FILE")
-        self.description = ", ".join(paths)
-        by_identity: dict[Path, Path] = {}
-        for path in paths:
-            for file in _files_of(path):
-                by_identity.setdefault(file.resolve(), file)
-        self.files = list(by_identity.values())
+        chosen = choose(paths, column, tables_first=False)
+        self.description = ", ".join(paths) if description is None else description
+        self.files, self.column = [Path(file) for file in chosen.files], column
+        self.left_out = (*left_out, *chosen.left_out)
 
     def fingerprint(self) -> Fingerprint:
         """Return the fingerprint of the bytes of all files."""
         return fingerprint_of(self.files)
 
     def documents(self) -> Iterator[Document]:
-        """Yield one document per text file, and one per line of a ``.jsonl`` file."""
-        return documents_of(self.files)
+        """Yield one document per text file, and one per line of a table of lines."""
+        return documents_of(self.files, self.column)
 
 
 class PythonStdlib:
@@ -107,10 +107,14 @@ class PythonStdlib:
     @cached_property
     def files(self) -> list[Path]:
         """The files in sorted order; raises UserError if the interpreter has no sources on disk."""
-        files = [file for file in _walk(self.folder, (".py",), self.SKIPPED_FOLDERS) if _is_text(file)]
+        files = [file for file in self._modules() if _is_text(file)]
         if not files:
             raise UserError("data.source", f"{self.folder} holds no .py files", "use --data text --data.path FILE")
         return files
+
+    def _modules(self) -> Iterator[Path]:
+        found = walk(self.folder, skipped=self.SKIPPED_FOLDERS, follow=False)
+        return (file for file in found if file.suffix == ".py" and file.is_file() and file.stat().st_size)
 
     def fingerprint(self) -> Fingerprint:
         """Return the fingerprint of the bytes of all files."""
@@ -182,8 +186,8 @@ class TinyShakespeare:
     @cached_property
     def _text(self) -> str:
         if self.path is not None:
-            (file,) = _files_of(self.path)
-            content, origin = file.read_bytes(), self.path
+            (file,) = choose([self.path]).files
+            content, origin = Path(file).read_bytes(), self.path
         else:
             content, origin = _download(self.url, self.timeout_s, max_bytes=2 * self.FINGERPRINT.num_bytes), self.url
         if (found := hashlib.sha256(content).hexdigest()) != self.FINGERPRINT.sha256:
@@ -242,6 +246,11 @@ class SyntheticTokens:
 Source = TextSource | SyntheticTokens | Tables | TokenBins
 
 
+def left_out_of(source: object) -> Sequence[str]:
+    """Return lines for the user about files that a source does not read."""
+    return source.left_out if isinstance(source, TextFiles | Tables) else ()
+
+
 def check_source(name: str, paths: Sequence[str]) -> None:
     """Check that a source exists and accepts these paths, without opening them; raise UserError otherwise."""
     if is_hub_name(name):
@@ -259,6 +268,13 @@ def check_source(name: str, paths: Sequence[str]) -> None:
         raise UserError("data.path", f"{name} is one file, got several", "pass one, or use --data text")
 
 
+def has_columns(name: str, paths: Sequence[str], column: str) -> bool:
+    """Whether ``column`` has a meaning for this source; raises UserError if a file is missing."""
+    if name == "text":
+        return bool(choose(paths, column).tables)
+    return source_entry(name).has_columns
+
+
 def open_source(
     name: str,
     paths: Sequence[str],
@@ -266,13 +282,18 @@ def open_source(
     *,
     column: str = "text",
     vocab_size: int | None = None,
+    row_key: str = "",
 ) -> Source:
     """Return the source called ``name``; raises UserError as `check_source` does, and if files are missing or empty.
 
-    ``column`` is the text column of tables; ``vocab_size`` is that of ids that another program wrote, if it is known.
+    ``column`` is the text column of tables; ``vocab_size`` is that of ids that another program wrote, if it is known;
+    ``row_key`` is a key of each row of a table, if the format of examples has another one than ``column``.
     """
     check_source(name, paths)
-    return source_entry(name)(SourceRequest(name, tuple(paths), synthetic, column, vocab_size))
+    if column != "text" and not source_entry(name).has_columns:
+        todo = "leave it out, or name .jsonl or .parquet files by --data text"
+        raise UserError("data.column", f"{column!r} is asked for, and the source {name} has no columns", todo)
+    return source_entry(name)(SourceRequest(name, tuple(paths), synthetic, column, vocab_size, row_key or column))
 
 
 def python_stdlib(asked: SourceRequest) -> PythonStdlib:
@@ -286,8 +307,23 @@ def python_docs(asked: SourceRequest) -> PythonDocs:
 
 
 def text_or_tables(asked: SourceRequest) -> Tables | TextFiles:
-    """Return the source ``text``."""
-    return _tables_of(asked.paths, asked.column) or TextFiles(asked.paths)
+    """Return the source ``text``: tables if all files are tables, otherwise documents.
+
+    Raises:
+        UserError: as `choose`; a column is named and no file has columns; or a table whose rows are no lines is beside
+            texts.
+    """
+    chosen = choose(asked.paths, asked.row_key)
+    tables, texts = chosen.tables, chosen.texts
+    if not texts:
+        return Tables(tuple(facts_of(file) for file in tables), asked.column, tuple(chosen.left_out))
+    if asked.column != "text" and not tables:
+        what = f"{asked.column!r} is asked for, and {texts[0]} has no columns"
+        raise UserError("data.column", what, "leave it out, or name .jsonl or .parquet files")
+    alone = next((file for file in tables if not has_lines(file)), None)
+    if alone is not None:
+        raise UserError("data.path", f"{alone} has a text in each row and {texts[0]} has not", "prepare them apart")
+    return TextFiles(chosen.files, asked.column, ", ".join(asked.paths), chosen.left_out)
 
 
 def tiny_shakespeare(asked: SourceRequest) -> TinyShakespeare:
@@ -304,66 +340,6 @@ def synthetic_tokens(asked: SourceRequest) -> SyntheticTokens:
 def token_bins(asked: SourceRequest) -> TokenBins:
     """Return the source ``bin``."""
     return TokenBins(asked.paths, asked.vocab_size)
-
-
-def _tables_of(paths: Sequence[str], column: str) -> Tables | None:
-    """Return the tables that ``paths`` name; None if they name none.
-
-    Raises:
-        UserError: they name both tables and other files, or a file is missing or empty.
-    """
-    found: list[str] = []
-    others: list[str] = []
-    for path in paths:
-        if is_address(path):
-            if not is_table(path):
-                todo = "download other files first"
-                raise UserError("data.path", f"{path} is none of {', '.join(TABLE_SUFFIXES)}", todo)
-            found.append(path)
-            continue
-        folder = Path(path).expanduser()
-        if folder.is_dir():
-            inside = [str(file) for file in _walk(folder, TABLE_SUFFIXES, frozenset())]
-            files = inside or [path]
-        else:
-            files = [str(file) for file in _files_of(path)]
-        (found if is_table(files[0]) else others).extend(files)
-    if not found or (others and all(file.endswith(".jsonl") for file in found)):
-        return None  # `TextFiles` can read .jsonl beside other files
-    if others:
-        todo = "prepare them apart"
-        raise UserError("data.path", f"{found[0]} has a text in each row and {others[0]} has not", todo)
-    return Tables(tuple(facts_of(file) for file in dict.fromkeys(found)), column)
-
-
-def _files_of(path: str) -> list[Path]:
-    found = Path(path).expanduser()
-    if found.is_dir():
-        files = list(_walk(found, TEXT_SUFFIXES, frozenset({"__pycache__"})))
-        if not files:
-            suffixes = " ".join(TEXT_SUFFIXES)
-            raise UserError("data.path", f"{path} holds no file with text ({suffixes})", "name the files or a glob")
-        return files
-    if found.is_file():
-        files = [found]
-    else:
-        files = [Path(match) for match in sorted(glob.glob(str(found), recursive=True)) if Path(match).is_file()]
-    if not files:
-        raise UserError("data.path", f"{path} does not exist", "check the path")
-    for file in files:
-        if file.stat().st_size == 0:
-            raise UserError("data.path", f"{file} is empty", "leave it out or give a file with text")
-    return files
-
-
-def _walk(folder: Path, suffixes: tuple[str, ...], skipped: frozenset[str]) -> Iterator[Path]:
-    """Yield the non-empty files with these suffixes in sorted order, depth first."""
-    for where, folders, names in os.walk(folder):
-        folders[:] = sorted(each for each in folders if each not in skipped and not each.startswith("."))
-        for name in sorted(names):
-            file = Path(where, name)
-            if name.endswith(suffixes) and file.is_file() and file.stat().st_size:
-                yield file
 
 
 def _is_text(file: Path) -> bool:

@@ -1,8 +1,9 @@
 """Files with one text per row, cut into parts that workers read independently; the parts are the same on every machine.
 
     .parquet                  row groups, so many together that they hold about `PART_BYTES`
-    .jsonl                    lines that begin in a range of `PART_BYTES`
+    .jsonl, .json             lines that begin in a range of `PART_BYTES`
     .jsonl.gz, .jsonl.zst     the same ranges of the uncompressed content; reading parts in order reads the file once
+    (if a JSON list is in it instead of lines: one part)
 
 A part contains all that a process needs to make its tokens, so tokens depend neither on who makes them nor on when.
 Rows that are null or empty are not documents.
@@ -18,8 +19,10 @@ from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from urllib.parse import urlsplit
 
 from zeroshard.data.files import FileFacts, is_address, open_binary, patiently, require_package, suffix_of
+from zeroshard.data.json_lists import begins_list, values_of_list
 from zeroshard.errors import UserError
 from zeroshard.regular_files import json_of
 
@@ -28,7 +31,8 @@ if TYPE_CHECKING:
 
 PART_BYTES = 8 << 20  # target size of a part's text
 ROW_BATCH = 256
-TABLE_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst", ".ndjson")
+_JSON = (".jsonl", ".ndjson", ".json")
+TABLE_SUFFIXES = (".parquet", *(json + packed for json in _JSON for packed in ("", ".gz", ".zst")))
 _MOST_COMPRESSED = 16  # assumed maximum of the compression ratio; any text beyond that is in the last part
 _BLOCK_BYTES = 1 << 20
 
@@ -42,12 +46,14 @@ class Part:
         file: the file that contains the rows.
         begin, end: for ``.parquet`` a range of row groups, else a range of bytes in which the lines begin; ``end`` -1
             means the end of the file.
+        is_list: whether the part is the whole file, which is one JSON list.
     """
 
     index: int
     file: FileFacts
     begin: int
     end: int
+    is_list: bool = False
 
 
 def is_table(path: str) -> bool:
@@ -56,12 +62,37 @@ def is_table(path: str) -> bool:
     return name.endswith(TABLE_SUFFIXES)
 
 
+def has_lines(path: str) -> bool:
+    """Whether a table is read line by line as it lies on the disk, so that it can be beside texts."""
+    return suffix_of(path) in (".jsonl", ".ndjson")
+
+
+def first_row(path: str) -> dict[str, Any]:
+    """Return the first row of a file of JSON lines or of a JSON list; empty if it is neither."""
+    try:
+        with ExitStack() as stack:
+            if is_list(path):
+                row = next(values_of_list(opened(path, stack)), {})
+            else:
+                row = json_of(opened(path, stack).readline(_BLOCK_BYTES))
+    except (OSError, ValueError):
+        return {}
+    return row if isinstance(row, dict) else {}
+
+
 @dataclass(frozen=True)
 class Tables:
-    """A corpus of files in a stable order; ``column`` contains the text."""
+    """A corpus of files in a stable order.
+
+    Attributes:
+        files: the files.
+        column: the column that contains the text.
+        left_out: lines for the user about files that are not read.
+    """
 
     files: tuple[FileFacts, ...]
     column: str = "text"
+    left_out: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def num_bytes(self) -> int:
@@ -76,8 +107,9 @@ class Tables:
         """
         index = 0
         for file in self.files:
-            for begin, end in _ranges(file, self.column):
-                yield Part(index, file, begin, end)
+            whole = is_list(file.path)
+            for begin, end in ((0, -1),) if whole else _ranges(file, self.column):
+                yield Part(index, file, begin, end, whole)
                 index += 1
 
 
@@ -103,6 +135,8 @@ class PartReader:
             self.close()
         if suffix_of(part.file.path) == ".parquet":
             yield from self._rows(part)
+        elif part.is_list:
+            yield from self._of_list(part)
         else:
             yield from self._json_lines(part)
 
@@ -132,20 +166,84 @@ class PartReader:
             self._raw, self._path = self._stack.enter_context(open_binary(path)), path
             self._lines = _Lines(uncompressed(path, self._raw, self._stack))
         for position, line in self._lines.within(part.begin, part.end):
-            if line.isspace():
-                continue
-            try:
-                text = json_of(line)[self.column]
-                if not isinstance(text, str | None):
-                    raise TypeError(f"{self.column} is {type(text).__name__}, not a string")
-                if text and not text.isascii():
-                    text.encode()  # refuse half of a surrogate pair
-            except (ValueError, KeyError, TypeError, IndexError) as error:
-                what = f"has no key {self.column!r}" if isinstance(error, KeyError) else f"cannot be read ({error})"
-                todo = 'write each line as {"text": "..."}, or name its key by --data.column'
-                raise UserError("data.path", f"the line at byte {position:,} of {path} {what}", todo) from None
-            if text:
+            if not line.isspace():
+                text = text_of_line(line, self.column, f"the line at byte {position:,} of {path}")
+                if text:
+                    yield text
+
+    def _of_list(self, part: Part) -> Iterator[str]:
+        self.close()
+        path = part.file.path
+        self._raw = self._stack.enter_context(open_binary(path))
+        for where, row in rows_of_list(path, uncompressed(path, self._raw, self._stack)):
+            if text := text_of_row(row, self.column, where):
                 yield text
+
+
+def text_of_line(line: bytes, column: str, where: str) -> str | None:
+    """Return the text of a line of JSON, as `text_of_row`; ``where`` names the line.
+
+    Raises:
+        UserError: the line is no JSON object, lacks the column, or has something else than text in it.
+    """
+    try:
+        row = json_of(line)
+    except ValueError as error:
+        raise UserError("data.path", f"{where} cannot be read ({error})", _TODO) from None
+    return text_of_row(row, column, where)
+
+
+def text_of_row(row: Any, column: str, where: str) -> str | None:
+    """Return a row's text, None if it is null; raises UserError as `text_of_line`."""
+    try:
+        if not isinstance(row, dict):
+            raise TypeError(f"a {type(row).__name__} is not an object")
+        text = row[column]
+        if not isinstance(text, str | None):
+            raise TypeError(f"{column} is {type(text).__name__}, not a string")
+        if text and not text.isascii():
+            text.encode()  # refuse half of a surrogate pair
+    except KeyError:
+        raise UserError("data.path", f"{where} has no key {column!r}", _TODO) from None
+    except (ValueError, TypeError) as error:
+        raise UserError("data.path", f"{where} cannot be read ({error})", _TODO) from None
+    return text
+
+
+_TODO = (
+    'write each line as {"text": "..."}, or name its key by --data.column, or rename a file that has no rows to .txt'
+)
+
+
+def is_list(path: str) -> bool:
+    """Whether a ``.json`` file, compressed or not, contains one list rather than lines.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+
+    def ask() -> bool:
+        with ExitStack() as stack:
+            return begins_list(opened(path, stack))
+
+    name = urlsplit(path).path if is_address(path) else path
+    return name.lower().endswith((".json", ".json.gz", ".json.zst")) and patiently(ask, path, "try again")
+
+
+def rows_of_list(path: str, file: BinaryIO) -> Iterator[tuple[str, Any]]:
+    """Yield the values of the JSON list in ``file``, each with a description of its place; raises UserError."""
+    number = 0
+    try:
+        for number, row in enumerate(values_of_list(file), start=1):
+            yield f"row {number:,} of {path}", row
+    except ValueError as error:
+        what = f"{path} cannot be read after row {number:,} ({error})"
+        raise UserError("data.path", what, "write it again") from None
+
+
+def opened(path: str, stack: ExitStack) -> BinaryIO:
+    """Open a file for reading its uncompressed content; ``stack`` closes it."""
+    return uncompressed(path, stack.enter_context(open_binary(path)), stack)
 
 
 class _Lines:

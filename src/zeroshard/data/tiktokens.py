@@ -41,6 +41,7 @@ class TiktokenTokenizer:
         self.name = name
         self._encoding = _load_tiktoken(name, timeout_s)
         self.vocab_size, self.eos_id = self._encoding.n_vocab, self._encoding.eot_token
+        self.stop_ids = (self.eos_id,)
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """Return the ids of ``text``, [n]."""

@@ -10,7 +10,9 @@ A ``tokenizer.json`` may put ids around a text (its post-processor: LLaMA's begi
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,6 +23,7 @@ from numpy.typing import NDArray
 from zeroshard.data.character_meta import character_tokenizer, read_characters
 from zeroshard.data.meta import SPLITS, DataMeta, SourceMeta, SplitMeta, dtype_for, read_meta, write_meta
 from zeroshard.data.names import unknown_name
+from zeroshard.data.special_tokens import SpecialTokens, special_tokens_of, write_special_tokens
 from zeroshard.data.tiktokens import TIKTOKEN, TiktokenTokenizer
 from zeroshard.data.tokens import check_sha256
 from zeroshard.errors import UserError, shown
@@ -31,10 +34,9 @@ if TYPE_CHECKING:
 
 _JSON_BYTES = 1 << 30  # limit for a tokenizer.json; those with 256,000 entries have 33 MB
 TOKENIZERS = ("bytes", *TIKTOKEN, "bpe:N", "json:PATH")
-TOKENIZER_CONFIG = "tokenizer_config.json"  # transformers writes it beside tokenizer.json
 TOKENIZER_FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
-_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # spellings of it in other vocabularies
+ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # its spelling where no file names it
 _MOST_PROBES = 100  # texts that are encoded to find the ids that a file puts around a text
 _MOST_IDS = 1 << 27  # as many as a model may have; tables of a number for each id are made
 _MIN_BPE, _MAX_BPE = 257, 1 << 20  # 256 bytes and the end-of-text id; more than a million is surely a typo
@@ -61,6 +63,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The ids at which generation ends: ``eos_id``, and others that the model's files name."""
+        ...
+
+    @property
     def around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The ids that `encode` puts before a text and after it; mostly none."""
         ...
@@ -84,6 +91,7 @@ class ByteTokenizer:
     name = "bytes"
     vocab_size = 256
     eos_id = None
+    stop_ids: tuple[int, ...] = ()
     around: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
 
     def encode(self, text: str) -> NDArray[np.int64]:
@@ -106,10 +114,14 @@ class BpeTokenizer:
     Args:
         inner: the library's tokenizer.
         name: the name, if it was read from a file; None if it was trained here, as ``bpe:N``.
+        special: what files beside it say of its special tokens; without them the end of a text is recognised by its
+            spelling.
     """
 
-    def __init__(self, inner: tokenizers.Tokenizer, name: str | None = None) -> None:
-        self._inner = inner
+    def __init__(
+        self, inner: tokenizers.Tokenizer, name: str | None = None, special: SpecialTokens | None = None
+    ) -> None:
+        self._inner, special = inner, special or SpecialTokens()
         self._inner.encode_special_tokens = True  # a document that spells <|endoftext|> does not end there
         self._inner.no_truncation()  # a file may set it, and would cut each document after so many ids
         self._inner.no_padding()
@@ -119,13 +131,33 @@ class BpeTokenizer:
             what = f"its largest id is {self.vocab_size - 1:,}" if self.vocab_size else "its vocabulary is empty"
             raise UserError("data.tokenizer", f"{name}: {what}", "give another tokenizer.json")
         self.name = name or f"bpe:{self.vocab_size}"
-        self.eos_token = next((text for text in _ENDS if inner.token_to_id(text) is not None), None)
-        self.eos_id: int | None = None if self.eos_token is None else inner.token_to_id(self.eos_token)
+        self.eos_token = self._end(special)
+        self.eos_id: int | None = None if self.eos_token is None else self.id_of(self.eos_token)
+        self._end_ids = frozenset(id_ for id_ in special.end_ids if self.token(id_) is not None)
         self.around = self._find_around()
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The ids at which generation ends."""
+        return tuple(sorted(self._end_ids | (set() if self.eos_id is None else {self.eos_id})))
+
+    def _end(self, special: SpecialTokens) -> str | None:
+        """Return the token that ends a document: that which the files name, else the first of `ENDS`."""
+        named = (special.named.get("eos_token", ""), *(self.token(id_) or "" for id_ in special.end_ids), *ENDS)
+        return next((text for text in named if text and self.id_of(text) is not None), None)
+
+    def keep_special_tokens(self, folder: Path) -> None:
+        """Write into ``folder`` what a reader of this tokenizer's ``tokenizer.json`` there needs to end texts alike."""
+        found, stop_ids = special_tokens_of(folder), {*self.stop_ids, self.eos_id}
+        if {id_ for id_ in found.end_ids if self.token(id_) is not None} | {self.eos_id} != stop_ids:
+            found = replace(found, end_ids=self.stop_ids)
+            write_special_tokens(folder, None, self.stop_ids)
+        if self._end(found) != self.eos_token:
+            write_special_tokens(folder, self.eos_token, ())
 
     def end_with(self, token: str | None) -> None:
         """Make documents end with ``token``; changes nothing if the vocabulary does not have it."""
-        id_ = None if token is None else self._inner.token_to_id(token)
+        id_ = None if token is None else self.id_of(token)
         if id_ is not None:
             self.eos_token, self.eos_id = token, id_
 
@@ -167,6 +199,10 @@ class BpeTokenizer:
     def decode(self, ids: Ids) -> str:
         """Return the text of ids."""
         return self._inner.decode(np.asarray(ids, dtype=np.int64).tolist(), skip_special_tokens=False)
+
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token by its spelling; None if there is none."""
+        return self._inner.token_to_id(token)
 
     def token(self, id_: int) -> str | None:
         """Return the spelling of an id's token; None if there is none."""
@@ -284,8 +320,9 @@ def keep_tokenizer(
 
 
 def write_tokenizer(folder: Path, tokenizer: BpeTokenizer) -> str:
-    """Write `TOKENIZER_FILE` into ``folder``; return its sha256."""
+    """Write `TOKENIZER_FILE` and its special tokens into ``folder``; return the sha256 of the former."""
     content = tokenizer.to_json().encode()
+    tokenizer.keep_special_tokens(folder)  # first: where a tokenizer.json is, they are there too
     (folder / TOKENIZER_FILE).write_bytes(content)
     return hashlib.sha256(content).hexdigest()
 
@@ -309,40 +346,27 @@ def read_tokenizer(path: Path, name: str = "json") -> BpeTokenizer:
         inner = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001 -- the library raises nothing more precise
         raise UserError("data.tokenizer", f"{path} cannot be read ({error})", "give another tokenizer.json") from None
-    return BpeTokenizer(inner, None if name.startswith("bpe:") else name)
-
-
-def read_byte_level(vocabulary: Path, merges: Path) -> BpeTokenizer:
-    """Read the tokenizer in GPT-2's ``vocab.json`` and ``merges.txt``.
-
-    Raises:
-        UserError: the tokenizers library cannot read them.
-    """
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers
-
-    try:
-        require_regular(vocabulary)
-        require_regular(merges)
-        inner = tokenizers.Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
-    except Exception as error:  # noqa: BLE001 -- the library raises nothing more precise
-        raise UserError("data.tokenizer", f"{vocabulary} cannot be read ({error})", "fetch it again") from None
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    inner.add_special_tokens([text for text in _ENDS if inner.token_to_id(text) is not None])
-    return BpeTokenizer(inner, "json")
+    return BpeTokenizer(inner, None if name.startswith("bpe:") else name, special_tokens_of(path.parent))
 
 
 def tokenizer_identity(name: str) -> str:
-    """Return a string that decides the ids: the name; for ``json:PATH`` a hash of the file replaces its path."""
+    """Return a string that decides the ids: the name; of ``json:PATH`` a hash, and the end of text if files name it."""
     if not name.startswith("json:"):
         return name
-    path = name.removeprefix("json:")
+    path = Path(name.removeprefix("json:"))
     try:
-        content = read_bytes(path, _JSON_BYTES)
+        content, special = read_bytes(path, _JSON_BYTES), special_tokens_of(path.parent)
     except OSError as error:
         raise UserError("data.tokenizer", f"{path} cannot be read ({error.strerror})", "check the path") from None
-    return f"json:{hashlib.sha256(content).hexdigest()[:16]}"
+    spelled, end = next((text for text in ENDS if _has_token(content, text)), None), special.named.get("eos_token")
+    if end is None or not _has_token(content, end):
+        end = read_tokenizer(path).eos_token if special.end_ids else spelled
+    return f"json:{hashlib.sha256(content).hexdigest()[:16]}" + (f"+{end}" if end not in (None, spelled) else "")
+
+
+def _has_token(content: bytes, token: str) -> bool:
+    """Whether the content of a ``tokenizer.json`` has this token; a fast answer, without reading it as JSON."""
+    return json.dumps(token, ensure_ascii=False).encode() in content
 
 
 def train_bpe(vocab_size: int, texts: Iterable[str]) -> BpeTokenizer:

@@ -6,7 +6,8 @@ Top-p: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2019, ht
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,11 @@ def run_generate(config: GenerateConfig, loaded: Callable[[], None] = lambda: No
     """
     model, tokenizer, ids, end = load_with_prompt(config)
     generator = torch.Generator(ids.device).manual_seed(config.seed)
-    tokens = sample(model, ids, config.max_new_tokens, generator=generator, **options_of(config, tokenizer))
+    options = options_of(config, tokenizer)
+    tokens = sample(model, ids, config.max_new_tokens, generator=generator, **options)
     loaded()
     print(config.prompt, end="", flush=True)
-    for piece in until(decoded(tokenizer, tokens), end):
+    for piece in until(decoded(tokenizer, answered(config, tokens, options["stop"])), end):
         print(piece, end="", flush=True)
     print()
     return int(ExitStatus.OK)
@@ -80,9 +82,14 @@ def options_of(config: GenerateConfig, tokenizer: Tokenizer) -> dict[str, Any]:
         "temperature": config.temperature,
         "top_k": config.top_k,
         "top_p": config.top_p,
-        "stop": tokenizer.eos_id if config.stop else None,
+        "stop": tokenizer.stop_ids if config.stop else (),
         "num_ids": tokenizer.vocab_size,
     }
+
+
+def answered(config: GenerateConfig, tokens: Iterable[int], stop: Collection[int]) -> Iterable[int]:
+    """The tokens to print: those of an answer end before the token that stopped it, which is no text of the answer."""
+    return takewhile(lambda token: token not in stop, tokens) if config.message else tokens
 
 
 def nothing_in(folder: Path) -> UserError:
@@ -190,7 +197,7 @@ def sample(
     top_k: int = 0,
     top_p: float = 1.0,
     generator: torch.Generator | None = None,
-    stop: int | None = None,
+    stop: int | Collection[int] | None = None,
     num_ids: int | None = None,
     use_cache: bool = True,
 ) -> Iterator[int]:
@@ -204,7 +211,7 @@ def sample(
         top_k: draw from the k likeliest tokens; 0: from all.
         top_p: draw from the likeliest tokens that together have this probability; 1: from all.
         generator: random generator on the model's device; None: the default one.
-        stop: end after this token; None: never end early.
+        stop: end after this token, or any of these; None: never end early.
         num_ids: draw only ids below it, because the ids above only pad the vocabulary. None: draw all.
         use_cache: cache keys and values while all tokens fit into the context; if not, each token recomputes all.
 
@@ -214,6 +221,7 @@ def sample(
     if prompt_T.numel() == 0:
         raise ValueError("prompt: it has no tokens; give at least one")
     model.eval()
+    stops = ids_of(stop)
     context_T = _document(prompt_T, model.eos_id)
     cache: KVCache | None = None
     for _ in range(num_tokens):
@@ -229,10 +237,15 @@ def sample(
         token = draw(logits_V[:num_ids], temperature, top_k, top_p, generator)
         context_T = torch.cat([context_T, token])
         yield int(token)
-        if stop is not None and int(token) == stop:
+        if int(token) in stops:
             return
         if model.eos_id is not None and int(token) == model.eos_id:
             context_T, cache = token, None
+
+
+def ids_of(stop: int | Collection[int] | None) -> frozenset[int]:
+    """The ids that `sample` stops at."""
+    return frozenset(() if stop is None else (stop,) if isinstance(stop, int) else stop)
 
 
 def _document(tokens_T: Tensor, eos_id: int | None) -> Tensor:

@@ -113,9 +113,9 @@ def _continuation(model: LanguageModel, tokenizer: Tokenizer, ids: list[int], se
     limit = int(settings.get("max_gen_toks", 256))
     prompt = torch.tensor(ids[-max(1, model.config.seq_len - limit) :], device=_device(model))
     written: list[int] = []
-    eos_id, num_ids = tokenizer.eos_id, tokenizer.vocab_size
-    for token in sample(model, prompt, limit, temperature=heat, stop=eos_id, num_ids=num_ids):
-        if token == eos_id:
+    stop, num_ids = tokenizer.stop_ids, tokenizer.vocab_size
+    for token in sample(model, prompt, limit, temperature=heat, stop=stop, num_ids=num_ids):
+        if token in stop:
             break
         written.append(token)
         text = tokenizer.decode(written)

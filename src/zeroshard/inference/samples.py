@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zeroshard.errors import ExitStatus
 from zeroshard.inference.chat import until
-from zeroshard.inference.generate import decoded, draw, load_with_prompt, options_of, sample
+from zeroshard.inference.generate import answered, decoded, draw, ids_of, load_with_prompt, options_of, sample
 from zeroshard.models import LanguageModel
 from zeroshard.train.config.command_settings import GenerateConfig
 
@@ -28,11 +28,12 @@ def run_samples(config: GenerateConfig, loaded: Callable[[], None] = lambda: Non
     model, tokenizer, ids, end = load_with_prompt(config)
     seeds = range(config.seed, config.seed + config.samples)
     generators = [torch.Generator(ids.device).manual_seed(seed) for seed in seeds]
-    drawn = samples(model, ids, config.max_new_tokens, generators, **options_of(config, tokenizer))
+    options = options_of(config, tokenizer)
+    drawn = samples(model, ids, config.max_new_tokens, generators, **options)
     loaded()
     for seed, tokens in zip(seeds, drawn, strict=True):
         print(f"--- seed {seed}")
-        print(config.prompt + "".join(until(decoded(tokenizer, tokens), end)))
+        print(config.prompt + "".join(until(decoded(tokenizer, answered(config, tokens, options["stop"])), end)))
     return int(ExitStatus.OK)
 
 
@@ -46,7 +47,7 @@ def samples(
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
-    stop: int | None = None,
+    stop: int | Collection[int] | None = None,
     num_ids: int | None = None,
 ) -> list[list[int]]:
     """The tokens of each text, in the order of ``generators``: the same that `sample` draws with that generator.
@@ -70,7 +71,7 @@ def samples(
     model.eval()
     context_BT = prompt_T.expand(len(generators), -1)
     drawn: list[list[int]] = [[] for _ in generators]
-    going_on = set(range(len(generators)))
+    going_on, stops = set(range(len(generators))), ids_of(stop)
     cache = model.new_cache() if prompt_T.numel() < model.config.seq_len else None
     for _ in range(num_tokens):
         context_BT = context_BT[:, -model.config.seq_len :]
@@ -85,7 +86,7 @@ def samples(
         context_BT = torch.cat([context_BT, tokens_B[:, None]], dim=1)
         for place in sorted(going_on):
             drawn[place].append(int(tokens_B[place]))
-            if drawn[place][-1] == stop:
+            if drawn[place][-1] in stops:
                 going_on.discard(place)
         if not going_on:
             break

@@ -1,4 +1,8 @@
-"""Convert DeepSpeed's JSON configuration to our settings: https://www.deepspeed.ai/docs/config-json/"""
+"""Convert DeepSpeed's JSON configuration to our settings: https://www.deepspeed.ai/docs/config-json/
+
+What the file leaves out has DeepSpeed's defaults (of its engine, optimizers and schedulers) and not ours. A value of
+``auto`` is the caller's there, and has our default.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +15,25 @@ from typing import Any
 from zeroshard.errors import UserError, shown
 from zeroshard.interop.migration import Migration
 from zeroshard.regular_files import read_text
+from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.sizes import LARGEST
 from zeroshard.train.config.validate import by_dotted_name, refuse_unusable
 
 _AUTO = "left to the caller there, and to its default here"
 _NO_OFFLOAD = "states stay on the device; more ranks hold less each"
+_LEFT_OUT = "the file leaves it out"
+_LINEAR = "logarithmic there, linear here"
+_HALF = ("bf16.enabled", "bfloat16.enabled", "fp16.enabled")
+_OWN_RATES = ("WarmupLR", "WarmupDecayLR")  # schedulers that set the rate themselves, and not as a share of lr
+_WARM_UPS = (*_OWN_RATES, "WarmupCosineLR")
+_PEAK, _COS_MIN_RATIO = 1e-3, 1e-4  # defaults of their warmup_max_lr and cos_min_ratio
 _BUCKETS = "a unit is a transformer block, gathered one ahead"
 SAME = {
     "train_micro_batch_size_per_gpu": "micro_batch_size",
     "gradient_clipping": "grad_clip",
     "steps_per_print": "log_interval",
-    "optimizer.params.lr": "lr",
     "optimizer.params.weight_decay": "weight_decay",
     "scheduler.params.total_num_steps": "max_steps",
-    "scheduler.params.warmup_num_steps": "warmup_steps",
     "fp16.loss_scale_window": "loss_scale_interval",
     "tensorboard.job_name": "track.name",
     "wandb.project": "track.project",
@@ -56,6 +65,8 @@ def read_deepspeed(words: Sequence[str]) -> Migration:
     for key, value in flat.items():
         _require_type(key, value)
     to = Migration(f"DeepSpeed: {path}", values={"dtype": "float32"})  # DeepSpeed's dtype if the file sets none
+    if any(flat.get(key) == "auto" for key in _HALF):
+        to.set("dtype", TrainConfig.model_fields["dtype"].default)
     for key, value in flat.items():
         if value == "auto":
             to.ignore(key, value, _AUTO)
@@ -65,14 +76,60 @@ def read_deepspeed(words: Sequence[str]) -> Migration:
             _SPECIAL[key](key, value, flat, to)
         else:
             to.ignore(key, value, _why_ignored(key))
-    if "min_lr" not in to.values and "lr" in to.values:
-        to.set(
-            "min_lr", 0.0 if str(flat.get("scheduler.type", "")).endswith(("DecayLR", "CosineLR")) else to.values["lr"]
-        )
-    if "scheduler.params.warmup_num_steps" not in flat:
-        to.set("warmup_steps", 0)
+    _add_defaults(flat, to)
     _fit_steps(to)
     return to
+
+
+def _add_defaults(flat: dict[str, Any], to: Migration) -> None:
+    """Set what DeepSpeed does where the file says nothing."""
+    if "zero_optimization.stage" not in flat:
+        to.default("zero_optimization.stage", 0, {"strategy": "zero0"}, "no stage is given")
+    if flat.get("fp16.enabled") is True and "fp16.loss_scale_window" not in flat:
+        to.default("fp16.loss_scale_window", 1000, {"loss_scale_interval": 1000}, _LEFT_OUT)
+    has_optimizer = "optimizer.type" in flat
+    if has_optimizer:
+        decay = 0.01 if flat.get("optimizer.params.torch_adam") and _name_of(flat, "optimizer") == "adamw" else 0.0
+        for name, value, ours in (
+            ("betas", [0.9, 0.999], {"beta1": 0.9, "beta2": 0.999}),
+            ("weight_decay", decay, {"weight_decay": decay}),
+        ):
+            if f"optimizer.params.{name}" not in flat:
+                to.default(f"optimizer.params.{name}", value, ours, _LEFT_OUT)
+    if "gradient_clipping" not in flat:
+        ours = {"grad_clip": 1.0} if has_optimizer else {}  # ours too, but not for ever
+        to.default("gradient_clipping", 1.0, ours, "of its releases since 2026; in earlier ones 0, which is off")
+    _add_schedule(flat, to)
+
+
+def _add_schedule(flat: dict[str, Any], to: Migration) -> None:
+    """Set the rate that DeepSpeed's scheduler, or its lack of one, comes to."""
+    scheduler = str(flat.get("scheduler.type", ""))
+    if scheduler in _WARM_UPS:
+        if "scheduler.params.warmup_num_steps" not in flat:
+            to.default("scheduler.params.warmup_num_steps", 1000, {"warmup_steps": 1000}, _LEFT_OUT)
+        if "scheduler.params.warmup_type" not in flat:
+            to.default("scheduler.params.warmup_type", "log", {}, _LINEAR)
+    else:
+        to.set("warmup_steps", 0)
+    if scheduler in _OWN_RATES and "scheduler.params.warmup_max_lr" not in flat:
+        why = f"{scheduler}'s default peak, whatever the optimizer's lr is"
+        to.default("scheduler.params.warmup_max_lr", _PEAK, {"lr": _PEAK}, why)
+    elif "optimizer.type" in flat and "optimizer.params.lr" not in flat and scheduler not in _OWN_RATES:
+        to.default("optimizer.params.lr", 1e-3, {"lr": 1e-3}, _LEFT_OUT)
+    if scheduler in _WARM_UPS and "lr" not in to.values:  # it is `auto`, and where it ends follows from it
+        to.set("lr", TrainConfig.model_fields["lr"].default)
+    if "lr" not in to.values:
+        return
+    ends = {"WarmupDecayLR": 0.0, "WarmupCosineLR": flat.get("scheduler.params.cos_min_ratio", _COS_MIN_RATIO)}
+    ratio = ends.get(scheduler, 1.0)
+    to.set("min_lr", to.values["lr"] * (ratio if _is_number(ratio) else _COS_MIN_RATIO))
+    if scheduler == "WarmupCosineLR" and "scheduler.params.cos_min_ratio" not in flat:
+        to.default("scheduler.params.cos_min_ratio", _COS_MIN_RATIO, {"min_lr": to.values["min_lr"]}, _LEFT_OUT)
+
+
+def _name_of(flat: dict[str, Any], what: str) -> str:
+    return str(flat.get(f"{what}.type", "")).lower()
 
 
 def _require_type(key: str, value: Any) -> None:
@@ -134,11 +191,11 @@ def _loss_scale(key: str, value: Any, flat: dict[str, Any], to: Migration) -> No
 
 
 def _optimizer(key: str, value: Any, flat: dict[str, Any], to: Migration) -> None:
-    if value not in ("Adam", "AdamW"):
+    if value.lower() not in ("adam", "adamw"):
         raise UserError(
             "optimizer.type", f"{value} is not in the trainer", "use AdamW, or zeroshard.Zero with your own"
         )
-    same = value == "AdamW" or flat.get("optimizer.params.adam_w_mode", True)
+    same = value.lower() == "adamw" or flat.get("optimizer.params.adam_w_mode", True)
     to.map(key, value, {"optimizer": "adamw"}, "" if same else "decay is decoupled from gradients", same=bool(same))
 
 
@@ -150,6 +207,14 @@ def _eps(key: str, value: Any, flat: dict[str, Any], to: Migration) -> None:
     to.map(key, value, {}, "" if value == 1e-8 else "1e-8, as torch has it", same=value == 1e-8)
 
 
+def _lr(key: str, value: Any, flat: dict[str, Any], to: Migration) -> None:
+    scheduler = flat.get("scheduler.type")
+    if scheduler in _OWN_RATES:
+        to.ignore(key, value, f"{scheduler} sets the rate itself, up to its warmup_max_lr")
+    else:
+        to.map(key, value, {"lr": value})
+
+
 def _scheduler(key: str, value: Any, flat: dict[str, Any], to: Migration) -> None:
     if value == "WarmupCosineLR":
         to.map(key, value, {})
@@ -158,11 +223,31 @@ def _scheduler(key: str, value: Any, flat: dict[str, Any], to: Migration) -> Non
     elif value == "WarmupLR":
         to.map(key, value, {}, "constant after warm-up: min_lr is lr")
     else:
-        to.ignore(key, value, "warm-up and a cosine")
+        to.ignore(key, value, "not computed here: the rate stays constant")
+
+
+def _warm_up(key: str, value: Any, flat: dict[str, Any], to: Migration) -> None:
+    if flat.get("scheduler.type") not in _WARM_UPS:
+        to.ignore(key, value, "its scheduler is not computed here")
+    elif key.endswith("num_steps"):
+        to.map(key, value, {"warmup_steps": value})
+    elif key.endswith("type"):
+        to.map(key, value, {}, "" if value == "linear" else _LINEAR, same=value == "linear")
+    elif not value:
+        to.map(key, value, {}, "from 0, as here")
+    else:
+        to.ignore(key, value, "warm-up begins at 0")
 
 
 def _max_lr(key: str, value: Any, flat: dict[str, Any], to: Migration) -> None:
-    to.map(key, value, {"lr": value})
+    if flat.get("scheduler.type") in _OWN_RATES:
+        to.map(key, value, {"lr": value})
+    else:
+        to.ignore(key, value, "its scheduler takes the optimizer's lr")
+
+
+def _cos_min_ratio(key: str, value: Any, flat: dict[str, Any], to: Migration) -> None:
+    to.map(key, value, {}, "min_lr, as a share of lr")
 
 
 def _track(key: str, value: Any, flat: dict[str, Any], to: Migration) -> None:
@@ -210,10 +295,15 @@ _SPECIAL: dict[str, Callable[[str, Any, dict[str, Any], Migration], None]] = {
     "fp16.initial_scale_power": _scale_power,
     "fp16.loss_scale": _loss_scale,
     "optimizer.type": _optimizer,
+    "optimizer.params.lr": _lr,
     "optimizer.params.betas": _betas,
     "optimizer.params.eps": _eps,
     "scheduler.type": _scheduler,
     "scheduler.params.warmup_max_lr": _max_lr,
+    "scheduler.params.cos_min_ratio": _cos_min_ratio,
+    **dict.fromkeys(
+        (f"scheduler.params.warmup_{name}" for name in ("num_steps", "type", "min_lr", "min_ratio")), _warm_up
+    ),
     **dict.fromkeys(("tensorboard.enabled", "wandb.enabled"), _track),
     "activation_checkpointing.partition_activations": _recompute,
 }
@@ -237,7 +327,8 @@ _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(
         (
             *("gradient_clipping", "optimizer.params.lr", "optimizer.params.weight_decay", "optimizer.params.eps"),
-            *("scheduler.params.warmup_max_lr", "fp16.loss_scale"),
+            *("scheduler.params.warmup_max_lr", "scheduler.params.warmup_min_lr", "scheduler.params.warmup_min_ratio"),
+            *("scheduler.params.cos_min_ratio", "fp16.loss_scale"),
         ),
         _NUMBER,
     ),
@@ -249,7 +340,8 @@ _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
         ),
         _SWITCH,
     ),
-    **dict.fromkeys(("optimizer.type", "scheduler.type", "tensorboard.job_name", "wandb.project"), _NAME),
+    **dict.fromkeys(("optimizer.type", "scheduler.type", "scheduler.params.warmup_type"), _NAME),
+    **dict.fromkeys(("tensorboard.job_name", "wandb.project"), _NAME),
     "zero_optimization.mics_shard_size": (
         lambda value: _is_count(value) or value == -1,
         "a number of ranks, or -1 for none",

@@ -27,6 +27,8 @@ from zeroshard.checkpoint.streamed_safetensors import StreamedTensor, drafted, i
 from zeroshard.columns import printable
 from zeroshard.data import Tokenizer, load_tokenizer, read_meta
 from zeroshard.data.portable import portable
+from zeroshard.data.special_tokens import GENERATION_CONFIG, TOKENIZER_CONFIG, special_tokens_of
+from zeroshard.data.tokenizer import TOKENIZER_FILE, BpeTokenizer
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.interop import hf_folder_export
 from zeroshard.interop.adapter_export import base_of, write_adapters
@@ -118,12 +120,11 @@ def _describe(draft: Path, source: _Source, dtype: str) -> None:
             return
         seq_len = model.config.seq_len
     else:
-        eos_id, begins = (tokenizer.eos_id, tokenizer.around[0]) if tokenizer else (None, ())
-        marks = {"eos_id": eos_id, "bos_id": begins[0] if begins else None}
+        marks = {"eos_id": tokenizer.eos_id, "bos_id": _bos_id(tokenizer, source.run)} if tokenizer else {}
         _write_json(draft / "config.json", hf_config(model, dtype=dtype, **marks))
         seq_len = model.seq_len
     if tokenizer:
-        _write_tokenizer(draft, tokenizer, seq_len)
+        _write_tokenizer(draft, tokenizer, seq_len, source.run)
 
 
 def split_by_size(tensors: Iterable[StreamedTensor], max_bytes: int) -> dict[str, list[StreamedTensor]]:
@@ -207,18 +208,31 @@ def _streamed(reader: ShardReader, weight: HFWeight, kind: str, dtype: torch.dty
     return StreamedTensor(weight.hf_name, dtype, weight.hf_shape, transpose if weight.transposed else parts)
 
 
-def _write_tokenizer(folder: Path, tokenizer: Tokenizer, seq_len: int) -> None:
-    written = portable(tokenizer)
-    (folder / "tokenizer.json").write_text(written.json, encoding="utf-8")
+def _bos_id(tokenizer: Tokenizer, run: Path) -> int | None:
+    """Return the id that begins a text: as the tokenizer puts it there, else the one that the run knows by name."""
+    if tokenizer.around[0]:
+        return tokenizer.around[0][0]
+    named = special_tokens_of(tokenizer_folder(run)).named.get("bos_token")
+    return tokenizer.id_of(named) if named and isinstance(tokenizer, BpeTokenizer) else None
+
+
+def _write_tokenizer(folder: Path, tokenizer: Tokenizer, seq_len: int, run: Path) -> None:
+    """Write the tokenizer, the special tokens that the run knows by name, its chat template and where texts end."""
+    written, kept = portable(tokenizer), tokenizer_folder(run)
+    (folder / TOKENIZER_FILE).write_text(written.json, encoding="utf-8")
     about: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": seq_len,
         "clean_up_tokenization_spaces": False,
+        **special_tokens_of(kept).named,
     }
-    begins = written.bos_token or written.eos_token  # GPT-2 has one token for both
+    begins = written.bos_token or about.get("bos_token") or written.eos_token  # GPT-2 has one token for both
     about |= {"bos_token": begins} if begins else {}
     about |= {"eos_token": written.eos_token} if written.eos_token else {}
-    _write_json(folder / "tokenizer_config.json", about)
+    _write_json(folder / TOKENIZER_CONFIG, about)
+    if len(tokenizer.stop_ids) > 1:
+        _write_json(folder / GENERATION_CONFIG, {"eos_token_id": list(tokenizer.stop_ids)})
+    hf_folder_export.write_template(kept, folder)
 
 
 def _write_json(path: Path, content: Any) -> None:

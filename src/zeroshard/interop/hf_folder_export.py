@@ -22,6 +22,8 @@ from torch import Tensor
 
 from zeroshard.checkpoint.streamed_safetensors import StreamedTensor, intervals
 from zeroshard.data import Tokenizer
+from zeroshard.data.examples.template import JINJA_FILE, JSON_FILE, own_template
+from zeroshard.data.special_tokens import TOKENIZER_CONFIG, json_object
 from zeroshard.data.tokenizer import TOKENIZER_FILE, BpeTokenizer, read_tokenizer
 from zeroshard.errors import UserError
 from zeroshard.models.hugging_face.model import INNER, HuggingFaceModel
@@ -29,6 +31,7 @@ from zeroshard.models.hugging_face.weights import FilePart, file_layout
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.setup.assemble import make_model
 from zeroshard.train.setup.hugging_face import kept_folder
+from zeroshard.train.setup.run_folder import tokenizer_folder
 from zeroshard.zero.state.named_shards import ShardReader
 
 
@@ -82,7 +85,20 @@ def copy_text_files(run: Path, out: Path, tokenizer: Tokenizer | None) -> bool:
         return False
     for path in kept.iterdir():
         shutil.copyfile(path, out / path.name)
+    write_template(tokenizer_folder(run), out)
     return True
+
+
+def write_template(kept: Path, out: Path) -> None:
+    """Write the chat template of a run's tokenizer folder, if it has one, in place of any in ``out``."""
+    text = own_template(kept)[0] if kept.is_dir() else ""
+    if not text:
+        return
+    (out / JINJA_FILE).write_text(text, encoding="utf-8")
+    (out / JSON_FILE).unlink(missing_ok=True)
+    config = dict(json_object(out / TOKENIZER_CONFIG))
+    if config.pop("chat_template", None):
+        (out / TOKENIZER_CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _is_same(file: Path, tokenizer: Tokenizer) -> bool:

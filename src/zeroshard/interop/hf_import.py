@@ -3,7 +3,7 @@
 Training resumes from the run with any strategy and number of ranks, at a learning rate for fine-tuning (``zeroshard
 train --config RUN/config.toml --resume auto --data text --data.path FILES``); ``zeroshard generate RUN`` generates
 text. Weights keep the dtype of the files, and are read through memory maps. Pickles (``pytorch_model.bin``) are never
-read, and `transformers` is not needed.
+read. If `transformers` is installed, the logits of both are compared.
 """
 
 from __future__ import annotations
@@ -23,15 +23,10 @@ from zeroshard import checkpoint
 from zeroshard.checkpoint.streamed_safetensors import drafted
 from zeroshard.comm import Communicator, LocalCommunicator
 from zeroshard.data.examples.template import TEMPLATE_FILES
-from zeroshard.data.tokenizer import (
-    TOKENIZER_CONFIG,
-    TOKENIZER_FILE,
-    BpeTokenizer,
-    keep_tokenizer,
-    read_byte_level,
-    read_tokenizer,
-)
+from zeroshard.data.special_tokens import special_tokens_of
+from zeroshard.data.tokenizer import ENDS, TOKENIZER_FILE, BpeTokenizer, keep_tokenizer, read_tokenizer
 from zeroshard.errors import ExitStatus, UserError
+from zeroshard.interop.logit_comparison import compare_logits
 from zeroshard.interop.nanogpt_weights import import_nanogpt, is_nanogpt
 from zeroshard.models import GPT2Config, LanguageModel, LlamaConfig
 from zeroshard.models.hugging_face.folder import ADAPTER_CONFIG, only_adapters
@@ -71,17 +66,20 @@ def run_import(config: ImportConfig) -> int:
         data = DataConfig(source=UNNAMED)
         if tokenizer is not None:
             _keep_tokenizer(tokenizer_folder(draft), tokenizer, model.vocab_size, source)
-            for name in TEMPLATE_FILES:  # the chat template
+            for name in TEMPLATE_FILES:
                 if (source / name).is_file():
                     shutil.copyfile(source / name, tokenizer_folder(draft) / name)
+            tokenizer.keep_special_tokens(tokenizer_folder(draft))
             data = DataConfig(source=UNNAMED, tokenizer=f"json:{tokenizer_folder(out) / TOKENIZER_FILE}")
         facts = {"model": model_table(model), "data": data, "seq_len": min(model.seq_len, _SEQ_LEN), "out": str(out)}
         run = TrainConfig.model_validate({**facts, **FINE_TUNING})
         (draft / "config.toml").write_text(dump_toml(run), encoding="utf-8")
         extra = {"config": run.model_dump(mode="json"), "torch": torch.__version__, "imported_from": source.name}
-        checkpoint.save(checkpoint_folder(draft) / "step-00000000", weights, step=0, extra=extra)
+        written = checkpoint_folder(draft) / "step-00000000"
+        checkpoint.save(written, weights, step=0, extra=extra)
+        compared = compare_logits(source, model, written)
     text = f"{tokenizer.vocab_size:,} tokens" if tokenizer else "no tokenizer that we read, so it writes no text"
-    print(f"{source} in {out}: {weights.num_params:,} parameters, {text}\n{_next(out)}")
+    print(f"{source} in {out}: {weights.num_params:,} parameters, {text}\n{_next(out)}\n{compared}")
     return int(ExitStatus.OK)
 
 
@@ -192,13 +190,28 @@ def _open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
 def _tokenizer(folder: Path) -> BpeTokenizer | None:
     """Read the model's ``tokenizer.json``, or GPT-2's older pair of tokenizer files; None if it has neither."""
     if (folder / TOKENIZER_FILE).is_file():
-        tokenizer = read_tokenizer(folder / TOKENIZER_FILE)
-        told = folder / TOKENIZER_CONFIG
-        eos = _read_json(told).get("eos_token") if told.is_file() else None
-        tokenizer.end_with(eos.get("content") if isinstance(eos, dict) else eos if isinstance(eos, str) else None)
-        return tokenizer
+        return read_tokenizer(folder / TOKENIZER_FILE)
     vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
-    return read_byte_level(vocabulary, merges) if vocabulary.is_file() and merges.is_file() else None
+    return _read_byte_level(vocabulary, merges) if vocabulary.is_file() and merges.is_file() else None
+
+
+def _read_byte_level(vocabulary: Path, merges: Path) -> BpeTokenizer:
+    """Read the tokenizer in GPT-2's ``vocab.json`` and ``merges.txt``; UserError if the library cannot read them."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    try:
+        require_regular(vocabulary)
+        require_regular(merges)
+        inner = tokenizers.Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
+    except Exception as error:  # noqa: BLE001 -- the library raises nothing more precise
+        raise UserError("data.tokenizer", f"{vocabulary} cannot be read ({error})", "fetch it again") from None
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    special = special_tokens_of(vocabulary.parent)
+    marks = dict.fromkeys((*ENDS, *special.named.values()))
+    inner.add_special_tokens([text for text in marks if inner.token_to_id(text) is not None])
+    return BpeTokenizer(inner, "json", special)
 
 
 def _keep_tokenizer(folder: Path, tokenizer: BpeTokenizer, vocab_size: int, source: Path) -> None:

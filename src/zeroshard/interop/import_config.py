@@ -4,11 +4,13 @@
     zeroshard import-config deepspeed ds_config.json > run.toml
 
 It prints TOML for `zeroshard train --config`, below a table in comments: each key of the other program, what it became,
-and the reason if its meaning changed. Files are parsed and never executed.
+and the reason if its meaning changed. What is ignored is printed on stderr too, because the table mostly goes into a
+file. Files are parsed and never executed.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 
 from zeroshard.errors import ExitStatus, UserError
@@ -33,4 +35,6 @@ def run_import_config(words: Sequence[str]) -> int:
     migration = KINDS[words[0]](words[1:])
     migration.config()
     print(migration.text(), end="")
+    for line in migration.told():
+        print(line, file=sys.stderr)
     return int(ExitStatus.OK)

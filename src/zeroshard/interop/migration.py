@@ -12,7 +12,7 @@ from zeroshard.columns import columns
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.validate import validate
 
-Fate = Literal["mapped", "changed", "ignored"]
+Fate = Literal["mapped", "changed", "ignored", "default"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Row:
         key: the other program's key, with dots.
         value: the key's value there.
         fate: ``mapped`` if it means the same here; ``changed`` if it means something else, see ``why``; ``ignored`` if
-            it has no effect here.
+            it has no effect here; ``default`` if the file leaves it out, and the value is the other program's.
         ours: the keys of ours that it set.
         why: an explanation for the user; may be empty.
     """
@@ -37,11 +37,19 @@ class Row:
 
 @dataclass
 class Migration:
-    """Our settings, which are filled in key by key, and the table of how they came about."""
+    """Our settings, which are filled in key by key, and the table of how they came about.
+
+    Attributes:
+        source: the other program and its file.
+        rows: the table.
+        values: our settings.
+        left_out: keys that the user did not give; `told` does not mention them.
+    """
 
     source: str
     rows: list[Row] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
+    left_out: frozenset[str] = frozenset()
 
     def set(self, ours: str, value: Any) -> None:
         """Set one of our keys, given with dots."""
@@ -60,6 +68,20 @@ class Migration:
     def ignore(self, key: str, value: Any, why: str) -> None:
         """Record that ``key`` has no effect here, and ``why``."""
         self.rows.append(Row(key, value, "ignored", "", why))
+
+    def default(self, key: str, value: Any, ours: Mapping[str, Any], why: str) -> None:
+        """Set ``ours``, because the file leaves ``key`` out and the other program then takes ``value``."""
+        for name, ours_value in ours.items():
+            self.set(name, ours_value)
+        self.rows.append(Row(key, value, "default", ", ".join(ours), why))
+
+    def told(self) -> list[str]:
+        """Return lines for the console about what has no effect here, one for each reason; the table says it too."""
+        keys: dict[str, list[str]] = {}
+        for row in self.rows:
+            if row.fate == "ignored" and row.key not in self.left_out:
+                keys.setdefault(row.why, []).append(row.key)
+        return [f"ignored: {', '.join(names)} ({why})" for why, names in keys.items()]
 
     def config(self) -> TrainConfig:
         """Return the configuration of a run with these settings; raises UserError if values contradict each other."""

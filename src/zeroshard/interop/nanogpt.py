@@ -1,14 +1,13 @@
 """Convert nanoGPT's settings to ours: https://github.com/karpathy/nanoGPT
 
-Its configurations are Python files whose assignments override the defaults of ``train.py``; flags ``--key=value``
-override both. Files are parsed into a syntax tree and never executed. Values may be literals, names that were assigned
-before, and arithmetic. `zeroshard.interop.nanogpt_weights` imports weights.
+Its configurations are Python files whose assignments override the defaults of ``train.py``; so do flags
+``--key=value``, and whatever comes later on the command line wins. Files are never executed, see
+`zeroshard.interop.nanogpt_statements`. `zeroshard.interop.nanogpt_weights` imports weights.
 """
 
 from __future__ import annotations
 
 import ast
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 from zeroshard.data.character_meta import read_characters
 from zeroshard.errors import UserError, shown
 from zeroshard.interop.migration import Migration
-from zeroshard.regular_files import read_text
+from zeroshard.interop.nanogpt_statements import Unknown, read_assignments
 from zeroshard.train.config.sizes import LARGEST
 from zeroshard.train.config.validate import nearest
 
@@ -48,14 +47,6 @@ SAME = {
     "compile": "compile",
 }
 GPT2_IDS, PADDED_IDS = 50_257, 50_304  # ids of GPT-2's tokenizer, and nanoGPT's padded vocabulary for them
-_OPERATIONS: dict[type, Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
 
 
 def read_nanogpt(words: Sequence[str]) -> Migration:
@@ -65,20 +56,20 @@ def read_nanogpt(words: Sequence[str]) -> Migration:
         UserError: a file is not Python, nanoGPT has no such key, a flag has no value, or a value has the wrong type.
     """
     given: dict[str, Any] = {}
-    files = [word for word in words if not word.startswith("--")]
-    for file in files:
-        given |= _assignments(Path(file))
     for word in words:
-        if word.startswith("--"):
-            key, equals, text = word[2:].partition("=")
-            if not equals:
-                raise UserError(word, "has no value", f"write {word}=VALUE, as nanoGPT takes it")
-            given[key] = _literal(text)
+        if not word.startswith("--"):
+            given |= read_assignments(Path(word), DEFAULTS, given)
+            continue
+        key, equals, text = word[2:].partition("=")
+        if not equals:
+            raise UserError(word, "has no value", f"write {word}=VALUE, as nanoGPT takes it")
+        given[key] = _literal(text)
     for key, value in given.items():
         if key not in DEFAULTS:
             raise UserError(key, "nanoGPT has no such setting", nearest(key, DEFAULTS, "remove it"))
         _require_type(key, value)
-    migration = Migration(" ".join(["nanoGPT:", *words]))
+    left_out = frozenset(DEFAULTS.keys() - given.keys())
+    migration = Migration(" ".join(["nanoGPT:", *words]), left_out=left_out)
     _migrate({**DEFAULTS, **given}, migration)
     return migration
 
@@ -92,7 +83,7 @@ def _require_type(key: str, value: Any) -> None:
         float: _is_number(value),
         str: isinstance(value, str),
     }
-    if isinstance(value, _Unknown) or fits[type(default)]:
+    if isinstance(value, Unknown) or fits[type(default)]:
         return
     kind = {bool: "True or False", int: "a whole number", float: "a number", str: "text"}[type(default)]
     raise UserError(key, f"{shown(value, 80)} is not {kind}", f"give {kind}, as nanoGPT takes it")
@@ -104,11 +95,12 @@ def _is_number(value: Any) -> bool:
 
 def _migrate(theirs: dict[str, Any], to: Migration) -> None:
     to.set("model.name", "gpt2-124m")
+    to.set("model.activation", "gelu")  # its model has nn.GELU()
     to.set("strategy", "zero2")
     to.set("seed", 1337)
     known = _Known(theirs)
     for key, value in theirs.items():
-        if isinstance(value, _Unknown):
+        if isinstance(value, Unknown):
             to.ignore(key, value.source, f"line {value.line} is no constant")
         elif key in SAME:
             to.map(key, value, {SAME[key]: value})
@@ -241,13 +233,6 @@ _SPECIAL: dict[str, Callable[[str, Any, dict[str, Any], Migration], None]] = {
 }
 
 
-class _Unknown:
-    """Placeholder for the value of an expression that we do not evaluate, with its line and source text."""
-
-    def __init__(self, line: int, source: str) -> None:
-        self.line, self.source = line, source
-
-
 class _NotConstantError(Exception):
     """The setting of this name was read, and its value is not a constant."""
 
@@ -257,52 +242,9 @@ class _Known(dict[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         value = super().__getitem__(key)
-        if isinstance(value, _Unknown):
+        if isinstance(value, Unknown):
             raise _NotConstantError(key)
         return value
-
-
-def _assignments(path: Path) -> dict[str, Any]:
-    try:
-        text = read_text(path)
-        tree = ast.parse(text)
-    except OSError as error:
-        raise UserError(str(path), f"cannot be read ({error.strerror})", "give one of nanoGPT's config files") from None
-    except (SyntaxError, ValueError) as error:
-        raise UserError(str(path), f"is no Python ({error})", "give one of nanoGPT's config files") from None
-    except (RecursionError, MemoryError):  # the parser raises MemoryError at its own limit
-        raise UserError(str(path), "is nested too deeply", "give one of nanoGPT's config files") from None
-    found: dict[str, Any] = {}
-    for statement in tree.body:
-        if isinstance(statement, ast.Assign):
-            try:
-                value = _value(statement.value, found, text)
-            except RecursionError:
-                value = _Unknown(statement.lineno, "...")
-            for target in statement.targets:
-                if isinstance(target, ast.Name):
-                    found[target.id] = value
-    return {key: value for key, value in found.items() if key in DEFAULTS or not isinstance(value, _Unknown)}
-
-
-def _value(node: ast.expr, known: Mapping[str, Any], text: str) -> Any:
-    unknown = _Unknown(node.lineno, ast.get_source_segment(text, node) or "?")
-    try:
-        return ast.literal_eval(node)
-    except (ValueError, TypeError):  # TypeError: for example for a set of lists
-        pass
-    if isinstance(node, ast.Name):
-        return known.get(node.id, DEFAULTS.get(node.id, unknown))
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
-        left, right = (_value(side, known, text) for side in (node.left, node.right))
-        if isinstance(left, int | float) and isinstance(right, int | float):
-            try:
-                result = _OPERATIONS[type(node.op)](left, right)
-            except (ArithmeticError, ValueError):
-                return unknown
-            # repeated products would double the digits each time, and no setting needs more than 64 bits
-            return result if abs(result) < LARGEST else unknown
-    return unknown
 
 
 def _literal(text: str) -> Any:

@@ -63,7 +63,8 @@ def import_nanogpt(path: Path, out: Path) -> str:
         "gpt2": "GPT-2's tokens",
         "": "no tokenizer (no meta.pkl of as many ids beside it or in data/DATASET), so it writes no text",
     }.get(tokenizer, f"the characters of {tokenizer}")
-    return f"{weights.num_params:,} parameters, {text}"
+    form = "the exact GELU" if model.activation == "gelu" else "GELU by tanh, as nanoGPT's first versions had it"
+    return f"GPT-2 with {form}, {weights.num_params:,} parameters, {text}"
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -89,7 +90,10 @@ def _config(path: Path, args: Any) -> GPT2Config:
         raise UserError("source", f"{path} has no `model_args` with {', '.join(_SIZES)}", "give a ckpt.pt of nanoGPT")
     vocab_size, seq_len, n_layer, n_head, n_embd = (args[key] for key in _SIZES)
     bias, dropout = args.get("bias", True), args.get("dropout", 0.0)
-    return GPT2Config(vocab_size, seq_len, n_layer, n_head, n_embd, bias=bias, dropout=dropout)
+    # Its first versions had the approximation by tanh; they knew no `bias` either. https://github.com/karpathy/nanoGPT
+    activation = "gelu" if "bias" in args else "gelu_tanh"
+    sizes = (vocab_size, seq_len, n_layer, n_head, n_embd)
+    return GPT2Config(*sizes, bias=bias, dropout=dropout, activation=activation)
 
 
 class _Weights:
@@ -102,8 +106,15 @@ class _Weights:
             wanted = {name: param.shape for name, param in GPT2(config).named_parameters()}
         if not all(isinstance(name, str) and _is_weight(tensor) for name, tensor in found.items()):
             raise UserError("source", f"{path}: `model` holds more than weights by name", "give a ckpt.pt of nanoGPT")
-        self._tensors = {_our_name(name): tensor for name, tensor in found.items() if not name.endswith(".attn.bias")}
-        self._tensors.pop("lm_head.weight", None)  # the tied embedding under its second name
+        self._tensors: dict[str, Tensor] = {}
+        for name, tensor in found.items():
+            ours = _our_name(name)
+            if ours.endswith(".attn.bias"):  # the causal mask, which its models kept among their weights
+                continue
+            kept = self._tensors.setdefault("wte.weight" if ours == "lm_head.weight" else ours, tensor)
+            if kept is not tensor and not torch.equal(kept, tensor):
+                what = f"{path}: {name} differs from another tensor of the same place, and one model has one of them"
+                raise UserError("source", what, "give a ckpt.pt of nanoGPT, which ties head and embedding")
         for name in sorted(wanted.keys() | self._tensors.keys()):
             shape = tuple(self._tensors[name].shape) if name in self._tensors else None
             if name not in wanted or shape != tuple(wanted[name]):

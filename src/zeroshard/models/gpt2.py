@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zeroshard.errors import UserError
+from zeroshard.errors import UserError, shown
 from zeroshard.kernels import Choice, LayerNorm
 from zeroshard.models.attention import attend
 from zeroshard.models.base import (
@@ -36,6 +36,7 @@ from zeroshard.models.document_masks import mask_of, positions_and_mask
 from zeroshard.models.head import Head, head_loss
 from zeroshard.models.recompute import recompute_blocks, recomputed_blocks
 
+ACTIVATIONS = {"gelu_tanh": "tanh", "gelu": "none"}  # with torch's name of the approximation
 INIT_STD = 0.02
 LAYER_NORM_EPS = 1e-5
 
@@ -55,6 +56,8 @@ class GPT2Config:
             use 0 for a model that sees each token about once.
         activation_checkpointing: which blocks recompute activations in backward instead of keeping them: ``none``,
             ``full``, ``selective``, ``selective:2`` or ``every:N``; see `zeroshard.models.recompute`.
+        activation: between the two matrices of a feed-forward layer: ``gelu_tanh``, the approximation that GPT-2 has,
+            or ``gelu``, the exact one, which nanoGPT has.
 
     Raises:
         UserError: for a value that cannot be used, with the field's name.
@@ -68,12 +71,16 @@ class GPT2Config:
     bias: bool = True
     dropout: float = 0.0
     activation_checkpointing: str = "none"
+    activation: str = "gelu_tanh"
 
     def __post_init__(self) -> None:
         check_types(self)
         check_counts(self, "vocab_size", "seq_len", "n_layer", "n_head", "n_embd")
         check_divides(self, "n_head", "n_embd")
         recomputed_blocks(self.activation_checkpointing, self.n_layer)
+        if self.activation not in ACTIVATIONS:
+            todo = f"choose one of {', '.join(ACTIVATIONS)}"
+            raise UserError("model.activation", f"{shown(self.activation)} is not a choice", todo)
         if not 0.0 <= self.dropout < 1.0:
             raise UserError("model.dropout", f"{self.dropout} is outside [0, 1)", "give a probability below 1")
 
@@ -105,17 +112,18 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two matrices with a GELU between them (tanh form, as GPT-2 has it; arXiv:1606.08415)."""
+    """Two matrices with a GELU between them (arXiv:1606.08415)."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
+        self.approximate = ACTIVATIONS[config.activation]
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform each position separately: [B, T, C] -> [B, T, 4 C] -> [B, T, C]."""
-        return self.drop(self.c_proj(F.gelu(self.c_fc(x), approximate="tanh")))
+        return self.drop(self.c_proj(F.gelu(self.c_fc(x), approximate=self.approximate)))
 
 
 class Block(nn.Module):

@@ -47,7 +47,7 @@ def test_ids_are_those_of_transformers(tokenizer, tmp_path):
 def test_of_a_pair_the_completion_counts_and_the_end_of_text(tokenizer):
     example = text_of_pair("prompt", "completion")("", {"prompt": "a <|im_end|> ", "completion": "b c"})
     (encoded,) = ExampleEncoder(tokenizer, is_chat=False)([example])
-    assert counted(tokenizer, encoded) == "b c<|endoftext|>"
+    assert counted(tokenizer, encoded) == "b c<|im_end|>"  # the eos_token of its tokenizer_config.json
     assert len(encoded.ids) == len("a <|im_end|> b c") + 1  # a mark in the text is text
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from zeroshard.data.examples.encode import ExampleEncoder
 from zeroshard.data.examples.rows import rows_of
 from zeroshard.data.examples.store import ExampleWriter
-from zeroshard.data.examples.template import JINJA_FILE, TOKENS_FILE, ChatTemplate, find_template
+from zeroshard.data.examples.template import ChatTemplate, find_template, keep_template
 from zeroshard.data.examples.texts import ExampleText, TextOf, text_of_chat, text_of_pair
 from zeroshard.data.meta import META_NAME, SPLITS, DataMeta, SourceMeta, dtype_for, write_meta
 from zeroshard.data.prepared import is_prepared, tables_fingerprint
@@ -87,7 +87,7 @@ def _write(spec: DataSpec, tables: Tables, template: ChatTemplate | None, draft:
         splits = {split: writer.tokens.finish() for split, writer in writers.items()}
     tokenizer_sha256 = write_tokenizer(draft, tokenizer) if isinstance(tokenizer, BpeTokenizer) else ""
     if template is not None:
-        _keep_template(draft, template)
+        keep_template(draft, template)
     fingerprint = tables_fingerprint(tables)
     described = ", ".join(spec.paths) or spec.source
     return DataMeta(
@@ -152,14 +152,6 @@ def _require_both(num_examples: Mapping[str, int], val_fraction: float) -> None:
 def _hash_of(row: Mapping[str, Any]) -> int:
     content = json.dumps(row, sort_keys=True, default=str)
     return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8, key=BY_EXAMPLE.encode()).digest(), "little")
-
-
-def _keep_template(folder: Path, template: ChatTemplate) -> None:
-    """Write the template beside the tokenizer, where `find_template` looks for it."""
-    (folder / JINJA_FILE).write_text(template.text, encoding="utf-8")
-    if template.special_tokens:
-        content = json.dumps(dict(template.special_tokens), indent=2)
-        (folder / TOKENS_FILE).write_text(content + "\n", encoding="utf-8")
 
 
 def _named(spec: DataSpec) -> str:

@@ -17,6 +17,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from zeroshard.data.special_tokens import (
+    GENERATION_CONFIG,
+    TOKENIZER_CONFIG,
+    TOKENS_FILE,
+    json_object,
+    special_tokens_of,
+)
 from zeroshard.errors import UserError, shown
 from zeroshard.regular_files import read_text
 
@@ -25,14 +32,9 @@ _CHATML_TEXT = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-JINJA_FILE, CONFIG_FILE, JSON_FILE, TOKENS_FILE = (
-    "chat_template.jinja",
-    "tokenizer_config.json",
-    "chat_template.json",
-    "special_tokens_map.json",
-)
-TEMPLATE_FILES = (JINJA_FILE, CONFIG_FILE, JSON_FILE, TOKENS_FILE)  # beside a tokenizer.json
-_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+JINJA_FILE, JSON_FILE = "chat_template.jinja", "chat_template.json"
+# Files beside a tokenizer.json that say how conversations are rendered, and where texts and answers end.
+TEMPLATE_FILES = (JINJA_FILE, TOKENIZER_CONFIG, JSON_FILE, TOKENS_FILE, GENERATION_CONFIG)
 _BEGIN, _END = "\ue000\ue001", "\ue001\ue000"  # private-use characters around the text in {% generation %}
 _ANOTHER = "give another by --data.template FILE"
 
@@ -141,12 +143,12 @@ def find_template(asked: str, tokenizer: str) -> ChatTemplate:
         UserError: the template cannot be read, or the tokenizer has none.
     """
     folder = Path(tokenizer.removeprefix("json:")).parent if tokenizer.startswith("json:") else None
-    special = _special_tokens(folder) if folder is not None else {}
+    special = special_tokens_of(folder).named if folder is not None else {}
     if asked == CHATML:
         return ChatTemplate(_CHATML_TEXT, CHATML, special)
     if asked:
         return ChatTemplate(_text_of(Path(asked)), asked, special)
-    text, origin = _own_template(folder) if folder is not None else ("", "")
+    text, origin = own_template(folder) if folder is not None else ("", "")
     if not text:
         what = f"the tokenizer {tokenizer} has no chat template"
         raise UserError("data.template", what, "give one by --data.template FILE, or --data.template chatml")
@@ -155,15 +157,28 @@ def find_template(asked: str, tokenizer: str) -> ChatTemplate:
 
 def has_template(folder: Path) -> bool:
     """Whether there is a template in ``folder``, beside a tokenizer; raises UserError if it cannot be read."""
-    return bool(_own_template(folder)[0])
+    return bool(own_template(folder)[0])
 
 
-def _own_template(folder: Path) -> tuple[str, str]:
+def keep_template(folder: Path, template: ChatTemplate) -> None:
+    """Write the template beside the tokenizer, where `find_template` looks for it."""
+    (folder / JINJA_FILE).write_text(template.text, encoding="utf-8")
+    if template.special_tokens:
+        content = json.dumps(dict(template.special_tokens), indent=2)
+        (folder / TOKENS_FILE).write_text(content + "\n", encoding="utf-8")
+
+
+def own_template(folder: Path) -> tuple[str, str]:
+    """Return the text of the template beside a tokenizer, and where it is; empty if there is none.
+
+    Raises:
+        UserError: it cannot be read.
+    """
     path = folder / JINJA_FILE
     if path.exists():
         return _text_of(path), str(path)
-    for path in (folder / CONFIG_FILE, folder / JSON_FILE):
-        found = _json_of(path).get("chat_template")
+    for path in (folder / TOKENIZER_CONFIG, folder / JSON_FILE):
+        found = json_object(path).get("chat_template")
         if isinstance(found, list):  # several templates, by name
             named = {each.get("name"): each.get("template") for each in found if isinstance(each, Mapping)}
             found = named.get("default")
@@ -172,34 +187,12 @@ def _own_template(folder: Path) -> tuple[str, str]:
     return "", ""
 
 
-def _special_tokens(folder: Path) -> dict[str, str]:
-    """Return special tokens by name; ``tokenizer_config.json`` takes precedence."""
-    found: dict[str, str] = {}
-    for path in (folder / TOKENS_FILE, folder / CONFIG_FILE):
-        for name, token in _json_of(path).items():
-            content = token.get("content") if isinstance(token, Mapping) else token
-            if name in _SPECIAL and isinstance(content, str):
-                found[name] = content
-    return found
-
-
 def _text_of(path: Path) -> str:
     try:
         return read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise UserError("data.template", f"{path} cannot be read ({why})", "give a file, or chatml") from None
-
-
-def _json_of(path: Path) -> Mapping[str, Any]:
-    """Return a JSON object; an empty one if there is no such file."""
-    if not path.exists():
-        return {}
-    try:
-        found = json.loads(read_text(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError("data.template", f"{path} cannot be read ({error})", _ANOTHER) from None
-    return found if isinstance(found, Mapping) else {}
 
 
 def _without_marks(marked: str) -> tuple[str, list[Span]]:

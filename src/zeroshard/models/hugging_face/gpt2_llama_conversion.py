@@ -31,6 +31,8 @@ from zeroshard.models.llama import Llama, LlamaConfig
 _GPT2_TRANSPOSED = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")
 # Buffers that older releases wrote among the weights: causal masks and rotary wavelengths. Our models compute both.
 _NO_WEIGHTS = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
+# Our activation: its names in `transformers`, the one that is written first.
+_ACTIVATIONS = {"gelu_tanh": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu": ("gelu", "gelu_python")}
 _CHANGE_MODEL = "take a model without it"
 
 
@@ -151,7 +153,7 @@ def hf_config(
             "n_head": config.n_head,
             "n_embd": config.n_embd,
             "n_inner": None,
-            "activation_function": "gelu_new",
+            "activation_function": _ACTIVATIONS[config.activation][0],
             "layer_norm_epsilon": LAYER_NORM_EPS,
             "embd_pdrop": config.dropout,
             "attn_pdrop": config.dropout,
@@ -200,7 +202,8 @@ def from_hf_config(raw: Mapping[str, Any]) -> GPT2Config | LlamaConfig:
 
 def _gpt2(raw: Mapping[str, Any]) -> GPT2Config:
     n_embd = raw.get("n_embd", 768)
-    _only(raw, "activation_function", ("gelu_new", "gelu_pytorch_tanh"), "gelu_new")
+    known = {theirs: ours for ours, names in _ACTIVATIONS.items() for theirs in names}
+    _only(raw, "activation_function", known, "gelu_new")
     _only(raw, "layer_norm_epsilon", (LAYER_NORM_EPS,), 1e-5)
     _only(raw, "scale_attn_weights", (True,), True)
     _only(raw, "scale_attn_by_inverse_layer_idx", (False,), False)
@@ -218,6 +221,7 @@ def _gpt2(raw: Mapping[str, Any]) -> GPT2Config:
         n_head=raw.get("n_head", 12),
         n_embd=n_embd,
         dropout=rates["embd_pdrop"],
+        activation=known[raw.get("activation_function", "gelu_new")],
     )
 
 

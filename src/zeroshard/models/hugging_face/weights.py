@@ -157,17 +157,22 @@ class FileWeights:
 
     Raises:
         UserError: the files lack a parameter or have it in another shape, contain a tensor that the model has no place
-            for, or have a dtype that is not in `DTYPES`.
+            for, two different tensors for one parameter, or a dtype that is not in `DTYPES`.
     """
 
     def __init__(self, model: nn.Module, folder: Path) -> None:
         found = find_tensors(folder)
-        self._runs = match(model, {name: tensor.shape for name, tensor in found.items()})
+        self._runs, copies = _match(model, {name: tensor.shape for name, tensor in found.items()})
         self._found = found
-        for name in {key for keys in self._runs.values() for key in keys}:
+        for name in {key for keys in (*self._runs.values(), *copies) for key in keys}:
             if found[name].dtype not in DTYPES:
                 what = f"{name} in {folder} is of dtype {found[name].dtype}"
                 raise UserError("model", what, "take the model before quantisation")
+        for copy, kept in copies:
+            if not are_equal(found[copy], found[kept]):
+                what = f"{copy} in {folder} differs from {kept}, and the model has one tensor for both"
+                todo = 'with "tie_word_embeddings": false in its config.json it has two, as transformers takes them'
+                raise UserError("model", what, todo)
 
     def __contains__(self, name: str) -> bool:
         """Whether the files contain the parameter or buffer ``name``."""
@@ -196,17 +201,30 @@ def match(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
     Raises:
         UserError: as `FileWeights`, but dtypes are not checked.
     """
+    return _match(model, shapes)[0]
+
+
+def _match(
+    model: nn.Module, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, list[str]], list[tuple[str, str]]]:
+    """Return what `match` returns, and pairs of file tensors for one place in the model: an unread copy, and the other.
+
+    Files have such a pair if their head is a tensor of its own and the model's is tied to the embedding.
+    """
     model_any: Any = model
     state = _state(model)
     names = _names(state)
     renamed, operations = _renamed(model_any, shapes, state)
     runs: dict[str, list[str]] = {}
     rest: list[str] = []
+    copies: list[tuple[str, str]] = []
     for target, by_pattern in renamed.items():
         if target not in state:
             rest += [key for keys in by_pattern.values() for key in keys]
             continue
         runs[target] = _in_order(target, by_pattern, operations.get(target))
+        if operations.get(target) is None:
+            copies += [(key, runs[target][0]) for keys in by_pattern.values() for key in keys if key != runs[target][0]]
     ignored = [re.compile(pattern) for pattern in _patterns(model_any, "unexpected")]
     unexpected = [key for key in rest if not (_NO_WEIGHTS.search(key) or any(p.search(key) for p in ignored))]
     if unexpected:
@@ -220,9 +238,25 @@ def match(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
             if any(p.search(name) for p in missing_may) and not isinstance(state[name], nn.Parameter):
                 continue
             raise UserError("model", f"{name} is not among the weights", _WHOLE_MODEL)
+        copies += [pair for each in aliases if each in runs for pair in zip(runs[each], runs[there], strict=True)]
         runs[name] = runs[there]
         _require_shape(name, tuple(state[name].shape), [tuple(shapes[key]) for key in runs[name]])
-    return {name: runs[name] for name in names if name in runs}
+    pairs = [(copy, kept) for copy, kept in copies if copy != kept]
+    return {name: runs[name] for name in names if name in runs}, pairs
+
+
+def are_equal(one: FileTensor, other: FileTensor) -> bool:
+    """Whether two tensors have the same values; they are read piece by piece."""
+    if one.shape != other.shape:
+        return False
+    both = [torch.empty(min(READ_AT_ONCE, one.numel)) for _ in range(2)]
+    for start in range(0, one.numel, READ_AT_ONCE):
+        parts = [each[: one.numel - start] for each in both]
+        for tensor, part in zip((one, other), parts, strict=True):
+            read_elements(tensor, start, part)
+        if not torch.equal(*parts):
+            return False
+    return True
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import math
 import re
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from zeroshard.data.registry import SOURCES
+from zeroshard.data.registry import SOURCES, is_hub_name
 from zeroshard.errors import UserError, shown
 from zeroshard.train.config.registered import SourceName
 from zeroshard.train.config.sections import SHORTHANDS, Config, Count
@@ -25,8 +26,8 @@ class DataConfig(Config):
     source: SourceName = Field(
         "python-stdlib",
         min_length=1,
-        description=f"{', '.join(SOURCES)}; OWNER/NAME[:CONFIGURATION][@SPLIT] of the Hugging Face hub; or module:name "
-        "of your own. bin: tokens of nanoGPT or llm.c.",
+        description=f"{', '.join(SOURCES)}; OWNER/NAME[:CONFIGURATION][@SPLIT] of the Hugging Face hub; a path, as "
+        "--data mine.txt; or module:name of your own. bin: tokens of nanoGPT or llm.c.",
     )
     path: tuple[str, ...] = Field(
         (), description="Files, folders, globs or addresses to read: text, .parquet, .jsonl[.gz|.zst], .bin."
@@ -76,7 +77,7 @@ class DataConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _from_name(cls, raw: Any) -> Any:
-        return {SHORTHANDS["data"]: raw} if isinstance(raw, str) else raw
+        return _with_path({SHORTHANDS["data"]: raw} if isinstance(raw, str) else raw)
 
     @field_validator("mix", mode="before")
     @classmethod
@@ -177,6 +178,29 @@ _OF_FORMATS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("prompt", "completion"), ("prompt",)),
     "too_long": ("chat", "prompt"),
 }
+
+
+def _with_path(raw: Any) -> Any:
+    """Return the settings with the path as ``path``, if what they name as source is a path."""
+    source = raw.get("source") if isinstance(raw, Mapping) else None
+    if not isinstance(source, str) or source in SOURCES or not _names_files(source):
+        return raw
+    if raw.get("path") or raw.get("mix"):
+        others = "data.path" if raw.get("path") else "data.mix"
+        raise UserError("data.source", f"{source} is a path, and {others} names others", "give all of them there")
+    if is_hub_name(source) and source[0] not in "./~" and Path(source).is_dir():
+        what = f"{source} is a folder here, and could be a data set of the hub"
+        raise UserError("data.source", what, f"write ./{source}, or hf:{source}")
+    return {**raw, "source": "bin" if source.lower().endswith(".bin") else "text", "path": (source,)}
+
+
+def _names_files(source: str) -> bool:
+    if "://" in source:
+        return True
+    try:
+        return Path(source).expanduser().exists() or (glob.has_magic(source) and bool(glob.glob(source)))
+    except (OSError, ValueError, RuntimeError):  # a name too long, with a NUL byte, or of an unknown user's home
+        return False
 
 
 def _is_number(text: str) -> bool:

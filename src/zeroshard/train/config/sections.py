@@ -61,6 +61,9 @@ class ModelConfig(Config):
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="Probability that an activation is dropped.")
     bias: bool = Field(True, description="Biases in GPT-2's linear layers and norms.")
+    activation: Literal["preset", "gelu_tanh", "gelu"] = Field(
+        "preset", description="GPT-2: the approximation by tanh, as OpenAI's, or the exact GELU, as nanoGPT's."
+    )
     activation_checkpointing: str = Field(
         "none",
         description="Recompute in backward: none, full, every:N (N-th block), selective[:2] (all but products).",

@@ -17,13 +17,13 @@ from zeroshard.data.base import EvalBatch
 from zeroshard.data.examples.batches import ExampleBatches, ExampleEvalBatches, require_rows
 from zeroshard.data.examples.row_plan import ExampleRows, rows_in
 from zeroshard.data.examples.store import require_plain
-from zeroshard.data.examples.template import TEMPLATE_FILES
+from zeroshard.data.examples.template import TEMPLATE_FILES, find_template, has_template, keep_template
 from zeroshard.data.lanes import open_stream
 from zeroshard.data.meta import SPLITS, DataMeta, read_meta
 from zeroshard.data.mixing import JoinedRows, Mixture
-from zeroshard.data.prepared import tables_fingerprint
+from zeroshard.data.prepared import say, tables_fingerprint
 from zeroshard.data.row_sets import Rows, TextRows
-from zeroshard.data.sources import SyntheticSize, open_source
+from zeroshard.data.sources import SyntheticSize, has_columns, open_source
 from zeroshard.data.spec import data_dir
 from zeroshard.data.stream import StreamBatches, validation_tokens
 from zeroshard.data.tables import Tables
@@ -104,7 +104,7 @@ def _prepared(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
         vocab_size=train.vocab_size,
         eos_id=meta.eos_id,
         sha256=meta.tokens_sha256,
-        keep_tokenizer=lambda kept: _copy_tokenizer(folder, kept),
+        keep_tokenizer=lambda kept: _copy_tokenizer(folder, kept, config.data.tokenizer),
         num_tokens=train.num_tokens,
         named_evals=_named_evals(config, folder, comm),
     )
@@ -138,7 +138,7 @@ def _in_rows(config: TrainConfig, comm: Communicator, grad_accum_steps: int) -> 
         vocab_size=max(meta.vocab_size for meta in metas),
         eos_id=metas[0].eos_id,
         sha256=hashlib.sha256(f"{tokens} {data.too_long}{in_rows}{mixed}".encode()).hexdigest(),
-        keep_tokenizer=lambda kept: _copy_tokenizer(folders[0], kept),
+        keep_tokenizer=lambda kept: _copy_tokenizer(folders[0], kept, data.tokenizer),
         num_tokens=sum(meta.splits["train"].num_tokens for meta in metas),
         loss_weight=batches.weight,
         named_evals=_named_evals(config, folders[0], comm),
@@ -209,9 +209,10 @@ def _named_evals(config: TrainConfig, folder: Path, comm: Communicator) -> dict[
     meta, found = read_meta(folder), {}
     tokenizer = f"json:{folder / TOKENIZER_FILE}" if meta.tokenizer_sha256 else config.data.tokenizer
     ranks = {"rank": comm.rank, "world_size": comm.world_size}
-    size, most = config.micro_batch_size, config.eval_rows
+    size, most, data_column = config.micro_batch_size, config.eval_rows, config.data.column
     for name, path in config.data.val_paths.items():
-        changes = {"source": "text", "path": (path,), "mix": (), "tokenizer": tokenizer}
+        column = data_column if has_columns("text", (path,), data_column) else "text"
+        changes = {"source": "text", "path": (path,), "mix": (), "tokenizer": tokenizer, "column": column}
         data = config.data.model_copy(update={**changes, "val_fraction": 0.0, "max_tokens": 0})
         where = data_dir(data_spec(data), folder.parent)
         data = data.model_copy(update={"dir": str(where)})
@@ -240,6 +241,8 @@ def _streamed(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
     if not isinstance(tables, Tables):
         todo = "leave it out, or name .parquet or .jsonl files, or a data set of the hub"
         raise UserError("data.streaming", f"the source {data.source} is no table of texts", todo)
+    for line in tables.left_out if comm.rank == 0 else ():
+        say(line)
     tokenizer = make_tokenizer(data.tokenizer, ())
     text = open_stream(tables, tokenizer, tokenizer_identity(data.tokenizer), data.val_fraction)
     agree_on(comm, {"data": text.identity})
@@ -280,8 +283,12 @@ def data_facts(meta: DataMeta) -> dict[str, object]:
     return {"data vocab_size": meta.vocab_size, **files}
 
 
-def _copy_tokenizer(tokens_folder: Path, kept: Path) -> None:
+def _copy_tokenizer(tokens_folder: Path, kept: Path, tokenizer: str) -> None:
+    """Copy the tokenizer of prepared tokens into the run's folder ``kept``, and the chat template if it has one."""
     kept.mkdir(exist_ok=True)
-    for name in ("meta.json", "tokenizer.json", *TEMPLATE_FILES):
+    for name in ("meta.json", TOKENIZER_FILE, *TEMPLATE_FILES):
         if (tokens_folder / name).exists():
             shutil.copyfile(tokens_folder / name, kept / name)
+    is_named = tokenizer.startswith("json:") and has_template(Path(tokenizer.removeprefix("json:")).parent)
+    if is_named and not has_template(kept):  # plain text is prepared without a template
+        keep_template(kept, find_template("", tokenizer))

@@ -103,4 +103,7 @@ def keep_text_files(config: TrainConfig, run_folder: Path) -> None:
     """Copy the model's tokenizer and other text files into the run folder, unless they are there already."""
     folder = kept_folder(run_folder)
     if is_hugging_face(config.model.name) and not folder.is_dir():
-        copy_text_files(source_of(config.model.name), folder)
+        source = source_of(config.model.name)
+        copy_text_files(source, folder)
+        if (file := tokenizer_file(source)) is not None:  # its end of text may be named by the config.json alone
+            read_tokenizer(file).keep_special_tokens(folder)

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from zeroshard.data.bulk import Told
 from zeroshard.data.meta import read_meta
 from zeroshard.data.prepare import prepare
+from zeroshard.data.sources import has_columns
 from zeroshard.data.spec import DataSpec, data_dir
 from zeroshard.errors import ExitStatus
 from zeroshard.train.config.data_section import DataConfig, require_data
@@ -25,7 +26,14 @@ def data_spec(data: DataConfig) -> DataSpec:
     require_data(data)
     same = ("max_tokens", "column", "format", "template", "messages", "prompt", "completion")
     named = {name: getattr(data, name) for name in same}
+    if data.column != "text" and data.val_path and not _has_columns(data):
+        sets = (data.model_copy(update={"source": "text", "path": (path,)}) for path in data.val_paths.values())
+        named["column"] = "text" if any(map(_has_columns, sets)) else data.column  # it is a validation set's column
     return DataSpec(data.source, data.path, data.tokenizer, data.val_fraction, **named)
+
+
+def _has_columns(data: DataConfig) -> bool:
+    return has_columns(data.source, data.path, data.column)
 
 
 def data_folder(data: DataConfig) -> Path:
@@ -53,12 +61,15 @@ def sources_of(data: DataConfig) -> list[Source]:
     if not data.mix:
         return [Source("", 1.0, data)]
     found = []
+    each = {path: {"source": path} if path.startswith("hf:") else {"path": (path,)} for path in data.weights}
+    alone = {path: data.model_copy(update={"mix": (), "dir": "", **named}) for path, named in each.items()}
+    in_columns = {path: data.column != "text" and _has_columns(own) for path, own in alone.items()}
     for path, weight in data.weights.items():
         if not weight:
             continue
-        of_hub = path.startswith("hf:")
-        named = {"source": path} if of_hub else {"path": (path,)}
-        own = data.model_copy(update={"mix": (), "dir": "", **named})
+        # One column is named for all sources; where no source has columns, it is left for `open_source` to refuse.
+        column = data.column if in_columns[path] or not any(in_columns.values()) else "text"
+        own = alone[path].model_copy(update={"column": column})
         folder = data_dir(data_spec(own), data.dir or "data")
         found.append(Source(path, weight, own.model_copy(update={"dir": str(folder)})))
     return found

@@ -19,9 +19,9 @@ from zeroshard.models.hugging_face.gpt2_llama_conversion import HFWeight, find_w
 from zeroshard.models.hugging_face.model import INNER, HuggingFaceModel
 from zeroshard.models.hugging_face.weights import (
     DTYPES,
-    READ_AT_ONCE,
     FileTensor,
     FileWeights,
+    are_equal,
     find_tensors,
     read_elements,
 )
@@ -84,7 +84,10 @@ class _OfOurs:
         }
         if head is not None:
             assert head.name is not None
-            _require_equal(tensors["lm_head.weight"], self._found[head.name][0])
+            embedding = self._found[head.name][0]
+            if not are_equal(tensors["lm_head.weight"], embedding):
+                what = f"is tied to {embedding.name} and differs from it"
+                raise UserError("lm_head.weight", what, "correct tie_word_embeddings in config.json")
 
     def kinds(self, name: str) -> Mapping[str, tuple[int, ...]]:
         return {"param": self._found[name][1].shape} if name in self._found else {}
@@ -102,15 +105,3 @@ class _OfOurs:
 
 def _is_tied(config: GPT2Config | LlamaConfig) -> bool:
     return isinstance(config, GPT2Config) or config.tie_embeddings
-
-
-def _require_equal(head: FileTensor, embedding: FileTensor) -> None:
-    """Raise UserError if the values of a tied output head differ from the embedding's."""
-    both = [torch.empty(min(READ_AT_ONCE, head.numel)) for _ in range(2)]
-    for start in range(0, head.numel, READ_AT_ONCE):
-        parts = [each[: head.numel - start] for each in both]
-        for tensor, part in zip((head, embedding), parts, strict=True):
-            read_elements(tensor, start, part)
-        if not torch.equal(*parts):
-            what = f"is tied to {embedding.name} and differs from it"
-            raise UserError("lm_head.weight", what, "correct tie_word_embeddings in config.json")
