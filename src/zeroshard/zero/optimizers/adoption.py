@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeroshard.zero.optimizers.methods import is_known
+from zeroshard.zero.uncompiled import uncompiled
 
 
 class Adopter(Protocol):
@@ -45,7 +46,7 @@ def register_params(params: Iterable[Tensor], adopter: Adopter) -> None:
         for param in params:
             _owners[param] = reference
         if not _watching:
-            register_optimizer_step_pre_hook(_before_any_step)
+            register_optimizer_step_pre_hook(uncompiled(_before_any_step))
             _watching = True
 
 
