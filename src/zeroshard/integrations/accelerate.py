@@ -17,7 +17,7 @@ from torch import Tensor, nn
 try:
     import accelerate
     from accelerate.optimizer import AcceleratedOptimizer
-    from accelerate.utils import DistributedType
+    from accelerate.utils import DistributedType, broadcast_object_list
 except ModuleNotFoundError as error:
     raise ImportError(f"{__name__}: {error.name} is not installed; pip install 'zeroshard[accelerate]'") from None
 
@@ -154,8 +154,9 @@ class Accelerator(accelerate.Accelerator):
                 found = super().save_state(output_dir, *args, **kwargs)
         finally:
             hook.remove()
+        folder = Path(of_first_rank(kept[0]))
         for index, engine in enumerate(engines):
-            save(Path(kept[0]) / _name(index), engine, step=self.step)
+            save(folder / _name(index), engine, step=self.step)
         return found
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -172,8 +173,9 @@ class Accelerator(accelerate.Accelerator):
                 found = super().load_state(input_dir, *args, **kwargs)
         finally:
             hook.remove()
+        folder = Path(of_first_rank(kept[0]))
         for index, engine in enumerate(engines):
-            load(Path(kept[0]) / _name(index), engine)
+            load(folder / _name(index), engine)
         return found
 
     def _engines(self) -> list[Zero]:
@@ -190,6 +192,11 @@ class Accelerator(accelerate.Accelerator):
             yield
         finally:
             self._models, self._optimizers = models, optimizers
+
+
+def of_first_rank(folder: str) -> str:
+    """Return rank 0's ``folder``: the shards of all ranks belong into one, whatever each rank was given. Collective."""
+    return broadcast_object_list([folder])[0]
 
 
 def _are_all(given: Iterable[Tensor], params: Iterable[Tensor]) -> bool:
