@@ -96,7 +96,7 @@ class Accelerator(accelerate.Accelerator):
         found = super().prepare(*args, **kwargs)
         for each in found if isinstance(found, tuple) else (found,):
             if isinstance(each, AcceleratedOptimizer):
-                take_over(each.optimizer)
+                take_over(each.optimizer, may_move=True)
         return found
 
     def prepare_model(

@@ -107,7 +107,7 @@ class ZeroStrategy(DDPStrategy):
         if fits:
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
-                take_over(optimizer)
+                take_over(optimizer, may_move=True)
         self.setup_precision_plugin()
 
     def _around(self, module: nn.Module, computes: str) -> nn.Module:

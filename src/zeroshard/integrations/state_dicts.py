@@ -1,7 +1,7 @@
 """``state_dict`` and ``load_state_dict`` of a sharded model's modules, for a library that calls them to save or load.
 
-A library that is given the unsharded state still asks the model, or a part of it, for its names or shapes, and loads what
-it has read into the model, or a part of it: peft does both for ``modules_to_save`` and for prompts.
+A library that is given the unsharded state still asks the model, or a part of it, for its names or shapes, and loads
+what it has read into the model, or a part of it: peft does both for ``modules_to_save`` and for prompts.
 """
 
 from __future__ import annotations

@@ -111,9 +111,10 @@ class ZeroTrainerMixin(_Trainer):
             super().save_model(output_dir, _internal_call)
             return
         state = self.engine.state_dict(rank0_only=not self.args.save_on_each_node)
-        # Prompts of peft are computed from weights, which the state does not show.
+        # peft computes prompts from weights, which the state does not show.
         computes = any(getattr(each, "is_prompt_learning", False) for each in _adapters_of(self.model))
-        with self.engine.full_params() if computes else nullcontext(), through_engine(self.engine, state):
+        whole = self.engine.full_params() if computes else nullcontext()
+        with whole, torch.no_grad(), through_engine(self.engine, state):
             if self.args.should_save:
                 self._save(self.args.output_dir if output_dir is None else output_dir, state_dict=state)
         if self.args.push_to_hub and not _internal_call:
