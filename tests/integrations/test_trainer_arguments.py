@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from same_results import same
 
 import forked
 from soak import soaking
@@ -18,7 +19,6 @@ pytestmark = [
 ]
 
 SCRIPT = Path(__file__).with_name("trainer_arguments.py")
-TOLERANCE = 1e-4
 ALWAYS = ["modules_to_save", "modules_to_save_best", "lora_best", "prompt_tuning_best", "adafactor"]
 ON_REQUEST = [
     *("lora_resumed", "prompt_tuning", "early_stopping", "by_length", "predictions", "metrics", "accumulation"),
@@ -34,24 +34,6 @@ def results(made_once):
         assert done.returncode == 0, done.stderr
 
     return torch.load(made_once("trainer-arguments", make) / "results.pt", weights_only=False)
-
-
-def same(found, expected):
-    assert type(found) is type(expected), found
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys()
-        for name, value in expected.items():
-            same(found[name], value)
-    elif isinstance(expected, list):
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            same(one, other)
-    elif isinstance(expected, torch.Tensor):
-        torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
-    elif isinstance(expected, float):
-        assert found == pytest.approx(expected, abs=TOLERANCE, rel=TOLERANCE)
-    else:
-        assert found == expected
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -1,7 +1,7 @@
 """Arguments and callbacks that people give `transformers.Trainer`: ``python trainer_arguments.py OUT [NAME ...]``.
 
-Each entry of `RUNS` trains in one process with the stock Trainer, and in two ranks at stages 1 and 3, and returns numbers
-that must agree. ``OUT/results.pt`` has, by name, what each returned, or the error's text.
+Each entry of `RUNS` trains in one process with the stock Trainer, and in two ranks at stages 1 and 3; the numbers that
+it returns must agree. ``OUT/results.pt`` has, by name, what each returned, or the text of its error.
 """
 
 from __future__ import annotations
