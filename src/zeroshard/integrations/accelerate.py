@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -69,9 +69,12 @@ class Accelerator(accelerate.Accelerator):
     def _require_alone(self) -> None:
         if self.distributed_type not in _OURS:
             name = str(self.distributed_type).rpartition(".")[2]
-            raise UserError(
-                "accelerate", f"distributed_type {name} shards too", "leave it to Zero, or use Accelerate's own"
-            )
+            todo = "leave it out of `accelerate config`; ZeroPlugin(stage=...) says how Zero shards"
+            raise UserError("accelerate", f"distributed_type {name} shards too", todo)
+        hook = str(getattr(getattr(self, "ddp_handler", None), "comm_hook", "no")).rpartition(".")[2].lower()
+        if hook != "no":
+            todo = "leave it out; ZeroPlugin(precision=MixedPrecision(...)) says what is sent"
+            raise UserError("comm_hook", f"{hook} is DDP's, and Zero reduces gradients itself", todo)
         if getattr(self, "parallelism_config", None) is not None:
             raise UserError("parallelism_config", "Zero is data-parallel alone", "leave it out")
         if str(getattr(self.state.dynamo_plugin, "backend", "NO")).rpartition(".")[2] != "NO":
@@ -109,6 +112,8 @@ class Accelerator(accelerate.Accelerator):
             return model
         model = super().prepare_model(model, device_placement, evaluation_mode=True)  # no DDP
         self.zero_plugin.engine(model, self.mixed_precision)
+        if not hasattr(model, "no_sync"):
+            vars(model)["no_sync"] = _refuse_no_sync
         return model
 
     # -- the training step ------------------------------------------------------------------------------------
@@ -192,6 +197,11 @@ class Accelerator(accelerate.Accelerator):
             yield
         finally:
             self._models, self._optimizers = models, optimizers
+
+
+def _refuse_no_sync() -> NoReturn:
+    todo = "use accelerator.accumulate(model) or accelerator.no_sync(model)"
+    raise UserError("model.no_sync()", "a prepared model is no DDP, and takes no local steps (LocalSGD)", todo)
 
 
 def of_first_rank(folder: str) -> str:

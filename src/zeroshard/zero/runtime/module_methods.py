@@ -22,7 +22,8 @@ from zeroshard.zero.uncompiled import uncompiled
 
 _NO_DDP = (
     "DistributedDataParallel: the model is under Zero(), which averages gradients itself; use the model without it "
-    "(stage=0 does what DDP does)"
+    "(stage=0 does what DDP does); under Accelerate, the Trainer or Lightning, take the Accelerator, ZeroTrainer or "
+    "ZeroStrategy of zeroshard.integrations, and give it ZeroPlugin(stage=...)"
 )
 
 
