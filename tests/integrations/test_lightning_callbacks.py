@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from same_results import same
 from torch import nn
 
 import forked
+from same_results import same
 from soak import soaking
 from zeroshard.checkpoint import load, save
 from zeroshard.comm import LocalCommunicator

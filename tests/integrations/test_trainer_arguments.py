@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from same_results import same
 
 import forked
+from same_results import same
 from soak import soaking
 
 pytestmark = [
