@@ -99,6 +99,7 @@ def world_as_before():
 
 
 @pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo reads it
 @pytest.mark.parametrize("page", [pytest.param(p, id=str(p.relative_to(ROOT))) for p in PAGES])
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch, world_as_before):
     monkeypatch.chdir(tmp_path)

@@ -88,7 +88,7 @@ def run(out, world_size, ckpt=None, strategy="auto", **changes):
     trainer.fit(net, _loader(rows, world_size), _loader(rows[:8], world_size), ckpt_path=ckpt)
     engine = getattr(trainer.strategy, "engine", None)
     state = net.state_dict() if engine is None else engine.state_dict()
-    weights = {name.removeprefix("inner."): value.clone() for name, value in state.items()}
+    weights = {name: value.clone() for name, value in state.items()}
     return {"losses": net.losses, "val": net.val_losses, "weights": weights}, trainer
 
 

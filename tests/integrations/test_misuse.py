@@ -84,3 +84,38 @@ def test_a_model_is_prepared_once_and_stays_the_object_that_it_was():
     engine = accelerator.engine_of(model)
     assert accelerator.prepare(model) is model
     assert accelerator.engine_of(model) is engine
+
+
+def test_what_is_ddps_own_is_refused():
+    from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+
+    from zeroshard.integrations.accelerate import Accelerator
+
+    compresses = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
+    with pytest.raises(UserError, match=r"^comm_hook: fp16 is DDP's, .*; leave it out; ZeroPlugin\("):
+        Accelerator(cpu=True, kwargs_handlers=[compresses])
+    Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
+
+
+def test_a_prepared_model_names_the_way_to_accumulate():
+    from zeroshard.integrations.accelerate import Accelerator
+
+    model = Accelerator(cpu=True).prepare(tiny())
+    with pytest.raises(UserError, match=r"^model\.no_sync\(\): .*LocalSGD.*; use accelerator\.accumulate\(model\)"):
+        model.no_sync()
+
+
+def test_ddp_around_a_sharded_model_names_the_classes_that_shard_instead():
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    from zeroshard import Zero
+
+    model = tiny()
+    Zero(model)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError, match=r"zeroshard\.integrations, and give it ZeroPlugin\(stage="):
+            DistributedDataParallel(model)
+    finally:
+        dist.destroy_process_group()

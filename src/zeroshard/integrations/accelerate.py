@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 try:
     import accelerate
     from accelerate.optimizer import AcceleratedOptimizer
-    from accelerate.utils import DistributedType
+    from accelerate.utils import DistributedType, broadcast_object_list
 except ModuleNotFoundError as error:
     raise ImportError(f"{__name__}: {error.name} is not installed; pip install 'zeroshard[accelerate]'") from None
 
@@ -69,9 +69,12 @@ class Accelerator(accelerate.Accelerator):
     def _require_alone(self) -> None:
         if self.distributed_type not in _OURS:
             name = str(self.distributed_type).rpartition(".")[2]
-            raise UserError(
-                "accelerate", f"distributed_type {name} shards too", "leave it to Zero, or use Accelerate's own"
-            )
+            todo = "leave it out of `accelerate config`; ZeroPlugin(stage=...) says how Zero shards"
+            raise UserError("accelerate", f"distributed_type {name} shards too", todo)
+        hook = str(getattr(getattr(self, "ddp_handler", None), "comm_hook", "no")).rpartition(".")[2].lower()
+        if hook != "no":
+            todo = "leave it out; ZeroPlugin(precision=MixedPrecision(...)) says what is sent"
+            raise UserError("comm_hook", f"{hook} is DDP's, and Zero reduces gradients itself", todo)
         if getattr(self, "parallelism_config", None) is not None:
             raise UserError("parallelism_config", "Zero is data-parallel alone", "leave it out")
         if str(getattr(self.state.dynamo_plugin, "backend", "NO")).rpartition(".")[2] != "NO":
@@ -96,7 +99,7 @@ class Accelerator(accelerate.Accelerator):
         found = super().prepare(*args, **kwargs)
         for each in found if isinstance(found, tuple) else (found,):
             if isinstance(each, AcceleratedOptimizer):
-                take_over(each.optimizer)
+                take_over(each.optimizer, may_move=True)
         return found
 
     def prepare_model(
@@ -109,6 +112,8 @@ class Accelerator(accelerate.Accelerator):
             return model
         model = super().prepare_model(model, device_placement, evaluation_mode=True)  # no DDP
         self.zero_plugin.engine(model, self.mixed_precision)
+        if not hasattr(model, "no_sync"):
+            vars(model)["no_sync"] = _refuse_no_sync
         return model
 
     # -- the training step ------------------------------------------------------------------------------------
@@ -154,8 +159,9 @@ class Accelerator(accelerate.Accelerator):
                 found = super().save_state(output_dir, *args, **kwargs)
         finally:
             hook.remove()
+        folder = Path(of_first_rank(kept[0]))
         for index, engine in enumerate(engines):
-            save(Path(kept[0]) / _name(index), engine, step=self.step)
+            save(folder / _name(index), engine, step=self.step)
         return found
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -172,8 +178,9 @@ class Accelerator(accelerate.Accelerator):
                 found = super().load_state(input_dir, *args, **kwargs)
         finally:
             hook.remove()
+        folder = Path(of_first_rank(kept[0]))
         for index, engine in enumerate(engines):
-            load(Path(kept[0]) / _name(index), engine)
+            load(folder / _name(index), engine)
         return found
 
     def _engines(self) -> list[Zero]:
@@ -190,6 +197,16 @@ class Accelerator(accelerate.Accelerator):
             yield
         finally:
             self._models, self._optimizers = models, optimizers
+
+
+def _refuse_no_sync() -> NoReturn:
+    todo = "use accelerator.accumulate(model) or accelerator.no_sync(model)"
+    raise UserError("model.no_sync()", "a prepared model is no DDP, and takes no local steps (LocalSGD)", todo)
+
+
+def of_first_rank(folder: str) -> str:
+    """Return rank 0's ``folder``: the shards of all ranks belong into one, whatever each rank was given. Collective."""
+    return broadcast_object_list([folder])[0]
 
 
 def _are_all(given: Iterable[Tensor], params: Iterable[Tensor]) -> bool:

@@ -10,7 +10,7 @@ weights and optimizer states in shards, which can be loaded at any stage and on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 try:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
     from lightning.pytorch.strategies import DDPStrategy
     from lightning.pytorch.strategies.strategy import _ForwardRedirection
     from lightning.pytorch.trainer.states import TrainerFn
@@ -33,6 +34,8 @@ from zeroshard.integrations.plugin import ZeroPlugin, engine_of
 from zeroshard.zero import Zero
 from zeroshard.zero.buffers.unit_choice import choose_units
 from zeroshard.zero.optimizers.adoption import take_over
+from zeroshard.zero.state.named_shards import NamedShard, ShardReader
+from zeroshard.zero.strategy import SHARD, resolve_strategy
 
 SHARDS, META = "zero", "meta.ckpt"  # names inside a checkpoint's folder
 _AROUND = "_zeroshard_around"  # attribute of a module that has an engine: its wrapper `_Wrapper`, the engine's model
@@ -47,7 +50,10 @@ _OPTIONS = frozenset(
 
 
 class _Wrapper(nn.Module):
-    """Wraps the user's module: `ZeroStrategy` calls the wrapper, and the user's methods may call the inner module."""
+    """Wraps the user's module: `ZeroStrategy` calls the wrapper, and the user's methods may call the inner module.
+
+    Names of modules, parameters and buffers are those of the inner module, without a prefix.
+    """
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -56,6 +62,87 @@ class _Wrapper(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the inner module."""
         return self.inner(*args, **kwargs)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As `nn.Module.named_modules`, but the inner module has the wrapper's own name."""
+        yield prefix, self
+        yield from self.inner.named_modules(memo, prefix, remove_duplicate)
+
+
+class _OwnNames:
+    """The engine, to load a checkpoint whose names may still have the wrapper's prefix, as version 0.1.0 wrote them."""
+
+    _PREFIX = "inner."
+
+    def __init__(self, engine: Zero) -> None:
+        self._engine, self._prefix, self.comm = engine, "", engine.comm
+
+    def named_shards(self) -> Iterable[NamedShard]:
+        """See `Zero.named_shards`."""
+        return self._engine.named_shards()
+
+    def resume_at(self, step: int) -> None:
+        """See `Zero.resume_at`."""
+        self._engine.resume_at(step)
+
+    def load_named_shards(self, reader: ShardReader) -> None:
+        """Load from ``reader``, which is asked for the names that it has."""
+        own = next(name for name, _ in self._engine.model.named_parameters())
+        if not reader.kinds(own) and reader.kinds(self._PREFIX + own):
+            self._prefix = self._PREFIX
+        self._engine.load_named_shards(_Prefixed(reader, self._prefix))
+
+    def load_param_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Restore param groups, by the names of `load_named_shards`."""
+        own = [{**group, "params": [name.removeprefix(self._prefix) for name in group["params"]]} for group in saved]
+        self._engine.load_param_groups(own)
+
+
+class _Prefixed:
+    """A reader of tensors whose saved names have a prefix."""
+
+    def __init__(self, reader: ShardReader, prefix: str) -> None:
+        self._reader, self._prefix = reader, prefix
+
+    def kinds(self, name: str) -> Mapping[str, tuple[int, ...]]:
+        """See `ShardReader.kinds`."""
+        return self._reader.kinds(self._prefix + name)
+
+    def read(self, name: str, kind: str, interval: tuple[int, int]) -> torch.Tensor:
+        """See `ShardReader.read`."""
+        return self._reader.read(self._prefix + name, kind, interval)
+
+
+def _require_possible(callbacks: Iterable[Callback], *, sharded: bool, rounded: bool) -> None:
+    """Raise UserError, before the first step, for callbacks that read or write weights which they would not have."""
+    for callback in callbacks:
+        name = type(callback).__name__
+        averages = isinstance(callback, WeightAveraging | StochasticWeightAveraging)
+        todo = "; for an average use strategy.engine.ema()" if averages else ""
+        if isinstance(callback, ModelPruning):
+            what = f"{name} replaces the parameters, which the engine's buffers hold"
+            raise UserError("callbacks", what, "prune before or after the fit, without ZeroStrategy")
+        if sharded and averages:
+            what = f"{name} reads and writes all weights, and stage 3 shards them"
+            raise UserError("callbacks", what, f"use ZeroPlugin(stage=2){todo}")
+        if rounded and averages:
+            what = f"{name} would average weights in the compute dtype, not the fp32 master weights"
+            raise UserError("callbacks", what, f'use precision="32-true"{todo}')
+
+
+def _require_trained_alone(callbacks: Iterable[Callback], optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Raise UserError if `BaseFinetuning` would compare frozen, sharded weights by value, to see which are new."""
+    groups = [group for each in optimizers for group in each.param_groups]
+    frozen = any(not param.requires_grad for group in groups for param in group["params"])
+    for callback in callbacks:
+        if frozen and isinstance(callback, BaseFinetuning):
+            what = (
+                f"{type(callback).__name__} compares frozen weights of the optimizer by value, and stage 3 shards them"
+            )
+            todo = "make the optimizer of parameters with requires_grad alone, or use ZeroPlugin(stage=2)"
+            raise UserError("callbacks", what, todo)
 
 
 class ZeroStrategy(DDPStrategy):
@@ -67,7 +154,8 @@ class ZeroStrategy(DDPStrategy):
             ``start_method`` and the plugins.
 
     Raises:
-        UserError: an option of DDP itself; in `setup`, a precision of less than 16 bits or of float16.
+        UserError: an option of DDP itself; in `setup`, a precision of less than 16 bits or of float16, or a callback
+            that averages or prunes weights that are sharded or rounded.
     """
 
     strategy_name = "zero"
@@ -99,15 +187,22 @@ class ZeroStrategy(DDPStrategy):
             )
         self.accelerator.setup(trainer)
         fits = trainer.state.fn == TrainerFn.FITTING
+        callbacks = vars(trainer)["callbacks"]
+        sharded = resolve_strategy(self.zero_plugin.stage).params is SHARD and self.world_size > 1
         module = self.model
         assert module is not None
+        if fits:
+            rounded = _COMPUTES[precision] == "bf16" or self.zero_plugin.precision is not None
+            _require_possible(callbacks, sharded=sharded, rounded=rounded)
         if fits and self._layer_sync:
             module = self._layer_sync.apply(module)
         self.model = self._around(module, _COMPUTES[precision])
         if fits:
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
-                take_over(optimizer)
+                take_over(optimizer, may_move=True)
+            if sharded:
+                _require_trained_alone(callbacks, self.optimizers)
         self.setup_precision_plugin()
 
     def _around(self, module: nn.Module, computes: str) -> nn.Module:
@@ -184,14 +279,14 @@ class ZeroStrategy(DDPStrategy):
         if not self._loaded_shards:
             return super().load_checkpoint(path, weights_only)
         assert self.engine is not None
-        load(path / SHARDS, self.engine)
+        load(path / SHARDS, _OwnNames(self.engine))
         return {**self.checkpoint_io.load_checkpoint(path / META, weights_only=weights_only), "state_dict": {}}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights from Lightning's own file; weights from shards are loaded already."""
         if not self._loaded_shards:
             assert self.engine is not None
-            self.engine.load_state_dict({f"inner.{name}": value for name, value in checkpoint["state_dict"].items()})
+            self.engine.load_state_dict(checkpoint["state_dict"])
 
     def teardown(self) -> None:
         """As in Lightning, but the model is not moved to the CPU: the engine's buffers hold the weights."""

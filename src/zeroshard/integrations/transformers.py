@@ -9,8 +9,8 @@ on any number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ except ModuleNotFoundError as error:
 from zeroshard.checkpoint import load, save
 from zeroshard.errors import UserError
 from zeroshard.integrations import trainer_evaluation
-from zeroshard.integrations.accelerate import SHARDS, Accelerator
+from zeroshard.integrations.accelerate import SHARDS, Accelerator, of_first_rank
 from zeroshard.integrations.plugin import ZeroPlugin, engine_of
+from zeroshard.integrations.state_dicts import through_engine
 from zeroshard.zero import Zero
 
 _Trainer: Any = object  # base of the mixin for the type checker: at run time the Trainer comes after it in the MRO
@@ -71,10 +72,11 @@ class ZeroTrainerMixin(_Trainer):
         return engine_of(self.model)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As in the Trainer, with our `Accelerator`."""
+        """As in the Trainer, with our `Accelerator`; every rank uses rank 0's output folder."""
         _require_possible(self.args)
         super().create_accelerator_and_postprocess()
         Accelerator.in_place_of(self.accelerator, self.zero_plugin)
+        self.args.output_dir = of_first_rank(self.args.output_dir)
 
     # -- evaluation -------------------------------------------------------------------------------------------
 
@@ -108,10 +110,13 @@ class ZeroTrainerMixin(_Trainer):
         if self.engine is None:
             super().save_model(output_dir, _internal_call)
             return
-        writes = self.args.should_save
         state = self.engine.state_dict(rank0_only=not self.args.save_on_each_node)
-        if writes:
-            self._save(self.args.output_dir if output_dir is None else output_dir, state_dict=state)
+        # peft computes prompts from weights, which the state does not show.
+        computes = any(getattr(each, "is_prompt_learning", False) for each in _adapters_of(self.model))
+        whole = self.engine.full_params() if computes else nullcontext()
+        with whole, torch.no_grad(), through_engine(self.engine, state):
+            if self.args.should_save:
+                self._save(self.args.output_dir if output_dir is None else output_dir, state_dict=state)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save")
 
@@ -128,7 +133,7 @@ class ZeroTrainerMixin(_Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if (Path(resume_from_checkpoint) / SHARDS).exists():
             return  # the engine loads the shards once it is made
-        with self._loads_through_engine():
+        with self._through_engine():
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -141,22 +146,16 @@ class ZeroTrainerMixin(_Trainer):
         self.lr_scheduler.load_state_dict(torch.load(scheduler, map_location="cpu", weights_only=True))
 
     def _load_best_model(self) -> None:
-        with self._loads_through_engine():
+        with self._through_engine():
             super()._load_best_model()
 
-    @contextmanager
-    def _loads_through_engine(self) -> Generator[None]:
-        """Inside this block ``model.load_state_dict`` loads through the engine, so that each rank gets its shard."""
-        engine = self.engine
-        if engine is None:
-            yield
-            return
-        own = vars(self.model)
-        own["load_state_dict"] = lambda state, strict=True, assign=False: engine.load_state_dict(state, strict)
-        try:
-            yield
-        finally:
-            del own["load_state_dict"]
+    def _through_engine(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.engine is None else through_engine(self.engine)
+
+
+def _adapters_of(model: Any) -> Iterable[Any]:
+    """The configurations of peft's adapters; none if the model has no adapters."""
+    return (getattr(model, "peft_config", None) or {}).values()
 
 
 def _require_possible(args: transformers.TrainingArguments) -> None:

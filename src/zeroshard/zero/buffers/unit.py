@@ -164,6 +164,7 @@ class Unit:
         module: the module whose forward uses the weights.
         read_in_backward: whether its backward uses them too; if not, they are not gathered again for backward.
         inside: number of calls of the module that are in forward now; recomputation does not count.
+        entered: whether a call of the module is in forward now, or was recomputed and its backward has not ended.
         calls: number of forward calls whose backward has not begun, by the number of the model's forward.
         active: number of calls in backward now.
         held: whether weights stay unsharded until the last of several calls in one forward has had its backward.
@@ -176,7 +177,7 @@ class Unit:
         self.module = module
         self.read_in_backward = read_in_backward
         self.groups = groups
-        self.inside = 0
+        self.inside, self.entered = 0, False
         self.calls: dict[int, int] = {}
         self.active = 0
         self.held = False
@@ -184,6 +185,7 @@ class Unit:
 
     def forget_calls(self, forward_runs: Iterable[int] | None = None) -> None:
         """Expect no more backwards of these forwards; None: of any forward."""
+        self.entered = self.inside > 0
         if forward_runs is None:
             self.calls, self.kept = {}, {}
             return

@@ -15,9 +15,7 @@ https://arxiv.org/abs/2306.10209, section 3: qwZ and qgZ.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -28,17 +26,9 @@ from zeroshard.wire_formats import Format, rounding_key
 from zeroshard.zero.buffers.written_weights import fingerprint, take_where_it_differs
 
 
-@cache
-def _uncompiled(name: str) -> Callable[..., None]:
-    return torch.compiler.disable(loaded("zeroshard.kernels", name))
-
-
 def _kernel(name: str) -> Callable[..., None]:
-    """Load a function of `zeroshard.kernels`, on first use: without a wire format Triton is not imported.
-
-    If a model may be compiled, the function is excluded from it: dynamo would trace through the engine's hooks into it.
-    """
-    return _uncompiled(name) if "torch._dynamo" in sys.modules else loaded("zeroshard.kernels", name)
+    """Load a function of `zeroshard.kernels`, on first use: without a wire format Triton is not imported."""
+    return loaded("zeroshard.kernels", name)
 
 
 def quantise(values: Tensor, packed: Tensor, form: Format, key: int | None = None) -> None:

@@ -21,13 +21,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeroshard.zero.optimizers.methods import is_known
+from zeroshard.zero.uncompiled import uncompiled
 
 
 class Adopter(Protocol):
     """An engine's object that takes optimizers over."""
 
-    def adopt(self, optimizer: Optimizer) -> None:
-        """Take over an optimizer whose parameters are all of this engine's model, before its first step."""
+    def adopt(self, optimizer: Optimizer, *, may_move: bool = False) -> None:
+        """Take over an optimizer whose parameters are all of this engine's model, before its first step.
+
+        ``may_move``: whether parameters may move to the layout that it needs, which is collective.
+        """
         ...
 
 
@@ -45,7 +49,7 @@ def register_params(params: Iterable[Tensor], adopter: Adopter) -> None:
         for param in params:
             _owners[param] = reference
         if not _watching:
-            register_optimizer_step_pre_hook(_before_any_step)
+            register_optimizer_step_pre_hook(uncompiled(_before_any_step))
             _watching = True
 
 
@@ -69,8 +73,13 @@ def has_owner(param: Tensor) -> bool:
     return reference is not None and reference() is not None
 
 
-def take_over(optimizer: Optimizer) -> None:
+def take_over(optimizer: Optimizer, *, may_move: bool = False) -> None:
     """Do now what the first step would do: if the optimizer's parameters are an engine's, that engine adopts it.
+
+    Args:
+        optimizer: the optimizer.
+        may_move: whether parameters may move to the layout that the optimizer needs. That is collective, and must come
+            before the first backward; a step comes after it.
 
     Raises:
         ValueError: it holds parameters of an engine's model beside others, or parameters that `Zero` has replaced.
@@ -92,7 +101,7 @@ def take_over(optimizer: Optimizer) -> None:
             f"step: {name} holds parameters of an engine's model beside others; give each an optimizer of its own"
         )
     if owners[0] is not None:
-        owners[0].adopt(optimizer)
+        owners[0].adopt(optimizer, may_move=may_move)
 
 
 def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer, SavesPasses
 from zeroshard.zero.optimizers.state_dict import cut_into_pieces, whole_here
 from zeroshard.zero.optimizers.step_hooks import surrounding_ids
+from zeroshard.zero.uncompiled import uncompiled
 
 _OURS = "_zeroshard"  # on an optimizer that an engine knows
 
@@ -34,8 +35,8 @@ def install_methods(piecewise: PiecewiseOptimizer) -> None:
     surrounding_ids(piecewise)
     add_group = optimizer.add_param_group
     own["add_param_group"] = lambda param_group: piecewise.add_param_group(add_group, param_group)
-    own["zero_grad"] = lambda set_to_none=True: piecewise.listener.clear_grads(
-        piecewise.members, set_to_none=set_to_none
+    own["zero_grad"] = uncompiled(
+        lambda set_to_none=True: piecewise.listener.clear_grads(piecewise.members, set_to_none=set_to_none)
     )
     own["state_dict"] = lambda: _state_dict(piecewise)
     own["load_state_dict"] = lambda state_dict: _load_state_dict(piecewise, state_dict)

@@ -213,12 +213,14 @@ class PiecewiseOptimizer:
         self.show_params()
 
     @classmethod
-    def adopted(cls, optimizer: Optimizer, sharded: ShardedParams, listener: StepListener) -> PiecewiseOptimizer:
+    def adopted(
+        cls, optimizer: Optimizer, sharded: ShardedParams, listener: StepListener, *, may_move: bool
+    ) -> PiecewiseOptimizer:
         """Wrap an optimizer that the user has made over the model's parameters; the caller cuts its states into pieces.
 
         Raises:
             ValueError: it holds other parameters too, or is of a class that cannot be sharded.
-            RuntimeError: it needs whole tensors, and some of them are cut into pieces.
+            RuntimeError: it needs whole tensors, and some are cut into pieces that may not move, or cannot.
         """
         self = cls.__new__(cls)
         name = type(optimizer).__name__
@@ -234,10 +236,13 @@ class PiecewiseOptimizer:
                     whole = _whole(type(optimizer), kwargs, group, chosen)
                 except TypeError as error:  # its settings do not tell how it was built
                     raise ValueError(f"step: {error}; make it by zero.optimizer({name}, ...)") from error
-                if whole - sharded.kept_whole():
+                cut = whole - sharded.kept_whole()
+                if cut and not may_move:
                     raise RuntimeError(
                         f"step: {name} needs tensors that are whole on one rank; make it by zero.optimizer({name}, ...)"
                     )
+                if cut:
+                    listener.keep_whole(cut)
             self.pieces = [sharded.pieces(chosen) for chosen in self.by_group]
         return self
 

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from zeroshard.zero.optimizers.narrow_grads import NarrowGrads
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
+from zeroshard.zero.uncompiled import uncompiled
 
 
 def surrounding_ids(piecewise: PiecewiseOptimizer) -> None:
@@ -26,9 +27,12 @@ def surrounding_ids(piecewise: PiecewiseOptimizer) -> None:
     optimizer, own = piecewise.optimizer, vars(piecewise.optimizer)
     steps = _Steps(piecewise)
     own["register_step_pre_hook"] = _between(
-        optimizer.register_step_pre_hook, optimizer._optimizer_step_pre_hooks, steps.enters, steps.begins
+        optimizer.register_step_pre_hook,
+        optimizer._optimizer_step_pre_hooks,
+        uncompiled(steps.enters),
+        uncompiled(steps.begins),
     )
-    _first(optimizer._optimizer_step_post_hooks, optimizer.register_step_post_hook(steps.ends))
+    _first(optimizer._optimizer_step_post_hooks, optimizer.register_step_post_hook(uncompiled(steps.ends)))
     own["step"] = MethodType(steps.guarded(optimizer.step), optimizer)
 
 
@@ -88,7 +92,7 @@ class _Steps:
         if self._depth > 1:
             self._piecewise.show_pieces()
             self._leave()
-            self._leaving = optimizer.register_step_post_hook(self.leaves)
+            self._leaving = optimizer.register_step_post_hook(uncompiled(self.leaves))
             return None
         itself, *given = args  # torch passes the optimizer first
         closure = given[0] if given else kwargs.get("closure")

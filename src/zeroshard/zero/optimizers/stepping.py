@@ -70,15 +70,15 @@ class Stepping:
         self._know(piecewise)
         return piecewise.optimizer
 
-    def adopt(self, optimizer: Optimizer) -> None:
+    def adopt(self, optimizer: Optimizer, *, may_move: bool = False) -> None:
         """See `zeroshard.zero.optimizers.adoption`.
 
         Raises:
             ValueError: a class that cannot be sharded, or whose settings do not tell how it was built; parameters that
                 another optimizer has; states that are narrower than the master weights.
-            RuntimeError: it needs whole tensors, and they are cut into pieces.
+            RuntimeError: it needs whole tensors, and they are cut into pieces that may not move, or cannot.
         """
-        piecewise = PiecewiseOptimizer.adopted(optimizer, self._params, self)
+        piecewise = PiecewiseOptimizer.adopted(optimizer, self._params, self, may_move=may_move)
         self._require_local(piecewise)
         cut_states(piecewise)
         install_methods(piecewise)

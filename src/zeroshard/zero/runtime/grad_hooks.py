@@ -23,6 +23,7 @@ from torch.utils import _foreach_utils
 
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.runtime.sharded_grad import ShardedGrad, held
+from zeroshard.zero.uncompiled import uncompiled
 
 
 class GradTaker(Protocol):
@@ -242,7 +243,7 @@ def _hook(taker_ref: weakref.ref[GradTaker], shown: _Shown) -> Callable[[Tensor]
         shown.group.grads.accumulate(shown.slot, grad)
         shown.show()
 
-    return take
+    return uncompiled(take)
 
 
 def _let_foreach_know() -> None:

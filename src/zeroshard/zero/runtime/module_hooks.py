@@ -32,7 +32,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zeroshard.zero.buffers.unit import Unit
+from zeroshard.zero.uncompiled import uncompiled
 
 
 class Listener(Protocol):
@@ -114,7 +115,7 @@ def attach(unit: Unit, listener: Listener, cast: torch.dtype | None) -> list[Any
 
     def begins_nested() -> None:
         listener.backward_begins(unit, None)
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: listener.backward_ends(unit, None))
+        torch.autograd.Variable._execution_engine.queue_callback(uncompiled(lambda: listener.backward_ends(unit, None)))
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """After forward: report that the unit is done, and hook the outputs, whose gradients begin the backward."""
@@ -122,7 +123,7 @@ def attach(unit: Unit, listener: Listener, cast: torch.dtype | None) -> list[Any
             return None
         returned, output = output, _outliving(listener, unit, output)
         if in_backward():
-            event = _once_per_pass(listener, begins_nested)
+            event = uncompiled(_once_per_pass(listener, begins_nested))
             for tensor in _with_bases(tensors_in(output), _tensors_of(args, kwargs)):
                 tensor.register_hook(event)
         elif not torch.is_grad_enabled():
@@ -139,19 +140,19 @@ def attach(unit: Unit, listener: Listener, cast: torch.dtype | None) -> list[Any
         return None if output is returned else output
 
     return [
-        unit.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
-        unit.module.register_forward_hook(after, with_kwargs=True),
+        unit.module.register_forward_pre_hook(uncompiled(before), with_kwargs=True, prepend=True),
+        unit.module.register_forward_hook(uncompiled(after), with_kwargs=True),
     ]
 
 
 def attach_parts(units: Iterable[Unit], model: nn.Module, part_begins: Callable[[Unit], None]) -> list[Any]:
     """Hook each module, but the units' own, that owns parameters of a unit, to call ``part_begins(unit)`` first.
 
-    So a model may call a unit's submodules instead of the unit. The hook does nothing in compiled code: inside of a
-    unit there is nothing to do, and outside of one the missing weights show. Returns removable handles.
+    So a model may call a unit's submodules instead of the unit. In compiled code the hook is traced: inside of the unit
+    it adds nothing to the graph, and outside of it the graph ends before ``part_begins``. Returns removable handles.
     """
     homes = {param: unit for unit in units for group in unit.groups for param in group.params.params}
-    handles = []
+    handles, part_begins = [], uncompiled(part_begins)
     for module in model.modules():
         owners = dict.fromkeys(homes[param] for param in module.parameters(recurse=False) if param in homes)
         others = [unit for unit in owners if unit.module is not module]
@@ -164,7 +165,7 @@ def _tells(part_begins: Callable[[Unit], None], unit: Unit) -> Callable[[nn.Modu
         """Before the forward of a part: report it, unless the unit's own forward is running."""
         if in_transform():
             require_readable(unit)
-        elif not torch.compiler.is_compiling() and not unit.inside:
+        elif not unit.entered:
             part_begins(unit)
 
     return before
@@ -194,7 +195,7 @@ class ForwardRun:
                 continue
             events = [event]
             self._hooked[id(tensor)] = (weakref.ref(tensor), tensor._version, events)
-            tensor.register_hook(partial(_tell, events))
+            tensor.register_hook(partial(_teller(), events))
 
     def ends(self) -> None:
         """The model has returned: drop the list of hooked tensors, whose events refer back to this object."""
@@ -204,6 +205,11 @@ class ForwardRun:
 def _tell(events: list[Callable[[Tensor], None]], grad: Tensor) -> None:
     for event in events:
         event(grad)
+
+
+@cache
+def _teller() -> Callable[[list[Callable[[Tensor], None]], Tensor], None]:
+    return uncompiled(_tell)
 
 
 def _with_bases(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> list[Tensor]:

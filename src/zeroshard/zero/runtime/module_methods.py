@@ -18,10 +18,12 @@ from zeroshard.zero.optimizers.stepping import Stepping
 from zeroshard.zero.runtime.late_modules import MARK, Known
 from zeroshard.zero.runtime.module_hooks import attach_parts
 from zeroshard.zero.runtime.runtime import Runtime
+from zeroshard.zero.uncompiled import uncompiled
 
 _NO_DDP = (
     "DistributedDataParallel: the model is under Zero(), which averages gradients itself; use the model without it "
-    "(stage=0 does what DDP does)"
+    "(stage=0 does what DDP does); under Accelerate, the Trainer or Lightning, take the Accelerator, ZeroTrainer or "
+    "ZeroStrategy of zeroshard.integrations, and give it ZeroPlugin(stage=...)"
 )
 
 
@@ -38,7 +40,7 @@ class Guard:
         self._model = model
         self._handles: list[Any] = []
         self._on_model = {
-            "zero_grad": lambda set_to_none=True: stepping.clear_grads(None, set_to_none=set_to_none),
+            "zero_grad": uncompiled(lambda set_to_none=True: stepping.clear_grads(None, set_to_none=set_to_none)),
             "_ddp_params_and_buffers_to_ignore": _RefusesDdp(),
         }
         model.__dict__.update(self._on_model)
@@ -54,7 +56,7 @@ class Guard:
             module.__dict__["__reduce_ex__"] = _refuse_pickle
             if "synced_gpus" in _words_of(getattr(type(module), "generate", None)):
                 module.__dict__["generate"] = _generate_together(module, runtime)
-        self._handles.append(model.register_forward_pre_hook(_begins(self._known, set(model.parameters()))))
+        self._handles.append(model.register_forward_pre_hook(uncompiled(_begins(self._known, set(model.parameters())))))
         computes_otherwise = any(group.params.full.dtype != group.params.dtype for group in runtime.groups())
         if runtime.levels.shard.world_size > 1 or computes_otherwise:  # else weights are always unsharded and current
             self._handles += attach_parts(runtime.all_units(), model, runtime.part_begins)

@@ -38,6 +38,7 @@ from zeroshard.zero.runtime.schedule import ROOT, Op
 from zeroshard.zero.runtime.unsharded_weights import UnshardedWeights
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
 from zeroshard.zero.streams import ByDevice
+from zeroshard.zero.uncompiled import uncompiled
 
 
 class Runtime:
@@ -103,12 +104,10 @@ class Runtime:
         """Wait until the unit's weights are unsharded and current, and issue the gathers of the next units."""
         if in_backward():
             self._runs_again(unit)
-        elif unit is self.root:
-            self._begin_forward()
-            unit.inside += 1
         else:
-            self._forward_pass.reach(unit)
+            self._begin_forward() if unit is self.root else self._forward_pass.reach(unit)
             unit.inside += 1
+        unit.entered = True
         self._weights.unshard(unit)
 
     def part_begins(self, unit: Unit) -> None:
@@ -137,7 +136,7 @@ class Runtime:
         self._grad_hooks.apply_assigned_grads()  # before this forward takes memory: frees gradients set to None
         self._grad_hooks.attach_trained()
         for unit in self.all_units():
-            unit.inside = 0  # an exception may have ended a forward
+            unit.inside, unit.entered = 0, False  # an exception may have ended a forward
         self._forwards.begin(grads=torch.is_grad_enabled())
         self._forward_pass.begin(reshard_after_forward=self.reshard_after_forward)
 
@@ -145,6 +144,7 @@ class Runtime:
         """Free the unit's weights, unless backward needs them at once."""
         run = self.forward_run
         unit.inside = max(unit.inside - 1, 0)
+        unit.entered = unit.inside > 0
         if keep:
             unit.kept[run.index] = run
         if grads_flow:
@@ -183,7 +183,7 @@ class Runtime:
         """Reduce the unit's gradients, if no other call of it is still to come."""
         backward = self._backward(forward_run)
         forward_run = backward.forward_run if forward_run is None else forward_run
-        unit.active = max(unit.active - 1, 0)
+        unit.active, unit.entered = max(unit.active - 1, 0), False
         if unit is self.root or unit.active or unit.calls.get(forward_run):
             return
         backward.through_end(unit, forward_run)
@@ -217,7 +217,7 @@ class Runtime:
             )
             self._weights.held_by_graph |= self.backward_pass.creates_graph
             self._hold_what_runs_again(self.backward_pass)
-            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, run))
+            torch.autograd.Variable._execution_engine.queue_callback(partial(uncompiled(self._end_backward), run))
         return self.backward_pass
 
     def _forwards_of_this_pass(self, begun: int | None) -> list[int]:

@@ -1,0 +1,30 @@
+"""Keep torch's compiler out of the functions by which torch calls the engine.
+
+A module's hooks belong to its call, so dynamo would trace them when the module is compiled: it would break the graph at
+each collective, and compile parts of the engine again for each unit. A function that has gone through `uncompiled` ends
+the graph before it and runs as in eager mode, with all that it calls. A unit's ``forward`` is then one graph, whether
+the unit was compiled (``block.compile()``) or the model around it (``torch.compile(model)``). FSDP2 does the same
+(``_dynamo_disable`` in ``torch/distributed/fsdp/_fully_shard``).
+
+[Note: Hooks inside of a unit]
+    `zeroshard.zero.runtime.module_hooks.attach_parts` hooks modules that are inside of a unit, where an end of the
+    graph would cut the unit in two. Its hook is traced: dynamo guards `Unit.entered`, and leaves the rest out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+_Function = TypeVar("_Function", bound=Callable[..., object])
+_REASON = "zeroshard gathers weights and reduces gradients here; compile blocks instead, by block.compile()"
+
+
+def uncompiled(function: _Function) -> _Function:
+    """Return ``function`` so that `torch.compile` neither traces it nor what it calls.
+
+    It imports the compiler, which takes seconds; torch's optimizers import it too.
+    """
+    return torch.compiler.disable(function, reason=_REASON)

@@ -1,0 +1,51 @@
+"""Arguments and callbacks that people give `transformers.Trainer`, at stages 1 and 3, beside the stock Trainer."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+import forked
+from same_results import same
+from soak import soaking
+
+pytestmark = [
+    pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed")
+    for name in ("transformers", "accelerate", "peft")
+]
+
+SCRIPT = Path(__file__).with_name("trainer_arguments.py")
+ALWAYS = ["modules_to_save", "modules_to_save_best", "lora_best", "prompt_tuning_best", "adafactor"]
+ON_REQUEST = [
+    *("lora_resumed", "prompt_tuning", "early_stopping", "by_length", "predictions", "metrics", "accumulation"),
+    *("noise_and_smoothing", "neftune", "trained_twice", "model_init", "only_model_resumed"),
+]
+
+
+@pytest.fixture(scope="module")
+def results(made_once):
+    def make(out):
+        words = [sys.executable, SCRIPT, out, *([] if soaking() else ALWAYS)]
+        done = forked.run(words, capture_output=True, text=True, check=False, timeout=900)
+        assert done.returncode == 0, done.stderr
+
+    return torch.load(made_once("trainer-arguments", make) / "results.pt", weights_only=False)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", [*ALWAYS, *(pytest.param(name, marks=pytest.mark.soak) for name in ON_REQUEST)])
+def test_the_trainer_does_what_it_does_in_one_process(results, name, stage):
+    expected = results["plain"][name]
+    assert not isinstance(expected, str), expected
+    for rank in results[stage]:
+        same(rank[name], expected)
+
+
+@pytest.mark.parametrize("name", ["modules_to_save_best", "lora_best"])
+def test_the_best_is_not_the_last(results, name):
+    """Else it would not be seen whether it was loaded."""
+    assert results["plain"][name]["best"] != "checkpoint-4"
