@@ -440,14 +440,56 @@ def test_a_mistake_that_only_a_worker_sees_is_one_line_too(tmp_path):
     assert re.fullmatch(r"error: model: there is no preset 'gpt9'; [^\n]+\n", done.stderr)
 
 
-def test_ctrl_c_ends_all_ranks_with_the_log_intact(tmp_path):
+def test_ctrl_c_ends_all_ranks_after_a_checkpoint_and_says_how_to_continue(tmp_path):
     with running(tmp_path, *ENDLESS) as (process, workers):
         process.send_signal(signal.SIGINT)
         assert forked.still_running(workers) == []
-        _, err = process.communicate(timeout=PATIENCE_S)
+        out, err = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 130
         assert err == ""
-    assert events(tmp_path)[-1]["event"] == "step"
+    *_, saved, end = events(tmp_path)
+    assert (saved["event"], end["event"], end["status"]) == ("checkpoint", "end", "interrupted")
+    go_on = f"zeroshard train --config {tmp_path / 'run' / 'config.toml'} --resume auto"
+    assert out.endswith(f"\nstopped at step {saved['step']}, saved; continue with: {go_on}\n")
+    again = [*ZEROSHARD, *go_on.split()[1:], "--max-steps", str(saved["step"] + 1), "--warmup-steps", "0"]
+    assert forked.run(again, capture_output=True, timeout=PATIENCE_S, check=False).returncode == 0
+    assert events(tmp_path)[-1]["step"] == saved["step"] + 1
+
+
+STEPS_FOR_EVER = """
+import sys, time
+from zeroshard import cli
+from zeroshard.train.loop import loop
+
+def take_step(*ignored):
+    print("it steps", flush=True)
+    time.sleep(3600)
+
+loop.take_step = take_step
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_ctrl_c_ends_a_run_at_once(tmp_path, first):
+    words = [sys.executable, "-c", STEPS_FOR_EVER, "train", *DATA, "--model.n-layer", "1", "--eval-interval", "0"]
+    words += ["--data.dir", str(tmp_path / "data"), "--out", str(tmp_path / "run")]
+    process = forked.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert "it steps\n" in iter(process.stdout.readline, "")
+        process.send_signal(first)
+        with pytest.raises(subprocess.TimeoutExpired):  # it waits for the end of its step
+            process.wait(3)
+        process.send_signal(signal.SIGINT)
+        if first != signal.SIGINT:
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+            process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+    assert (process.returncode, err) == (130, "")
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@ def tiny_config(tmp_path, data_folder):
             "warmup_steps": 2,
             "eval_interval": 3,
             "eval_batches": 3,
+            "checkpoint_interval": 0,
             "out": str(tmp_path / "run"),
         }
         return TrainConfig.model_validate({**values, **changes})

@@ -18,6 +18,9 @@ from zeroshard import checkpoint
 from zeroshard.checkpoint import api
 from zeroshard.checkpoint.diff import differences
 from zeroshard.comm import LocalCommunicator, run_threads
+from zeroshard.errors import UserError
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.validate import validate
 from zeroshard.train.loop import loop
 from zeroshard.train.loop.loop import train
 from zeroshard.train.loop.saving import Saving
@@ -183,3 +186,32 @@ def test_the_event_of_a_checkpoint_tells_the_bytes_of_all_ranks(tiny_config):
     (event,) = (event for event in events if event["event"] == "checkpoint")
     assert event["num_bytes"] == manifest.num_bytes == sum(entry.num_bytes for entry in manifest.files.values())
     assert len(manifest.files) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({"checkpoint_interval": -1}, [4, 6]),  # at each evaluation and at the end, the newest two
+        ({"checkpoint_interval": -1, "keep_checkpoints": 0}, [2, 4, 6]),
+        ({"checkpoint_interval": -1, "keep_checkpoints": 1, "keep_every": 2}, [2, 4, 6]),
+        ({"checkpoint_interval": -1, "keep_every": 2}, [2, 4, 6]),
+        ({"checkpoint_interval": -1, "eval_interval": 0}, [6]),
+        ({"checkpoint_interval": 0}, [6]),
+        ({"checkpoint_interval": 1}, [1, 2, 3, 4, 5, 6]),
+        ({"checkpoint_interval": 3, "keep_checkpoints": 1}, [6]),
+    ],
+)
+def test_which_checkpoints_a_run_leaves(tiny_config, settings, steps):
+    config = tiny_config(**{"max_steps": 6, "eval_interval": 2, **settings})
+    run = build_run(config, LocalCommunicator(), CPU)
+    try:
+        assert train(run) == 0
+    finally:
+        run.close()
+    assert sorted(found.step for found in checkpoint.find(run.folder / "checkpoints")) == steps
+
+
+def test_by_default_checkpoints_are_written_at_evaluations():
+    assert (TrainConfig().checkpoint_interval, TrainConfig().keep_checkpoints) == (-1, -1)
+    with pytest.raises(UserError, match="keep_every: 2 has no effect"):
+        validate(TrainConfig, {"keep_every": 2, "checkpoint_interval": 1})

@@ -15,11 +15,13 @@ wrappers, and the engine does not know which implementation it uses. Every imple
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 ReduceOp = Literal["sum", "max", "min", "product"]
@@ -28,6 +30,15 @@ Groups = Sequence[Sequence[int]]
 
 class PeerError(RuntimeError):
     """Another rank failed, is lost, or issued another operation, so that this rank cannot continue."""
+
+
+def is_of_peers(error: BaseException) -> bool:
+    """Return whether ``error``, raised by torch's own collectives or stores, says that a rank is gone or never came.
+
+    gloo raises plain RuntimeErrors whose messages begin with a file name of its source.
+    """
+    gloo = isinstance(error, RuntimeError) and re.search(r"gloo/|\[gloo\]|Gloo |by peer|Broken pipe", str(error))
+    return bool(gloo) or isinstance(error, dist.DistError)
 
 
 class Work(Protocol):

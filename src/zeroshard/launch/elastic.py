@@ -14,19 +14,22 @@ Ranks are forked. With one machine, the launcher forks them before it serves the
 
 from __future__ import annotations
 
+import math
 import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
+import psutil
 from torch.distributed import DistNetworkError
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.multiprocessing.api import RunProcsResult, SubprocessContext
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -38,7 +41,7 @@ from zeroshard.errors import ExitStatus
 from zeroshard.launch.ending import Ending, root_cause
 from zeroshard.launch.environment import child_environment, count_restart, variable
 from zeroshard.launch.fork_server import ForkServer, ForkServerLostError
-from zeroshard.launch.forked import ForkedRank, can_fork, fork_command
+from zeroshard.launch.forked import POLL_S, ForkedRank, can_fork, fork_command
 from zeroshard.launch.leftovers import owned_folder
 from zeroshard.launch.many_hosts import JOIN_TIMEOUT_S, ManyHosts
 from zeroshard.launch.one_host import OneHost
@@ -49,6 +52,7 @@ from zeroshard.launch.rounds import MACHINE_CAME
 MONITOR_INTERVAL_S = 0.1
 # How long ranks may take to save a checkpoint when a machine comes; replicas save when they synchronise next.
 SAVING_GRACE_S = 300
+REAPING_S = 5  # from SIGKILL until a rank is given up that the kernel cannot end
 STOP_S = 30  # from SIGTERM to SIGKILL for ranks that are to be started again
 Fork = Callable[[Sequence[str], Mapping[str, str]], ForkedRank]
 WORTH_A_RESTART = frozenset({int(ExitStatus.FAILED), int(ExitStatus.PEER_LOST)})
@@ -110,8 +114,9 @@ def _run(agent: _Agent, handler: OneHost | ManyHosts, meeting: RendezvousAddress
     except ForkServerLostError as error:
         return Ending(ExitStatus.PEER_LOST, f"{error}; look for a lack of memory here, then start again")
     except SignalException as stop:
+        unsaved = agent.exit_codes() & {ExitStatus.FAILED, ExitStatus.STORAGE}  # a rank has said why
         hung_up = stop.sigval == signal.SIGHUP  # which asks for the same as SIGTERM
-        return Ending(ExitStatus.TERMINATED if hung_up else 128 + stop.sigval)
+        return Ending(max(unsaved, default=ExitStatus.TERMINATED if hung_up else 128 + stop.sigval))
     except BaseException:
         handler.shutdown()
         raise
@@ -234,10 +239,21 @@ class _Agent(LocalElasticAgent):
         self._shutdown(timeout=STOP_S)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None) -> None:
-        """End the ranks, after ``timeout`` seconds by SIGKILL; None, as in torch 2.11: after the agent's own limit."""
+        """End the ranks, after ``timeout`` seconds by SIGKILL; None, as in torch 2.11: after the agent's own limit.
+
+        After Ctrl-C they may take as long as their step and their checkpoint take, until a second signal comes.
+        """
+        if isinstance(self._pcontext, _ForkedContext) and death_sig == signal.SIGINT:
+            with suppress(SignalException):
+                self._pcontext.stop_after_step()
         if self._pcontext:
             self._pcontext.close(death_sig, self._shutdown_timeout if timeout is None else timeout)
         super()._shutdown(death_sig)
+
+    def exit_codes(self) -> set[int]:
+        """Return the exit codes of the ranks that have ended, if this process has forked them."""
+        handlers = getattr(self._pcontext, "subprocess_handlers", {}) if self._pcontext else {}
+        return {code for handler in handlers.values() if (code := handler.proc.poll()) is not None}
 
 
 class _ForkedContext(SubprocessContext):
@@ -246,16 +262,58 @@ class _ForkedContext(SubprocessContext):
     fork: Fork = staticmethod(fork_command)
 
     def _start(self) -> None:
+        self._asked_to_end: set[int] = set()  # ranks that still ran when they were sent a signal
         self.subprocess_handlers = {
             rank: _Handler(rank, self.fork(words, child_environment(None) | self.envs[rank]))
             for rank, words in self.args.items()
         }
 
+    def stop_after_step(self) -> None:
+        """Send SIGINT to each rank and return once all have ended."""
+        self._ask_to_end(signal.SIGINT, math.inf)
+
+    def _ask_to_end(self, number: signal.Signals, limit_s: float) -> None:
+        """Send a signal to the ranks that run, and wait for their end; kill those that are stopped: they hear none."""
+        end_s = time.monotonic() + limit_s
+        running = [handler for handler in self.subprocess_handlers.values() if handler.proc.poll() is None]
+        self._asked_to_end |= {handler.local_rank_id for handler in running}
+        for handler in running:
+            handler.close(number)
+        while running and time.monotonic() < end_s:
+            for handler in running:
+                if _is_stopped(handler.proc.pid):
+                    handler.close(signal.SIGKILL)
+            time.sleep(POLL_S)
+            running = [handler for handler in running if handler.proc.poll() is None]
+
+    def _poll(self) -> RunProcsResult | None:
+        result = super()._poll()
+        if result is not None and result.is_failed():
+            # that a rank ended by our own signal is no failure of it: the cause is a rank that had ended before
+            ended_here = {
+                rank
+                for rank in self._asked_to_end & result.failures.keys()
+                if result.failures[rank].exitcode in (-signal.SIGKILL, -signal.SIGTERM)
+            }
+            if ended_here < result.failures.keys():
+                for rank in ended_here:
+                    del result.failures[rank]
+        return result
+
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
         codes = [handler.proc.poll() for handler in self.subprocess_handlers.values()]
         if -signal.SIGKILL in codes:  # [Note: A rank that was killed]
             death_sig = signal.SIGKILL
-        super()._close(death_sig, timeout)
+        self._ask_to_end(death_sig, timeout)
+        super()._close(signal.SIGKILL, REAPING_S)  # those that still run
+
+
+def _is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped, as by SIGSTOP or a debugger."""
+    try:
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    except psutil.NoSuchProcess:
+        return False
 
 
 class _Handler(SubprocessHandler):

@@ -29,14 +29,14 @@ def root_cause(failures: Mapping[int, tuple[int, str]]) -> Ending:
     A rank that was killed takes precedence: its peers fail after it, and because of it. A user error comes next.
 
     Args:
-        failures: by rank, its exit code (negative for a signal) and its message.
+        failures: by rank, its exit code (negative for a signal) and its message, in the order in which ranks ended.
     """
     for code, message in failures.values():
         if code == ExitStatus.STAGE_RAISED:
             return Ending(code, message)
     if (ExitStatus.PEER_LOST, "") in failures.values():  # that rank has printed why itself: see `end_as_peer_lost`
         return Ending(ExitStatus.PEER_LOST)
-    for rank, (code, _) in sorted(failures.items()):
+    for rank, (code, _) in failures.items():
         if code < 0 and -code not in (signal.SIGTERM, signal.SIGINT):
             name = signal.Signals(-code).name
             todo = _SIGNAL_TODO.get(name, "report it with `zeroshard doctor`")

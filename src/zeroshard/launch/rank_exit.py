@@ -2,8 +2,9 @@
 
 [Note: nothing is left behind] A rank may be blocked in a collective, in C++, where Python runs no signal handler. So
 three mechanisms end it. The agent signals every rank, and kills those that still run after `SHUTDOWN_GRACE_S`. After
-Ctrl-C, and after SIGTERM or SIGHUP if there is no checkpoint to write first, a watching thread ends its own process
-within `INTERRUPT_GRACE_S`. And the kernel kills a rank whose launcher has died, or that hangs in its own exit.
+Ctrl-C, SIGTERM or SIGHUP, if there is no checkpoint to write first, and after a second Ctrl-C in any case, a watching
+thread ends its own process within `INTERRUPT_GRACE_S`. And the kernel kills a rank whose launcher has died, or that
+hangs in its own exit.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def ended_with_launcher() -> Generator[None]:
 
 @contextmanager
 def saves_before_end() -> Generator[None]:
-    """Inside, SIGTERM and SIGHUP do not end this rank within `INTERRUPT_GRACE_S`: it writes a checkpoint first."""
+    """Inside, SIGTERM, SIGHUP and one SIGINT do not end this rank within `INTERRUPT_GRACE_S`: it saves first."""
     _saves_first.set()
     try:
         yield
@@ -89,9 +90,12 @@ def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def _end_after_interrupt(heard: socket.socket, left: threading.Event) -> None:
+    interrupted = False
     with heard:
         while signum := heard.recv(1):
-            if signum[0] == signal.SIGINT:
+            if signum[0] == signal.SIGINT and _saves_first.is_set() and not interrupted:
+                interrupted = True
+            elif signum[0] == signal.SIGINT:
                 end_by_kernel(INTERRUPT_GRACE_S + 0.5, ExitStatus.INTERRUPTED)
                 time.sleep(INTERRUPT_GRACE_S)
                 os._exit(ExitStatus.INTERRUPTED)

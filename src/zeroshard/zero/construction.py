@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -14,9 +15,11 @@ from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator, s
 from zeroshard.zero.buffers.partition import Init, UnitSpec, materialise, partition
 from zeroshard.zero.buffers.unit import FlatGroup, Unit, build_groups
 from zeroshard.zero.buffers.unit_choice import UnitChoice, told
-from zeroshard.zero.levels import Levels, check_levels, check_wire
+from zeroshard.zero.levels import Levels, check_levels, check_wire, watched
 from zeroshard.zero.precision import MixedPrecision
+from zeroshard.zero.runtime.module_buffers import BufferSync, check_sync
 from zeroshard.zero.runtime.module_methods import has_engine
+from zeroshard.zero.sharded_optimizer.argument_check import agreement
 from zeroshard.zero.strategy import ShardingStrategy
 from zeroshard.zero.tensor_broadcast import as_bytes, put_bytes
 
@@ -24,7 +27,32 @@ _log = logging.getLogger("zeroshard.zero")
 _OTHER_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
-def check_arguments(model: nn.Module, prefetch: int, accumulate: str | None, precision: MixedPrecision) -> None:
+def same_on_every_rank(comm: Communicator) -> AbstractContextManager[list[str]]:
+    """As `agreement`: raise on every rank what the block raises on one, or if they append different descriptions."""
+    return agreement(comm, "Zero", "give every rank the same model and arguments")
+
+
+def described(
+    model: nn.Module,
+    strategy: ShardingStrategy,
+    precision: MixedPrecision,
+    prefetch: int,
+    shard_size: int | None,
+    buffers: BufferSync,
+    rest: Mapping[str, object],
+) -> Iterator[str]:
+    """Describe the arguments of `zeroshard.Zero` and the model's parameters: what ranks must have in common."""
+    arguments = {"prefetch": prefetch, "shard_size": shard_size, "buffers": buffers, **rest}
+    yield strategy.name
+    yield str(precision)
+    yield from (f"{name}={value!r}" for name, value in arguments.items())
+    for name, param in model.named_parameters():
+        yield f"{name} of {param.dtype} {list(param.shape)}, {'trained' if param.requires_grad else 'frozen'}"
+
+
+def check_arguments(
+    model: nn.Module, prefetch: int, accumulate: str | None, precision: MixedPrecision, buffers: BufferSync
+) -> None:
     """Raise TypeError or ValueError for a model that an engine cannot train, or an unknown setting."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: {type(model).__name__} is not an nn.Module")
@@ -45,11 +73,17 @@ def check_arguments(model: nn.Module, prefetch: int, accumulate: str | None, pre
         raise TypeError(f"precision: {precision!r} is not a MixedPrecision; give MixedPrecision(torch.bfloat16)")
     if accumulate not in (None, "local", "sharded"):
         raise ValueError(f"accumulate: {accumulate!r} is unknown; choose 'local' or 'sharded'")
+    check_sync(buffers)
 
 
-def default_communicator() -> Communicator:
-    """Return the communicator of `torch.distributed` if it is initialised, else one of a single process."""
-    return TorchCommunicator() if dist.is_available() and dist.is_initialized() else LocalCommunicator()
+def communicator(given: Communicator | None) -> Communicator:
+    """Return the engine's communicator, watched for ranks that diverge: `zeroshard.comm.wrappers.library_watch`.
+
+    None stands for that of `torch.distributed` if it is initialised, else one of a single process. Collective.
+    """
+    if given is None:
+        given = TorchCommunicator() if dist.is_available() and dist.is_initialized() else LocalCommunicator()
+    return watched(given)
 
 
 def levels_of(
@@ -88,7 +122,9 @@ def build_units(
     any_meta = on_meta or any(buffer.is_meta for buffer in model.buffers())
     meta = materialise(model, _default_device(device), init) if any_meta else set()
     fill = dict.fromkeys(meta, init) if init is not None else {}
-    root_spec, specs = partition(model, units)
+    with same_on_every_rank(levels.world) as told_units:
+        root_spec, specs = partition(model, units)
+        told_units += [f"unit {spec.name}" for spec in specs]
     if levels.world.rank == 0:
         _log.info("Zero: %s", told(model, [spec.module for spec in specs]))
 

@@ -23,7 +23,7 @@ from zeroshard.zero.buffers.initial import loaded_later
 from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.buffers.unit_choice import UnitChoice
-from zeroshard.zero.levels import check_change, check_row
+from zeroshard.zero.levels import check_change
 from zeroshard.zero.optimizers import adoption
 from zeroshard.zero.optimizers.ema import Ema
 from zeroshard.zero.optimizers.state_dict import whole_state
@@ -31,7 +31,7 @@ from zeroshard.zero.optimizers.stepping import Stepping
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.replicas.local_steps import LocalSteps
 from zeroshard.zero.replicas.replicas import Replicas
-from zeroshard.zero.runtime.module_buffers import BufferSync, ModuleBuffers, check_sync
+from zeroshard.zero.runtime.module_buffers import BufferSync, ModuleBuffers
 from zeroshard.zero.runtime.module_hooks import attach
 from zeroshard.zero.runtime.module_methods import Guard
 from zeroshard.zero.runtime.runtime import Runtime
@@ -77,13 +77,13 @@ class Zero:
 
     Attributes:
         levels: the ranks that shard together, and those that hold the same shard.
-        replicas: if replicas take local steps, the object whose `step` is called after each optimizer step; else None.
+        replicas: with local steps, the object whose `step` is called after each optimizer step; else None.
 
     Raises:
         ValueError: an unknown stage; a unit that is not the model's, or a name that occurs nowhere in it; a model that
             has an engine already; meta parameters without ``init``; a ``shard_size`` that does not divide the world, or
             at stage 0 without ``replicas``; ``replicas`` without a ``shard_size``; ``leaves`` with a setting that
-            rounds partial sums.
+            rounds partial sums; ranks with different models or arguments.
         TypeError: ``model`` is not a module.
 
     Weights are unsharded and current inside the model's forward, its backward and `full_params`. Other methods of the
@@ -112,14 +112,15 @@ class Zero:
         secondary_shard_size: int | None = None,
         leaves: int | None = None,
     ) -> None:
-        self.strategy = resolve_strategy(stage, secondary_shard_size)
-        self.precision = precision or MixedPrecision()
-        construction.check_arguments(model, prefetch, accumulate, self.precision)
-        check_sync(buffers)
         self.model = model
-        self.comm: Communicator = construction.default_communicator() if comm is None else comm
-        self._accumulate = accumulate if leaves is None else "sharded"
+        self.comm: Communicator = construction.communicator(comm)
         checked = {"local_steps": replicas is not None, "leaves": leaves, "accumulate": accumulate}
+        with construction.same_on_every_rank(self.comm) as told:
+            self.strategy = resolve_strategy(stage, secondary_shard_size)
+            self.precision = precision or MixedPrecision()
+            construction.check_arguments(model, prefetch, accumulate, self.precision, buffers)
+            told += construction.described(model, self.strategy, self.precision, prefetch, shard_size, buffers, checked)
+        self._accumulate = accumulate if leaves is None else "sharded"
         self.levels = construction.levels_of(self.comm, self.strategy, shard_size, self.precision, **checked)
 
         on_meta = [param for param in model.parameters() if param.is_meta]
@@ -130,9 +131,8 @@ class Zero:
         between = ModuleBuffers(model, self.levels.replicas, buffers)
         self.replicas = None if replicas is None else Replicas(replicas, self._runtime, self.levels, between)
         self._stepping = Stepping(self._runtime, levels, self.replicas)
-        cast = self.precision.param_dtype if self.precision.cast_forward_inputs else None
-        units_here = self._runtime.all_units()
-        self._handles = [h for unit in units_here for h in attach(unit, self._runtime, cast if unit is root else None)]
+        casts = {root: self.precision.param_dtype if self.precision.cast_forward_inputs else None}
+        self._handles = [h for unit in (root, *others) for h in attach(unit, self._runtime, casts.get(unit))]
         self._guard = Guard(model, self._runtime, self._stepping)
         adoption.replaced(on_meta)
         adoption.register_params(model.parameters(), self._stepping)
@@ -239,13 +239,11 @@ class Zero:
         at that stage would give. At the memory peak, one unit's state exists twice.
 
         Raises:
-            ValueError: an unknown stage; stage 0 with a ``shard_size``; a stage that the wire format does not support.
+            ValueError: an unknown stage, or one that the wire format or ``shard_size`` excludes.
             RuntimeError: inside `full_params` or `Ema.weights`, or while gradients wait for a step.
         """
         strategy = resolve_strategy(stage)
-        check_change(strategy, self.precision, self.levels)
-        if self.levels.shard is not self.comm and self.replicas is None:
-            check_row(strategy)
+        check_change(strategy, self.precision, self.levels, local_steps=self.replicas is not None)
         restaging.restage(self._runtime, strategy, self._stepping.state_holders("restage"))
         self.strategy = strategy
         self._stepping.hold_pieces()

@@ -20,6 +20,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 from zeroshard.comm import Communicator, LocalCommunicator, split
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
@@ -162,9 +164,11 @@ def check_wire(strategy: ShardingStrategy, precision: MixedPrecision) -> None:
         raise ValueError(f"gather: {what}; choose stage 1 or 2, or int4")
 
 
-def check_change(strategy: ShardingStrategy, precision: MixedPrecision, levels: Levels) -> None:
-    """Raise ValueError if an engine cannot change to the row: for the wire format, or for another second copy."""
+def check_change(strategy: ShardingStrategy, precision: MixedPrecision, levels: Levels, *, local_steps: bool) -> None:
+    """Raise ValueError if an engine cannot change to the row: for its levels, wire format, or another second copy."""
     check_wire(strategy, precision)
+    if levels.shard is not levels.world and not local_steps:
+        check_row(strategy)
     size = strategy.secondary_shard_size
     if size is not None and (levels.node is None or levels.node.world_size != size):
         raise ValueError(f"secondary_shard_size: {size} is not what the engine was made with; give it to Zero()")
@@ -213,3 +217,12 @@ def check_levels(
         raise ValueError("replicas: local steps need replicas; give shard_size, the ranks of one of them")
     if shard_size is not None and not local_steps:
         check_row(strategy)
+
+
+def watched(comm: Communicator) -> Communicator:
+    """Return ``comm``, watched for ranks that diverge if they are processes: `wrappers.library_watch`. Collective."""
+    if comm.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
+        return comm
+    from zeroshard.comm.wrappers import library_watch  # the library is imported without it
+
+    return library_watch.watched(comm)

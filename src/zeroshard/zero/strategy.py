@@ -53,6 +53,12 @@ class ShardingStrategy:
     reshard_after_forward: bool = True
     secondary_shard_size: int | None = None
 
+    @property
+    def name(self) -> str:
+        """``stage 3``; of a row that is not in `STAGES`, its columns."""
+        number = next((number for number, row in STAGES.items() if row == self), None)
+        return str(self) if number is None else f"stage {number}"
+
     def __post_init__(self) -> None:
         for column in ("params", "grads", "optim"):
             value = getattr(self, column)

@@ -86,6 +86,18 @@ class _TorchWork:
         handle = self._handle
         return handle is None or handle.is_completed()
 
+    def wait_for(self, seconds: float) -> bool:
+        """Wait for the handle for ``seconds`` at most; return whether it is over, or has failed: then call `wait`.
+
+        Over NCCL this blocks the host, which `wait` does not.
+        """
+        if self._handle is not None:
+            try:
+                self._handle.wait(timedelta(seconds=seconds))
+            except RuntimeError:  # too early, or failed: then `wait` raises it again
+                return self._handle.is_completed()
+        return True
+
     def wait(self) -> None:
         """Wait for the handle once, then make the copy."""
         if self._handle is None:

@@ -25,3 +25,9 @@ class Latch:
         if not self.is_open:
             with self._lock:
                 pass
+
+    def wait_for(self, seconds: float) -> bool:
+        """Return when it is open, or after ``seconds``; returns whether it is open."""
+        if not self.is_open and self._lock.acquire(timeout=seconds):
+            self._lock.release()
+        return self.is_open

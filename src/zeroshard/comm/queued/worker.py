@@ -54,6 +54,10 @@ class Ticket:
         if self.error is not None:
             raise self.error
 
+    def wait_for(self, seconds: float) -> bool:
+        """Return when the operation has ended, or after ``seconds``; returns whether it has ended, or failed."""
+        return self._done.wait_for(seconds)
+
     def run(self, broken: BaseException | None) -> None:
         """Call the operation; or fail at once with ``broken``, the error of an earlier operation."""
         assert self._operation is not None

@@ -25,19 +25,19 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import re
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
-from typing import Protocol
+from threading import Event
 
-import torch.distributed as dist
 from torch import Tensor
 
-from zeroshard.comm.base import Communicator, PeerError, Work
+from zeroshard.comm.base import Communicator, PeerError, Work, is_of_peers
 from zeroshard.comm.labels import current_scope
+from zeroshard.comm.wrappers.board import Board, StoreBoard  # noqa: F401 -- callers take both from here
 from zeroshard.comm.wrappers.in_flight import InFlight, Watched
 from zeroshard.comm.wrappers.wrapper import WrappedWork, Wrapper
 
@@ -46,41 +46,11 @@ REMEMBERED = 128  # operations that are kept, in memory and on the board
 LOST_AFTER_S = 8.0  # a rank without a new pulse for so long is lost
 FULL_LOOK = 16  # up to so many ranks, each looks at all others at every pulse of a stall
 NEIGHBOURS = 2  # how many neighbours on each side a rank looks at
+CLOSING_S = 5.0  # how long `close` waits for requests to the board
 NAMING_PULSES = 3  # a rank that posts nothing for so many pulses after a collective failed is to blame for that
 
-_VERDICT = "verdict"
-
-
-class Board(Protocol):
-    """A key-value store in which ranks post UTF-8 text for each other; neither method may wait for another rank."""
-
-    def post(self, key: str, value: bytes) -> None:
-        """Set a key."""
-        ...
-
-    def read(self, key: str) -> bytes | None:
-        """A key's value, or None."""
-        ...
-
-
-class StoreBoard:
-    """A board in a `torch.distributed` store, such as the ranks' rendezvous store."""
-
-    def __init__(self, store: dist.Store) -> None:
-        self._store = dist.PrefixStore("sentinel", store)
-        self._there: set[str] = set()  # keys known to exist; none is ever removed
-
-    def post(self, key: str, value: bytes) -> None:
-        """Set a key."""
-        self._store.set(key, value.decode())
-
-    def read(self, key: str) -> bytes | None:
-        """A key's value, or None; never waits for one."""
-        if key not in self._there:
-            if not self._store.check([key]):
-                return None
-            self._there.add(key)
-        return self._store.get(key)
+OnFault = Callable[[str, bool], None]
+_VERDICT, _SILENT = "verdict", "silent"
 
 
 class _OperationLog:
@@ -119,16 +89,24 @@ class _Watch:
     """One rank's watch: its log of operations, and the threads that post and compare it through the board."""
 
     def __init__(
-        self, rank: int, world_size: int, board: Board, on_fault: Callable[[str, bool], None], stall_s: float
+        self,
+        comm: Communicator,
+        board: Board,
+        on_fault: OnFault,
+        stall_s: float,
+        lost_after_s: float,
+        raised: Event | None,
     ) -> None:
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size = comm.rank, comm.world_size
+        self.fault = ""  # what was found, by this rank or another
+        self._lost_after_s, self.raised = lost_after_s, raised
         self.log, self.under_way = _OperationLog(), InFlight()
         self._board, self._on_fault, self._stall_s = board, on_fault, stall_s
         self._waiting_since: float | None = None
         self._last_pulse: dict[int, tuple[int, float]] = {}  # by rank: number of its last pulse, and when we saw it
         self._pulse = 0
         self._looking_since: float | None = None
-        self._closed = threading.Event()
+        self._closed = Event()
         self._thread = threading.Thread(target=self._watch, name="sentinel", daemon=True)
         self._thread.start()
         # if the network to the store fails, a request to it blocks its thread for a quarter of an hour
@@ -142,9 +120,13 @@ class _Watch:
         try:
             yield
         except PeerError as error:
-            fault = self._name_fault()
+            if self.raised is not None:
+                self.raised.set()
+            if str(error) == self.fault:  # others have heard of it
+                raise
+            self.fault = self.fault or self._name_fault() or str(error)
             self._let_others_hear()
-            raise PeerError(fault or str(error)) from error
+            raise PeerError(self.fault) from error
         finally:
             self._waiting_since = None
 
@@ -158,6 +140,7 @@ class _Watch:
             finally:
                 self._looking_since = None
             if fault:
+                self.fault = fault[0]
                 self._let_others_hear()
                 self._on_fault(*fault)
                 return
@@ -167,9 +150,10 @@ class _Watch:
             looking, waiting, now = self._looking_since, self._stalled_since(), time.monotonic()
             if looking is None or waiting is None:
                 continue
-            if now - looking > LOST_AFTER_S and now - waiting > self._stall_s:
-                what = f"rank 0, or its machine, has not answered for {LOST_AFTER_S:.0f} s: it is cut off"
-                self._on_fault(what, True)
+            limit_s = self._lost_after_s or LOST_AFTER_S
+            if now - looking > limit_s and now - waiting > self._stall_s:
+                self.fault = f"rank 0, or its machine, has not answered for {limit_s:.0f} s: it is cut off"
+                self._on_fault(self.fault, True)
                 return
 
     def _look(self) -> tuple[str, bool] | None:
@@ -241,13 +225,13 @@ class _Watch:
         return None
 
     def _lost(self, ranks: list[int]) -> str | None:
-        now = time.monotonic()
+        now, limit_s = time.monotonic(), self._lost_after_s or LOST_AFTER_S
         for rank in ranks:
             if rank != self.rank:
                 self._log_of(rank)
                 seen = self._last_pulse.setdefault(rank, (0, now))[1]
-                if now - seen > LOST_AFTER_S:
-                    return f"rank {rank} has not answered for {LOST_AFTER_S:.0f} s: it is stopped or lost"
+                if now - seen > limit_s:
+                    return f"rank {rank} has not answered for {limit_s:.0f} s: it is stopped or lost"
         return None
 
     def _name_fault(self) -> str | None:
@@ -293,16 +277,25 @@ class _Watch:
 
     def _line_of_lost(self, rank: int) -> str:
         recent = self._log_of(rank)
-        last = (
-            f"; when it was last heard of, it had issued {recent[-1][2]} as operation {recent[-1][0]}" if recent else ""
-        )
+        last = "; when it was last heard of, it had issued {2} as operation {0}".format(*recent[-1]) if recent else ""
         return f"rank {rank} is gone{last}; see what it printed"
 
+    def silent_ranks(self) -> list[int]:
+        """Return the ranks that post nothing for `NAMING_PULSES`: what the first rank that asks finds, on each rank."""
+        near = self._near()
+        before = self._heard_of(near)
+        time.sleep(NAMING_PULSES * PULSE_S)
+        found = self._board.read(_SILENT)
+        if found is None:
+            found = json.dumps([rank for rank, pulse in self._heard_of(near).items() if pulse == before[rank]]).encode()
+            self._board.post(_SILENT, found)
+        return json.loads(found)
+
     def close(self) -> None:
-        """End the watch's threads."""
+        """End the watch's threads; may be called twice."""
         self._closed.set()
-        self._thread.join()
-        self._second.join()
+        for thread in {self._thread, self._second} - {threading.current_thread()}:
+            thread.join(CLOSING_S)
 
 
 class _WatchedWork(WrappedWork):
@@ -312,6 +305,9 @@ class _WatchedWork(WrappedWork):
 
     def wait(self) -> None:
         with self._sentinel.waiting():
+            wait_for = getattr(self._work, "wait_for", None)
+            while wait_for is not None and self._watched is None and not wait_for(PULSE_S):
+                self._sentinel.require_no_fault()
             self._work.wait()
         if self._watched is not None:
             self._watched.waited()
@@ -329,15 +325,34 @@ class SentinelCommunicator(Wrapper):
             in a collective that never returns, so this must end the process or break the collective; raising has no
             effect there.
         stall_s: seconds that a wait may last before this rank looks for silent ranks.
+        lost_after_s: seconds after which a silent rank is lost; None: `LOST_AFTER_S`.
+        raised: set when an operation, or a wait for one on the host, has raised a fault; None: they raise none that
+            was found meanwhile.
 
-    Call `close` at the end of training.
+    ``silent_ranks()`` finds ranks that post nothing. The watch ends by `close`, or with the last part of this one.
     """
 
     def __init__(
-        self, inner: Communicator, board: Board, on_fault: Callable[[str, bool], None], *, stall_s: float = 8.0
+        self,
+        inner: Communicator,
+        board: Board,
+        on_fault: OnFault,
+        *,
+        stall_s: float = 8.0,
+        lost_after_s: float | None = None,
+        raised: Event | None = None,
     ) -> None:
         super().__init__(inner)
-        self._watch = _Watch(inner.rank, inner.world_size, board, on_fault, stall_s)
+        self._watch = _Watch(inner, board, on_fault, stall_s, lost_after_s or 0.0, raised)
+        self.silent_ranks = self._watch.silent_ranks
+        self._last: set[None] = set()  # shared with the parts: it goes with the last of them
+        # also called at interpreter exit: a thread that returns from C++ after that would abort the process
+        weakref.finalize(self._last, self._watch.close)
+
+    def require_no_fault(self) -> None:
+        """Raise PeerError if a fault was found, and operations are to raise it."""
+        if self._watch.raised is not None and self._watch.fault:
+            raise PeerError(self._watch.fault)
 
     def waiting(self) -> AbstractContextManager[None]:
         """Return a context for a wait: the watch measures it, and a PeerError in it gets the fault's line if known."""
@@ -352,18 +367,17 @@ class SentinelCommunicator(Wrapper):
         num_bytes = 0 if whole is None else whole.nbytes
         self._watch.log.add(f"{op} {detail}".rstrip(), num_bytes, current_scope())
         with self.waiting():
+            self.require_no_fault()
             work = issue()
         watched = None if whole is None else self._watch.under_way.add(work, whole.device)
         return _WatchedWork(work, self, watched)
 
 
-def is_of_peers(error: BaseException) -> bool:
-    """Return whether ``error``, raised by torch's own collectives or stores, says that a rank is gone or never came.
-
-    gloo raises plain RuntimeErrors whose messages begin with a file name of its source.
-    """
-    gloo = isinstance(error, RuntimeError) and re.search(r"gloo/|\[gloo\]|Gloo |by peer|Broken pipe", str(error))
-    return bool(gloo) or isinstance(error, dist.DistError)
+def sentinel_of(comm: Communicator | None) -> SentinelCommunicator | None:
+    """Return the `SentinelCommunicator` among ``comm`` and what it wraps; None if there is none."""
+    while isinstance(comm, Wrapper) and not isinstance(comm, SentinelCommunicator):
+        comm = comm.inner
+    return comm if isinstance(comm, SentinelCommunicator) else None
 
 
 def peer_error_of(comm: Communicator | None, error: RuntimeError) -> PeerError | None:
@@ -376,11 +390,10 @@ def peer_error_of(comm: Communicator | None, error: RuntimeError) -> PeerError |
         return None
     line = str(error).splitlines()[0]
     said = PeerError(f"a collective failed: a peer was lost or never came ({line})")
-    while isinstance(comm, Wrapper) and not isinstance(comm, SentinelCommunicator):
-        comm = comm.inner
-    if isinstance(comm, SentinelCommunicator):
+    sentinel = sentinel_of(comm)
+    if sentinel is not None:
         try:
-            with comm.waiting():
+            with sentinel.waiting():
                 raise said
         except PeerError as named:
             return named

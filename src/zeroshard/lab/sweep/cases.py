@@ -37,7 +37,10 @@ from zeroshard.train.config.sections import SHORTHANDS, Config
 from zeroshard.train.config.sizes import parse_bandwidth, parse_size
 from zeroshard.train.config.validate import by_dotted_name, fields_by_name, nearest, validate
 
-CHANGES_NO_RESULT = ("out", "port", "resume", "log_interval", "keep_checkpoints", "keep_every", "step_timeout_s")
+CHANGES_NO_RESULT = (
+    *("out", "port", "resume", "log_interval", "checkpoint_interval", "keep_checkpoints", "keep_every"),
+    "step_timeout_s",
+)
 DIGITS = 12  # hexadecimal digits of a hash
 REMEDY = "remedy"  # name of the axis of remedies
 
@@ -182,7 +185,7 @@ def cases_of(sweep: SweepConfig, extra_axes: Mapping[str, Sequence[Any]] | None 
 
 def make_case(base: Mapping[str, Any], axes: Mapping[str, Any], fit_memory: str = "") -> Case:
     """The case of ``base`` with the settings of ``axes`` merged over it; its name also depends on ``fit_memory``."""
-    raw: dict[str, Any] = {}
+    raw: dict[str, Any] = {"checkpoint_interval": 0}  # what is timed writes none on the way, unless it is asked to
     settings = {name: value for name, value in axes.items() if name != REMEDY}
     for table in (base, *(_nested(name, value) for name, value in settings.items())):
         raw = merge(raw, _spelled_out(table))

@@ -197,13 +197,13 @@ class TrainConfig(Config):
     eval_rows: int = Field(160, ge=0, description="Sequences in an evaluation, whatever micro-batch and ranks are.")
     eval_batches: int = Field(0, ge=0, description="In place of eval_rows, that many times micro_batch_size; 0: none.")
     log_interval: int = Field(10, ge=1, description="Steps between console lines.")
-    checkpoint_interval: int = Field(0, ge=0, description="Steps between checkpoints; 0: only at the end.")
+    checkpoint_interval: int = Field(-1, ge=-1, description="Steps between saves; 0: at the end; -1: as eval_interval.")
     checkpoint_async: bool = Field(
         True,
         description="Write checkpoints while training continues, copying what steps change meanwhile; false: "
         "training waits.",
     )
-    keep_checkpoints: int = Field(0, ge=0, description="Newest checkpoints to keep; 0: all.")
+    keep_checkpoints: int = Field(-1, ge=-1, description="Newest to keep; 0: all; -1: 2, or all at a set interval.")
     keep_every: int = Field(0, ge=0, description="Steps whose multiples keep their checkpoints beside the newest.")
     keep_best: bool = Field(
         False, description="Keep the checkpoint of the lowest validation loss too, as checkpoints/best."
@@ -318,7 +318,7 @@ class TrainConfig(Config):
         for name in ("keep_best", "early_stop"):
             if getattr(self, name) and not self.eval_interval:
                 raise UserError(name, "there is one evaluation, at the end", "set eval_interval, or leave it out")
-        if self.keep_every and not self.keep_checkpoints:
+        if self.keep_every and (not self.keep_checkpoints or self.keep_checkpoints < 0 <= self.checkpoint_interval):
             what = f"{self.keep_every} has no effect, because keep_checkpoints = 0 keeps all checkpoints"
             raise UserError("keep_every", what, "set keep_checkpoints to the number of newest checkpoints to keep")
         if self.plan.enforce and self.optimizer != "adamw":

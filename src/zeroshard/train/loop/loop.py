@@ -11,10 +11,12 @@ that was never interrupted.
 from __future__ import annotations
 
 import gc
+import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from math import inf
 from statistics import median
 from time import perf_counter
@@ -24,9 +26,9 @@ import torch
 
 from zeroshard import gc_frequency
 from zeroshard.comm import CONTROL, scope
-from zeroshard.comm.wrappers.sentinel import peer_error_of
+from zeroshard.comm.wrappers.sentinel import peer_error_of, sentinel_of
 from zeroshard.errors import ExitStatus, FirstRankStorageError, is_of_storage, is_out_of_memory, storage_line
-from zeroshard.launch.environment import World, world_from_env
+from zeroshard.launch.environment import World, has_launcher, world_from_env
 from zeroshard.launch.rank_exit import end_as_peer_lost, end_at_once
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.loop.diagnose import first_not_finite
@@ -36,6 +38,7 @@ from zeroshard.train.loop.signals import stop_signals_noted
 from zeroshard.train.loop.step import backward, step_seed, take_step
 from zeroshard.train.loop.validation_loss import evaluate
 from zeroshard.train.loop.watchdog import PATIENCE_S, Alive, Watchdog
+from zeroshard.train.loop.wishes import STOPPED
 from zeroshard.train.records.origin import origin
 from zeroshard.train.records.plan_contract import Contract, Predict
 from zeroshard.train.records.records import Observer, StepRecord
@@ -58,15 +61,15 @@ def run_training(config: TrainConfig, choose_stage: ChooseStage | None = None, p
 
     Raises:
         UserError: the configuration cannot be satisfied here; raised on every rank.
-        KeyboardInterrupt: passed on, with the log intact.
+        KeyboardInterrupt: from a second Ctrl-C; passed on, with the log intact.
         PeerError: another rank was lost.
     """
     world = world_from_env() or World()
     try:
         with (
             built(config, choose_stage, predict) as run,
-            stop_signals_noted() as stop_wanted,
-            Watchdog(run.folder, world.rank, config.step_timeout_s, end_as_peer_lost) as watchdog,
+            stop_signals_noted(speaks=world.rank == 0) as stop_wanted,
+            Watchdog(run.folder, world.rank, config.step_timeout_s, end_as_peer_lost, _asking(run)) as watchdog,
         ):
             return int(_trained(run, config, stop_wanted, watchdog.alive))
     except OSError as error:
@@ -80,6 +83,12 @@ def run_training(config: TrainConfig, choose_stage: ChooseStage | None = None, p
         if lost is None:
             raise
         raise lost from error
+
+
+def _asking(run: Run) -> Callable[[], list[int]] | None:
+    """Return a function that finds the ranks that do not answer; None if nothing watches them."""
+    sentinel = sentinel_of(run.strategy.comm)
+    return None if sentinel is None else sentinel.silent_ranks
 
 
 def _trained(run: Run, config: TrainConfig, stop_wanted: Callable[[], int], alive: Alive) -> ExitStatus:
@@ -189,7 +198,20 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Aliv
         **_measured(run, step_s),
     }
     _tell(run, lambda observer: observer.on_end(summary))
+    if status in STOPPED and run.strategy.comm.rank == 0:
+        with suppress(OSError):  # nobody reads our output any more
+            print(_how_to_go_on(run, step), flush=True)
     return status
+
+
+def _how_to_go_on(run: Run, step: int) -> str:
+    """Return how the user continues a run that was asked to stop; on a narrow terminal the command has its own line."""
+    if world_from_env() is not None and not has_launcher():
+        return f"stopped at step {step}, saved; continue with the same command and --resume auto"
+    said = f"stopped at step {step}, saved; continue with:"
+    command = f"zeroshard train --config {shlex.quote(str(run.folder / 'config.toml'))} --resume auto"
+    narrow = sys.stdout.isatty() and shutil.get_terminal_size().columns < len(said) + 1 + len(command)
+    return f"{said}{chr(10) if narrow else ' '}{command}"
 
 
 def _is_done(run: Run) -> bool:

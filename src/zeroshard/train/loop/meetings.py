@@ -16,9 +16,8 @@ import torch
 from zeroshard.comm import CONTROL, scope
 from zeroshard.errors import ExitStatus
 from zeroshard.train.loop.run import Run
+from zeroshard.train.loop.wishes import as_numbers, wish_of_all
 from zeroshard.train.records.plan_contract import Moves
-
-_WISHES = (ExitStatus.PREEMPTED, ExitStatus.TERMINATED)  # if ranks want both, the last one is taken
 
 
 def meet(run: Run, loss: float, stop: ExitStatus, *, taken: bool) -> tuple[dict[str, Any], ExitStatus]:
@@ -57,13 +56,12 @@ def meet(run: Run, loss: float, stop: ExitStatus, *, taken: bool) -> tuple[dict[
 def _agree(run: Run, loss: float, stop: ExitStatus) -> tuple[float, ExitStatus]:
     """Return the mean loss over all replicas and the status with which to stop: one all-reduce of 24 bytes."""
     comm = run.strategy.comm
-    report = torch.tensor([loss, *(float(stop == wish) for wish in _WISHES)], dtype=torch.float64)
+    report = torch.tensor([loss, *as_numbers(stop)], dtype=torch.float64)
     report = report.to(comm.control_device)
     with scope(CONTROL):
         comm.all_reduce(report).wait()
-    total, *wishes = report.tolist()
-    wanted = [wish for wish, count in zip(_WISHES, wishes, strict=True) if count]
-    return total / comm.world_size, wanted[-1] if wanted else ExitStatus.OK
+    total, *wanted = report.tolist()
+    return total / comm.world_size, wish_of_all(*wanted)
 
 
 def moves(run: Run) -> Moves | None:

@@ -16,9 +16,8 @@ from zeroshard.checkpoint.shared_outcome import largest
 from zeroshard.errors import ExitStatus
 from zeroshard.train.loop.run import Run, checkpoint_folder
 from zeroshard.train.loop.watchdog import PATIENCE_S, Alive
+from zeroshard.train.loop.wishes import STOPPED
 from zeroshard.train.state.replicas import guards_of_replicas
-
-STOPPED = (ExitStatus.TERMINATED, ExitStatus.PREEMPTED)
 
 
 class Saving:

@@ -1,14 +1,15 @@
 """Signals that ask a run to stop: it finishes its step, saves a checkpoint and exits with a status of its own.
 
-`kill`, Kubernetes and SLURM send SIGTERM. A terminal that is closed sends SIGHUP (``nohup`` makes a process ignore it,
-and then it is ignored here too). SLURM sends SIGUSR1 ahead of its time limit if asked to (``#SBATCH
---signal=USR1@120``). A signal may reach one rank alone, or all of them at different steps. So the loop asks every rank
-at each step, and all ranks stop if any of them received one.
+Ctrl-C sends SIGINT; a second one ends the run at once. `kill`, Kubernetes and SLURM send SIGTERM. A terminal that is
+closed sends SIGHUP (``nohup`` makes a process ignore it, and then it is ignored here too). SLURM sends SIGUSR1 ahead of
+its time limit if asked to (``#SBATCH --signal=USR1@120``). A signal may reach one rank alone, or all of them at
+different steps. So the loop asks every rank at each step, and all ranks stop if any of them received one.
 """
 
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -16,14 +17,18 @@ from types import FrameType
 
 from zeroshard.launch.rank_exit import saves_before_end
 
-STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+_SAID = "stopping after this step; Ctrl-C again ends it at once"
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 @contextmanager
-def stop_signals_noted() -> Generator[Callable[[], int]]:
-    """Context manager in which a signal of `STOPPING` does not end the process but is noted.
+def stop_signals_noted(*, speaks: bool = False) -> Generator[Callable[[], int]]:
+    """Context manager in which a signal of `STOPPING` does not end the process but is noted; a second SIGINT ends it.
 
     It yields a function that returns the number of the first signal that was received, 0 if none was.
+
+    Args:
+        speaks: whether to say on a terminal what Ctrl-C does.
     """
     noted: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -31,10 +36,19 @@ def stop_signals_noted() -> Generator[Callable[[], int]]:
         return
 
     def note(signum: int, frame: FrameType | None) -> None:
+        again = signum == signal.SIGINT and signum in noted
         noted.append(signum)
+        end = before[signal.Signals(signum)]
+        if again and callable(end):
+            end(signum, frame)
+        elif signum == signal.SIGINT and speaks and sys.stderr.isatty():
+            # in a thread: the signal may have come in the middle of a line that is being printed
+            threading.Thread(target=print, args=(_SAID,), kwargs={"file": sys.stderr, "flush": True}).start()
 
-    heard = (number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN)
-    before = {number: signal.signal(number, note) for number in heard}
+    before = {number: signal.getsignal(number) for number in STOPPING}
+    before = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, note)
     try:
         with saves_before_end():
             yield lambda: noted[0] if noted else 0

@@ -36,6 +36,7 @@ from zeroshard.errors import ExitStatus
 from zeroshard.profiling.flops import hardware_flops_utilisation, model_flops_utilisation
 from zeroshard.train.loop.meetings import meet, moves
 from zeroshard.train.loop.run import Run
+from zeroshard.train.loop.wishes import as_numbers, wish_of_all
 from zeroshard.train.records.records import StepRecord
 
 
@@ -172,7 +173,9 @@ def _agree(run: Run, losses: Tensor, grad_norm: Tensor, stop: int) -> _Health:
     already have the norm, which is read together with the result: [Note: The one read].
     """
     preempted = stop == signal.SIGUSR1
-    wishes = torch.tensor([float(preempted), float(bool(stop) and not preempted)], dtype=losses.dtype)
+    others = {0: ExitStatus.OK, signal.SIGINT: ExitStatus.INTERRUPTED}
+    wish = ExitStatus.PREEMPTED if preempted else others.get(stop, ExitStatus.TERMINATED)
+    wishes = torch.tensor(as_numbers(wish), dtype=losses.dtype)
     comm, norm = run.together, grad_norm.detach().to(losses).view(1)
     if run.schedule.reproducible:
         own = torch.cat([moved(wishes, losses.device), losses])
@@ -181,17 +184,15 @@ def _agree(run: Run, losses: Tensor, grad_norm: Tensor, stop: int) -> _Health:
             comm.all_gather(report.view(-1), own).wait()
         *told, norm = torch.cat([report.view(-1), norm]).tolist()
         rows = [told[start : start + len(own)] for start in range(0, len(told), len(own))]
-        num_preempted, num_terminated = (sum(row[place] for row in rows) for place in (0, 1))
+        wanted = [sum(row[place] for row in rows) for place in (0, 1)]
         mean_loss = _mean([loss for row in rows for loss in row[2:]])
     else:
         report = torch.cat([losses.mean().view(1), moved(wishes, losses.device), norm])
         with scope(CONTROL):
             comm.all_reduce(report[:3]).wait()
         *sums, norm = report.tolist()
-        mean_loss, num_preempted, num_terminated = (each / comm.world_size for each in sums)
-    if num_terminated:
-        return _Health(mean_loss, norm, ExitStatus.TERMINATED)
-    return _Health(mean_loss, norm, ExitStatus.PREEMPTED if num_preempted else ExitStatus.OK)
+        mean_loss, wanted = sums[0] / comm.world_size, sums[1:]
+    return _Health(mean_loss, norm, wish_of_all(*wanted))
 
 
 def _mean(values: Sequence[float]) -> float:

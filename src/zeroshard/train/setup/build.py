@@ -70,6 +70,8 @@ from zeroshard.train.state.lock import RunLock
 from zeroshard.train.state.replicas import other_replicas, own_guard
 from zeroshard.train.state.saved_run import saved_run
 
+KEPT_AT_EVALUATIONS = 2  # of the checkpoints that are written at evaluations, by default
+
 
 @contextmanager
 def built(
@@ -297,13 +299,15 @@ def _load(path: Path, run: Run, *, verified: bool) -> int:
 
 
 def _schedule(config: TrainConfig, world_size: int) -> Schedule:
+    at_evaluations = config.checkpoint_interval < 0
+    kept = KEPT_AT_EVALUATIONS if at_evaluations else 0
     return Schedule(
         max_steps=config.max_steps,
         grad_clip=config.grad_clip,
         eval_interval=config.eval_interval,
-        checkpoint_interval=config.checkpoint_interval,
+        checkpoint_interval=config.eval_interval if at_evaluations else config.checkpoint_interval,
         checkpoint_async=config.checkpoint_async,
-        keep_checkpoints=config.keep_checkpoints,
+        keep_checkpoints=kept if config.keep_checkpoints < 0 else config.keep_checkpoints,
         keep_every=config.keep_every,
         keep_best=config.keep_best,
         grad_accum_steps=accumulation_steps(config, world_size),

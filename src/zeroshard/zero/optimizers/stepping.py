@@ -29,6 +29,7 @@ from zeroshard.zero.replicas.inner_optimizer import require_no_weights_in_state
 from zeroshard.zero.replicas.replicas import Replicas
 from zeroshard.zero.runtime import relayout
 from zeroshard.zero.runtime.runtime import Runtime
+from zeroshard.zero.sharded_optimizer.argument_check import described
 from zeroshard.zero.state import training_state
 from zeroshard.zero.state.full_state import take_names
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader
@@ -51,6 +52,7 @@ class Stepping:
         self._runtime, self._levels, self.replicas = runtime, levels, replicas
         self._params = ShardedParams(runtime.groups())
         self._known: list[PiecewiseOptimizer] = []
+        runtime.collectives.settings = self._settings
         self.missed: set[nn.Parameter] = set()
         self.require_same_model: Callable[[], None] = lambda: None
         self.ema: Ema | None = None
@@ -99,6 +101,10 @@ class Stepping:
                 "begins without them; make it by zero.optimizer() before the load to continue from them",
                 stacklevel=4,
             )
+
+    def _settings(self) -> list[str]:
+        """Describe every optimizer; ranks must have the same."""
+        return [line for known in self._known for line in described(known.optimizer, map(len, known.by_group))]
 
     @property
     def piecewise(self) -> list[PiecewiseOptimizer]:

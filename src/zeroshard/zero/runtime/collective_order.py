@@ -6,23 +6,29 @@
     wrong. So each rank keeps a digest of the gathers that it has issued. It is sent with the all-reduce at the end of
     each backward, which tells which parameters had gradients. If the digests of ranks that gather together differ,
     all of them raise, before any step. Steps are in the digest too: if one rank runs more backwards than the others
-    before its step, their reductions are paired nevertheless, and at stage 0 the ranks' weights would differ.
+    before its step, their reductions are paired nevertheless, and at stage 0 the ranks' weights would differ. So are
+    the optimizers' classes and settings, as they are at each step and at the end of each backward: no collective would
+    fail if ranks stepped with different learning rates.
 """
 
 from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from zeroshard.comm import CONTROL, Communicator, scope
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.levels import Levels
+from zeroshard.zero.sharded_optimizer.argument_check import DIGEST_BYTES, both_ends, digest_of, is_one, require_same
 from zeroshard.zero.tensor_broadcast import send_bytes
 
-DIGEST_BYTES = 7
+_STEPS = (
+    "backward: ranks ran a different number of backwards before a step of the optimizer, so their weights may differ; "
+    "run equally many on every rank, and step on all of them or on none"
+)
 REMEMBERED = 4096  # gathers and steps that are kept, to name the first one that differs
 
 
@@ -32,6 +38,10 @@ class CollectiveOrder:
     Args:
         levels: the communicators of all ranks (`world`) and of the ranks that gather together (`shard`).
         units: the root unit, then the others, in the same order on every rank.
+
+    Attributes:
+        settings: describes the engine's optimizers, which ranks must have in common.
+        row: the engine's row of the stage table, if it has changed: ranks must have the same.
     """
 
     def __init__(self, levels: Levels, units: Sequence[Unit]) -> None:
@@ -42,14 +52,26 @@ class CollectiveOrder:
         self._digest = 0
         self._count = 0
         self._gathers: deque[int] = deque(maxlen=REMEMBERED)
+        self.settings: Callable[[], list[str]] = list
+        self.row = ""
+        self._settings_digest = b""
+        self._now: list[str] = []  # the last settings that were noted
+        self._at_step: list[str] | None = None  # those of the last step since ranks agreed
 
     def note_gather(self, unit: Unit) -> None:
         """Record that this rank has issued a gather of the unit's weights."""
         self._note(self._number[unit])
 
     def note_step(self) -> None:
-        """Record that this rank has stepped an optimizer."""
-        self._note(self._step)
+        """Record that this rank has stepped an optimizer, and with which settings."""
+        if self.comm.world_size > 1:
+            self._note(self._step)
+            self._note_settings()
+            self._at_step = self._now
+
+    def _note_settings(self) -> None:
+        self._now = [self.row, *self.settings()]
+        self._settings_digest = digest_of(self._settings_digest + "\n".join(self._now).encode())
 
     def _note(self, number: int) -> None:
         self._digest = (self._digest * 1_000_003 + number) % (1 << 8 * DIGEST_BYTES)
@@ -84,18 +106,25 @@ class CollectiveOrder:
         Raises:
             RuntimeError: ranks that gather together have issued different gathers, or stepped at different backwards;
                 on each of them. [Note: Diverged]
+            ValueError: ranks have different optimizers or settings of optimizers; on each of them.
         """
         if self.comm.world_size == 1:
             return flags
-        own = list(self._digest.to_bytes(DIGEST_BYTES, "big"))
-        digest = [*own, *(255 - byte for byte in own)]  # their maxima give the largest and the smallest of each byte
+        self._note_settings()
+        gathers = self._digest.to_bytes(DIGEST_BYTES, "big")
         if self._gathering is self.comm:
-            agreed = self._max(self.comm, [*flags, *digest])
+            agreed = self._max(self.comm, [*flags, *both_ends(digest_of(gathers + self._settings_digest))])
+            self._require_same_settings(agreed[len(flags) :])
+            if not is_one(agreed[len(flags) :]):
+                self._raise_divergence()
         else:  # replicas may issue different gathers
-            agreed = [*self._max(self.comm, flags), *self._max(self._gathering, digest)]
-        largest, smallest = agreed[len(flags) : -DIGEST_BYTES], agreed[-DIGEST_BYTES:]
-        if any(high != 255 - low for high, low in zip(largest, smallest, strict=True)):
-            self._raise_divergence()
+            agreed = self._max(self.comm, [*flags, *both_ends(self._settings_digest)])
+            self._require_same_settings(agreed[len(flags) :])
+            if not is_one(agreed[len(flags) :]):
+                self._forget()
+                raise RuntimeError(_STEPS)
+            if not is_one(self._max(self._gathering, both_ends(gathers))):
+                self._raise_divergence()
         self._forget()
         return [bool(flag) for flag in agreed[: len(flags)]]
 
@@ -110,6 +139,15 @@ class CollectiveOrder:
     def _forget(self) -> None:
         self._digest = self._count = 0
         self._gathers.clear()
+        self._settings_digest = b""
+        self._at_step = None
+
+    def _require_same_settings(self, agreed: Sequence[int]) -> None:
+        try:
+            require_same(self.comm, agreed, [*self._now, *(self._at_step or self._now)])
+        except ValueError:
+            self._forget()
+            raise
 
     def _raise_divergence(self) -> None:
         """Raise with the first gather or step that differs between the first rank and this one. Collective."""
@@ -122,10 +160,7 @@ class CollectiveOrder:
         self._forget()
         is_step = differ is not None and self._step in (ours.get(differ), theirs.get(differ))
         if any(self._max(self._gathering, [is_step])):
-            raise RuntimeError(
-                "backward: ranks ran a different number of backwards before a step of the optimizer, so their weights "
-                "may differ; run equally many on every rank, and step on all of them or on none"
-            )
+            raise RuntimeError(_STEPS)
         what = "another rank saw it"
         if differ is not None:
             what = f"this rank called {self._name(ours.get(differ))}, another rank {self._name(theirs.get(differ))}"

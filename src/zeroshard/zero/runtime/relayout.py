@@ -50,5 +50,6 @@ def require_rest(runtime: Runtime, what: str) -> None:
 def apply_strategy(runtime: Runtime, strategy: ShardingStrategy) -> None:
     """From now on shard weights and gradients as this row of the stage table says; groups have its layout already."""
     runtime.apply_strategy(strategy)
+    runtime.collectives.row = f"an engine at {strategy.name}"
     runtime.forget_calls()
     runtime.laid_out_anew(runtime.groups())

@@ -46,6 +46,7 @@ class Runtime:
 
     Attributes:
         comm: the communicator of all ranks.
+        collectives: through which ranks agree on orders, flags and the optimizers' settings.
         root, units: the root unit, and the others in order of registration.
         removed: whether `Zero.remove` has made the model an ordinary one again.
         sync: whether backward passes reduce; False inside `no_sync`.
@@ -65,9 +66,9 @@ class Runtime:
         self.root, self.units = root, units
         self.levels, self.comm = levels, levels.world
         self.prefetch, self._streams = prefetch, ByDevice()
-        self._collectives = CollectiveOrder(levels, [root, *units])
-        self._weights = UnshardedWeights([root, *units], self._collectives)
-        self._reductions = Reductions(self._collectives, buffers)
+        self.collectives = CollectiveOrder(levels, [root, *units])
+        self._weights = UnshardedWeights([root, *units], self.collectives)
+        self._reductions = Reductions(self.collectives, buffers)
         self.apply_strategy(strategy)
         self.sync = True
         self.removed = self.unreduced = False
@@ -202,7 +203,7 @@ class Runtime:
         if self.backward_pass is None:
             self._grad_hooks.apply_assigned_grads()
             if not self._order_agreed and self.units:
-                order = self._collectives.agree_on_units(self.units, list(self._forward_pass.ran))
+                order = self.collectives.agree_on_units(self.units, list(self._forward_pass.ran))
                 self._forward_pass.take_order(order)
                 self._weights.order = order
                 self._order_agreed = True
@@ -231,7 +232,7 @@ class Runtime:
             return [begun]
         votes = forwards.votes(begun)
         if self.shard_params:
-            votes = self._collectives.agree_on_forwards(votes)
+            votes = self.collectives.agree_on_forwards(votes)
         return forwards.taken(votes) or [begun]
 
     def _take(self, op: Op) -> None:
@@ -262,7 +263,7 @@ class Runtime:
 
     def forget_calls(self) -> None:
         """Forget all forwards that were run: weights have changed, and no backward of them is expected any more."""
-        self._collectives.note_step()
+        self.collectives.note_step()
         self._weights.held_by_graph = False
         self._forwards.forget()
         for unit in self.all_units():

@@ -33,9 +33,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.comm import CONTROL, Communicator, LocalCommunicator, TorchCommunicator, scope
+from zeroshard.zero.levels import watched
 from zeroshard.zero.optimizers.kept_states import require_numbered
 from zeroshard.zero.sharded_optimizer.acceptance import PER_RANK, check_class, check_param, check_reach, describe
-from zeroshard.zero.sharded_optimizer.argument_check import agreement
+from zeroshard.zero.sharded_optimizer.argument_check import agreement, both_ends, described, digest_of, require_same
 from zeroshard.zero.sharded_optimizer.ownership import Bucket, assign, pack
 from zeroshard.zero.tensor_broadcast import PendingBroadcasts, gather_to
 
@@ -52,7 +53,7 @@ class ShardedOptimizer(Optimizer):
     The constructor, `add_param_group`, `step` and `consolidate_state_dict` are collective. As with DDP, training starts
     from rank 0's weights. Before `step`, a parameter's gradient must be averaged at least on its owner. A parameter
     without gradient there is not sent, because torch's classes skip it; nor is a frozen one. Each step has one control
-    collective of a byte per parameter, from host to host: see `TorchCommunicator`.
+    collective of a byte per parameter, from host to host: see `TorchCommunicator`. In it ranks compare their settings.
 
     Args:
         params: parameters, named or not, or group dicts of them, as for any optimizer.
@@ -88,21 +89,20 @@ class ShardedOptimizer(Optimizer):
             )
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes: {bucket_bytes} bytes hold nothing; give at least 1")
-        self.comm = _communicator(process_group, comm)
-        self.bucket_bytes = bucket_bytes
+        self.comm, self.bucket_bytes = watched(_communicator(process_group, comm)), bucket_bytes
         self.optim: Optimizer
         self._owners: dict[Tensor, int] = {}
         self._loads = [0] * self.comm.world_size
         # All ranks' states, on the rank that a consolidation brought them to, until the next change
         self._whole_state: dict[Any, Any] | None = None
         self._consolidated_to: int | None = None
-        with agreement(self.comm) as described:
+        with agreement(self.comm) as told:
             super().__init__(params, {})
-            added = self._assign(self.param_groups, described)
-            self._kwargs = kwargs
+            added, self._kwargs = self._assign(self.param_groups, told), kwargs
             check_reach(optimizer_cls, kwargs, self.param_groups)
             self.optim = optimizer_cls([self._own_part(group) for group in self.param_groups], **kwargs)
             self._take_options()
+            told += self._settings()
         self._start_from_rank_0(added)
 
     # -- groups -----------------------------------------------------------------------------------------------
@@ -127,12 +127,13 @@ class ShardedOptimizer(Optimizer):
             return
         num_groups, owners, loads = len(self.param_groups), dict(self._owners), list(self._loads)
         try:
-            with agreement(self.comm) as described:
+            with agreement(self.comm) as told:
                 super().add_param_group(param_group)
-                added = self._assign(self.param_groups[num_groups:], described)
+                added = self._assign(self.param_groups[num_groups:], told)
                 check_reach(type(self.optim), self._kwargs, [param_group])
                 self.optim.add_param_group(self._own_part(self.param_groups[-1]))
                 _set_options(self.param_groups[-1], self.optim.param_groups[-1])
+                told += self._settings()
         except BaseException:
             del self.param_groups[num_groups:], self.optim.param_groups[num_groups:]
             self._owners, self._loads = owners, loads
@@ -140,13 +141,13 @@ class ShardedOptimizer(Optimizer):
         self._state_has_changed()
         self._start_from_rank_0(added)
 
-    def _assign(self, groups: list[dict[str, Any]], described: list[str]) -> list[Tensor]:
+    def _assign(self, groups: list[dict[str, Any]], told: list[str]) -> list[Tensor]:
         """Assign owners to the parameters of new groups; return these parameters, and describe them in the list."""
         added = list(dict.fromkeys(param for group in groups for param in group["params"]))
-        described.append(f"{len(added)} parameters, in groups of {[len(group['params']) for group in groups]}")
+        told.append(f"{len(added)} parameters, in groups of {[len(group['params']) for group in groups]}")
         for number, param in enumerate(added):
             check_param(param)
-            described.append(f"as number {number} {describe(param)}")
+            told.append(f"as number {number} {describe(param)}")
         owners = assign([param.nbytes for param in added], [param.requires_grad for param in added], self._loads)
         self._owners.update(zip(added, owners, strict=True))
         return added
@@ -161,8 +162,7 @@ class ShardedOptimizer(Optimizer):
 
     def _take_options(self) -> None:
         """Copy settings from the inner optimizer, which fills in defaults and may change settings."""
-        self.defaults = self.optim.defaults
-        self.state = self.optim.state
+        self.defaults, self.state = self.optim.defaults, self.optim.state
         for group, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
             _set_options(group, inner)
 
@@ -227,12 +227,18 @@ class ShardedOptimizer(Optimizer):
         listed = {param for group in self.param_groups for param in group["params"]}
         may_move = {p for p in listed if p.grad is not None or (p.requires_grad and not self._of_torch)}
         moves = [owners[i] == self.comm.rank and p in may_move for i, p in enumerate(params)]
-        told = torch.tensor(moves, dtype=torch.uint8, device=self.comm.control_device)
+        settings = both_ends(digest_of("\n".join(self._settings()).encode()))
+        told = torch.tensor([*moves, *settings], dtype=torch.uint8, device=self.comm.control_device)
         with scope(CONTROL):
             self.comm.all_reduce(told, "max").wait()
-        moved = [index for index, one in enumerate(told.tolist()) if one]
+        agreed = told.tolist()
+        require_same(self.comm, agreed[len(moves) :], self._settings())
+        moved = [index for index, one in enumerate(agreed[: len(moves)]) if one]
         sizes = [param.nbytes for param in params]
         return pack(moved, owners, sizes, _devices(params), self.bucket_bytes, self.comm.world_size)
+
+    def _settings(self) -> list[str]:
+        return described(self.optim, (len(group["params"]) for group in self.param_groups))
 
     @property
     def _of_torch(self) -> bool:

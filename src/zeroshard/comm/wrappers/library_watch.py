@@ -1,0 +1,103 @@
+"""The sentinel for a loop of the user's own: a rank that leaves a collective out is named where others would hang.
+
+The trainer ends its ranks when the sentinel finds a fault (`zeroshard.train.setup.ranks`). A user's process is not ours
+to end, so the operation that waits raises PeerError, with the line of the user's code in its traceback. Only a process
+that is blocked where nothing can be raised (on a GPU, in a collective of the user's own) is ended, after `GRACE_S`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zeroshard.comm.base import Communicator
+from zeroshard.comm.labels import CONTROL, scope
+from zeroshard.comm.wrappers.sentinel import SentinelCommunicator, StoreBoard, sentinel_of
+from zeroshard.errors import ExitStatus
+
+GRACE_S = 10.0  # from a fault to the end of a process that does not raise it
+EXIT_S = 2.0  # how long a process that has raised one may take to exit: gloo waits for its collectives there
+# A rank that is busy in C code without releasing Python's lock posts no pulses. The trainer's ranks never are so for
+# long, but a user's may load a file or compile.
+LOST_AFTER_S = 60.0
+_NAME_BYTES = 8
+_NOT_THE_USERS = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
+
+
+def watched(comm: Communicator) -> Communicator:
+    """Return ``comm`` under a `SentinelCommunicator`, if its ranks are processes of torch.distributed. Collective.
+
+    ``comm`` itself is returned if it is watched already, has one rank, or its ranks are threads, which notice by
+    themselves that they have diverged.
+    """
+    in_processes = dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake"
+    in_main_thread = threading.current_thread() is threading.main_thread()  # ranks that are threads never are
+    if comm.world_size == 1 or sentinel_of(comm) is not None or not (in_processes and in_main_thread):
+        return comm
+    store: Any = dist.distributed_c10d._get_default_store()
+    own = store.clone()  # a request of the main thread may block, and would block ours
+    board = _Board(dist.PrefixStore(_common_name(comm), own))
+    raised = _Raised()
+
+    def end(line: str, found_here: bool) -> None:
+        if not raised.wait(GRACE_S):
+            from zeroshard.launch.rank_exit import end_as_peer_lost  # a library is imported without it
+
+            end_as_peer_lost(f"rank {comm.rank}: {line}; this rank is at {_place()}", True)
+
+    return SentinelCommunicator(comm, board, end, lost_after_s=LOST_AFTER_S, raised=raised)
+
+
+class _Raised(threading.Event):
+    """Set once a fault was raised. The process may then exit in its own way, but not hang in it."""
+
+    def set(self) -> None:
+        """Set it."""
+        if not self.is_set():
+            from zeroshard.launch.rank_exit import end_by_kernel
+
+            atexit.register(end_by_kernel, EXIT_S, int(ExitStatus.FAILED))
+        super().set()
+
+
+class _Board(StoreBoard):
+    """A board that is gone with the process group: the store may be then."""
+
+    def post(self, key: str, value: bytes) -> None:
+        """Set a key."""
+        _require_group()
+        super().post(key, value)
+
+    def read(self, key: str) -> bytes | None:
+        """A key's value, or None."""
+        _require_group()
+        return super().read(key)
+
+
+def _require_group() -> None:
+    if not dist.is_initialized():
+        raise RuntimeError("the process group was destroyed; build the engine again")
+
+
+def _common_name(comm: Communicator) -> str:
+    """Return a name that rank 0 has drawn, the same on each rank and different for each call. Collective."""
+    drawn = torch.frombuffer(bytearray(os.urandom(_NAME_BYTES)), dtype=torch.uint8).to(comm.control_device)
+    with scope(CONTROL):
+        comm.broadcast(drawn, src=0).wait()
+    return bytes(drawn.tolist()).hex()
+
+
+def _place() -> str:
+    """Return the file, line and function of the user's code that the main thread is in."""
+    ident = threading.main_thread().ident
+    frame = None if ident is None else sys._current_frames().get(ident)
+    stack = [each for each in traceback.extract_stack(frame) if not each.filename.startswith(_NOT_THE_USERS)]
+    return f"{stack[-1].filename}:{stack[-1].lineno}, in {stack[-1].name}" if stack else "no line of its own"

@@ -1,0 +1,30 @@
+"""Ranks that want to stop for different reasons agree on one, by two sums."""
+
+from __future__ import annotations
+
+import pytest
+
+from zeroshard.errors import ExitStatus
+from zeroshard.train.loop.wishes import STOPPED, as_numbers, wish_of_all
+
+MOST_RANKS = 1 << 19
+
+
+@pytest.mark.parametrize("wish", [ExitStatus.OK, *STOPPED])
+@pytest.mark.parametrize("ranks", [1, 3, MOST_RANKS])
+def test_a_wish_of_all_ranks_is_what_they_do(wish, ranks):
+    preempted, others = as_numbers(wish)
+    assert wish_of_all(preempted * ranks, others * ranks) == wish
+
+
+@pytest.mark.parametrize(
+    ("wishes", "status"),
+    [
+        ([ExitStatus.PREEMPTED, ExitStatus.INTERRUPTED, ExitStatus.TERMINATED], ExitStatus.TERMINATED),
+        ([ExitStatus.PREEMPTED, ExitStatus.INTERRUPTED, ExitStatus.OK], ExitStatus.INTERRUPTED),
+        ([ExitStatus.PREEMPTED, ExitStatus.OK, ExitStatus.OK], ExitStatus.PREEMPTED),
+    ],
+)
+def test_of_several_wishes_one_counts(wishes, status):
+    numbers = [as_numbers(wish) for wish in wishes]
+    assert wish_of_all(*(sum(each) for each in zip(*numbers, strict=True))) == status

@@ -1,0 +1,236 @@
+"""Ranks that train with different stages, optimizers or settings of optimizers are told so before weights differ."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from zeroshard import ShardedOptimizer, Zero
+from zeroshard.comm import CONTROL, ObservedCommunicator, run_threads
+
+WORLD_SIZE = 2
+
+
+def _model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def _errors(rank_main, world_size=WORLD_SIZE):
+    """What ``rank_main`` raises, on each rank."""
+
+    def caught(comm):
+        try:
+            rank_main(comm)
+        except Exception as error:  # noqa: BLE001 -- it is what is tested
+            return error
+        return None
+
+    return run_threads(caught, world_size)
+
+
+def _backward(model):
+    model(torch.ones(3, 4)).square().mean().backward()
+
+
+def _all_say(errors, *parts, kind=ValueError):
+    for error in errors:
+        assert type(error) is kind, error
+        for part in parts:
+            assert part in str(error)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ([{"stage": 0}, {"stage": 1}], ("rank 0 has stage 0, rank 1 has stage 1",)),
+        ([{"stage": 3}, {"stage": 2}], ("rank 0 has stage 3, rank 1 has stage 2",)),
+        ([{"stage": 3}, {"stage": 3, "prefetch": 2}], ("prefetch=1", "prefetch=2")),
+        ([{"stage": 2}, {"stage": 2, "accumulate": "local"}], ("accumulate='local'",)),
+        ([{"stage": 2}, {"stage": 2, "buffers": "keep"}], ("buffers='keep'",)),
+        ([{"stage": 2}, {"stage": 5}], ("5 is not a ZeRO stage",)),
+    ],
+)
+def test_different_arguments_are_refused_on_every_rank(arguments, parts):
+    _all_say(_errors(lambda comm: Zero(_model(), comm=comm, **arguments[comm.rank])), *parts)
+
+
+def test_different_units_are_refused_on_every_rank():
+    def rank_main(comm):
+        model = _model()
+        Zero(model, stage=3, units=[model[0]] if comm.rank else [model[0], model[2]], comm=comm)
+
+    _all_say(_errors(rank_main), "rank 0 has unit 2, rank 1 has nothing more")
+
+
+def test_different_models_are_refused_on_every_rank():
+    def rank_main(comm):
+        model = _model()
+        model[0].weight.requires_grad_(comm.rank == 0)
+        Zero(model, stage=1, comm=comm)
+
+    _all_say(
+        _errors(rank_main), "0.weight of torch.float32 [4, 4], trained", "0.weight of torch.float32 [4, 4], frozen"
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("optimizers", "parts"),
+    [
+        ([(torch.optim.AdamW, {"lr": 1e-2}), (torch.optim.AdamW, {"lr": 2e-2})], ("lr = 0.01", "lr = 0.02")),
+        ([(torch.optim.AdamW, {"lr": 1e-2}), (torch.optim.SGD, {"lr": 1e-2})], ("adamw.AdamW", "sgd.SGD")),
+        (
+            [(torch.optim.AdamW, {"betas": (0.9, 0.9)}), (torch.optim.AdamW, {"betas": (0.9, 0.95)})],
+            ("betas = (0.9, 0.9)", "betas = (0.9, 0.95)"),
+        ),
+    ],
+)
+def test_different_optimizers_are_refused_before_the_first_step(stage, optimizers, parts):
+    def rank_main(comm):
+        model = _model()
+        kind, settings = optimizers[comm.rank]
+        zero = Zero(model, stage=stage, comm=comm)
+        optim = zero.optimizer(kind, **settings)
+        _backward(model)
+        optim.step()
+        pytest.fail("it stepped")
+
+    _all_say(_errors(rank_main), "optimizer: rank 0 has", "rank 1 has", "give every rank the same", *parts)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_learning_rate_that_begins_to_differ_is_refused_before_the_next_step(stage):
+    def rank_main(comm):
+        model = _model()
+        zero = Zero(model, stage=stage, comm=comm)
+        optim = zero.optimizer(torch.optim.SGD, lr=0.1)
+        _backward(model)
+        optim.step()
+        optim.zero_grad()
+        if comm.rank:
+            optim.param_groups[0]["lr"] = 0.05  # as a scheduler does that was given the rank's own loss
+        _backward(model)
+
+    _all_say(_errors(rank_main), "lr = 0.1", "lr = 0.05")
+
+
+def test_a_learning_rate_that_differs_during_a_step_alone_is_refused_after_the_next_backward():
+    def rank_main(comm):
+        model = _model()
+        zero = Zero(model, stage=0, comm=comm)
+        optim = zero.optimizer(torch.optim.SGD, lr=0.1)
+        _backward(model)
+        optim.param_groups[0]["lr"] = 0.1 * (1 + comm.rank)
+        optim.step()
+        optim.param_groups[0]["lr"] = 0.1
+        optim.zero_grad()
+        _backward(model)
+
+    _all_say(_errors(rank_main), "lr = 0.1", "lr = 0.2")
+
+
+def test_optimizers_that_the_user_made_are_compared_too():
+    def rank_main(comm):
+        model = _model()
+        optim = (torch.optim.SGD if comm.rank else torch.optim.AdamW)(model.parameters(), lr=0.1)
+        Zero(model, stage=0, comm=comm)
+        for _ in range(2):
+            _backward(model)
+            optim.step()
+            optim.zero_grad()
+
+    _all_say(_errors(rank_main), "adamw.AdamW", "sgd.SGD")
+
+
+def test_replicas_of_different_settings_are_refused():
+    def rank_main(comm):
+        model = _model()
+        zero = Zero(model, stage=3, comm=comm, shard_size=2)
+        zero.optimizer(torch.optim.SGD, lr=0.1 if comm.rank < 2 else 0.2)
+        _backward(model)
+
+    _all_say(_errors(rank_main, 4), "rank 0 has", "rank 2 has", "lr = 0.1", "lr = 0.2")
+
+
+def test_a_replica_that_leaves_a_step_out_is_refused():
+    def rank_main(comm):
+        model = _model()
+        zero = Zero(model, stage=1, comm=comm, shard_size=2)
+        optim = zero.optimizer(torch.optim.SGD, lr=0.1)
+        _backward(model)
+        if comm.rank < 2:
+            optim.step()
+        _backward(model)
+
+    _all_say(_errors(rank_main, 4), "ranks ran a different number of backwards before a step", kind=RuntimeError)
+
+
+def test_ranks_that_change_to_different_stages_are_refused():
+    def rank_main(comm):
+        model = _model()
+        zero = Zero(model, stage=0, comm=comm)
+        zero.optimizer(torch.optim.SGD, lr=0.1)
+        zero.restage(0 if comm.rank else 1)
+        _backward(model)
+
+    for error in _errors(rank_main):
+        assert error is not None
+
+
+def test_how_an_update_is_computed_may_differ():
+    def rank_main(comm):
+        model = _model()
+        zero = Zero(model, stage=0, comm=comm)
+        optim = zero.optimizer(torch.optim.AdamW, lr=0.1, foreach=bool(comm.rank))
+        for _ in range(2):
+            _backward(model)
+            optim.step()
+            optim.zero_grad()
+
+    assert _errors(rank_main) == [None, None]
+
+
+def test_comparing_adds_no_collective_to_a_step():
+    def rank_main(comm):
+        model, observed = _model(), ObservedCommunicator(comm)
+        zero = Zero(model, stage=2, comm=observed)
+        optim = zero.optimizer(torch.optim.AdamW, lr=0.1)
+        for _ in range(2):
+            observed.drain()
+            _backward(model)
+            optim.step()
+            optim.zero_grad()
+        return [record.op for record in observed.drain() if record.scope == CONTROL]
+
+    assert run_threads(rank_main, WORLD_SIZE) == [["all_reduce"]] * WORLD_SIZE
+
+
+@pytest.mark.parametrize(
+    ("kinds", "rates", "parts"),
+    [
+        ((torch.optim.AdamW, torch.optim.SGD), (0.1, 0.1), ("adamw.AdamW", "sgd.SGD")),
+        ((torch.optim.SGD, torch.optim.SGD), (0.1, 0.2), ("lr = 0.1", "lr = 0.2")),
+    ],
+)
+def test_sharded_optimizers_that_differ_are_refused_when_they_are_made(kinds, rates, parts):
+    def rank_main(comm):
+        ShardedOptimizer(_model().parameters(), kinds[comm.rank], comm=comm, lr=rates[comm.rank])
+
+    _all_say(_errors(rank_main), *parts)
+
+
+def test_a_sharded_optimizer_whose_rate_differs_changes_no_weight():
+    def rank_main(comm):
+        model = _model()
+        optim = ShardedOptimizer(model.parameters(), torch.optim.SGD, comm=comm, lr=0.1)
+        before = [param.detach().clone() for param in model.parameters()]
+        _backward(model)
+        optim.param_groups[0]["lr"] = 0.1 * (1 + comm.rank)
+        try:
+            optim.step()
+        finally:
+            assert all(map(torch.equal, before, model.parameters()))
+
+    _all_say(_errors(rank_main), "lr = 0.1", "lr = 0.2")
