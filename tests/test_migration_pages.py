@@ -54,7 +54,7 @@ def run_commands(page, folder):
     """Every line of the page's shell blocks, in ``folder``."""
     forked.start_server()
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for line in "".join(blocks(page, "sh")).splitlines():
+    for line in "".join(blocks(page, "sh")).replace("\\\n", "").splitlines():
         words = line.replace("zeroshard ", f"{forked.PYTHON} -m zeroshard ", 1)
         done = subprocess.run(
             words, shell=True, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=600
