@@ -24,7 +24,8 @@ CPU = torch.device("cpu")
 
 def _events(config, kind):
     lines = (Path(config.out) / "metrics.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
+    found = [event for event in map(json.loads, lines) if event["event"] == kind]
+    return [{key: value for key, value in event.items() if key != "time"} for event in found]
 
 
 def trained(comm, config, until=None):

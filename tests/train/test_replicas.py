@@ -28,7 +28,8 @@ STREAMING = {"every": 3, "fragments": 2, "overlap_steps": 1, "outer_lr": 0.4}
 
 def _events(config, kind):
     lines = (Path(config.out) / "metrics.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
+    found = [event for event in map(json.loads, lines) if event["event"] == kind]
+    return [{key: value for key, value in event.items() if key != "time"} for event in found]
 
 
 def _trained(comm, config, until=None, planned=False):

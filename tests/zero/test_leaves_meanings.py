@@ -11,7 +11,7 @@ from torch import nn
 
 import zeroshard
 from zeroshard import MixedPrecision, Zero
-from zeroshard.comm import LocalCommunicator, run_threads
+from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
 from zeroshard.zero import LocalSteps
 from zeroshard.zero.buffers.leaves import ExactSum
 
@@ -269,10 +269,13 @@ def test_running_statistics_are_refused(buffers):
         model(torch.randn(4, 2)).sum().backward()
 
 
-class _WithoutExchange:
+class _WithoutExchange(NullCommunicator):
     """A communicator of before there was an exchange."""
 
-    world_size, rank, uniform_order = 2, 0, True
+    def __getattribute__(self, name):
+        if name == "all_to_all":
+            raise AttributeError(name)
+        return super().__getattribute__(name)
 
 
 @pytest.mark.parametrize(
@@ -286,7 +289,10 @@ class _WithoutExchange:
         ({"leaves": 2, "shard_size": 1}, "shard_size: sums over two levels are rounded in between"),
         ({"leaves": 2, "precision": MixedPrecision(reduce="int8")}, "precision: a wire format rounds what each rank"),
         ({"leaves": 2, "shard_size": 1, "replicas": LocalSteps(every=2)}, "shard_size: sums over two levels"),
-        ({"leaves": 2, "comm": _WithoutExchange()}, "comm: leaves are exchanged, and a _WithoutExchange has no all_to"),
+        (
+            {"leaves": 2, "comm": _WithoutExchange(2)},
+            "comm: leaves are exchanged, and a _WithoutExchange has no all_to",
+        ),
     ],
 )
 def test_what_rounds_in_between_is_refused(given, said):
