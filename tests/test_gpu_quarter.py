@@ -95,6 +95,15 @@ def test_what_is_done_is_not_done_again_and_what_would_end_too_late_does_not_sta
     assert not other.exists()
 
 
+def test_a_page_of_a_file_that_is_not_there_is_an_error_in_a_line(tmp_path):
+    words = [sys.executable, GPU / "page.py", "--results", tmp_path / "none.jsonl", "--out", tmp_path / "gpu.md"]
+    for more in ([], ["--plan"], ["--check"]):
+        done = forked.run(list(map(str, [*words, *more])), capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert re.fullmatch(r"error: --results: there is no .*none.jsonl; run quarter.py first\n", done.stderr)
+    assert not (tmp_path / "gpu.md").exists()
+
+
 def test_a_results_file_that_a_kill_cut_short_is_read_up_to_there(tmp_path):
     sys.path.insert(0, str(GPU))
     try:
@@ -118,6 +127,8 @@ def test_without_a_gpu_or_with_an_unknown_row_it_says_so_in_a_line(tmp_path):
     )
     unknown = _quarter(tmp_path / "r.jsonl", "--only", "norm")
     assert unknown.returncode == 2
+    folder = _quarter(tmp_path)
+    assert (folder.returncode, folder.stderr.startswith(f"error: --out: {tmp_path} is a folder; give")) == (2, True)
     assert unknown.stderr.startswith("error: --only: there is no row 'norm'; rows: right, kernels right, ")
 
 

@@ -21,11 +21,12 @@ from typing import Any
 
 from quarter import ROWS, read
 
+from zeroshard.profiling.flops import peak_bf16_flops_per_s
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 NOT_MEASURED = "not measured"
 MARKS = ("<!-- made by benchmarks/gpu/page.py -->", "<!-- end -->")
-PEAK_FLOPS_PER_S = 989e12  # bf16, dense, of an H100 or H200 SXM: the data sheet's
 
 
 class Found:
@@ -105,10 +106,11 @@ def speed(row: str, case: str, to: str = "") -> Callable[[Found], str | None]:
             return None
         record = found.of(row, case=case, round=0)[0]
         tokens_per_s = record["tokens"] / step_s
-        mfu = tokens_per_s * record["flops_per_token"] / PEAK_FLOPS_PER_S
+        peak = peak_bf16_flops_per_s(found.environment.get("gpu") or "")
+        mfu = f", MFU {tokens_per_s * record['flops_per_token'] / peak:.1%}" if peak else ""
         other = found.median(row, "step_s", case=to)
         ratio = f", {step_s / other:.3f} of the time of {to.split(',')[0]}" if other else ""
-        return f"{tokens_per_s:,.0f} tokens/s, MFU {mfu:.1%}{ratio}"
+        return f"{tokens_per_s:,.0f} tokens/s{mfu}{ratio}"
 
     return text
 
@@ -252,7 +254,7 @@ def page(found: Found) -> str:
 `benchmarks/gpu/quarter.py` measures this in a quarter of an hour on one H100 or H200, and `benchmarks/gpu/page.py`
 writes this page; `benchmarks/gpu/README.md` says how to run both. Steps are of 524,288 tokens in bf16, of sequences of
 1,024 tokens, with gradients clipped at a norm of 1.0; figures are medians of interleaved rounds. MFU counts
-6 N + 12 L d T FLOPs a token against 989 TFLOP/s.
+6 N + 12 L d T FLOPs a token against the card's dense bf16 rate as published.
 
 """ + "\n".join(sections)
 
@@ -277,6 +279,9 @@ def main() -> int:
     parser.add_argument("--plan", action="store_true", help="add the planner's figures to the results, and end")
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 3 where a file differs")
     args = parser.parse_args()
+    if args.plan if args.results is None else not args.results.exists():
+        print(f"error: --results: there is no {args.results or 'results file'}; run quarter.py first", file=sys.stderr)
+        return 2
     records = read(args.results) if args.results else []
     if args.plan:
         from plans import planned

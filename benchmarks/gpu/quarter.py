@@ -83,6 +83,8 @@ def work(out: Path) -> int:
     os.dup2(2, 1)  # what a library prints goes into the log and is no answer
     import rows
 
+    if rows.MAY_RUN:
+        rows.environment_of(Results(out, "machine"))
     for line in sys.stdin:
         if not rows.MAY_RUN:
             answers.write(f"{NO_GPU}\n")
@@ -265,10 +267,16 @@ def main() -> int:
     if args.list:
         print("\n".join(f"{row.name:24} {row.seconds:4.0f} s  {row.about}" for row in ROWS))
         return 0
+    if args.out.is_dir():
+        print(f"error: --out: {args.out} is a folder; give a file, as {args.out}/results.jsonl", file=sys.stderr)
+        return 2
     args.out.parent.mkdir(parents=True, exist_ok=True)
     if args.worker:
         return work(args.out)
-    return supervise(args)
+    try:
+        return supervise(args)
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

@@ -145,7 +145,6 @@ def right(budget: Budget, say: Say) -> None:
     from two_ranks import digests_of_two_ranks
 
     torch.use_deterministic_algorithms(True)
-    environment_of(say)
     for precision in (None, BF16):
         name = "fp32, 2 micro-batches" if precision is None else "bf16"
         wanted = _plain_weights(precision)
