@@ -5,6 +5,7 @@ from rich.console import Console
 
 import small_tables as made
 from zeroshard.data.bulk import Told
+from zeroshard.data.sources import check_source
 from zeroshard.errors import UserError
 from zeroshard.train.config.command_settings import PrepareConfig
 from zeroshard.train.config.data_section import DataConfig
@@ -91,6 +92,10 @@ def test_a_name_that_may_be_a_folder_or_of_the_hub_is_asked_about(tmp_path, monk
         validate(PrepareConfig, {"data": {"source": "mine.txt", "path": ["other.txt"]}})
     assert validate(PrepareConfig, {"data": "ids.bin"}).data.source == "bin"
     assert validate(PrepareConfig, {"data": "gone.txt"}).data.source == "gone.txt"
+    with pytest.raises(
+        UserError, match=r"data\.source: there is no file gone\.txt; give one, or one of python-stdlib, "
+    ):
+        check_source("gone.txt", ())
 
 
 def test_a_column_reaches_the_sources_that_have_columns_and_no_others(tmp_path):

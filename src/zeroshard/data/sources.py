@@ -257,6 +257,8 @@ def check_source(name: str, paths: Sequence[str]) -> None:
         parse_hub_name(name)
     elif name not in SOURCES and not is_module_address(name):
         todo = "a path is given by --data text --data.path" if Path(name).exists() else ""
+        if not todo and Path(name).suffix:
+            raise UserError("data.source", f"there is no file {name}", f"give one, or one of {', '.join(SOURCES)}")
         error = unknown_name("data.source", name, (*SOURCES, "OWNER/NAME of the Hugging Face hub, or module:name"))
         raise UserError(error.field, error.what, todo or error.todo)
     takes = source_entry(name).paths
