@@ -1,0 +1,32 @@
+"""What left the package is named nowhere: not by its code, and so neither by --help nor by completion, nor by a page."""
+
+from __future__ import annotations
+
+import re
+
+from pages import ROOT
+
+LEFT = [
+    r"two_level",
+    r"TwoLevel",
+    r"grad_places",
+    r"GradPlace",
+]
+# The history of the project may name it.
+HISTORY = {"CHANGELOG.md", "log.md"}
+SUFFIXES = {".py", ".md", ".toml", ".pyi", ".ipynb", ".sbatch", ".sh", ".yaml"}
+FOLDERS = ("src", "docs", "examples", "benchmarks", "configs", "notebooks")
+
+
+def test_what_left_is_named_nowhere():
+    left = re.compile("|".join(LEFT))
+    files = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*") if file.suffix in SUFFIXES]
+    files += [file for file in ROOT.iterdir() if file.suffix in SUFFIXES]
+    found = [
+        f"{file.relative_to(ROOT)}:{number}: {line.strip()}"
+        for file in files
+        if file.name not in HISTORY
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1)
+        if left.search(line)
+    ]
+    assert not found
