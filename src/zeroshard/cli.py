@@ -25,9 +25,8 @@ from zeroshard.train.config.config import merge
 from zeroshard.train.config.named_code import require_asked
 from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.validate import by_dotted_name, nearest, validate
-from zeroshard.verbs import VERBS, read_file, say, show_help
-from zeroshard.verbs.help_lines import named, usage, wrapped
-from zeroshard.verbs.short_help import short_help
+from zeroshard.verbs import VERBS, read_file, say
+from zeroshard.verbs.help import help_of, named, usage, wrapped
 
 # Advice if memory runs out: in a training run, and in any other command (`_NEEDS_OTHERS_LESS`).
 _NEEDS_LESS = (
@@ -142,10 +141,8 @@ def _dispatch(argv: list[str]) -> int:
     raw = read_file(path, verb.config) if path else {}
     if "--help" in words or "-h" in words:
         asked = words.index("--help" if "--help" in words else "-h")
-        if words[asked + 1 : asked + 2] != ["all"]:
-            print(short_help(word, verb, raw, every=not sys.stdout.isatty()))
-        else:
-            show_help(word, verb, raw)
+        every = words[asked + 1 : asked + 2] == ["all"] or not sys.stdout.isatty()
+        print(help_of(word, verb, raw, every=every))
         return ExitStatus.OK
     given = read_flags(words, flags_of(verb.config, SHORTHANDS, verb.positionals), verb.positionals)
     config = validate(verb.config, merge(raw, given))

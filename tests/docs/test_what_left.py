@@ -11,6 +11,7 @@ LEFT = [
     r"TwoLevel",
     r"grad_places",
     r"GradPlace",
+    r"\btyro\b",
 ]
 # The history of the project may name it.
 HISTORY = {"CHANGELOG.md", "log.md"}

@@ -37,7 +37,7 @@ PRELOAD += [
     "_hypothesis_pytestplugin",
     "anyio",
 ]
-PRELOAD += ["hypothesis.strategies", "pydantic", "tyro", "rich.console", "rich.live", "safetensors.torch", "tiktoken"]
+PRELOAD += ["hypothesis.strategies", "pydantic", "rich.console", "rich.live", "safetensors.torch", "tiktoken"]
 PRELOAD += ["tokenizers", "psutil", "pynvml", "xxhash", "pytest_cov.plugin", "xdist.plugin", "anyio.pytest_plugin"]
 PRELOAD += ["pydantic.main", "pydantic.fields", "pydantic.functional_validators", "pydantic.type_adapter"]
 

@@ -16,9 +16,9 @@ from zeroshard.train.config.command_settings import (
 )
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.sections import SHORTHANDS
-from zeroshard.verbs.base import Verb, read_file, say, show_help
+from zeroshard.verbs.base import Verb, read_file, say
+from zeroshard.verbs.help import PLAN, TRAIN
 from zeroshard.verbs.laboratory import SWEEP, bench, dashboard, lab, plan, report, sweep
-from zeroshard.verbs.short_help import PLAN, TRAIN
 from zeroshard.verbs.training import (
     evaluate,
     export,
@@ -31,7 +31,7 @@ from zeroshard.verbs.training import (
     train,
 )
 
-__all__ = ["VERBS", "Verb", "read_file", "say", "show_help"]
+__all__ = ["VERBS", "Verb", "read_file", "say"]
 
 
 def look_around(config: None, words: Sequence[str]) -> int:

@@ -1,11 +1,10 @@
-"""`Verb`, the entry of a command in the table of commands; the full help of a verb; and one-line errors on stderr."""
+"""`Verb`, the entry of a command in the table of commands, and one-line errors on stderr."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +14,7 @@ from zeroshard.columns import printable
 from zeroshard.errors import UserError, shortened
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.run_file import read_given
-from zeroshard.train.config.sections import SHORTHANDS
-from zeroshard.train.config.validate import fields_by_name, validate
+from zeroshard.train.config.validate import validate
 
 LONGEST_LINE = 1500  # most characters of an error's line; a single word has at most 200
 
@@ -34,35 +32,6 @@ class Verb:
     words: tuple[str, ...] = ()  # the fixed words among them, which a shell completes
     common: Mapping[str, Sequence[str]] = field(default_factory=dict)  # heading -> settings that the short help shows
     before: str = ""  # another verb that follows this one's own arguments, with arguments of its own
-
-
-def show_help(name: str, verb: Verb, raw: dict[str, Any]) -> None:
-    """Print each setting of ``zeroshard NAME`` with its unit and its default; values in ``raw`` replace defaults."""
-    import tyro
-
-    assert verb.config is not None
-    text = verb.summary
-    if verb.reads_file:
-        text += " Settings: defaults < --config FILE.toml < flags."
-    for table, key in SHORTHANDS.items():
-        if f"{table}.{key}" in fields_by_name(verb.config):
-            text += f" --{table} NAME stands for --{table}.{key} NAME."
-    markers = (tyro.conf.PositionalRequiredArgs,)
-    # a required positional has no default, so there is no instance to show defaults from
-    default = tyro.MISSING_NONPROP if verb.positionals else validate(verb.config, raw)
-    prog = f"zeroshard {name}"
-    with _returns_from_help():
-        tyro.cli(verb.config, prog=prog, description=text, args=["--help"], default=default, config=markers)
-
-
-@contextmanager
-def _returns_from_help() -> Generator[None]:
-    """Suppress the SystemExit with which tyro ends after its help, so that the verb returns."""
-    try:
-        yield
-    except SystemExit as stop:
-        if stop.code:
-            raise
 
 
 def say(line: str, *, all_ranks: bool = False) -> None:

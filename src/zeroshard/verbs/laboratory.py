@@ -18,9 +18,8 @@ from zeroshard.train.config.config import TrainConfig, merge
 from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.toml import read_toml
 from zeroshard.train.config.validate import nearest, validate
-from zeroshard.verbs.base import Verb, show_help
-from zeroshard.verbs.help_lines import named, usage, wrapped
-from zeroshard.verbs.short_help import default_in_words, values_in_words
+from zeroshard.verbs.base import Verb
+from zeroshard.verbs.help import default_in_words, help_of, named, usage, values_in_words, wrapped
 from zeroshard.verbs.training import written
 from zeroshard.verbs.working import working
 
@@ -59,7 +58,7 @@ def bench(config: None, words: Sequence[str]) -> int:
     if "--help" in words or "-h" in words:
         about = (settings.__doc__ or "").splitlines()[0]
         about += " --json FILE writes all that was measured, with the environment; --plot FILE.png draws it."
-        show_help(f"bench {kind}", Verb(about, bench, settings), {})
+        print(help_of(f"bench {kind}", Verb(about, bench, settings), {}))
         return ExitStatus.OK
     json_path, rest = take_option(words[1:], "--json")
     plot_path, rest = take_option(rest, "--plot")

@@ -1,10 +1,12 @@
-"""The short ``--help``: the settings that most people use, in groups; ``--help all`` shows every setting.
+"""Help texts, no wider than the terminal: of one command its settings, in groups, with unit and default.
 
-If the output goes to a file or another program (which may search it, as grep does), all other settings follow.
+The short ``--help`` names the settings that most people use, and ``--help all`` every one. If the output goes to a file
+or another program (which may search it, as grep does), ``--help`` names every one too.
 """
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -15,8 +17,8 @@ from pydantic import BaseModel
 from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.validate import fields_by_name, validate
 from zeroshard.verbs.base import Verb
-from zeroshard.verbs.help_lines import help_width, usage, wrapped
 
+_WIDEST, _NARROWEST = 100, 40  # columns; longer lines are hard to read, shorter ones have no room beside a flag
 # Settings by their names in a file, in groups: those that the README, the tutorial and the how-tos use.
 TRAIN = {
     "what is trained": ("model.name", "data.source", "data.path", "data.tokenizer", "seq_len", "max_steps"),
@@ -34,7 +36,7 @@ PLAN = {
 _INDENT = 4
 
 
-def short_help(name: str, verb: Verb, raw: dict[str, Any], *, every: bool = False) -> str:
+def help_of(name: str, verb: Verb, raw: dict[str, Any], *, every: bool = False) -> str:
     """The settings of ``verb.common`` (all settings if that is empty): values, meaning and defaults.
 
     Values in ``raw`` replace defaults. ``every``: all other settings follow, grouped by table.
@@ -54,7 +56,7 @@ def short_help(name: str, verb: Verb, raw: dict[str, Any], *, every: bool = Fals
             flag, values = f"  {_flag(dotted)}", values_in_words(field.annotation)
             default = _default(defaults, dotted) if defaults else default_in_words(field.default)
             text = f"{field.description} (default: {default})"
-            if field.annotation is bool and default == "yes":
+            if field.annotation is bool:
                 flag += f", {_off(flag.strip())}"
             if dotted in verb.positionals:
                 flag, values, text = f"  {dotted.upper()}", "", field.description or ""
@@ -119,3 +121,27 @@ def default_in_words(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return " ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value) or "empty"
+
+
+def help_width() -> int:
+    """Width of a help text in columns: the terminal's, or 80 in a pipe; from `_NARROWEST` to `_WIDEST`."""
+    return max(_NARROWEST, min(_WIDEST, shutil.get_terminal_size().columns))
+
+
+def wrapped(text: str, indent: int = 0) -> list[str]:
+    """Wrap ``text`` into lines of `help_width`; all but the first are indented by ``indent`` spaces."""
+    return textwrap.wrap(text, help_width(), subsequent_indent=" " * indent, break_on_hyphens=False)
+
+
+def named(items: Iterable[tuple[str, str]], name_width: int) -> list[str]:
+    """Lines of names, ``name_width`` columns wide, with their descriptions wrapped beside them; indented by two."""
+    lines: list[str] = []
+    for name, text in items:
+        start, rest = f"  {name:<{name_width}}", " " * (name_width + 2)
+        lines += textwrap.wrap(text, help_width(), initial_indent=start, subsequent_indent=rest, break_on_hyphens=False)
+    return lines
+
+
+def usage(words: str) -> str:
+    """``usage: zeroshard WORDS``, wrapped, with further lines indented below ``zeroshard``."""
+    return "\n".join(wrapped(f"usage: zeroshard {words}", indent=len("usage: ")))
