@@ -1,4 +1,4 @@
-"""What left the package is named nowhere: not by its code, and so neither by --help nor by completion, nor by a page."""
+"""What left the package is named nowhere: not by its code, and so by neither --help nor completion, nor by a page."""
 
 from __future__ import annotations
 
