@@ -11,12 +11,12 @@ import pytest
 import forked
 from zeroshard.kernels.launch import INTERPRETED
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks" / "claims"
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
 
 
-def _run(name, *args):
-    command = [sys.executable, BENCHMARKS / name, *map(str, args)]
+def _run(*args):
+    command = [sys.executable, *map(str, args)]
     done = forked.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -24,7 +24,8 @@ def _run(name, *args):
 
 def test_kernels_measures_each_mode_of_each_contestant(tmp_path):
     shown = _run(
-        "kernels.py", "--operations", "rms_norm", "adamw", "--dtypes", "float32", "--json", tmp_path / "k.json"
+        *("-m", "zeroshard", "bench", "kernels", "--operations", "rms_norm", "adamw"),
+        *("--dtypes", "float32", "--json", tmp_path / "k.json"),
     )
     assert "toy sizes, no claims" in shown
     rows = json.loads((tmp_path / "k.json").read_text())["rows"]
@@ -39,7 +40,7 @@ def test_kernels_measures_each_mode_of_each_contestant(tmp_path):
 @pytest.mark.soak  # its ranks are real starts, as it measures what a process holds
 def test_footprint_measures_what_a_rank_holds(tmp_path):
     _run(
-        "footprint.py",
+        BENCHMARKS / "footprint.py",
         "--shape",
         "tiny",
         "--steps",
@@ -58,7 +59,7 @@ def test_footprint_measures_what_a_rank_holds(tmp_path):
 @pytest.mark.soak  # a minute and more of the processor
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux")
 def test_sixty_four_ranks_of_one_host_take_a_quarter_of_a_gigabyte_each(tmp_path):
-    _run("many_ranks.py", "--json", tmp_path / "many.json")
+    _run(BENCHMARKS / "many_ranks.py", "--json", tmp_path / "many.json")
     found = json.loads((tmp_path / "many.json").read_text())
     assert found["ranks_seen"] == 64
     assert found["largest_pss_bytes"] <= 250 * 2**20

@@ -7,9 +7,9 @@ They are environment variables; a variable that the user has set keeps its value
     cleared after a page fault. Two settings make that rare on a CPU. First, huge pages of 2 MiB: torch asks for them if
     ``THP_MEM_ALLOC_ENABLE`` is set. Second, glibc's malloc keeps freed memory, as torch's caching allocator for GPUs
     does; by default it returns the end of its heap as soon as a few blocks there are free. Together they remove tens of
-    thousands of page faults from a step at stage 3, and the peak resident set stays the same (``benchmarks/step.py``,
-    ``benchmarks/footprint.py``). Blocks of 32 MiB and more are still mapped each time, because freed aligned blocks
-    seldom fit again in the heap.
+    thousands of page faults from a step at stage 3, and the peak resident set stays the same (``zeroshard bench step``,
+    ``benchmarks/claims/footprint.py``). Blocks of 32 MiB and more are still mapped each time, because freed aligned
+    blocks seldom fit again in the heap.
     On a GPU, segments that grow (``expandable_segments``) let units and gradients of different sizes reuse each other's
     freed memory; segments of a fixed size leave gaps.
 """

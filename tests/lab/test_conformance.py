@@ -1,7 +1,7 @@
 """Cells of the conformance matrix that must hold for ours: exact, or refused by name.
 
-`benchmarks/conformance.py` runs all of them, for every strategy; here every two of an optimizer, a strategy of ours, a
-world size and a feature meet, and with ``--soak`` all of ours run.
+`benchmarks/claims/conformance.py` runs all of them, for every strategy; here every two of an optimizer, a strategy of
+ours, a world size and a feature meet, and with ``--soak`` all of ours run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The planner against published runs: a share of them; all by ``benchmarks/plan_published.py``."""
+"""The planner against published runs: a share of them; all by ``benchmarks/claims/plan_published.py``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "claims"
 # Of each set the cases that a processor plans in some seconds: every so many, the first included.
 EVERY = {"calibration": 12, "validation": 6}
 

@@ -14,8 +14,8 @@ with n ranks, k of them in a node, B bytes of the unsharded buffer, a the latenc
 bottleneck in bytes per second: a link within the node, or the k network links of a node together. These formulas are
 for protocol Simple. All ranks of a ring step together, so over several nodes every step has the network's latency:
 published all-gathers among 16 to 256 ranks take the same time per step of as many bytes
-(``benchmarks/published/collectives/``). A level of a tree takes t such latencies, and w pieces are in flight at once:
-`Link.tree_steps`, `Link.window`. c is PAT's time per rank, l its time per level, and s the rate of the switches.
+(``benchmarks/claims/published/collectives/``). A level of a tree takes t such latencies, and w pieces are in flight at
+once: `Link.tree_steps`, `Link.window`. c is PAT's time per rank, l its time per level, and s the rate of the switches.
 
 LL and LL128 send a flag with each 4 or 120 bytes of data, so that no rank waits for the end of a step: steps are
 shorter, and the bandwidth b' is smaller (`zeroshard.lab.predict.hardware.Protocol`). Their rings and trees are modelled

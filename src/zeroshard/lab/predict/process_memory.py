@@ -17,8 +17,8 @@
 
 `torch.cuda.max_memory_allocated` includes workspace, logits and compiled; `max_memory_reserved` also freed and
 fragments; `nvidia-smi` also context and NCCL. The figures are fitted to the calibration set of
-``benchmarks/published/``, or come from the named reports; docs/plan-accuracy.md compares them with other runs. None of
-them enters the exact count of the engine's own memory.
+``benchmarks/claims/published/``, or come from the named reports; docs/plan-accuracy.md compares them with other runs.
+None of them enters the exact count of the engine's own memory.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ USUAL_WORKSPACE_BYTES = 2**23
 # (huggingface.co/nanotron/old_bench: dp-2 tp-4 and dp-4 tp-2 with micro-batches of 8, dp-2 tp-2 pp-2 with 1): 1.06,
 # 1.02, 1.13.
 FRAGMENTS = 0.06
-# Ratio of predicted to published peaks on the validation set of ``benchmarks/published/``: four of five runs lie in
-# this range.
+# Ratio of predicted to published peaks on the validation set of ``benchmarks/claims/published/``: four of five runs lie
+# in this range.
 SPREAD = (0.97, 1.10)
 STATES = ("params", "master", "grads", "optimizer")
 # Bytes per logit if the loss is compiled separately from the model: PyTorch 2.5 to 2.7, lightning-thunder's runs of
-# LitGPT with full recomputation in ``benchmarks/published/thunder.toml``: 7.2, 8.6, 8.7.
+# LitGPT with full recomputation in ``benchmarks/claims/published/thunder.toml``: 7.2, 8.6, 8.7.
 COMPILED_LOGIT_BYTES = 8
 # Bytes per logit of a plain loss: in backward the log-softmax in fp32, its gradient, and the gradient of the fp32
 # logits. The 16-bit logits are freed by then, and the gap that they leave is too small for any of these.

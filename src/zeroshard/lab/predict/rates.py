@@ -19,7 +19,8 @@ head width of 128: 191, 260, 298, 319, 333, 335 TFLOP/s at 512, 1k, ... 16k toke
 proportional to f). So a limit of 500 of 700 W leaves (5 / 7)^(1/3) of the rate of products.
 
 *The rest* (`Sustained.matmul`, ``memory``, ``beside``; flash-1) is fitted to the calibration set of
-``benchmarks/published/`` only. docs/plan-accuracy.md compares the resulting times with runs that nothing was fitted to.
+``benchmarks/claims/published/`` only. docs/plan-accuracy.md compares the resulting times with runs that nothing was
+fitted to.
 """
 
 from __future__ import annotations
@@ -110,9 +111,9 @@ SUSTAINED: Mapping[str, Sustained] = {
 HOST_S: Mapping[Impl, float] = {"eager": 8e-6, "compile": 4e-6, "kernels": 4e-6}
 
 
-# Ratio of predicted to published tokens/s on the validation set of ``benchmarks/published/``: four of five runs lie in
-# this range. The second range is for devices that no published run calibrates: that of this table's first version, and
-# of AMD's devices.
+# Ratio of predicted to published tokens/s on the validation set of ``benchmarks/claims/published/``: four of five runs
+# lie in this range. The second range is for devices that no published run calibrates: that of this table's first
+# version, and of AMD's devices.
 SPREAD, SPREAD_UNCALIBRATED = (0.91, 1.12), (0.85, 1.60)
 
 

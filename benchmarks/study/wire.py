@@ -1,9 +1,9 @@
 """What wire formats save and what they cost: bytes on an interface, seconds of a step, validation loss.
 
-    sudo python benchmarks/wire.py links                    # two nodes as network namespaces, 100 Mbit/s and 1 Gbit/s
-    sudo python benchmarks/wire.py links --per-node 2 --wires fp32 int8 "int8 by nodes"   # two ranks in each
-    python benchmarks/wire.py loss                          # 300 steps of a small model, one seed
-    python benchmarks/wire.py loss --full                   # 2,000 steps of a 10 M model, three seeds
+    sudo python benchmarks/study/wire.py links              # two network namespaces, 100 Mbit/s and 1 Gbit/s
+    sudo python benchmarks/study/wire.py links --per-node 2 --wires fp32 int8 "int8 by nodes"  # two ranks in each
+    python benchmarks/study/wire.py loss                    # 300 steps of a small model, one seed
+    python benchmarks/study/wire.py loss --full             # 2,000 steps of a 10 M model, three seeds
 
 ``links`` takes turns: in each round every wire makes one step, so that what else the machine does meets all alike.
 Bytes are the kernel's counts of the interface, of what a node sent; of one rank in each node, those of the plan stand

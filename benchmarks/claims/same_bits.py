@@ -1,8 +1,8 @@
 """Do two versions of zeroshard train to the same bits? A line a configuration: sha256 of its weights and losses.
 
-    python benchmarks/same_bits.py > before.txt
+    python benchmarks/claims/same_bits.py > before.txt
     (change the code)
-    python benchmarks/same_bits.py | diff before.txt -
+    python benchmarks/claims/same_bits.py | diff before.txt -
 
 Five small runs on two ranks, between them every stage, both models, three communicators, accumulation, recomputation,
 bf16, an average of the weights and a text of one's own. Weights are the whole ones of the last checkpoint, with the

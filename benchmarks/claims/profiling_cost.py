@@ -1,6 +1,6 @@
 """What measuring costs: a step bare, with what every run measures, and with each thing that may be asked for.
 
-    python benchmarks/profiling_cost.py --json cost.json
+    python benchmarks/claims/profiling_cost.py --json cost.json
 
 One rank of a world of two without a peer (`NullCommunicator`), so that nothing but the engine, the model and what
 watches them is timed. A round takes a step with each contestant in a shuffled order; costs are medians of ratios round

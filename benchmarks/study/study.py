@@ -1,8 +1,8 @@
 """What docs/study.md shows: the planner's simulation, what sweeps have measured, and figures of both.
 
-    python benchmarks/study.py plan                    # GPT-2 1.5B and LLaMA 7B on up to 1,024 GPUs: no GPU needed
-    python benchmarks/study.py collect sweeps/study-*  # medians of finished sweeps
-    python benchmarks/study.py draw                    # figures and tables, from docs/study.json alone
+    python benchmarks/study/study.py plan              # GPT-2 1.5B and LLaMA 7B on up to 1,024 GPUs: no GPU needed
+    python benchmarks/study/study.py collect sweeps/study-*  # medians of finished sweeps
+    python benchmarks/study/study.py draw              # figures and tables, from docs/study.json alone
 
 The first two write into docs/study.json, each its own part. The planner's device is an H100 and its rates are of data
 sheets; bandwidths are of one GPU in one direction.
@@ -35,7 +35,7 @@ from zeroshard.lab.run_folders import Spread, spread  # noqa: E402
 from zeroshard.lab.sweep.results import CaseResult, read_sweep  # noqa: E402
 from zeroshard.train.config.sizes import parse_bandwidth  # noqa: E402
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 FACTS, IMAGES = DOCS / "study.json", DOCS / "images"
 # name: tokens of a sequence; sequences of a micro-batch where all stages have the same, and of a step of all GPUs
 MODELS = {"gpt2-1.5b": (1024, 8, 1024), "llama-7b": (2048, 2, 2048)}

@@ -1,10 +1,10 @@
 """The study's chapter on remedies of slow links: seconds of a step on each link, times to a loss, and the planner's 7B.
 
     zeroshard sweep --config configs/sweeps/study-remedies.toml   # curves, each trained once: minutes, root, input.txt
-    sudo python benchmarks/time_to_loss.py links                  # steps on links of 10 Mbit/s to 1 Gbit/s
-    python benchmarks/time_to_loss.py collect sweeps/study-remedies
-    python benchmarks/time_to_loss.py plan                        # LLaMA 7B on 8 nodes of 8 GPUs: no GPU needed
-    python benchmarks/time_to_loss.py draw                        # the figure, and tables
+    sudo python benchmarks/study/time_to_loss.py links                  # steps on links of 10 Mbit/s to 1 Gbit/s
+    python benchmarks/study/time_to_loss.py collect sweeps/study-remedies
+    python benchmarks/study/time_to_loss.py plan                        # LLaMA 7B on 8 nodes of 8 GPUs: no GPU needed
+    python benchmarks/study/time_to_loss.py draw                        # the figure, and tables
 
 All but the last write into docs/study.json, each its own part. ``links`` takes turns: in each round every remedy takes
 its steps, so that what else the machine does meets all alike. At a step without a meeting replicas send nothing, so a
@@ -51,7 +51,7 @@ from zeroshard.train.config.validate import validate  # noqa: E402
 from zeroshard.train.setup.assemble import sharded  # noqa: E402
 from zeroshard.zero import LocalSteps  # noqa: E402
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FACTS, IMAGES = ROOT / "docs" / "study.json", ROOT / "docs" / "images"
 SWEEP_FILE = ROOT / "configs" / "sweeps" / "study-remedies.toml"
 LINKS = ("10Mbit/s", "30Mbit/s", "100Mbit/s", "300Mbit/s", "1Gbit/s")

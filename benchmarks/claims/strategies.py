@@ -1,7 +1,7 @@
 """Do all strategies train alike? Every strategy with every feature, through the command line, against one process.
 
-    python benchmarks/strategies.py
-    python benchmarks/strategies.py --strategies zero3 fsdp2 --features plain bf16 --steps 50 --json strategies.json
+    python benchmarks/claims/strategies.py
+    python benchmarks/claims/strategies.py --strategies zero3 fsdp2 --features plain --steps 50 --json s.json
 
 Each cell is a run of `zeroshard train` on the demo's model and data with the same global batch. The reference is one
 process with torch's own optimizer in fp32, clipping where the cell does. A cell shows the largest difference of its
@@ -44,7 +44,7 @@ TIMEOUT_S = 300.0
 HEADING = """# Strategies
 
 Do all strategies of `zeroshard train` compute the same losses? Each cell of the table is a run of a strategy (its row)
-with a feature (its column), on the demo's model and data. `python benchmarks/strategies.py --markdown
+with a feature (its column), on the demo's model and data. `python benchmarks/claims/strategies.py --markdown
 docs/strategies.md` writes this page; its `--help` describes the runs and the tolerances.
 """
 PRELOAD = [
@@ -135,7 +135,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seq-len", type=int, default=64)
     parser.add_argument("--compile-backend", default="inductor", choices=["inductor", "aot_eager", "eager"])
-    parser.add_argument("--config", type=Path, default=Path(__file__).parent.parent / "configs" / "demo.toml")
+    parser.add_argument("--config", type=Path, default=Path(__file__).parents[2] / "configs" / "demo.toml")
     parser.add_argument("--json", type=Path, help="write cells and loss curves here")
     parser.add_argument("--markdown", type=Path, help="write the table here")
     return parser.parse_args()

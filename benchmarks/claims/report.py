@@ -3,7 +3,7 @@
 The folder is made here: strategies x bandwidths x depths, each run with its configuration, a log, a summary. The
 process that reports is started anew, as the command line does, so imports count.
 
-    python benchmarks/report.py [--cases 1000] [--steps 30] [--limit 10]
+    python benchmarks/claims/report.py [--cases 1000] [--steps 30] [--limit 10]
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from run_folders import FACTORS, write_sweep
 
 NUM_BANDWIDTHS = 10

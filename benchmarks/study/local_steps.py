@@ -1,8 +1,8 @@
 """Fewer meetings: what local steps save on a slow link, what they cost in loss, and when a target loss is reached.
 
-    sudo python benchmarks/local_steps.py --text tinyshakespeare.txt                     # minutes: 0.9 M parameters
-    sudo python benchmarks/local_steps.py --text tinyshakespeare.txt --full              # hours: 10 M, 2,000 steps
-    python benchmarks/local_steps.py --text FILE --mode none --every 1 32 --seeds 0 1 2  # the loss alone, no root
+    sudo python benchmarks/study/local_steps.py --text tinyshakespeare.txt               # minutes: 0.9 M parameters
+    sudo python benchmarks/study/local_steps.py --text tinyshakespeare.txt --full        # hours: 10 M, 2,000 steps
+    python benchmarks/study/local_steps.py --text FILE --mode none --every 1 32 --seeds 0 1 2  # the loss alone, no root
 
 Each replica is one rank on a node of its own, a network namespace whose link is shaped. Bytes are those that leave the
 nodes by the counters of their interfaces, from the first step to the last; they have TCP's and IP's headers and all

@@ -1,6 +1,6 @@
 """What remedies for slow links cost in loss: the same model, data and tokens under each, with several seeds.
 
-    python benchmarks/remedy_losses.py --text tinyshakespeare.txt --out runs/remedies --figure losses.png
+    python benchmarks/study/remedy_losses.py --text tinyshakespeare.txt --out runs/remedies --figure losses.png
 
 10.8 M parameters, 2,000 steps of 4 sequences of 64 tokens, three seeds: some four minutes a run on 2 cores. Runs
 stay in ``--out``: what is complete is not made again, and what was interrupted goes on from its last checkpoint, so the

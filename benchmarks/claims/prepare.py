@@ -1,6 +1,6 @@
 """Prepare a large parquet set, kill it again and again, and see that its shards are those of an undisturbed run.
 
-    python benchmarks/prepare.py --bytes 1e9 --kills 20 --tokenizer bpe:8192
+    python benchmarks/claims/prepare.py --bytes 1e9 --kills 20 --tokenizer bpe:8192
 
 makes the set (python sources, cut and mixed by a seed), prepares it once undisturbed and once killed with SIGKILL at
 random moments, and prints tokens per second, the peak memory of all processes together (PSS, sampled), and whether

@@ -1,6 +1,6 @@
 """Replicas that are killed at random moments: how soon the others train again, and what it does to the loss.
 
-    python benchmarks/lost_replicas.py --text tinyshakespeare.txt --kills 20
+    python benchmarks/study/lost_replicas.py --text tinyshakespeare.txt --kills 20
 
 Several launchers on this machine, each with one rank that is a replica, train by local steps; with ``--one-host`` one
 launcher has all ranks. At random moments a rank is killed (its launcher starts it again with the others), or a launcher

@@ -1,8 +1,8 @@
 """What a rank's process really holds and really sends: peak resident memory, and bytes on the loopback interface.
 
-    python benchmarks/footprint.py
-    python benchmarks/footprint.py --contestants ddp fsdp zero3@ring --world 4
-    MALLOC_TRIM_THRESHOLD_=67108864 python benchmarks/footprint.py
+    python benchmarks/claims/footprint.py
+    python benchmarks/claims/footprint.py --contestants ddp fsdp zero3@ring --world 4
+    MALLOC_TRIM_THRESHOLD_=67108864 python benchmarks/claims/footprint.py
 
 Every contestant runs alone, in fresh processes. Memory is the peak of the resident set over `--steps` steps, less what
 the process held before its model was made (interpreter, torch and what it loads on first use, process group). RSS

@@ -1,7 +1,7 @@
 """Whether slow networks are as slow as asked: links by our probe and by iperf3, steps simulated and in namespaces.
 
-    sudo python benchmarks/network.py links        # 2 and 4 nodes, 100 Mbit/s to 5 Gbit/s
-    sudo python benchmarks/network.py steps        # the same training over simulated links and namespaces, and planned
+    sudo python benchmarks/study/network.py links  # 2 and 4 nodes, 100 Mbit/s to 5 Gbit/s
+    sudo python benchmarks/study/network.py steps  # one training: simulated links, namespaces, planned
 
 Every rate is in one direction while the other is as busy, on all links of the ring at once. Needs root, iproute2, and
 for ``links`` iperf3. Where ranks have fewer cores than it takes to send so much, the last column says so.

@@ -1,8 +1,8 @@
 """The conformance matrix: every strategy x optimizer x world size x feature, held against one process.
 
-    python benchmarks/conformance.py
-    python benchmarks/conformance.py --strategies zero3 fsdp2 --optimizers AdamW Muon --markdown m.md --json m.json
-    python benchmarks/conformance.py --strategies "zero3, node copy" --keep docs/conformance.json
+    python benchmarks/claims/conformance.py
+    python benchmarks/claims/conformance.py --strategies zero3 fsdp2 --optimizers AdamW --markdown m.md --json m.json
+    python benchmarks/claims/conformance.py --strategies "zero3, node copy" --keep docs/conformance.json
 
 Writes Markdown and JSON; with ``--keep`` cells that are not trained now stay as they are in that file. What a cell is,
 and what it is compared with, stands in `tests/conformance_cells.py`; here are the ranks that it runs on (gloo
@@ -37,7 +37,7 @@ import torch.distributed as dist
 from zeroshard.comm import TorchCommunicator
 from zeroshard.launch.process_group import shutdown
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from conformance_cells import (
     CONTESTANTS,
     FEATURES,
@@ -360,7 +360,7 @@ ABOUT = """\
 
 Does every strategy train to the same weights as one process? The tables below have {num_cells} cells. In each cell a
 model trains {num_steps} steps on {worlds} gloo ranks (processes on one CPU), and its weights are compared with those
-of one process. `python benchmarks/conformance.py` wrote this page with torch {torch} and Python {python} in
+of one process. `python benchmarks/claims/conformance.py` wrote this page with torch {torch} and Python {python} in
 {wall_s:.0f} s, {cpu_s:.0f} s of CPU time{kept}; `conformance.json` beside it has the same numbers and more.
 
 **The reference** is one process with unsharded tensors and torch's own optimizer. It runs each rank's rows through the

@@ -1,7 +1,7 @@
 """Saving and loading training state, beside `torch.distributed.checkpoint` (DCP), in one run.
 
-    python benchmarks/checkpoint.py
-    python benchmarks/checkpoint.py --n-layer 2 --n-embd 64 --vocab-size 256 --rounds 2 --json c.json
+    python benchmarks/claims/checkpoint.py
+    python benchmarks/claims/checkpoint.py --n-layer 2 --n-embd 64 --vocab-size 256 --rounds 2 --json c.json
 
 GPT-2 of about 100 M parameters with AdamW, fp32, on two gloo ranks; ours holds it at stage 3, DCP's side with FSDP2.
 Contestants take turns, a round each, in the same processes and on the same disk; figures are medians over rounds of

@@ -1,7 +1,7 @@
 """Many CPU ranks on one host by one command: memory of each rank and processor time of all.
 
-    python benchmarks/many_ranks.py
-    python benchmarks/many_ranks.py --ranks 16 --comm ring --json many.json
+    python benchmarks/claims/many_ranks.py
+    python benchmarks/claims/many_ranks.py --ranks 16 --comm ring --json many.json
 
 Runs ``zeroshard train --nproc N`` on a small model and looks at each rank a few times a second. PSS is what a process
 has to itself and its share of what it shares: ranks are forked from a launcher that has imported torch, so they share

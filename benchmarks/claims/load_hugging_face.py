@@ -1,6 +1,6 @@
 """Host memory of a rank that loads a Hugging Face model at stage 3: what it keeps, and the most that it held.
 
-    python benchmarks/load_hugging_face.py FOLDER --ranks 2 4
+    python benchmarks/claims/load_hugging_face.py FOLDER --ranks 2 4
 
 Each rank is a process of its own without peers, so the numbers are of one rank of so many; resident memory is read
 from the kernel before the weights are loaded and at its highest point since. FOLDER may be missing: a LLaMA of

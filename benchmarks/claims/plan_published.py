@@ -1,12 +1,12 @@
 """Is the planner right about other people's machines? Published runs, planned, and the ratio of the two.
 
-    python benchmarks/plan_published.py                        # the table of docs/plan-accuracy.md
-    python benchmarks/plan_published.py --set validation       # only what no number was taken from
-    python benchmarks/plan_published.py --rows --json published.json
-    python benchmarks/plan_published.py --collectives          # bus bandwidths of NCCL, some seconds
+    python benchmarks/claims/plan_published.py                        # the table of docs/plan-accuracy.md
+    python benchmarks/claims/plan_published.py --set validation       # only what no number was taken from
+    python benchmarks/claims/plan_published.py --rows --json published.json
+    python benchmarks/claims/plan_published.py --collectives          # bus bandwidths of NCCL, some seconds
 
-Each file of ``benchmarks/published/`` is one source: where it was read, the models' shapes, and a row for each run. A
-source is ``calibration`` (rates and factors of the planner may be fitted to it) or ``validation`` (none may), not both.
+Each file of ``benchmarks/claims/published/`` is one source: where it was read, the models' shapes, a row for each run.
+A source is ``calibration`` (the planner's rates may be fitted to it) or ``validation`` (none may), not both.
 The ratio is predicted / published: tokens/s/GPU above 1 promises too much, memory below 1 too little.
 """
 

@@ -1,7 +1,7 @@
 """Is the time of a step what the planner says after `zeroshard bench device`? Worlds x models x stages.
 
-    python benchmarks/plan_step_time.py --json step_time.json           # measures, then predicts
-    python benchmarks/plan_step_time.py --again step_time.json          # predicts anew from what was measured
+    python benchmarks/claims/plan_step_time.py --json step_time.json           # measures, then predicts
+    python benchmarks/claims/plan_step_time.py --again step_time.json          # predicts anew from what was measured
 
 For each world the machine is calibrated with as many ranks at once, and every stage takes steps over gloo. A round has
 all of both in a shuffled order, for a machine that others use may be a tenth faster in one minute than in the next. The
