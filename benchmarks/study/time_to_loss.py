@@ -58,7 +58,7 @@ LINKS = ("10Mbit/s", "30Mbit/s", "100Mbit/s", "300Mbit/s", "1Gbit/s")
 ROUNDS = 4  # after one that warms up; a multiple of four, for whole rounds of streaming
 IDS = 1024  # of the tokenizer
 PORT = 29518  # in namespaces of its own
-WIRES = ("none", "bf16", "int8", "int8,int4", "int4", "int4-delta,int4")
+WIRES = ("none", "bf16", "int8", "int8,int4", "int4")
 STREAMING = "every=32,fragments=4,overlap=4"
 # Who takes turns, and its steps in a turn. Meetings do not depend on the stage where a replica is one rank.
 CONTESTANTS = {

@@ -43,7 +43,6 @@ WIRES = {
     "int8": MixedPrecision(gather="int8", reduce="int8"),
     "int8, int4": MixedPrecision(gather="int8", reduce="int4"),
     "int4": MixedPrecision(gather="int4", reduce="int4"),
-    "int4-delta, int4": MixedPrecision(gather="int4-delta", reduce="int4"),
 }
 BY_NODES = "int8 by nodes"
 FLAGS = {
@@ -52,7 +51,6 @@ FLAGS = {
     "int8": ["--wire.weights", "int8", "--wire.grads", "int8"],
     "int8, int4": ["--wire.weights", "int8", "--wire.grads", "int4"],
     "int4": ["--wire.weights", "int4", "--wire.grads", "int4"],
-    "int4-delta, int4": ["--wire.weights", "int4-delta", "--wire.grads", "int4"],
 }
 PORT = 29517  # in namespaces of its own
 SIZES = {"n_layer": 5, "n_head": 6, "n_embd": 384}  # 9 M
@@ -163,7 +161,7 @@ def main() -> None:
     parser.add_argument("--stage", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--per-node", type=int, default=1, help="ranks in each node")
-    # int4-delta: at stages 1 and 2; by nodes: of several ranks
+    # by nodes: of several ranks
     parser.add_argument("--wires", nargs="+", default=list(WIRES), choices=[*WIRES, BY_NODES])
     parser.add_argument("--text", default="input.txt", help="the text that `loss` trains on")
     parser.add_argument("--full", action="store_true")

@@ -18,8 +18,6 @@ FormatName = Literal["int8", "int4", "e4m3"]
 FORMATS: tuple[FormatName, ...] = get_args(FormatName)
 SAME_AS: dict[str, FormatName] = {"fp8": "e4m3"}
 """Aliases: other name -> format."""
-DIFFERENCES: dict[str, FormatName] = {"int4-delta": "int4"}
-"""Formats for weights only, which send differences to the values that every rank has: name -> format on the wire."""
 LARGEST = {"int8": 127.0, "int4": 7.0, "e4m3": 448.0}
 BLOCK = 256
 BLOCK_STEP, MOST_IN_BLOCK = 16, 4096

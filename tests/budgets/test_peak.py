@@ -34,10 +34,6 @@ NODES = {
     "by nodes": MixedPrecision(gather="int8", reduce="int8", block=16, node_size=2),
     "by nodes, bf16 adds up": MixedPrecision(None, torch.bfloat16, reduce="int4", node_size=4),
 }
-DIFFERENCES = {
-    "differences": MixedPrecision(gather="int4-delta", block=16),
-    "differences, bf16 computes": MixedPrecision(torch.bfloat16, gather="int4-delta", reduce="int8"),
-}
 MODELS = {
     "gpt2-demo": {"n_head": 4, "n_embd": 36},
     "llama-tiny": {"n_head": 4, "n_kv_head": 2, "n_embd": 32},
@@ -56,7 +52,7 @@ def _model(name, recomputed="none", num_layers=4, **built):
 def _trace(name, recomputed, micro_batch, precision, **built):
     """What a plan is made of; it knows no stage and no world."""
     model = _model(name, recomputed, **built)
-    return trace_language_model(model, micro_batch, SEQ_LEN, {**PRECISIONS, **WIRES, **NODES, **DIFFERENCES}[precision])
+    return trace_language_model(model, micro_batch, SEQ_LEN, {**PRECISIONS, **WIRES, **NODES}[precision])
 
 
 def _both(
@@ -75,7 +71,7 @@ def _both(
     leaves=None,
     **built,
 ):
-    model, policy = _model(name, recomputed, **built), {**PRECISIONS, **WIRES, **NODES, **DIFFERENCES}[precision]
+    model, policy = _model(name, recomputed, **built), {**PRECISIONS, **WIRES, **NODES}[precision]
     shards = shard_size or world_size
     num_replicas = world_size // shards
     buffers = buffers_of(model, shards, model.units, precision=policy, leaves=leaves)
@@ -200,21 +196,6 @@ def test_exchanges_between_nodes_are_planned_to_the_byte(stage, secondary, accum
         (message.op, message.world_size) for message in listed
     }
     _assert_equal(predicted, listed, measured)
-
-
-@pytest.mark.parametrize(
-    ("stage", "shard_size", "wire"),
-    [
-        (1, None, "differences"),
-        (2, 2, "differences, bf16 computes"),
-        pytest.param(1, 2, "differences, bf16 computes", marks=pytest.mark.soak),
-        pytest.param(2, None, "differences", marks=pytest.mark.soak),
-    ],
-)
-def test_differences_are_planned_to_the_byte(stage, shard_size, wire, monkeypatch):
-    monkeypatch.setattr(precision_module, "EXACT_NUMEL", 64)
-    settings = {"num_micro": 2, "shard_size": shard_size, "recomputed": "full"}
-    _assert_equal(*_both("llama-tiny", STAGES[stage], 4, wire, rank=3, **settings))
 
 
 @pytest.mark.pairwise

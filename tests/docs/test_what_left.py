@@ -12,6 +12,8 @@ LEFT = [
     r"grad_places",
     r"GradPlace",
     r"\btyro\b",
+    r"int4-delta",
+    r"common_copy",
 ]
 # The history of the project may name it.
 HISTORY = {"CHANGELOG.md", "log.md"}

@@ -25,7 +25,6 @@ from zeroshard.zero.buffers import wire as wire_module
 
 SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 64, "vocab_size": 100, "seq_len": 16}
 WIRE = {"gather": "int8", "reduce": "int4"}
-DELTA = "int4-delta"
 INT8 = BlockFormat("int8")
 
 
@@ -90,16 +89,14 @@ def _counted(stage, wire, kwargs, monkeypatch):
         pytest.param(3, {"shard_size": 2}, id="replicas"),
         pytest.param(3, {"secondary_shard_size": 2}, id="copy", marks=pytest.mark.soak),
         pytest.param(1, {"shard_size": 1}, id="one shards", marks=pytest.mark.soak),
-        pytest.param(1, {"gather": DELTA}, id="differences"),
     ],
 )
 def test_a_plan_has_the_conversions_that_an_engine_makes(stage, kwargs, monkeypatch):
     """Of a rank of four on two nodes: what is quantised to the nearest and stochastically, taken back, and added up."""
-    wire = {**WIRE, "gather": kwargs.pop("gather", WIRE["gather"])}
-    given = {"world_size": 4, "gpus_per_node": 2, "overrides": SIZES, "dtype": "float32", "wire": wire}
+    given = {"world_size": 4, "gpus_per_node": 2, "overrides": SIZES, "dtype": "float32", "wire": WIRE}
     given["node_copy"], shards = kwargs.get("secondary_shard_size"), kwargs.get("shard_size")
     row = planner_for("gpt2-demo", gpu=this_machine(2**40, "cpu"), **given).row(stage, 1, shards)
-    assert _planned(row.step) == _counted(stage, wire, kwargs, monkeypatch)
+    assert _planned(row.step) == _counted(stage, WIRE, kwargs, monkeypatch)
     on_gpu = planner_for("gpt2-demo", gpu="a100-80gb", **given).row(stage, 1, shards)
     made = {key: n for key, n in _planned(row.step).items() if key[0] != FINGERPRINT}
     assert _planned(on_gpu.step) == made  # beside computation, and no others

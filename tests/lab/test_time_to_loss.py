@@ -44,7 +44,6 @@ def racing(**kwargs) -> SweepConfig:
         ("none", {}),
         ("int8", {"wire.weights": "int8", "wire.grads": "int8"}),
         ("int8, int4", {"wire.weights": "int8", "wire.grads": "int4"}),
-        ("int4-delta,int4", {"wire.weights": "int4-delta", "wire.grads": "int4"}),
         ("bf16,block=64", {"wire.weights": "bfloat16", "wire.grads": "bfloat16", "wire.block": 64}),
         ("every=32,int8", {"replicas.every": 32, "replicas.wire": "int8"}),
         (

@@ -226,30 +226,6 @@ def test_a_row_of_ones_own_with_a_copy_that_cannot_be_is_refused_in_a_line():
     refused(r"^node_copy: True does not divide", 3, node_copy=True)
 
 
-def test_differences_take_the_bytes_of_int4_the_owner_s_copy_more_and_are_planned_where_weights_stay():
-    rows = {
-        gather: {row.stage: row for row in plan("gpt2-demo", wire={"gather": gather}, **CASE).rows}
-        for gather in ("int4", "int4-delta")
-    }
-    assert set(rows["int4"]) - set(rows["int4-delta"]) == {3}
-    for stage in (1, 2):
-        int4, delta = rows["int4"][stage], rows["int4-delta"][stage]
-        more = delta.messages_bytes["all_gather"] - int4.messages_bytes["all_gather"]
-        assert 0 < more < 0.01 * int4.messages_bytes["all_gather"]  # fingerprints
-        assert delta.step.peak.total > int4.step.peak.total
-    with pytest.raises(UserError, match=r"^wire.weights: int4-delta sends differences to weights that stage 3 does"):
-        plan("gpt2-demo", stage=3, wire={"gather": "int4-delta"}, **CASE)
-    given = {"model": "gpt2-demo", "gpus": 2, "wire": {"weights": "int4-delta"}}
-    for wrong in (
-        {"stage": "3"},
-        {"node_copy": 2, "gpus": 4},
-        {"ask": "remedy"},
-        {"shard_size": 1, "replicas": {"every": 2}},
-    ):
-        with pytest.raises(UserError, match=r"^wire.weights: "):
-            validate(PlanConfig, {**given, **wrong})
-
-
 def test_a_packed_second_copy_has_the_packed_bytes():
     def copy_bytes(gather):
         def peak(secondary):

@@ -41,7 +41,6 @@ CASES = {
     "int8 and e4m3": (*_wire("zero3", "int8", "e4m3", BLOCKS_OF_32), SOAK),
     "e4m3 and int4": (*_wire("zero1", "e4m3", "int4", BLOCKS_OF_32), SOAK),
     "int4 and as it is": (*_wire("zero2", "int4", "as-is"), SOAK),
-    "differences in int4": (*_wire("zero2", "int4-delta", "int4", {"wire": {"gather": "int4", "block": 32}}), SOAK),
     "int8 over two replicas": (*_wire("zero3", "as-is", "int8", shard_size=1), SOAK),
     "int8 between nodes": (
         4,

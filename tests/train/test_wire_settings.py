@@ -39,11 +39,7 @@ def _small_parameters_travel_so_too(monkeypatch):
     ("strategy", "wire", "given"),
     [
         ("zero3", INT8, {}),
-        ("zero2", {"weights": "int4-delta", "grads": "int8"}, {}),
         pytest.param("zero1", {"weights": "int8", "grads": "int4"}, {}, marks=pytest.mark.soak),
-        pytest.param(
-            "zero1", {"weights": "int4-delta", "grads": "int4"}, {"dtype": "bfloat16"}, marks=pytest.mark.soak
-        ),
         pytest.param("zero2", INT8, {"shard_size": 1, "grad_accum_steps": 2}, marks=pytest.mark.soak),
     ],
 )
@@ -85,19 +81,6 @@ def test_a_run_that_is_resumed_at_another_stage_has_the_same_bits(tiny_config):
         ),
         ({"strategy": "zero0", "wire": {"grads": "int8"}}, r"^wire.grads: int8 is given, and stage 0 has no wire"),
         ({"strategy": "auto", "wire": {"grads": "int8"}}, r"^wire.grads: int8 is given, and auto may choose stage 0"),
-        (
-            {"strategy": "zero3", "wire": {"weights": "int4-delta"}},
-            r"^wire.weights: int4-delta is given, and stage 3 ke",
-        ),
-        (
-            {"strategy": "zero0", "wire": {"weights": "int4-delta"}},
-            r"^wire.weights: int4-delta is given, and stage 0 ha",
-        ),
-        (
-            {"strategy": "zero2", "shard_size": 1, "replicas": {"every": 2}, "wire": {"weights": "int4-delta"}},
-            r"^wire.weights: int4-delta needs the same weights on all ranks",
-        ),
-        ({"strategy": "zero2", "wire": {"grads": "int4-delta"}}, r"^wire.grads: 'int4-delta' is not a choice"),
         ({"strategy": "zero3", "wire": {"grads": "int8", "block": 100}}, r"^wire.block: blocks of 100 elements do not"),
         (
             {"strategy": "zero3", "wire": {"grads": "int8", "block": 0}},

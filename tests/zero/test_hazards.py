@@ -131,8 +131,7 @@ def _train(case, monkeypatch, plant=lambda monkeypatch: None):
     comm = HazardCommunicator(device, 4, rank=1, inline=case.inline)
     model = Net(4, block=lambda: torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH)), path=PATHS[case.path])
     dtype = torch.bfloat16 if case.bfloat16 else None
-    reduce = "int8" if case.wire == "int4-delta" else case.wire
-    precision = MixedPrecision(param_dtype=dtype, gather=case.wire, reduce=reduce, node_size=case.node_size)
+    precision = MixedPrecision(param_dtype=dtype, gather=case.wire, reduce=case.wire, node_size=case.node_size)
     monkeypatch.setattr(zero_precision, "EXACT_NUMEL", WIDTH)
     with device:
         zero = Zero(
@@ -181,7 +180,6 @@ AROUND = {
     "int8 travels inline, evaluates": (True, True, "", "int8", None),
     "int8 travels between nodes": (False, False, "", "int8", None, 2),
     "int8 travels between nodes inline, evaluates": (True, True, "", "int8", 2, 2),
-    "differences travel, evaluates, saves at once": (False, True, "at once", "int4-delta", None),
     "leaves": (False, False, "", None, None, None, 4),
     "leaves inline, evaluates, saves in place": (True, True, "in place", None, 2, None, 4),
 }
@@ -204,8 +202,6 @@ def test_nothing_is_touched_before_what_it_must_wait_for(
         case = replace(case, accumulate=None, shard_size=None)
     if stage == 0:  # which knows neither
         case = replace(case, shard_size=None, wire=None, node_size=None)
-    if stage == 3 and case.wire == "int4-delta":
-        case = replace(case, wire="int8")
     if stage < 3 or case.shard_size is not None:  # which has no second copy, or too few ranks for it
         case = replace(case, secondary=None)
     if case.shard_size is not None:
@@ -413,7 +409,6 @@ FAULTS = {
         Case(0, leaves=4),
     ),
     "weights are quantised before the step is over": (_forgets("copy_in"), Case(1, wire="int8")),
-    "differences are taken before the step is over": (_forgets("copy_in"), Case(2, wire="int4-delta")),
     "codes are read before they have come": (
         _replaces(FlatParams, "_finish", _reads_codes_early),
         Case(1, wire="int8"),

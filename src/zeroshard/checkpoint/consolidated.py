@@ -27,7 +27,7 @@ from zeroshard.checkpoint.store import TORCH_DTYPES
 from zeroshard.checkpoint.streamed_safetensors import StreamedTensor, drafted, intervals, write_streamed
 from zeroshard.checkpoint.verify import damages
 from zeroshard.zero.optimizers.ema import EMA
-from zeroshard.zero.state.named_shards import GATHERED, OUTER_KINDS, is_of_replica
+from zeroshard.zero.state.named_shards import OUTER_KINDS, is_of_replica
 
 _METADATA = {"format": "pt"}
 
@@ -94,10 +94,9 @@ def _read(reader: CheckpointReader, entry: TensorEntry) -> Tensor:
 def _of_one_process(manifest: Manifest) -> list[TensorEntry]:
     """Return the entries that a single-process run would have.
 
-    This leaves out the state of the outer optimizer of replicas, the state of single replicas, and gathered copies.
+    This leaves out the state of the outer optimizer of replicas, and the state of single replicas.
     """
-    others = OUTER_KINDS | {GATHERED}
-    return [entry for entry in manifest.tensors if entry.kind not in others and not is_of_replica(entry.name)]
+    return [entry for entry in manifest.tensors if entry.kind not in OUTER_KINDS and not is_of_replica(entry.name)]
 
 
 def _write_and_map(reader: CheckpointReader, manifest: Manifest, out: Path) -> dict[tuple[str, str], Tensor]:

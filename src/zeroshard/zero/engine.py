@@ -247,7 +247,7 @@ class Zero:
         restaging.restage(self._runtime, strategy, self._stepping.state_holders("restage"))
         self.strategy = strategy
         self._stepping.hold_pieces()
-        self._stepping.show_what_travels("by nothing")
+        self._stepping.show_what_travels()
 
     def resume_at(self, step: int) -> None:
         """Continue stochastic rounding, and new replicas, as after ``step`` steps; `checkpoint.load` calls it."""

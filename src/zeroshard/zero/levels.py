@@ -159,9 +159,6 @@ def check_wire(strategy: ShardingStrategy, precision: MixedPrecision) -> None:
         name = "gather" if precision.gather is not None else "reduce"
         what = "stage 0 has no wire format: no rank owns a shard to send or sum"
         raise ValueError(f"{name}: {what}; choose stage 1, 2 or 3, or leave it out")
-    if strategy.params is SHARD and precision.gathers_differences:
-        what = f"{precision.gather} sends differences to the last step's unsharded weights, and stage 3 keeps none"
-        raise ValueError(f"gather: {what}; choose stage 1 or 2, or int4")
 
 
 def check_change(strategy: ShardingStrategy, precision: MixedPrecision, levels: Levels, *, local_steps: bool) -> None:
@@ -210,9 +207,6 @@ def check_levels(
         ):
             if given:
                 raise ValueError(f"{field}: {what}, so bits depend on the number of ranks; leave it or leaves out")
-    if local_steps and precision.gathers_differences:
-        what = f"{precision.gather} needs the same weights on all ranks, and replicas that take local steps differ"
-        raise ValueError(f"gather: {what}; choose int4, or leave the local steps out")
     if local_steps and shard_size is None:
         raise ValueError("replicas: local steps need replicas; give shard_size, the ranks of one of them")
     if shard_size is not None and not local_steps:

@@ -16,7 +16,6 @@ import torch
 from zeroshard.errors import UserError
 from zeroshard.wire_formats import (
     BLOCK,
-    DIFFERENCES,
     FORMATS,
     SAME_AS,
     BlockFormat,
@@ -45,8 +44,7 @@ class MixedPrecision:
 
         gather: wire format of weights: a dtype, or a block format (``"int8"``, ``"int4"``, ``"e4m3"`` alias ``"fp8"``).
             Each rank sends its shard of the fp32 master weights in it, and every rank computes with the decoded values,
-            in ``param_dtype``. None: ``param_dtype``. Stages 1, 2 and 3. ``"int4-delta"``, at stages 1 and 2: the
-            difference to a copy that every rank has, in int4; see `zeroshard.zero.buffers.common_copy`.
+            in ``param_dtype``. None: ``param_dtype``. Stages 1, 2 and 3.
         reduce: wire format of gradients, as for ``gather``; they are summed in fp32 and accumulate in ``reduce_dtype``.
             With a ``shard_size`` only sums between replicas use it. None: ``reduce_dtype``. Stages 1, 2 and 3.
         block: elements that share a scale in a block format.
@@ -108,11 +106,6 @@ class MixedPrecision:
         return self.reduce_dtype if self.reduce_dtype is not None and master.is_floating_point else master
 
     @property
-    def gathers_differences(self) -> bool:
-        """Whether ranks send weights as differences to a copy that every rank has."""
-        return self.gather in DIFFERENCES
-
-    @property
     def has_wire(self) -> bool:
         """Whether weights or gradients have a wire format."""
         return self.gather is not None or self.reduce is not None
@@ -130,7 +123,7 @@ class MixedPrecision:
             return None
         if isinstance(wire, torch.dtype):
             return DtypeFormat(wire)
-        return BlockFormat(cast(FormatName, DIFFERENCES.get(wire, wire)), self.block)
+        return BlockFormat(cast(FormatName, wire), self.block)
 
     def is_exact(self, shape: Sequence[int]) -> bool:
         """Whether a parameter of that shape is exempt from the wire format."""
@@ -151,15 +144,10 @@ class MixedPrecision:
 
 
 def _check_travels(field: str, wire: torch.dtype | str | None) -> None:
-    """Raise UserError, a ValueError, unless ``wire`` is None, a floating-point dtype or a wire format of ``field``."""
+    """Raise UserError, a ValueError, unless ``wire`` is None, a floating-point dtype or a wire format."""
     if isinstance(wire, torch.dtype):
         check_has_range(field, wire)
     if wire is None or wire in (*FORMATS, *SAME_AS) or (isinstance(wire, torch.dtype) and wire.is_floating_point):
         return
-    if isinstance(wire, str) and wire in DIFFERENCES:
-        if field == "gather":
-            return
-        raise UserError(field, f"{wire} is of weights alone", f"choose {DIFFERENCES[wire]} for gradients")
-    known = [*FORMATS, *(DIFFERENCES if field == "gather" else ())]
-    todo = f"choose a floating-point dtype, or {', '.join(known)}"
+    todo = f"choose a floating-point dtype, or {', '.join(FORMATS)}"
     raise UserError(field, f"{wire!r} is not a wire format", todo)

@@ -183,7 +183,7 @@ def arguments(config: PlanConfig) -> dict[str, Any]:
 
 def ask(config: PlanConfig, planner: Planner) -> Answer:
     """The answer to ``config.ask`` at the given stage, or else at the highest one."""
-    stages = tuple(each for each in STAGES if planner.has(each)) if config.stage == "all" else (int(config.stage),)
+    stages = tuple(STAGES) if config.stage == "all" else (int(config.stage),)
     stage = stages[-1]
     micro_batch = config.micro_batch or 1
     if config.ask == "largest-model":

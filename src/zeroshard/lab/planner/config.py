@@ -14,7 +14,7 @@ from zeroshard.lab.predict.hardware import find_device, find_link
 from zeroshard.train.config.replica_settings import ReplicasConfig
 from zeroshard.train.config.reproducible import check_power, check_ranks
 from zeroshard.train.config.sections import Config, Count, LoraConfig, ModelConfig
-from zeroshard.train.config.wire_settings import NO_COPY, WireConfig, check_wire_nodes
+from zeroshard.train.config.wire_settings import WireConfig, check_wire_nodes
 
 Question = Literal[
     "none",
@@ -162,26 +162,12 @@ class PlanConfig(Config):
             raise UserError("wire.node_size", what, "leave one of the two out")
         self._copies_what_is_sharded()
         self._adds_up_alike()
-        self._differences_are_to_what_stays()
         if self.within_node:
             find_link(self.within_node, "within_node")
         if self.ask.startswith("crossover") and self.stage in ("all", self.against):
             what = f"needs two stages, and has {self.stage} and {self.against}"
             raise UserError("ask", f"{self.ask} {what}", "give --stage A --against B")
         return self
-
-    def _differences_are_to_what_stays(self) -> None:
-        """Raise UserError if weights are sent as differences and there is no permanent copy to add them to."""
-        if not self.wire.of_differences:
-            return
-        given = f"{self.wire.weights} is given, and"
-        if self.stage == "3" or self.node_copy:
-            raise UserError("wire.weights", f"{given} {NO_COPY}", "give --stage 1 or 2 without --node-copy, or int4")
-        if self.replicas.on or self.ask == "remedy":
-            what = f"{given} replicas with local steps have no copy in common" + (
-                ", of which remedy has rows" if not self.replicas.on else ""
-            )
-            raise UserError("wire.weights", what, "use int4, or leave replicas.every and remedy out")
 
     def _copies_what_is_sharded(self) -> None:
         """Raise UserError for a second copy of weights if none are sharded, or the question varies the world size."""

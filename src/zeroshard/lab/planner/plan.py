@@ -57,7 +57,6 @@ def plan(
         name = "shard_size" if local_steps is None else "replicas.every"
         raise UserError("leaves", f"{name} is given, which rounds sums in between", "leave one of the two out")
     check_wire_nodes(planner)
-    stages = stages if stage is not None else tuple(each for each in stages if planner.has(each))
     shown = stages if world_size > 1 else stages[:1]  # one rank shards nothing, so all stages are alike
     rows = list(_rows(planner, shown, micro_batch, shard_size, local_steps))
     best = recommended(rows)

@@ -8,7 +8,6 @@ from typing import Any, Unpack
 
 from torch import nn
 
-from zeroshard.errors import UserError
 from zeroshard.lab.planner.plan_rows import Row, bottleneck
 from zeroshard.lab.planner.request import HEADROOM, Given, Request
 from zeroshard.lab.predict.actions import Accumulate, Settings, Step
@@ -89,14 +88,6 @@ class Planner:
         at_once = micro_batch * self.cluster.world_size // self.beside.context_parallel
         return self.global_batch // at_once if self.global_batch % (at_once * least) == 0 else 0
 
-    def has(self, stage: int | ShardingStrategy) -> bool:
-        """Whether ``stage`` supports the wire format of weights: stage 3 keeps no weights to add differences to.
-
-        Stage 0 always qualifies, because it is planned without wire formats.
-        """
-        strategy = stage if isinstance(stage, ShardingStrategy) else STAGES[stage]
-        return strategy.params is not SHARD or not self.workload.precision.gathers_differences
-
     def row(
         self,
         stage: int | ShardingStrategy,
@@ -105,9 +96,6 @@ class Planner:
         local_steps: LocalSteps | None = None,
     ) -> Row:
         """Plan one way to run; ``shard_size`` None: all ranks; ``local_steps`` None: replicas reduce at each step."""
-        if not self.has(stage):
-            what = f"{self.workload.precision.gather} sends differences to weights that stage 3 does not keep"
-            raise UserError("wire.weights", what, "plan stage 1 or 2, or int4")
         world_size = self.cluster.world_size
         shards = shard_size or world_size
         strategy = self.strategy(stage, shards)

@@ -3,10 +3,8 @@
 With n elements of a rank's shard, W ranks that shard and R that hold the same shard, `zeroshard.zero.buffers.wire`
 computes::
 
-    weights     before the all-gather   quantise n, to the nearest; with differences also dequantise n
-                after it                dequantise W n; with differences also add them to the weights
-                                        at stages 1 and 2 on a CPU also two fingerprints of n; with differences also
-                                        one of n before the all-gather, and one of W n after it
+    weights     before the all-gather   quantise n, to the nearest
+                after it                dequantise W n; at stages 1 and 2 on a CPU also two fingerprints of n
                 from a second copy      dequantise W n
     gradients   before the all-to-all   quantise (W - 1) n, stochastically
                 after it                sum W - 1 received pieces of n
@@ -50,7 +48,6 @@ class BufferFormats:
             they accumulate in.
         shard_numel, num_shards: elements of this rank's shard, and the number of shards.
         compute: the dtype that weights are dequantised to.
-        differences: whether weights are sent as differences to the copy that every rank has.
         compared: whether the engine takes fingerprints to detect writes into unsharded weights.
     """
 
@@ -59,7 +56,6 @@ class BufferFormats:
     shard_numel: int
     num_shards: int
     compute: torch.dtype
-    differences: bool = False
     compared: bool = False
 
     def beside(
@@ -86,14 +82,10 @@ class BufferFormats:
     def _of_weights(self, num_ranks: int) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
         form, numel, whole, itemsize = self.weights, self.shard_numel, self.num_shards, self.compute.itemsize
         assert form is not None
-        wide = WIDE if self.differences else itemsize
-        after = [converted("dequantise", form, whole * numel, whole, wide)]
-        if self.differences:  # one pass looks for NaN, and one adds them to the weights in place
-            after.append(Work(0, whole * numel * (4 * itemsize + WIDE), "float32", num_calls=2 * whole))
+        after = [converted("dequantise", form, whole * numel, whole, itemsize)]
         if self.compared:
-            after.append(fingerprinted(numel, itemsize, 3 + whole if self.differences else 2))
+            after.append(fingerprinted(numel, itemsize, 2))
         before = [converted("quantise", form, numel)] if num_ranks == whole else []
-        before += [converted("dequantise", form, numel)] if self.differences else []
         return tuple(before), tuple(after)
 
 
@@ -122,8 +114,7 @@ def converted(kind: Conversion, form: Format, numel: int, num_calls: int = 1, it
 def fingerprinted(numel: int, itemsize: int, times: int) -> Work:
     """The `Work` of ``times`` fingerprints of ``numel`` weights, by which the engine detects writes into them.
 
-    A rank takes one of its own shard after an all-gather and one before the next. If weights are sent as differences,
-    it also takes one of its own shard before it subtracts, and one of every shard before it adds.
+    A rank takes one of its own shard after an all-gather and one before the next.
     """
     numel *= times
     return Work(0, numel * itemsize, "float32", conversion=FINGERPRINT, numel=numel, num_calls=times)

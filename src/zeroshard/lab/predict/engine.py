@@ -301,7 +301,6 @@ class _Engine:
             if log.has_streams:
                 group.use_streams(_Beside())
             log.ignore([group.params.full, group.params.master, group.params.node_copy.shard])
-            log.ignore([] if group.params.common is None else group.params.common.tensors)
             if group.params.shard_params:
                 storage = group.params.full.untyped_storage()
                 log.freed[storage._cdata] = storage
@@ -381,7 +380,7 @@ def _wires(buffer: Buffer, group: FlatGroup, settings: Settings) -> BufferFormat
     params = group.params
     compared = settings.device_type == "cpu" and not params.shard_params and params.full.element_size() in (2, 4)
     shards = buffer.layout.own_numel(params.comm.rank), params.comm.world_size
-    return BufferFormats(params.wire, grads, *shards, params.full.dtype, params.common is not None, compared)
+    return BufferFormats(params.wire, grads, *shards, params.full.dtype, compared)
 
 
 class _Backward(torch.autograd.Function):

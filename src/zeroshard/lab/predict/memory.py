@@ -5,8 +5,8 @@ With N elements of a buffer, padded to P = W * S for W shards of S elements, and
 
     params      unsharded P c; sharded S m if compute and master have the same dtype, else nothing between uses
                 at stages 1 and 2 with a wire format, S m more if compute and master have the same dtype
-                S c more if differences are sent; P c / n more for a second copy over n ranks, or W q(S) / n with a
-                wire format in which a shard has q(S) bytes
+                P c / n more for a second copy over n ranks, or W q(S) / n with a wire format in which a shard has
+                q(S) bytes
     master      P m or S m by the `optim` column if compute has another dtype and the parameters are trained; else 0,
                 because the weights are the master
     grads       sharded S h; unsharded P g, and the reduced gradients that the optimizer reads if they are not a view
@@ -157,8 +157,6 @@ def _weight_bytes(buffer: Buffer, strategy: ShardingStrategy, rank: int, precisi
         weights += layout.padded_numel * compute.itemsize
     elif strategy.secondary_shard_size is not None:
         weights += _copy_bytes(buffer, precision) // strategy.secondary_shard_size
-    if shard_optim and _has_format(buffer, precision) and precision.gathers_differences:
-        weights += own_numel * compute.itemsize
     if compute != master:
         return weights, _updated_numel(buffer, strategy, rank) * master.itemsize
     if shard_params or (shard_optim and _has_format(buffer, precision)):

@@ -4,7 +4,7 @@ A name is one of these, or several that go together, with commas between them:
 
     none                    all ranks communicate at each step, in the compute dtype
     int8                    wire format of weights and gradients: bf16, fp16, e4m3, int8, int4, fp32
-    int8,int4               weights in the first format, gradients in the second; int4-delta,int4 at stages 1 and 2
+    int8,int4               weights in the first format, gradients in the second
     every=32                local steps: replicas synchronise every 32 steps
     every=32,int8           ... and send their differences in a wire format
     every=32,fragments=4    ... in fragments that synchronise at different steps; overlap=2: overlapping with two steps
@@ -29,7 +29,6 @@ FORMATS = {
     "fp8": "e4m3",
     "int8": "int8",
     "int4": "int4",
-    "int4-delta": "int4-delta",
 }
 # name before the "=": the setting, and its type
 NUMBERS: Mapping[str, tuple[str, type[int] | type[float]]] = {

@@ -288,7 +288,7 @@ class TrainConfig(Config):
             raise UserError("global_batch_size", what, "give it or grad_accum_steps, not both")
         strategy = strategy_entry(self.strategy)
         check_replicas(self.replicas, self.strategy, self.shard_size, ema_decay=self.ema_decay, dtype=self.dtype)
-        check_wire(self.wire, self.strategy, local_steps=self.replicas.on)
+        check_wire(self.wire, self.strategy)
         check_wire_nodes(self.wire.node_size, self.shard_size)
         beside = {"shard_size": self.shard_size, "accumulate": self.accumulate}
         check_reproducible(self.reproducible, self.strategy, self.wire, self.replicas, **beside)

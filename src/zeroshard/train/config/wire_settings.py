@@ -12,21 +12,16 @@ from zeroshard.parallel.registry import STRATEGIES, strategies_with, strategy_en
 from zeroshard.train.config.sections import Config
 
 Travels = Literal["as-is", "float32", "bfloat16", "float16", "int8", "int4", "e4m3", "fp8"]
-WeightsTravel = Literal["as-is", "float32", "bfloat16", "float16", "int8", "int4", "int4-delta", "e4m3", "fp8"]
-BLOCK_FORMATS = ("int8", "int4", "int4-delta", "e4m3", "fp8")
-
-
-NO_COPY = "stage 3 keeps no unsharded weights of the last step to add differences to"
+BLOCK_FORMATS = ("int8", "int4", "e4m3", "fp8")
 
 
 class WireConfig(Config):
     """Wire formats: the dtype or quantised format in which ranks send weights and gradients to each other."""
 
-    weights: WeightsTravel = Field(
+    weights: Travels = Field(
         "as-is",
         description="Wire format of weights: a type, or int8, int4, e4m3 (or fp8, the same) with a scale for each "
-        "block; the master weights stay exact. int4-delta, at stages 1 and 2: the difference to the last step's "
-        "weights. as-is: the compute type.",
+        "block; the master weights stay exact. as-is: the compute type.",
     )
     grads: Travels = Field(
         "as-is",
@@ -48,11 +43,6 @@ class WireConfig(Config):
     def given(self) -> str:
         """The name of the first setting that selects a wire format, ``weights`` or ``grads``; "" if none does."""
         return next((name for name in ("weights", "grads") if getattr(self, name) != "as-is"), "")
-
-    @property
-    def of_differences(self) -> bool:
-        """Whether weights are sent as differences to the copy that every rank already has."""
-        return self.weights == "int4-delta"
 
     def as_precision(self, dtypes: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments for `zeroshard.zero.MixedPrecision`; ``dtypes`` maps names used here to torch dtypes."""
@@ -84,8 +74,8 @@ class WireConfig(Config):
             raise UserError("wire.node_size", what, "add --wire.grads int8, or leave it out")
 
 
-def check_wire(wire: WireConfig, strategy: str, *, local_steps: bool) -> None:
-    """Raise UserError if the strategy has no such wire format, or if ``int4-delta`` is combined with local steps."""
+def check_wire(wire: WireConfig, strategy: str) -> None:
+    """Raise UserError if the strategy has no such wire format."""
     if not wire.given:
         return
     entry = strategy_entry(strategy)
@@ -96,11 +86,6 @@ def check_wire(wire: WireConfig, strategy: str, *, local_steps: bool) -> None:
         raise UserError(name, f"{value} is given, and {strategy} does not use zeroshard's engine", todo)
     if strategy == "auto":
         raise UserError(name, f"{value} is given, and auto may choose stage 0, which has no wire formats", todo)
-    if entry.stage == 3 and wire.of_differences:
-        raise UserError(name, f"{value} is given, and {NO_COPY}", "use --strategy zero1, zero2, or int4")
-    if wire.of_differences and local_steps:
-        what = f"{value} needs the same weights on all ranks, and replicas that take local steps differ"
-        raise UserError(name, what, "use int4, or leave replicas.every out")
     if not entry.stage:
         what = f"{value} is given, and stage 0 has no wire format: no rank owns a shard to send or sum"
         raise UserError(name, what, todo)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 from torch import Tensor
 
 from zeroshard.parallel import Strategy
-from zeroshard.zero.state.named_shards import GATHERED, MODEL_KINDS, NamedShard, ShardReader
+from zeroshard.zero.state.named_shards import MODEL_KINDS, NamedShard, ShardReader
 
 
 class WeightsAlone:
@@ -22,7 +22,7 @@ class WeightsAlone:
     def __init__(
         self,
         strategy: Strategy,
-        kinds: Collection[str] = MODEL_KINDS - {GATHERED},
+        kinds: Collection[str] = MODEL_KINDS,
         seen_as: Callable[[ShardReader], ShardReader] = lambda reader: reader,
     ) -> None:
         self._strategy, self._kinds, self._seen_as = strategy, kinds, seen_as

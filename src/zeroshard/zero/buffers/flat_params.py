@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from zeroshard.comm import Work, empty_for, leaves_own_slice, scope
 from zeroshard.wire_formats import DtypeFormat
 from zeroshard.zero.buffers import outdated, own_weights
-from zeroshard.zero.buffers.common_copy import CommonCopy, PackedDifferences, Replaced
 from zeroshard.zero.buffers.initial import initial_values
 from zeroshard.zero.buffers.layout import ALIGNMENT, FlatLayout, Piece, view_of
 from zeroshard.zero.buffers.node_copy import NodeCopy
@@ -57,7 +56,6 @@ class FlatParams:
             of every rank, so that vectorised bodies and scalar tails fall on the same elements at each stage.
         wire, packed_gather, node_copy: the wire format of weights, None: they are sent in the compute dtype; the
             gather in flight in that format; the second copy of sharded weights, if there is one.
-        common: the common copy to which differences are sent; None if weights are not sent as differences.
         whole, stale: whether ``full`` has memory (its gather may be in flight); whether the master is newer than it.
         shown, absent: what the parameters show; those that have left the model, as far as `take_names` has noticed.
         on_read: called before a read of a parameter whose values are stale or freed, and ends in `show_as_current`;
@@ -90,7 +88,7 @@ class FlatParams:
         self.whole = True
         self._copy_due = False  # whether this rank's master must be copied to `full`
         self._work: Work | None = None
-        self.packed_gather: PackedGather | PackedDifferences | None = None
+        self.packed_gather: PackedGather | None = None
         self._seen: int | None = None  # fingerprint of this rank's own part of `full`, as it arrived
         self._streams: Streams = NO_STREAMS
         self._written_at: Mark = None  # the point in a stream where the master was complete
@@ -113,9 +111,6 @@ class FlatParams:
         del initial, held
         near = levels.node if self.shard_params and strategy.secondary_shard_size is not None else None
         self.node_copy = NodeCopy.of(near, self.full, self.layout, self.wire)
-        self.common: CommonCopy | None = None
-        if self.wire is not None and precision.gathers_differences:
-            self.common = CommonCopy(name, self.wire, self.full[own])
         self._left_out = False  # whether the last gather left this rank's shard out of `full`: see `own_weights`
         self._own_weights: OwnWeights | None = None
         if self.shard_params and self._may_leave_out():
@@ -192,9 +187,7 @@ class FlatParams:
             self._left_out = self._own_weights is not None and (self._left_out or not self.whole)
             with self._streams.on("copy_in", self._written_at, read_at):
                 own = self._copied_in(copy_due=copy_due and self.wire is None and not near)
-                if self.common is not None:
-                    self.packed_gather = self.common.gather(self.comm, self.full, self.master)
-                elif self.wire is not None:
+                if self.wire is not None:
                     self.packed_gather = PackedGather(self.comm, self.wire, self.full, None if near else self.master)
                 copied_at = self._streams.mark()
             with scope(f"{self.name}/weights"), self._streams.on("gather", copied_at):
@@ -213,8 +206,6 @@ class FlatParams:
         if not self.whole:
             self.full.untyped_storage().resize_(self._storage_bytes)
             self.whole = True
-        if self.common is not None:
-            return self.common.shard
         if self._left_out and self._own_weights is not None:
             self._own_weights.copy_cut(self.full)
             return self.master
@@ -268,21 +259,16 @@ class FlatParams:
         if not self._aliased:
             self._outside.expose(self.full)
 
-    def mark_stale(self, *, copied: bool = False, replaced: Replaced | None = None) -> None:
+    def mark_stale(self, *, copied: bool = False) -> None:
         """Record that the master has changed, so that the next `gather` refreshes ``full``.
 
-        ``copied``: whether this rank's part of ``full`` was updated too; see `place_in_full`. ``replaced``: how the
-        master changed, if not by a step; see `zeroshard.zero.buffers.common_copy`.
+        ``copied``: whether this rank's part of ``full`` was updated too; see `place_in_full`.
         """
         self.shown.drop_assigned()  # the assigned tensor is older than the master
         self.shown.accept()  # writes into weights that are stale now are dropped
         self._outside.outdate(self.shown.placeholder)
         self.release()
         self.node_copy.current = False
-        if self.common is not None and replaced is None:
-            self.common.is_stale = True
-        elif self.common is not None and replaced is not None:
-            self.common.replace(self.master, replaced)
         copied = copied and not self._thawed  # the optimizer does not know the new master
         self._copy_due = self._copy_due or not copied
         if self.whole and (self.shard_optim or (not self._aliased and not copied)):
@@ -331,8 +317,6 @@ class FlatParams:
             else:
                 self.stale = self._copy_due = True
                 self._written_at = self._streams.mark()
-                if self.common is not None:
-                    self.common.whole_due = True
         return lost
 
     def write_back(self) -> None:
@@ -346,8 +330,7 @@ class FlatParams:
                 self._own_weights.take_cut(self.full)
             elif self.wire is not None:
                 if self._seen is None or self._seen != seen(written):
-                    shown = None if self.common is None else self.common.shard
-                    take_written(self.master, written, self.wire, shown)
+                    take_written(self.master, written, self.wire)
             elif written.dtype == self.master.dtype:
                 self.master.copy_(written)
             else:
@@ -365,11 +348,6 @@ class FlatParams:
         with scope(f"{self.name}/state"):
             gather_shards(self.comm, self.layout, flat, self.master).wait()
         return flat.to(self.dtype)
-
-    def common_copy(self) -> Tensor | None:
-        """Return this rank's shard of the common copy after the last step, a new tensor ``[shard_numel]``, or None."""
-        self._finish()
-        return None if self.common is None else self.common.current(self.master)
 
     @property
     def is_rounded(self) -> bool:

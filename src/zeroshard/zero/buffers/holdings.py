@@ -97,8 +97,6 @@ def _weights(unit: str, params: FlatParams) -> Iterator[Holding]:
         yield Holding("prefetch", unit, params.packed_gather.packed)
     if params.node_copy.shard.numel():
         yield Holding("params", unit, params.node_copy.shard)
-    if params.common is not None:
-        yield from (Holding("params", unit, tensor) for tensor in params.common.tensors)
     same_dtype = params.master.dtype == params.full.dtype
     yield Holding("params" if same_dtype else "master", unit, params.master)
 

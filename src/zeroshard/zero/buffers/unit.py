@@ -123,8 +123,6 @@ class FlatGroup:
         layout = self.params.layout
         made = self._again(self.params.name, named, strategy=strategy, layout=layout, frozen=self._frozen)
         made.grads.rounding = self.grads.rounding
-        if self.params.common is not None:
-            made.params.common = self.params.common
         return made
 
     def thaw(self) -> None:
@@ -302,7 +300,6 @@ def memory_of(groups: Iterator[FlatGroup]) -> dict[str, int]:
         params = group.params
         total["params"] += params.full_bytes
         total["params"] += params.node_copy.shard.nbytes
-        total["params"] += 0 if params.common is None else params.common.shard.nbytes
         same_dtype = params.master.dtype == params.full.dtype
         total["params" if same_dtype else "master"] += params.master_bytes
         total["grads"] += group.grads.resident_bytes

@@ -218,17 +218,13 @@ def seen(full: Tensor) -> int | None:
     return fingerprint(full) if full.device.type == "cpu" and full.element_size() in (2, 4) else None
 
 
-def take_written(master: Tensor, written: Tensor, form: Format, common: Tensor | None) -> None:
+def take_written(master: Tensor, written: Tensor, form: Format) -> None:
     """Copy to ``master [n]`` the elements that the user has changed in its part of the weights, ``written [n]``.
 
-    See [Note: Changes in place] in `differences`. Afterwards ``written`` is quantised anew: a block's scale may have
-    changed, and with it the values of other elements in the block. ``common [n]``: this rank's shard of the common
-    copy, if weights are sent as differences to it; it takes the written values, and no other element changes.
+    See [Note: Changes in place] in `written_weights`. Afterwards ``written`` is quantised anew: a block's scale may
+    have changed, and with it the values of other elements in the block.
     """
-    if common is not None:
-        if take_where_it_differs(master, written, common):
-            common.copy_(written)
-    elif take_where_it_differs(master, written, quantise_roundtrip(master, form, written.dtype)):
+    if take_where_it_differs(master, written, quantise_roundtrip(master, form, written.dtype)):
         written.copy_(quantise_roundtrip(master, form, written.dtype))
 
 

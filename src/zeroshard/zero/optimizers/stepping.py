@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.zero.buffers.barred import bar
-from zeroshard.zero.buffers.common_copy import Replaced
 from zeroshard.zero.buffers.flat_grads import FlatGrads
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.optimizers import grad_norm
@@ -157,10 +156,10 @@ class Stepping:
         if self.replicas is not None:
             self.replicas.require_rest(what)
 
-    def show_what_travels(self, replaced: Replaced = "for good") -> None:
+    def show_what_travels(self) -> None:
         """If weights travel in a wire format, refresh unsharded weights with what that format delivers. Collective."""
         if any(group.params.wire is not None for group in self._runtime.groups()):
-            self._runtime.refresh_after_replacement(replaced)
+            self._runtime.refresh_after_replacement()
 
     def resume_at(self, step: int) -> None:
         """See `Zero.resume_at`."""

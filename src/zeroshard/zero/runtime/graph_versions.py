@@ -9,12 +9,15 @@ between a forward and its backward, while a backward through the evaluation's ow
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch._C._autograd import _unsafe_set_version_counter
 
-from zeroshard.zero.buffers.common_copy import Replaced
+Replaced = Literal["for good", "for now", "back"]
+"""How weights were replaced outside of a step: by others; by weights that are there for a block only (averages,
+anchors); by the weights from before such a block."""
 
 _FAR = 1 << 20  # added to versions in such a block: more than steps add while a graph from the block is still alive
 

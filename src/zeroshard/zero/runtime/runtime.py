@@ -22,7 +22,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from zeroshard.zero.buffers.common_copy import Replaced
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.runtime.backward_pass import BackwardPass, Run
@@ -31,6 +30,7 @@ from zeroshard.zero.runtime.forward_pass import ForwardPass
 from zeroshard.zero.runtime.forwards import Forwards
 from zeroshard.zero.runtime.grad_hooks import GradHooks
 from zeroshard.zero.runtime.grad_refusals import refuse_stale_reads, require_usable
+from zeroshard.zero.runtime.graph_versions import Replaced
 from zeroshard.zero.runtime.module_buffers import ModuleBuffers
 from zeroshard.zero.runtime.module_hooks import ForwardRun, in_backward
 from zeroshard.zero.runtime.reductions import Reductions
@@ -316,7 +316,7 @@ class Runtime:
             refuse_stale_reads(group, self._forward_pass.read_while_stale)
 
     def take_changes(self) -> None:
-        """Copy in-place changes of weights to the master weights: [Note: Changes in place] in `differences`."""
+        """Copy in-place changes of weights to the master weights: [Note: Changes in place] in `written_weights`."""
         for group in self.groups():
             group.params.take_changes()
 

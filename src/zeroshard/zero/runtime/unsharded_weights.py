@@ -12,10 +12,9 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._guards import CompileContext
 
-from zeroshard.zero.buffers.common_copy import Replaced
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.runtime.collective_order import CollectiveOrder
-from zeroshard.zero.runtime.graph_versions import GraphVersions
+from zeroshard.zero.runtime.graph_versions import GraphVersions, Replaced
 
 
 class UnshardedWeights:
@@ -120,7 +119,7 @@ class UnshardedWeights:
         self._versions.replaced(params, replaced)
         for unit in self._units:
             for group in unit.groups:
-                group.params.mark_stale(replaced=replaced)
+                group.params.mark_stale()
                 if group.params.stale or self.pinned:
                     group.params.gather()
         for unit in self._units:

@@ -20,11 +20,9 @@ from zeroshard.errors import UserError
 
 # Kinds of state that replicas with local steps have beside their weights: see `zeroshard.zero.replicas.saved`.
 OUTER_KINDS = frozenset({"anchor", "outer_momentum", "outer_difference", "outer_steps", "outer_due", "outer_left"})
-GATHERED = "gathered"  # the common copy, if ranks send differences to it: `zeroshard.zero.buffers.common_copy`
 ROUNDING = "rounding_step"  # the step for which gradients in a wire format are rounded next
-MODEL_KINDS = (
-    frozenset({"param", "buffer", "ema", GATHERED, ROUNDING}) | OUTER_KINDS
-)  # every other kind is a state of an optimizer
+# Every other kind is a state of an optimizer.
+MODEL_KINDS = frozenset({"param", "buffer", "ema", ROUNDING}) | OUTER_KINDS
 SCALAR_KINDS = frozenset({ROUNDING, "outer_steps", "outer_due", "outer_left"})  # those of `MODEL_KINDS` of one number
 _REPLICA = "@replica"  # part of the name of state that only one replica has
 

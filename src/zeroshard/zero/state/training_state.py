@@ -23,7 +23,6 @@ from zeroshard.zero.optimizers.piecewise import SCALAR_STATES, PiecewiseOptimize
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.state.full_state import outside, take_names
 from zeroshard.zero.state.named_shards import (
-    GATHERED,
     MODEL_KINDS,
     ROUNDING,
     SCALAR_KINDS,
@@ -54,7 +53,6 @@ def named_shards(model: nn.Module, runtime: Runtime, optimizers: Sequence[Statef
     rank = runtime.levels.shard.rank
     for group in runtime.groups():
         group.params.take_changes()
-        gathered = group.params.common_copy()
         first = group.params.layout.slots[0].name
         if group.grads.wire is not None and any(
             own.slot == own.interval[0] == 0 for own in group.params.layout.owned(rank)
@@ -71,9 +69,6 @@ def named_shards(model: nn.Module, runtime: Runtime, optimizers: Sequence[Statef
                 cut = slice(own.interval[0] - piece.interval[0], own.interval[1] - piece.interval[0])
                 weights = shard.detach().view(-1)[cut].to(group.params.dtype)
                 yield NamedShard(slot.name, "param", slot.shape, own.interval, weights)
-                if gathered is not None:
-                    here = gathered[piece.offset - group.params.master_offset :][cut]
-                    yield NamedShard(slot.name, GATHERED, slot.shape, own.interval, here)
                 for kind, value in _states(optimizers, shard):
                     if group.whole:
                         whole = value.contiguous().view(-1)
@@ -121,7 +116,6 @@ def load_named_shards(
                     states[shard] = read_states(reader, slot.name, kept[slot.name], slot.shape, interval)
             torch.autograd.graph.increment_version(group.params.params)  # a backward through an older graph must fail
             group.params.mark_stale()
-            _load_gathered(group, reader)
             _load_rounding(group, reader)
         for kind, named in (("param", outside(model)), ("buffer", persistent_buffers(model))):
             for name in (name for name in named if kind in reader.kinds(name)):
@@ -142,22 +136,6 @@ def _require_shapes(model: nn.Module, runtime: Runtime, reader: ShardReader) -> 
     for kind, named in (("param", outside(model)), ("buffer", persistent_buffers(model))):
         for name in (name for name in named if kind in reader.kinds(name)):
             require_shape(reader, name, kind, tuple(named[name].shape))
-
-
-def _load_gathered(group: FlatGroup, reader: ShardReader) -> None:
-    """Load the common copy if it was saved, else start it from the weights. The next gather sends all of it."""
-    params = group.params
-    if params.common is None:
-        return
-    params.common.replace(params.master, "for good")
-    for piece in params.pieces:
-        slot = params.layout.slots[piece.slot]
-        if GATHERED in reader.kinds(slot.name):
-            require_shape(reader, slot.name, GATHERED, slot.shape)
-            start = piece.offset - params.master_offset
-            params.common.shard[start : start + piece.numel] = reader.read(slot.name, GATHERED, piece.interval).to(
-                params.common.shard
-            )
 
 
 def _load_rounding(group: FlatGroup, reader: ShardReader) -> None:
