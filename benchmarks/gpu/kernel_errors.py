@@ -46,8 +46,7 @@ def _cases(dtype: str, toy: bool) -> Iterator[Case]:
     flat = ((3, 65), (5, 40)) if toy else ((1003, 1601), (517, 8200))
     for name in ("layer_norm", "rms_norm"):
         yield from kernel_cases.norm_cases(name, dtype, flat)
-    for name in ("swiglu", "geglu"):
-        yield from kernel_cases.gated_cases(name, dtype, flat)
+    yield from kernel_cases.swiglu_cases(dtype, flat)
     heads = ((1, 2, 1, 5, 8), (2, 3, 3, 3, 4)) if toy else ((3, 12, 4, 515, 64), (1, 5, 1, 1001, 80))
     yield from kernel_cases.rope_cases(dtype, heads)
     yield from kernel_cases.cross_entropy_cases(dtype, ((7, 97), (3, 130)) if toy else ((1027, 50257), (515, 131072)))

@@ -30,7 +30,6 @@ def report() -> str:
     rows += [(name, _version(name)) for name in required or ("torch", "numpy")]
     rows += [
         ("triton", _version("triton")),
-        ("liger-kernel", _version("liger-kernel")),
         ("os", platform.platform()),
         ("cpus", str(num_cpus())),
     ]

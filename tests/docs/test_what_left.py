@@ -7,6 +7,10 @@ import re
 from pages import ROOT
 
 LEFT = [
+    r"liger_kernel",
+    r"kernels liger",
+    r"[Gg]eglu",
+    r"stochastic_rounding=",
     r"two_level",
     r"TwoLevel",
     r"grad_places",

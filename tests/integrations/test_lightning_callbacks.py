@@ -8,14 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import forked
 from same_results import same
 from soak import soaking
-from zeroshard.checkpoint import load, save
-from zeroshard.comm import LocalCommunicator
-from zeroshard.zero import Zero
 
 pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
 
@@ -66,35 +62,3 @@ def test_what_cannot_be_is_one_line_before_the_first_step(results, name, stage):
     for rank in results[stage]:
         assert rank[name].startswith(f"UserError: callbacks: {REFUSED[name, stage]}")
         assert "\n" not in rank[name]
-
-
-def test_a_checkpoint_whose_names_have_the_wrappers_prefix_is_loaded(tmp_path):
-    """Version 0.1.0 wrote such names."""
-    from zeroshard.integrations.lightning import _OwnNames, _Wrapper
-
-    class Earlier(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x):
-            return self.inner(x)
-
-    def trained(wrapper, lr, seed):
-        torch.manual_seed(seed)
-        model = wrapper(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
-        zero = Zero(model, 3, comm=LocalCommunicator())
-        optim = zero.optimizer(torch.optim.AdamW, lr=lr)
-        model(torch.ones(2, 4)).square().mean().backward()
-        optim.step()
-        return zero, optim
-
-    before, _ = trained(Earlier, 0.5, 0)
-    save(tmp_path / "zero", before, step=1)
-    after, optim = trained(_Wrapper, 0.1, 1)
-    load(tmp_path / "zero", _OwnNames(after))
-    expected = {name.removeprefix("inner."): value for name, value in before.state_dict().items()}
-    assert list(after.state_dict()) == list(expected)
-    same(dict(after.state_dict()), expected)
-    same(after.optim_state_dict()["state"], before.optim_state_dict()["state"])
-    assert optim.param_groups[0]["lr"] == 0.5

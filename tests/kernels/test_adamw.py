@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from zeroshard.kernels import AdamWOptions, adamw
-from zeroshard.kernels.adamw import BLOCK, Pieces, adamw_reference, round_stochastically
+from zeroshard.kernels.adamw import BLOCK, Pieces, adamw_reference
 
 OPTIONS = AdamWOptions(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 NUMELS = (1, 5, BLOCK, BLOCK + 1, 127)  # less than a block, a whole one, one and a tail
@@ -215,59 +215,6 @@ def test_a_gradient_that_is_not_finite_spoils_its_own_element_alone(bad, triton,
     assert state[0][0][3].isnan()
     others = torch.arange(70, device=state[0][0].device) != 3
     assert torch.equal(state[0][0][others], clean[0][0][others])
-
-
-# ------------------------------------------------------------------------------------------- stochastic rounding
-
-
-@pytest.mark.parametrize("kernels", ["reference", "triton"])
-def test_rounding_is_right_in_the_mean_and_the_same_for_a_seed(kernels, triton, device):
-    """No gradient and a decay of 2^-10: the new value lies a quarter of the way between two bf16 numbers."""
-    options = AdamWOptions(lr=1.0, weight_decay=2.0**-10, eps=1.0)
-    numel = 20_000
-
-    def rounded(seed):
-        zeros = torch.zeros(numel, dtype=torch.bfloat16, device=device)
-        param = torch.ones(numel, dtype=torch.bfloat16, device=device)
-        adamw(param, zeros, zeros.clone(), zeros.clone(), step=1, options=options, rounding_seed=seed, kernels=kernels)
-        return param.float()
-
-    down = 1 - 2.0**-8  # bf16 below 1
-    one = rounded(1)
-    assert set(one.unique().tolist()) == {down, 1.0}
-    share = (one == down).double().mean().item()
-    assert abs(share - 0.25) < 5 * math.sqrt(0.25 * 0.75 / numel)
-    assert torch.equal(one, rounded(1))
-    assert not torch.equal(one, rounded(2))
-    neighbours = ((one[1:] == down) & (one[:-1] == down)).double().mean().item()
-    assert abs(neighbours - 0.0625) < 0.01  # elements are independent
-
-
-def test_rounding_differs_from_piece_to_piece(triton, device):
-    options = AdamWOptions(lr=1.0, weight_decay=2.0**-10, eps=1.0)
-    columns = [[torch.full((500,), x, dtype=torch.bfloat16, device=device) for _ in range(2)] for x in (1, 0, 0, 0)]
-    adamw(*columns, step=1, options=options, rounding_seed=5, kernels=triton)
-    assert not torch.equal(*columns[0])
-
-
-def test_copies_are_rounded_and_masters_are_not(triton, draw):
-    state = draw((3000,))
-    plain = copied(state)
-    copies = [torch.empty_like(state[0][0], dtype=torch.bfloat16)]
-    adamw(*state, step=2, options=OPTIONS, copies=copies, rounding_seed=9, kernels=triton)
-    adamw(*plain, step=2, options=OPTIONS, kernels=triton)
-    assert torch.equal(state[0][0], plain[0][0])
-    error = (copies[0].float() - state[0][0]) / state[0][0].abs()
-    assert error.abs().max() <= 2.0**-7
-    assert (error > 0).any()
-    assert (error < 0).any()
-    assert abs(error.mean()) < 2e-4  # truncation would leave -2e-3
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1.0, 0.0, -0.0])
-def test_what_bf16_holds_stays(value):
-    wide = torch.full((100,), value)
-    torch.testing.assert_close(round_stochastically(wide, 3), wide.bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
 # ----------------------------------------------------------------------------------------------------- bad input

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zeroshard.kernels import cross_entropy, geglu, layer_norm, linear_cross_entropy, rms_norm, swiglu
+from zeroshard.kernels import cross_entropy, layer_norm, linear_cross_entropy, rms_norm, swiglu
 
 TARGETS = torch.arange(6)
 LOSSES = {
@@ -14,7 +14,6 @@ LOSSES = {
     "layer_norm": lambda h, w, kernels: layer_norm(h, w[0], w[1], kernels=kernels).sum(),
     "rms_norm": lambda h, w, kernels: rms_norm(h, w[0], kernels=kernels).sum(),
     "swiglu": lambda h, w, kernels: swiglu(h, 2 * h, kernels=kernels).sum(),
-    "geglu": lambda h, w, kernels: geglu(h, 2 * h, kernels=kernels).sum(),
 }
 
 

@@ -14,12 +14,11 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 @pytest.fixture
 def machine(monkeypatch):
-    """`machine(triton=..., interpreted=..., liger=...)`: what is installed, as the dispatcher sees it."""
+    """`machine(triton=..., interpreted=...)`: what is installed, as the dispatcher sees it."""
 
-    def have(triton=True, interpreted=False, liger=False):
+    def have(triton=True, interpreted=False):
         monkeypatch.setattr(dispatch, "HAS_TRITON", triton)
         monkeypatch.setattr(dispatch, "INTERPRETED", interpreted)
-        monkeypatch.setattr(dispatch, "_HAS_LIGER", liger)
         dispatch._say_once.cache_clear()
 
     have()
@@ -58,9 +57,7 @@ def test_what_auto_falls_back_to_is_said_once(machine, caplog):
         ({"triton": False}, "triton", CUDA, "kernels: triton was asked for and is not installed"),
         ({}, "triton", CPU, "kernels: triton was asked for and the tensors are on cpu"),
         ({"interpreted": True}, "triton", torch.device("meta"), "kernels: triton was asked for and the tensors are"),
-        ({}, "liger", CUDA, "kernels: liger was asked for and is not installed"),
-        ({"liger": True}, "liger", CPU, "kernels: liger was asked for and the tensors are on cpu"),
-        ({}, "cuda", CPU, "kernels: 'cuda' is unknown; choose auto, reference, triton, liger"),
+        ({}, "cuda", CPU, "kernels: 'cuda' is unknown; choose auto, reference, triton"),
     ],
 )
 def test_what_was_asked_for_by_name_is_never_replaced(have, kernels, device, message, machine):
@@ -71,12 +68,9 @@ def test_what_was_asked_for_by_name_is_never_replaced(have, kernels, device, mes
 
 
 def test_what_was_asked_for_by_name_is_had(machine):
-    machine(interpreted=True, liger=True)
+    machine(interpreted=True)
     assert choose("layer_norm", CUDA, "triton") == choose("layer_norm", CPU, "triton") == "triton"
     assert choose("layer_norm", CUDA, "reference") == "reference"
-    assert choose("layer_norm", CUDA, "liger") == "liger"
-    assert choose("adamw", CUDA, "liger") == "triton"  # Liger-Kernel has no optimizer
-    assert choose("sum_of_squares", CUDA, "liger") == "triton"
 
 
 def test_the_block_chooses_for_calls_that_do_not(machine):
@@ -114,7 +108,7 @@ def test_who_serves_is_told_by_name(machine):
     assert describe(CUDA, "auto", ("layer_norm", "adamw")) == {"LayerNorm": "triton", "AdamW": "triton"}
     assert set(describe(CPU).values()) == {"reference"}
     assert len(describe(CPU)) == len(OPERATIONS)
-    assert CHOICES == ("auto", "reference", "triton", "liger")
+    assert CHOICES == ("auto", "reference", "triton")
 
 
 def test_without_triton_everything_imports_and_the_reference_serves():

@@ -24,7 +24,7 @@ PACKAGE = ROOT / "src" / "zeroshard"
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS = PYPROJECT["project"]["optional-dependencies"]
 # where a distribution's name is not its module's
-MODULES = {"nvidia-ml-py": "pynvml", "liger-kernel": "liger_kernel"}
+MODULES = {"nvidia-ml-py": "pynvml"}
 
 
 def _build(source, kind, folder):
@@ -102,7 +102,6 @@ def _modules(requirements):
 def test_what_the_package_imports_is_required_or_an_extra():
     user_extras = [lines for name, lines in EXTRAS.items() if name not in ("dev", "docs")]
     declared = _modules(PYPROJECT["project"]["dependencies"]) | set().union(*map(_modules, user_extras))
-    declared |= {"liger_kernel"}  # a baseline that only a GPU runs; asked for by --kernels liger, refused where missing
     declared |= (
         {"pydantic_core"} if "pydantic" in declared else set()
     )  # its errors are raised from there, says pydantic

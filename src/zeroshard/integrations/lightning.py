@@ -10,7 +10,7 @@ weights and optimizer states in shards, which can be loaded at any stage and on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,6 @@ from zeroshard.integrations.plugin import ZeroPlugin, engine_of
 from zeroshard.zero import Zero
 from zeroshard.zero.buffers.unit_choice import choose_units
 from zeroshard.zero.optimizers.adoption import take_over
-from zeroshard.zero.state.named_shards import NamedShard, ShardReader
 from zeroshard.zero.strategy import SHARD, resolve_strategy
 
 SHARDS, META = "zero", "meta.ckpt"  # names inside a checkpoint's folder
@@ -69,50 +68,6 @@ class _Wrapper(nn.Module):
         """As `nn.Module.named_modules`, but the inner module has the wrapper's own name."""
         yield prefix, self
         yield from self.inner.named_modules(memo, prefix, remove_duplicate)
-
-
-class _OwnNames:
-    """The engine, to load a checkpoint whose names may still have the wrapper's prefix, as version 0.1.0 wrote them."""
-
-    _PREFIX = "inner."
-
-    def __init__(self, engine: Zero) -> None:
-        self._engine, self._prefix, self.comm = engine, "", engine.comm
-
-    def named_shards(self) -> Iterable[NamedShard]:
-        """See `Zero.named_shards`."""
-        return self._engine.named_shards()
-
-    def resume_at(self, step: int) -> None:
-        """See `Zero.resume_at`."""
-        self._engine.resume_at(step)
-
-    def load_named_shards(self, reader: ShardReader) -> None:
-        """Load from ``reader``, which is asked for the names that it has."""
-        own = next(name for name, _ in self._engine.model.named_parameters())
-        if not reader.kinds(own) and reader.kinds(self._PREFIX + own):
-            self._prefix = self._PREFIX
-        self._engine.load_named_shards(_Prefixed(reader, self._prefix))
-
-    def load_param_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Restore param groups, by the names of `load_named_shards`."""
-        own = [{**group, "params": [name.removeprefix(self._prefix) for name in group["params"]]} for group in saved]
-        self._engine.load_param_groups(own)
-
-
-class _Prefixed:
-    """A reader of tensors whose saved names have a prefix."""
-
-    def __init__(self, reader: ShardReader, prefix: str) -> None:
-        self._reader, self._prefix = reader, prefix
-
-    def kinds(self, name: str) -> Mapping[str, tuple[int, ...]]:
-        """See `ShardReader.kinds`."""
-        return self._reader.kinds(self._prefix + name)
-
-    def read(self, name: str, kind: str, interval: tuple[int, int]) -> torch.Tensor:
-        """See `ShardReader.read`."""
-        return self._reader.read(self._prefix + name, kind, interval)
 
 
 def _require_possible(callbacks: Iterable[Callback], *, sharded: bool, rounded: bool) -> None:
@@ -279,7 +234,7 @@ class ZeroStrategy(DDPStrategy):
         if not self._loaded_shards:
             return super().load_checkpoint(path, weights_only)
         assert self.engine is not None
-        load(path / SHARDS, _OwnNames(self.engine))
+        load(path / SHARDS, self.engine)
         return {**self.checkpoint_io.load_checkpoint(path / META, weights_only=weights_only), "state_dict": {}}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -9,12 +9,12 @@ from zeroshard.kernels.adamw import AdamWOptions, adamw
 from zeroshard.kernels.block_formats import dequantise, dequantised_sum, quantise
 from zeroshard.kernels.cross_entropy import cross_entropy
 from zeroshard.kernels.dispatch import CHOICES, OPERATIONS, Backend, Choice, Operation, choose, describe, use_kernels
-from zeroshard.kernels.gated import geglu, swiglu
 from zeroshard.kernels.linear_cross_entropy import linear_cross_entropy
 from zeroshard.kernels.modules import LayerNorm, RMSNorm
 from zeroshard.kernels.norm import layer_norm, rms_norm
 from zeroshard.kernels.rope import rope
 from zeroshard.kernels.sum_of_squares import sum_of_squares
+from zeroshard.kernels.swiglu import swiglu
 
 __all__ = [
     "CHOICES",
@@ -31,7 +31,6 @@ __all__ = [
     "dequantise",
     "dequantised_sum",
     "describe",
-    "geglu",
     "layer_norm",
     "linear_cross_entropy",
     "quantise",

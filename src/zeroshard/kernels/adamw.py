@@ -17,11 +17,6 @@ reference performs those of `torch.optim.AdamW(foreach=False)`, whose bias corre
     Pieces may be anywhere in memory: in the shards of several units, with gaps between the parameters of a group. The
     kernel gets a table of their addresses, and for each of its programs a piece and an offset in it. The tables stay on
     the device. If a piece has moved, they are copied again from pinned memory, without blocking the host.
-
-[Note: Stochastic rounding]
-    An fp32 number becomes the bf16 number below or above it, with probabilities that make the mean exact: a random
-    16-bit number is added to the 16 bits that are then cut off (Zamirai et al. 2020, arXiv:2010.06192). The random bits
-    are a function of (seed, piece, element).
 """
 
 from __future__ import annotations
@@ -80,55 +75,29 @@ def adamw_reference(
     options: AdamWOptions,
     grad_scale: Tensor | None = None,
     copy: Tensor | None = None,
-    rounding_seed: int | None = None,
 ) -> None:
     """`adamw` of one piece, in PyTorch: the operations of `torch.optim.AdamW(foreach=False)`, in their order."""
-    wide = param if rounding_seed is None or param.dtype != torch.bfloat16 else param.float()
-    grad = grad.to(wide.dtype)
+    grad = grad.to(param.dtype)
     if grad_scale is not None:
         grad = grad * grad_scale.to(grad.dtype)
     lr, beta1, beta2 = options.lr, options.beta1, options.beta2
     if options.weight_decay:
-        wide.mul_(1 - lr * options.weight_decay)
+        param.mul_(1 - lr * options.weight_decay)
     exp_avg.lerp_(grad.to(exp_avg.dtype), 1 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(grad.to(exp_avg.dtype), grad.to(exp_avg.dtype), value=1 - beta2)
     denominator = (exp_avg_sq.sqrt() / (1 - beta2**step) ** 0.5).add_(options.eps)
-    wide.addcdiv_(exp_avg.to(wide.dtype), denominator.to(wide.dtype), value=-lr / (1 - beta1**step))
-    if wide is not param:
-        param.copy_(round_stochastically(wide, rounding_seed or 0))
+    param.addcdiv_(exp_avg.to(param.dtype), denominator.to(param.dtype), value=-lr / (1 - beta1**step))
     if copy is not None:
-        rounded = rounding_seed is not None and copy.dtype == torch.bfloat16
-        copy.copy_(round_stochastically(wide, rounding_seed or 0) if rounded else wide)
-
-
-def round_stochastically(wide: Tensor, seed: int) -> Tensor:
-    """Round fp32 numbers to bf16, up or down at random; numbers that bf16 represents exactly, NaN and Inf stay."""
-    generator = torch.Generator(wide.device).manual_seed(seed)
-    noise = torch.randint(2**16, wide.shape, generator=generator, device=wide.device, dtype=torch.int32)
-    bits = (wide.float().view(torch.int32) + noise) & ~0xFFFF
-    return torch.where(wide.isfinite(), bits.view(torch.float32), wide.float()).to(torch.bfloat16)
+        copy.copy_(param)
 
 
 # ------------------------------------------------------------------------------------------------------ kernels
 
 
 @jit
-def _rounded(x, offsets, segment, seed, STOCHASTIC: tl.constexpr, DTYPE: tl.constexpr):
-    """Return x in DTYPE; see [Note: Stochastic rounding]."""
-    if STOCHASTIC and DTYPE == tl.bfloat16:  # noqa: SIM300 -- only the constexpr knows how to compare
-        element = offsets.to(tl.uint32)
-        words, _, _, _ = tl.philox(seed, element, element * 0 + segment.to(tl.uint32), element * 0, element * 0)
-        bits = x.to(tl.uint32, bitcast=True)
-        up = ((bits + (words & 0xFFFF)) & 0xFFFF0000).to(tl.float32, bitcast=True)
-        x = tl.where((bits & 0x7F800000) == 0x7F800000, x, up)
-    return x.to(DTYPE)
-
-
-@jit
 def _update(
-    param_ptr, grad_ptr, m_ptr, v_ptr, copy_ptr, offsets, mask, segment, scale, lr, beta1, beta2, eps, weight_decay,
-    step_size, root, seed, HAS_SCALE: tl.constexpr, HAS_COPY: tl.constexpr, DECAYS: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
+    param_ptr, grad_ptr, m_ptr, v_ptr, copy_ptr, offsets, mask, scale, lr, beta1, beta2, eps, weight_decay, step_size,
+    root, HAS_SCALE: tl.constexpr, HAS_COPY: tl.constexpr, DECAYS: tl.constexpr,
 ):  # fmt: skip
     param = tl.load(param_ptr + offsets, mask=mask).to(tl.float32)
     grad = tl.load(grad_ptr + offsets, mask=mask).to(tl.float32)
@@ -143,13 +112,11 @@ def _update(
     v = tl.fma(beta2, v, tl.fma(-beta2, square, square))
     denominator = tl.div_rn(tl.sqrt_rn(v), root) + eps
     param -= tl.div_rn(step_size * m, denominator)
-    param_dtype: tl.constexpr = param_ptr.dtype.element_ty
-    tl.store(param_ptr + offsets, _rounded(param, offsets, segment, seed, STOCHASTIC, param_dtype), mask=mask)
+    tl.store(param_ptr + offsets, param.to(param_ptr.dtype.element_ty), mask=mask)
     tl.store(m_ptr + offsets, m.to(m_ptr.dtype.element_ty), mask=mask)
     tl.store(v_ptr + offsets, v.to(v_ptr.dtype.element_ty), mask=mask)
     if HAS_COPY:
-        copy_dtype: tl.constexpr = copy_ptr.dtype.element_ty
-        tl.store(copy_ptr + offsets, _rounded(param, offsets, segment, seed, STOCHASTIC, copy_dtype), mask=mask)
+        tl.store(copy_ptr + offsets, param.to(copy_ptr.dtype.element_ty), mask=mask)
 
 
 @jit
@@ -164,9 +131,9 @@ def _pointer(table_ptr, segment, ROLE: tl.constexpr, DTYPE: tl.constexpr, ALIGNE
 @jit
 def _adamw_kernel(
     addresses_ptr, numels_ptr, segments_ptr, starts_ptr, corrections_ptr, scale_ptr, lr, beta1, beta2, eps,
-    weight_decay, step_size, root, seed, PARAM: tl.constexpr, GRAD: tl.constexpr, STATE: tl.constexpr,
+    weight_decay, step_size, root, PARAM: tl.constexpr, GRAD: tl.constexpr, STATE: tl.constexpr,
     COPY: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_COPY: tl.constexpr, HAS_CORRECTIONS: tl.constexpr,
-    DECAYS: tl.constexpr, STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    DECAYS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     segment = tl.load(segments_ptr + tl.program_id(0)).to(tl.int64)
     start = tl.multiple_of(tl.load(starts_ptr + tl.program_id(0)), 16)
@@ -183,13 +150,13 @@ def _adamw_kernel(
     offsets = start + tl.arange(0, BLOCK)
     if start + BLOCK <= numel:  # a full block needs no mask, and its loads are vectors
         _update(
-            param_ptr, grad_ptr, m_ptr, v_ptr, copy_ptr, offsets, None, segment, scale, lr, beta1, beta2, eps,
-            weight_decay, step_size, root, seed, HAS_SCALE, HAS_COPY, DECAYS, STOCHASTIC,
+            param_ptr, grad_ptr, m_ptr, v_ptr, copy_ptr, offsets, None, scale, lr, beta1, beta2, eps, weight_decay,
+            step_size, root, HAS_SCALE, HAS_COPY, DECAYS,
         )  # fmt: skip
     else:
         _update(
-            param_ptr, grad_ptr, m_ptr, v_ptr, copy_ptr, offsets, offsets < numel, segment, scale, lr, beta1, beta2,
-            eps, weight_decay, step_size, root, seed, HAS_SCALE, HAS_COPY, DECAYS, STOCHASTIC,
+            param_ptr, grad_ptr, m_ptr, v_ptr, copy_ptr, offsets, offsets < numel, scale, lr, beta1, beta2, eps,
+            weight_decay, step_size, root, HAS_SCALE, HAS_COPY, DECAYS,
         )  # fmt: skip
 
 
@@ -244,7 +211,6 @@ def _launch(
     options: AdamWOptions,
     grad_scale: Tensor | None,
     has_copy: bool,
-    rounding_seed: int | None,
 ) -> None:
     """columns: params, grads, exp_avgs, exp_avg_sqs, copies (params again if there are none)."""
     pieces.update(columns)
@@ -270,7 +236,6 @@ def _launch(
         options.eps,
         options.weight_decay,
         *corrections[0],
-        rounding_seed or 0,
         PARAM=_triton_dtype(params[0]),
         GRAD=_triton_dtype(grads[0]),
         STATE=_triton_dtype(states[0]),
@@ -279,7 +244,6 @@ def _launch(
         HAS_COPY=has_copy,
         HAS_CORRECTIONS=not uniform,
         DECAYS=options.weight_decay != 0,
-        STOCHASTIC=rounding_seed is not None,
         ALIGNED=pieces.aligned,
         BLOCK=pieces.block,
         num_warps=max(1, min(8, pieces.block // 256)),
@@ -311,7 +275,6 @@ def adamw(
     options: AdamWOptions,
     grad_scale: Tensor | None = None,
     copies: Tensor | Sequence[Tensor] | None = None,
-    rounding_seed: int | None = None,
     pieces: Pieces | None = None,
     kernels: Choice | None = None,
 ) -> None:
@@ -326,7 +289,6 @@ def adamw(
         options: hyper-parameters.
         grad_scale: 0-dim fp32 on the same device; gradients are multiplied by it as they are read; None: 1.
         copies: tensors to which the new parameters are written too, in a dtype of their own; None: no copies.
-        rounding_seed: seed of stochastic rounding for bf16 parameters and copies; None: round to nearest.
         pieces: tables from an earlier call, which are brought up to date; None: new tables are built.
         kernels: backend; see `zeroshard.kernels.use_kernels`. Unless it is ``"triton"``, fp64 uses the reference.
 
@@ -344,14 +306,13 @@ def adamw(
     if not steps:
         return
     if _backend(columns, kernels) == "reference":
-        rows = zip(*columns.values(), strict=True)
-        for index, ((param, grad, m, v, *copy), count) in enumerate(zip(rows, steps, strict=True)):
-            seed = None if rounding_seed is None else rounding_seed + index
-            adamw_reference(param, grad, m, v, count, options, grad_scale, copy[0] if copy else None, seed)
+        for *tensors, count in zip(*columns.values(), steps, strict=True):
+            param, grad, m, v, *copy = tensors
+            adamw_reference(param, grad, m, v, count, options, grad_scale, copy[0] if copy else None)
         return
     given = [params, grads, exp_avgs, exp_avg_sqs, columns.get("copies", params)]
     with device_of(*params):
-        _launch(pieces or Pieces(), given, steps, options, grad_scale, copies is not None, rounding_seed)
+        _launch(pieces or Pieces(), given, steps, options, grad_scale, copies is not None)
 
 
 def _backend(columns: dict[str, list[Tensor]], kernels: Choice | None) -> str:

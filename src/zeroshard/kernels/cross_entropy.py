@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from zeroshard.kernels import chunked_losses, liger
+from zeroshard.kernels import chunked_losses
 from zeroshard.kernels.checks import check_device, check_floating
 from zeroshard.kernels.cross_entropy_kernels import gradient_of_logits, losses_and_gradient, scale_in_place
 from zeroshard.kernels.derivatives import once_differentiable
@@ -147,8 +147,6 @@ def cross_entropy(
         return chunked_losses.cross_entropy(logits, targets, *options)
     if backend == "reference":
         return cross_entropy_reference(logits, targets, *options)
-    if backend == "liger":
-        return liger.cross_entropy(logits, targets, *options)
     inplace = inplace and not torch.compiler.is_compiling()  # a compiler plans memory itself
     if inplace and logits.requires_grad:
         _check_writable(logits)

@@ -1,10 +1,10 @@
-"""Choose the backend of an operation: plain PyTorch (the reference), our Triton kernels, or Liger-Kernel.
+"""Choose the backend of an operation: plain PyTorch (the reference) or our Triton kernels.
 
 The choice is explicit. It is the argument ``kernels=`` of each function and module; if that is None, the choice of the
 surrounding `use_kernels`; without one, ``"auto"``: Triton on a CUDA device if it is installed, else the reference. A
-backend that was requested by name is used, or an error is raised. The one exception: ``"liger"`` means ``"auto"`` for
-an operation that Liger-Kernel lacks. A call inside a recomputed block (activation checkpointing) runs again on a thread
-of autograd, which does not see `use_kernels`: pass the argument there, as the models do.
+backend that was requested by name is used, or an error is raised. A call inside a recomputed block (activation
+checkpointing) runs again on a thread of autograd, which does not see `use_kernels`: pass the argument there, as the
+models do.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from typing import Literal, get_args
 
 import torch
@@ -23,34 +22,26 @@ import torch
 from zeroshard.errors import UserError
 from zeroshard.kernels.launch import HAS_TRITON, INTERPRETED, is_traced
 
-Backend = Literal["reference", "triton", "liger"]
-Choice = Literal["auto", "reference", "triton", "liger"]
+Backend = Literal["reference", "triton"]
+Choice = Literal["auto", "reference", "triton"]
 CHOICES: tuple[Choice, ...] = get_args(Choice)
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A row of `OPERATIONS`.
-
-    Attributes:
-        name: name of the operation in runs and reports.
-        liger: whether Liger-Kernel has the operation, which `zeroshard.kernels.liger` calls; if not, ``"liger"`` means
-            ``"auto"``.
-    """
+    """A row of `OPERATIONS`: the name of the operation in runs and reports."""
 
     name: str
-    liger: bool = False
 
 
 # A new operation is one file in this folder and one row here.
 OPERATIONS: dict[str, Operation] = {
-    "layer_norm": Operation("LayerNorm", liger=True),
-    "rms_norm": Operation("RMSNorm", liger=True),
-    "rope": Operation("RoPE", liger=True),
-    "swiglu": Operation("SwiGLU", liger=True),
-    "geglu": Operation("GeGLU", liger=True),
-    "cross_entropy": Operation("CrossEntropy", liger=True),
-    "linear_cross_entropy": Operation("LinearCrossEntropy", liger=True),
+    "layer_norm": Operation("LayerNorm"),
+    "rms_norm": Operation("RMSNorm"),
+    "rope": Operation("RoPE"),
+    "swiglu": Operation("SwiGLU"),
+    "cross_entropy": Operation("CrossEntropy"),
+    "linear_cross_entropy": Operation("LinearCrossEntropy"),
     "adamw": Operation("AdamW"),
     "sum_of_squares": Operation("SumOfSquares"),
     "block_formats": Operation("BlockFormats"),
@@ -58,7 +49,6 @@ OPERATIONS: dict[str, Operation] = {
 
 _log = logging.getLogger("zeroshard.kernels")
 _choice: ContextVar[Choice] = ContextVar("kernels", default="auto")
-_HAS_LIGER = find_spec("liger_kernel") is not None
 
 
 @contextmanager
@@ -109,22 +99,13 @@ def choose(operation: str, device: torch.device, kernels: Choice | None = None) 
         if not torch.compiler.is_compiling():
             _say_once(device.type)
         return "reference"
-    if choice == "triton":
-        if not HAS_TRITON:
-            raise UserError("kernels", "triton was asked for and is not installed", "pip install triton, or use auto")
-        if device.type != "cuda" and not (INTERPRETED and device.type == "cpu"):
-            what = f"triton was asked for and the tensors are on {device.type}"
-            raise UserError("kernels", what, "move them to a CUDA device, or use auto or reference")
-        return "triton"
     check_choice(choice)
-    if not _operation(operation).liger:
-        return choose(operation, device, "auto")
-    if not _HAS_LIGER:
-        raise UserError("kernels", "liger was asked for and is not installed", "pip install liger-kernel, or use auto")
-    if device.type != "cuda":
-        what = f"liger was asked for and the tensors are on {device.type}"
+    if not HAS_TRITON:
+        raise UserError("kernels", "triton was asked for and is not installed", "pip install triton, or use auto")
+    if device.type != "cuda" and not (INTERPRETED and device.type == "cpu"):
+        what = f"triton was asked for and the tensors are on {device.type}"
         raise UserError("kernels", what, "move them to a CUDA device, or use auto or reference")
-    return "liger"
+    return "triton"
 
 
 def describe(

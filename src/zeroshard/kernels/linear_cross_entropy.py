@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zeroshard.kernels import chunked_losses, liger
+from zeroshard.kernels import chunked_losses
 from zeroshard.kernels.checks import check_device, check_floating
 from zeroshard.kernels.cross_entropy_kernels import losses_and_gradient
 from zeroshard.kernels.derivatives import once_differentiable
@@ -218,8 +218,6 @@ def linear_cross_entropy(
         return chunked_losses.linear_cross_entropy(hidden, weight, targets, *options, chunk_rows=chunk_rows)
     if backend == "reference":
         return linear_cross_entropy_reference(hidden, weight, targets, *options)
-    if backend == "liger":
-        return liger.linear_cross_entropy(hidden, weight, targets, *options)
     rows = chunk_rows or rows_at_once(targets.numel(), weight.shape[0], hidden.element_size())
     options = (ignore_index, float(label_smoothing), float(z_loss), reduction)
     return _LinearCrossEntropy.apply(hidden, weight, targets, *options, max(1, rows))

@@ -23,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zeroshard.kernels import liger
 from zeroshard.kernels.checks import check_alike, check_device, check_floating
 from zeroshard.kernels.derivatives import once_differentiable
 from zeroshard.kernels.dispatch import Choice, choose
@@ -145,11 +144,10 @@ def layer_norm(
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
     _check(x, weight, bias, residual)
-    backend = choose("layer_norm", x.device, kernels)
-    if backend == "triton":
+    if choose("layer_norm", x.device, kernels) == "triton":
         return _Norm.apply(x, weight, bias, residual, float(eps), True)
     x = x if residual is None else x + residual
-    y = (liger.layer_norm if backend == "liger" else layer_norm_reference)(x, weight, bias, eps)
+    y = layer_norm_reference(x, weight, bias, eps)
     return y if residual is None else (y, x)
 
 
@@ -168,11 +166,10 @@ def rms_norm(
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
     _check(x, weight, None, residual)
-    backend = choose("rms_norm", x.device, kernels)
-    if backend == "triton":
+    if choose("rms_norm", x.device, kernels) == "triton":
         return _Norm.apply(x, weight, None, residual, float(eps), False)
     x = x if residual is None else x + residual
-    y = (liger.rms_norm if backend == "liger" else rms_norm_reference)(x, weight, eps)
+    y = rms_norm_reference(x, weight, eps)
     return y if residual is None else (y, x)
 
 

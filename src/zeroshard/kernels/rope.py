@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
-from zeroshard.kernels import liger
 from zeroshard.kernels.checks import check_device, check_floating
 from zeroshard.kernels.dispatch import Choice, choose
 from zeroshard.kernels.launch import accumulator, jit, next_power_of_2, opaque, tl
@@ -196,14 +195,11 @@ def rope(
     Source: Su et al. 2021, arXiv:2104.09864.
     """
     _check(q, k, cos, sin)
-    backend = choose("rope", q.device, kernels)
-    if backend == "reference":
+    if choose("rope", q.device, kernels) == "reference":
         return rotate(q, cos, sin), rotate(k, cos, sin)
     for name, table in (("cos", cos), ("sin", sin)):
         if table.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name}: {backend} computes no gradient of the angles; detach it, or use reference")
-    if backend == "liger":
-        return liger.rope(q, k, cos, sin)
+            raise ValueError(f"{name}: triton computes no gradient of the angles; detach it, or use reference")
     inplace = inplace and not torch.compiler.is_compiling()  # a compiler plans memory itself
     if inplace:
         for name, x in (("q", q), ("k", k)):

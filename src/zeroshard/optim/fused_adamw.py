@@ -37,10 +37,6 @@ class FusedAdamW(Optimizer):
         betas: decay rates of the averages of gradients and of squared gradients.
         eps: added to the denominator.
         weight_decay: decoupled weight decay, >= 0.
-        stochastic_rounding: round parameters that are themselves bf16, without fp32 master weights, up or down at
-            random, so that small updates are kept on average. The direction is a function of the seed, the step, and
-            the position of an element among the tensors that this optimizer was given.
-        seed: seed of the stochastic rounding.
         kernels: which implementation computes it; None: the one that `zeroshard.kernels.use_kernels` chose, else auto.
 
     Raises:
@@ -58,18 +54,15 @@ class FusedAdamW(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
-        stochastic_rounding: bool = False,
-        seed: int = 0,
         kernels: Choice | None = None,
     ) -> None:
-        self._kernels, self._seed, self._stochastic_rounding = kernels, seed, stochastic_rounding
+        self._kernels = kernels
         self._copies: dict[Tensor, Tensor] = {}
         self._pieces: dict[tuple[Any, ...], Pieces] = {}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_kernels", "_seed", "_stochastic_rounding", "_copies")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, "_pieces": {}}
+        return {**super().__getstate__(), "_kernels": self._kernels, "_copies": self._copies, "_pieces": {}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in torch, and check its hyper-parameters."""
@@ -133,23 +126,20 @@ class FusedAdamW(Optimizer):
                 kind = (param.device, param.dtype, param.grad.dtype, None if copy is None else copy.dtype)
                 alike.setdefault(kind, []).append(param)
         for kind, params in alike.items():
-            device, dtype, _, copy_dtype = kind
+            device, _, _, copy_dtype = kind
             grads = [_dense(param) for param in params]
             states = [self._state(param) for param in params]
             for state in states:
                 state["step"] += 1
-            steps = [int(state["step"]) for state in states]
-            rounds = self._stochastic_rounding and dtype == torch.bfloat16
             ops.adamw(
                 params,
                 grads,
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
-                step=steps,
+                step=[int(state["step"]) for state in states],
                 options=options,
                 grad_scale=None if grad_scale is None else grad_scale.to(device),
                 copies=None if copy_dtype is None else [self._copies[param] for param in params],
-                rounding_seed=self._rounding_seed(index, steps[0]) if rounds else None,
                 pieces=self._pieces.setdefault((index, *kind), Pieces()),
                 kernels=self._kernels,
             )
@@ -163,10 +153,6 @@ class FusedAdamW(Optimizer):
         elif state["step"].is_cuda:  # torch's fused optimizer saved it; on the CPU it can be read without synchronising
             state["step"] = state["step"].cpu()
         return state
-
-    def _rounding_seed(self, group: int, step: int) -> int:
-        """Return a seed for this group and step; the kernel also mixes in the tensor's and the element's position."""
-        return (self._seed * 1_000_003 + step * 1_009 + group) % 2**31
 
 
 def _options(group: Mapping[str, Any]) -> AdamWOptions:

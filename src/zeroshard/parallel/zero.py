@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm import Communicator
 from zeroshard.parallel.base import Setup
-from zeroshard.zero import STAGES, MixedPrecision, ShardingStrategy, Zero
+from zeroshard.zero import STAGES, MixedPrecision, Zero
 from zeroshard.zero.buffers.holdings import Holding
 from zeroshard.zero.optimizers.ema import Ema
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader
@@ -22,11 +22,12 @@ class ZeroStrategy:
     """`Zero` with its optimizer. It only forwards calls, so what the training loop measures is the engine."""
 
     def __init__(self, setup: Setup, stage: int) -> None:
-        self._reshard_after_forward, self._secondary = setup.reshard_after_forward, setup.secondary_shard_size
+        secondary = setup.secondary_shard_size if stage == 3 else None
+        reshards = setup.reshard_after_forward
         param_dtype = setup.compute_dtype if setup.compute_dtype != torch.float32 else None
         self.zero = Zero(
             setup.model,
-            self._row(stage),
+            replace(STAGES[stage], reshard_after_forward=reshards, secondary_shard_size=secondary),
             units=setup.units,
             comm=setup.comm,
             precision=MixedPrecision(param_dtype, setup.reduce_dtype, **setup.wire),
@@ -63,15 +64,6 @@ class ZeroStrategy:
     def tied_names(self) -> dict[str, str]:
         """Map each further name of a tied tensor to the name under which it is saved."""
         return self.zero.tied_names()
-
-    def restage(self, stage: int) -> None:
-        """Change to another ZeRO stage between steps; see `Zero.restage`. Collective."""
-        self.zero.restage(self._row(stage))
-
-    def _row(self, stage: int) -> ShardingStrategy:
-        secondary = self._secondary if stage == 3 else None
-        reshards = self._reshard_after_forward
-        return replace(STAGES[stage], reshard_after_forward=reshards, secondary_shard_size=secondary)
 
     def named_shards(self) -> Iterable[NamedShard]:
         """Yield the pieces of tensors that this rank saves."""

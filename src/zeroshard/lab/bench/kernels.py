@@ -1,4 +1,4 @@
-"""Our kernels compared with eager PyTorch, torch.compile, torch's fused optimizer and Liger-Kernel (if installed).
+"""Our kernels compared with eager PyTorch, torch.compile and torch's fused optimizer.
 
 Only time on the device counts: calls are captured in a CUDA graph. The graph repeats the call on different tensors
 until they add up to 256 MiB, so that L2 has nothing that it would not have in a training step. A call that cannot be
@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -150,8 +149,7 @@ def peak_bytes(function: Callable[[], object]) -> int | None:
 
 def measure_case(case: Case, num_rounds: int, copy_rate: float, order: random.Random) -> list[Row]:
     """Measure each mode of ``case`` with each contestant that is available here, in interleaved rounds."""
-    names = [n for n in case.contestants if n != "liger" or (ON_GPU and find_spec("liger_kernel"))]
-    names = [n for n in names if n != "compile" or ON_GPU]  # on the CPU it takes minutes and shows nothing
+    names = [n for n in case.contestants if n != "compile" or ON_GPU]  # on the CPU it takes minutes and shows nothing
     if "compile" in names:
         torch.compiler.reset()  # every case compiles the same code object, which may be compiled but a few times
     rows = []

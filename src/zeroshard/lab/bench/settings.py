@@ -74,7 +74,7 @@ class DeviceBench(Config):
 
 
 class KernelsBench(Config):
-    """Our kernels beside eager PyTorch, torch.compile, torch's fused optimizer and Liger-Kernel."""
+    """Our kernels beside eager PyTorch, torch.compile and torch's fused optimizer."""
 
     operations: tuple[str, ...] = Field((), description="Operations to measure; none: all.")
     dtypes: tuple[Dtype, ...] = Field(("bfloat16", "float32"), min_length=1, description="Types of their tensors.")

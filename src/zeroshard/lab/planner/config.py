@@ -93,7 +93,7 @@ class PlanConfig(Config):
     reshard_after_forward: bool = Field(
         True, description="Stage 3: free unsharded weights between forward and backward."
     )
-    kernels: Literal["auto", "reference", "triton", "liger"] = Field("auto", description="Kernels of norms and loss.")
+    kernels: Literal["auto", "reference", "triton"] = Field("auto", description="Kernels of norms and loss.")
     impl: Literal["auto", "eager", "compile", "kernels"] = Field(
         "auto",
         description="How a GPU computes: eager, torch.compile, or fused kernels; auto: kernels for our models, eager "

@@ -171,7 +171,7 @@ class TrainConfig(Config):
         0.0, ge=0, lt=1, description="Decay of a moving average of the weights, evaluated too; 0: none."
     )
 
-    kernels: Literal["auto", "reference", "triton", "liger"] = Field(
+    kernels: Literal["auto", "reference", "triton"] = Field(
         "auto",
         description="Kernels of norms, rope, activations, loss and update. auto: Triton on a GPU, else PyTorch.",
     )

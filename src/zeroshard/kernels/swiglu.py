@@ -1,7 +1,6 @@
-"""Gated feed-forward activations: the gate's nonlinearity and its product with the other branch, in one pass.
+"""SwiGLU, a gated feed-forward activation: the gate's nonlinearity and its product with the other branch, in one pass.
 
-    swiglu:  y = silu(gate) * up,  silu(x) = x sigmoid(x)
-    geglu:   y = gelu(gate) * up,  gelu(x) = x sigmoid(2 u) with u = sqrt(2 / pi) (x + 0.044715 x^3), the tanh form
+    y = silu(gate) * up,  silu(x) = x sigmoid(x)
 
 GLU Variants Improve Transformer, Shazeer 2020, arXiv:2002.05202. Backward recomputes the nonlinearity from the gate,
 which it reads anyway: saving the result would cost memory and traffic. Least memory traffic, for 2-byte elements: 6
@@ -16,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zeroshard.kernels import liger
 from zeroshard.kernels.checks import check_alike, check_floating
 from zeroshard.kernels.derivatives import once_differentiable
 from zeroshard.kernels.dispatch import Choice, choose
@@ -32,11 +30,6 @@ def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def geglu_reference(gate: Tensor, up: Tensor) -> Tensor:
-    """`geglu` in PyTorch."""
-    return F.gelu(gate, approximate="tanh") * up
-
-
 # ------------------------------------------------------------------------------------------------------ kernels
 
 
@@ -47,16 +40,10 @@ def _sigmoid(x):
 
 
 @jit
-def _activation(x, GELU: tl.constexpr):
-    """Return f(x) and f'(x)."""
-    if GELU:
-        slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)  # of 2 u
-        share = _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    else:
-        slope = 1.0
-        share = _sigmoid(x)
-    # share * (1 - share) first: for large |x| it is 0, while x * slope alone may be Inf
-    return x * share, share + (share * (1.0 - share)) * slope * x
+def _silu(x):
+    """Return silu(x) and its derivative."""
+    share = _sigmoid(x)
+    return x * share, share + (share * (1.0 - share)) * x
 
 
 @jit
@@ -68,28 +55,27 @@ def _place(blocks, BLOCK: tl.constexpr):
 
 @jit
 def _forward_kernel(
-    gate_ptr, up_ptr, y_ptr, num_cols, blocks, gate_stride, up_stride, GELU: tl.constexpr, BLOCK: tl.constexpr,
-    ACC: tl.constexpr,
-):  # fmt: skip
+    gate_ptr, up_ptr, y_ptr, num_cols, blocks, gate_stride, up_stride, BLOCK: tl.constexpr, ACC: tl.constexpr
+):
     row, cols = _place(blocks, BLOCK)
     mask = cols < num_cols
     gate = tl.load(gate_ptr + row * gate_stride + cols, mask=mask, other=0.0).to(ACC)
     up = tl.load(up_ptr + row * up_stride + cols, mask=mask, other=0.0).to(ACC)
-    value, _ = _activation(gate, GELU)
+    value, _ = _silu(gate)
     tl.store(y_ptr + row * num_cols + cols, (value * up).to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @jit
 def _backward_kernel(
     dy_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, num_cols, blocks, dy_stride, gate_stride, up_stride,
-    GELU: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
+    BLOCK: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     row, cols = _place(blocks, BLOCK)
     mask = cols < num_cols
     dy = tl.load(dy_ptr + row * dy_stride + cols, mask=mask, other=0.0).to(ACC)
     gate = tl.load(gate_ptr + row * gate_stride + cols, mask=mask, other=0.0).to(ACC)
     up = tl.load(up_ptr + row * up_stride + cols, mask=mask, other=0.0).to(ACC)
-    value, slope = _activation(gate, GELU)
+    value, slope = _silu(gate)
     dtype = d_gate_ptr.dtype.element_ty
     tl.store(d_gate_ptr + row * num_cols + cols, (dy * up * slope).to(dtype), mask=mask)
     tl.store(d_up_ptr + row * num_cols + cols, (dy * value).to(dtype), mask=mask)
@@ -112,7 +98,7 @@ def _grid(rows: Tensor) -> tuple[int, int]:
 
 
 @opaque("gated_forward", "y")
-def _forward(gate: Tensor, up: Tensor, y: Tensor, gelu: bool) -> None:
+def _forward(gate: Tensor, up: Tensor, y: Tensor) -> None:
     """gate, up [rows, cols] with strided rows; y contiguous."""
     if y.numel() == 0:
         return
@@ -120,11 +106,11 @@ def _forward(gate: Tensor, up: Tensor, y: Tensor, gelu: bool) -> None:
     blocks, block = _grid(y)
     sizes = (y.shape[1], blocks, gate.stride(0), up.stride(0))
     grid, acc = (y.shape[0] * blocks,), accumulator(y.dtype)
-    _forward_kernel[grid](gate, up, y, *sizes, GELU=gelu, BLOCK=block, ACC=acc, num_warps=8)
+    _forward_kernel[grid](gate, up, y, *sizes, BLOCK=block, ACC=acc, num_warps=8)
 
 
 @opaque("gated_backward", "d_gate", "d_up")
-def _backward(dy: Tensor, gate: Tensor, up: Tensor, d_gate: Tensor, d_up: Tensor, gelu: bool) -> None:
+def _backward(dy: Tensor, gate: Tensor, up: Tensor, d_gate: Tensor, d_up: Tensor) -> None:
     """dy, gate, up [rows, cols] with strided rows; d_gate, d_up contiguous."""
     if dy.numel() == 0:
         return
@@ -133,23 +119,23 @@ def _backward(dy: Tensor, gate: Tensor, up: Tensor, d_gate: Tensor, d_up: Tensor
     rows, width = tensors[0].shape
     sizes = (width, blocks, *(tensor.stride(0) for tensor in tensors[:3]))
     grid, acc = (rows * blocks,), accumulator(dy.dtype)
-    _backward_kernel[grid](*tensors, *sizes, GELU=gelu, BLOCK=block, ACC=acc, num_warps=8)
+    _backward_kernel[grid](*tensors, *sizes, BLOCK=block, ACC=acc, num_warps=8)
 
 
 # ----------------------------------------------------------------------------------------------------- autograd
 
 
-class _Gated(torch.autograd.Function):
-    """gate, up -> y [..., width]; it saves gate and up; ``gelu``: geglu, otherwise swiglu."""
+class _SwiGLU(torch.autograd.Function):
+    """gate, up -> y [..., width]; it saves gate and up."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         """gate, up [..., width] of one dtype, any strides -> y [..., width], contiguous."""
         gate_rows, up_rows = rows_of(gate), rows_of(up)
         y = torch.empty(gate_rows.shape, dtype=gate.dtype, device=gate.device)
-        _forward(gate_rows, up_rows, y, gelu)
+        _forward(gate_rows, up_rows, y)
         ctx.save_for_backward(gate_rows, up_rows)
-        ctx.gelu, ctx.shape = gelu, gate.shape
+        ctx.shape = gate.shape
         return y.view(gate.shape)
 
     @staticmethod
@@ -159,8 +145,8 @@ class _Gated(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         d_gate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
         d_up = torch.empty_like(d_gate)
-        _backward(rows_of(dy), gate, up, d_gate, d_up, ctx.gelu)
-        return d_gate.view(ctx.shape), d_up.view(ctx.shape), None
+        _backward(rows_of(dy), gate, up, d_gate, d_up)
+        return d_gate.view(ctx.shape), d_up.view(ctx.shape)
 
 
 # ------------------------------------------------------------------------------------------------------- public
@@ -182,24 +168,10 @@ def swiglu(gate: Tensor, up: Tensor, *, kernels: Choice | None = None) -> Tensor
 
     Source: Shazeer 2020, arXiv:2002.05202.
     """
-    _check(gate, up)
-    backend = choose("swiglu", gate.device, kernels)
-    if backend == "triton":
-        return _Gated.apply(gate, up, False)
-    return liger.swiglu(gate, up) if backend == "liger" else swiglu_reference(gate, up)
-
-
-def geglu(gate: Tensor, up: Tensor, *, kernels: Choice | None = None) -> Tensor:
-    """``gelu(gate) * up`` with the tanh form of GELU; arguments, result, errors and source as `swiglu`."""
-    _check(gate, up)
-    backend = choose("geglu", gate.device, kernels)
-    if backend == "triton":
-        return _Gated.apply(gate, up, True)
-    return liger.geglu(gate, up) if backend == "liger" else geglu_reference(gate, up)
-
-
-def _check(gate: Tensor, up: Tensor) -> None:
     check_floating("gate", gate)
     if gate.ndim == 0 or gate.shape[-1] == 0:
         raise ValueError(f"gate: shape {tuple(gate.shape)} has no width; give [..., width]")
     check_alike("up", up, "gate", gate)
+    if choose("swiglu", gate.device, kernels) == "triton":
+        return _SwiGLU.apply(gate, up)
+    return swiglu_reference(gate, up)
