@@ -554,12 +554,6 @@ def test_bad_input_of_any_kind_is_one_line(case, capsys, tmp_path, trained):
     assert not trained
 
 
-def test_a_product_that_doubles_its_digits_forty_times_is_no_constant(capsys, tmp_path):
-    (tmp_path / "a.py").write_text("n_layer = 9\n" + "n_layer = n_layer * n_layer\n" * 40)
-    assert main(["import-config", "nanogpt", str(tmp_path / "a.py")]) == 0
-    assert re.search(r"^# ignored +n_layer +n_layer \* n_layer", capsys.readouterr().out, re.M)
-
-
 def test_a_log_that_torch_does_not_have_is_refused_by_name():
     """In a process of its own: torch reads the variable while it is imported."""
     words = [sys.executable, "-m", "zeroshard", "train", "--data", "synthetic"]

@@ -1,4 +1,3 @@
-import json
 import os
 
 import numpy as np
@@ -33,13 +32,9 @@ def _nanogpt(folder):
 
 
 def test_nanogpts_files_are_taken_as_they_are(tmp_path):
-    train, val = np.arange(1000) % 50_257, np.arange(90) + 7
-    (tmp_path / "set").mkdir()
-    train.astype("<u2").tofile(tmp_path / "set" / "train.bin")
-    val.astype("<u2").tofile(tmp_path / "set" / "val.bin")
-    (tmp_path / "set" / "meta.pkl").write_bytes(b"read where it is named alone")
+    _nanogpt(tmp_path)
     out = prepare(DataSpec("bin", (str(tmp_path / "set"),), "gpt2"), tmp_path / "out")
-    assert (ids(out, "train"), ids(out, "val")) == (train.tolist(), val.tolist())
+    assert (ids(out, "train"), ids(out, "val")) == (list(range(1000)), list(range(7, 97)))
     meta = read_meta(out)
     assert (meta.tokenizer, meta.vocab_size, meta.dtype, meta.eos_id) == ("gpt2", 50_257, "uint16", 50_256)
 
@@ -121,19 +116,6 @@ def test_a_file_validates_by_a_whole_word_of_its_name(tmp_path, name, is_val):
     out = prepare(DataSpec("bin", (str(tmp_path / "*.bin"),), "none"), tmp_path / "out")
     assert (0 in ids(out, "val")) is is_val
     assert (0 in ids(out, "train")) is not is_val
-
-
-@pytest.mark.parametrize(("name", "is_told"), [("retrieval-000", True), ("val", False)])
-def test_files_that_an_earlier_version_took_for_validation_are_told_of(tmp_path, capsys, name, is_told):
-    for each in (name, "b_val", "c"):
-        np.arange(10, dtype="<u2").tofile(tmp_path / f"{each}.bin")
-    spec = DataSpec("bin", (str(tmp_path / "*.bin"),), "none")
-    out = prepare(spec, tmp_path / "out")
-    meta = json.loads((out / "meta.json").read_text())
-    del meta["spec"]["split"]
-    (out / "meta.json").write_text(json.dumps(meta))
-    prepare(spec, out)
-    assert ("its validation text is not the text that this version" in capsys.readouterr().err) is is_told
 
 
 def test_where_no_file_validates_the_end_does(tmp_path):

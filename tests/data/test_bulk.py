@@ -1,4 +1,3 @@
-import json
 import random
 import signal
 import subprocess
@@ -274,13 +273,3 @@ def test_a_table_and_files_hold_out_the_same_documents(tmp_path):
         val = TokenDataset.open(out, "val")
         found.append(bytes(val.window(0, val.num_tokens).astype(np.uint8)))
     assert found[0] == found[1] != b""
-
-
-def test_a_folder_of_the_earlier_split_of_tables_is_told_of(folder, tmp_path, capsys):
-    spec = DataSpec("text", (str(folder),))
-    out = prepare(spec, tmp_path / "out", num_workers=1)
-    meta = json.loads((out / "meta.json").read_text())
-    del meta["spec"]["split"]
-    (out / "meta.json").write_text(json.dumps(meta))
-    prepare(spec, out)
-    assert "was prepared by an earlier version: its validation text is not" in capsys.readouterr().err

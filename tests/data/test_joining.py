@@ -1,7 +1,5 @@
 """How documents are joined, held against the tokenizers library's own answers."""
 
-import json
-
 import numpy as np
 import pytest
 import tokenizers
@@ -65,21 +63,6 @@ def test_prepared_documents_are_begun_and_ended(case, tmp_path, kind):
     ids, tokenizer = train.window(0, train.num_tokens), load_tokenizer(out)
     assert ids.tolist() == [id_ for text in texts for id_ in [*before, *tokenizer.encode_piece(text).tolist(), *end]]
     assert num_text_bytes(tokenizer, ids) == sum(len(text.encode()) for text in texts)
-
-
-def test_a_folder_whose_documents_were_not_begun_is_told_of(case, tmp_path, capsys):
-    path, _, (before, after, _) = case
-    made.write_table(tmp_path / "a.jsonl", made.documents(70))
-    spec = DataSpec("text", (str(tmp_path / "a.jsonl"),), f"json:{path}")
-    out = prepare(spec, tmp_path / "out", num_workers=1)
-    prepare(spec, out)
-    assert capsys.readouterr().err == ""
-    meta = json.loads((out / "meta.json").read_text())
-    eos = [read_tokenizer(path).eos_id]
-    assert meta["spec"].pop("around", [[], after]) == [before, after]
-    (out / "meta.json").write_text(json.dumps(meta))
-    prepare(spec, out)
-    assert ("documents lack the special tokens" in capsys.readouterr().err) is bool(before or after not in ([], eos))
 
 
 def test_a_document_of_bytes_ends_its_line_once():

@@ -113,31 +113,6 @@ def test_preparing_again_writes_nothing(one_file, tmp_path):
     assert {each: each.stat().st_mtime_ns for each in folder.rglob("*")} == before
 
 
-def older(folder, *keys):
-    """The folder as an earlier version left it."""
-    meta = json.loads((folder / "meta.json").read_text())
-    for key in keys:
-        del meta["spec"][key]
-    (folder / "meta.json").write_text(json.dumps(meta))
-
-
-def test_a_folder_of_the_earlier_split_is_used_as_it_is_and_told_of(many_files, one_file, tmp_path, capsys):
-    folder = prepare(many_files, tmp_path / "data")
-    prepare(many_files, folder)
-    assert capsys.readouterr().err == ""
-    older(folder, "split")
-    before = files(folder)
-    assert prepare(many_files, folder) == folder
-    assert files(folder) == before
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"warning: {folder} was prepared by an earlier version: its validation")
-    assert line.endswith("; delete it to prepare it anew")
-    few = prepare(one_file, tmp_path / "few")  # one that was cut as it would be now
-    older(few, "split")
-    prepare(one_file, few)
-    assert capsys.readouterr().err == ""
-
-
 def test_copies_of_a_document_are_on_one_side(tmp_path):
     for i in range(200):
         for name in "ab":

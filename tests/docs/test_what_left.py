@@ -18,6 +18,8 @@ LEFT = [
     r"\btyro\b",
     r"int4-delta",
     r"common_copy",
+    r"character_meta",
+    r"nanogpt_statements",
 ]
 # The history of the project may name it.
 HISTORY = {"CHANGELOG.md", "log.md"}

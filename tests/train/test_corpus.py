@@ -6,7 +6,6 @@ import torch
 
 import small_tables as made
 from watched_runs import trained
-from zeroshard.checkpoint import latest, read_manifest
 from zeroshard.comm import LocalCommunicator
 from zeroshard.data import TokenDataset, load_tokenizer
 from zeroshard.data import tables as tables_module
@@ -16,11 +15,9 @@ from zeroshard.errors import UserError
 from zeroshard.inference.evaluation import _warn_of_overlap, local_score
 from zeroshard.train.config.command_settings import EvalConfig
 from zeroshard.train.loop.loop import run_training
-from zeroshard.train.loop.run import checkpoint_folder
 from zeroshard.train.setup.build import build_run
 from zeroshard.train.setup.corpus import open_corpus
 from zeroshard.train.setup.run_folder import tokenizer_folder
-from zeroshard.train.state.resume import check_changes
 
 
 @pytest.fixture
@@ -78,17 +75,6 @@ def test_a_stream_of_another_batch_goes_on_with_the_next_row(streamed, capsys):
     run.close()
     line = "resume: a step had 32 tokens, now it has 96: data continue with the next row of the stream"
     assert line in capsys.readouterr().err
-
-
-def test_a_stream_of_an_earlier_version_is_refused_by_name(streamed):
-    config = streamed(max_steps=2)
-    run_training(config)
-    path = latest(checkpoint_folder(Path(config.out)))
-    text = open_corpus(config, LocalCommunicator(), 1)
-    text.close()
-    with pytest.raises(UserError, match=r"data\.streaming: an earlier version streamed this run: it held out other"):
-        check_changes({"data_sha256": text.earlier_sha256}, {}, 32, text.sha256, text.earlier_sha256)
-    assert read_manifest(path).extra["data_sha256"] == text.sha256 != text.earlier_sha256
 
 
 def test_what_validates_in_a_prepared_folder_was_never_streamed(streamed, tmp_path, capsys):

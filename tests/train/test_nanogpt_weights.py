@@ -1,13 +1,10 @@
-import pickle
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from zeroshard.checkpoint import latest
-from zeroshard.data import load_tokenizer, read_meta
+from zeroshard.data import read_meta
 from zeroshard.errors import UserError
 from zeroshard.inference.generate import load_weights
 from zeroshard.interop.hf_import import run_import
@@ -113,21 +110,6 @@ def test_gpt2s_ids_keep_their_tokenizer(tmp_path):
     import_nanogpt(tmp_path / "ckpt.pt", tmp_path / "run")
     meta = read_meta(tokenizer_folder(tmp_path / "run"))
     assert (meta.tokenizer, meta.eos_id, meta.vocab_size) == ("gpt2", 50_256, 50_304)
-
-
-@pytest.mark.parametrize("place", ["out/meta.pkl", "data/mine/meta.pkl"])
-def test_a_character_level_checkpoint_keeps_its_tokenizer(tmp_path, monkeypatch, place):
-    monkeypatch.chdir(tmp_path)
-    for folder in ("out", "data/mine"):
-        (tmp_path / folder).mkdir(parents=True)
-    stoi = {chr(33 + id_): id_ for id_ in range(65)}
-    meta = {"stoi": stoi, "itos": {id_: text for text, id_ in stoi.items()}, "vocab_size": 65}
-    (tmp_path / place).write_bytes(pickle.dumps(meta))
-    ckpt(tmp_path / "out" / "ckpt.pt", config={"dataset": "mine"})
-    assert import_nanogpt(Path("out/ckpt.pt"), Path("run")).endswith(f"parameters, the characters of {place}")
-    tokenizer = load_tokenizer(tokenizer_folder(tmp_path / "run"))
-    assert tokenizer.decode(tokenizer.encode('!aB"')) == '!aB"'
-    assert tokenizer.encode("!#").tolist() == [0, 2]
 
 
 def test_a_run_of_its_weights_can_be_trained_on(tmp_path):

@@ -4,8 +4,7 @@ nanoGPT: uint16 ids without a header. llm.c: 256 int32 (magic, version, number o
 (20240520, version 1: GPT-2's) or uint32 ids (20240801, version 7: Llama 3's). Both are little-endian. A file belongs to
 the validation split if its name has ``val``, ``valid`` or ``validation`` as a word: ``val.bin``, ``edu_val_000.bin``,
 not ``retrieval.bin``. If the ids have the width of a prepared folder's, the files are memory-mapped in place and not
-copied. nanoGPT may have written a ``meta.pkl`` beside its files, which is a tokenizer
-(`zeroshard.data.character_meta`).
+copied.
 
 https://github.com/karpathy/nanoGPT/tree/master/data,
 https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py
@@ -97,11 +96,6 @@ class TokenBins:
         facts = [file.facts for file in self._files]
         digest = hashlib.sha256(corpus_identity(facts).encode()).hexdigest()
         return Fingerprint(sum(each.num_bytes for each in facts), 0, digest)
-
-    @property
-    def earlier_rule_differs(self) -> bool:
-        """Whether an earlier rule, ``val`` anywhere in a name, would assign some file to the other split."""
-        return any(file.validates != ("val" in Path(file.facts.path).name.lower()) for file in self._files)
 
     def split(self, val_fraction: float) -> Iterator[tuple[str, NDArray[np.unsignedinteger]]]:
         """Yield ``("train" | "val", ids)`` in blocks; without validation files the last ``val_fraction`` is ``val``."""

@@ -35,12 +35,6 @@ def end_ids(tokenizer: Tokenizer, *, ends_line: bool) -> NDArray[np.int64]:
     return tokenizer.encode_piece("\n")
 
 
-def surrounding_ids(tokenizer: Tokenizer) -> list[list[int]]:
-    """Return the ids that a tokenizer's file puts before and after documents; empty if there is only an eos_id."""
-    before, after = tokenizer.around
-    return [list(before), list(after)] if before or after not in ((), (tokenizer.eos_id,)) else []
-
-
 def document_ids(tokenizer: Tokenizer, text: str) -> NDArray[np.int64]:
     """Return a document's ids with its begin and end ids, [n]."""
     has_mark = tokenizer.eos_id is not None or bool(tokenizer.around[1])

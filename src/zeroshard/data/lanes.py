@@ -69,8 +69,6 @@ class StreamedText:
         column: the column that contains the text.
         holdout: the rule that decides which documents validate.
         identity: a hash of everything that decides the tokens of the stream.
-        earlier_identity: the identity that an earlier version gave to the same text; that version read its rows in
-            another order.
     """
 
     parts: tuple[Part, ...]
@@ -78,7 +76,6 @@ class StreamedText:
     column: str
     holdout: Holdout
     identity: str
-    earlier_identity: str
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:
@@ -98,10 +95,10 @@ def open_stream(tables: Tables, tokenizer: Tokenizer, tokenizer_identity: str, v
             raise UserError("data.streaming", f"{file.path} can only be read from its beginning", todo)
     parts = tuple(tables.parts())
     holdout = Holdout(val_fraction, count_documents(tables, MANY_DOCUMENTS))
-    earlier = [corpus_identity(tables.files), tables.column, tokenizer_identity, val_fraction, len(parts)]
-    choices = [_RULE, holdout.rule, tokenizer.around, *earlier]
-    digests = [hashlib.sha256(json.dumps(each).encode()).hexdigest() for each in (choices, earlier)]
-    return StreamedText(parts, tokenizer, tables.column, holdout, *digests)
+    text = [corpus_identity(tables.files), tables.column, tokenizer_identity, val_fraction, len(parts)]
+    choices = [_RULE, holdout.rule, tokenizer.around, *text]
+    identity = hashlib.sha256(json.dumps(choices).encode()).hexdigest()
+    return StreamedText(parts, tokenizer, tables.column, holdout, identity)
 
 
 class Lanes:

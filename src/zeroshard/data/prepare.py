@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from zeroshard.data import bulk
 from zeroshard.data.bins import BIN_SPLIT, TokenBins
@@ -19,7 +18,6 @@ from zeroshard.data.documents import Fingerprint
 from zeroshard.data.encode import Piece, encode_pieces, keep_for_workers, pieces_of, train_texts
 from zeroshard.data.examples.prepare import prepare_examples
 from zeroshard.data.files import is_address
-from zeroshard.data.joining import surrounding_ids
 from zeroshard.data.meta import (
     DTYPES,
     META_NAME,
@@ -31,12 +29,12 @@ from zeroshard.data.meta import (
     read_meta,
     write_meta,
 )
-from zeroshard.data.prepared import is_prepared, say, tables_fingerprint, warn_of_earlier_rules, without_rules
+from zeroshard.data.prepared import is_prepared, say, tables_fingerprint, without_rules
 from zeroshard.data.publish import draft_of, publish
 from zeroshard.data.registry import is_hub_name, source_entry
 from zeroshard.data.sources import Source, SyntheticSize, SyntheticTokens, left_out_of, open_source
 from zeroshard.data.spec import DataSpec
-from zeroshard.data.split import BY_CONTENT, BY_TAIL, MANY_DOCUMENTS, Holdout
+from zeroshard.data.split import MANY_DOCUMENTS, Holdout
 from zeroshard.data.tables import PART_BYTES, Tables, corpus_identity, count_documents
 from zeroshard.data.tokenizer import (
     BpeTokenizer,
@@ -87,7 +85,6 @@ def prepare(
     out = Path(out)
     is_there = is_hub_name(spec.source) and (out / META_NAME).exists()
     if is_there and without_rules(read_meta(out).spec) == spec.identity():
-        warn_of_earlier_rules(out, (BY_CONTENT, BY_TAIL) if spec.val_fraction else (), _around(spec))
         return out  # without asking the hub: a commit was read, and a commit does not change
     source = _open(spec)
     for line in left_out_of(source):
@@ -99,7 +96,6 @@ def prepare(
         return _prepare_tables(spec, source, out, shard_tokens, workers, told or _untold)
     fingerprint = source.fingerprint()
     if is_prepared(spec.identity(), fingerprint, out):
-        warn_of_earlier_rules(out, _rules_that_matter(spec, source, fingerprint), _around(spec))
         return out
     with draft_of(out) as draft:
         is_encoded = source_entry(spec.source).has_text and spec.tokenizer != "bytes"  # encoding is slow
@@ -130,27 +126,6 @@ def holdout_of(tables: Tables, val_fraction: float) -> Holdout:
     return Holdout(val_fraction, count_documents(tables, MANY_DOCUMENTS))
 
 
-def _rules_that_matter(spec: DataSpec, source: Source, fingerprint: Fingerprint) -> tuple[str, ...]:
-    """Return the rules that might split ``source`` now; none if an earlier version would split it the same way."""
-    if isinstance(source, TokenBins):
-        return (BIN_SPLIT,) if source.earlier_rule_differs else ()
-    few = isinstance(source, SyntheticTokens) or fingerprint.num_documents < MANY_DOCUMENTS
-    return () if few or not spec.val_fraction else (BY_CONTENT,)
-
-
-def _around(spec: DataSpec) -> list[list[int]]:
-    """Return the ids around documents (`surrounding_ids`); empty if the tokenizer is yet to be trained."""
-    if not source_entry(spec.source).has_text or not spec.tokenizer.startswith("json:"):
-        return []
-    return surrounding_ids(read_tokenizer(Path(spec.tokenizer.removeprefix("json:"))))
-
-
-def _recorded(spec: DataSpec, rule: str, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return the user's choices, and the rules by which text was split and documents joined, for ``meta.json``."""
-    around = surrounding_ids(tokenizer) if tokenizer is not None else []
-    return spec.identity() | ({"split": rule} if rule else {}) | ({"around": around} if around else {})
-
-
 def _workers_for(num_bytes: int) -> int:
     """Return a number of workers; a process costs a second to start, so a few megabytes are encoded in this one."""
     return min(num_cpus(), max(1, num_bytes // PART_BYTES))
@@ -166,7 +141,6 @@ def _prepare_tables(
 ) -> Path:
     fingerprint = tables_fingerprint(tables)
     if is_prepared(spec.identity(), fingerprint, out):
-        warn_of_earlier_rules(out, (BY_CONTENT, BY_TAIL) if spec.val_fraction else (), _around(spec))
         return out
     holdout = holdout_of(tables, spec.val_fraction)
     files = corpus_identity(tables.files).splitlines()
@@ -189,7 +163,7 @@ def _prepare_tables(
         draft = work / "draft"
         tokenizer_sha256 = write_tokenizer(draft, tokenizer) if isinstance(tokenizer, BpeTokenizer) else ""
         source = SourceMeta(_described(spec, tables), fingerprint.num_bytes, joined.num_documents, fingerprint.sha256)
-        recorded, named = _recorded(spec, holdout.rule, tokenizer), (tokenizer.name, tokenizer_sha256)
+        recorded, named = spec.identity() | {"split": holdout.rule}, (tokenizer.name, tokenizer_sha256)
         meta = DataMeta(recorded, source, *named, tokenizer.vocab_size, dtype, joined.splits, tokenizer.eos_id)
         write_meta(draft, meta)
         _publish(draft, out, spec, fingerprint)
@@ -258,7 +232,7 @@ def _write(
     tokenizer_sha256 = write_tokenizer(draft, tokenizer) if isinstance(tokenizer, BpeTokenizer) else ""
     source_meta = SourceMeta(source.description, **asdict(fingerprint))
     eos_id = eos_id_of(name) if tokenizer is None else tokenizer.eos_id
-    recorded = _recorded(spec, rule, None if isinstance(source, TokenBins) else tokenizer)
+    recorded = spec.identity() | ({"split": rule} if rule else {})
     write_meta(draft, DataMeta(recorded, source_meta, name, tokenizer_sha256, vocab_size, dtype, splits, eos_id))
 
 

@@ -1,10 +1,10 @@
-"""Check whether a folder already contains what is asked for, and by which version's rules it was prepared."""
+"""Check whether a folder already contains what is asked for."""
 
 from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,6 @@ from zeroshard.data.documents import Fingerprint
 from zeroshard.data.meta import META_NAME, DataMeta, read_meta
 from zeroshard.data.tables import Tables, corpus_identity
 from zeroshard.errors import UserError
-
-RULES = ("split", "around")  # recorded in a folder: how it was split, and the ids around its documents
 
 
 def is_prepared(wanted: Mapping[str, Any], fingerprint: Fingerprint, out: Path) -> bool:
@@ -53,31 +51,13 @@ def tables_fingerprint(tables: Tables) -> Fingerprint:
 
 
 def without_rules(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a folder's choices without the rules, which the user does not choose."""
-    return {key: value for key, value in spec.items() if key not in RULES}
+    """Return a folder's choices without the rule by which it was split, which the user does not choose."""
+    return {key: value for key, value in spec.items() if key != "split"}
 
 
 def rule_of(meta: DataMeta) -> str:
-    """Return the rule that split a folder's text (`Holdout.rule`); empty for an earlier version, or without text."""
+    """Return the rule that split a folder's text (`Holdout.rule`); empty without text."""
     return meta.spec.get("split", "")
-
-
-def warn_of_earlier_rules(out: Path, splits: Sequence[str], around: Sequence[Sequence[int]] = ()) -> None:
-    """Warn on stderr, in one line, if a folder is used although earlier rules split or joined its documents.
-
-    Args:
-        out: the folder.
-        splits: the rules that might split its source now; empty if the rule makes no difference.
-        around: the ids that would stand around its documents now.
-    """
-    meta = read_meta(out)
-    differs = []
-    if splits and rule_of(meta) not in splits:
-        differs.append("its validation text is not the text that this version, or a stream, holds out")
-    if list(meta.spec.get("around", ())) != list(around):
-        differs.append("its documents lack the special tokens that their tokenizer adds around a text")
-    if differs:
-        say(f"{out} was prepared by an earlier version: {' and '.join(differs)}; delete it to prepare it anew")
 
 
 def say(line: str) -> None:

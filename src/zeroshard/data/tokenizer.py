@@ -1,7 +1,7 @@
 """Tokenizers: text to ids and back.
 
 ``bytes`` (our own), ``gpt2`` and others of tiktoken, ``bpe:N`` (trained on the train split), ``json:PATH`` (an existing
-``tokenizer.json``, such as an imported model's, or ``meta.pkl`` of nanoGPT).
+``tokenizer.json``, such as an imported model's).
 
 A ``tokenizer.json`` may put ids around a text (its post-processor: LLaMA's begin with BOS). `encode` adds them and
 `encode_piece` does not. `zeroshard.data.joining` describes how documents are joined.
@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from zeroshard.data.character_meta import character_tokenizer, read_characters
 from zeroshard.data.meta import SPLITS, DataMeta, SourceMeta, SplitMeta, dtype_for, read_meta, write_meta
 from zeroshard.data.names import unknown_name
 from zeroshard.data.special_tokens import SpecialTokens, special_tokens_of, write_special_tokens
@@ -236,9 +235,7 @@ def check_tokenizer(name: str) -> None:
             )
     elif name.startswith("json:"):
         if not Path(name.removeprefix("json:")).is_file():
-            raise UserError(
-                "data.tokenizer", f"{name} names no file", "use json:PATH of a tokenizer.json or a meta.pkl"
-            )
+            raise UserError("data.tokenizer", f"{name} names no file", "use json:PATH of a tokenizer.json")
     elif name != "bytes" and name not in TIKTOKEN:
         raise unknown_name("data.tokenizer", name, TOKENIZERS)
 
@@ -328,17 +325,15 @@ def write_tokenizer(folder: Path, tokenizer: BpeTokenizer) -> str:
 
 
 def read_tokenizer(path: Path, name: str = "json") -> BpeTokenizer:
-    """Read the tokenizer in a ``tokenizer.json``, or in a ``meta.pkl`` of nanoGPT.
+    """Read the tokenizer in a ``tokenizer.json``.
 
     Args:
-        path: path of the file; one that ends in ``.pkl`` is nanoGPT's.
+        path: path of the file.
         name: name of the tokenizer; ``bpe:N`` means that it was trained here.
 
     Raises:
-        UserError: the tokenizers library cannot read the file, or it is not nanoGPT's.
+        UserError: the tokenizers library cannot read the file.
     """
-    if path.suffix == ".pkl":
-        return BpeTokenizer(character_tokenizer(read_characters(path)), name)
     import tokenizers  # here, because only these tokenizers need it
 
     try:

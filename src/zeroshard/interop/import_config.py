@@ -4,8 +4,7 @@
     zeroshard import-config deepspeed ds_config.json > run.toml
 
 It prints TOML for `zeroshard train --config`, below a table in comments: each key of the other program, what it became,
-and the reason if its meaning changed. What is ignored is printed on stderr too, because the table mostly goes into a
-file. Files are parsed and never executed.
+and why. What is ignored is printed on stderr too. Files are parsed and never executed.
 """
 
 from __future__ import annotations

@@ -1,85 +1,83 @@
-"""The result of converting another program's settings: ours, and a table of what each key became."""
+"""Another program's settings as ours, by a table of its keys, and what each key became."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import tomli_w
 
 from zeroshard.columns import columns
+from zeroshard.errors import UserError, shown
 from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.sizes import LARGEST
 from zeroshard.train.config.validate import validate
 
-Fate = Literal["mapped", "changed", "ignored", "default"]
+# Settings of ours; or these and a remark, if they mean something else; or only the reason why a key has no effect here.
+Became = Mapping[str, Any] | tuple[Mapping[str, Any], str] | str
+Becomes = str | Callable[[Any, Mapping[str, Any]], Became]  # our key, or a function of the value and all settings
+Kind = tuple[Callable[[Any], bool], str]  # which values a key takes, and their name
 
 
-@dataclass(frozen=True)
-class Row:
-    """What one key of the other program became.
+def is_number(value: Any) -> bool:
+    """Whether ``value`` is a number of at least 0 that fits into 64 bits."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < LARGEST
 
-    Attributes:
-        key: the other program's key, with dots.
-        value: the key's value there.
-        fate: ``mapped`` if it means the same here; ``changed`` if it means something else, see ``why``; ``ignored`` if
-            it has no effect here; ``default`` if the file leaves it out, and the value is the other program's.
-        ours: the keys of ours that it set.
-        why: an explanation for the user; may be empty.
+
+def is_count(value: Any) -> bool:
+    """Whether ``value`` is such a number without a fraction."""
+    return is_number(value) and value == int(value)
+
+
+COUNT: Kind = is_count, "a whole number of at least 0"
+NUMBER: Kind = is_number, "a number of at least 0"
+SWITCH: Kind = lambda value: isinstance(value, int) and value in (0, 1), "true or false"
+TEXT: Kind = lambda value: isinstance(value, str), "text"
+
+
+class Row(NamedTuple):
+    """A line of the table: a key of the other program, and the keys of ours that it set; ``why`` may be empty.
+
+    ``fate`` is ``mapped``, ``ignored``, or ``default`` if it was left out and the value is the other program's.
     """
 
     key: str
     value: Any
-    fate: Fate
-    ours: str = ""
-    why: str = ""
+    fate: str
+    ours: str
+    why: str
 
 
 @dataclass
 class Migration:
-    """Our settings, which are filled in key by key, and the table of how they came about.
-
-    Attributes:
-        source: the other program and its file.
-        rows: the table.
-        values: our settings.
-        left_out: keys that the user did not give; `told` does not mention them.
-    """
+    """Our settings, which are filled in key by key, and the table of how they came about."""
 
     source: str
-    rows: list[Row] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
-    left_out: frozenset[str] = frozenset()
+    rows: list[Row] = field(default_factory=list)
 
-    def set(self, ours: str, value: Any) -> None:
-        """Set one of our keys, given with dots."""
-        table = self.values
-        *path, leaf = ours.split(".")
-        for name in path:
-            table = table.setdefault(name, {})
-        table[leaf] = value
+    def set(self, ours: Mapping[str, Any]) -> None:
+        """Set keys of ours, given with dots."""
+        for name, value in ours.items():
+            table = self.values
+            *path, leaf = name.split(".")
+            for each in path:
+                table = table.setdefault(each, {})
+            table[leaf] = value
 
-    def map(self, key: str, value: Any, ours: Mapping[str, Any], why: str = "", *, same: bool = True) -> None:
-        """Set ``ours``, and record that ``key`` became them; unless ``same``, ``why`` explains the difference."""
-        for name, ours_value in ours.items():
-            self.set(name, ours_value)
-        self.rows.append(Row(key, value, "mapped" if same else "changed", ", ".join(ours), why))
-
-    def ignore(self, key: str, value: Any, why: str) -> None:
-        """Record that ``key`` has no effect here, and ``why``."""
-        self.rows.append(Row(key, value, "ignored", "", why))
-
-    def default(self, key: str, value: Any, ours: Mapping[str, Any], why: str) -> None:
-        """Set ``ours``, because the file leaves ``key`` out and the other program then takes ``value``."""
-        for name, ours_value in ours.items():
-            self.set(name, ours_value)
-        self.rows.append(Row(key, value, "default", ", ".join(ours), why))
+    def add(self, key: str, value: Any, found: Became, *, is_default: bool = False) -> None:
+        """Set and record what ``key`` became."""
+        ours, why = ({}, found) if isinstance(found, str) else found if isinstance(found, tuple) else (found, "")
+        self.set(ours)
+        fate = "default" if is_default else "ignored" if isinstance(found, str) else "mapped"
+        self.rows.append(Row(key, value, fate, ", ".join(ours), why))
 
     def told(self) -> list[str]:
         """Return lines for the console about what has no effect here, one for each reason; the table says it too."""
         keys: dict[str, list[str]] = {}
         for row in self.rows:
-            if row.fate == "ignored" and row.key not in self.left_out:
+            if row.fate == "ignored":
                 keys.setdefault(row.why, []).append(row.key)
         return [f"ignored: {', '.join(names)} ({why})" for why, names in keys.items()]
 
@@ -91,11 +89,18 @@ class Migration:
         """Return the table, in comments, and the settings as TOML."""
         lines = [f"# From {self.source}, by `zeroshard import-config`.", "#"]
         cells = [("", "theirs", "value", "ours", "")]
-        cells += [(row.fate, row.key, _short(row.value), row.ours, row.why) for row in self.rows]
+        cells += [(row.fate, row.key, shown(row.value, 40), row.ours, row.why) for row in self.rows]
         lines += [f"# {line}".rstrip() for line in columns(cells)]
         return "\n".join(lines) + "\n\n" + tomli_w.dumps(self.values)
 
 
-def _short(value: Any) -> str:
-    text = " ".join(str(value).split())
-    return text if len(text) <= 40 else text[:37] + "..."
+def require_kind(key: str, value: Any, kind: Kind) -> None:
+    """Raise UserError if ``value`` is not of ``kind``."""
+    fits, name = kind
+    if not fits(value):
+        raise UserError(key, f"{shown(value, 80)} is not {name}", f"give {name}")
+
+
+def became(value: Any, theirs: Mapping[str, Any], becomes: Becomes) -> Became:
+    """Return what a key with this value becomes."""
+    return {becomes: value} if isinstance(becomes, str) else becomes(value, theirs)

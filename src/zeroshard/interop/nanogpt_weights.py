@@ -20,7 +20,6 @@ from zeroshard.checkpoint.streamed_safetensors import drafted
 from zeroshard.comm import Communicator, LocalCommunicator
 from zeroshard.data.meta import SPLITS, DataMeta, SourceMeta, SplitMeta, dtype_for, write_meta
 from zeroshard.data.tiktokens import TIKTOKEN
-from zeroshard.data.tokenizer import TOKENIZER_FILE, keep_tokenizer, read_tokenizer
 from zeroshard.errors import UserError, is_out_of_memory
 from zeroshard.interop.nanogpt import GPT2_IDS, PADDED_IDS
 from zeroshard.models import GPT2, GPT2Config
@@ -51,18 +50,14 @@ def import_nanogpt(path: Path, out: Path) -> str:
     model = _config(path, found.get("model_args"))
     weights = _Weights(path, model, found["model"])
     with drafted(out) as draft:
-        tokenizer = _keep_tokenizer(tokenizer_folder(draft), model.vocab_size, path, found.get("config"))
-        kept = f"json:{tokenizer_folder(out) / TOKENIZER_FILE}"
-        data = DataConfig(source=UNNAMED, tokenizer={"": "bytes", "gpt2": "gpt2"}.get(tokenizer, kept))
+        tokenizer = _keep_tokenizer(tokenizer_folder(draft), model.vocab_size, path)
+        data = DataConfig(source=UNNAMED, tokenizer=tokenizer or "bytes")
         facts = {"model": model_table(model), "data": data, "seq_len": model.seq_len, "out": str(out)}
         run = TrainConfig.model_validate({**facts, **FINE_TUNING})
         (draft / "config.toml").write_text(dump_toml(run), encoding="utf-8")
         extra = {"config": run.model_dump(mode="json"), "torch": torch.__version__, "imported_from": path.name}
         checkpoint.save(checkpoint_folder(draft) / "step-00000000", weights, step=0, extra=extra)
-    text = {
-        "gpt2": "GPT-2's tokens",
-        "": "no tokenizer (no meta.pkl of as many ids beside it or in data/DATASET), so it writes no text",
-    }.get(tokenizer, f"the characters of {tokenizer}")
+    text = "GPT-2's tokens" if tokenizer else "no tokenizer (its ids are not GPT-2's), so it writes no text"
     form = "the exact GELU" if model.activation == "gelu" else "GELU by tanh, as nanoGPT's first versions had it"
     return f"GPT-2 with {form}, {weights.num_params:,} parameters, {text}"
 
@@ -142,32 +137,17 @@ def _our_name(name: str) -> str:
     return f"blocks.{name.removeprefix('h.')}" if name.startswith("h.") else name
 
 
-def _keep_tokenizer(folder: Path, vocab_size: int, path: Path, config: Any) -> str:
-    """Find the model's tokenizer, and write it into ``folder`` in the form of a prepared data folder.
-
-    Args:
-        folder: the folder to create if there is a tokenizer.
-        vocab_size: number of the model's ids.
-        path: the checkpoint's path; a ``meta.pkl`` beside it is used, else that of the data set that it was trained on.
-        config: the run's settings as stored in the checkpoint.
+def _keep_tokenizer(folder: Path, vocab_size: int, path: Path) -> str:
+    """Write GPT-2's tokenizer into ``folder``, in the form of a prepared data folder, if the ids are as many as its.
 
     Returns:
-        The path of the ``meta.pkl``; ``gpt2`` if the number of ids is GPT-2's; empty if no tokenizer was found.
+        ``gpt2``; empty if it is none that is known.
     """
-    if vocab_size in (GPT2_IDS, PADDED_IDS):
-        folder.mkdir()
-        no_tokens = {split: SplitMeta(0, ()) for split in SPLITS}
-        source = SourceMeta(f"imported from {path.name}", 0, 0, "")
-        dtype, eos_id = dtype_for(vocab_size), TIKTOKEN["gpt2"][1]
-        write_meta(folder, DataMeta({}, source, "gpt2", "", vocab_size, dtype, no_tokens, eos_id=eos_id))
-        return "gpt2"
-    dataset = config.get("dataset") if isinstance(config, Mapping) else None
-    places = [path.with_name("meta.pkl")]
-    places += [Path("data", dataset, "meta.pkl")] if isinstance(dataset, str) and dataset.isprintable() else []
-    for place in places:
-        if place.is_file():
-            tokenizer = read_tokenizer(place)
-            if tokenizer.vocab_size == vocab_size:
-                keep_tokenizer(folder, tokenizer, vocab_size, f"imported from {place}")
-                return str(place)
-    return ""
+    if vocab_size not in (GPT2_IDS, PADDED_IDS):
+        return ""
+    folder.mkdir()
+    no_tokens = {split: SplitMeta(0, ()) for split in SPLITS}
+    source = SourceMeta(f"imported from {path.name}", 0, 0, "")
+    dtype, eos_id = dtype_for(vocab_size), TIKTOKEN["gpt2"][1]
+    write_meta(folder, DataMeta({}, source, "gpt2", "", vocab_size, dtype, no_tokens, eos_id=eos_id))
+    return "gpt2"

@@ -41,8 +41,7 @@ class DataConfig(Config):
     tokenizer: str = Field(
         "bytes",
         min_length=1,
-        description="bytes, gpt2, another of tiktoken's, bpe:N (N trained tokens), json:PATH of a tokenizer.json or of "
-        "nanoGPT's meta.pkl.",
+        description="bytes, gpt2, another of tiktoken's, bpe:N (N trained tokens), json:PATH of a tokenizer.json.",
     )
     val_path: tuple[str, ...] = Field(
         (), description="Further validation sets, each NAME=FILE, whose losses are logged as val_loss/NAME."

@@ -264,7 +264,7 @@ def _resumed(run: Run, path: Path, config: TrainConfig, corpus: Corpus, comm: Co
     """Load the checkpoint at ``path`` into ``run``, after checking which settings have changed. Collective."""
     saved = saved_run(path)
     now = config.model_dump(mode="json")
-    changes = resume.check_changes(saved, now, run.tokens_per_step, corpus.sha256, corpus.earlier_sha256)
+    changes = resume.check_changes(saved, now, run.tokens_per_step, corpus.sha256)
     run.best.load_state_dict(saved.get("best") or run.best.state_dict())
     world_before = checkpoint.read_manifest(path).world_size
     changes += other_replicas(saved.get("config", {}), world_before, now, comm.world_size)

@@ -48,7 +48,6 @@ class Corpus:
         close: frees data that was read ahead.
         position: maps a step to where its data begins, JSON-serialisable; None if the step number alone says it.
         restore_position: ``restore_position(saved, step)`` restores what ``position`` returned; ``step`` is read next.
-        earlier_sha256: identity that an earlier version, which took other rows, gave the same text; empty: none.
         num_tokens: number of training tokens; 0 if they are streamed and so not counted.
         named_evals: batches of further validation sets, by name.
         loss_weight: factor by which the loss of (step, micro_step) is multiplied; None: no factor.
@@ -67,7 +66,6 @@ class Corpus:
     close: Callable[[], None] = lambda: None
     position: Callable[[int], dict[str, Any] | None] = lambda step: None
     restore_position: Callable[[Mapping[str, Any] | None, int], None] = lambda saved, step: None
-    earlier_sha256: str = ""
     num_tokens: int = 0
     loss_weight: Callable[[int, int], float] | None = None
     named_evals: Mapping[str, Iterable[EvalBatch]] = field(default_factory=dict)
@@ -271,7 +269,6 @@ def _streamed(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
         close=batches.close,
         position=batches.position,
         restore_position=batches.restore_position,
-        earlier_sha256=text.earlier_identity,
     )
 
 

@@ -83,7 +83,6 @@ def check_changes(
     config: Mapping[str, Any],
     tokens_per_step: int,
     data_sha256: str,
-    earlier_sha256: str = "",
 ) -> list[str]:
     """Return a line for each relevant change since a checkpoint was saved; empty if there is none.
 
@@ -92,7 +91,6 @@ def check_changes(
         config: the configuration now, as JSON-serialisable values.
         tokens_per_step: tokens in a step now, of all ranks together.
         data_sha256: hash of the prepared tokens now.
-        earlier_sha256: hash that an earlier version, which streamed other rows, gave the same text.
 
     Raises:
         UserError: the model, the optimizer, the adapters or the data have changed.
@@ -102,9 +100,6 @@ def check_changes(
     if "model" in saved.get("config", {}):
         check_model(saved["config"]["model"], config["model"])
     old_data = saved.get("data_sha256")
-    if old_data and old_data == earlier_sha256:
-        what = "an earlier version streamed this run: it held out other text, and took rows in another order"
-        raise UserError("data.streaming", what, "finish it with that version, or start another run")
     if old_data and old_data != data_sha256:
         named = next((key for key in before if key.startswith("data.") and before[key] != now.get(key)), "data")
         what = f"the prepared tokens are not those that the checkpoint was trained on ({data_sha256[:8]}, "
