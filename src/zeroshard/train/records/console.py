@@ -7,21 +7,21 @@ values of a step that do not fit are left out, the loss and the speed last, and 
 from __future__ import annotations
 
 import errno
+import math
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
+from zeroshard.train.config.sizes import bandwidth_in_words, duration_in_words
 from zeroshard.train.records.records import StepRecord, warn
-from zeroshard.train.records.start_lines import in_short, start_lines
 
 GIB = 2**30
 GAP = "  "  # between the values of a line
@@ -55,22 +55,13 @@ class ConsoleRecorder:
         self._max_steps, self._log_interval, self._next_command = max_steps, log_interval, next_command
         self._console = _Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
         self._gone = False
-        self._bar = _progress(self._console) if self._console.is_terminal else None
-        self._task = None if self._bar is None else self._bar.add_task("train", total=max_steps, facts="", saved=None)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        self._bar = _Bar(self._console, max_steps) if self._console.is_terminal else None
 
     def on_start(self, info: Mapping[str, Any]) -> None:
         """Print the description of the run, each line with a label and a text, then show the bar."""
         lines = start_lines(info)
         labels = max((len(name) for name, _ in lines), default=0)
-        if self._bar is None or self._task is None:
+        if self._bar is None:
             for name, text in lines:
                 self._print(f"{name:<{labels}}{GAP}{text}")
             return
@@ -79,15 +70,16 @@ class ConsoleRecorder:
             table.add_row(Text(name, "bold"), Text(text))
         self._print(table)
         # Reset, so that steps done before a resume do not count in the estimated speed.
-        self._bar.reset(self._task, completed=int(info.get("step", 0)))
+        self._bar.reset(self._bar.run, completed=int(info.get("step", 0)))
         self._bar.start()
 
     def on_step(self, record: StepRecord) -> None:
         """Move the bar; print a line at the first, the last and every `log_interval`-th step."""
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=record.step, facts=_facts_of_bar(record))
+        if self._bar is not None:
+            facts = f"{record.tokens_per_s:,.0f} tok/s{GAP}loss {record.loss:.4f}"
+            self._bar.update(self._bar.run, completed=record.step, facts=facts)
         if record.step in (1, self._max_steps) or record.step % self._log_interval == 0:
-            facts = [f"step {record.step}", *_facts(record)]
+            facts = [f"step {record.step}", *facts_of(record)]
             for place in (-1,) * (len(facts) - NUM_MAIN_FACTS) + (LR_AT, GRAD_NORM_AT):
                 if self._bar is not None and len(GAP.join(facts)) > self._console.width:
                     facts.pop(place)
@@ -104,23 +96,21 @@ class ConsoleRecorder:
 
     def on_saving(self, done_bytes: int, num_bytes: int) -> None:
         """Show in the bar the share of the checkpoint that is written, in place of the remaining time."""
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, saved=done_bytes / num_bytes if num_bytes else 1.0)
+        if self._bar is not None:
+            self._bar.update(self._bar.run, saved=done_bytes / num_bytes if num_bytes else 1.0)
 
     def on_checkpoint(self, step: int, path: Path, facts: Mapping[str, Any] | None = None) -> None:
         """Print the checkpoint's path, or only its name if the path does not fit on the terminal."""
-        self._saving_ends()
         line = f"step {step}{GAP}checkpoint {path}"
-        fits = self._bar is None or len(line) <= self._console.width
-        self._print(line if fits else f"step {step}{GAP}checkpoint {path.name}")
+        if self._bar is not None:
+            self._bar.update(self._bar.run, saved=None)
+            line = line if len(line) <= self._console.width else f"step {step}{GAP}checkpoint {path.name}"
+        self._print(line)
 
     def on_checkpoint_failed(self, step: int, path: Path, error: str) -> None:
         """Show the remaining time in the bar again; `Saving` reports the error on stderr."""
-        self._saving_ends()
-
-    def _saving_ends(self) -> None:
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, saved=None)
+        if self._bar is not None:
+            self._bar.update(self._bar.run, saved=None)
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
         """Print the summary in one line, wrapped between values on a terminal; tables are only in ``summary.json``."""
@@ -128,12 +118,10 @@ class ConsoleRecorder:
         if self._next_command and summary.get("status") == "ok":
             facts.append(f"next: {self._next_command}")
         self.close()
-        while self._bar is not None and facts:
-            fitting = _fitting(facts, self._console.width)
+        while facts:
+            fitting = facts if self._bar is None else _fitting(facts, self._console.width)
             self._print(GAP.join(fitting))
             facts = facts[len(fitting) :]
-        if facts:
-            self._print(GAP.join(facts))
 
     def close(self) -> None:
         """Stop the bar and restore the terminal's cursor."""
@@ -154,22 +142,41 @@ class ConsoleRecorder:
                     os.dup2(nowhere.fileno(), sys.stdout.fileno())  # so that flushing the rest of the buffer succeeds
 
 
-def facts_of(record: StepRecord) -> str:
+def start_lines(info: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return labels and texts of a run's first lines, from the argument of `Observer.on_start`."""
+    kernels = ", ".join(f"{operation}: {served}" for operation, served in info.get("kernels", {}).items())
+    link = link_in_words(info["link"]) if info.get("link") else ""
+    others = {"kernels": kernels, "plan": info.get("plan", ""), "link": link}
+    return [*info.get("about", {}).items(), *((name, text) for name, text in others.items() if text)]
+
+
+def link_in_words(link: Mapping[str, Any]) -> str:
+    """Describe a link: ``simulated between nodes of 1 rank, 200 Mbit/s, 1 ms; measured 199.2 Mbit/s, 1.02 ms``."""
+    size, why = link["node_size"], link.get("why_not_comparable")
+    speeds = []
+    for which in ("asked", "achieved"):
+        rate = link[f"{which}_bytes_per_s"]  # null in a log if unlimited
+        rate, latency_s = math.inf if rate is None else rate, link[f"{which}_latency_s"]
+        speeds.append(f"{bandwidth_in_words(rate)}, {duration_in_words(latency_s)}")
+    said = f"{link['mode']} between nodes of {size} rank{'s' if size > 1 else ''}, {'; measured '.join(speeds)}"
+    return said + (f"; not comparable: {why}" if why else "")
+
+
+def in_short(value: Any) -> str:
+    """Format a float in four digits, an integer with commas, anything else as ``str`` does."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def facts_of(record: StepRecord) -> list[str]:
     """Format a step: ``loss 4.1234  grad_norm 0.98  lr 3.0e-04  12,345 tok/s  mfu 41.2%  mem 10.1GiB  comm 3%``.
 
     ``mfu``, ``hfu``, the loss scale, memory and ``comm``, the share of the step for which computation waited for
     communication, appear only if they are known.
     """
-    return GAP.join(_facts(record))
-
-
-def _facts(record: StepRecord) -> list[str]:
-    facts = [
-        f"loss {record.loss:.4f}",
-        f"grad_norm {record.grad_norm:.2f}",
-        f"lr {record.lr:.1e}",
-        f"{record.tokens_per_s:,.0f} tok/s",
-    ]
+    facts = [f"loss {record.loss:.4f}", f"grad_norm {record.grad_norm:.2f}", f"lr {record.lr:.1e}"]
+    facts.append(f"{record.tokens_per_s:,.0f} tok/s")
     if record.mfu is not None:
         facts.append(f"mfu {record.mfu:.1%}")
     if record.hfu is not None:
@@ -185,18 +192,10 @@ def _facts(record: StepRecord) -> list[str]:
     return facts
 
 
-def _facts_of_bar(record: StepRecord) -> str:
-    return f"{record.tokens_per_s:,.0f} tok/s{GAP}loss {record.loss:.4f}"
-
-
-def _fitting(facts: Sequence[str], width: int) -> list[str]:
+def _fitting(facts: Sequence[str], width: int) -> Sequence[str]:
     """The first of ``facts`` that fit side by side into ``width`` columns; at least one."""
-    kept = list(facts[:1])
-    for fact in facts[1:]:
-        if len(GAP.join([*kept, fact])) > width:
-            break
-        kept.append(fact)
-    return kept
+    most = next((n for n in range(1, len(facts)) if len(GAP.join(facts[: n + 1])) > width), len(facts))
+    return facts[:most]
 
 
 def bytes_in_words(num_bytes: int) -> str:
@@ -207,30 +206,20 @@ def bytes_in_words(num_bytes: int) -> str:
     return f"{num_bytes}B"
 
 
-class _Done(ProgressColumn):
-    """The column of completed and total steps: ``120/5000``."""
-
-    def render(self, task: Task) -> Text:
-        return Text(f"{task.completed:.0f}/{task.total:.0f}")
-
-
 class _Remaining(ProgressColumn):
     """The column of the remaining time, ``eta 0:12:34``; while a checkpoint is being written, ``saving 42%``."""
 
     def render(self, task: Task) -> Text:
-        saved: float | None = task.fields["saved"]
+        saved, left = task.fields["saved"], task.time_remaining
         if saved is not None:
             return Text(f"saving {saved:.0%}")
-        left = task.time_remaining
         if left is None:
             return Text("eta -:--:--")
-        minutes, seconds = divmod(int(left), 60)
-        hours, minutes = divmod(minutes, 60)
-        return Text(f"eta {hours}:{minutes:02}:{seconds:02}")
+        return Text(f"eta {int(left) // 3600}:{int(left) // 60 % 60:02}:{int(left) % 60:02}")
 
 
 class _Bar(Progress):
-    """rich's progress display with one task: always one line high, and two columns narrower than the terminal.
+    """rich's progress display of one task, `run`: always one line high, and two columns narrower than the terminal.
 
     One line, because rich's thread redraws the bar while the trainer prints, and the two outputs may be written in
     another order than they were rendered in. If the bar's height changed between them, the later one would erase a line
@@ -238,18 +227,18 @@ class _Bar(Progress):
     second one, which is never erased.
     """
 
+    def __init__(self, console: Console, max_steps: int) -> None:
+        super().__init__(
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4)),
+            _Remaining(Column(no_wrap=True)),
+            TextColumn("{task.fields[facts]}", markup=False, table_column=Column(no_wrap=True)),
+            console=console,
+            expand=True,
+            refresh_per_second=REFRESHES_PER_S,
+            redirect_stderr=sys.stderr.isatty(),  # not if stderr is a file: errors would go to the terminal instead
+        )
+        self.run = self.add_task("train", total=max_steps, facts="", saved=None)
+
     def get_renderables(self) -> Iterable[RenderableType]:
         yield Padding(self.make_tasks_table(self.tasks), (0, len("^C"), 0, 0))
-
-
-def _progress(console: Console) -> Progress:
-    return _Bar(
-        _Done(Column(no_wrap=True)),
-        BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4)),
-        _Remaining(Column(no_wrap=True)),
-        TextColumn("{task.fields[facts]}", markup=False, table_column=Column(no_wrap=True)),
-        console=console,
-        expand=True,
-        refresh_per_second=REFRESHES_PER_S,
-        redirect_stderr=sys.stderr.isatty(),  # not if stderr is a file: errors would go to the terminal instead
-    )

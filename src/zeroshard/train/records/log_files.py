@@ -1,4 +1,4 @@
-"""Observers that write ``metrics.jsonl`` (every event, with its time of day) and ``summary.json`` (the result).
+"""The observer that writes ``metrics.jsonl`` (every event, with its time of day) and ``summary.json`` (the result).
 
 JSON has no NaN and no infinity. They are written as null, so that both files are valid JSON even if a run diverges.
 """
@@ -20,23 +20,25 @@ from zeroshard.regular_files import LOG_BYTES, open_regular, read_bytes
 from zeroshard.train.records.records import StepRecord, warn
 
 
-class JsonlWriter:
-    """Writes ``metrics.jsonl``: one JSON object per line, written at once; a resumed run appends.
+class LogFiles:
+    """Writes ``metrics.jsonl``, one JSON object per line, at once (a resumed run appends), and ``summary.json``.
 
     A log that cannot be written does not stop a run: the first lost line is reported on stderr, and the number of lost
     lines once lines can be written again. A line is written completely or not at all. A file that was removed is
     created again.
 
     Args:
-        path: the file.
+        folder: the run folder.
         clock: returns the time of day, which each line then has as ``time``; None: lines have no time.
     """
 
-    def __init__(self, path: Path, clock: Callable[[], str] | None = None) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _drop_torn_line(path)
-        self._path, self._num_lost, self._clock = path, 0, clock
-        self._file = _for_appending(path)
+    def __init__(self, folder: Path, clock: Callable[[], str] | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path, self._summary, self._clock = folder / "metrics.jsonl", folder / "summary.json", clock
+        _drop_torn_line(self._path)
+        self._file = _for_appending(self._path)
+        self._num_lost = self._num_steps = 0
+        self._exposed_s: defaultdict[str, float] = defaultdict(float)
 
     def on_start(self, info: Mapping[str, Any]) -> None:
         """Write a ``start`` line."""
@@ -44,6 +46,9 @@ class JsonlWriter:
 
     def on_step(self, record: StepRecord) -> None:
         """Write a ``step`` line, in which exposed communication is summed over units, by kind."""
+        for label, seconds in record.exposed_s.items() if self._num_steps else ():  # the first step warms up
+            self._exposed_s[label] += seconds
+        self._num_steps += 1
         values = asdict(record) | {"exposed_s": by_kind(record.exposed_s)}
         self._write("step", {name: value for name, value in values.items() if name != "meeting" or value})
 
@@ -67,8 +72,20 @@ class JsonlWriter:
         self._write("checkpoint", {"step": step, "path": str(path), "error": error})
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
-        """Write an ``end`` line."""
+        """Write an ``end`` line, and replace ``summary.json`` atomically.
+
+        That has the summary and exposed seconds per step, by unit, kind and phase, without the first step.
+        """
         self._write("end", summary)
+        largest_first = sorted(self._exposed_s.items(), key=lambda item: -item[1])
+        exposed = {label: seconds / (self._num_steps - 1) for label, seconds in largest_first}
+        text = json.dumps(finite_or_null({**summary, "exposed_s_per_step": exposed}), indent=2, allow_nan=False) + "\n"
+        unfinished = self._summary.with_suffix(".tmp")
+        try:
+            unfinished.write_text(text, encoding="utf-8")
+            unfinished.replace(self._summary)
+        except OSError as error:
+            warn(f"{self._summary} cannot be written ({error.strerror})")
 
     def close(self) -> None:
         """Close the file."""
@@ -101,54 +118,6 @@ class JsonlWriter:
         except OSError:
             os.ftruncate(self._file.fileno(), before)
             raise
-
-
-class SummaryWriter:
-    """Writes ``summary.json``: the results, when the run is done."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._exposed_s: defaultdict[str, float] = defaultdict(float)
-        self._num_steps = 0
-
-    def on_start(self, info: Mapping[str, Any]) -> None:
-        """Do nothing: `on_end` writes the file."""
-
-    def on_step(self, record: StepRecord) -> None:
-        """Add up exposed communication; the first step, which warms up, is left out."""
-        for label, seconds in record.exposed_s.items() if self._num_steps else ():
-            self._exposed_s[label] += seconds
-        self._num_steps += 1
-
-    def on_eval(
-        self, step: int, loss: float, ema_loss: float | None = None, named: Mapping[str, float] | None = None
-    ) -> None:
-        """Do nothing: `on_end` writes the file."""
-
-    def on_saving(self, done_bytes: int, num_bytes: int) -> None:
-        """Do nothing: `on_end` writes the file."""
-
-    def on_checkpoint(self, step: int, path: Path, facts: Mapping[str, Any] | None = None) -> None:
-        """Do nothing: `on_end` writes the file."""
-
-    def on_checkpoint_failed(self, step: int, path: Path, error: str) -> None:
-        """Do nothing: `on_end` writes the file."""
-
-    def on_end(self, summary: Mapping[str, Any]) -> None:
-        """Replace the file atomically; it has the summary and exposed seconds per step, by unit, kind and phase."""
-        largest_first = sorted(self._exposed_s.items(), key=lambda item: -item[1])
-        exposed = {label: seconds / (self._num_steps - 1) for label, seconds in largest_first}
-        whole = {**summary, "exposed_s_per_step": exposed}
-        text = json.dumps(finite_or_null(whole), indent=2, allow_nan=False) + "\n"
-        unfinished = self._path.with_suffix(".tmp")
-        try:
-            unfinished.write_text(text, encoding="utf-8")
-            unfinished.replace(self._path)
-        except OSError as error:
-            warn(f"{self._path} cannot be written ({error.strerror})")
-
-    def close(self) -> None:
-        """Do nothing: no file is open."""
 
 
 def finite_or_null(value: Any) -> Any:

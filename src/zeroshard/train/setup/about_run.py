@@ -50,35 +50,34 @@ def about_run(
 ) -> dict[str, str]:
     """Return the lines that describe a run, by label, in the order in which they are printed.
 
-    Args:
-        config: settings of the run; its strategy must be resolved, not ``auto``.
-        folder: the run folder.
-        model: the unsharded model, whose parameters are counted; it may be on the meta device.
-        corpus: the data to train on.
-        comm: the ranks; the description is that of the innermost communicator, without wrappers.
-        device: the device of this rank.
-        grad_accum_steps: micro-batches of each rank in a step.
-        first_step: steps already completed.
-        chosen: whether ``--strategy auto`` chose the strategy.
+    ``config`` has a resolved strategy, not ``auto``; ``chosen``: whether that was chosen by ``auto``. ``model`` is the
+    unsharded one, and may be on the meta device. ``first_step``: steps already completed.
     """
-    world_size = comm.world_size
-    tokens = config.micro_batch_size * grad_accum_steps * world_size * config.seq_len
+    world_size, micro, every = comm.world_size, config.micro_batch_size, config.replicas.every
+    tokens = micro * grad_accum_steps * world_size * config.seq_len
     micro_batches = "1 micro-batch" if grad_accum_steps == 1 else f"{grad_accum_steps:,} micro-batches"
-    compiled = ", compiled" if config.compile else ""
     resumed = f", resumed after step {first_step:,}" if first_step else ""
+    strategy = strategy_in_words(config.strategy, world_size, config.shard_size, chosen=chosen, every=every)
+    alike = f", with the same bits on any number up to {config.reproducible}" if config.reproducible else ""
+    size = f"{corpus.num_tokens:,} tokens to train on" if corpus.num_tokens else "streamed"
+    rows = f", {corpus.said}" if corpus.said else ""
+    dtype = config.dtype
+    if dtype == FP8:
+        layers, total = float8_layers(model)
+        dtype = f"fp8 in {len(layers)} of {total} linear layers of blocks, else bfloat16,"
+    num_params = sum(param.numel() for param in model.parameters())
+    num_trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    adapters = f", of which {num_trained:,} of adapters are trained" if model.lora is not None else ""
     return {
         "run": f"{folder}, {config.max_steps:,} step{'s' if config.max_steps > 1 else ''}{resumed}",
-        "strategy": strategy_in_words(
-            config.strategy, world_size, config.shard_size, chosen=chosen, every=config.replicas.every
-        )
-        + (f", with the same bits on any number up to {config.reproducible}" if config.reproducible else ""),
+        "strategy": strategy + alike,
         "comm": communicator_in_words(comm, config.strategy),
-        "model": f"{config.model.name}, {_num_params(model)}",
-        "data": corpus_in_words(config, corpus),
-        "batch": f"{config.micro_batch_size:,} sequences x {micro_batches} x {_ranks(world_size)} x "
-        f"{config.seq_len:,} tokens = {tokens:,} tokens a step",
-        "compute": f"{_dtype(config, model)} on {device}{compiled}, {config.optimizer} with lr {config.lr:g}, "
-        f"torch {torch.__version__}",
+        "model": f"{config.model.name}, {num_params:,} parameters{adapters}",
+        "data": f"{config.data.source}, {size}, tokenizer {config.data.tokenizer} of {corpus.vocab_size:,} ids{rows}",
+        "batch": f"{micro:,} sequences x {micro_batches} x {_ranks(world_size)} x {config.seq_len:,} tokens = "
+        f"{tokens:,} tokens a step",
+        "compute": f"{dtype} on {device}{', compiled' if config.compile else ''}, {config.optimizer} with lr "
+        f"{config.lr:g}, torch {torch.__version__}",
     }
 
 
@@ -91,12 +90,7 @@ def next_command(config: TrainConfig, folder: Path) -> str:
 def strategy_in_words(name: str, world_size: int, shard_size: int = 0, *, chosen: bool = False, every: int = 1) -> str:
     """Describe a strategy, as ``zero2: optimizer states and gradients sharded over 2 ranks``.
 
-    Args:
-        name: a name of `zeroshard.parallel.registry`, or ``module:name``.
-        world_size: number of ranks of the run.
-        shard_size: number of ranks over which training state is sharded; 0: all.
-        chosen: whether ``--strategy auto`` chose it.
-        every: steps between meetings of replicas; 1: gradients are reduced over replicas at each step.
+    ``shard_size``: ranks over which training state is sharded; 0: all. ``every``: steps between meetings of replicas.
     """
     said = f"{name} (chosen by auto)" if chosen else name
     if name in _TORCH_STRATEGIES:
@@ -120,7 +114,7 @@ def strategy_in_words(name: str, world_size: int, shard_size: int = 0, *, chosen
 
 
 def communicator_in_words(comm: Communicator, strategy: str) -> str:
-    """Describe the communicator of a run; for torch.distributed with its backend."""
+    """Describe the innermost communicator of a run, without its wrappers; torch.distributed with its backend."""
     inner = comm
     while hasattr(inner, "inner"):
         inner = inner.inner
@@ -128,27 +122,6 @@ def communicator_in_words(comm: Communicator, strategy: str) -> str:
     if strategy_entry(strategy).over_torch or name == "TorchCommunicator":
         return f"torch, torch.distributed with {dist.get_backend()}" if dist.is_initialized() else "torch"
     return _COMMUNICATORS.get(name, name)
-
-
-def corpus_in_words(config: TrainConfig, corpus: Corpus) -> str:
-    """Describe the data: source, number of tokens, tokenizer, and how rows are filled."""
-    size = f"{corpus.num_tokens:,} tokens to train on" if corpus.num_tokens else "streamed"
-    rows = f", {corpus.said}" if corpus.said else ""
-    return f"{config.data.source}, {size}, tokenizer {config.data.tokenizer} of {corpus.vocab_size:,} ids{rows}"
-
-
-def _dtype(config: TrainConfig, model: LanguageModel) -> str:
-    if config.dtype != FP8:
-        return config.dtype
-    chosen, total = float8_layers(model)
-    return f"fp8 in {len(chosen)} of {total} linear layers of blocks, else bfloat16,"
-
-
-def _num_params(model: LanguageModel) -> str:
-    total = sum(param.numel() for param in model.parameters())
-    trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
-    adapters = f", of which {trained:,} of adapters are trained" if model.lora is not None else ""
-    return f"{total:,} parameters{adapters}"
 
 
 def _ranks(count: int) -> str:

@@ -37,7 +37,7 @@ from zeroshard.train.loop.measures import Measures
 from zeroshard.train.loop.run import Run, Schedule, checkpoint_folder
 from zeroshard.train.loop.step_guard import StepGuard
 from zeroshard.train.records.console import ConsoleRecorder
-from zeroshard.train.records.log_files import JsonlWriter, SummaryWriter
+from zeroshard.train.records.log_files import LogFiles
 from zeroshard.train.records.origin import now
 from zeroshard.train.records.plan_contract import Predict
 from zeroshard.train.records.records import Observer
@@ -386,8 +386,7 @@ def _shapes(config: TrainConfig, vocab_size: int, eos_id: int | None) -> Languag
 
 def _observers(config: TrainConfig, folder: Path) -> list[Observer]:
     return [
-        JsonlWriter(folder / "metrics.jsonl", now),
-        SummaryWriter(folder / "summary.json"),
+        LogFiles(folder, now),
         ConsoleRecorder(config.max_steps, config.log_interval, sys.stdout, next_command(config, folder)),
         *trackers(config.track, folder, config.model_dump(mode="json")),
     ]
