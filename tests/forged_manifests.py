@@ -46,7 +46,7 @@ MORE = {
     "data": {"source": "text", "path": ("docs.jsonl",), "streaming": True},
     "dtype": "float16",
     "ema_decay": 0.9,
-    "optim": {"skip_spikes": 3.0},
+    "optim": {"z_loss": 3.0},
 }
 RESUMES = ("train --config run/config.toml --resume auto --max-steps 2",)
 # What a name in a manifest may be instead: of code, of another model, of what a terminal obeys.

@@ -33,13 +33,10 @@ def test_quantities_become_bytes_and_seconds_here_and_nowhere_else():
             latency="50us",
             burst="64KiB",
             node_size=2,
-            inside_bandwidth="10GB/s",
-            inside_latency="1us",
         )
     )
-    between, inside = found.between, found.inside
-    assert (between.bytes_per_s, between.burst_bytes, inside.bytes_per_s) == (125e6, 65536, 1e10)
-    assert (between.latency_s, inside.latency_s) == (pytest.approx(5e-5), pytest.approx(1e-6))
+    assert (found.between.bytes_per_s, found.between.burst_bytes) == (125e6, 65536)
+    assert found.between.latency_s == pytest.approx(5e-5)
     assert Links.of(LinkConfig(mode="simulated", latency="1ms")).between == Link(1e-3, math.inf)
 
 
@@ -65,10 +62,6 @@ def test_quantities_become_bytes_and_seconds_here_and_nowhere_else():
         (
             ["--link.mode", "netns", "--link.bandwidth", "1Gbit/s", "--nproc", "2", "--max-restarts", "1"],
             "max_restarts: 1 restarts ranks",
-        ),
-        (
-            ["--link.mode", "netns", "--link.bandwidth", "1Gbit/s", "--nproc", "2", "--link.inside-latency", "1us"],
-            "link.inside_latency: netns shapes what leaves a node",
         ),
     ],
 )

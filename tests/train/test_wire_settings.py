@@ -60,7 +60,7 @@ def test_a_run_with_a_second_copy_of_weights_keeps_its_plan(tiny_config):
 
 
 def test_a_run_that_is_resumed_at_another_stage_has_the_same_bits(tiny_config):
-    config = tiny_config(strategy="zero2", wire=INT8, eval_interval=0, optim={"skip_spikes": 0.0})
+    config = tiny_config(strategy="zero2", wire=INT8, eval_interval=0)
     parts = config.model_copy(update={"out": f"{config.out}-parts"})
     whole = run_threads(lambda comm: _trained(comm, config), 2)
     run_threads(lambda comm: _trained(comm, parts, until=3), 2)

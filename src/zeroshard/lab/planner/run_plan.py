@@ -185,13 +185,10 @@ def behind(measured: Link, links: Links) -> Link:
     Bytes pass through both, so the bottleneck decides the bandwidth; latencies add up. Bursts, which pass at once after
     a pause, are not modelled: they change a step by milliseconds.
     """
-    num_ranks = measured.num_ranks
-    if num_ranks > links.node_size:
-        levels = [links.between] + ([links.inside] if links.node_size > 1 else [])
-    else:
-        levels = [links.inside]
-    bytes_per_s = min(level.bytes_per_s for level in levels)
-    latency_s = max(level.latency_s for level in levels)
+    num_ranks, slow = measured.num_ranks, links.between
+    if num_ranks <= links.node_size:
+        return measured
+    bytes_per_s, latency_s = slow.bytes_per_s, slow.latency_s
 
     def slowed(op: str, constant_s: float, s_per_byte: float) -> tuple[float, float]:
         over_links = bytes_per_link(op, 1, num_ranks) / bytes_per_s

@@ -119,21 +119,17 @@ def unmet_steps(replicas: ReplicasConfig, max_steps: int) -> str:
 
     Steps after the last meeting are missing from the common weights, which are what evaluation and export read.
     """
-    every, overlap = replicas.every, replicas.overlap_steps
     if not replicas.on:
         return ""
-    missed = _missed(replicas, max_steps)
-    least = min(_missed(replicas, max_steps + more) for more in range(every))
-    if missed == least:
+    near = range(max(1, max_steps - replicas.every), max_steps + replicas.every)
+    missed = {steps: _missed(replicas, steps) for steps in near}
+    best = [steps for steps in near if missed[steps] == min(missed.values())]
+    if max_steps in best:
         return ""
-    near = [each for each in range(max(1, max_steps - every), max_steps + every) if _missed(replicas, each) == least]
-    below, above = ([each for each in near if (each > max_steps) == up] for up in (False, True))
-    choice = " or ".join(str(each) for each in (*below[-1:], *above[:1]))
-    if not overlap and replicas.fragments == 1:
-        what = f"{every} does not divide max_steps = {max_steps}: the last steps' weights never meet"
-        return f"replicas.every: {what}; choose a multiple, as {choice}"
-    what = f"at max_steps = {max_steps} what is saved misses up to {missed} of the last steps"
-    return f"replicas.every: {what}; choose {choice}, which miss{'es' if ' or ' not in choice else ''} {least}"
+    below, above = ([steps for steps in best if (steps > max_steps) == up] for up in (False, True))
+    choice = " or ".join(map(str, (*below[-1:], *above[:1])))
+    what = f"at max_steps = {max_steps} what is saved misses up to {missed[max_steps]} of the last steps"
+    return f"replicas.every: {what}; with {choice} it misses {min(missed.values())}"
 
 
 def early_momentum(replicas: ReplicasConfig) -> str:

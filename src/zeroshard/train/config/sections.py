@@ -184,12 +184,6 @@ class OptimConfig(Config):
     max_not_finite: int = Field(
         10, ge=1, description="End the run after this many steps in a row with NaN/Inf; each is skipped."
     )
-    skip_spikes: float = Field(
-        0.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="Skip a step whose loss is this many standard deviations above the last ones; 0: never.",
-    )
 
 
 class ProfileConfig(Config):
@@ -228,38 +222,26 @@ class LinkConfig(Config):
         description="What passes at once after a pause, as 64KiB; empty: simulated none, else what the shaper needs.",
     )
     node_size: int = Field(1, ge=1, description="Neighbouring ranks that are a node, and share its link.")
-    inside_bandwidth: str = Field("", description="Bandwidth within a node, simulated only; empty: as it is.")
-    inside_latency: str = Field("", description="Latency within a node, simulated only; empty: as it is.")
     device: str = Field("", description="Network interface of this host that tc has shaped, as eth1.")
 
     @model_validator(mode="after")
     def _says_what_is_slow(self) -> Self:
-        bandwidths, durations = ("bandwidth", "inside_bandwidth"), ("latency", "inside_latency")
-        given = [name for name in (*bandwidths, *durations, "burst", "device") if getattr(self, name)]
+        given = [name for name in ("bandwidth", "latency", "burst", "device") if getattr(self, name)]
         if self.mode == "none" and (given or self.node_size > 1):
             what = "is given, and no link is slowed"
             raise UserError(f"link.{(given or ['node_size'])[0]}", what, "add --link.mode simulated, netns or tc")
-        for names, parse in ((bandwidths, parse_bandwidth), (durations, parse_duration), (("burst",), parse_size)):
-            for name in names:
-                if getattr(self, name):
-                    parse(f"link.{name}", getattr(self, name))
+        for name, parse in (("bandwidth", parse_bandwidth), ("latency", parse_duration), ("burst", parse_size)):
+            if getattr(self, name):
+                parse(f"link.{name}", getattr(self, name))
         if self.mode == "simulated" and not given:
             raise UserError(
                 "link.mode", "simulated has no bandwidth or latency", "add --link.bandwidth 1Gbit/s, or a latency"
             )
-        if self.mode in ("netns", "tc"):
-            self._can_be_shaped()
+        if self.mode in ("netns", "tc") and not self.bandwidth:
+            raise UserError("link.bandwidth", f"{self.mode} shapes a bandwidth", "give one, as 1Gbit/s")
         if (self.mode == "tc") != bool(self.device):
             raise UserError("link.device", f"{self.device!r} with mode {self.mode}", "give one with tc, and only then")
         return self
-
-    def _can_be_shaped(self) -> None:
-        if not self.bandwidth:
-            raise UserError("link.bandwidth", f"{self.mode} shapes a bandwidth", "give one, as 1Gbit/s")
-        for name in ("inside_bandwidth", "inside_latency"):
-            if getattr(self, name):
-                what = f"{self.mode} shapes what leaves a node, and nothing in it"
-                raise UserError(f"link.{name}", what, "leave it out, or use --link.mode simulated")
 
 
 class TrackConfig(Config):

@@ -8,9 +8,8 @@ way, in the order of backward.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,44 +33,20 @@ def first_not_finite(model: nn.Module, comm: Communicator, replay: Callable[[], 
     Returns:
         A text such as ``the output of blocks.3.mlp (Mlp) on rank 1``; the same on every rank.
     """
-    # Run eagerly: compiled code does not call hooks that were registered after it was compiled.
-    with _eager, _watched(model) as (outputs, gradients):
-        replay()
-    kinds = _by_rank(comm, 2 if outputs else 1 if gradients else 0)
+    # Run eagerly: compiled code does not call hooks that were registered after it was compiled. The stance is global to
+    # the process, where ranks may be threads: the collective after the replay waits for all, before any restores it.
+    torch.compiler.set_stance("force_eager")
+    try:
+        with _watched(model) as (outputs, gradients):
+            replay()
+        kinds = _by_rank(comm, 2 if outputs else 1 if gradients else 0)
+    finally:
+        torch.compiler.set_stance("default")
     if not any(kinds):
         return "no module's output or gradient, when the step was run again; a reduction overflowed"
     rank = kinds.index(max(kinds))
     found = outputs or gradients
     return send_text(comm, f"{found[0]} on rank {rank}" if comm.rank == rank else "", src=rank)
-
-
-class _Eager:
-    """A context manager in which compiled code runs eagerly; safe when several ranks are threads of one process.
-
-    ``torch.compiler.set_stance`` is global to the process, and on exit it restores the stance that it found on entry.
-    If two threads overlapped, the one that leaves last could restore the other's "force_eager", and nothing would
-    compile any more. So the first thread to enter sets the stance, and the last one to leave restores it.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_inside = 0
-        self._stance = ExitStack()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._num_inside == 0:
-                self._stance.enter_context(torch.compiler.set_stance("force_eager"))
-            self._num_inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._num_inside -= 1
-            if self._num_inside == 0:
-                self._stance.close()
-
-
-_eager = _Eager()
 
 
 @contextmanager

@@ -31,7 +31,7 @@ class StepRecord:
             measured.
         comm: bytes of this rank's collectives in this step, by operation; empty if not recorded.
         skipped: whether the step was skipped, on all ranks: see `zeroshard.train.loop.step_guard`.
-        why_skipped: ``"overflow"`` (of float16 on some rank), ``"not finite"`` or ``"spike"``; empty if it was taken.
+        why_skipped: ``"overflow"`` (of float16 on some rank) or ``"not finite"``; empty if it was taken.
         num_skipped: number of steps skipped since the run began.
         loss_scale: loss scale of this step; None if the loss is not scaled.
         exposed_s: seconds for which this rank's computation waited for communication, by unit, kind and phase

@@ -130,7 +130,7 @@ def separating_id(config: TrainConfig, eos_id: int | None) -> int | None:
     if not attention_boundary_setting(config) or config.data.format != "text":
         return None
     if eos_id is None:
-        todo = "use one that has, as gpt2 or bpe:N; a folder of an earlier version must be prepared again"
+        todo = "use one that has, as gpt2 or bpe:N"
         what = f"the tokenizer {config.data.tokenizer} has no id that ends a document"
         raise UserError(attention_boundary_setting(config), what, todo)
     return eos_id

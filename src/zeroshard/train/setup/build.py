@@ -185,7 +185,7 @@ def _build_in(
         device=device,
         tokens_per_step=config.micro_batch_size * schedule.grad_accum_steps * comm.world_size * config.seq_len,
         scaler=scaler,
-        guard=StepGuard(config.optim.max_not_finite, config.optim.skip_spikes),
+        guard=StepGuard(config.optim.max_not_finite),
         best=BestLoss(config.early_stop),
         config=config.model_dump(mode="json"),
         stage=stage,

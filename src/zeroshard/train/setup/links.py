@@ -29,24 +29,22 @@ class Links:
     Attributes:
         mode: as in `LinkConfig`.
         between: a node's link to other nodes, in each direction.
-        inside: the links between the ranks of a node.
         node_size: number of neighbouring ranks that form a node.
         device: the network interface of mode ``tc``.
     """
 
     mode: str
     between: Link
-    inside: Link
     node_size: int
     device: str
 
     @classmethod
     def of(cls, config: LinkConfig) -> Links:
         """Parse the links that a configuration asks for."""
-        burst_bytes = parse_size("link.burst", config.burst) if config.burst else 0
-        between = _link("", config.bandwidth, config.latency, burst_bytes)
-        inside = _link("inside_", config.inside_bandwidth, config.inside_latency)
-        return cls(config.mode, between, inside, config.node_size, config.device)
+        bytes_per_s = parse_bandwidth("link.bandwidth", config.bandwidth) if config.bandwidth else math.inf
+        latency_s = parse_duration("link.latency", config.latency) if config.latency else 0.0
+        between = Link(latency_s, bytes_per_s, parse_size("link.burst", config.burst) if config.burst else 0)
+        return cls(config.mode, between, config.node_size, config.device)
 
     @property
     def in_kernel(self) -> bool:
@@ -86,7 +84,7 @@ class Links:
         if not ranks_share_host():
             what = "simulated needs the clock of one host, and these ranks are on several"
             raise UserError("link.mode", what, "use --link.mode tc")
-        return ThrottledCommunicator(comm, self.between, node_size=self.node_size, inside=self.inside)
+        return ThrottledCommunicator(comm, self.between, node_size=self.node_size)
 
     def probed(self, comm: Communicator) -> dict[str, Any]:
         """Measure the links; return the requested and the achieved speed for the log. Collective.
@@ -115,9 +113,3 @@ class Links:
             "comparable": not why,
             "why_not_comparable": why,
         }
-
-
-def _link(prefix: str, bandwidth: str, latency: str, burst_bytes: int = 0) -> Link:
-    bytes_per_s = parse_bandwidth(f"link.{prefix}bandwidth", bandwidth) if bandwidth else math.inf
-    latency_s = parse_duration(f"link.{prefix}latency", latency) if latency else 0.0
-    return Link(latency_s, bytes_per_s, burst_bytes)

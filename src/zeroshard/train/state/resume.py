@@ -42,8 +42,6 @@ FREE = frozenset(
     }
 )
 REFUSED = frozenset({"optimizer", "lora.rank", "lora.alpha", "lora.targets"})
-# Values of `REFUSED` settings for checkpoints that are older than the setting.
-_EARLIER = {"lora.rank": 0}
 
 
 def choose(comm: Communicator, resume: str, folder: Path) -> Path | None:
@@ -79,10 +77,7 @@ def choose(comm: Communicator, resume: str, folder: Path) -> Path | None:
 
 
 def check_changes(
-    saved: Mapping[str, Any],
-    config: Mapping[str, Any],
-    tokens_per_step: int,
-    data_sha256: str,
+    saved: Mapping[str, Any], config: Mapping[str, Any], tokens_per_step: int, data_sha256: str
 ) -> list[str]:
     """Return a line for each relevant change since a checkpoint was saved; empty if there is none.
 
@@ -96,7 +91,6 @@ def check_changes(
         UserError: the model, the optimizer, the adapters or the data have changed.
     """
     before, now = by_dotted_name(saved.get("config", {})), by_dotted_name(config)
-    before = {**_EARLIER, **before} if before else before
     if "model" in saved.get("config", {}):
         check_model(saved["config"]["model"], config["model"])
     old_data = saved.get("data_sha256")
@@ -113,7 +107,7 @@ def check_changes(
             raise UserError(key, f"the checkpoint was saved with {value}, now it is {now[key]}", f"use {value}")
         lines.append(f"{key} was {value}, now it is {now[key]}")
     lines += _other_rate(saved, config)
-    rows, rows_now = _eval_rows(before), _eval_rows(now)
+    rows, rows_now = before.get("eval_rows"), now.get("eval_rows")
     if rows and rows_now and rows != rows_now:
         what = f"an evaluation had {rows} sequences, now it has {rows_now}: its losses are of another set"
         lines.append(f"{what}; --eval-rows {rows} keeps it")
@@ -132,7 +126,7 @@ def with_same_evaluation(saved: Mapping[str, Any], config: TrainConfig) -> Train
     So the validation losses of a run that is resumed with other settings stay comparable.
     """
     before = by_dotted_name(saved.get("config", {}))
-    rows = _eval_rows(before)
+    rows = before.get("eval_rows", 0)
     asked = "eval_rows" in config.model_fields_set
     if config.eval_batches:
         in_batches = config.eval_rows == config.eval_batches * config.micro_batch_size
@@ -140,13 +134,8 @@ def with_same_evaluation(saved: Mapping[str, Any], config: TrainConfig) -> Train
     return config if asked or rows in (0, config.eval_rows) else config.model_copy(update={"eval_rows": rows})
 
 
-def _eval_rows(config: Mapping[str, Any]) -> int:
-    """Number of sequences in an evaluation, of older checkpoints too; 0 if the configuration does not say."""
-    return config.get("eval_rows") or config.get("eval_batches", 0) * config.get("micro_batch_size", 0)
-
-
 def schedule_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments for `zeroshard.optim.learning_rate`; ``config`` may come from an older version."""
+    """Return the arguments for `zeroshard.optim.learning_rate`."""
     steps = config.get("decay_steps") or config["max_steps"]
     known = {"lr", "min_lr", "warmup_steps"}
     table = config.get("optim", {})

@@ -38,8 +38,6 @@ class _Position(_Facts):
 class _Guard(_Facts):
     num_skipped: _Count
     not_finite_in_a_row: _Count
-    spikes_in_a_row: _Count
-    losses: list[_Finite]
 
 
 class _Scaler(_Facts):
