@@ -20,6 +20,8 @@ LEFT = [
     r"common_copy",
     r"character_meta",
     r"nanogpt_statements",
+    r"own_weights",
+    r"all_gather_others",
 ]
 # The history of the project may name it.
 HISTORY = {"CHANGELOG.md", "log.md"}

@@ -85,7 +85,7 @@ DONE = Done()
 class Communicator(Protocol):
     """Collectives among ``world_size`` ranks; see the module's docstring for the rules.
 
-    Six more members are used if a communicator has them:
+    Five more members are used if a communicator has them:
 
     * ``empty(numel, dtype) -> Tensor``: CPU memory that its collectives access without a copy. See `empty_for`.
     * ``buffer_bytes: int``: bytes of its own buffers on this rank, with those of its parts. See `buffer_bytes`.
@@ -93,8 +93,6 @@ class Communicator(Protocol):
     * ``all_to_all(output, input) -> Work``: what wire formats are sent by. Call the function `all_to_all`.
     * ``reduce_scatter_consuming(output, input, op) -> Work``: `reduce_scatter` without the copy that keeps the input
       intact. Call the function `reduce_scatter_consuming`.
-    * ``all_gather_others(output, input) -> Work``: `all_gather` without the copy of the own slice. Call the function
-      `all_gather_others`.
     """
 
     @property
@@ -165,23 +163,6 @@ def reduce_scatter_consuming(comm: Communicator, output: Tensor, input: Tensor, 
     """
     own = _variant(comm, "reduce_scatter_consuming", "reduce_scatter")
     return comm.reduce_scatter(output, input, op) if own is None else own(output, input, op)
-
-
-def all_gather_others(comm: Communicator, output: Tensor, input: Tensor) -> Work:
-    """`Communicator.all_gather` for a caller who has no use for this rank's own slice of ``output``: it is undefined.
-
-    Some ranks may call this and others `Communicator.all_gather` for the same gather. ``input`` must not change before
-    `Work.wait` has returned.
-    """
-    own = _variant(comm, "all_gather_others", "all_gather")
-    return comm.all_gather(output, input) if own is None else own(output, input)
-
-
-def leaves_own_slice(comm: Any) -> bool:
-    """Whether ``comm``, or the communicator that it wraps, saves something by `all_gather_others`."""
-    while (inner := getattr(comm, "inner", None)) is not None:
-        comm = inner
-    return _variant(comm, "all_gather_others", "all_gather") is not None
 
 
 def _variant(comm: Any, name: str, of: str) -> Callable[..., Work] | None:

@@ -178,13 +178,6 @@ class ThreadCommunicator:
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
         """Gather every rank's shard; done on return."""
-        return self._gather(output, input)
-
-    def all_gather_others(self, output: Tensor, input: Tensor) -> Work:
-        """Gather the other ranks' shards; done on return. This rank's slice of ``output`` is undefined."""
-        return self._gather(output, input, left_out=self.rank)
-
-    def _gather(self, output: Tensor, input: Tensor, left_out: int | None = None) -> Work:
         check_shards(output, input, self.world_size)
         input = kept_apart(input, output, in_place=is_own_slice(input, output, self.rank))
         pieces = self._exchange(input, "all_gather", input.numel(), input.dtype)
@@ -197,8 +190,8 @@ class ThreadCommunicator:
             fill(output, torch.cat([piece.reshape(-1) for piece in pieces]))
             self._leave()
             return DONE
-        for rank, (row, piece) in enumerate(zip(output.detach().view(self.world_size, -1), pieces, strict=True)):
-            if rank != left_out and row.data_ptr() != piece.data_ptr():
+        for row, piece in zip(output.detach().view(self.world_size, -1), pieces, strict=True):
+            if row.data_ptr() != piece.data_ptr():
                 row.copy_(piece.reshape(-1))
         self._leave()
         return DONE

@@ -68,18 +68,11 @@ class QueuedCommunicator(ABC):
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
         """Gather every rank's shard."""
-        return self._gather_shards(output, input, others_only=False)
-
-    def all_gather_others(self, output: Tensor, input: Tensor) -> Work:
-        """Gather the other ranks' shards; this rank's slice of ``output`` is undefined."""
-        return self._gather_shards(output, input, others_only=True)
-
-    def _gather_shards(self, output: Tensor, input: Tensor, *, others_only: bool) -> Work:
         check_shards(output, input, self.world_size)
         shard = flat_input(kept_apart(input, output, in_place=is_own_slice(input, output, self.rank)))
 
         def gather(whole: Tensor) -> None:
-            self._all_gather(whole, shard, others_only=others_only)
+            self._all_gather(whole, shard)
 
         return self._submit("all_gather", to_flat(output, gather), output, input)
 
@@ -143,11 +136,8 @@ class QueuedCommunicator(ABC):
         return False
 
     @abstractmethod
-    def _all_gather(self, whole: Tensor, shard: Tensor, *, others_only: bool = False) -> None:
-        """Gather every rank's shard into ``whole``; ``shard`` is this rank's, and may be its slice of ``whole``.
-
-        ``others_only``: this slice need not be written.
-        """
+    def _all_gather(self, whole: Tensor, shard: Tensor) -> None:
+        """Gather every rank's shard into ``whole``; ``shard`` is this rank's, and may be its slice of ``whole``."""
 
     @abstractmethod
     def _all_to_all(self, whole: Tensor, parts: Tensor) -> None:

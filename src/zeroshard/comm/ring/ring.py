@@ -144,9 +144,8 @@ class RingCommunicator(QueuedCommunicator):
     def _writes_input(self, whole: Tensor) -> bool:
         return self.world_size > 2 and not small.is_small(whole.nbytes, self.world_size)
 
-    def _all_gather(self, whole: Tensor, shard: Tensor, *, others_only: bool = False) -> None:
-        if not others_only:
-            copy(whole[slice(*self._shard(whole, self.rank))], shard)
+    def _all_gather(self, whole: Tensor, shard: Tensor) -> None:
+        copy(whole[slice(*self._shard(whole, self.rank))], shard)
         if self.world_size > 1 and small.is_small(shard.nbytes, self.world_size):
             whole.copy_(small.gather_rows(shard, self.transport).view(-1))
         elif self.world_size > 1:

@@ -105,18 +105,16 @@ class SharedMemoryCommunicator(QueuedCommunicator):
         else:
             self._reduce_in_slots(whole, op, shard)
 
-    def _all_gather(self, whole: Tensor, shard: Tensor, *, others_only: bool = False) -> None:
+    def _all_gather(self, whole: Tensor, shard: Tensor) -> None:
         start, stop = shard_interval(whole.numel(), self.world_size, self.rank)
         if self.world_size > 1 and (shards := self._offer(shard, whole.nbytes)) is not None:
             for peer in self._slots.peers:
                 start_of, stop_of = shard_interval(whole.numel(), self.world_size, peer)
                 copy(whole[start_of:stop_of], shards[peer])
-            if not others_only:
-                copy(whole[start:stop], shard)
+            copy(whole[start:stop], shard)
             self._slots.done()
         else:
-            if not others_only:
-                copy(whole[start:stop], shard)
+            copy(whole[start:stop], shard)
             self._gather_in_slots(whole, shard)
 
     def _all_reduce(self, flat: Tensor, op: ReduceOp) -> None:

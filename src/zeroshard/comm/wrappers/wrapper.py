@@ -22,7 +22,6 @@ from zeroshard.comm.base import (
     ReduceOp,
     Work,
     add_done_callback,
-    all_gather_others,
     all_to_all,
     empty_for,
     reduce_scatter_consuming,
@@ -106,10 +105,6 @@ class Wrapper:
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
         """Pass on."""
         return self._around("all_gather", output, lambda: self.inner.all_gather(output, input))
-
-    def all_gather_others(self, output: Tensor, input: Tensor) -> Work:
-        """Pass on; to `_around` it is an all-gather like any other."""
-        return self._around("all_gather", output, lambda: all_gather_others(self.inner, output, input))
 
     def all_to_all(self, output: Tensor, input: Tensor) -> Work:
         """Pass on."""

@@ -24,19 +24,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from zeroshard.comm import Work, empty_for, leaves_own_slice, scope
+from zeroshard.comm import Work, empty_for, scope
 from zeroshard.wire_formats import DtypeFormat
-from zeroshard.zero.buffers import outdated, own_weights
+from zeroshard.zero.buffers import outdated
 from zeroshard.zero.buffers.initial import initial_values
 from zeroshard.zero.buffers.layout import ALIGNMENT, FlatLayout, Piece, view_of
 from zeroshard.zero.buffers.node_copy import NodeCopy
-from zeroshard.zero.buffers.outside_views import OutsideViews
-from zeroshard.zero.buffers.own_weights import OwnWeights
 from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.shards import gather_shards
 from zeroshard.zero.buffers.shown import Shown
 from zeroshard.zero.buffers.wire import PackedGather, seen, take_written
-from zeroshard.zero.buffers.written_weights import take_where_it_differs
+from zeroshard.zero.buffers.written_weights import bit_sums, take_where_it_differs
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
@@ -111,34 +109,15 @@ class FlatParams:
         del initial, held
         near = levels.node if self.shard_params and strategy.secondary_shard_size is not None else None
         self.node_copy = NodeCopy.of(near, self.full, self.layout, self.wire)
-        self._left_out = False  # whether the last gather left this rank's shard out of `full`: see `own_weights`
-        self._own_weights: OwnWeights | None = None
-        if self.shard_params and self._may_leave_out():
-            self._own_weights = OwnWeights(self.layout, comm.rank, self.master)
-        self._make_views()
+        self._views = self.layout.views(self.full)
         self._storage_bytes = self.full.untyped_storage().nbytes()
         self.shown = Shown(self.layout, self.params, compute_dtype, self.full.device)
-        self._outside = OutsideViews()
-        self._show()
+        self._is_exposed = False  # whether the user may keep views of `full`
+        self._exposed_bits: Tensor | None = None  # `bit_sums` of `full` when it was exposed or written back
+        self.shown.show(self._views)
         self.pieces = self.layout.owned(comm.rank) if self.shard_optim else self.layout.updated_by_all(self.full.device)
         self.master_offset = own.start if self.shard_optim else 0
         self.release()
-
-    def _may_leave_out(self) -> bool:
-        """Whether a gather need not write this rank's shard into ``full``, because it can be read in the master."""
-        alike = self.master.dtype == self.full.dtype == self.dtype and self.wire is None
-        equal_shards = self.layout.owners is None and self.levels.node is None
-        aligned_alike = self._own.start * self.dtype.itemsize % own_weights.ALIGNMENT == 0
-        on_cpu = self.full.device.type == "cpu"
-        return alike and equal_shards and aligned_alike and on_cpu and leaves_own_slice(self.comm)
-
-    def _make_views(self) -> None:
-        self._views = self._views_beside_own = self.layout.views(self.full)
-        if self._own_weights is not None:
-            self._views_beside_own = self._own_weights.instead_of(self._views)
-
-    def _show(self) -> None:
-        self.shown.show(self._views_beside_own if self._left_out else self._views)
 
     def thaw(self) -> bool:
         """Make a master in the parameters' own dtype, because they will be trained; return whether it is new."""
@@ -184,7 +163,6 @@ class FlatParams:
                     self.full.copy_(self.master)
                 return
             near = self.node_copy.current
-            self._left_out = self._own_weights is not None and (self._left_out or not self.whole)
             with self._streams.on("copy_in", self._written_at, read_at):
                 own = self._copied_in(copy_due=copy_due and self.wire is None and not near)
                 if self.wire is not None:
@@ -199,16 +177,13 @@ class FlatParams:
             return self.node_copy.gather(self.full if packed is None else packed.packed.view(-1))
         if packed is not None:
             return packed.gather()
-        return gather_shards(self.comm, self.layout, self.full, own, others_only=self._left_out)
+        return gather_shards(self.comm, self.layout, self.full, own)
 
     def _copied_in(self, *, copy_due: bool) -> Tensor:
         """Allocate ``full`` if it is freed, and return this rank's shard, the input of the all-gather."""
         if not self.whole:
             self.full.untyped_storage().resize_(self._storage_bytes)
             self.whole = True
-        if self._left_out and self._own_weights is not None:
-            self._own_weights.copy_cut(self.full)
-            return self.master
         own = self.full[self._own]
         if not self._aliased and self.full.dtype == self.master.dtype:
             return self.master
@@ -218,7 +193,7 @@ class FlatParams:
         """Wait for the gather in flight, and make the parameters views of ``full``."""
         self._finish()
         if self.whole and not self.shown.visible:
-            self._show()
+            self.shown.show(self._views)
 
     def _finish(self) -> None:
         """Wait for the all-gather in flight, and decode it if it is packed."""
@@ -240,24 +215,20 @@ class FlatParams:
             return
         self._finish()
         self.take_changes()
-        held = self._outside.hold(self.full)
         self.shown.hide()
         self._streams.freed()
-        if held:
+        if self._is_exposed:  # the old memory is left to the user's views, which crash if it is freed under them
+            self._is_exposed, self._views = False, []
             with torch.inference_mode(False):
                 self.full = torch.empty_like(self.full)
-                self._make_views()
+                self._views = self.layout.views(self.full)
         self.full.untyped_storage().resize_(0)
-        self.whole = self._left_out = False
+        self.whole = False
 
     def hand_out(self) -> None:
-        """Record that unsharded weights are exposed to the user, who may keep views of them."""
-        if self._left_out and self._own_weights is not None:
-            self._own_weights.copy(self.full)
-            self._left_out = False
-            self._show()
+        """Record that unsharded weights are exposed to the user, who may keep views of them, or write into them."""
         if not self._aliased:
-            self._outside.expose(self.full)
+            self._is_exposed, self._exposed_bits = True, bit_sums(self.full)
 
     def mark_stale(self, *, copied: bool = False) -> None:
         """Record that the master has changed, so that the next `gather` refreshes ``full``.
@@ -266,7 +237,6 @@ class FlatParams:
         """
         self.shown.drop_assigned()  # the assigned tensor is older than the master
         self.shown.accept()  # writes into weights that are stale now are dropped
-        self._outside.outdate(self.shown.placeholder)
         self.release()
         self.node_copy.current = False
         copied = copied and not self._thawed  # the optimizer does not know the new master
@@ -305,7 +275,9 @@ class FlatParams:
 
     def drop_changes(self) -> bool:
         """Let the next `gather` undo writes into exposed weights, unless the master is a view; return if there were."""
-        lost = self._outside.written(self.full) and (self.shard_params or self.shown.written)
+        before, self._exposed_bits = self._exposed_bits, None
+        lost = before is not None and not torch.equal(before, bit_sums(self.full))
+        lost = lost and (self.shard_params or self.shown.written)
         if self._aliased:
             self.shown.take_assigned()
         else:
@@ -326,9 +298,7 @@ class FlatParams:
             return
         with torch.no_grad():
             written = self.full[self._own] if self.shard_optim else self.full
-            if self._left_out and self._own_weights is not None:
-                self._own_weights.take_cut(self.full)
-            elif self.wire is not None:
+            if self.wire is not None:
                 if self._seen is None or self._seen != seen(written):
                     take_written(self.master, written, self.wire)
             elif written.dtype == self.master.dtype:
@@ -336,7 +306,7 @@ class FlatParams:
             else:
                 take_where_it_differs(self.master, written)
         self.shown.accept()
-        self._outside.accept(self.full)
+        self._exposed_bits = None if self._exposed_bits is None else bit_sums(self.full)
         self._written_at, self.node_copy.current = self._streams.mark(), False
 
     def gather_master(self) -> Tensor:
@@ -363,7 +333,7 @@ class FlatParams:
     @property
     def storages(self) -> set[int]:
         """The identities of the storages in which unsharded weights lie now."""
-        return {view.untyped_storage()._cdata for view in self.shown.views}
+        return {self.full.untyped_storage()._cdata}
 
     @property
     def full_bytes(self) -> int:

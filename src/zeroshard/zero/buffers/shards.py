@@ -12,19 +12,17 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from zeroshard.comm import Communicator, Work, all_gather_others, reduce_scatter_consuming
+from zeroshard.comm import Communicator, Work, reduce_scatter_consuming
 from zeroshard.zero.buffers.layout import FlatLayout
 
 
-def gather_shards(
-    comm: Communicator, layout: FlatLayout, full: Tensor, own: Tensor, *, others_only: bool = False
-) -> Work:
+def gather_shards(comm: Communicator, layout: FlatLayout, full: Tensor, own: Tensor) -> Work:
     """Start to gather every rank's shard ``own`` into ``full [padded_numel]``. Collective.
 
-    ``own`` may be this rank's slice of ``full``. ``others_only``: this slice need not be written; shards of one length.
+    ``own`` may be this rank's slice of ``full``.
     """
     if layout.owners is None:
-        return all_gather_others(comm, full, own) if others_only else comm.all_gather(full, own)
+        return comm.all_gather(full, own)
     start, stop = layout.interval(comm.rank)
     if stop > start and own.data_ptr() != full[start:stop].data_ptr():
         full[start:stop].copy_(own)

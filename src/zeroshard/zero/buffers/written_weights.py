@@ -6,10 +6,9 @@
     elements that differ. It always compares if the weights are rounded (the master is wider, or they have a wire
     format), because a write through ``.data`` leaves no trace. If they are not, and before sharded weights are freed,
     it compares only if autograd's version counters show a write. So what a module writes through ``.data`` in its own
-    forward at stage 3 is lost, except in weights that are views of the master (`own_weights`): write under
-    ``torch.no_grad()`` instead. After an assignment to
-    ``param.data`` (as in `torch.nn.utils.vector_to_parameters`) the parameter shows another tensor: the engine copies
-    its values to the parameter's place in the buffer, and makes the parameter a view of the buffer again.
+    forward at stage 3 is lost: write under ``torch.no_grad()`` instead. After an assignment to ``param.data`` (as in
+    `torch.nn.utils.vector_to_parameters`) the parameter shows another tensor: the engine copies its values to the
+    parameter's place in the buffer, and makes the parameter a view of the buffer again.
 """
 
 from __future__ import annotations
