@@ -46,7 +46,6 @@ SLOW_TO_IMPORT = {
     "transformers",
     "matplotlib",
     "plotly",
-    "dash",
     "pandas",
     "scipy",
 }
@@ -192,7 +191,6 @@ def test_short_help_names_the_common_flags_alone_and_how_to_see_all(verb, capsys
         ("checkpoint", "verify"),
         ("checkpoint", "ls", "runs/x"),
         ("report", "runs/x"),
-        ("dashboard", "."),
         ("bench",),
         ("completion", "bash"),
         ("lab", "tc", "apply"),
@@ -538,7 +536,6 @@ BAD_INPUT: dict[str, tuple[str | None, list[str]]] = {
         ["import-config", "deepspeed", "FILE"],
     ),
     "deepspeed-nested": (brackets(100_000), ["import-config", "deepspeed", "FILE"]),
-    "address": (None, ["dashboard", ".", "--host", "::zz"]),
     "long-path": (None, ["checkpoint", "ls", "a" * 5000]),
     "device": ('{"format": "zeroshard device 1", "device": 3, "link": {}}', ["plan", "--gpu", "FILE"]),
 }

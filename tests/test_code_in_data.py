@@ -203,13 +203,6 @@ def test_kernels_of_the_hub_that_a_configuration_names_are_refused(folder, capsy
         path.write_text(json.dumps(settings))
 
 
-def test_the_page_of_the_planner_imports_nothing_that_a_request_names(folder):
-    planner = pytest.importorskip("zeroshard.lab.dashboard.planner")
-    (refusal,) = planner.answer({"model": "trap:config", "gpus": 1})
-    assert "trap:config" in refusal.children
-    assert not (folder / "sprung").exists()
-
-
 # -- what a flag asks for runs ----------------------------------------------------------------------------------------
 
 

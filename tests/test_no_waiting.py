@@ -12,7 +12,6 @@ from zeroshard import checkpoint
 from zeroshard.cli import main
 from zeroshard.comm import LocalCommunicator
 from zeroshard.errors import ExitStatus, UserError
-from zeroshard.lab.dashboard.watch import Watch
 from zeroshard.lab.predict.hardware import read_calibration
 from zeroshard.lab.run_folders import read_run
 from zeroshard.zero.state.named_shards import NamedShard
@@ -115,14 +114,11 @@ def test_a_pipe_for_a_manifest_is_no_complete_checkpoint(one_line, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl", "summary.json"])
-def test_a_run_with_a_pipe_for_a_file_is_damaged_in_reports_and_on_the_dashboard(tmp_path, name):
+def test_a_run_with_a_pipe_for_a_file_is_damaged_(tmp_path, name):
     good, bad = write_run(tmp_path / "good"), write_run(tmp_path / "bad")
     (bad / name).unlink()
     os.mkfifo(bad / name)
     assert read_run(bad).problems == (f"{name}: cannot be read ({PIPE})",)
-    watch = Watch(tmp_path)
-    for _ in range(2):  # whoever asks first holds a lock meanwhile
-        assert {key: seen.run.state for key, seen in watch.runs().items()} == {"bad": "damaged", "good": "done"}
     assert read_run(good).problems == ()
 
 

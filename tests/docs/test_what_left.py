@@ -11,6 +11,8 @@ LEFT = [
     r"kernels liger",
     r"[Gg]eglu",
     r"stochastic_rounding=",
+    r"[Dd]ashboard",
+    r"\bwerkzeug\b",
     r"two_level",
     r"TwoLevel",
     r"grad_places",

@@ -1,17 +1,12 @@
-"""Reads ``metrics.jsonl`` incrementally: each read parses only the lines that were appended since the last one.
-
-That matters because a log may grow by thousands of lines an hour. A run only appends to its log. If the file was
-truncated, replaced or rewritten nevertheless, it is read again from its beginning.
-"""
+"""Reads ``metrics.jsonl``: the events of a run, as far as they can be read."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from zeroshard.regular_files import json_of, open_binary
 
@@ -58,8 +53,9 @@ class Evaluation:
     named: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass
 class MetricsLog:
-    """The contents of a log so far; `read` adds the lines that are new.
+    """The contents of a log.
 
     Attributes:
         start: the last ``start`` event.
@@ -70,70 +66,16 @@ class MetricsLog:
         problem: which lines cannot be parsed, or why the file cannot be read; empty if there is no problem.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._forget()
+    start: dict[str, Any] = field(default_factory=dict)
+    steps: dict[int, Step] = field(default_factory=dict)
+    evaluations: dict[int, Evaluation] = field(default_factory=dict)
+    checkpoints: dict[int, dict[str, Any]] = field(default_factory=dict)
+    begun: str = ""
+    last_at: str = ""
+    torn: bool = False
+    problem: str = ""
 
-    def _forget(self) -> None:
-        self.start: dict[str, Any] = {}
-        self.steps: dict[int, Step] = {}
-        self.evaluations: dict[int, Evaluation] = {}
-        self.checkpoints: dict[int, dict[str, Any]] = {}
-        self.begun = self.last_at = ""
-        self.torn, self.problem = False, ""
-        self._file_id: tuple[int, int] | None = None
-        self._offset, self._num_lines = 0, 0  # of the complete lines that were read
-        self._last_line = b""
-        self._bad: list[int] = []
-
-    def read(self) -> None:
-        """Parse the lines that were appended since the last call, or all lines if the file has been replaced."""
-        self.torn, self.problem = False, ""
-        try:
-            with open_binary(self._path) as file:
-                self._read_on(file)
-        except FileNotFoundError:
-            self._forget()
-            return
-        except OSError as error:
-            self._forget()
-            self.problem = f"{self._path.name}: {why_unread(error)}"
-            return
-        if self._bad:
-            more = f" and {len(self._bad) - 1} more" if len(self._bad) > 1 else ""
-            self.problem = f"{self._path.name}: line {self._bad[0]}{more} cannot be read"
-
-    def _read_on(self, file: BinaryIO) -> None:
-        facts = os.fstat(file.fileno())
-        file_id = (facts.st_dev, facts.st_ino)
-        file.seek(max(self._offset - len(self._last_line), 0))
-        if file_id != self._file_id or file.read(len(self._last_line)) != self._last_line:
-            self._forget()
-            self._file_id = file_id
-            file.seek(0)
-        self._take_appended(file)
-
-    def _take_appended(self, file: BinaryIO) -> None:
-        """Parse the lines of ``file`` from its current position on."""
-        for line in file:
-            if not line.endswith(b"\n"):
-                self.torn = True
-                break
-            self._take_whole(line)
-
-    def _take_whole(self, line: bytes) -> None:
-        """Parse and count a line that includes its newline."""
-        self._pass(line, 1)
-        if not self._take(line):
-            self._bad.append(self._num_lines)
-
-    def _pass(self, lines: bytes, count: int) -> None:
-        """Move the position past ``lines``, which are ``count`` lines."""
-        self._num_lines += count
-        self._offset += len(lines)
-        self._last_line = lines[lines.rfind(b"\n", 0, -1) + 1 :]
-
-    def _take(self, line: bytes) -> bool:
+    def take(self, line: bytes) -> bool:
         """Parse a line and store its event; returns whether it could be parsed."""
         try:
             entry = json_of(line)
@@ -154,6 +96,26 @@ class MetricsLog:
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
             return False
         return True
+
+
+def read_log(path: Path) -> MetricsLog:
+    """Read the log at ``path``; empty if there is none. Never raises: ``problem`` says what cannot be read."""
+    log = MetricsLog()
+    bad = []
+    try:
+        with open_binary(path) as file:
+            for number, line in enumerate(file, start=1):
+                log.torn = not line.endswith(b"\n")
+                if not log.torn and not log.take(line):
+                    bad.append(number)
+    except FileNotFoundError:
+        return log
+    except OSError as error:
+        return MetricsLog(problem=f"{path.name}: {why_unread(error)}")
+    if bad:
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        log.problem = f"{path.name}: line {bad[0]}{more} cannot be read"
+    return log
 
 
 def _step(entry: Mapping[str, Any]) -> Step:

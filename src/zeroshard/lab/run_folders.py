@@ -21,7 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from zeroshard.lab.metrics_log import Evaluation, MetricsLog, Step, number_of, why_unread
+from zeroshard.lab.metrics_log import Evaluation, Step, number_of, read_log, why_unread
 from zeroshard.regular_files import json_of, read_text, toml_of
 from zeroshard.train.config.toml import RESOLVED, as_resolved
 from zeroshard.train.state.lock import LOCK
@@ -152,22 +152,18 @@ class RunResult:
         return value
 
 
-def read_run(
-    folder: str | Path, held: frozenset[tuple[int, int, int]] | None = None, log: MetricsLog | None = None
-) -> RunResult:
+def read_run(folder: str | Path, held: frozenset[tuple[int, int, int]] | None = None) -> RunResult:
     """Read a run folder; never raises, whatever the folder contains.
 
     Args:
         folder: the run's folder.
         held: the result of `locks_held`, to read it only once for many folders.
-        log: the folder's log from an earlier read: lines that it has parsed are not parsed again.
     """
     folder = Path(folder)
     problems: list[str] = []
     raw = _read_config(folder / CONFIG, problems)
     config = as_resolved(raw)
-    log = MetricsLog(folder / METRICS) if log is None else log
-    log.read()
+    log = read_log(folder / METRICS)
     problems += [log.problem] if log.problem else []
     summary = read_object(folder / SUMMARY, problems)
     damaged = bool(problems) or not config

@@ -18,7 +18,7 @@ from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.verbs.base import Verb, read_file, say
 from zeroshard.verbs.help import PLAN, TRAIN
-from zeroshard.verbs.laboratory import SWEEP, bench, dashboard, lab, plan, report, sweep
+from zeroshard.verbs.laboratory import SWEEP, bench, lab, plan, report, sweep
 from zeroshard.verbs.training import (
     evaluate,
     export,
@@ -103,12 +103,6 @@ VERBS: dict[str, Verb] = {
         "is the folder itself, or `report` where several are given.",
         report,
         usage="RUN... | SWEEP [--out OUT]",
-    ),
-    "dashboard": Verb(
-        "Show the runs below a folder live, with a planner: a page on 127.0.0.1, or on --host; port 8050, --port 0: "
-        "any.",
-        dashboard,
-        usage="DIR [--host ADDRESS] [--port N]",
     ),
     "lab": Verb(
         "clean: remove networks whose runs have died. tc: slow what leaves a network interface, say how slow it is, "

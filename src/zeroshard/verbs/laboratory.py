@@ -1,4 +1,4 @@
-"""The verbs of the lab: plan, bench, sweep, report, dashboard and lab (slow networks)."""
+"""The verbs of the lab: plan, bench, sweep, report and lab (slow networks)."""
 
 from __future__ import annotations
 
@@ -121,24 +121,6 @@ def report(config: None, words: Sequence[str]) -> int:
     from zeroshard.lab.report.command import run_report
 
     return written(out or "report", lambda: run_report(folders, out))
-
-
-def dashboard(config: None, words: Sequence[str]) -> int:
-    """Run `zeroshard dashboard`: serves a live page until Ctrl-C."""
-    host, words = take_option(words, "--host")
-    port, words = take_option(words, "--port")
-    if len(words) != 1 or words[0].startswith("--"):
-        wrong = next((word for word in words if word.startswith("--")), words[1] if len(words) > 1 else "dir")
-        raise UserError(wrong, "needs one folder, of runs", "write zeroshard dashboard DIR [--host ADDRESS] [--port N]")
-    if port and not (port.isascii() and port.isdecimal() and int(port) < 2**16):
-        raise UserError("port", f"{port!r} is no port", "give a number below 65536; 0: any that is free")
-    from zeroshard.lab.report.command import require
-
-    require("dashboard", ("dash",))
-    from zeroshard.lab.dashboard.server import serve
-
-    serve(words[0], host or "127.0.0.1", int(port or 8050))
-    return ExitStatus.OK
 
 
 def _folders_and_out(words: Sequence[str]) -> tuple[list[str], str]:

@@ -12,5 +12,5 @@
     page.py         all of it in one HTML file, with page.html.j2, page.css and page.js
     command.py      the command, from folders to files
 
-A figure is data before it is drawn, so the page, the PNGs and the dashboard cannot show different things.
+A figure is data before it is drawn, so the page and the PNGs cannot show different things.
 """

@@ -1,4 +1,4 @@
-"""Converts a figure into plotly's format: plain data, which the page and the dashboard pass to plotly.js."""
+"""Converts a figure into plotly's format: plain data, which the page passes to plotly.js."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from zeroshard.lab.report.figure import GREY, Axis, Figure, Series
 
-# Configuration of plotly.js (Any, because dash has its own type for it). No button may send a figure to another server.
-CONFIG: Any = {"displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2d", "sendChartToCloud"]}
+# Configuration of plotly.js. No button may send a figure to another server.
+CONFIG = {"displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2d", "sendChartToCloud"]}
 LONGEST_TICK = 28  # most characters of a tick label
 USUAL_HEIGHT = 400  # pixels
 _SYMBOLS = {"triangle": "triangle-up", "cross": "x"}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
 from zeroshard.errors import UserError
-from zeroshard.lab.dashboard.step_curves import AS_WRITTEN, CURVES, curve
+from zeroshard.lab.metrics_log import Step
 from zeroshard.lab.planner.show import size
 from zeroshard.lab.report.entries import flat
 from zeroshard.lab.report.figure import CYCLE, GREY, Axis, Figure, Series
@@ -25,7 +25,31 @@ SAMPLE_TOKENS = 120
 MOST_KINDS = 6  # kinds of exposed communication with a curve of their own
 _FROM_STAGE = {"optimizer": 1, "master": 1, "ema": 1, "grads": 2, "params": 3}  # the first stage that shards it
 _MAY_NAME_CODE = ("model.name", "strategy", "comm", "data.source")  # settings that may be module:name or hf:folder
+_FEW = 30  # points of a curve that are marked one by one
 _NO_CHOICES = ("out", "resume", "data.dir")  # settings that say where a run lies, and not what it is
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A quantity that each step has, and the titles of its figure."""
+
+    title: str
+    y_title: str
+    value: Callable[[Step], float]
+    from_zero: bool = True
+
+
+CURVES: Mapping[str, Curve] = {
+    "tokens": Curve("Tokens a second, all ranks", "tokens/s", lambda step: step.tokens_per_s),
+    "step-time": Curve("Time of a step", "ms", lambda step: 1e3 * step.step_s),
+    "exposed": Curve(
+        "Exposed communication",
+        "ms of a step, rank 0",
+        lambda step: 1e3 * sum(step.exposed_s.values()) if step.exposed_s else math.nan,
+    ),
+    "lr": Curve("Learning rate", "learning rate", lambda step: step.lr),
+    "grad-norm": Curve("Gradient norm before clipping", "gradient norm", lambda step: step.grad_norm, from_zero=False),
+}
 
 
 def header_of(run: RunResult) -> list[tuple[str, str]]:
@@ -53,13 +77,18 @@ def curves_of(run: RunResult, name: str) -> Callable[[], list[Figure]]:
     """What draws the curve ``name`` of `CURVES`; it raises `LeftOutError` if the run has not measured it."""
 
     def draw() -> list[Figure]:
-        figure = curve(name, {CURVES[name].title: run}, AS_WRITTEN)
-        if not figure.series:
+        asked = CURVES[name]
+        steps = _past_warm_up(run)
+        points = [(step.step, value) for step in steps if math.isfinite(value := asked.value(step))]
+        if not points:
             raise LeftOutError("the run has not recorded it")
-        series = figure.series
+        x, y = zip(*thinned(points), strict=True)
+        marker = "circle" if len(points) < _FEW else ""
+        series = [Series(asked.title, "line", CYCLE[0], tuple(map(float, x)), y, marker=marker)]
         if name == "exposed" and len(kinds := _kinds_exposed(run)) > 1:
-            series = (*series, *kinds)
-        return [replace(figure, series=series, curves=True)]
+            series += kinds
+        y_axis = Axis(asked.y_title, from_zero=asked.from_zero)
+        return [Figure(name, asked.title, Axis("step"), y_axis, tuple(series), curves=True)]
 
     return draw
 
@@ -141,7 +170,7 @@ def sample_of(run: RunResult) -> tuple[str, str]:
 
 def _kinds_exposed(run: RunResult) -> list[Series]:
     """A curve for each kind of communication for which rank 0 waited, the longest first."""
-    steps = run.steps[1:] or run.steps  # as in the curve of the sum
+    steps = _past_warm_up(run)
     total = Counter[str]()
     for step in steps:
         total.update(step.exposed_s)
@@ -151,6 +180,11 @@ def _kinds_exposed(run: RunResult) -> list[Series]:
         x, y = tuple(float(step) for step, _ in points), tuple(value for _, value in points)
         series.append(Series(kind, "line", CYCLE[(index + 1) % len(CYCLE)], x, y, dashed=True))
     return series
+
+
+def _past_warm_up(run: RunResult) -> Sequence[Step]:
+    """All steps but the first, whose time would stretch the axis."""
+    return run.steps[1:] or run.steps
 
 
 def _began(run: RunResult) -> str:
