@@ -1,4 +1,4 @@
-"""Remake the screenshots of docs/images: a report and the dashboard of a finished sweep, in Debian's Chromium.
+"""Remake the screenshots of docs/images: reports, in Debian's Chromium.
 
 python docs/screenshots.py            of a sweep whose numbers a formula made (tests/run_folders.py)
 python docs/screenshots.py SWEEP      of one that ran
@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import argparse
 import io
-import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 
 from PIL import Image
@@ -53,7 +50,7 @@ def one_run(out: Path) -> Path:
 
 def make(sweep: Path, out: Path, run: Path, chromium: str) -> None:
     """All of them, of ``sweep`` and ``run``; the report of the sweep goes to ``out``."""
-    with sync_playwright() as tools, dashboard(sweep) as address:
+    with sync_playwright() as tools:
         subprocess.run([*ZEROSHARD, "report", str(sweep), "--out", str(out)], check=True)
         browser = tools.chromium.launch(executable_path=chromium, args=ARGS)
         for width, height in HEIGHTS.items():
@@ -65,7 +62,6 @@ def make(sweep: Path, out: Path, run: Path, chromium: str) -> None:
                 page.goto((run / "report.html").as_uri())
                 page.locator(".main-svg").first.wait_for()
                 shoot(page, f"report-one-run-{where}")
-                shoot_dashboard(page, address, where)
         browser.close()
 
 
@@ -75,32 +71,6 @@ def shoot_report(page: Page, out: Path, where: str) -> None:
     page.locator(".main-svg").first.wait_for()
     page.get_by_role("heading", name="Results").scroll_into_view_if_needed()
     shoot(page, f"report-{where}")
-
-
-def shoot_dashboard(page: Page, address: str, where: str) -> None:
-    """Its three pages."""
-    page.goto(address)
-    page.locator("#graph-memory .bars path").first.wait_for()
-    shoot(page, f"dashboard-{where}")
-    page.locator(".tab").nth(1).click()
-    page.locator("#run-details h2").wait_for()
-    shoot(page, f"run-{where}")
-    page.locator(".tab").nth(2).click()
-    page.locator(".advice").wait_for()
-    page.wait_for_timeout(1000)
-    shoot(page, f"planner-{where}")
-
-
-@contextmanager
-def dashboard(folder: Path) -> Generator[str]:
-    """The address of one, over ``folder``."""
-    child = subprocess.Popen([*ZEROSHARD, "dashboard", str(folder), "--port", "0"], stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    try:
-        yield child.stdout.readline().split("  ")[0]
-    finally:
-        child.send_signal(signal.SIGINT)
-        child.wait()
 
 
 def shoot(page: Page, name: str) -> None:
