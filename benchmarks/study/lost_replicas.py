@@ -84,8 +84,6 @@ class World:
         """The rank of a launcher; None: it has none now."""
         try:
             ranks = psutil.Process(self.launchers[place].pid).children()
-            if not self._one_host:  # there a process between them forks the ranks
-                ranks = [rank for server in ranks for rank in server.children()]
         except psutil.Error:
             return None
         return random.choice(ranks) if len(ranks) == self._num_ranks else None

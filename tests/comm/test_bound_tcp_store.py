@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from zeroshard.launch import bound_tcp_store, process_group
 from zeroshard.launch.bound_tcp_store import open_store
 from zeroshard.launch.environment import World
-from zeroshard.launch.many_hosts import ManyHosts
 from zeroshard.launch.one_host import OneHost
 from zeroshard.launch.rendezvous_address import RendezvousAddress, meeting_at
+from zeroshard.launch.several_hosts import SeveralHosts
 
 
 def _listening(port):
@@ -104,15 +106,24 @@ def test_the_ranks_of_one_host_meet_on_the_loopback_interface_alone():
     assert _listening(where.master_port) == set()
 
 
-def test_a_meeting_of_several_machines_listens_at_its_endpoint_alone():
+def test_a_meeting_of_several_machines_listens_at_its_endpoint_alone(monkeypatch):
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # as `set_for_workers` sets it
     address = _outer_address() or "127.0.0.1"
     with socket.create_server((address, 0)) as free:
         port = free.getsockname()[1]
-    first = ManyHosts(meeting_at(f"{address}:{port}", 1, 2), 1, "test")
+    first = SeveralHosts.at(meeting_at(f"{address}:{port}", 1, 2), "test")
     assert _listening(port) == {address}
-    second = ManyHosts(
-        RendezvousAddress(address, port, 1, 2, address, serves=True), 1, "test"
-    )  # another launcher was faster
+    # another launcher was faster
+    second = SeveralHosts.at(RendezvousAddress(address, port, 1, 2, address, serves=True), "test")
     assert _listening(port) == {address}
+    with ThreadPoolExecutor(1) as pool:
+        later = pool.submit(second.next_rendezvous)
+        infos = first.next_rendezvous(), later.result(600)
+    assert sorted(info.rank for info in infos) == [0, 1]
+    ranks_store = {(info.bootstrap_store_info.master_addr, info.bootstrap_store_info.master_port) for info in infos}
+    assert len(ranks_store) == 1
+    assert not _listening(ranks_store.pop()[1])  # rank 0 will serve it: `process_group.meet`
     for handler in (first, second):
         handler.shutdown()
+    with pytest.raises(RendezvousClosedError):
+        second.next_rendezvous()

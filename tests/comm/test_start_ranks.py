@@ -14,11 +14,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import forked
 from zeroshard.errors import UserError
-from zeroshard.launch.elastic import STOP_S, _Agent, _ending
+from zeroshard.launch import elastic
+from zeroshard.launch.elastic import SAVING_GRACE_S, STOP_S, _Agent, _ending
 from zeroshard.launch.ending import Ending, root_cause
 from zeroshard.launch.environment import World, tell_launcher, world_from_env
 from zeroshard.launch.process_group import init_process_group, meet, shutdown
@@ -236,6 +238,31 @@ def test_a_rank_that_left_no_word_leaves_nothing_to_print():
     assert _ending({0: ProcessFailure(0, os.getpid(), 1, "no such file")}) == Ending(1)
 
 
+@pytest.mark.parametrize(("waiting", "state"), [([0, 0, 1], WorkerState.HEALTHY), ([0] * 99, WorkerState.FAILED)])
+def test_ranks_that_another_machine_has_asked_to_end_are_restarted_with_it(monkeypatch, waiting, state):
+    """Its launcher was the first to hear that a machine waits; here the ranks have ended before the news came."""
+    monkeypatch.setattr(elastic, "NEWS_S", 0.1)
+    monkeypatch.setattr(elastic, "MONITOR_INTERVAL_S", 0.01)
+    failed = RunResult(WorkerState.FAILED, failures={0: ProcessFailure(0, os.getpid(), 143, "no such file")})
+    monkeypatch.setattr(elastic.LocalElasticAgent, "_monitor_workers", lambda *_: failed)
+    waits = iter(waiting)
+    group = SimpleNamespace(spec=SimpleNamespace(rdzv_handler=SimpleNamespace(num_nodes_waiting=lambda: next(waits))))
+    agent = object.__new__(_Agent)
+    agent._remaining_restarts, agent._worker_group = 3, group
+    assert agent._monitor_workers(group).state == state
+    assert agent._remaining_restarts == (3 if state is WorkerState.HEALTHY else 0)
+
+
+def test_ranks_may_save_before_they_are_restarted_with_another_machine(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(elastic.LocalElasticAgent, "_restart_workers", lambda self, group: None)
+    monkeypatch.setattr(elastic, "count_restart", lambda: None)
+    monkeypatch.setattr(_Agent, "_shutdown", lambda self, number=signal.SIGTERM, timeout=0: asked.append(timeout))
+    object.__new__(_Agent)._restart_workers(SimpleNamespace(state=WorkerState.HEALTHY))
+    assert asked == [SAVING_GRACE_S]
+    assert capsys.readouterr().err == "started again: another machine waits\n"
+
+
 @pytest.mark.parametrize(("asked", "used"), [(None, "lo"), ("eth7", "eth7")])
 def test_ranks_of_one_machine_talk_over_the_loopback_interface_where_nobody_says_otherwise(monkeypatch, asked, used):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
@@ -247,3 +274,4 @@ def test_ranks_of_one_machine_talk_over_the_loopback_interface_where_nobody_says
         env.setattr(os, "environ", os.environ.copy())
         launch_workers(["train"], 2)
     assert [each["GLOO_SOCKET_IFNAME"] for each in seen] == [used]
+    assert seen[0]["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"

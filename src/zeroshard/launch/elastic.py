@@ -4,8 +4,8 @@ torchrun restarts a run whatever the cause of its end: three times after a wrong
 to stop. Here the root cause decides. A restarted rank resumes by itself: it sees that `environment.num_restarts` is
 above 0, and loads the last good checkpoint.
 
-Ranks are forked. With one machine, the launcher forks them before it serves their rendezvous store (`forked`,
-`one_host`). With several machines, a separate process forks them (`fork_server`, `many_hosts`).
+With one machine, the launcher forks the ranks before it serves their rendezvous store (`forked`, `one_host`). With
+several machines it has threads, so ranks are spawned (`several_hosts`).
 
 [Note: A rank that was killed]
     Its peers can neither continue nor save, because all ranks write a checkpoint together. So the launcher kills the
@@ -21,11 +21,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
-from torch.distributed import DistNetworkError
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -40,21 +40,20 @@ from torch.distributed.elastic.rendezvous import (
 from zeroshard.errors import ExitStatus
 from zeroshard.launch.ending import Ending, root_cause
 from zeroshard.launch.environment import child_environment, count_restart, variable
-from zeroshard.launch.fork_server import ForkServer, ForkServerLostError
-from zeroshard.launch.forked import POLL_S, ForkedRank, can_fork, fork_command
+from zeroshard.launch.forked import POLL_S, StartedRank, can_fork, fork_command, spawn_command
 from zeroshard.launch.leftovers import owned_folder
-from zeroshard.launch.many_hosts import JOIN_TIMEOUT_S, ManyHosts
 from zeroshard.launch.one_host import OneHost
 from zeroshard.launch.rank_exit import end_at_once
 from zeroshard.launch.rendezvous_address import UNREACHABLE_AFTER_S, RendezvousAddress, watch
-from zeroshard.launch.rounds import MACHINE_CAME
+from zeroshard.launch.several_hosts import JOIN_TIMEOUT_S, SeveralHosts
 
 MONITOR_INTERVAL_S = 0.1
-# How long ranks may take to save a checkpoint when a machine comes; replicas save when they synchronise next.
+# How long ranks may take to save a checkpoint when a machine waits; replicas save when they synchronise next.
 SAVING_GRACE_S = 300
+NEWS_S = 1.5  # after so long a launcher has read that another machine waits: torch reads the state once a second
 REAPING_S = 5  # from SIGKILL until a rank is given up that the kernel cannot end
 STOP_S = 30  # from SIGTERM to SIGKILL for ranks that are to be started again
-Fork = Callable[[Sequence[str], Mapping[str, str]], ForkedRank]
+StartRank = Callable[[Sequence[str], Mapping[str, str]], StartedRank]
 WORTH_A_RESTART = frozenset({int(ExitStatus.FAILED), int(ExitStatus.PEER_LOST)})
 
 
@@ -70,9 +69,9 @@ def run_elastic(
 ) -> Ending:
     """Run ``python -m zeroshard WORDS`` as ``nproc`` ranks on this machine, wait for them, restart them after a loss.
 
-    If other machines take part, each restarts its own ranks, and all of them meet in a new round without the machines
-    that were lost. When another machine comes, the ranks of all are asked to end. They write a checkpoint, and are
-    restarted from it together with those of the new machine.
+    If other machines take part, each restarts its own ranks, and all of them meet again without the machines that were
+    lost. When a machine waits, because it has just come or its ranks have failed, the ranks of all are asked to end.
+    They write a checkpoint if they can, and are restarted together with those of that machine.
 
     A signal to this process is passed on to the ranks. Call it from the main thread.
 
@@ -88,31 +87,25 @@ def run_elastic(
     Returns:
         The exit status of the root cause, and the line to print about it.
     """
-    one_host = meeting.max_nodes == 1
-    with ExitStack() as stack:
-        fork: Fork | None = fork_command if one_host else None
-        if not one_host and can_fork():
-            server = ForkServer()
-            stack.callback(server.close)
-            fork = server.fork
-        try:
-            handler = OneHost(meeting.host, meeting.port, run_id) if one_host else ManyHosts(meeting, nproc, run_id)
-        except RendezvousConnectionError:
-            return Ending(ExitStatus.PEER_LOST, f"rdzv_endpoint: nobody answers at {meeting.endpoint}; start there too")
-        log_dir = stack.enter_context(owned_folder("zeroshard-launch-"))
-        stack.enter_context(_ended_where_cut_off(meeting, log_dir))
+    try:
+        if meeting.max_nodes == 1:
+            handler = OneHost(meeting.host, meeting.port, run_id)
+        else:
+            handler = SeveralHosts.at(meeting, run_id)
+    except RendezvousConnectionError:
+        return Ending(ExitStatus.PEER_LOST, f"rdzv_endpoint: nobody answers at {meeting.endpoint}; start there too")
+    with owned_folder("zeroshard-launch-") as log_dir, _ended_where_cut_off(meeting, log_dir):
         agent = _agent(words, nproc, meeting, handler, max_restarts, max_stage_raises, grace_s, log_dir)
-        agent.fork = fork
         return _run(agent, handler, meeting)
 
 
-def _run(agent: _Agent, handler: OneHost | ManyHosts, meeting: RendezvousAddress) -> Ending:
+def _run(agent: _Agent, handler: OneHost | SeveralHosts, meeting: RendezvousAddress) -> Ending:
     try:
         result = agent.run()
-    except (RendezvousTimeoutError, RendezvousClosedError, RendezvousConnectionError, DistNetworkError) as error:
+        if result is None:  # as torch's agent ends on a spare machine, once the others have finished
+            raise RendezvousClosedError
+    except (RendezvousTimeoutError, RendezvousClosedError, RendezvousConnectionError, DistError) as error:
         return Ending(ExitStatus.PEER_LOST, _why_not_met(error, meeting))
-    except ForkServerLostError as error:
-        return Ending(ExitStatus.PEER_LOST, f"{error}; look for a lack of memory here, then start again")
     except SignalException as stop:
         unsaved = agent.exit_codes() & {ExitStatus.FAILED, ExitStatus.STORAGE}  # a rank has said why
         hung_up = stop.sigval == signal.SIGHUP  # which asks for the same as SIGTERM
@@ -120,12 +113,8 @@ def _run(agent: _Agent, handler: OneHost | ManyHosts, meeting: RendezvousAddress
     except BaseException:
         handler.shutdown()
         raise
-    else:
-        handler.shutdown()
-        return _ending(result.failures) if result.is_failed() else Ending(ExitStatus.OK)
-    finally:
-        if isinstance(handler, ManyHosts):
-            handler.leave()
+    handler.shutdown()
+    return _ending(result.failures) if result.is_failed() else Ending(ExitStatus.OK)
 
 
 def _why_not_met(error: Exception, meeting: RendezvousAddress) -> str:
@@ -168,35 +157,16 @@ class _Agent(LocalElasticAgent):
     """Torch's agent, except that it restarts ranks only after failures that a restart may fix, and prints why."""
 
     restarts_left = moves_left = 0
-    alone = True  # no other machine takes part
     words: tuple[str, ...] = ()  # the words after `zeroshard`
-
-    fork: Fork | None = None  # None: ranks are spawned
-
-    def _assign_worker_ranks(
-        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
-    ) -> list[Worker]:
-        """Number the ranks as the round says; torch's agents would exchange their numbers through the store."""
-        handler = spec.rdzv_handler
-        if not isinstance(handler, ManyHosts):
-            return super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
-        assert handler.current is not None, "this machine is in no round"
-        ranks = range(handler.first_rank, handler.first_rank + spec.local_world_size)
-        total = sum(handler.current.num_ranks)
-        return [Worker(local, rank, rank, total, total) for local, rank in enumerate(ranks)]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         handler = worker_group.spec.rdzv_handler
-        if self.fork is None or (isinstance(handler, OneHost) and not can_fork()):
-            if isinstance(handler, OneHost):
-                handler.serve()
-            return super()._start_workers(worker_group)
         restarts = worker_group.spec.max_restarts - self._remaining_restarts
         envs = {worker.local_rank: _environment(worker_group, worker, restarts) for worker in worker_group.workers}
-        self._pcontext = _ForkedContext(
+        self._pcontext = _Ranks(
             worker_group.spec.role, "zeroshard", dict.fromkeys(envs, self.words), envs, self._logs_specs
         )
-        self._pcontext.fork = self.fork
+        self._pcontext.start_rank = fork_command if isinstance(handler, OneHost) and can_fork() else spawn_command
         self._pcontext.start()
         if isinstance(handler, OneHost):
             handler.serve()
@@ -204,11 +174,16 @@ class _Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
-        if result.state is not WorkerState.FAILED or not self._remaining_restarts:
+        if result.state is not WorkerState.FAILED:
             return result
+        alone = isinstance(worker_group.spec.rdzv_handler, OneHost)
         ending = _ending(result.failures)
+        if not alone and ending.status == ExitStatus.TERMINATED and self._machine_waits():
+            return RunResult(WorkerState.HEALTHY)  # as if this launcher had heard of it before its ranks: restart them
+        if not self._remaining_restarts:
+            return result
         why = ending.line or f"exit status {ending.status}"
-        elsewhere = not self.alone and ending.status == ExitStatus.PEER_LOST and not self.restarts_left
+        elsewhere = not alone and ending.status == ExitStatus.PEER_LOST and not self.restarts_left
         if self.moves_left and (ending.status == ExitStatus.STAGE_RAISED or elsewhere):
             self.moves_left -= 1
             print(f"started again: {why}", file=sys.stderr, flush=True)
@@ -224,16 +199,18 @@ class _Agent(LocalElasticAgent):
         return result
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        handler = worker_group.spec.rdzv_handler
-        if worker_group.state is WorkerState.HEALTHY and isinstance(handler, ManyHosts):
-            why = handler.why_over()
-            print(f"started again: {why}", file=sys.stderr, flush=True)
-            if why == MACHINE_CAME:
-                self._shutdown(timeout=SAVING_GRACE_S)
-            else:  # [Note: A rank that was killed]
-                self._shutdown(signal.SIGKILL)
+        if worker_group.state is WorkerState.HEALTHY:
+            print("started again: another machine waits", file=sys.stderr, flush=True)
+            self._shutdown(timeout=SAVING_GRACE_S)
         count_restart()
         super()._restart_workers(worker_group)
+
+    def _machine_waits(self) -> bool:
+        """Return whether another machine waits, if only the ranks have been told of it so far."""
+        deadline = time.monotonic() + NEWS_S
+        while not (waits := self._worker_group.spec.rdzv_handler.num_nodes_waiting()) and time.monotonic() < deadline:
+            time.sleep(MONITOR_INTERVAL_S)
+        return waits > 0
 
     def _stop_workers(self, *_: Any, **__: Any) -> None:
         self._shutdown(timeout=STOP_S)
@@ -243,7 +220,7 @@ class _Agent(LocalElasticAgent):
 
         After Ctrl-C they may take as long as their step and their checkpoint take, until a second signal comes.
         """
-        if isinstance(self._pcontext, _ForkedContext) and death_sig == signal.SIGINT:
+        if isinstance(self._pcontext, _Ranks) and death_sig == signal.SIGINT:
             with suppress(SignalException):
                 self._pcontext.stop_after_step()
         if self._pcontext:
@@ -251,20 +228,20 @@ class _Agent(LocalElasticAgent):
         super()._shutdown(death_sig)
 
     def exit_codes(self) -> set[int]:
-        """Return the exit codes of the ranks that have ended, if this process has forked them."""
-        handlers = getattr(self._pcontext, "subprocess_handlers", {}) if self._pcontext else {}
-        return {code for handler in handlers.values() if (code := handler.proc.poll()) is not None}
+        """Return the exit codes of the ranks that have ended."""
+        handlers = self._pcontext.subprocess_handlers.values() if isinstance(self._pcontext, _Ranks) else ()
+        return {code for handler in handlers if (code := handler.proc.poll()) is not None}
 
 
-class _ForkedContext(SubprocessContext):
-    """Forked ranks, monitored as torch's agent monitors the ranks that it spawns."""
+class _Ranks(SubprocessContext):
+    """The ranks of this machine, monitored as torch's agent monitors the ranks that it spawns."""
 
-    fork: Fork = staticmethod(fork_command)
+    start_rank: StartRank = staticmethod(fork_command)
 
     def _start(self) -> None:
         self._asked_to_end: set[int] = set()  # ranks that still ran when they were sent a signal
         self.subprocess_handlers = {
-            rank: _Handler(rank, self.fork(words, child_environment(None) | self.envs[rank]))
+            rank: _Handler(rank, self.start_rank(words, child_environment(None) | self.envs[rank]))
             for rank, words in self.args.items()
         }
 
@@ -317,9 +294,9 @@ def _is_stopped(pid: int) -> bool:
 
 
 class _Handler(SubprocessHandler):
-    """A forked rank, with the interface that `SubprocessContext` expects."""
+    """A rank, with the interface that `SubprocessContext` expects."""
 
-    def __init__(self, local_rank: int, rank: ForkedRank) -> None:  # not super().__init__, which would start a process
+    def __init__(self, local_rank: int, rank: StartedRank) -> None:  # not super().__init__, which would start a process
         self.local_rank_id = local_rank
         self.proc = rank  # ty: ignore[invalid-assignment]
 
@@ -345,7 +322,7 @@ def _environment(group: WorkerGroup, worker: Worker, restarts: int) -> dict[str,
         "TORCHELASTIC_RESTART_COUNT": str(restarts),
         "TORCHELASTIC_MAX_RESTARTS": str(group.spec.max_restarts),
         "TORCHELASTIC_RUN_ID": group.spec.rdzv_handler.get_run_id(),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_USE_AGENT_STORE": str(group.spec.rdzv_handler.use_agent_store),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": variable("TORCH_NCCL_ASYNC_ERROR_HANDLING") or "1",
     }
 
@@ -354,7 +331,7 @@ def _agent(
     words: Sequence[str],
     nproc: int,
     meeting: RendezvousAddress,
-    handler: OneHost | ManyHosts,
+    handler: OneHost | SeveralHosts,
     max_restarts: int,
     max_stage_raises: int,
     grace_s: int,
@@ -373,7 +350,7 @@ def _agent(
     agent = _Agent(spec, DefaultLogsSpecs(log_dir=log_dir))
     agent._shutdown_timeout = grace_s  # torch 2.11 does not take it as an argument
     agent.restarts_left, agent.moves_left = max_restarts, max_stage_raises
-    agent.alone, agent.words = isinstance(handler, OneHost), tuple(words)
+    agent.words = tuple(words)
     return agent
 
 

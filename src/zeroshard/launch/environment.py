@@ -90,12 +90,12 @@ def variable(name: str) -> str:
 
 
 def child_environment(world: World | None) -> dict[str, str]:
-    """Return the environment for a rank that this process starts, and that ends with this process.
+    """Return the environment for a rank that this process starts, and that ends with it by `end_with_starter`.
 
     Args:
         world: the rank's place in the world; None: this process's own.
     """
-    env = with_starter(os.environ)
+    env = {**os.environ, _LAUNCHER: str(os.getpid())}
     if world is None or world.world_size == 1:
         return env
     return env | {
@@ -105,11 +105,6 @@ def child_environment(world: World | None) -> dict[str, str]:
         "MASTER_ADDR": world.master_addr,
         "MASTER_PORT": str(world.master_port),
     }
-
-
-def with_starter(env: Mapping[str, str]) -> dict[str, str]:
-    """Return ``env`` extended so that the process that gets it can end with this one; see `end_with_starter`."""
-    return {**env, _LAUNCHER: str(os.getpid())}
 
 
 def preempt_with(number: signal.Signals) -> None:
@@ -146,6 +141,8 @@ def set_for_workers(nproc: int, *, nodes: NetnsNodes | None, interface: str) -> 
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     hang_up = "" if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else ",SIGHUP"  # under nohup it is ignored
+    # torch's agent would serve the ranks' store on all interfaces, and name the same one after its machine was lost
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = f"SIGTERM,SIGINT,SIGQUIT,SIGUSR1{hang_up}"
     os.environ[_LAUNCHER] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cpus() // nproc)))  # before torch, which reads it then

@@ -43,8 +43,8 @@ def exit_code_of_child(pid: int) -> int | None:
     return os.waitstatus_to_exitcode(status) if ended else None
 
 
-class ForkedRank:
-    """A forked process, with the methods of `subprocess.Popen` that torch's agent uses.
+class StartedRank:
+    """A rank, which leads its process group, with the methods of `subprocess.Popen` that torch's agent uses.
 
     Args:
         pid: id of the process.
@@ -104,7 +104,7 @@ def import_all(modules: Sequence[str]) -> None:
     gc.freeze()
 
 
-def fork_command(words: Sequence[str], env: Mapping[str, str]) -> ForkedRank:
+def fork_command(words: Sequence[str], env: Mapping[str, str]) -> StartedRank:
     """Run ``python -m zeroshard WORDS`` in a forked process; ``env`` is its complete environment."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -115,7 +115,13 @@ def fork_command(words: Sequence[str], env: Mapping[str, str]) -> ForkedRank:
             _become_command(words, env, mask)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    return ForkedRank(pid)
+    return StartedRank(pid)
+
+
+def spawn_command(words: Sequence[str], env: Mapping[str, str]) -> StartedRank:
+    """Run ``python -m zeroshard WORDS`` in a new process; ``env`` is its complete environment."""
+    process = subprocess.Popen([sys.executable, "-m", "zeroshard", *words], env=env, start_new_session=True)
+    return StartedRank(process.pid, lambda _: process.poll())
 
 
 def is_forked() -> bool:

@@ -46,12 +46,14 @@ def launch_workers(
         max_stage_raises: how often they are also started again after one has ended with `ExitStatus.STAGE_RAISED`.
         meeting: where they meet the ranks of other machines; ``port`` is then ignored.
         nodes: network namespaces that the ranks enter by `enter_node`; None: they stay in this one.
-        imports: modules that every rank will import; they are imported here, once, and ranks are forked afterwards.
+        imports: modules that every rank will import; with one machine they are imported here, once, and ranks are
+            forked afterwards.
         while_importing: a context that is entered during these imports; it must leave no thread behind.
 
     Raises:
         UserError: the port is in use.
     """
+    alone = meeting is None or meeting.max_nodes == 1
     if meeting is None:
         address = nodes.address if nodes else _LOOPBACK
         require_free_port(port, address)
@@ -63,7 +65,8 @@ def launch_workers(
         from zeroshard.launch.elastic import run_elastic
         from zeroshard.launch.forked import import_all
 
-        import_all(imports)
+        if alone:
+            import_all(imports)
     _silence_elastic_loggers()
     return run_elastic(
         argv,
@@ -72,7 +75,7 @@ def launch_workers(
         max_restarts=max_restarts,
         max_stage_raises=max_stage_raises,
         grace_s=SHUTDOWN_GRACE_S,
-        run_id=f"zeroshard-{os.getpid()}" if meeting.max_nodes == 1 else "zeroshard",
+        run_id=f"zeroshard-{os.getpid()}" if alone else "zeroshard",
     )
 
 

@@ -9,7 +9,7 @@ while they hang.
 * Every `PULSE_S` a rank posts a pulse to the board: a counter, and its last operations with their digests. If a digest
   differs from rank 0's for the same operation number, the ranks have diverged, and the operations there say how.
 * A rank whose host has waited, or whose GPU has completed no collective (`zeroshard.comm.wrappers.in_flight`), for
-  longer than ``stall_s`` looks for a rank that no longer posts pulses: that rank is lost.
+  longer than a quarter of ``stall_s`` looks for a rank that no longer posts pulses: after `LOST_AFTER_S` it is lost.
 
 The rank that finds a fault posts it on the board as the verdict, and all ranks act on the verdict.
 
@@ -163,7 +163,8 @@ class _Watch:
             return verdict.decode(), False
         fault = self._divergence([0]) if self.rank else None
         since = self._stalled_since()
-        if fault is None and since is not None and time.monotonic() - since > self._stall_s:
+        waited_s = 0.0 if since is None else time.monotonic() - since
+        if fault is None and waited_s > self._stall_s / 4:  # from here on pulses are seen, so silence is measured
             ranks = self._looked_at()
             fault = self._divergence(ranks) or self._lost(ranks)
         if fault is None:
@@ -324,7 +325,7 @@ class SentinelCommunicator(Wrapper):
             the rank that is lost, and with whether this rank was the one to find it. The training thread may be blocked
             in a collective that never returns, so this must end the process or break the collective; raising has no
             effect there.
-        stall_s: seconds that a wait may last before this rank looks for silent ranks.
+        stall_s: seconds after which a wait is a stall; this rank looks for silent ranks from a quarter of them on.
         lost_after_s: seconds after which a silent rank is lost; None: `LOST_AFTER_S`.
         raised: set when an operation, or a wait for one on the host, has raised a fault; None: they raise none that
             was found meanwhile.
