@@ -8,6 +8,7 @@ import torch
 
 import small_tables as made
 from zeroshard.comm import run_threads
+from zeroshard.comm.agree import gather_bytes
 from zeroshard.data import lanes as lanes_module
 from zeroshard.data import stream as module
 from zeroshard.data import tables as tables_module
@@ -18,7 +19,6 @@ from zeroshard.data.stream import StreamBatches, global_batch, validation_tokens
 from zeroshard.data.tables import PartReader
 from zeroshard.data.tokenizer import ByteTokenizer
 from zeroshard.errors import UserError
-from zeroshard.train.setup.agree import gather_bytes
 
 T = 32
 

@@ -7,6 +7,7 @@ import re
 from pages import ROOT
 
 LEFT = [
+    r"many_hosts|ManyHosts|ForkServer|launch/rounds",
     r"liger_kernel",
     r"kernels liger",
     r"[Gg]eglu",

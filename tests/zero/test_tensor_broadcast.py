@@ -17,7 +17,6 @@ from zeroshard.zero.tensor_broadcast import (
     as_bytes,
     gather_to,
     put_bytes,
-    send_bytes,
 )
 
 KINDS = [
@@ -82,11 +81,6 @@ def test_so_many_are_under_way_and_no_more():
     under_way = torch.tensor(comm.log).cumsum(0)
     assert under_way.max() == MAX_PENDING_BROADCASTS
     assert under_way[-1] == 0
-
-
-def test_bytes_of_one_rank_reach_all():
-    assert run_threads(lambda comm: send_bytes(comm, b"rank %d" % comm.rank, 1), 3) == [b"rank 1"] * 3
-    assert run_threads(lambda comm: send_bytes(comm, b"", 0), 2) == [b""] * 2
 
 
 def test_values_are_gathered_with_all_that_they_nest():

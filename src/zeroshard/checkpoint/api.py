@@ -31,12 +31,11 @@ from zeroshard.checkpoint import manifest as manifests
 from zeroshard.checkpoint import store
 from zeroshard.checkpoint.manifest import MANIFEST, FileEntry, Manifest, Piece, TensorEntry
 from zeroshard.checkpoint.reader import CheckpointReader
-from zeroshard.checkpoint.shared_outcome import fail_together, first_message
 from zeroshard.checkpoint.verify import damages, share
 from zeroshard.comm import Communicator
+from zeroshard.comm.agree import agreement, first_message, send_bytes
 from zeroshard.errors import UserError
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader
-from zeroshard.zero.tensor_broadcast import send_bytes
 
 
 class Saveable(Protocol):
@@ -117,9 +116,14 @@ def save(path: str | PathLike[str], source: Saveable, *, step: int, extra: Mappi
     first = comm.rank == 0
     facts = facts_of(source, step, extra)
     try:
-        fail_together(comm, "making the folder", lambda: store.begin(path) if first else None)
-        fail_together(comm, "writing", lambda: write_rank(store.temporary(path), comm, collect(source)))
-        fail_together(comm, "completing", lambda: finish(path, facts) if first else None)
+        with agreement(comm, phase="making the folder"):
+            if first:
+                store.begin(path)
+        with agreement(comm, phase="writing"):
+            write_rank(store.temporary(path), comm, collect(source))
+        with agreement(comm, phase="completing"):
+            if first:
+                finish(path, facts)
     except (OSError, ValueError):
         if first:
             give_up(path)
@@ -156,9 +160,9 @@ def load(
         if failure is not None:
             raise failure
         folder, manifest = open_manifest(path)
-    with CheckpointReader(folder, manifest, settings=settings) as reader:
-        # All ranks leave together: nobody may overwrite the folder while others still read.
-        fail_together(comm, "loading", lambda: target.load_named_shards(reader))
+    # All ranks leave together: nobody may overwrite the folder while others still read.
+    with CheckpointReader(folder, manifest, settings=settings) as reader, agreement(comm, phase="loading"):
+        target.load_named_shards(reader)
     if isinstance(target, Resumes):
         target.resume_at(manifest.step)
     if settings and isinstance(target, TakesParamGroups):

@@ -41,8 +41,8 @@ from zeroshard.checkpoint.api import Facts, Saveable
 from zeroshard.checkpoint.copy_on_write import CopyOnWrite
 from zeroshard.checkpoint.folder import prune
 from zeroshard.checkpoint.host_copies import HostCopies, HostMemory
-from zeroshard.checkpoint.shared_outcome import fail_together, first_message
 from zeroshard.comm import CONTROL, Communicator, scope
+from zeroshard.comm.agree import agreement, first_message
 from zeroshard.zero.state.named_shards import NamedShard
 from zeroshard.zero.streams import ByDevice
 
@@ -165,7 +165,9 @@ class BackgroundSaver:
         path, comm = Path(path), self._comm
         self._pending = pending = _Pending(Saved(path, step), api.facts_of(source, step, extra), began)
         try:
-            fail_together(comm, "making the folder", lambda: store.begin(path) if comm.rank == 0 else None)
+            with agreement(comm, phase="making the folder"):
+                if comm.rank == 0:
+                    store.begin(path)
         except OSError as error:
             pending.saved = replace(pending.saved, error=str(error))
             return earlier

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator, scope
+from zeroshard.comm.agree import agreement
 from zeroshard.zero.buffers.partition import Init, UnitSpec, materialise, partition
 from zeroshard.zero.buffers.unit import FlatGroup, Unit, build_groups
 from zeroshard.zero.buffers.unit_choice import UnitChoice, told
@@ -19,7 +20,6 @@ from zeroshard.zero.levels import Levels, check_levels, check_wire, watched
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.runtime.module_buffers import BufferSync, check_sync
 from zeroshard.zero.runtime.module_methods import has_engine
-from zeroshard.zero.sharded_optimizer.argument_check import agreement
 from zeroshard.zero.strategy import ShardingStrategy
 from zeroshard.zero.tensor_broadcast import as_bytes, put_bytes
 

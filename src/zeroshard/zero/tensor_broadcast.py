@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from zeroshard.comm import CONTROL, Communicator, Work, scope
+from zeroshard.comm import Communicator, Work, scope
+from zeroshard.comm.agree import send_bytes
 
 MAX_PENDING_BROADCASTS = 4  # each keeps a bucket; two suffice on two ranks, but more ranks take turns as the source
 
@@ -94,22 +95,6 @@ class PendingBroadcasts:
         contents = oldest.buffer.split([tensor.nbytes for tensor in oldest.tensors])
         for tensor, content in zip(oldest.tensors, contents, strict=True):
             put_bytes(tensor, content)
-
-
-def send_bytes(comm: Communicator, content: bytes, src: int) -> bytes:
-    """Return rank ``src``'s ``content`` on every rank; the argument of other ranks is ignored. Collective."""
-    with scope(CONTROL):
-        size = torch.tensor([len(content)], device=comm.control_device)
-        comm.broadcast(size, src).wait()
-        num_bytes = int(size)
-        if comm.rank == src:
-            message = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0)
-            message = message.to(comm.control_device)
-        else:
-            message = torch.empty(num_bytes, dtype=torch.uint8, device=comm.control_device)
-        if num_bytes:
-            comm.broadcast(message, src).wait()
-    return content if comm.rank == src else message.cpu().numpy().tobytes()
 
 
 # Classes beside those of torch's own list that a received value may hold; none of them runs code of the sender's.

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from zeroshard.comm import CONTROL, Communicator, scope
-from zeroshard.train.setup.agree import send_text
+from zeroshard.comm import Communicator
+from zeroshard.comm.agree import by_rank, send_bytes
 
 WRAPPERS = ("module.",)  # prefixes that DDP and autocast put before a module's name
 
@@ -39,14 +39,14 @@ def first_not_finite(model: nn.Module, comm: Communicator, replay: Callable[[], 
     try:
         with _watched(model) as (outputs, gradients):
             replay()
-        kinds = _by_rank(comm, 2 if outputs else 1 if gradients else 0)
+        kinds = by_rank(comm, 2 if outputs else 1 if gradients else 0)
     finally:
         torch.compiler.set_stance("default")
     if not any(kinds):
         return "no module's output or gradient, when the step was run again; a reduction overflowed"
     rank = kinds.index(max(kinds))
     found = outputs or gradients
-    return send_text(comm, f"{found[0]} on rank {rank}" if comm.rank == rank else "", src=rank)
+    return send_bytes(comm, f"{found[0]} on rank {rank}".encode() if comm.rank == rank else b"", src=rank).decode()
 
 
 @contextmanager
@@ -91,11 +91,3 @@ def _plain(name: str) -> str:
         while name.startswith(wrapper):
             name = name.removeprefix(wrapper)
     return "" if name == "module" else name
-
-
-def _by_rank(comm: Communicator, number: int) -> list[int]:
-    own = torch.tensor([number], dtype=torch.int64, device=comm.control_device)
-    found = torch.empty(comm.world_size, dtype=torch.int64, device=comm.control_device)
-    with scope(CONTROL):
-        comm.all_gather(found, own).wait()
-    return found.tolist()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.checkpoint import BEST, BackgroundSaver, Keep, Saved, is_complete, name_best, step_name
-from zeroshard.checkpoint.shared_outcome import largest
+from zeroshard.comm.agree import largest
 from zeroshard.errors import ExitStatus
 from zeroshard.train.loop.run import Run, checkpoint_folder
 from zeroshard.train.loop.watchdog import PATIENCE_S, Alive

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from zeroshard import checkpoint
-from zeroshard.checkpoint.shared_outcome import largest
 from zeroshard.comm import Communicator, ObservedCommunicator
+from zeroshard.comm.agree import first_rank_does, largest
 from zeroshard.errors import UserError
 from zeroshard.kernels import describe
 from zeroshard.launch.environment import World, num_restarts, world_from_env
@@ -43,7 +43,7 @@ from zeroshard.train.records.plan_contract import Predict
 from zeroshard.train.records.records import Observer
 from zeroshard.train.records.trackers import require_trackers, trackers
 from zeroshard.train.setup.about_run import about_run, next_command
-from zeroshard.train.setup.agree import first_rank_does, start_facts
+from zeroshard.train.setup.agree import start_facts
 from zeroshard.train.setup.assemble import (
     attention_boundary_setting,
     check_adapters,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.comm import Communicator
+from zeroshard.comm.agree import first_rank_does, gather_bytes
 from zeroshard.data import Batches, EvalBatches, TokenBatches, TokenDataset, require_enough
 from zeroshard.data.base import EvalBatch
 from zeroshard.data.examples.batches import ExampleBatches, ExampleEvalBatches, require_rows
@@ -30,7 +31,7 @@ from zeroshard.data.tables import Tables
 from zeroshard.data.tokenizer import TOKENIZER_FILE, keep_tokenizer, make_tokenizer, tokenizer_identity
 from zeroshard.errors import UserError
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.setup.agree import agree_on, first_rank_does, gather_bytes
+from zeroshard.train.setup.agree import agree_on
 from zeroshard.train.setup.prepare_data import Source, data_folder, data_spec, prepare_data, sources_of
 
 

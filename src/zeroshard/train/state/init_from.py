@@ -15,8 +15,8 @@ from typing import Any
 
 from zeroshard import checkpoint
 from zeroshard.checkpoint.manifest import MANIFEST
-from zeroshard.checkpoint.shared_outcome import fail_together
 from zeroshard.comm import Communicator
+from zeroshard.comm.agree import agreement
 from zeroshard.data.meta import DataMeta, read_meta
 from zeroshard.data.tokenizer import TOKENIZER_FILE, BpeTokenizer, make_tokenizer
 from zeroshard.errors import UserError
@@ -130,12 +130,9 @@ def load_initial_weights(init_from: str, model: LanguageModel, strategy: Strateg
     source = Path(init_from)
     if is_hugging_face(init_from) or (source / "config.json").is_file():
         source = weight_folder(source_of(init_from))
-
-        def load() -> None:
+        with agreement(comm, phase="loading"):
             reader = _as_initial(LoraConfig(), model, reader_of(source, model))
             WeightsAlone(strategy, ("param", "buffer")).load_named_shards(reader)
-
-        fail_together(comm, "loading", load)
     else:
         is_run = not (source / MANIFEST).is_file()
         source = _newest(source, comm) if is_run else source

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from zeroshard.comm import Communicator
+from zeroshard.comm.agree import send_bytes
 from zeroshard.train.loop.step_guard import StepGuard
 from zeroshard.zero import Replicas
-from zeroshard.zero.tensor_broadcast import send_bytes
 
 
 def guards_of_replicas(comm: Communicator, replica: Communicator, guard: StepGuard) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from zeroshard.zero.buffers.barred import bar
 from zeroshard.zero.buffers.flat_grads import FlatGrads
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.optimizers import grad_norm
+from zeroshard.zero.optimizers.description import described
 from zeroshard.zero.optimizers.ema import EMA, Ema
 from zeroshard.zero.optimizers.methods import install_methods
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer, SavesPasses, ShardedParams
@@ -28,7 +29,6 @@ from zeroshard.zero.replicas.inner_optimizer import require_no_weights_in_state
 from zeroshard.zero.replicas.replicas import Replicas
 from zeroshard.zero.runtime import relayout
 from zeroshard.zero.runtime.runtime import Runtime
-from zeroshard.zero.sharded_optimizer.argument_check import described
 from zeroshard.zero.state import training_state
 from zeroshard.zero.state.full_state import take_names
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader

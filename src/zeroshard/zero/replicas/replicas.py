@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.comm import CONTROL, scope
+from zeroshard.comm.agree import agreement
 from zeroshard.zero.buffers.barred import bar
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.levels import Levels
@@ -30,7 +31,6 @@ from zeroshard.zero.replicas.outer import Outer
 from zeroshard.zero.replicas.step_order import StepOrder
 from zeroshard.zero.runtime.module_buffers import ModuleBuffers
 from zeroshard.zero.runtime.runtime import Runtime
-from zeroshard.zero.sharded_optimizer.argument_check import agreement
 from zeroshard.zero.tensor_broadcast import as_bytes, put_bytes
 
 

@@ -20,10 +20,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from zeroshard.comm import CONTROL, Communicator, scope
+from zeroshard.comm.agree import DIGEST_BYTES, both_ends, digest_of, is_one, require_same, send_bytes
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.levels import Levels
-from zeroshard.zero.sharded_optimizer.argument_check import DIGEST_BYTES, both_ends, digest_of, is_one, require_same
-from zeroshard.zero.tensor_broadcast import send_bytes
 
 _STEPS = (
     "backward: ranks ran a different number of backwards before a step of the optimizer, so their weights may differ; "

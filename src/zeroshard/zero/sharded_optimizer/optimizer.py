@@ -33,10 +33,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.comm import CONTROL, Communicator, LocalCommunicator, TorchCommunicator, scope
+from zeroshard.comm.agree import agreement, both_ends, digest_of, require_same
 from zeroshard.zero.levels import watched
+from zeroshard.zero.optimizers.description import described
 from zeroshard.zero.optimizers.kept_states import require_numbered
 from zeroshard.zero.sharded_optimizer.acceptance import PER_RANK, check_class, check_param, check_reach, describe
-from zeroshard.zero.sharded_optimizer.argument_check import agreement, both_ends, described, digest_of, require_same
 from zeroshard.zero.sharded_optimizer.ownership import Bucket, assign, pack
 from zeroshard.zero.tensor_broadcast import PendingBroadcasts, gather_to
 

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm import Communicator
+from zeroshard.comm.agree import agreement, send_bytes
 from zeroshard.zero.buffers.layout import Piece
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.optimizers.piecewise import SCALAR_STATES
 from zeroshard.zero.runtime.relayout import apply_strategy, require_rest
 from zeroshard.zero.runtime.runtime import Runtime
-from zeroshard.zero.sharded_optimizer.argument_check import agreement
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
-from zeroshard.zero.tensor_broadcast import PendingBroadcasts, send_bytes
+from zeroshard.zero.tensor_broadcast import PendingBroadcasts
 
 State = dict[str, Any]  # the states of one piece, by kind
 
