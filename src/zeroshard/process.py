@@ -20,7 +20,6 @@ import ctypes
 import os
 import resource
 import sys
-from pathlib import Path
 
 # variable -> (option of `mallopt`, bytes). Trim: bytes that may be free at the heap's end before they are returned to
 # the kernel. Mmap: blocks of this size and more are mapped one by one; malloc would raise it itself to at most this.
@@ -58,15 +57,6 @@ def require_address_space() -> None:
 def num_cpus() -> int:
     """Logical CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def cache_folder() -> Path | None:
-    """The user's cache folder: ``zeroshard`` in ``XDG_CACHE_HOME``, else in ``~/.cache``; None if there is no home."""
-    named = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(named):  # a relative path must be ignored: https://specifications.freedesktop.org/basedir-spec
-        return Path(named) / "zeroshard"
-    home = os.path.expanduser("~")
-    return Path(home) / ".cache" / "zeroshard" if os.path.isabs(home) else None
 
 
 def forget_empty_variables() -> None:

@@ -25,6 +25,18 @@ LEFT = [
     r"nanogpt_statements",
     r"own_weights",
     r"all_gather_others",
+    r"--(tensor|context|pipeline)-parallel",
+    r"(tensor|context|pipeline)_parallel",
+    r"optimizer[-_]in[-_]backward",
+    r"--offload",
+    r"plan_only",
+    r"plan_cache",
+    r"[Aa]dam[Ww][48]bit",
+    r"\bTPU",
+    r"\btpu-",
+    r"--rails",
+    r"--oversubscription",
+    r"--pod-nodes",
 ]
 # The history of the project may name it.
 HISTORY = {"CHANGELOG.md", "log.md"}

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 
 from soak import examples
-from zeroshard.lab.predict.cluster import SWITCH_CALL_S, Cluster, Fabric
+from zeroshard.lab.predict.cluster import SWITCH_CALL_S, Cluster
 from zeroshard.lab.predict.hardware import LINKS, TREE_STEPS, Link, find_link
 
 WITHIN = Link("within", 1e-6, 100e9, "invented", call_s=0.0, share=1.0)
@@ -144,38 +144,11 @@ def test_over_sockets_there_is_one_protocol(network):
     assert (way.algorithm, way.protocol) == ("ring", "Simple")
 
 
-def test_a_pod_s_way_out_carries_rings_as_far_as_nodes_of_a_pod_share_it():
-    share = Fabric(oversubscription=4.0, pod_nodes=8).share
-    assert share(8) == 1.0  # inside a pod
-    assert share(64) == 1.0  # a ring over all nodes leaves each pod once
-    assert share(8, stride=8) == 1 / 4  # replicas of 8 nodes each: all nodes of a pod send out of it
-    assert share(16, stride=4) == 8 / (4 * 4)
-    assert Fabric(oversubscription=2.0).share(2) == 1 / 2  # each node a pod of its own
-    assert Fabric().share(64, stride=8) == 1.0
-
-
-def test_oversubscription_slows_what_leaves_a_pod():
-    full = Cluster(64, 8, NVLINK, find_link("200Gbit/s"))
-    half = replace(full, fabric=Fabric(oversubscription=2.0))
-    pods = replace(full, fabric=Fabric(oversubscription=2.0, pod_nodes=4))
-    size = 2**34
-    assert half.collective_s("all_gather", size, 64) == pytest.approx(
-        2 * full.collective_s("all_gather", size, 64), rel=0.02
-    )
-    assert pods.collective_s("all_gather", size, 64) == full.collective_s("all_gather", size, 64)
-    # of the 56 ranks of other nodes, 32 are in the other pod
-    exchanged = [each.collective_s("all_to_all", size, 64) for each in (full, pods)]
-    assert exchanged[1] == pytest.approx(exchanged[0] * 2 * 32 / 56, rel=0.01)
-
-
 @settings(max_examples=examples(25, 3000), deadline=None, derandomize=True)
-@given(OPS, SIZES, NODE_LINKS, NETWORKS, st.sampled_from([1, 4, 8]), st.integers(0, 9), st.data())
-def test_more_bandwidth_is_never_slower_and_more_nodes_are_never_faster(
-    op, size, inside, network, per_node, power, data
-):
-    fabric = Fabric(data.draw(st.sampled_from([1.0, 2.0, 7.0])), data.draw(st.sampled_from([1, 4, 16])))
+@given(OPS, SIZES, NODE_LINKS, NETWORKS, st.sampled_from([1, 4, 8]), st.integers(0, 9))
+def test_more_bandwidth_is_never_slower_and_more_nodes_are_never_faster(op, size, inside, network, per_node, power):
     ranks = per_node * 2**power
-    cluster = Cluster(ranks, per_node, LINKS[inside], find_link(network), fabric=fabric)
+    cluster = Cluster(ranks, per_node, LINKS[inside], find_link(network))
     seconds = cluster.collective_s(op, size, ranks)
     for level in ("within", "between"):
         link = getattr(cluster, level)

@@ -41,7 +41,6 @@ def test_every_row_is_positive_has_a_source_and_a_link_of_the_table():
         ("rtx_4090", "rtx-4090-24gb"),
         ("a6000", "rtx-a6000-48gb"),
         ("4090-24gb", "rtx-4090-24gb"),
-        ("v5e", "tpu-v5e-16gb"),
         ("b300", "b300-270gb"),
         ("h20", "h20-96gb"),
         ("rtx-pro-6000", "rtx-pro-6000-96gb"),

@@ -55,7 +55,6 @@ def test_the_command_has_the_wire_formats_of_its_row():
 @pytest.mark.parametrize(
     "words",
     [
-        "--gpus 2 --tensor-parallel 2",  # nothing of ours does it
         "--gpus 9",  # nodes of 8 and of 1
         "--optimizer lion",  # not the trainer's
         "--autocast",

@@ -94,7 +94,7 @@ def test_the_lowest_stage_that_fits_with_room_is_recommended(rows, taken):
 
 def test_the_reason_names_the_rule_what_does_not_fit_and_what_is_faster():
     device = SimpleNamespace(memory_bytes=4 * 2**30)
-    planner = SimpleNamespace(cluster=SimpleNamespace(world_size=8), num_gpus=8, device=device)
+    planner = SimpleNamespace(cluster=SimpleNamespace(world_size=8), device=device)
     rows = [_row(0, 1, fits=False), _row(1, 50), _row(2, 100), _row(3, 105, micro_batch=2)]
     assert reason(planner, rows, recommended(rows)) == (
         "Take stage 2, micro-batch 1, the lowest stage that fits with room: 100 tokens/s, 1.0 of 4.0 GiB stay free, "

@@ -156,7 +156,7 @@ def test_nodes_that_make_no_sense_are_refused_in_a_line(given, words):
 
 def test_a_second_copy_costs_its_bytes_and_saves_the_second_gather_between_nodes():
     without, near = (plan("gpt2-demo", stage=3, node_copy=size, overrides=SIZES, **NODES).rows[0] for size in (None, 2))
-    padded = sum(buffer.layout.padded_numel for buffer in planner_for("gpt2-demo", overrides=SIZES).part.buffers(4))
+    padded = sum(buffer.layout.padded_numel for buffer in planner_for("gpt2-demo", overrides=SIZES).workload.buffers(4))
     assert near.step.before_update["params"] - without.step.before_update["params"] == padded // 2 * 4
     assert near.timing.comm_s < 0.85 * without.timing.comm_s
     cluster = planner_for("gpt2-demo", world_size=4, gpus_per_node=2, network="1Gbit/s").cluster

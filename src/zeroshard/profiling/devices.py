@@ -58,7 +58,7 @@ class Device:
         link: name of the links between the devices of a node, in `zeroshard.lab.predict.hardware.LINKS`; empty:
             unknown.
         driver_name: words that are all in the device name which the driver reports; empty: unknown.
-        device_type: torch's device type, ``"cuda"`` or ``"cpu"``; or ``"tpu"``, for plans only.
+        device_type: torch's device type, ``"cuda"`` or ``"cpu"``.
         sustained: its row in `zeroshard.lab.predict.rates.SUSTAINED`, which then replaces the shares above; empty: the
             shares apply.
         clock_share: clock of matmuls under this board's power limit, relative to the usual limit; 1.0: the usual one.
@@ -272,11 +272,6 @@ _TABLE = (
     # one of the two dies of a module, which is what torch calls a device
     _sold("mi250x-64gb", 63.9, (23.95, 191.5, 191.5), 1638, "xgmi2", "AMD Instinct MI250X data sheet", "MI250X", 0.767),
 )
-_TPU_TABLE = (
-    _sold("tpu-v5e-16gb", 16e9 / 2**30, (0, 197, 0), 819, "ici-v5e", "cloud.google.com/tpu/docs/v5e"),
-    _sold("tpu-v6e-32gb", 32e9 / 2**30, (0, 918, 0), 1638, "ici-v6e", "cloud.google.com/tpu/docs/v6e"),
-)
-_TABLE += tuple(replace(device, device_type="tpu") for device in _TPU_TABLE)
 DEVICES: Mapping[str, Device] = {device.name: device for device in _TABLE}
 
 _OTHER_DEVICES = {

@@ -28,16 +28,11 @@ SWEEP = "Train once for each combination of settings, and compare."
 
 def plan(config: PlanConfig, argv: Sequence[str]) -> int:
     """Run `zeroshard plan`: prints the predictions of `zeroshard.lab.planner.plan`."""
-    from zeroshard.lab.planner.plan_cache import PlanAnswer, answered
-
-    def compute(config: PlanConfig) -> PlanAnswer:
-        with working("planning"):
-            from zeroshard.lab.planner.command import answer_plan  # imports torch; a cached answer does not need it
-
-            return answer_plan(config, width)
-
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
-    answer = answered(config, compute, width)
+    with working("planning"):
+        from zeroshard.lab.planner.command import answer_plan  # imports torch
+
+        answer = answer_plan(config, width)
     print(answer.text if config.json else columns.wrapped(answer.text, width))
     return answer.status
 

@@ -33,15 +33,12 @@ def recommended(rows: Iterable[Row]) -> Row | None:
     return max((r for r in of_stage if r.tokens_per_s >= fastest * (1 - AS_FAST)), key=lambda r: r.headroom_bytes)
 
 
-def describe(row: Row, world_size: int, num_gpus: int = 1) -> str:
-    """Describe a row in words: ``stage 3 over 8 GPUs, replicated 8 times, micro-batch 4``.
-
-    ``num_gpus``: number of all GPUs, if several of them count as one of the ``world_size`` ranks.
-    """
+def describe(row: Row, world_size: int) -> str:
+    """Describe a row in words: ``stage 3 over 8 GPUs, replicated 8 times, micro-batch 4``."""
     accumulated = f" x {row.num_micro}" if row.num_micro > 1 else ""
     micro_batch = f"micro-batch {row.micro_batch}{accumulated}"
     if world_size == 1:
-        return f"{micro_batch} on one GPU" if num_gpus == 1 else f"{micro_batch}, one replica"
+        return f"{micro_batch} on one GPU"
     stage = "the given row" if row.stage is None else f"stage {row.stage}"
     if row.node_copy:
         stage += f" with a second copy over {row.node_copy}"
@@ -69,12 +66,12 @@ def reason(planner: Planner, rows: Sequence[Row], best: Row) -> str:
     rule = ", the lowest stage that fits with room" if len(stages) > 1 else ""
     free, memory = best.headroom_bytes / GIB, planner.device.memory_bytes / GIB
     sentences = [
-        f"Take {describe(best, world_size, planner.num_gpus)}{rule}: {best.tokens_per_s:,.0f} tokens/s{_spread(best)}, "
+        f"Take {describe(best, world_size)}{rule}: {best.tokens_per_s:,.0f} tokens/s{_spread(best)}, "
         f"{free:.1f} of {memory:.1f} GiB "
         f"stay free, and the bottleneck is {best.binds}."
     ]
     fitting = [row for row in rows if row.fits]
-    if planner.num_gpus == 1:
+    if world_size == 1:
         sentences.append("One GPU has nothing to shard: every stage is the same there.")
     out = [stage for stage in stages if all(row.stage != stage for row in fitting)]
     if out:
@@ -86,7 +83,7 @@ def reason(planner: Planner, rows: Sequence[Row], best: Row) -> str:
     fastest = max(fitting, key=lambda row: row.tokens_per_s)
     lead = fastest.tokens_per_s / best.tokens_per_s - 1
     if lead > AS_FAST:
-        sentences.append(f"{sentence_case(describe(fastest, world_size, planner.num_gpus))} is {lead:.0%} faster.")
+        sentences.append(f"{sentence_case(describe(fastest, world_size))} is {lead:.0%} faster.")
     return " ".join(sentences)
 
 

@@ -45,7 +45,7 @@ class Change:
         row, world_size = self.row, self.planner.cluster.world_size
         if not row.fits:
             return f"{self.name} would not do: {row.needed_bytes / GIB:,.1f} GiB"
-        how = describe(row, world_size, self.planner.num_gpus)
+        how = describe(row, world_size)
         facts = [f"{row.needed_bytes / GIB:,.1f} GiB", f"{seconds(row.timing.step_s)} a step"]
         facts.append(f"{row.tokens_per_s:,.0f} tokens/s")
         return f"{self.name} would fit, at {how}: {', '.join(facts)}{self.cost and f'; {self.cost}'}"
@@ -64,7 +64,7 @@ def changes_that_fit(planner: Planner, stages: Stages, micro_batch: int | None, 
     gib = f"{best.needed_bytes / GIB:,.1f} GiB where {planner.device.memory_bytes / GIB:.1f} are"
     if best.headroom_bytes >= 0:
         gib += f" and {planner.headroom:.0%} must stay free"
-    start = f"Nothing fits: {describe(best, planner.cluster.world_size, planner.num_gpus)} needs {gib}"
+    start = f"Nothing fits: {describe(best, planner.cluster.world_size)} needs {gib}"
     found = list(_changes(planner, stages, micro_batch))
     if not any(change.row.fits for change in found):
         return f"{start}; no single change helps: take a larger GPU or a smaller model."
@@ -121,7 +121,7 @@ def _more_gpus(planner: Planner, thrifty: Planner, stages: Stages) -> Iterator[C
         more = fewest_gpus(way, stages, smallest)
         if more is not None:
             there = way.on(world_size=more, global_batch=0)
-            yield from _change(f"{more * way.ranks_a_place:,} GPUs{added}", there, stages)
+            yield from _change(f"{more:,} GPUs{added}", there, stages)
             return
 
 
@@ -158,8 +158,7 @@ def shorter_sequences(planner: Planner, stage: int | ShardingStrategy, micro_bat
     def fits(length: int) -> bool:
         return _fits(planner.on(workload=planner.workload.changed(seq_len=length)), stage, micro_batch)
 
-    halves = (planner.workload.seq_len >> times for times in range(1, planner.workload.seq_len.bit_length()))
-    lengths = [length for length in halves if length % planner.beside.context_parallel == 0]
+    lengths = [planner.workload.seq_len >> times for times in range(1, planner.workload.seq_len.bit_length())]
     if not lengths or not fits(lengths[-1]):  # checked first, to save the traces of longer ones
         return None
     return next(length for length in lengths if fits(length))

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import fields
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from zeroshard.errors import ExitStatus, UserError
-from zeroshard.lab.planner import compare_gpus, next_command
+from zeroshard.lab.planner import next_command
 from zeroshard.lab.planner.advice import describe, recommended
+from zeroshard.lab.planner.compare_gpus import Comparison, Offer, Refusal
 from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.planner.explain import explain
 from zeroshard.lab.planner.inverse import (
@@ -24,22 +24,27 @@ from zeroshard.lab.planner.inverse import (
     lowest_bandwidth,
 )
 from zeroshard.lab.planner.plan import check_node_copy, check_wire_nodes, micro_batches, plan
-from zeroshard.lab.planner.plan_cache import PlanAnswer
 from zeroshard.lab.planner.plan_rows import Plan, Row
 from zeroshard.lab.planner.planner import Planner, planner_for
 from zeroshard.lab.planner.price import parse_prices
 from zeroshard.lab.planner.remedy import remedies
 from zeroshard.lab.planner.show import seconds, size, text
-from zeroshard.lab.planner.unused_links import told, unused_links
+from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.dry_run import Measured, dry_run
 from zeroshard.lab.predict.hardware import find_device, this_machine
 from zeroshard.lab.predict.on_meta import serves_step
-from zeroshard.lab.predict.plan_only import PlanOnly
 from zeroshard.lab.predict.step import Step
 from zeroshard.lab.predict.workload import DTYPES
 from zeroshard.models import LanguageModel
 from zeroshard.train.setup.assemble import local_steps, lora_of, model_overrides
 from zeroshard.zero import STAGES
+
+
+class PlanAnswer(NamedTuple):
+    """The exit status, and what is printed."""
+
+    status: int
+    text: str
 
 
 def answer_plan(config: PlanConfig, width: int = 0) -> PlanAnswer:
@@ -67,12 +72,14 @@ def _answer(config: PlanConfig, width: int) -> PlanAnswer:
         content: dict[str, Any] = {"question": config.ask, "value": answer.value, "unit": answer.unit}
         content |= {"rows": list(answer.rows)} if answer.rows else {}
         status = ExitStatus.CHECK_FAILED if answer.value is None else ExitStatus.OK
-        return PlanAnswer(status, _printed(config, content, answer.sentence, unused_links(config, [planner.cluster])))
+        return PlanAnswer(
+            status, _printed(config, content, answer.sentence, _unused_network(config, [planner.cluster]))
+        )
     found = _plan(config)
     if config.explain or config.dry_run:
         planner = planner_for(**given)
         row = chosen_row(config, found)
-        unused = unused_links(config, [found.cluster])
+        unused = _unused_network(config, [found.cluster])
         said = [_printed(config, found.as_dict(), explain(planner, row), unused)] if config.explain else []
         if config.dry_run:
             compared = compare(config, planner, row)
@@ -105,31 +112,30 @@ def _plan(config: PlanConfig) -> Plan:
 def _with_cost(config: PlanConfig, found: Plan, width: int) -> str:
     """The complete answer, with the cost of the recommended row if that was asked for."""
     asked = bool(config.price or config.tokens)
-    prices = parse_prices(config.price, 1)
-    cost = found.cost(config.tokens, prices[0] if prices else 0.0) if asked else None
+    cost = found.cost(config.tokens, parse_prices(config.price, 1)[0]) if asked else None
     content = found.as_dict() | ({"cost": None if cost is None else cost.as_dict()} if asked else {})
     content["command"] = next_command.next_command(config, found)
     lines = [text(found, width), *([cost.sentence()] if cost is not None else []), *next_command.told(config, found)]
-    return _printed(config, content, "\n".join(lines), unused_links(config, [found.cluster]))
+    return _printed(config, content, "\n".join(lines), _unused_network(config, [found.cluster]))
 
 
 def _compared_gpus(config: PlanConfig) -> PlanAnswer:
     """Plan each kind of GPU and compare them. A kind that fails is listed with the reason; if all fail, raise."""
-    plans: list[Plan | compare_gpus.Refusal] = []
+    answers: list[Offer | Refusal] = []
     errors = []
-    for name in config.gpu_names:
+    for name, price in zip(config.gpu_names, parse_prices(config.price, len(config.gpu_names)), strict=True):
         try:
-            plans.append(_plan(config.model_copy(update={"gpu": name, "dtype": _dtype_on(name, config.dtype)})))
+            found = _plan(config.model_copy(update={"gpu": name, "dtype": _dtype_on(name, config.dtype)}))
+            answers.append(Offer(found, found.cost(config.tokens, price)))
         except UserError as error:
             errors.append(error)
-            plans.append(compare_gpus.Refusal(name, str(error)))
-    if len(errors) == len(plans):
+            answers.append(Refusal(name, str(error)))
+    if len(errors) == len(answers):
         raise errors[0]
-    found = compare_gpus.offers(plans, parse_prices(config.price, len(plans)), config.tokens)
-    status = ExitStatus.CHECK_FAILED if compare_gpus.cheapest(found) is None else ExitStatus.OK
-    unused = unused_links(config, [each.cluster for each in plans if isinstance(each, Plan)])
-    shown = compare_gpus.text(found, config.dtype)
-    return PlanAnswer(status, _printed(config, compare_gpus.as_dict(found), shown, unused))
+    compared = Comparison(answers, config.dtype)
+    status = ExitStatus.CHECK_FAILED if compared.best is None else ExitStatus.OK
+    unused = _unused_network(config, [offer.plan.cluster for offer in compared.offers])
+    return PlanAnswer(status, _printed(config, compared.as_dict(), compared.text(), unused))
 
 
 def _dtype_on(gpu: str, dtype: str) -> str:
@@ -158,7 +164,7 @@ def arguments(config: PlanConfig) -> dict[str, Any]:
         "gpu": find_device(config.gpu),
         "network": config.network,
         "within_node": config.within_node or None,
-        **{name: getattr(config, name) for name in ("gpus_per_node", "rails", "oversubscription", "pod_nodes")},
+        "gpus_per_node": config.gpus_per_node,
         "node_copy": config.node_copy or None,
         "leaves": config.reproducible or None,
         "global_batch": config.global_batch or None,
@@ -177,7 +183,6 @@ def arguments(config: PlanConfig) -> dict[str, Any]:
         "lora": lora_of(config.lora),
         "headroom": config.headroom,
         **{name: getattr(config, name) for name in ("autocast", "master_weights")},
-        **{each.name: getattr(config, each.name) for each in fields(PlanOnly) if each.name != "fp8"},  # a dtype
     }
 
 
@@ -301,8 +306,26 @@ def _comparison_text(compared: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _printed(config: PlanConfig, content: dict[str, Any], plain: str, unused: Sequence[str] = ()) -> str:
-    """The answer as JSON or as text; ``unused``: settings that had no effect."""
+def _unused_network(config: PlanConfig, clusters: Iterable[Cluster]) -> str:
+    """A sentence if ``network`` was given and no plan on ``clusters`` uses it; else empty.
+
+    GPUs without links of their own use the network within a node too.
+    """
+    one_node = config.gpus <= config.gpus_per_node and config.ask != "fewest-gpus"
+    default = PlanConfig.model_fields["network"].default
+    used = not one_node or any(each.within is each.between for each in clusters if config.gpus > 1)
+    if used or config.network == default:
+        return ""
+    if config.gpus == 1:
+        return "--network is not used: one GPU sends nothing."
+    return (
+        f"--network is not used: all {config.gpus} GPUs are in one node, whose links are --within-node's; for GPUs in "
+        "several nodes give --gpus-per-node."
+    )
+
+
+def _printed(config: PlanConfig, content: dict[str, Any], plain: str, unused_network: str = "") -> str:
+    """The answer as JSON or as text; ``unused_network``: why ``network`` had no effect, or empty."""
     if config.json:
-        return json.dumps(content | ({"unused": list(unused)} if unused else {}), indent=2, allow_nan=False)
-    return "\n".join([plain, *told(unused, config.gpus)])
+        return json.dumps(content | ({"unused": ["network"]} if unused_network else {}), indent=2, allow_nan=False)
+    return "\n".join([plain, *([unused_network] if unused_network else [])])

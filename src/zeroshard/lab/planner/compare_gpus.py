@@ -8,7 +8,7 @@ from typing import Any
 
 from zeroshard.columns import columns
 from zeroshard.lab.planner.advice import GIB, describe
-from zeroshard.lab.planner.plan_rows import Plan, Row
+from zeroshard.lab.planner.plan_rows import Plan
 from zeroshard.lab.planner.price import Cost, count, dollars, duration
 
 RANGE = "4 of 5 runs between"
@@ -26,6 +26,20 @@ class Offer:
         """Name of the GPU."""
         return self.plan.device.name
 
+    @property
+    def row(self) -> str:
+        """The best row in words; empty if none fits."""
+        return "" if self.plan.best is None else describe(self.plan.best, self.plan.num_gpus)
+
+    @property
+    def tokens_for_a_dollar(self) -> tuple[float, float]:
+        """Lowest and highest tokens per dollar of the best row; per second if no price is known."""
+        assert self.plan.best is not None
+        assert self.cost is not None
+        dollars_per_s = self.plan.num_gpus * self.cost.dollars_per_h or 1.0
+        least, most = self.plan.best.tokens_per_s_range
+        return least / dollars_per_s, most / dollars_per_s
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -35,151 +49,101 @@ class Refusal:
     reason: str
 
 
-Answers = Sequence[Offer | Refusal]
+@dataclass(frozen=True)
+class Comparison:
+    """The GPUs that were compared, in the order in which they were given, and the dtype that was asked for."""
 
+    answers: Sequence[Offer | Refusal]
+    dtype: str
 
-def offers(plans: Sequence[Plan | Refusal], prices: Sequence[float], num_tokens: int) -> list[Offer | Refusal]:
-    """Add costs to plans. ``prices``: dollars per hour of a GPU, one for each plan; empty: no prices are known."""
-    found: list[Offer | Refusal] = []
-    for index, plan in enumerate(plans):
-        cost_of = prices[index] if prices else 0.0
-        found.append(plan if isinstance(plan, Refusal) else Offer(plan, plan.cost(num_tokens, cost_of)))
-    return found
+    @property
+    def offers(self) -> list[Offer]:
+        """The GPUs that could be planned."""
+        return [each for each in self.answers if isinstance(each, Offer)]
 
+    @property
+    def best(self) -> Offer | None:
+        """The offer with the lowest cost per token among those that fit, or the fastest one if no prices are known."""
+        fitting = [(offer.cost, offer) for offer in self.offers if offer.cost is not None]
+        order = [(cost.dollars_per_billion, -cost.tokens_per_s) for cost, _ in fitting]
+        return fitting[order.index(min(order))][1] if fitting else None
 
-def planned(found: Answers) -> list[Offer]:
-    """The offers among ``found``, without refusals."""
-    return [each for each in found if isinstance(each, Offer)]
+    @property
+    def unsure(self) -> list[str]:
+        """GPUs that may be better than the best one within the ranges of rates: in tokens per dollar or second."""
+        best = self.best
+        others = (offer for offer in self.offers if offer is not best and offer.cost is not None)
+        return [each.name for each in others if best and each.tokens_for_a_dollar[1] > best.tokens_for_a_dollar[0]]
 
+    def sentence(self) -> str:
+        """A sentence that recommends a GPU and says how sure that is."""
+        best = self.best
+        if best is None or best.cost is None:
+            return "Nothing fits on any of them: plan one of them alone to hear which change would help."
+        others = [offer.cost for offer in self.offers if offer.cost is not None and offer is not best]
+        if best.cost.dollars_per_h:
+            kind, verb, worse = "cheapest", "costs", "more"
+            by = [other.dollars_per_billion / best.cost.dollars_per_billion - 1 for other in others]
+        else:
+            kind, verb, worse = "fastest", "is", "slower"
+            by = [1 - other.tokens_per_s / best.cost.tokens_per_s for other in others]
+        asked = best.cost.dollars_per_h or best.cost.num_tokens
+        told = f"The {kind} is {best.name}, {best.row}{f': {best.cost.sentence()}' if asked else '.'}"
+        told += f" The next one {verb} {min(by):.0%} {worse}." if by else ""
+        unsure = " or ".join(self.unsure)
+        return f"{told} By the ranges of their rates it may as well be {unsure}." if unsure else told
 
-def cheapest(found: Answers) -> Offer | None:
-    """The offer with the lowest cost per token among those that fit, or the fastest one if no prices are known."""
-    fitting = [(offer.cost, offer) for offer in planned(found) if offer.cost is not None]
-    if not fitting:
-        return None
-    return min(fitting, key=lambda pair: (pair[0].dollars_per_billion, -pair[0].tokens_per_s))[1]
+    def text(self) -> str:
+        """The comparison as text: a table with a line for each GPU, and sentences."""
+        best = self.best
+        costs = [offer.cost for offer in self.offers if offer.cost is not None]
+        priced, num_tokens = any(cost.dollars_per_h for cost in costs), max((c.num_tokens for c in costs), default=0)
+        titles = ["GPU", "fits", "take", "memory", "tokens/s", RANGE]
+        titles += ["$/h", "$ for 1B tokens"] * priced + [f"{count(num_tokens)} tokens"] * bool(num_tokens)
+        titles += ["$ for them"] * (priced and bool(num_tokens))
+        rows = [self._cells(o) if isinstance(o, Offer) else [o.name, "not planned"] for o in self.answers]
+        table = columns([titles, *([*row, *[""] * (len(titles) - len(row))] for row in rows)], range(3, len(titles)))
+        marks = ["  ", *("> " if each is best else "  " for each in self.answers)]
+        first = self.offers[0].plan
+        head = f"{first.workload.name}, {self.dtype}, {first.workload.optimizer}, sequences of {first.workload.seq_len}"
+        others = [offer for offer in self.offers if offer.plan.dtype != self.dtype]
+        refused = [each for each in self.answers if isinstance(each, Refusal)]
+        return "\n".join(
+            [
+                f"{head}, {first.num_gpus:,} GPU{'s' * (first.num_gpus > 1)}",
+                "",
+                *(mark + line for mark, line in zip(marks, table, strict=True)),
+                "",
+                self.sentence(),
+                *(f"{o.name} does not compute in {self.dtype}: planned in {o.plan.dtype}." for o in others),
+                *(f"{each.name} is not planned: {each.reason}." for each in refused),
+            ]
+        )
 
+    def _cells(self, offer: Offer) -> list[str]:
+        best, cost, plan = offer.plan.best, offer.cost, offer.plan
+        name = offer.name if plan.dtype == self.dtype else f"{offer.name}, {plan.dtype}"
+        if best is None or cost is None:
+            return [name, "no", "", f"{min(row.needed_bytes for row in plan.rows) / GIB:,.1f} GiB"]
+        least, most = best.tokens_per_s_range
+        between = "" if least == most else f"{least:,.0f} to {most:,.0f}"
+        cells = [name, "yes", offer.row, f"{best.needed_bytes / GIB:.1f} GiB", f"{best.tokens_per_s:,.0f}", between]
+        if cost.dollars_per_h:
+            cells += [f"{cost.dollars_per_h:g}", dollars(cost.dollars_per_billion)]
+        if cost.num_tokens:
+            cells += [duration(cost.hours)] + [dollars(cost.dollars)] * (cost.dollars_per_h > 0)
+        return cells
 
-def text(found: Answers, dtype: str) -> str:
-    """The comparison as text: a table with a line for each GPU, and a sentence; ``dtype``: the requested dtype."""
-    best = cheapest(found)
-    costs = [offer.cost for offer in planned(found) if offer.cost is not None]
-    priced = bool(costs) and costs[0].dollars_per_h > 0
-    titles = ["GPU", "fits", "take", "memory", "tokens/s", RANGE]
-    titles += ["$/h"] * priced + ["$ for 1B tokens"] * priced
-    num_tokens = costs[0].num_tokens if costs else 0
-    titles += [f"{count(num_tokens)} tokens"] * bool(num_tokens) + ["$ for them"] * (priced and bool(num_tokens))
-    rows = [
-        [each.name, "not planned", *[""] * (len(titles) - 2)]
-        if isinstance(each, Refusal)
-        else _cells(each, len(titles), dtype, priced=priced)
-        for each in found
-    ]
-    marks = ["  ", *("> " if offer is best else "  " for offer in found)]
-    table = columns([titles, *rows], right=range(3, len(titles)))
-    lines = [mark + line for mark, line in zip(marks, table, strict=True)]
-    first = planned(found)[0].plan
-    workload = first.workload
-    head = f"{workload.name}, {dtype}, {workload.optimizer}, sequences of {workload.seq_len}"
-    return "\n".join(
-        [
-            f"{head}, {first.num_gpus:,} GPU{'s' * (first.num_gpus > 1)}",
-            "",
-            *lines,
-            "",
-            sentence(found),
-            *_remarks(found, dtype),
-        ]
-    )
-
-
-def _remarks(found: Answers, dtype: str) -> list[str]:
-    """Sentences on the GPUs that are planned in another dtype, and on those that are not planned."""
-    others = [offer for offer in planned(found) if offer.plan.dtype != dtype]
-    told = [f"{each.name} does not compute in {dtype}: planned in {each.plan.dtype}." for each in others]
-    return told + [f"{each.name} is not planned: {each.reason}." for each in found if isinstance(each, Refusal)]
-
-
-def _cells(offer: Offer, width: int, dtype: str, *, priced: bool) -> list[str]:
-    best, cost, plan = offer.plan.best, offer.cost, offer.plan
-    name = offer.name if plan.dtype == dtype else f"{offer.name}, {plan.dtype}"
-    if best is None or cost is None:
-        least = min(plan.rows, key=lambda row: row.needed_bytes)
-        return [name, "no", "", f"{least.needed_bytes / GIB:,.1f} GiB", *[""] * (width - 4)]
-    row = describe(best, plan.cluster.world_size, plan.num_gpus)
-    cells = [name, "yes", row, f"{best.needed_bytes / GIB:.1f} GiB", f"{best.tokens_per_s:,.0f}", _range(best)]
-    if priced:
-        cells += [f"{cost.dollars_per_h:g}", dollars(cost.dollars_per_billion)]
-    if cost.num_tokens:
-        cells += [duration(cost.hours)] + [dollars(cost.dollars)] * priced
-    return cells
-
-
-def _range(row: Row) -> str:
-    """The likely range of the row's tokens/s, as text; empty if the device was measured."""
-    if row.spread == (1.0, 1.0):
-        return ""
-    least, most = row.tokens_per_s_range
-    return f"{least:,.0f} to {most:,.0f}"
-
-
-def unsure(found: Answers) -> list[str]:
-    """GPUs that may be better than the recommended one within the ranges of rates: in tokens per dollar or second."""
-    best = cheapest(found)
-    if best is None:
-        return []
-    least, _ = _for_a_dollar(best)
-    return [
-        offer.name
-        for offer in planned(found)
-        if offer is not best and offer.cost is not None and _for_a_dollar(offer)[1] > least
-    ]
-
-
-def _for_a_dollar(offer: Offer) -> tuple[float, float]:
-    """Lowest and highest tokens per dollar; per second if no price is known."""
-    row, cost = offer.plan.best, offer.cost
-    assert row is not None
-    assert cost is not None
-    dollars_per_s = cost.num_gpus * cost.dollars_per_h or 1.0
-    least, most = row.tokens_per_s_range
-    return least / dollars_per_s, most / dollars_per_s
-
-
-def sentence(found: Answers) -> str:
-    """A sentence that recommends a GPU and says how sure that is."""
-    best = cheapest(found)
-    if best is None or best.cost is None:
-        return "Nothing fits on any of them: plan one of them alone to hear which change would help."
-    others = [offer.cost for offer in planned(found) if offer.cost is not None and offer is not best]
-    plan = best.plan
-    row = describe(plan.best, plan.cluster.world_size, plan.num_gpus) if plan.best is not None else ""
-    start = f"{best.name}, {row}: {best.cost.sentence()}" if best.cost.dollars_per_h or best.cost.num_tokens else ""
-    if best.cost.dollars_per_h:
-        more = [other.dollars_per_billion / best.cost.dollars_per_billion - 1 for other in others]
-        kind = "The cheapest is"
-        after = f" The next one costs {min(more):.0%} more." if more else ""
-    else:
-        more = [1 - other.tokens_per_s / best.cost.tokens_per_s for other in others]
-        kind = "The fastest is"
-        after = f" The next one is {min(more):.0%} slower." if more else ""
-    others_named = " or ".join(unsure(found))
-    if others_named:
-        after += f" By the ranges of their rates it may as well be {others_named}."
-    return f"{kind} {start or f'{best.name}, {row}.'}{after}"
-
-
-def as_dict(found: Answers) -> dict[str, Any]:
-    """The comparison as a dict, for JSON; a GPU without a plan has no rows, and the reason as ``refused``."""
-    best = cheapest(found)
-    return {
-        "plans": [
-            {"gpu": {"name": each.name}, "rows": [], "best": None, "cost": None, "refused": each.reason}
-            if isinstance(each, Refusal)
-            else {**each.plan.as_dict(), "cost": None if each.cost is None else each.cost.as_dict()}
-            for each in found
-        ],
-        "best": None if best is None else best.name,
-        "unsure": unsure(found),
-        "advice": sentence(found),
-    }
+    def as_dict(self) -> dict[str, Any]:
+        """The comparison as a dict, for JSON; a GPU without a plan has no rows, and the reason as ``refused``."""
+        return {
+            "plans": [
+                {"gpu": {"name": each.name}, "rows": [], "best": None, "cost": None, "refused": each.reason}
+                if isinstance(each, Refusal)
+                else {**each.plan.as_dict(), "cost": None if each.cost is None else each.cost.as_dict()}
+                for each in self.answers
+            ],
+            "best": None if self.best is None else self.best.name,
+            "unsure": self.unsure,
+            "advice": self.sentence(),
+        }

@@ -8,7 +8,6 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from zeroshard.errors import UserError
-from zeroshard.lab.planner.fabric import require_fabric
 from zeroshard.lab.planner.price import parse_prices
 from zeroshard.lab.predict.hardware import find_device, find_link
 from zeroshard.train.config.replica_settings import ReplicasConfig
@@ -28,8 +27,6 @@ Question = Literal[
 ]
 
 
-ESTIMATE = "plan only: zeroshard does not do it."
-
 # pydantic's base class has a deprecated method of that name, replaced by `model_dump_json`.
 warnings.filterwarnings("ignore", message='Field name "json" in "PlanConfig" shadows', category=UserWarning)
 
@@ -47,17 +44,13 @@ class PlanConfig(Config):
         min_length=1,
         description="Device by name, or a file of `zeroshard bench device`; several, as a100-80gb,l40s, are compared.",
     )
-    gpus_per_node: int = Field(8, ge=1, description="GPUs of a full node; of TPUs, the chips of a slice.")
+    gpus_per_node: int = Field(8, ge=1, description="GPUs of a full node.")
     network: str = Field(
         "400Gbit/s",
         min_length=1,
-        description="Network of each GPU to other nodes: a bandwidth with its unit, or a link's name.",
+        description="Network of each GPU to other nodes, its share of the node's cards: a bandwidth with its unit, or "
+        "a link's name.",
     )
-    rails: int = Field(0, ge=0, description="Network cards of a node, --network each; 0: --network is of each GPU.")
-    oversubscription: float = Field(
-        1.0, ge=1, le=1000, description="Bandwidth of a pod's nodes over that to other pods: 2 for 2 : 1; 1: as much."
-    )
-    pod_nodes: int = Field(0, ge=0, description="Nodes of a pod, which --oversubscription is of; 0: each node is one.")
     within_node: str = Field(
         "", description="Network of each GPU within a node, as --network; empty: the GPU's own links."
     )
@@ -108,21 +101,11 @@ class PlanConfig(Config):
     master_weights: bool = Field(
         True, description="Keep fp32 masters of 16-bit weights; without: weights, gradients and states in --dtype."
     )
-    optimizer_in_backward: bool = Field(
-        False, description=f"Update each unit, and free its gradients, inside backward; {ESTIMATE}"
-    )
-    offload: Literal["none", "optimizer"] = Field(
-        "none", description=f"Training state that hosts keep and update, as ZeRO-Offload; {ESTIMATE}"
-    )
-    tensor_parallel: int = Field(1, ge=1, description=f"GPUs that share each matrix product; {ESTIMATE}")
-    context_parallel: int = Field(1, ge=1, description=f"GPUs that share each sequence; {ESTIMATE}")
-    pipeline_parallel: int = Field(1, ge=1, description=f"GPUs that share out the blocks; {ESTIMATE}")
     price: str = Field("", description="Dollars an hour of one GPU, as 2.5/h; of several kinds one each: 2.5/h,1.2/h.")
     tokens: Count = Field(0, ge=0, description="Tokens to train on, as 10B: the plan says how long, and for how much.")
     headroom: float = Field(0.02, ge=0, lt=1, description="Share of memory that must stay free.")
 
     json: bool = Field(False, description="Print JSON.")  # ty: ignore[incompatible-attribute-override]
-    cache: bool = Field(True, description="Answer from ~/.cache/zeroshard what the same version has answered before.")
     explain: bool = Field(False, description="Print the step of --stage, else of the row advised, action by action.")
     dry_run: bool = Field(
         False, description="Run a rank's step of --stage here, else of the row advised; prediction beside measurement."
@@ -145,7 +128,6 @@ class PlanConfig(Config):
         self._asks_one_thing()
         self._asks_of_one_size()
         find_link(self.network)
-        require_fabric(self.oversubscription, self.pod_nodes)
         if self.replicas.on and not self.shard_size:
             what = f"{self.replicas.every} needs several replicas, and with shard_size 0 all GPUs form one"
             raise UserError("replicas.every", what, "give --shard-size, the GPUs of a replica")
@@ -204,22 +186,14 @@ class PlanConfig(Config):
             raise UserError(
                 name, f"it belongs to the table, which {asked} takes the place of", "leave one of the two out"
             )
-        sizes = {"tensor_parallel": self.tensor_parallel, "pipeline_parallel": self.pipeline_parallel}
-        names = [name for name, size in sizes.items() if size > 1] + (["offload"] if self.offload != "none" else [])
-        names += [name for name in ("optimizer_in_backward", "autocast") if getattr(self, name)]
-        names += ["context_parallel"] if self.context_parallel > 1 else []
-        names += [] if self.master_weights else ["master_weights"]
-        if self.dry_run and names:
-            raise UserError(
-                names[0], "a dry run runs what zeroshard train does, and that has no such setting", "leave one out"
-            )
+        if self.dry_run and (self.autocast or not self.master_weights):
+            name = "autocast" if self.autocast else "master_weights"
+            what = "a dry run runs what zeroshard train does, and that has no such setting"
+            raise UserError(name, what, "leave one out")
         if self.dry_run and self.dtype == "fp8":
             raise UserError("dtype", "a dry run has no products in 8 bits", "use bfloat16, which keeps as much")
         if self.dry_run_values != "auto" and not self.dry_run:
             raise UserError("dry_run_values", f"{self.dry_run_values} is of a dry run", "add --dry-run")
-        parallel = [name for name in names if "parallel" in name]
-        if self.ask in ("fewest-gpus", "largest-model") and parallel:
-            raise UserError(parallel[0], f"{self.ask} changes what it divides", "leave one of the two out")
 
     def _asks_of_one_size(self) -> None:
         """Raise UserError for sizes that the question itself varies or does not use: they would change nothing."""

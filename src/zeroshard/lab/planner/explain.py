@@ -10,7 +10,7 @@ from zeroshard.lab.planner.advice import describe
 from zeroshard.lab.planner.plan_rows import Row
 from zeroshard.lab.planner.planner import Planner
 from zeroshard.lab.planner.show import seconds, size
-from zeroshard.lab.planner.sources import BESIDE, RATES, beside_engine, memory, on_top, ranges, rates
+from zeroshard.lab.planner.sources import BESIDE, RATES, beside_engine, memory, ranges, rates
 from zeroshard.lab.predict.actions import Compute, Issue, Step
 from zeroshard.lab.predict.timeline import TimedSpan, simulate
 
@@ -43,9 +43,9 @@ LEGEND = (
 def explain(planner: Planner, row: Row) -> str:
     """Describe the last micro-batch of ``row`` and its update, in order; units that do the same share a line."""
     timing = simulate(row.step, planner.device, planner.cluster, software=planner.software, with_spans=True)
-    took = row.timing  # includes the seconds that plan-only settings add
+    took = row.timing
     lines = [
-        f"One step of {describe(row, planner.cluster.world_size, planner.num_gpus)}: {seconds(took.step_s)}, of it "
+        f"One step of {describe(row, planner.cluster.world_size)}: {seconds(took.step_s)}, of it "
         f"{seconds(took.compute_s)} computing and {seconds(took.exposed_s)} waiting; collectives run for "
         f"{seconds(took.comm_s)}.",
         LEGEND,
@@ -61,7 +61,7 @@ def explain(planner: Planner, row: Row) -> str:
         ]
     lines += [*columns([RATES, *rates(planner)]), *ranges(row), ""]
     lines += [*memory(row), *(columns([BESIDE, *beside_engine(row)], right=(1,)) if beside_engine(row) else [])]
-    return "\n".join([*lines, *on_top(row)])
+    return "\n".join(lines)
 
 
 @dataclass

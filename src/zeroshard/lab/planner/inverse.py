@@ -37,7 +37,7 @@ class Answer:
 
 def largest_micro_batch(planner: Planner, stage: int) -> Answer:
     """The largest micro-batch, in rows, that fits at ``stage``."""
-    name = f"stage {stage} on {planner.num_gpus:,} x {planner.device.name}"
+    name = f"stage {stage} on {planner.cluster.world_size:,} x {planner.device.name}"
 
     def fits(rows: int) -> bool:
         return planner.on(global_batch=0).row(stage, rows).fits
@@ -69,7 +69,7 @@ def largest_model(planner: Planner, stage: int, micro_batch: int) -> Answer:
         return planner.on(workload=planner.workload.changed(sizes))
 
     found = _most(lambda layers: scaled(layers).row(stage, micro_batch).fits, 512)
-    where = f"stage {stage} on {planner.num_gpus:,} x {planner.device.name}, micro-batch {micro_batch}"
+    where = f"stage {stage} on {planner.cluster.world_size:,} x {planner.device.name}, micro-batch {micro_batch}"
     if not found:
         return Answer(None, "parameters", f"Not even one layer 128 wide fits at {where}.")
     workload = scaled(found).workload
@@ -136,7 +136,7 @@ def crossover(planner: Planner, stage: int, against: int, micro_batch: int | Non
         return ours.tokens_per_s > theirs.tokens_per_s
 
     at_lowest, at_highest = ahead(LOWEST_BYTES_PER_S), ahead(HIGHEST_BYTES_PER_S)
-    ours, theirs = (describe(row, planner.cluster.world_size, planner.num_gpus) for row in rows(HIGHEST_BYTES_PER_S))
+    ours, theirs = (describe(row, planner.cluster.world_size) for row in rows(HIGHEST_BYTES_PER_S))
     if at_lowest == at_highest:
         first, second = (ours, theirs) if at_highest else (theirs, ours)
         return Answer(None, "bytes/s", f"{sentence_case(first)} is at least as fast as {second} on every network.")

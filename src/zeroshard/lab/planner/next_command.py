@@ -33,8 +33,9 @@ Settings = Iterator[tuple[str, Any]]  # by dotted name
 def next_command(config: PlanConfig, plan: Plan) -> str | None:
     """The command for the recommended row; None if no row fits, or `zeroshard train` cannot run what was planned."""
     row, workload = plan.best, plan.workload
-    alike = plan.num_gpus <= plan.gpus_in_node or plan.num_gpus % plan.gpus_in_node == 0  # all nodes are full
-    there = alike and plan.device.device_type == "cuda" and not plan.plan_only
+    per_node = plan.cluster.ranks_per_node
+    alike = plan.num_gpus <= per_node or plan.num_gpus % per_node == 0  # all nodes are full
+    there = alike and plan.device.device_type == "cuda"
     if row is None or not there or workload.weights is not None or workload.autocast is not None:
         return None
     settings = dict(_settings(config, plan, row))
@@ -60,7 +61,7 @@ def told(config: PlanConfig, plan: Plan) -> list[str]:
 
 
 def _num_nodes(plan: Plan) -> int:
-    return -(-plan.num_gpus // plan.gpus_in_node)
+    return -(-plan.num_gpus // plan.cluster.ranks_per_node)
 
 
 def _settings(config: PlanConfig, plan: Plan, row: Row) -> Settings:

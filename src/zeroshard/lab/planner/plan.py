@@ -51,7 +51,7 @@ def plan(
         raise UserError("replicas.every", what, "give a shard_size below the GPUs: those of one replica")
     planner = planner_for(model, **given)
     world_size = planner.cluster.world_size
-    stages = _stages(stage, shard_size, world_size, local_steps, planner.ranks_a_place)
+    stages = _stages(stage, shard_size, world_size, local_steps)
     check_node_copy(planner, stage, shard_size)
     if planner.leaves and (shard_size is not None or local_steps is not None):
         name = "shard_size" if local_steps is None else "replicas.every"
@@ -71,9 +71,8 @@ def plan(
         rows=tuple(rows),
         best=best,
         advice=advice,
-        beside=planner.beside,
+        fp8=planner.fp8,
         software=planner.software,
-        gpus_per_node=planner.gpus_per_node,
     )
 
 
@@ -117,20 +116,15 @@ def check_node_copy(planner: Planner, stage: int | ShardingStrategy | None, shar
 
 
 def _stages(
-    stage: int | ShardingStrategy | None,
-    shard_size: int | None,
-    world_size: int,
-    local_steps: LocalSteps | None,
-    ranks_a_place: int,
+    stage: int | ShardingStrategy | None, shard_size: int | None, world_size: int, local_steps: LocalSteps | None
 ) -> tuple[int | ShardingStrategy, ...]:
-    """The stages to plan: with a ``shard_size`` those that shard. ``ranks_a_place`` is only for the error message."""
+    """The stages to plan: with a ``shard_size`` those that shard."""
     given = stage is not None and not isinstance(stage, ShardingStrategy)
     if given and (isinstance(stage, bool) or stage not in STAGES):
         raise UserError("stage", f"{stage!r} is not a ZeRO stage", "choose 0, 1, 2 or 3")
     if shard_size is not None:
         if shard_size < 1 or world_size % shard_size:
-            groups = f"{world_size} groups of {ranks_a_place} GPUs, which it counts" if ranks_a_place > 1 else ""
-            what = f"{shard_size} does not divide {groups or f'a world of {world_size}'}"
+            what = f"{shard_size} does not divide a world of {world_size}"
             raise UserError("shard_size", what, f"choose a divisor of {world_size}")
         if stage == 0 and local_steps is None:
             raise UserError("shard_size", "stage 0 shards nothing", "choose stage 1, 2 or 3, or leave it out")

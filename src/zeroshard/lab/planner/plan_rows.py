@@ -10,8 +10,6 @@ from zeroshard.lab.predict.actions import Step
 from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.hardware import Device, Link
 from zeroshard.lab.predict.meetings import Meetings
-from zeroshard.lab.predict.memory import QUANTISED
-from zeroshard.lab.predict.plan_only import PlanOnly
 from zeroshard.lab.predict.process_memory import ProcessMemory
 from zeroshard.lab.predict.rates import Software
 from zeroshard.lab.predict.timeline import Timing
@@ -108,7 +106,6 @@ class Row:
             "comm_s": self.timing.comm_s,
             "exposed_s": self.timing.exposed_s,
             "quantise_s": self.timing.wire_s,
-            "host_bytes": self.step.host_bytes,
             "tokens_per_s": self.tokens_per_s,
             "tokens_per_s_range": self.tokens_per_s_range,
             "mfu": self.mfu,
@@ -127,9 +124,8 @@ class Plan:
         best: the recommended row, of the lowest stage that fits with room (`zeroshard.lab.planner.advice`); None if no
             row fits.
         advice: the recommended row and the reason, or the nearest change that would make a row fit.
-        beside: settings for techniques that plans support and zeroshard's trainer does not.
+        fp8: whether blocks compute matrix products in 8 bits.
         software: the kernels that compute.
-        gpus_per_node: GPUs of a full node; 0: as many as ``cluster`` has ranks in a node.
     """
 
     workload: Workload = field(repr=False)
@@ -138,34 +134,18 @@ class Plan:
     rows: tuple[Row, ...]
     best: Row | None
     advice: str
-    beside: PlanOnly = field(default_factory=PlanOnly)
+    fp8: bool = False
     software: Software = field(default_factory=Software)
-    gpus_per_node: int = 0
 
     @property
     def num_gpus(self) -> int:
-        """Number of all GPUs; in ``cluster`` a tensor- and pipeline-parallel group counts as one rank."""
-        return self.cluster.world_size * self.beside.tensor_parallel * self.beside.pipeline_parallel
-
-    @property
-    def gpus_in_node(self) -> int:
-        """Number of GPUs of a full node."""
-        return self.gpus_per_node or self.cluster.ranks_per_node
+        """Number of all GPUs."""
+        return self.cluster.world_size
 
     @property
     def dtype(self) -> str:
         """Name of the requested dtype."""
-        return "fp8" if self.beside.fp8 else self.workload.dtype
-
-    @property
-    def plan_only(self) -> tuple[str, ...]:
-        """Names of the parts of the plan that zeroshard cannot run, such as a TPU; the plan is then an estimate."""
-        device = [self.device.name] if self.device.device_type == "tpu" else []
-        return (
-            *device,
-            *self.beside.named,
-            *([self.workload.optimizer] if self.workload.optimizer in QUANTISED else []),
-        )
+        return "fp8" if self.fp8 else self.workload.dtype
 
     def cost(self, num_tokens: int = 0, dollars_per_h: float = 0.0) -> Cost | None:
         """Cost of training on ``num_tokens`` with the recommended row, at a price per GPU; None if no row fits."""
@@ -188,15 +168,13 @@ class Plan:
             "optimizer": self.workload.optimizer,
             "seq_len": self.workload.seq_len,
             "gpus": self.num_gpus,
-            "gpus_per_node": self.gpus_in_node,
+            "gpus_per_node": self.cluster.ranks_per_node,
             "gpu": {"name": self.device.name, "memory_bytes": self.device.memory_bytes, "source": self.device.source},
             "within_node": _link_dict(self.cluster.within),
             "between_nodes": _link_dict(self.cluster.between),
-            "fabric": asdict(self.cluster.fabric),
             "rows": [row.as_dict() for row in self.rows],
             "best": None if self.best is None else self.rows.index(self.best),
             "advice": self.advice,
-            "plan_only": list(self.plan_only),
         }
 
 

@@ -13,13 +13,13 @@ from zeroshard.lab.planner.request import HEADROOM, Given, Request
 from zeroshard.lab.predict.actions import Accumulate, Settings, Step
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.cluster import Cluster
+from zeroshard.lab.predict.float8 import in_float8
 from zeroshard.lab.predict.hardware import Device
 from zeroshard.lab.predict.meetings import Meetings, meetings_of
-from zeroshard.lab.predict.plan_only import PlanOnly, more_seconds, pipelined, with_rates, with_seconds
 from zeroshard.lab.predict.process_memory import Process, ProcessMemory, process_memory
 from zeroshard.lab.predict.rates import SPREAD_UNCALIBRATED, Software, spread
 from zeroshard.lab.predict.step import least_bytes, step_of
-from zeroshard.lab.predict.timeline import Timing, simulate
+from zeroshard.lab.predict.timeline import simulate
 from zeroshard.lab.predict.traffic import bytes_by_link
 from zeroshard.lab.predict.workload import Workload, workload_of
 from zeroshard.zero import STAGES, LocalSteps, ShardingStrategy
@@ -35,15 +35,14 @@ class Planner:
     Attributes:
         workload: the training job.
         device: the device of each rank.
-        cluster: the ranks and their links. The GPUs of one tensor- and pipeline-parallel group count as one rank.
+        cluster: the ranks, one for each GPU, and their links.
         global_batch: rows of a step over all ranks; 0: one micro-batch per rank.
         accumulate, prefetch, reshard_after_forward: as `zeroshard.Zero` takes them.
         headroom: share of memory that must stay free.
         software: the kernels that compute.
-        beside: settings for techniques that plans support and zeroshard's trainer does not.
+        fp8: whether blocks compute matrix products in 8 bits.
         node_copy: ranks of a node that share a second copy of stage 3's weights; 0: there is none.
         leaves: as `zeroshard.Zero` takes them; 0: None.
-        gpus_per_node: GPUs of a full node; 0: as many as ``cluster`` has ranks in a node.
     """
 
     workload: Workload
@@ -55,37 +54,16 @@ class Planner:
     reshard_after_forward: bool = True
     headroom: float = HEADROOM
     software: Software = field(default_factory=Software)
-    beside: PlanOnly = field(default_factory=PlanOnly)
+    fp8: bool = False
     node_copy: int = 0
-    gpus_per_node: int = 0
     leaves: int = 0
-
-    @property
-    def ranks_a_place(self) -> int:
-        """Number of GPUs that count as one rank in ``cluster``: those of a tensor- and pipeline-parallel group."""
-        return self.beside.tensor_parallel * self.beside.pipeline_parallel
-
-    @property
-    def num_gpus(self) -> int:
-        """Number of all GPUs; in ``cluster`` a tensor- and pipeline-parallel group counts as one rank."""
-        return self.cluster.world_size * self.ranks_a_place
-
-    @property
-    def gpus_in_node(self) -> int:
-        """Number of GPUs of a full node."""
-        return self.gpus_per_node or self.cluster.ranks_per_node
-
-    @property
-    def wires(self) -> Cluster:
-        """The cluster in which each GPU counts as a rank."""
-        return replace(self.cluster, world_size=self.num_gpus, ranks_per_node=self.gpus_in_node)
 
     def num_micro(self, micro_batch: int) -> int:
         """Micro-batches of a step; 0 if this micro-batch size does not divide the global batch."""
         least = self.leaves // self.cluster.world_size if self.leaves else 1  # fewest; others are multiples
         if not self.global_batch:
             return least
-        at_once = micro_batch * self.cluster.world_size // self.beside.context_parallel
+        at_once = micro_batch * self.cluster.world_size
         return self.global_batch // at_once if self.global_batch % (at_once * least) == 0 else 0
 
     def row(
@@ -99,10 +77,9 @@ class Planner:
         world_size = self.cluster.world_size
         shards = shard_size or world_size
         strategy = self.strategy(stage, shards)
-        buffers = self.part.buffers(shards, replicated=shards < world_size, leaves=self.leaves)
+        buffers = self.workload.buffers(shards, replicated=shards < world_size, leaves=self.leaves)
         step = self.step(strategy, micro_batch, shards, alone=local_steps is not None)
         timing = simulate(step, self.device, self.cluster, software=self.software)
-        timing = with_seconds(timing, self._more_seconds(step, timing, micro_batch))
         meetings = Meetings()
         if local_steps is not None:
             meetings = meetings_of(buffers, local_steps, strategy, self.cluster, timing.step_s, self.device)
@@ -114,7 +91,7 @@ class Planner:
         fits = left >= self.headroom * self.device.memory_bytes
         tokens_per_s = step.tokens * world_size / timing.step_s if timing.step_s else 0.0
         peak = self.device.matmul_flops_per_s.get(self.workload.dtype)
-        mfu = None if not peak else tokens_per_s * self.workload.num_flops_per_token / (self.num_gpus * peak)
+        mfu = None if not peak else tokens_per_s * self.workload.num_flops_per_token / (world_size * peak)
         return Row(
             stage=stage if isinstance(stage, int) else None,
             shard_size=shards,
@@ -130,7 +107,7 @@ class Planner:
             tokens_per_s=tokens_per_s,
             mfu=mfu,
             binds=bottleneck(timing, fits=fits),
-            spread=SPREAD_UNCALIBRATED if self.beside.named or self.beside.fp8 else spread(self.device),
+            spread=SPREAD_UNCALIBRATED if self.fp8 else spread(self.device),
             meetings=meetings,
             padding=padding_of(buffers),
             node_copy=strategy.secondary_shard_size or 0,
@@ -154,11 +131,10 @@ class Planner:
     def _process_memory(
         self, step: Step, strategy: ShardingStrategy, micro_batch: int, num_shards: int, node_size: int
     ) -> ProcessMemory:
-        workload = self.part
+        workload = self.workload
         config = getattr(workload.model, "config", None)
-        num_logits = micro_batch * workload.seq_len * getattr(config, "vocab_size", 0)
         what = Process(
-            num_logits=num_logits // self.beside.tensor_parallel,
+            num_logits=micro_batch * workload.seq_len * workload.vocab_size,
             group_sizes=(
                 num_shards,
                 self.cluster.world_size // num_shards,
@@ -172,36 +148,19 @@ class Planner:
         )
         return process_memory(step, self.device, self.software, what)
 
-    @property
-    def part(self) -> Workload:
-        """One rank's part of the workload."""
-        beside = self.beside
-        if beside.num_ranks == 1:
-            return self.workload
-        return self.workload.part(beside.tensor_parallel, beside.context_parallel, beside.pipeline_parallel)
-
-    def _more_seconds(self, step: Step, timing: Timing, micro_batch: int) -> dict[str, float]:
-        if not self.beside.named:
-            return {}
-        stream = self.part.stream(micro_batch, self.beside.context_parallel) if self.beside.num_ranks > 1 else None
-        num_micro = max(self.num_micro(micro_batch), 1)
-        return more_seconds(self.beside, step, timing, stream, self.device, self.cluster, self.wires, num_micro)
-
     def step(self, strategy: ShardingStrategy, micro_batch: int, num_shards: int, *, alone: bool = False) -> Step:
         """The engine's step; ``alone``: whether the replica takes it as a local step, without the other replicas."""
-        workload, beside = self.part, self.beside
+        workload = self.workload
         state, whole_state = workload.states
         settings = self._settings(strategy, micro_batch, num_shards, alone=alone)
         trace = workload.trace(micro_batch, self.device.device_type)
         buffers = workload.buffers(num_shards, replicated=num_shards < self.cluster.world_size, leaves=self.leaves)
         step = step_of(trace, buffers, state, settings, whole_state)
-        vocab_size = getattr(getattr(workload.model, "config", None), "vocab_size", 0)
-        vocab_size = -(-vocab_size // beside.tensor_parallel)
-        return with_rates(pipelined(step, beside, settings.num_micro, trace.activation_bytes), beside, vocab_size)
+        return in_float8(step, workload.vocab_size) if self.fp8 else step
 
     def cannot_fit(self, stage: int | ShardingStrategy, micro_batch: int) -> bool:
         """Whether weights, states and activations alone exceed memory: a quick check for a row over all ranks."""
-        workload, num_shards = self.part, self.cluster.world_size
+        workload, num_shards = self.workload, self.cluster.world_size
         strategy = self.strategy(stage, num_shards)
         settings = self._settings(strategy, micro_batch, num_shards)
         trace = workload.trace(micro_batch, self.device.device_type)
@@ -213,23 +172,19 @@ class Planner:
     def _settings(
         self, strategy: ShardingStrategy, micro_batch: int, num_shards: int, *, alone: bool = False
     ) -> Settings:
-        workload, on_cuda, beside = self.part, self.device.device_type == "cuda", self.beside
-        offloads, num_micro = beside.offload != "none", max(self.num_micro(micro_batch), 1)
+        workload, on_cuda = self.workload, self.device.device_type == "cuda"
         casts = any(workload.precision.compute_dtype(p.dtype) != p.dtype for p in workload.model.parameters())
         over_nodes = num_shards == self.cluster.world_size  # replicas already sum within a node
         return Settings(
             strategy=strategy,
             precision=workload.precision if over_nodes else replace(workload.precision, node_size=None),
-            num_micro=num_micro,
+            num_micro=max(self.num_micro(micro_batch), 1),
             accumulate=self.accumulate,
             prefetch=self.prefetch,
             num_replicas=1 if alone else self.cluster.world_size // num_shards,
             uniform_order=not on_cuda,
             device_type=self.device.device_type,
             fused_copies=on_cuda and casts and workload.optimizer == "AdamW" and workload.kernels != "reference",
-            clips=not beside.optimizer_in_backward,
-            frees_grads=beside.optimizer_in_backward or (offloads and (num_micro == 1 or strategy.grads is SHARD)),
-            offloads=offloads,
             leaves=self.leaves or None,
         )
 
@@ -266,9 +221,8 @@ def padding_of(buffers: Sequence[Buffer]) -> float:
 def planner_for(model: str | nn.Module, **given: Unpack[Given]) -> Planner:
     """Make a `Planner` for ``model`` and the arguments in `Given`; errors are those of `plan`."""
     asked = Request(**given)
-    found, beside = asked.calibration, asked.beside
+    found = asked.calibration
     precision, weights, cast_to = asked.precision()
-    beside.check(asked.world_size, found.device)
     workload = workload_of(
         model,
         seq_len=asked.seq_len,
@@ -294,8 +248,7 @@ def planner_for(model: str | nn.Module, **given: Unpack[Given]) -> Planner:
         asked.reshard_after_forward,
         asked.headroom,
         asked.software_of(workload.model),
-        beside,
+        asked.fp8,
         asked.node_copy or 0,
-        asked.gpus_per_node,
         asked.leaves or 0,
     )

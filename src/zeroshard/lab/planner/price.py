@@ -12,33 +12,29 @@ BILLION = 1e9
 MOST_PER_H = 1e6
 
 
-def parse_prices(text: str, num_gpus: int) -> list[float]:
-    """Dollars per hour for each of ``num_gpus`` kinds of GPU; ``text`` has one for all, ``2.5/h``, or ``2.5/h,1.2/h``.
+def parse_prices(text: str, num_kinds: int) -> list[float]:
+    """Dollars per hour for each of ``num_kinds`` kinds of GPU, from ``2.5/h,1.2/h`` or one for all; zeros if empty.
 
     Raises:
         UserError: a price has no ``/h``, is 0 or above `MOST_PER_H`, or the number of prices does not match.
     """
-    prices = [_price(part.strip()) for part in text.split(",")] if text else []
+    prices = [_price(part.strip()) for part in text.split(",")] if text else [0.0]
     if len(prices) == 1:
-        return prices * num_gpus
-    if prices and len(prices) != num_gpus:
-        raise UserError(
-            "price", f"{len(prices)} prices for {num_gpus} GPUs", "give one for each of --gpu, or one for all"
-        )
+        return prices * num_kinds
+    if len(prices) != num_kinds:
+        what = f"{len(prices)} prices for {num_kinds} GPUs"
+        raise UserError("price", what, "give one for each of --gpu, or one for all")
     return prices
 
 
 def _price(text: str) -> float:
     match = re.fullmatch(r"\$?(\d+(?:\.\d+)?)/h", text)
     if match is None:
-        what = f"{shown(text, 40)} is no price"
-        raise UserError("price", what, "write dollars an hour of one GPU, as 2.5/h")
-    price = float(match[1])
-    if not 0 < price <= MOST_PER_H:
-        raise UserError(
-            "price", f"{shown(text, 40)} is no price of a GPU", f"give more than 0 and at most {MOST_PER_H:g}/h"
-        )
-    return price
+        raise UserError("price", f"{shown(text, 40)} is no price", "write dollars an hour of one GPU, as 2.5/h")
+    if not 0 < float(match[1]) <= MOST_PER_H:
+        todo = f"give more than 0 and at most {MOST_PER_H:g}/h"
+        raise UserError("price", f"{shown(text, 40)} is no price of a GPU", todo)
+    return float(match[1])
 
 
 @dataclass(frozen=True)

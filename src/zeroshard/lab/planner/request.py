@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, TypedDict
 
@@ -12,12 +12,10 @@ from torch import nn
 
 from zeroshard.errors import UserError
 from zeroshard.kernels import Choice
-from zeroshard.lab.planner import wiring
-from zeroshard.lab.planner.fabric import require_fabric
 from zeroshard.lab.predict.actions import Accumulate
-from zeroshard.lab.predict.cluster import Cluster, Fabric
-from zeroshard.lab.predict.hardware import Calibration, Device, Link, find_device, find_link
-from zeroshard.lab.predict.plan_only import Offload, PlanOnly
+from zeroshard.lab.predict.cluster import Cluster
+from zeroshard.lab.predict.float8 import require_float8
+from zeroshard.lab.predict.hardware import LINKS, Calibration, Device, Link, find_device, find_link
 from zeroshard.lab.predict.rates import SUSTAINED, Attention, Impl, Loss, Software
 from zeroshard.lab.predict.workload import DTYPES, Workload
 from zeroshard.models import GPT2, Llama
@@ -37,10 +35,7 @@ class Given(TypedDict, total=False):
             `Device`.
         network: each GPU's link to other nodes: a bandwidth with its unit, a row of `LINKS`, or a `Link`.
         within_node: the link between a node's GPUs, in the same forms; None: the GPU's own, or the measured one.
-        gpus_per_node: GPUs of a full node; for TPUs, the chips of a slice.
-        rails: network cards of a node, each a ``network``; 0: ``network`` is the link of each GPU.
-        oversubscription: bandwidth of a pod's network cards divided by that of its uplinks to other pods.
-        pod_nodes: nodes of a pod; 0: each node is a pod.
+        gpus_per_node: GPUs of a full node.
         node_copy: number of a node's ranks that share a second copy of stage 3's weights, the ``secondary_shard_size``
             of `zeroshard.Zero`; None: there is none. Stages with unsharded weights ignore it.
         global_batch: rows of a step over all ranks, by gradient accumulation; None: one micro-batch per rank.
@@ -67,9 +62,6 @@ class Given(TypedDict, total=False):
         autocast: whether weights and gradients are fp32, and forward runs in ``dtype`` by `torch.autocast`.
         master_weights: whether 16-bit weights have fp32 master weights; False: weights, gradients and states are in
             ``dtype``.
-        optimizer_in_backward, offload, tensor_parallel, context_parallel, pipeline_parallel: techniques that
-            zeroshard's trainer does not have, estimated by `zeroshard.lab.predict.plan_only`; ``world_size`` counts all
-            GPUs.
     """
 
     world_size: int
@@ -77,9 +69,6 @@ class Given(TypedDict, total=False):
     network: str | Link
     within_node: str | Link | None
     gpus_per_node: int
-    rails: int
-    oversubscription: float
-    pod_nodes: int
     node_copy: int | None
     leaves: int | None
     global_batch: int | None
@@ -103,11 +92,6 @@ class Given(TypedDict, total=False):
     overrides: Mapping[str, object]
     autocast: bool
     master_weights: bool
-    optimizer_in_backward: bool
-    offload: Offload
-    tensor_parallel: int
-    context_parallel: int
-    pipeline_parallel: int
 
 
 @dataclass(frozen=True)
@@ -124,9 +108,6 @@ class Request:
     network: str | Link = "400Gbit/s"
     within_node: str | Link | None = None
     gpus_per_node: int = 8
-    rails: int = 0
-    oversubscription: float = 1.0
-    pod_nodes: int = 0
     node_copy: int | None = None
     leaves: int | None = None
     global_batch: int | None = None
@@ -150,18 +131,10 @@ class Request:
     overrides: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
     autocast: bool = False
     master_weights: bool = True
-    optimizer_in_backward: bool = False
-    offload: Offload = "none"
-    tensor_parallel: int = 1
-    context_parallel: int = 1
-    pipeline_parallel: int = 1
 
     def __post_init__(self) -> None:
         _require_count("gpus", self.world_size, 1)
         _require_count("gpus_per_node", self.gpus_per_node, 1)
-        _require_count("rails", self.rails, 0)
-        _require_count("pod_nodes", self.pod_nodes, 0)
-        require_fabric(self.oversubscription, self.pod_nodes)
         _require_count("global_batch", 1 if self.global_batch is None else self.global_batch, 1)
         _require_count("seq_len", 1 if self.seq_len is None else self.seq_len, 1)
         _require_count("prefetch", self.prefetch, 0)
@@ -174,11 +147,6 @@ class Request:
         if isinstance(self.gpu, Calibration):
             return self.gpu
         return Calibration(self.gpu) if isinstance(self.gpu, Device) else find_device(self.gpu)
-
-    @property
-    def beside(self) -> PlanOnly:
-        """The settings of `PlanOnly`; not checked."""
-        return PlanOnly(**{each.name: getattr(self, each.name) for each in fields(PlanOnly)})
 
     @property
     def fp8(self) -> bool:
@@ -221,47 +189,41 @@ class Request:
         return replace(precision, **self.wire), weights, cast_to
 
     def cluster(self, found: Calibration) -> Cluster:
-        """The cluster, in which the GPUs of one tensor- and pipeline-parallel group count as one rank.
+        """The ranks and their links.
 
         The link within a node is the given one, else the measured one, else the GPU's own, else that between nodes.
+        Only CUDA devices have NCCL's protocols for small messages between nodes.
         """
-        given = self.within_node
-        given = find_link(given, "within_node") if isinstance(given, str) else given
-        within = wiring.within_node(given, found, self.world_size, self.gpus_per_node)
+        given, device = self.within_node, found.device
+        within = find_link(given, "within_node") if isinstance(given, str) else given
+        within = within or found.link or (LINKS[device.link] if device.link else None)
         between = self.network if isinstance(self.network, Link) else find_link(self.network)
-        between = wiring.with_rails(between, self.rails, self.gpus_per_node)
-        num_places = self.world_size // (self.tensor_parallel * self.pipeline_parallel)
-        per_node = max(self.gpus_per_node // self.tensor_parallel, 1)
-        fabric = Fabric(self.oversubscription, max(self.pod_nodes, 1))
-        return wiring.cluster(num_places, per_node, within, between, found, fabric)
+        if device.device_type != "cuda":
+            between = replace(between, protocols=())
+        return Cluster(self.world_size, self.gpus_per_node, within or between, between)
 
     def check(self, workload: Workload, device: Device) -> None:
         """Raise UserError if the request is impossible for this workload on this device."""
-        self._require_expressible(workload)
+        if self.fp8:
+            require_float8(device)
         self._require_attention(device)
         if workload.dtype in DTYPES and workload.dtype not in device.matmul_flops_per_s:
             served = ", ".join(device.matmul_flops_per_s)
             raise UserError("dtype", f"{device.name} does not compute in {workload.dtype}", f"choose {served}")
-        num_ranks = self.beside.num_ranks
-        num_replicas = self.world_size // num_ranks
-        self._require_leaves(num_replicas)
-        if self.global_batch and self.global_batch % num_replicas:
-            replicas = f"{num_replicas} replicas of {self.world_size} GPUs"
-            where = f"{self.world_size} GPUs" if num_ranks == 1 else replicas
-            what = f"{self.global_batch} sequences cannot be shared out to {where}"
-            raise UserError("global_batch", what, f"give a multiple of {num_replicas}")
+        self._require_leaves()
+        if self.global_batch and self.global_batch % self.world_size:
+            what = f"{self.global_batch} sequences cannot be shared out to {self.world_size} GPUs"
+            raise UserError("global_batch", what, f"give a multiple of {self.world_size}")
 
-    def _require_leaves(self, num_places: int) -> None:
+    def _require_leaves(self) -> None:
         """Raise UserError if the leaves cannot be divided among the GPUs, or something else rounds partial sums."""
         leaves = self.leaves
         if leaves is None:
             return
         if leaves < 1 or leaves & (leaves - 1):
             raise UserError("leaves", f"{leaves} is no power of two", f"give {1 << max(leaves, 1).bit_length()}")
-        if self.beside.num_ranks > 1 or self.beside.named:
-            raise UserError("leaves", "they are of our engine alone", "leave out what zeroshard does not do")
-        if leaves % num_places:
-            what = f"{leaves} micro-batches cannot be shared out evenly to {num_places} GPUs"
+        if leaves % self.world_size:
+            what = f"{leaves} micro-batches cannot be shared out evenly to {self.world_size} GPUs"
             raise UserError("leaves", what, "give a multiple that is a power of two")
         if self.wire.get("gather") or self.wire.get("reduce"):
             raise UserError("leaves", "a wire format rounds what each rank sends", "leave one of the two out")
@@ -272,26 +234,6 @@ class Request:
         if self.attention not in known:
             what = f"no rate of {self.attention} on {device.name} is known"
             raise UserError("attention", what, f"choose {' or '.join(known)}")
-
-    def _require_expressible(self, workload: Workload) -> None:
-        if self.optimizer_in_backward and self.global_batch:
-            what = "gradients that are gone after a micro-batch cannot add up"
-            raise UserError("optimizer_in_backward", what, "leave out global_batch, or it")
-        beside = self.beside
-        if beside.num_ranks == 1:
-            return
-        if not workload.ours:
-            name = next(name for name in beside.named if "parallel" in name).partition(" ")[0]
-            raise UserError(name, f"a {workload.name} cannot be cut by name", "leave it out, or plan a preset")
-        self._require_nodes(beside.tensor_parallel)
-        workload.check_part(beside.tensor_parallel, beside.context_parallel, beside.pipeline_parallel)
-
-    def _require_nodes(self, tensor: int) -> None:
-        """Raise UserError if tensor-parallel groups would begin in the middle of a node and end in another."""
-        per_node = self.gpus_per_node
-        if self.world_size > per_node and tensor % per_node and per_node % tensor:
-            what = f"groups of {tensor} GPUs do not fill nodes of {per_node}, nor nodes them"
-            raise UserError("tensor_parallel", what, f"choose a divisor or a multiple of {per_node}, or gpus_per_node")
 
 
 def _require_count(name: str, value: int, least: int) -> None:

@@ -12,11 +12,11 @@ from zeroshard.errors import UserError
 from zeroshard.lab.predict.actions import Message
 from zeroshard.lab.predict.buffers import Buffer, buffers_of
 from zeroshard.lab.predict.cluster import Cluster
+from zeroshard.lab.predict.float8 import in_float8
 from zeroshard.lab.predict.hardware import Calibration, Link, read_calibration
 from zeroshard.lab.predict.meetings import meeting_messages, outer_bytes, quantising_s
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES, ema_bytes, state_bytes
 from zeroshard.lab.predict.model_trace import trace_language_model
-from zeroshard.lab.predict.plan_only import PlanOnly, with_rates
 from zeroshard.lab.predict.step import Settings, Step, step_of
 from zeroshard.lab.predict.timeline import Timing, simulate
 from zeroshard.lab.predict.traffic import flows_of, messages
@@ -46,7 +46,7 @@ def predict(job: Job) -> Planned:
         return planned
     try:
         step = _step(job.model, buffers, job.micro_batch_size, job.seq_len, settings)
-        step = with_rates(step, PlanOnly(fp8=job.fp8), getattr(job.model.config, "vocab_size", 0))
+        step = in_float8(step, getattr(job.model.config, "vocab_size", 0)) if job.fp8 else step
     except UserError as error:  # a model that is not ours and cannot be traced
         if calibration is not None:
             raise

@@ -38,11 +38,8 @@ MOSTLY_PADDING = 2.0
 
 
 def notes(plan: Plan) -> list[str]:
-    """Sentences on parts of the plan that zeroshard cannot run, on padding, on partial nodes and on host memory."""
+    """Sentences on what `zeroshard train` does not do, on wire formats, on padding and on a partial node."""
     found = []
-    if plan.plan_only:
-        names = ", ".join(plan.plan_only)
-        found.append(f"zeroshard does not do this, plan only: {names}. What it comes to is an estimate.")
     if plan.workload.weights is not None:
         found.append(
             "`zeroshard train` keeps fp32 masters; `Zero` takes a 16-bit model as it is, in a loop of your own."
@@ -56,16 +53,12 @@ def notes(plan: Plan) -> list[str]:
     if worst > MOSTLY_PADDING:
         what = f"buffers are up to {worst:,.0f} times as large as the parameters in them"
         found.append(f"{plan.workload.optimizer} keeps tensors whole: over many GPUs {what}; --shard-size bounds that.")
-    rest = plan.num_gpus % plan.gpus_in_node
-    if rest and plan.num_gpus > plan.gpus_in_node:
+    per_node = plan.cluster.ranks_per_node
+    rest = plan.num_gpus % per_node
+    if rest and plan.num_gpus > per_node:
         links = "1 link" if rest == 1 else f"{rest} links"
-        what = f"The last node has {rest} of {plan.gpus_in_node} GPUs, and so {links} to the others"
+        what = f"The last node has {rest} of {per_node} GPUs, and so {links} to the others"
         found.append(f"{what}, for which all wait: fewer GPUs, in full nodes, may be as fast.")
-    best = plan.best
-    if best is not None and best.step.host_bytes:
-        on_node = min(plan.gpus_in_node, plan.num_gpus)
-        total = best.step.host_bytes * on_node / GIB
-        found.append(f"The host of a node holds {total:,.1f} GiB of masters, states and gradients for its GPUs.")
     return found
 
 
@@ -85,19 +78,14 @@ def heading(plan: Plan) -> str:
         f"sequences of {workload.seq_len}",
         f"{plan.num_gpus:,} x {device.name}, {device.memory_bytes / GIB:.1f} GiB each ({device.source})",
     ]
-    if plan.num_gpus > cluster.world_size:
-        held = f"{plan.num_gpus // cluster.world_size} GPUs of a tensor or pipeline hold a model together"
-        lines.append(f"{held}; {cluster.world_size:,} such groups share out training state, rank by rank")
-    if min(plan.num_gpus, plan.gpus_in_node) > 1:
-        per_node = min(plan.gpus_in_node, plan.num_gpus)
+    per_node = min(cluster.ranks_per_node, plan.num_gpus)
+    if per_node > 1:
         lines.append(
             f"{per_node} in a node over {cluster.within.name} at {cluster.within.bytes_per_s / 1e9:g} GB/s "
             f"({cluster.within.source})"
         )
-    if plan.num_gpus > plan.gpus_in_node:
+    if plan.num_gpus > per_node:
         lines.append(f"nodes over {cluster.between.bytes_per_s / 1e9:g} GB/s for each GPU ({cluster.between.source})")
-        if cluster.fabric.oversubscription > 1:
-            lines.append(cluster.fabric.told())
     return "\n".join(lines)
 
 

@@ -6,16 +6,14 @@ recomputed for them.
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import torch
 
 from zeroshard.lab.planner.plan_rows import Plan, Row
 from zeroshard.lab.planner.planner import Planner
 from zeroshard.lab.planner.show import seconds, size
 from zeroshard.lab.predict.conversions import CONVERSIONS, FINGERPRINT
+from zeroshard.lab.predict.float8 import FP8_TIME
 from zeroshard.lab.predict.hardware import Protocol
-from zeroshard.lab.predict.plan_only import FP8_TIME, PlanOnly
 from zeroshard.lab.predict.process_memory import SOURCES
 from zeroshard.lab.predict.process_memory import SPREAD as MEMORY_SPREAD
 from zeroshard.lab.predict.rates import HOST_S, SPREAD_UNCALIBRATED, SUSTAINED, Software, Sustained
@@ -29,7 +27,6 @@ ATTENTION = "Shah et al. 2024, FlashAttention-3, arXiv:2407.08608; Dao 2023, Fla
 FP8_SOURCE = "torchao trains Llama 3 8B on 8 H100 1.25 times as fast: docs.pytorch.org/ao, Quantized Training"
 NOT_MEASURED = "zeroshard.lab.predict.conversions; not measured here: zeroshard bench device does"
 NCCL = "NCCL src/graph/tuning.cc, and 7 us a call that nccl-tests show"
-FABRIC = "as given; rings and trees over nodes in order leave a pod once: zeroshard.lab.predict.cluster.Fabric"
 NO_RUN = "no published run on such a device: large products alone, less what others lose while they train"
 
 
@@ -39,21 +36,19 @@ def rates(plan: Plan | Planner) -> list[tuple[str, str, str]]:
     peak = device.matmul_flops_per_s.get(plan.workload.dtype, 0.0)
     both = f"{peak / 1e12:,.4g} TFLOP/s, {device.bytes_per_s / 1e9:,.4g} GB/s"
     told = [("data sheet" if device.matmul_share < 1 else "device", both, device.source)]
-    if plan.beside.fp8:
+    if plan.fp8:
         told.append(("products of blocks", f"{FP8_TIME:.2g} of their time in bfloat16", FP8_SOURCE))
     if device.sustained:
         told += _sustained(plan.software, SUSTAINED[device.sustained])
     elif device.matmul_share < 1:
         told.append(("products", f"{device.matmul_share:.2g} of the data sheet", NO_RUN))
     told += _quantising(plan)
-    links = [("within a node", cluster.within)] * (plan.gpus_in_node > 1 and plan.num_gpus > 1)
-    links += [("between nodes", cluster.between)] * (plan.num_gpus > plan.gpus_in_node)
+    links = [("within a node", cluster.within)] * (min(cluster.ranks_per_node, cluster.world_size) > 1)
+    links += [("between nodes", cluster.between)] * (cluster.world_size > cluster.ranks_per_node)
     for where, link in links:
         rate = f"{link.share:.3g} of {link.bytes_per_s / 1e9:,.4g} GB/s, {seconds(link.latency_s)} a step"
         told.append((where, rate, f"{link.name}: {link.source}"))
         told += [(f"{where}, small", _protocol(each), NCCL) for each in link.protocols]
-    if cluster.fabric.oversubscription > 1 and cluster.world_size > cluster.ranks_per_node:
-        told.append(("between pods", cluster.fabric.told(), FABRIC))
     return told
 
 
@@ -121,13 +116,3 @@ def beside_engine(row: Row) -> list[tuple[str, str, str]]:
     """Rows of the process's memory besides the engine's and the model's, in the columns `BESIDE`; empty on a CPU."""
     beside = {**row.process.as_dict(), "comm_buffers": row.comm_bytes}
     return [(name.replace("_", " "), size(n), SOURCES[name]) for name, n in beside.items() if n]
-
-
-def on_top(row: Row) -> list[str]:
-    """A sentence for each plan-only setting that adds time to the step."""
-    names = [field.name for field in fields(PlanOnly)]
-    return [
-        f"On top, plan only: {name} {seconds(took)} (zeroshard.lab.predict.plan_only has the formula)."
-        for name, took in row.timing.exposed_by.items()
-        if name in names
-    ]

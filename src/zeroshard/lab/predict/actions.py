@@ -116,8 +116,6 @@ class Step:
         tokens: tokens that this rank trains on.
         at_loss: the peak between the forward of the last block and its backward, when all activations and the model's
             logits are live; None if the root unit computes nothing then.
-        host_bytes: bytes of this rank's state in its host's memory, if a plan offloads it.
-        offloaded_numel: elements that the host updates for this rank.
     """
 
     first: list[Action]
@@ -131,8 +129,6 @@ class Step:
     after_update: dict[str, int]
     tokens: int
     at_loss: Moment | None = None
-    host_bytes: int = 0
-    offloaded_numel: int = 0
 
     @property
     def parts(self) -> tuple[tuple[list[Action], int], ...]:
@@ -166,9 +162,6 @@ class Settings:
         rank: this rank's number among those that shard together.
         clips: whether gradients are clipped by their norm before the optimizer's step.
         agrees: whether ranks exchange the loss, and whether to continue, in a control message, as the trainer's do.
-        frees_grads: whether a unit's gradients are freed as soon as they are reduced, because the optimizer steps
-            inside backward or they are offloaded to the host. Only plans use it: our engine does not do it.
-        offloads: whether master weights and optimizer states are offloaded to the host. Only plans use it.
         leaves: as `zeroshard.Zero` takes them; the buffers are laid out for this number.
     """
 
@@ -184,8 +177,6 @@ class Settings:
     rank: int = 0
     clips: bool = True
     agrees: bool = False
-    frees_grads: bool = False
-    offloads: bool = False
     leaves: int | None = None
 
     def nodes_of(self, num_shards: int) -> int | None:

@@ -54,35 +54,6 @@ POST_S = 1.5e-6
 
 
 @dataclass(frozen=True)
-class Fabric:
-    """The switches between nodes.
-
-    Attributes:
-        oversubscription: bandwidth of a pod's nodes together, divided by the pod's bandwidth to all other pods.
-        pod_nodes: nodes of a pod, which reach each other at full bandwidth: those of one leaf switch, or one rail's.
-    """
-
-    oversubscription: float = 1.0
-    pod_nodes: int = 1
-
-    def share(self, num_nodes: int, stride: int = 1) -> float:
-        """Share of a node's bandwidth that a ring or tree over every ``stride``-th node reaches.
-
-        Ranks are numbered pod by pod. So min(pod, stride) of the rings that run at once leave a pod, and the pod's
-        uplinks carry pod / oversubscription of them at full bandwidth (Al-Fares et al. 2008, "A Scalable, Commodity
-        Data Center Network Architecture", https://doi.org/10.1145/1402958.1402967, section 2.1, defines the ratio).
-        """
-        if (num_nodes - 1) * stride < self.pod_nodes:
-            return 1.0
-        return min(1.0, self.pod_nodes / (self.oversubscription * min(self.pod_nodes, stride)))
-
-    def told(self) -> str:
-        """A phrase to print after the bandwidth that each GPU has to other nodes."""
-        pod = "each node" if self.pod_nodes == 1 else f"pods of {self.pod_nodes:,} nodes"
-        return f"1 / {self.oversubscription:g} of it out of {pod}"
-
-
-@dataclass(frozen=True)
 class CollectiveCost:
     """The time of a collective by one algorithm and protocol.
 
@@ -104,12 +75,11 @@ class CollectiveCost:
 
 @dataclass(frozen=True)
 class _Group:
-    """The ranks of one collective: ``in_node`` of them in each of ``num_nodes`` nodes that are ``stride`` apart."""
+    """The ranks of one collective: ``in_node`` of them in each of ``num_nodes`` nodes."""
 
     num_ranks: int
     in_node: int
     num_nodes: int
-    stride: int = 1
 
     @property
     def fewest(self) -> int:
@@ -127,7 +97,6 @@ class Cluster:
         within: the link between ranks of a node.
         between: the link that each rank has to other nodes.
         algorithm: the algorithm of all-reduces; ``auto``: the fastest. A collective without it uses a ring.
-        fabric: the switches between nodes.
     """
 
     world_size: int
@@ -135,7 +104,6 @@ class Cluster:
     within: Link
     between: Link
     algorithm: Algorithm = "auto"
-    fabric: Fabric = Fabric()
 
     def collective_s(self, op: str, num_bytes: int, num_ranks: int, *, replicas: bool = False) -> float:
         """Seconds of one collective; arguments as for `fastest`."""
@@ -174,7 +142,7 @@ class Cluster:
             return _Group(num_ranks, in_node, -(-num_ranks // in_node))
         shard_size = max(self.world_size // num_ranks, 1)
         in_node = min(num_ranks, max(self.ranks_per_node // shard_size, 1))
-        return _Group(num_ranks, in_node, -(-num_ranks // in_node), max(shard_size // self.ranks_per_node, 1))
+        return _Group(num_ranks, in_node, -(-num_ranks // in_node))
 
     def _costs(self, op: str, num_bytes: int, group: _Group) -> Iterator[CollectiveCost]:
         """Yield the cost by each algorithm and protocol that the group can use; Simple's ring comes first."""
@@ -196,8 +164,7 @@ class Cluster:
     def _ring(self, op: str, num_bytes: int, group: _Group) -> CollectiveCost:
         """All ranks step together, so over several nodes every step takes as long as one between nodes."""
         slowest = self.between if group.num_nodes > 1 else self.within
-        num_steps = slowest.axes * (group.num_ranks ** (1 / slowest.axes) - 1)
-        latency_s = slowest.call_s + _rounds(op) * num_steps * slowest.latency_s
+        latency_s = slowest.call_s + _rounds(op) * (group.num_ranks - 1) * slowest.latency_s
         return CollectiveCost(
             "ring", "Simple", latency_s, latency_s + _sent(op, num_bytes, group) / self._bytes_per_s(group)
         )
@@ -270,15 +237,13 @@ class Cluster:
         """An all-to-all: each rank sends a part to every other rank at once, over the link that leads there.
 
         Parts for other nodes use all network links of the node, whichever GPU is attached to them (NCCL's PXN: a part
-        goes by NVLink to the GPU of the right rail). Parts for other pods share the pod's uplinks.
+        goes by NVLink to the GPU of the right rail).
         """
         part, slowest = num_bytes / group.num_ranks, self.between if group.num_nodes > 1 else self.within
         moved_s = part * (group.in_node - 1) / self._inside_bytes_per_s(2)
         if group.num_nodes > 1:
-            link = self._outside_bytes_per_s(group, oversubscribed=False) / group.fewest
+            link = self._outside_bytes_per_s(group) / group.fewest
             moved_s = max(moved_s, part * (group.num_ranks - group.fewest) / link)
-            beyond = max(group.num_ranks - group.in_node * self.fabric.pod_nodes, 0)
-            moved_s = max(moved_s, part * beyond * self.fabric.oversubscription / link)
         latency_s = slowest.call_s + slowest.latency_s
         return CollectiveCost("exchange", "Simple", latency_s, latency_s + moved_s, held_s=latency_s)
 
@@ -290,14 +255,13 @@ class Cluster:
     def _inside_bytes_per_s(self, in_node: int) -> float:
         return math.inf if in_node == 1 else self.within.bytes_per_s * self.within.share
 
-    def _outside_bytes_per_s(self, group: _Group, *, oversubscribed: bool = True) -> float:
-        """Bandwidth to other nodes of the group's ranks in one node together, as far as the fabric carries it.
+    def _outside_bytes_per_s(self, group: _Group) -> float:
+        """Bandwidth to other nodes of the group's ranks in one node together.
 
         It is that of the node with the fewest ranks: each of NCCL's rings uses a link of every node, so there are only
         as many rings as that node has links.
         """
         share = self.between.share * max(1 - self.between.falloff * math.log2(group.num_nodes), 0.1)
-        share *= self.fabric.share(group.num_nodes, group.stride) if oversubscribed else 1.0
         return group.fewest * self.between.bytes_per_s * share
 
     def _switched_bytes_per_s(self, in_node: int) -> float:

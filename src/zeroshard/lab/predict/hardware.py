@@ -55,9 +55,6 @@ IN_SWITCH = {"nvlink4": 0.6875, "nvlink5": 0.6875 * 0.74 / 0.85}
 # Latencies of a step of a ring with protocol Simple, by kind of link, and of a call (NCCL, src/graph/tuning.cc).
 NVLINK_STEP_S, PCIE_STEP_S, NETWORK_STEP_S = 3.4e-6, 5.7e-6, 9.6e-6
 CALL_S = 8.4e-6
-# A pod of TPU v5e or v6e has 16 x 16 chips, each with a link to each neighbour. Collectives there are XLA's; the
-# latencies of a hop and of a call are our own round figures.
-TORUS_CHIPS, HOP_S, XLA_CALL_S = 256, 1e-6, 10e-6
 NCCL_TUNING = "latency: NCCL src/graph/tuning.cc, ring, Simple"
 # Latency of one level of a tree over nodes, in latencies of a ring's step, and number of pieces in flight at once:
 # fitted to all-reduces over EFA (AWS), and to those over InfiniBand (two HGX B200), which use all of NCCL's 8 slots.
@@ -116,7 +113,6 @@ class Link:
         protocols: protocols for small messages; empty if the backend is not NCCL, or NCCL uses sockets.
         tree_steps: latency of a level of a tree over nodes, in units of ``latency_s``.
         window: pieces of a buffer that are in flight through a tree at once.
-        axes: dimensions of a torus; a collective goes round a ring in each.
         num_ranks: number of ranks among which ``collectives`` were measured.
         collectives: measured seconds of a collective by operation: a constant, and per byte of the unsharded buffer.
         beside: measured seconds by which a collective slows overlapping computation, in the same form: if the same
@@ -134,7 +130,6 @@ class Link:
     protocols: tuple[Protocol, ...] = ()
     tree_steps: float = TREE_STEPS
     window: int = WINDOW
-    axes: int = 1
     num_ranks: int = 0
     collectives: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     beside: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -192,11 +187,6 @@ _LINK_TABLE = (
     _link("ethernet-10g", 1.25, 5e-5, "IEEE 802.3ae; latency: TCP in one data centre, a round figure of ours"),
     _link("ethernet-1g", 0.125, 1e-4, "IEEE 802.3ab; latency: TCP in one data centre, a round figure of ours"),
 )
-_ICI = "cloud.google.com/tpu/docs: {} GB/s both ways a chip, 2D torus; latency: a round figure of ours"
-_LINK_TABLE += tuple(
-    Link(name, HOP_S, rate / 2 * GIGA, _ICI.format(rate), call_s=XLA_CALL_S, axes=2)
-    for name, rate in (("ici-v5e", 400), ("ici-v6e", 800))
-)
 LINKS: Mapping[str, Link] = {link.name: link for link in _LINK_TABLE}
 
 
@@ -222,8 +212,7 @@ def this_machine(memory_bytes: int, device_type: str) -> Calibration:
 def find_device(text: str, field: str = "gpu") -> Calibration:
     """Find the device that ``text`` names: a row of `DEVICES`, or the path of a file that `write_calibration` wrote.
 
-    A name may omit the memory if that is unambiguous, and the prefixes ``rtx`` and ``tpu``: ``h200``, ``a6000``,
-    ``v5e``.
+    A name may omit the memory if that is unambiguous, and the prefix ``rtx``: ``h200``, ``a6000``.
 
     Raises:
         UserError: there is no such device or file; the error suggests the nearest name.
@@ -233,7 +222,7 @@ def find_device(text: str, field: str = "gpu") -> Calibration:
     name = text.strip().lower().replace("_", "-")
     if name in DEVICES:
         return Calibration(DEVICES[name])
-    names = (name, f"rtx-{name}", f"tpu-{name}")
+    names = (name, f"rtx-{name}")
     sizes = [known for known in DEVICES if known in names or known.rpartition("-")[0] in names]
     if len(sizes) == 1:
         return Calibration(DEVICES[sizes[0]])

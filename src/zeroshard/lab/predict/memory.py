@@ -40,17 +40,11 @@ class OptimizerState:
         factored: whether, for a parameter of two dimensions or more, the last of those tensors is replaced by two
             smaller ones, without the last and without the last but one dimension (Shazeer and Stern 2018, Adafactor,
             https://arxiv.org/abs/1804.04235, section 3).
-        bits: bits of an element if these tensors are quantised in blocks; 0: they have the master's dtype.
-        block: number of elements that share a scale of 4 bytes.
-        least_quantised: number of elements of the smallest parameter that is quantised.
     """
 
     num_per_element: int
     num_scalars: int = 0
     factored: bool = False
-    bits: int = 0
-    block: int = 256
-    least_quantised: int = 4096
 
     def numel(self, shape: tuple[int, ...]) -> int:
         """Elements of state, without scalars, for a parameter or piece of ``shape``."""
@@ -58,21 +52,6 @@ class OptimizerState:
         if not self.factored or len(shape) < 2:
             return self.num_per_element * numel
         return (self.num_per_element - 1) * numel + numel // shape[-1] + numel // shape[-2]
-
-    def num_bytes(self, shape: tuple[int, ...], itemsize: int, of: int | None = None) -> int:
-        """Bytes of state, without scalars, for a parameter or piece of ``shape`` whose master has this ``itemsize``.
-
-        ``of``: elements of the parameter that the piece belongs to; None: ``shape`` is the complete parameter.
-        """
-        numel = math.prod(shape)
-        if not self.bits or (numel if of is None else of) < self.least_quantised:
-            return self.numel(shape) * itemsize
-        return self.num_per_element * (-(-numel * self.bits // 8) + 4 * -(-numel // self.block))
-
-    def bytes_per_element(self, itemsize: int) -> float:
-        """Average bytes of state per element of a large parameter whose master has this ``itemsize``."""
-        each = self.bits / 8 + 4 / self.block if self.bits else itemsize
-        return self.num_per_element * each
 
 
 OPTIMIZER_STATES: dict[str, OptimizerState] = {
@@ -90,12 +69,7 @@ OPTIMIZER_STATES: dict[str, OptimizerState] = {
     "Adafactor": OptimizerState(1, 1, factored=True),
     # Chen et al. 2023, https://arxiv.org/abs/2302.06675: only momentum.
     "Lion": OptimizerState(1),
-    # Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization", https://arxiv.org/abs/2110.02861; blocks and
-    # the smallest parameter as in bitsandbytes (blocksize 256, min_8bit_size 4096) and in torchao (4 bits: 128).
-    "AdamW8bit": OptimizerState(2, 1, bits=8),
-    "AdamW4bit": OptimizerState(2, 1, bits=4, block=128),
 }
-QUANTISED = tuple(name for name, state in OPTIMIZER_STATES.items() if state.bits)
 
 
 def state_bytes(
@@ -226,13 +200,12 @@ def _optimizer_bytes(buffer: Buffer, rank: int | None, optimizer: OptimizerState
         num_pieces = sum(
             (slot.offset + slot.numel - 1) // shard_numel - slot.offset // shard_numel + 1 for slot in slots
         )
-        num_bytes = sum(optimizer.num_bytes((slot.numel,), buffer.dtype.itemsize) for slot in slots)
+        num_bytes = sum(optimizer.numel((slot.numel,)) for slot in slots) * buffer.dtype.itemsize
         return num_bytes + num_pieces * optimizer.num_scalars * SCALAR_BYTES
     if rank is None and (device_type != "cpu" or layout.longest is not None):
         pieces = layout.tensors()
     else:
         ranks = range(layout.world_size) if rank is None else [rank]
         pieces = tuple(piece for each in ranks for piece in layout.owned(each))
-    slots, itemsize = layout.slots, buffer.dtype.itemsize
-    num_bytes = sum(optimizer.num_bytes(piece.shape, itemsize, slots[piece.slot].numel) for piece in pieces)
+    num_bytes = sum(optimizer.numel(piece.shape) for piece in pieces) * buffer.dtype.itemsize
     return num_bytes + len(pieces) * optimizer.num_scalars * SCALAR_BYTES

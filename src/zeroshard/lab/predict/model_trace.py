@@ -30,7 +30,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zeroshard.errors import UserError
 from zeroshard.kernels.chunked_losses import all_logits
 from zeroshard.kernels.launch import traced
-from zeroshard.lab.predict.cut import cut
 from zeroshard.lab.predict.model_spans import ROOT, Event, EventName, Span, Trace, repeat_blocks
 from zeroshard.lab.predict.on_meta import fuse_dropout, on_meta, serves
 from zeroshard.lab.predict.recorder import StorageEvents
@@ -54,7 +53,6 @@ def trace_language_model(
     *,
     device_type: str = "cpu",
     autocast: torch.dtype | None = None,
-    cut_by: int = 1,
     blocks_alone: bool = False,
 ) -> Trace:
     """Trace one of our models, of any depth; see [Note: Alike blocks] in `zeroshard.lab.predict.model_spans`.
@@ -67,7 +65,6 @@ def trace_language_model(
         device_type: ``"cpu"``, ``"cuda"`` for the kernels that a GPU would run, or ``"eager"`` for PyTorch's own
             operations on a GPU, which keep all logits in memory.
         autocast: the dtype that `torch.autocast` casts to in forward; None: it is not used.
-        cut_by: ranks of tensor parallelism; the trace is one rank's (`zeroshard.lab.predict.cut`).
         blocks_alone: whether embedding and head stay in the root unit; False: the model's own ``units``.
     """
     units = list(model.blocks) if blocks_alone else model.units
@@ -79,7 +76,7 @@ def trace_language_model(
         precision = replace(precision, param_dtype=dtype)
     name, changes = nearest_preset(cast("Any", model.config))
     built = (name, tuple(sorted(changes.items())), model.kernels, model.lora, model.eos_id)
-    of_depth = partial(_traced, *built, micro_batch, seq_len, precision, device_type, autocast, cut_by, blocks_alone)
+    of_depth = partial(_traced, *built, micro_batch, seq_len, precision, device_type, autocast, blocks_alone)
     num_blocks, period = len(model.blocks), _period(model.config.activation_checkpointing)
     few = 2 * period + 2
     few += (num_blocks - few) % period
@@ -116,14 +113,12 @@ def _traced(
     precision: MixedPrecision,
     device_type: str,
     autocast: torch.dtype | None,
-    cut_by: int,
     blocks_alone: bool,
     depth: int,
 ) -> Trace:
     with torch.device("meta"):
         model = build_model(name, overrides={**dict(changes), "n_layer": depth}, kernels=kernels, lora=lora)
     model.eos_id = eos_id  # the document mask, and the tensors that each block's attention makes of it
-    cut(model, cut_by)
     inputs, units = tokens_and_targets(seq_len), list(model.blocks) if blocks_alone else model.units
     without_values = on_meta() if autocast is None and serves(model, precision, device_type) else _fakes()
     return _trace(without_values, model, micro_batch, units, inputs, precision, device_type, autocast)

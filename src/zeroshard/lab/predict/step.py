@@ -13,7 +13,6 @@ merged step, and time comes from a simulation of it (`zeroshard.lab.predict.time
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -56,14 +55,12 @@ def step_of(
         settings: the engine's settings.
         whole_optimizer: as `zeroshard.lab.predict.memory.state_bytes` takes it.
     """
-    resident, host_bytes = _resident(buffers, optimizer, settings, whole_optimizer)
+    resident = _resident(buffers, optimizer, settings, whole_optimizer)
     num_taken = min(settings.num_micro, 3)
     syncs = tuple(settings.reduces_each_backward or micro == num_taken - 1 for micro in range(num_taken))
     events = tuple(span.event for span in trace.spans)
     told = recorded(events, trace.units, tuple(buffers), replace(settings, num_micro=1, accumulate=None), syncs)
-    ledger = _Ledger(resident, trace, frees_grads=settings.frees_grads, on_cpu=settings.device_type == "cpu")
-    if settings.frees_grads:
-        resident = {**resident, "grads": 0}
+    ledger = _Ledger(resident, trace, on_cpu=settings.device_type == "cpu")
     parts = [ledger.micro_batch(trace.spans, told[micro]) for micro in range(num_taken)]
     ledger.update(_widened_bytes(buffers, settings))
     return Step(
@@ -78,8 +75,6 @@ def step_of(
         after_update=resident,
         tokens=trace.tokens * settings.num_micro,
         at_loss=ledger.at_loss,
-        host_bytes=host_bytes,
-        offloaded_numel=sum(numel for _, numel in _seen(buffers, settings)) if settings.offloads else 0,
     )
 
 
@@ -94,7 +89,7 @@ def least_bytes(
 
     Counts weights, master weights, optimizer states and activations; gathered weights and gradients come on top.
     """
-    resident, _ = _resident(buffers, optimizer, settings, whole_optimizer)
+    resident = _resident(buffers, optimizer, settings, whole_optimizer)
     live = fullest = 0
     for span in trace.spans:
         fullest = max(fullest, live + span.peak_kept + span.peak_temporary)
@@ -107,9 +102,9 @@ def _resident(
     optimizer: OptimizerState,
     settings: Settings,
     whole_optimizer: OptimizerState | None,
-) -> tuple[dict[str, int], int]:
-    """Bytes that stay resident between steps: on the device by category, and those that a plan offloads to the host."""
-    resident = state_bytes(
+) -> dict[str, int]:
+    """Bytes that stay resident between steps, by category."""
+    return state_bytes(
         buffers,
         settings.strategy,
         settings.rank,
@@ -120,40 +115,19 @@ def _resident(
         leaves=settings.leaves is not None,
         device_type=settings.device_type,
     )
-    return _offloaded(resident, buffers, settings) if settings.offloads else (resident, 0)
-
-
-def _offloaded(resident: dict[str, int], buffers: Sequence[Buffer], settings: Settings) -> tuple[dict[str, int], int]:
-    """Split resident bytes into the device's, by category, and the host's, which has master weights, optimizer states
-    and reduced gradients.
-
-    A rank that frees unsharded weights keeps its shard on the device in the compute dtype. Ren et al. 2021,
-    "ZeRO-Offload", https://arxiv.org/abs/2101.06840, section 4.
-    """
-    host, kept = resident["optimizer"], dict(resident, master=0, optimizer=0)
-    for buffer, numel in _seen(buffers, settings):
-        compute = settings.precision.compute_dtype(buffer.dtype)
-        host += numel * (buffer.dtype.itemsize + settings.precision.reduced_dtype(buffer.dtype).itemsize)
-        if settings.strategy.params is SHARD and _num_shards(buffers) > 1 and compute != buffer.dtype:
-            kept["params"] += numel * compute.itemsize
-    return kept, host
 
 
 class _Ledger:
     """Records a rank's actions in order, and its live bytes by category after each."""
 
-    def __init__(
-        self, resident: dict[str, int], trace: Trace, *, frees_grads: bool = False, on_cpu: bool = False
-    ) -> None:
+    def __init__(self, resident: dict[str, int], trace: Trace, *, on_cpu: bool = False) -> None:
         """Start with the bytes that are resident between steps.
 
         ``resident``: these bytes by category; gradients are left out, because the engine's recording allocates them.
-        ``frees_grads``: keep at most two gradient buffers: the older one is freed when a third is allocated.
         ``on_cpu``: count the time in which Python takes a gradient from autograd as computation. On a GPU it costs
         nothing, because the host runs ahead of the device.
         """
         self._on_cpu = on_cpu
-        self._grads: deque[int] | None = deque() if frees_grads else None
         self._bytes = dict.fromkeys(CATEGORIES, 0)
         for category in ("params", "master", "optimizer"):
             self._bytes[category] = resident[category]
@@ -206,9 +180,6 @@ class _Ledger:
                 yield Issue(each.number, each.message, self._place, self._phase, *sent)
 
     def _change(self, category: str, num_bytes: int) -> None:
-        if self._grads is not None and category == "grads" and num_bytes > 0:
-            self._grads.append(num_bytes)
-            num_bytes -= self._grads.popleft() if len(self._grads) > 2 else 0
         self._bytes[category] += num_bytes
         self._live += num_bytes
         if self._live > self.peak.total:
@@ -228,7 +199,7 @@ _PHASES: dict[str, Phase] = {"forward_begins": "forward", "backward_begins": "ba
 
 def _widened_bytes(buffers: Sequence[Buffer], settings: Settings) -> int:
     """Bytes of the largest buffer's gradients copied to the master's dtype; 0 if no optimizer needs such a copy."""
-    if settings.fused_copies or settings.offloads or settings.frees_grads:
+    if settings.fused_copies:
         return 0
     largest = 0
     for buffer, numel in _seen(buffers, settings):
@@ -264,12 +235,10 @@ def _update(buffers: Sequence[Buffer], optimizer: OptimizerState, settings: Sett
             yield from _control(-2, "all_gather", 8 * (settings.leaves or num_shards), num_shards)
     if settings.clips and not settings.fused_copies:  # scaling gradients is a separate pass
         yield from passes(2)
-    if settings.offloads:
-        return
     # The update reads gradient, master and states, and writes all but the gradient.
     for buffer, numel in seen:
         master, reduced = buffer.dtype.itemsize, precision.reduced_dtype(buffer.dtype).itemsize
-        each = reduced + 2 * (master + optimizer.bytes_per_element(master))
+        each = reduced + 2 * (master + optimizer.num_per_element * master)
         if reduced != master and not settings.fused_copies:  # a wide copy is written, and read
             each += 2 * master
         each += settings.fused_copies * precision.compute_dtype(buffer.dtype).itemsize

@@ -13,17 +13,9 @@ from torch import nn
 from zeroshard.errors import UserError
 from zeroshard.kernels import Choice
 from zeroshard.lab.predict.buffers import Buffer, buffers_of
-from zeroshard.lab.predict.cut import check_cut, cut, summed_adapters
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES, OptimizerState
 from zeroshard.lab.predict.model_spans import Trace
-from zeroshard.lab.predict.model_trace import (
-    Inputs,
-    have_the_same,
-    tokens_and_targets,
-    trace_language_model,
-    trace_model,
-)
-from zeroshard.lab.predict.plan_only import Stream
+from zeroshard.lab.predict.model_trace import Inputs, tokens_and_targets, trace_language_model, trace_model
 from zeroshard.models import LanguageModel, Llama, build_model
 from zeroshard.models.adapters import Lora
 from zeroshard.models.presets import model_config, nearest_preset
@@ -52,7 +44,6 @@ class Workload:
             own units or its blocks as units.
         weights: the dtype of parameters that have no separate master weights; None: the model's own.
         autocast: the dtype that `torch.autocast` casts to in forward; None: it is not used.
-        cut_by: number of tensor-parallel ranks; the model is one rank's part.
     """
 
     model: nn.Module
@@ -66,10 +57,8 @@ class Workload:
     ours: bool = False
     weights: torch.dtype | None = None
     autocast: torch.dtype | None = None
-    cut_by: int = 1
     _traces: dict[tuple[int, str], Trace] = field(default_factory=dict)
     _buffers: dict[tuple[int, bool, int, MixedPrecision], list[Buffer]] = field(default_factory=dict)
-    _parts: dict[tuple[int, int, int], Workload] = field(default_factory=dict)
 
     @property
     def num_params(self) -> int:
@@ -89,6 +78,11 @@ class Workload:
         return 6 * sum(param.numel() for param in self.model.parameters() if param.requires_grad)
 
     @property
+    def vocab_size(self) -> int:
+        """Number of token ids; 0 if the model is no language model."""
+        return getattr(getattr(self.model, "config", None), "vocab_size", 0)
+
+    @property
     def dtype(self) -> str:
         """Name of the dtype that the model computes in."""
         dtype = next((self.precision.compute_dtype(param.dtype) for param in self.model.parameters()), torch.float32)
@@ -106,7 +100,7 @@ class Workload:
         dtype = self.weights or next(iter(self.model.parameters())).dtype
         compute, reduce = self.precision.compute_dtype(dtype), self.precision.gradient_dtype(dtype)
         master = dtype.itemsize if compute != dtype else 0
-        return compute.itemsize + master + reduce.itemsize + self.states[0].bytes_per_element(dtype.itemsize)
+        return compute.itemsize + master + reduce.itemsize + self.states[0].num_per_element * dtype.itemsize
 
     def unread_bytes(self, micro_batch: int) -> int:
         """Bytes of a micro-batch's activations that selective recomputation keeps although backward does not read them.
@@ -129,7 +123,7 @@ class Workload:
             precision = self.precision if self.weights is None else MixedPrecision(param_dtype=self.weights)
             how: dict[str, Any] = {"device_type": as_on, "autocast": self.autocast}
             if isinstance(self.model, LanguageModel) and self.ours:
-                how |= {"cut_by": self.cut_by, "blocks_alone": self.units != self.model.units}
+                how |= {"blocks_alone": self.units != self.model.units}
                 self._traces[key] = trace_language_model(self.model, micro_batch, self.seq_len, precision, **how)
             else:
                 self._traces[key] = trace_model(self.model, micro_batch, self.units, self.inputs, precision, **how)
@@ -153,53 +147,14 @@ class Workload:
             self._buffers[key] = found if kept is None else [replace(each, dtype=kept) for each in found]
         return self._buffers[key]
 
-    def check_part(self, tensor: int, context: int, pipeline: int) -> None:
-        """Raise UserError if `part` cannot be made with these arguments."""
-        assert isinstance(self.model, LanguageModel)
-        sizes = {"tensor_parallel": tensor, "context_parallel": context, "pipeline_parallel": pipeline}
-        check_cut(self.model, next((name for name, size in sizes.items() if size > 1), ""), tensor)
-        if self.seq_len % context:
-            raise UserError("context_parallel", f"{context} does not divide {self.seq_len} tokens", "choose a divisor")
-        layers = self.model.config.n_layer
-        if layers % pipeline:
-            raise UserError("pipeline_parallel", f"{pipeline} does not divide {layers} blocks", "choose a divisor")
-        if pipeline > 1 and not have_the_same(self.model.blocks):
-            what = "its stages differ where adapters are in some blocks alone"
-            raise UserError("pipeline_parallel", what, "leave it out, or name lora.targets of all blocks")
-
-    def part(self, tensor: int, context: int, pipeline: int) -> Workload:
-        """One rank's part of the workload: fewer heads and features, fewer tokens, fewer blocks."""
-        key = (tensor, context, pipeline)
-        if key not in self._parts:
-            assert isinstance(self.model, LanguageModel)
-            layers = {"n_layer": self.model.config.n_layer // pipeline}
-            self._parts[key] = self.changed(layers, seq_len=self.seq_len // context, cut_by=tensor)
-        return self._parts[key]
-
-    def stream(self, micro_batch: int, context: int) -> Stream:
-        """Bytes that model-parallel ranks exchange for a micro-batch.
-
-        The workload is one rank's `part`; ``context``: the number of ranks that share its rows.
-        """
-        assert isinstance(self.model, LanguageModel)
-        config = cast("Any", self.model.config)
-        itemsize = DTYPES[self.dtype].itemsize
-        kv_width = getattr(config, "n_kv_head", config.n_head) * config.n_embd // config.n_head // self.cut_by
-        tokens = micro_batch * self.seq_len
-        residual, kv = tokens * config.n_embd * itemsize, 2 * tokens * context * kv_width * itemsize
-        recomputes = config.activation_checkpointing in ("full", "every:1")
-        inner = 0 if self.model.lora is None else tokens * self.model.lora.rank * itemsize
-        return Stream(residual, kv, config.n_layer, recomputes, inner, summed_adapters(self.model))
-
     def changed(
         self,
         overrides: Mapping[str, object] = MappingProxyType({}),
         *,
         seq_len: int | None = None,
-        cut_by: int | None = None,
         lora: Lora | None = None,
     ) -> Workload:
-        """A copy with other fields of the model's configuration, another sequence length, cut or adapters.
+        """A copy with other fields of the model's configuration, another sequence length or adapters.
 
         Only for our models.
 
@@ -220,7 +175,6 @@ class Workload:
             label=self.name,
             weights=self.weights,
             autocast=self.autocast,
-            cut_by=self.cut_by if cut_by is None else cut_by,
         )
 
 
@@ -237,12 +191,11 @@ def language_model(
     label: str = "",
     weights: torch.dtype | None = None,
     autocast: torch.dtype | None = None,
-    cut_by: int = 1,
 ) -> Workload:
     """The workload of a preset with some fields changed; ``seq_len`` None: the longest that the preset is made for.
 
     ``document_mask``: whether attention stays inside a document. ``lora``: the adapters; with them, nothing else is
-    trained. ``weights``, ``autocast``, ``cut_by``: as in `Workload`.
+    trained. ``weights``, ``autocast``: as in `Workload`.
 
     Raises:
         UserError: there is no such preset or field, or the values contradict each other.
@@ -255,7 +208,6 @@ def language_model(
         model = build_model(name, overrides={**overrides, "seq_len": config.seq_len}, kernels=kernels, lora=lora)
     model.eos_id = 0 if document_mask else None
     model.check_seq_len(length)
-    cut(model, cut_by)
     return Workload(
         model,
         label or name,
@@ -268,7 +220,6 @@ def language_model(
         ours=True,
         weights=weights,
         autocast=autocast,
-        cut_by=cut_by,
     )
 
 

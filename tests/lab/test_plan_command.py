@@ -1,0 +1,171 @@
+"""`zeroshard plan`: what goes together, what it is told in, what it costs, and which of several GPUs to take."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from zeroshard.errors import UserError
+from zeroshard.flags import flags_of, read_flags
+from zeroshard.lab import plan
+from zeroshard.lab.planner.command import answer_plan
+from zeroshard.lab.planner.config import PlanConfig
+from zeroshard.lab.planner.price import dollars, duration
+from zeroshard.lab.planner.request import Request
+from zeroshard.lab.predict.hardware import DEVICES, find_device, find_link
+from zeroshard.train.config.sections import SHORTHANDS
+from zeroshard.train.config.validate import validate
+
+SMALL = {"n_layer": 4, "n_head": 8, "n_kv_head": 4, "n_embd": 256, "vocab_size": 1024, "seq_len": 128}
+TINY = "--model gpt2-demo --model.n-layer 2 --model.n-head 2 --model.n-embd 64 --seq-len 64 --micro-batch 1"
+EIGHT = "--model llama-tiny --gpus 8 --stage 1 --micro-batch 1 --seq-len 128"
+
+
+def _answer(words):
+    return answer_plan(validate(PlanConfig, read_flags(words.split(), flags_of(PlanConfig, SHORTHANDS)))).text
+
+
+def _json(words):
+    return json.loads(_answer(f"{words} --json"))
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "what"),
+    [
+        ("--gpu a100-80gb --dtype fp8", "dtype", "no products of 8-bit"),
+        ("--dtype float32 --autocast", "autocast", "their own masters"),
+        ("--autocast --no-master-weights", "autocast", "keeps fp32 weights"),
+        ("--compile --impl eager", "compile", "impl is eager"),
+        ("--dtype fp8 --dry-run", "dtype", "a dry run has"),
+        ("--autocast --dry-run", "autocast", "has no such setting"),
+        ("--price 2.5", "price", "is no price"),
+        ("--price 0/h", "price", "is no price of a GPU"),
+        ("--gpu a100-80gb,l40s --price 1/h,2/h,3/h", "price", "3 prices for 2 GPUs"),
+        ("--gpu a100-80gb,l40s --explain", "gpu", "explain is of one device"),
+        ("--gpu a100-80gb,nothing", "gpu", "not a known device"),
+        ("--price 2/h --ask fewest-gpus", "price", "takes the place of"),
+        ("--gpu a100-80gb --attention flash-3", "attention", "no rate of flash-3 on a100-80gb is known"),
+        ("--gpu l40s --attention flash-1", "attention", "no rate of flash-1"),
+        ("--gpu t4", "dtype", "t4-16gb does not compute in bfloat16; choose float32, float16"),
+        ("--ask fewest-gpus --global-batch 64", "global_batch", "would change nothing"),
+        ("--gpus 16 --ask crossover --stage 3 --shard-size 8", "shard_size", "over all GPUs"),
+        ("--ask largest-micro-batch --micro-batch 2", "micro_batch", "would change nothing"),
+        ("--gpus 2 --ask lowest-bandwidth --global-batch 8 --micro-batch 3", "global_batch", "no multiple of 3"),
+    ],
+)
+def test_what_does_not_go_together_is_one_line(words, field, what):
+    with pytest.raises(UserError, match=what) as raised:
+        _answer(words)
+    assert raised.value.field == field
+    assert "\n" not in str(raised.value)
+
+
+def test_a_thousand_million_micro_batches_are_counted_and_not_listed():
+    many, few = (
+        _json(f"--gpus 2 --stage 2 --micro-batch 1 --global-batch {rows}")["rows"][0] for rows in (2 * 10**9, 2000)
+    )
+    assert many["grad_accum_steps"] == 10**9
+    scattered = [each["messages"]["bytes_by_op"]["reduce_scatter"] for each in (many, few)]
+    assert scattered[0] == 10**6 * scattered[1]
+    assert many["messages"]["count"] > 10**9
+
+
+def test_a_plan_names_its_figures_in_units_that_show_them():
+    told = _answer("--model gpt2-demo --gpus 2 --gpus-per-node 1 --micro-batch 1 --stage 1")
+    assert told.startswith("gpt2-demo: 842k parameters, ")
+    assert "in a node" not in told
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--gpus 7", "--network is not used: all 7 GPUs are in one node"),
+        ("--gpus 7 --explain", "--network is not used"),
+        ("--gpus 7 --ask remedy", "--network is not used"),
+        ("--gpus 7 --gpu a100-80gb,h100-80gb", "--network is not used"),
+        ("--gpus 1", "--network is not used: one GPU sends nothing."),
+        ("--gpus 9", None),
+        ("--gpus 7 --gpus-per-node 2", None),
+        ("--gpus 7 --network 400Gbit/s", None),
+    ],
+)
+def test_a_network_that_no_plan_passes_is_named(words, told):
+    answer = _answer(f"{TINY} --gpu a100-80gb --network 100Mbit/s {words}")
+    assert "not used" not in answer if told is None else answer.splitlines()[-1].startswith(told)
+
+
+def test_json_names_an_unused_network_too():
+    assert _json(f"{TINY} --gpus 7 --network 100Mbit/s")["unused"] == ["network"]
+    assert "unused" not in _json(f"{TINY} --gpus 9 --network 100Mbit/s")
+
+
+def test_a_measured_link_and_a_cpu_have_no_protocol_of_nccl_s():
+    found = find_device("h100-80gb")
+    on_cpu = replace(found, device=replace(found.device, device_type="cpu"))
+    assert Request(world_size=64).cluster(found).between == find_link("400Gbit/s")
+    assert not Request(world_size=64).cluster(on_cpu).between.protocols
+
+
+def test_what_people_rent_is_a_row():
+    rented = "rtx-3090 rtx-4090 rtx-5090 rtx-a6000 l40s a10g v100-16gb v100-32gb b200 mi300x h100-80gb"
+    for name in f"{rented} h100-96gb-500w h100-pcie h100-nvl".split():
+        assert find_device(name).device in DEVICES.values()
+
+
+def test_a_price_is_for_all_gpus_and_all_tokens():
+    given = {"gpu": "h100-80gb", "micro_batch": 2, "overrides": SMALL, "stage": 3}
+    found = plan("llama-tiny", world_size=8, **given)
+    cost = found.cost(10**10, 2.5)
+    assert cost.hours == pytest.approx(1e10 / found.best.tokens_per_s / 3600)
+    assert cost.dollars == pytest.approx(cost.hours * 8 * 2.5)
+    assert cost.dollars_per_billion == pytest.approx(cost.dollars / 10)
+    assert "10B tokens take" in cost.sentence()
+    large = {**given, "gpu": "t4", "dtype": "float16", "overrides": {**SMALL, "n_embd": 16384, "n_head": 64}}
+    assert plan("llama-tiny", **large).cost(1, 1.0) is None
+
+
+def test_several_gpus_are_compared_by_dollars_and_else_by_speed():
+    words = f"{EIGHT} --gpu h100-80gb,a100-80gb"
+    cheap = _answer(f"{words} --price 100/h,0.01/h --tokens 1B")
+    assert "The cheapest is a100-80gb" in cheap
+    assert "may as well be" not in cheap
+    assert "The fastest is h100-80gb" in _answer(words)
+
+
+def test_of_gpus_whose_ranges_of_rates_overlap_it_is_said_that_either_may_be_the_cheapest():
+    words = f"{EIGHT} --gpu h100-80gb,l40s-48gb"
+    rates = [plan["rows"][0]["tokens_per_s"] for plan in _json(words)["plans"]]
+    told = _answer(f"{words} --price {10 * rates[0] / rates[1]:.3f}/h,9/h")  # a tenth less for the same
+    assert "The cheapest is l40s-48gb" in told
+    assert "By the ranges of their rates it may as well be h100-80gb." in told
+    least, most = rates[1] / 1.6, rates[1] / 0.85
+    assert f"{least:,.0f} to {most:,.0f}" in told
+
+
+def test_a_gpu_without_bfloat16_is_compared_in_float16():
+    both = f"{EIGHT} --gpu v100-32gb,h100-80gb"
+    old, new = _json(both)["plans"]
+    assert (old["dtype"], new["dtype"]) == ("float16", "bfloat16")
+    assert old["rows"] == _json(f"{EIGHT} --gpu v100-32gb --dtype float16")["rows"]
+    told = _answer(both)
+    assert "\n  v100-32gb, float16  yes " in told
+    assert told.endswith("v100-32gb does not compute in bfloat16: planned in float16.")
+
+
+def test_a_gpu_that_cannot_be_planned_leaves_the_others_and_says_why():
+    words = f"{EIGHT} --dtype fp8"
+    both = f"{words} --gpu a100-80gb,h100-80gb --price 1/h,2/h"
+    found = _json(both)
+    assert (found["plans"][0]["refused"][:5], found["best"]) == ("dtype", "h100-80gb")
+    assert found["plans"][1]["cost"]["dollars_per_h"] == 2
+    assert "a100-80gb is not planned: dtype: a100-80gb has no products of 8-bit" in _answer(both)
+    with pytest.raises(UserError, match="no products of 8-bit"):
+        _answer(f"{words} --gpu a100-80gb,v100-32gb")
+
+
+@pytest.mark.parametrize(
+    ("hours", "value", "told"),
+    [(72, 1633.4, "3.0 days $1,633"), (0.5, 5.126, "30 minutes $5.13"), (0.001, 0.00123, "3.6 seconds $0.0012")],
+)
+def test_times_and_prices_are_told_in_units_that_show_them(hours, value, told):
+    assert f"{duration(hours)} {dollars(value)}" == told

@@ -1,0 +1,100 @@
+"""Plans of ways in which blocks compute and weights are kept: 8-bit products, autocast, 16-bit weights, compiled."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from zeroshard import Zero
+from zeroshard.comm import NullCommunicator
+from zeroshard.errors import UserError
+from zeroshard.lab import plan
+from zeroshard.lab.planner.show import notes
+from zeroshard.lab.predict.actions import Compute
+from zeroshard.lab.predict.float8 import FP8_TIME, require_float8
+from zeroshard.models import build_model
+from zeroshard.profiling.devices import DEVICES
+
+SMALL = {"n_layer": 4, "n_head": 8, "n_kv_head": 4, "n_embd": 256, "vocab_size": 1024, "seq_len": 128}
+
+
+def _plan(**changes):
+    given = {"gpu": "h100-80gb", "micro_batch": 2, "overrides": SMALL, "stage": 3, **changes}
+    return plan("llama-tiny", **given)
+
+
+def _row(**changes):
+    return _plan(**changes).rows[0]
+
+
+def _works(row):
+    return [work for action in row.step.last if isinstance(action, Compute) for work in action.work]
+
+
+def _flops(row, *, attention=False):
+    return sum(work.flops for work in _works(row) if work.attention == attention)
+
+
+def test_fp8_makes_products_of_blocks_faster_and_changes_no_memory():
+    plain, fast = _row(), _row(dtype="fp8")
+    assert plain.step.peak == fast.step.peak
+    assert _flops(plain) * FP8_TIME < _flops(fast) < _flops(plain)  # the head is not in 8 bits
+    assert _flops(plain, attention=True) == _flops(fast, attention=True)
+
+
+def test_a_device_computes_in_8_bits_under_its_driver_s_name():
+    for name, serves in (("NVIDIA H100 80GB HBM3", True), ("NVIDIA L4", True), ("NVIDIA A100-SXM4-40GB", False)):
+        device = replace(DEVICES["h100-80gb"], name=name)
+        if serves:
+            require_float8(device)
+        else:
+            with pytest.raises(UserError, match="no products of 8-bit"):
+                require_float8(device)
+
+
+def test_autocast_keeps_fp32_and_computes_in_16_bits():
+    found = _plan(autocast=True)
+    held = sum(found.rows[0].step.before_update.values())
+    assert held == pytest.approx(16 * found.workload.num_params, rel=0.01)
+    assert found.workload.dtype == "bfloat16"
+    assert {work.dtype for work in _works(found.rows[0]) if work.shape} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_16_bit_weights_without_masters_are_held_as_the_engine_does(stage):
+    row = _row(world_size=4, stage=stage, master_weights=False, overrides={**SMALL, "n_layer": 2})
+    model = build_model("llama-tiny", overrides={**SMALL, "n_layer": 2}).bfloat16()
+    zero = Zero(model, stage, comm=NullCommunicator(4), units=model.units)
+    optim = zero.optimizer(torch.optim.AdamW, lr=1e-3)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    for _ in range(2):
+        optim.zero_grad()
+        model(tokens, tokens).backward()
+        held = zero.memory_bytes()
+        optim.step()
+    planned = dict(row.step.before_update)
+    # On CUDA a replicated optimizer has whole tensors, and so fewer step counts than on this machine.
+    assert abs(planned.pop("optimizer") - held["optimizer"]) < 1000
+    assert all(held[name] == num_bytes for name, num_bytes in planned.items())
+
+
+def test_compiled_code_is_fused_under_autocast_and_from_the_reference():
+    plain, compiled = _row(autocast=True), _row(autocast=True, impl="compile")
+    assert sum(a.num_bytes for a in _works(compiled)) < 0.8 * sum(a.num_bytes for a in _works(plain))
+    ours, reference = (_row(impl="compile", kernels=kernels) for kernels in ("auto", "reference"))
+    assert (ours.needed_bytes, ours.timing.step_s) == (reference.needed_bytes, reference.timing.step_s)
+
+
+def test_a_module_of_others_is_issued_operation_by_operation():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    given = {"world_size": 2, "inputs": lambda rows: (torch.zeros(rows, 8),), "stage": 1, "micro_batch": 1}
+    assert plan(model, **given).software.impl == "eager"
+    assert plan(model, impl="compile", **given).software.impl == "compile"
+    assert _plan().software.impl == "kernels"
+
+
+def test_whole_tensors_on_many_gpus_are_said_to_be_padding():
+    found = _plan(optimizer="muon", world_size=16)
+    assert found.rows[0].padding > 2
+    assert "Muon keeps tensors whole" in " ".join(notes(found))
+    assert not notes(_plan(optimizer="adamw", world_size=64))
