@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard.train.config.config import load_config
+from zeroshard.train.config.toml import load_config
 from zeroshard.train.setup.build import accumulation_steps
 
 CONFIGS = Path(__file__).parent.parent / "configs"

@@ -18,7 +18,8 @@ from zeroshard.data.tokenizer import load_tokenizer, make_tokenizer  # noqa: E40
 from zeroshard.inference.generate import WeightsOnly  # noqa: E402
 from zeroshard.interop import hf_import, logit_comparison  # noqa: E402
 from zeroshard.models import GPT2, GPT2Config, Llama, LlamaConfig  # noqa: E402
-from zeroshard.train.config.config import TrainConfig, load_config  # noqa: E402
+from zeroshard.train.config.config import TrainConfig  # noqa: E402
+from zeroshard.train.config.toml import load_config  # noqa: E402
 from zeroshard.train.setup.assemble import make_model, model_table  # noqa: E402
 from zeroshard.train.setup.run_folder import tokenizer_folder  # noqa: E402
 from zeroshard.zero import Zero  # noqa: E402

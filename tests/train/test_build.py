@@ -9,7 +9,8 @@ from zeroshard.errors import UserError
 from zeroshard.kernels import dispatch
 from zeroshard.kernels.launch import INTERPRETED
 from zeroshard.models import GPT2
-from zeroshard.train.config.config import TrainConfig, load_config
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.toml import load_config
 from zeroshard.train.loop.loop import run_training
 from zeroshard.train.setup.assemble import make_model
 from zeroshard.train.setup.build import build_run, choose_device

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from zeroshard.errors import UserError
 from zeroshard.train.config.command_settings import GenerateConfig
-from zeroshard.train.config.config import TrainConfig, load_config, merge
-from zeroshard.train.config.run_file import read_given
+from zeroshard.train.config.config import TrainConfig, merge
 from zeroshard.train.config.sections import ModelConfig
-from zeroshard.train.config.toml import dump_toml, read_toml
+from zeroshard.train.config.toml import dump_toml, load_config, read_given, read_toml
 from zeroshard.train.config.validate import by_dotted_name, fields_by_name, validate
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from zeroshard import checkpoint
 from zeroshard.cli import main
-from zeroshard.train.config.config import load_config
+from zeroshard.train.config.toml import load_config
 
 
 @pytest.fixture(scope="module")

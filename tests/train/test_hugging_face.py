@@ -31,7 +31,8 @@ from zeroshard.lab.planner.run_plan import predict
 from zeroshard.models import build_model
 from zeroshard.models.hugging_face import weights
 from zeroshard.train.config.command_settings import EvalConfig, ExportConfig
-from zeroshard.train.config.config import TrainConfig, load_config
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.toml import load_config
 from zeroshard.train.loop.loop import run_training
 from zeroshard.train.setup.assemble import sharded
 from zeroshard.train.setup.hugging_face import with_model_files

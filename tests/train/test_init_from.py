@@ -15,7 +15,7 @@ from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import UserError
 from zeroshard.interop.hf_export import run_export
 from zeroshard.train.config.command_settings import ExportConfig
-from zeroshard.train.config.config import load_config
+from zeroshard.train.config.toml import load_config
 from zeroshard.train.loop.loop import run_training, train
 from zeroshard.train.setup.build import build_run
 

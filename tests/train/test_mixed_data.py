@@ -16,7 +16,7 @@ from zeroshard.comm import LocalCommunicator
 from zeroshard.errors import UserError
 from zeroshard.inference.evaluation import local_score
 from zeroshard.train.config.command_settings import EvalConfig
-from zeroshard.train.config.config import load_config
+from zeroshard.train.config.toml import load_config
 from zeroshard.train.setup.build import build_run
 
 

@@ -11,7 +11,7 @@ from zeroshard.interop.hf_import import run_import
 from zeroshard.interop.nanogpt_weights import import_nanogpt
 from zeroshard.models import GPT2, GPT2Config
 from zeroshard.train.config.command_settings import ImportConfig
-from zeroshard.train.config.config import load_config
+from zeroshard.train.config.toml import load_config
 from zeroshard.train.loop.loop import run_training
 from zeroshard.train.setup.run_folder import tokenizer_folder
 

@@ -7,8 +7,7 @@ from torch import nn
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import UserError
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.run_file import read_given
-from zeroshard.train.config.toml import dump_toml
+from zeroshard.train.config.toml import dump_toml, read_given
 from zeroshard.train.config.validate import validate
 from zeroshard.train.loop.loop import run_training
 from zeroshard.train.loop.validation_loss import evaluate

@@ -33,9 +33,10 @@ from zeroshard.launch.environment import World, world_from_env
 from zeroshard.models import LanguageModel
 from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.train.config.command_settings import EvalConfig
-from zeroshard.train.config.config import TrainConfig, load_config
+from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.data_section import UNNAMED
 from zeroshard.train.config.named_code import require_trust
+from zeroshard.train.config.toml import load_config
 from zeroshard.train.loop.validation_loss import evaluate
 from zeroshard.train.records.log_files import finite_or_null
 from zeroshard.train.setup.assemble import separating_id, sharded
@@ -44,7 +45,7 @@ from zeroshard.train.setup.hugging_face import with_kept_tokenizer
 from zeroshard.train.setup.prepare_data import data_folder, sources_of
 from zeroshard.train.setup.ranks import join
 from zeroshard.train.setup.run_folder import tokenizer_folder
-from zeroshard.train.state.weights_alone import WeightsAlone
+from zeroshard.train.state.read_as import WeightsAlone
 
 MOST_EXPONENT = 709.0  # the exponential of a larger number overflows a double
 

@@ -45,8 +45,8 @@ from zeroshard.train.config.validate import validate
 from zeroshard.train.loop.run import checkpoint_folder
 from zeroshard.train.setup.assemble import lora_of, model_overrides
 from zeroshard.train.setup.run_folder import tokenizer_folder
-from zeroshard.train.state.merged_weights import MergedWeights, transposed_weights
-from zeroshard.train.state.newest_checkpoint import newest_checkpoint
+from zeroshard.train.state.read_as import MergedWeights, transposed_weights
+from zeroshard.train.state.saved_run import newest_checkpoint
 from zeroshard.zero.optimizers.ema import EMA
 from zeroshard.zero.state.named_shards import ShardReader
 

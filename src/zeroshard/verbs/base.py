@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from zeroshard.columns import printable
 from zeroshard.errors import UserError, shortened
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.run_file import read_given
+from zeroshard.train.config.toml import read_given
 from zeroshard.train.config.validate import validate
 
 LONGEST_LINE = 1500  # most characters of an error's line; a single word has at most 200

@@ -38,8 +38,8 @@ from zeroshard.launch.start_ranks import start_child
 from zeroshard.regular_files import open_binary, open_regular
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.named_code import flags_for_code
-from zeroshard.train.config.run_file import all_settings
 from zeroshard.train.config.sizes import parse_bandwidth, parse_size
+from zeroshard.train.config.toml import all_settings
 
 TRAIN = (sys.executable, "-m", "zeroshard", "train")
 LargestMicroBatch = Callable[[TrainConfig, int], int]  # predicts the micro-batch that fits into a rank's bytes

@@ -11,7 +11,6 @@ This module does not import torch, because the command line imports it before it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Self
 
@@ -37,8 +36,6 @@ from zeroshard.train.config.sections import (
     TrackConfig,
 )
 from zeroshard.train.config.sizes import parse_nnodes
-from zeroshard.train.config.toml import as_resolved, read_toml
-from zeroshard.train.config.validate import validate
 from zeroshard.train.config.wire_settings import WireConfig, check_node_copy, check_wire, check_wire_nodes
 
 # Default rates for fine-tuning trained weights: Stanford Alpaca's, https://github.com/tatsu-lab/stanford_alpaca
@@ -371,11 +368,6 @@ def _some(counts: Sequence[int | str]) -> str:
     """Format the first six of ``counts`` for an error message, as ``6, 10 or 14``."""
     named = [*map(str, counts[:6]), *(["..."] if len(counts) > 6 else [])]
     return " or ".join([", ".join(named[:-1]), named[-1]]) if len(named) > 1 else named[0]
-
-
-def load_config(path: str | Path) -> TrainConfig:
-    """Load a training configuration from a TOML file, such as the ``config.toml`` of a run folder."""
-    return validate(TrainConfig, as_resolved(read_toml(path)))
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """Read and write settings as TOML: the standard library reads it, tomli-w writes it.
 
 A run's ``config.toml`` keeps two things apart: first what was given, by a file or flags, then in the table `RESOLVED`
-what every other setting became, by default or derived from others. `as_resolved` reads both, for those who want the
-settings of that run; `zeroshard.train.config.run_file.read_given` reads what a new run starts from. A file without that
-table, as users and earlier versions write them, has given all that it says.
+what every other setting became, by default or derived from others. `load_config` reads both, for those who want the
+settings of that run; `read_given` reads what a new run starts from. A default that was written down would be a choice
+for that run: 20 steps of warm-up in a run of 30 would be refused in one of 10, where 20 not given becomes 1. A file
+without that table, as users write them, has given all that it says.
 """
 
 from __future__ import annotations
@@ -13,14 +14,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import tomli_w
 from pydantic import BaseModel
 
 from zeroshard.errors import UserError
 from zeroshard.regular_files import read_text, toml_of
+from zeroshard.train.config.config import TrainConfig, merge
+from zeroshard.train.config.validate import validate
 
 RESOLVED = "resolved"
 _ABOUT_GIVEN = "What was given for this run. `zeroshard train --config THIS_FILE` starts from these settings."
 _ABOUT_RESOLVED = "What every other setting of this run was, by default or derived; to choose one, write it above."
+# Settings that follow from others if they are not given, so that what they were holds for that run alone.
+DERIVED = ("lr", "min_lr", "warmup_steps", "eval_batches")
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -45,10 +51,38 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         raise UserError("--config", f"cannot read {path} ({error.strerror})", "give a readable file") from None
 
 
+def load_config(path: str | Path) -> TrainConfig:
+    """Load a training configuration from a TOML file, such as the ``config.toml`` of a run folder."""
+    return validate(TrainConfig, as_resolved(read_toml(path)))
+
+
+def read_given(path: str) -> dict[str, Any]:
+    """Return the raw settings of a TOML file from which a new run starts.
+
+    Of a run's ``config.toml`` these are the given ones, and of the others those that are no default now: they were
+    changed by hand, or were the default of another version. What ``auto`` became on that machine and what follows from
+    other settings (`DERIVED`) is left out. Any other file has given all that it says.
+
+    Raises:
+        UserError: the file cannot be read, or a given setting is wrong.
+    """
+    raw = read_toml(path)
+    resolved = raw.get(RESOLVED)
+    if not isinstance(resolved, Mapping):
+        return raw
+    given = _given(raw)
+    others = {key: value for key, value in resolved.items() if key not in DERIVED}
+    return _with_no_defaults(given, others, validate(TrainConfig, given).model_dump(mode="json"))
+
+
+def all_settings(config: TrainConfig) -> str:
+    """Return ``config`` as TOML text for a program that starts a run: each setting but those that will follow again."""
+    skipped = {name for name in DERIVED if name not in config.model_fields_set}
+    return tomli_w.dumps(config.model_dump(exclude=skipped))
+
+
 def dump_toml(config: BaseModel) -> str:
     """Return ``config`` as TOML text: what was given, then what the rest became; `load_config` reads an equal one."""
-    import tomli_w
-
     given = config.model_dump(exclude_unset=True)
     rest = _without(config.model_dump(), given)
     resolved = f"\n# {_ABOUT_RESOLVED}\n{tomli_w.dumps({RESOLVED: rest})}" if rest else ""
@@ -57,8 +91,11 @@ def dump_toml(config: BaseModel) -> str:
 
 def as_resolved(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return all settings of a file that `dump_toml` wrote, and any other file's as they are."""
-    given = {key: value for key, value in raw.items() if key != RESOLVED}
-    return _filled(given, raw[RESOLVED]) if isinstance(raw.get(RESOLVED), Mapping) else dict(raw)
+    return merge(raw[RESOLVED], _given(raw)) if isinstance(raw.get(RESOLVED), Mapping) else dict(raw)
+
+
+def _given(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in raw.items() if key != RESOLVED}
 
 
 def _without(table: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,10 +110,14 @@ def _without(table: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
     return found
 
 
-def _filled(given: Mapping[str, Any], rest: Mapping[str, Any]) -> dict[str, Any]:
-    """``given`` with the entries of ``rest`` that it has not, at any depth."""
-    found = {**rest, **given}
-    for key, value in rest.items():
-        if isinstance(value, Mapping) and isinstance(given.get(key), Mapping):
-            found[key] = _filled(given[key], value)
+def _with_no_defaults(given: Mapping[str, Any], others: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """``given`` with those of ``others`` that it has not and that differ from ``now``, at any depth."""
+    found = dict(given)
+    for key, value in others.items():
+        if isinstance(value, Mapping) and isinstance(now.get(key), Mapping):
+            if isinstance(found.get(key, {}), Mapping):  # not a name in place of a table, as model = "gpt2-124m"
+                inner = _with_no_defaults(found.get(key, {}), value, now[key])
+                found |= {key: inner} if inner else {}
+        elif key not in found and value != now.get(key) and now.get(key) != "auto":
+            found[key] = value
     return found

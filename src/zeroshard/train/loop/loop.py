@@ -34,11 +34,10 @@ from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.loop.diagnose import first_not_finite
 from zeroshard.train.loop.run import Run
 from zeroshard.train.loop.saving import Saving
-from zeroshard.train.loop.signals import stop_signals_noted
 from zeroshard.train.loop.step import backward, step_seed, take_step
+from zeroshard.train.loop.stopping import STOPPED, stop_signals_noted
 from zeroshard.train.loop.validation_loss import evaluate
 from zeroshard.train.loop.watchdog import PATIENCE_S, Alive, Watchdog
-from zeroshard.train.loop.wishes import STOPPED
 from zeroshard.train.records.origin import origin
 from zeroshard.train.records.plan_contract import Contract, Predict
 from zeroshard.train.records.records import Observer, StepRecord

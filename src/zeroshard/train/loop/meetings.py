@@ -16,7 +16,7 @@ import torch
 from zeroshard.comm import CONTROL, scope
 from zeroshard.errors import ExitStatus
 from zeroshard.train.loop.run import Run
-from zeroshard.train.loop.wishes import as_numbers, wish_of_all
+from zeroshard.train.loop.stopping import as_numbers, wish_of_all
 from zeroshard.train.records.plan_contract import Moves
 
 

@@ -46,84 +46,47 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Run:
-    """A run, ready to be trained; one per rank.
-
-    Attributes:
-        strategy: the strategy, with the model, its optimizer and its communicator.
-        batches: this rank's training batches.
-        eval_batches: this rank's validation batches, the same ones each time.
-        learning_rate: maps a step, counted from 0 without skipped ones, to its learning rate.
-        schedule: numbers and intervals of steps.
-        observers: loggers and trackers, told of every event; rank 0 alone has any.
-        folder: the run folder; checkpoints go below it.
-        device: the device of this rank, to which batches are copied.
-        tokens_per_step: tokens in a step, of all ranks together.
-        num_flops_per_token: FLOPs of forward and backward per token, for MFU.
-        num_recomputed_flops_per_token: FLOPs that activation checkpointing adds per token, for HFU.
-        peak_flops_per_s: peak of one device; None if it is not known.
-        first_step: steps already completed; above 0 if the run is resumed.
-        first_token: tokens already trained on; earlier steps may have had another size.
-        scaler: loss scaler, if the run computes in float16; else None.
-        guard: decides which steps are taken and which skipped.
-        best: the lowest validation loss, and whether the run should stop early.
-        config: the configuration as JSON-serialisable values, saved with each checkpoint.
-        comm: the strategy's communicator, wrapped to record collectives; None if they are not recorded.
-        kernels: the implementation that serves each operation, as ``LayerNorm: triton``.
-        link: the requested and the measured speed of a slowed link; empty if none is slowed.
-        stage: the stage that ``--strategy auto`` chose; None for another strategy.
-        data_sha256: hash of the prepared tokens, to check that a resumed run trains on the same ones.
-        lock: lock on the run folder; rank 0 alone has it.
-        describe: writes ``config.toml`` and the tokenizer into the run folder.
-        clock: times the parts of a step.
-        measures: further measurements of the run (memory, overlap, trace); None: none.
-        contract: the run's plan, compared with each step; None if there is no plan.
-        release: frees data that was read ahead.
-        about: a description of the run by label, in the order of printing; see `zeroshard.train.setup.about_run`.
-        loss_weight: factor by which the loss of (step, micro_step) is multiplied, if not all targets count: see [Note:
-            The mean over what counts] in `zeroshard.data.examples.batches`; None: no factor.
-        named_evals: this rank's batches of further validation sets, by name.
-        rows: how full rows of examples are and how sources are mixed, for the log; empty for rows of one plain text.
-        tokens_by_source: maps a number of steps to the tokens of each mixed source that they train on.
-        replicas: the replicas, if they take local steps; None if all ranks take each step together.
-        data_position: maps a step to where its data begins, for a checkpoint; None if the step number alone says it.
-    """
+    """A run, ready to be trained; one per rank. Batches are this rank's; only rank 0 has observers and a lock."""
 
     strategy: Strategy
     batches: Batches
     eval_batches: Iterable[EvalBatch]
-    learning_rate: Callable[[int], float]
+    learning_rate: Callable[[int], float]  # of a step, counted from 0 without skipped ones
     schedule: Schedule
     observers: Sequence[Observer]
     folder: Path
     device: torch.device
-    tokens_per_step: int
-    num_flops_per_token: int = 0
-    num_recomputed_flops_per_token: int = 0
-    peak_flops_per_s: float | None = None
-    first_step: int = 0
-    first_token: int = 0
-    scaler: LossScaler | None = None
+    tokens_per_step: int  # of all ranks together
+    num_flops_per_token: int = 0  # of forward and backward, for MFU
+    num_recomputed_flops_per_token: int = 0  # that activation checkpointing adds, for HFU
+    peak_flops_per_s: float | None = None  # of one device
+    first_step: int = 0  # steps already completed; above 0 if the run is resumed
+    first_token: int = 0  # tokens already trained on; earlier steps may have had another size
+    scaler: LossScaler | None = None  # of float16
     guard: StepGuard = field(default_factory=StepGuard)
     best: BestLoss = field(default_factory=BestLoss)
-    config: dict[str, Any] | None = None
-    comm: ObservedCommunicator | None = None
-    kernels: Mapping[str, str] = field(default_factory=dict)
-    link: Mapping[str, Any] = field(default_factory=dict)
-    stage: int | None = None
-    data_sha256: str = ""
+    config: dict[str, Any] | None = None  # as JSON-serialisable values, saved with each checkpoint
+    comm: ObservedCommunicator | None = None  # the strategy's, if its collectives are recorded
+    kernels: Mapping[str, str] = field(default_factory=dict)  # what serves each operation, as ``LayerNorm: triton``
+    link: Mapping[str, Any] = field(default_factory=dict)  # the requested and the measured speed of a slowed link
+    stage: int | None = None  # chosen by ``--strategy auto``
+    data_sha256: str = ""  # of the prepared tokens: a resumed run must train on the same ones
     lock: RunLock | None = None
-    describe: Callable[[], None] = lambda: None
+    describe: Callable[[], None] = lambda: None  # writes ``config.toml`` and the tokenizer into the run folder
     clock: Clock = field(default_factory=lambda: Clock("cpu", enabled=False))
     measures: Measures | None = None
-    contract: Contract | None = None
-    release: Callable[[], None] = lambda: None
-    about: Mapping[str, str] = field(default_factory=dict)
-    rows: Mapping[str, Any] = field(default_factory=dict)
-    tokens_by_source: Callable[[int], Mapping[str, int]] = lambda steps: {}
+    contract: Contract | None = None  # the run's plan
+    release: Callable[[], None] = lambda: None  # frees data that was read ahead
+    about: Mapping[str, str] = field(default_factory=dict)  # the run in words, by label: `about_run`
+    rows: Mapping[str, Any] = field(default_factory=dict)  # how full rows of examples are, and how sources are mixed
+    tokens_by_source: Callable[[int], Mapping[str, int]] = lambda steps: {}  # of mixed sources, after that many steps
+    # where a step's data begins, for a checkpoint; None if the step number alone says it
     data_position: Callable[[int], dict[str, Any] | None] = lambda step: None
+    # factor of the loss of (step, micro_step), if not all targets count: see [Note: The mean over what counts] in
+    # `zeroshard.data.examples.batches`
     loss_weight: Callable[[int, int], float] | None = None
-    named_evals: Mapping[str, Iterable[EvalBatch]] = field(default_factory=dict)
-    replicas: Replicas | None = None
+    named_evals: Mapping[str, Iterable[EvalBatch]] = field(default_factory=dict)  # further validation sets
+    replicas: Replicas | None = None  # if they take local steps
 
     @property
     def together(self) -> Communicator:

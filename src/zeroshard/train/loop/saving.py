@@ -15,8 +15,8 @@ from zeroshard.checkpoint import BEST, BackgroundSaver, Keep, Saved, is_complete
 from zeroshard.comm.agree import largest
 from zeroshard.errors import ExitStatus
 from zeroshard.train.loop.run import Run, checkpoint_folder
+from zeroshard.train.loop.stopping import STOPPED
 from zeroshard.train.loop.watchdog import PATIENCE_S, Alive
-from zeroshard.train.loop.wishes import STOPPED
 from zeroshard.train.state.replicas import guards_of_replicas
 
 

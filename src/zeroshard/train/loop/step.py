@@ -36,7 +36,7 @@ from zeroshard.errors import ExitStatus
 from zeroshard.profiling.flops import hardware_flops_utilisation, model_flops_utilisation
 from zeroshard.train.loop.meetings import meet, moves
 from zeroshard.train.loop.run import Run
-from zeroshard.train.loop.wishes import as_numbers, wish_of_all
+from zeroshard.train.loop.stopping import as_numbers, wish_of_all
 from zeroshard.train.records.records import StepRecord
 
 

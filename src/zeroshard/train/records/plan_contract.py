@@ -29,52 +29,27 @@ from zeroshard.zero.engine import Accumulate
 
 @dataclass(frozen=True)
 class Job:
-    """The facts that a planner needs about one rank's part of a run.
+    """The facts that a planner needs about one rank's part of a run."""
 
-    Attributes:
-        model: the model on the meta device, with the run's kernels and activation checkpointing.
-        row: the strategy's row of the stage table.
-        rank, world_size: this rank, and the number of ranks.
-        shard_size: number of neighbouring ranks over which state is sharded.
-        compute_dtype: dtype of forward and backward; the master weights are fp32.
-        fp8: whether matrix products of the blocks are in 8 bits.
-        num_micro: micro-batches of each rank in a step.
-        reduce_dtype: dtype in which gradients accumulate and are reduced; None: fp32.
-        wire: wire formats, as arguments of `zeroshard.zero.MixedPrecision`.
-        accumulate, prefetch: as in `zeroshard.Zero`.
-        micro_batch_size, seq_len: sequences in a micro-batch, tokens in a sequence.
-        uniform_order: `Communicator.uniform_order` of the run's communicator.
-        device_type: ``"cpu"`` or ``"cuda"``.
-        keeps_ema: whether there is a moving average of the weights.
-        saves_passes: whether the optimizer writes 16-bit weights together with the master weights (`FusedAdamW`).
-        calibration: path of a file from `zeroshard bench device`; empty: the planner knows the device by name or not
-            at all.
-        estimates: whether to estimate peak memory and time too. That takes a trace of about a second, so one rank does
-            it for all.
-        local_steps: how replicas take local steps and meet; None: all ranks take each step together.
-        leaves: as in `zeroshard.Zero`.
-        links: slowed links between the ranks, which the device's calibration does not include; None: none.
-    """
-
-    model: LanguageModel
+    model: LanguageModel  # on the meta device, with the run's kernels and activation checkpointing
     row: ShardingStrategy
     rank: int
     world_size: int
-    shard_size: int
-    compute_dtype: torch.dtype
-    num_micro: int
+    shard_size: int  # neighbouring ranks over which state is sharded
+    compute_dtype: torch.dtype  # of forward and backward; the master weights are fp32
+    num_micro: int  # micro-batches of each rank in a step
     micro_batch_size: int
     seq_len: int
-    uniform_order: bool
+    uniform_order: bool  # `Communicator.uniform_order` of the run's communicator
     device_type: str
-    keeps_ema: bool = False
-    saves_passes: bool = False
-    calibration: str = ""
-    estimates: bool = True
-    links: Links | None = None
-    fp8: bool = False
-    reduce_dtype: torch.dtype | None = None
-    wire: Mapping[str, Any] = field(default_factory=dict)
+    keeps_ema: bool = False  # whether there is a moving average of the weights
+    saves_passes: bool = False  # whether the optimizer writes 16-bit weights with the master weights (`FusedAdamW`)
+    calibration: str = ""  # path of a file from `zeroshard bench device`
+    estimates: bool = True  # peak memory and time too: a trace of about a second, which one rank does for all
+    links: Links | None = None  # slowed links, which the device's calibration does not include
+    fp8: bool = False  # whether matrix products of the blocks are in 8 bits
+    reduce_dtype: torch.dtype | None = None  # in which gradients accumulate and are reduced; None: fp32
+    wire: Mapping[str, Any] = field(default_factory=dict)  # arguments of `zeroshard.zero.MixedPrecision`
     accumulate: Accumulate | None = None
     prefetch: int = 1
     local_steps: LocalSteps | None = None
@@ -102,24 +77,15 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class Planned:
-    """The plan of one rank.
+    """The plan of one rank."""
 
-    Attributes:
-        memory_bytes: resident bytes by category, between a backward and its update, once optimizer states exist.
-        messages: the collectives of a step, in order, without control messages.
-        peak_bytes: peak memory of a step; None if it is not predicted.
-        step_s: seconds of a step; None if they are not predicted.
-        leaving: with local steps, for each fragment the collectives with which its difference is sent.
-        arriving: for each fragment the collectives that complete its difference when it is taken in; at stage 0 also
-            the gather of the anchors among a replica's ranks.
-        why_no_peak: why the peak could not be predicted; empty if it was, or was not asked for.
-    """
-
-    memory_bytes: Mapping[str, int]
-    messages: Sequence[Sent]
+    memory_bytes: Mapping[str, int]  # resident, by category, between a backward and its update
+    messages: Sequence[Sent]  # the collectives of a step, in order, without control messages
     peak_bytes: int | None = None
     step_s: float | None = None
-    why_no_peak: str = ""
+    why_no_peak: str = ""  # why the peak could not be predicted
+    # with local steps, for each fragment: the collectives with which its difference is sent, and those that complete it
+    # when it is taken in (at stage 0 also the gather of the anchors among a replica's ranks)
     leaving: Mapping[int, Sequence[Sent]] = field(default_factory=dict)
     arriving: Mapping[int, Sequence[Sent]] = field(default_factory=dict)
 
@@ -138,25 +104,16 @@ Predict = Callable[[Job], Planned]
 
 @dataclass
 class Contract:
-    """A plan, and how the run compares with it so far.
-
-    Attributes:
-        planned: the plan.
-        enforce: whether a difference ends the run.
-        num_checked: number of steps compared with the plan: [Note: Steps that are held to the plan].
-        num_broken: number of those steps that differed from it.
-        difference: the first difference, in words; empty while there is none.
-        memory_bytes, messages, expected: of the last step compared: measured memory, issued and planned collectives.
-    """
+    """A plan, and how the run compares with it so far."""
 
     planned: Planned
-    enforce: bool = False
-    num_checked: int = 0
-    num_broken: int = 0
-    difference: str = ""
-    memory_bytes: dict[str, int] = field(default_factory=dict)
-    messages: list[Sent] = field(default_factory=list)
-    expected: Sequence[Sent] | None = None
+    enforce: bool = False  # whether a difference ends the run
+    num_checked: int = 0  # steps compared with the plan: [Note: Steps that are held to the plan]
+    num_broken: int = 0  # those that differed from it
+    difference: str = ""  # the first difference, in words
+    memory_bytes: dict[str, int] = field(default_factory=dict)  # measured at the last step compared
+    messages: list[Sent] = field(default_factory=list)  # issued at the last step compared
+    expected: Sequence[Sent] | None = None  # planned for the last step compared
     _follows: bool = False
 
     def see(
@@ -168,14 +125,9 @@ class Contract:
         taken: bool,
         moves: Moves | None = None,
     ) -> None:
-        """Compare step number ``step``, counted from 1, with the plan.
+        """Compare step number ``step``, counted from 1, with the plan; a skipped step is not, nor the one after it.
 
-        Args:
-            step: number of the step.
-            records: the collectives that this rank issued.
-            memory_bytes: resident bytes of this rank by category, before ``zero_grad``.
-            taken: whether the step was taken; a skipped step is not compared, nor is the one after it.
-            moves: fragments sent and taken in at the step; None without local steps.
+        ``records`` are this rank's collectives, ``memory_bytes`` its resident bytes before ``zero_grad``.
         """
         follows, self._follows = self._follows, taken
         if not (follows and taken):
@@ -208,12 +160,7 @@ class Contract:
         return line + ("" if planned.step_s is None else f", {planned.step_s * 1e3:.1f} ms a step")
 
     def report(self, peak_bytes: int | None, step_s: float | None) -> dict[str, Any]:
-        """Return predicted and measured values side by side, for ``summary.json``; None if a value is not known.
-
-        Args:
-            peak_bytes: measured peak memory of this rank.
-            step_s: measured median seconds of a step.
-        """
+        """Return predicted and measured values side by side, for ``summary.json``; None if a value is not known."""
         planned = self.planned
         categories = [*planned.memory_bytes, *(self.memory_bytes.keys() - planned.memory_bytes.keys())]
         expected = planned.messages if self.expected is None else self.expected

@@ -15,55 +15,31 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One optimizer step.
+    """One optimizer step. With local steps its numbers are the first replica's."""
 
-    Attributes:
-        step: number of the step, counted from 1.
-        loss: mean loss over the global batch, in nats per token.
-        grad_norm: global gradient norm over all ranks, before clipping; infinite or NaN if a gradient has a NaN/Inf.
-        lr: learning rate of this step.
-        step_s: wall time of this step in seconds.
-        tokens: tokens trained on since the run began, of all ranks together.
-        tokens_per_s: tokens per second of this step, of all ranks together.
-        mfu: model FLOPs utilisation: share of the devices' peak that the model's own FLOPs use; None if the peak is
-            unknown.
-        memory_bytes: resident bytes of this rank by category ("params", "grads", "optimizer", ...); empty if not
-            measured.
-        comm: bytes of this rank's collectives in this step, by operation; empty if not recorded.
-        skipped: whether the step was skipped, on all ranks: see `zeroshard.train.loop.step_guard`.
-        why_skipped: ``"overflow"`` (of float16 on some rank) or ``"not finite"``; empty if it was taken.
-        num_skipped: number of steps skipped since the run began.
-        loss_scale: loss scale of this step; None if the loss is not scaled.
-        exposed_s: seconds for which this rank's computation waited for communication, by unit, kind and phase
-            ("blocks.3/weights/backward", ..., "control"); empty if not recorded. On CUDA, time that the device has not
-            reached yet is counted in a later step.
-        spans_s: seconds of this rank's step by part: "data", "forward", "backward", "clip", "update", "meeting"; on
-            CUDA counted as ``exposed_s``.
-        hfu: hardware FLOPs utilisation: as ``mfu``, including FLOPs recomputed by activation checkpointing; None if
-            nothing is recomputed or the peak is unknown.
-        meeting: facts about a meeting of replicas with local steps; empty if no difference was sent or taken in:
-            ``sent`` and ``arrived`` (fragments), ``num_bytes`` and ``difference_norm`` of those that arrived,
-            ``num_replicas``, and, if a meeting took differences in, ``loss``, the mean of this step over all replicas.
-            With local steps the record's other numbers are the first replica's.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
+    step: int  # counted from 1
+    loss: float  # mean over the global batch, in nats per token
+    grad_norm: float  # over all ranks, before clipping; infinite or NaN if a gradient has a NaN/Inf
     lr: float
     step_s: float
-    tokens: int
-    tokens_per_s: float
-    mfu: float | None = None
+    tokens: int  # trained on since the run began, of all ranks together
+    tokens_per_s: float  # of all ranks together
+    mfu: float | None = None  # share of the devices' peak that the model's own FLOPs use; None: the peak is unknown
+    # resident bytes of this rank by category ("params", "grads", "optimizer", ...)
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
-    comm: Mapping[str, Any] = field(default_factory=dict)
-    skipped: bool = False
-    why_skipped: str = ""
-    num_skipped: int = 0
+    comm: Mapping[str, Any] = field(default_factory=dict)  # bytes of this rank's collectives, by operation
+    skipped: bool = False  # on all ranks: see `zeroshard.train.loop.step_guard`
+    why_skipped: str = ""  # ``"overflow"`` (of float16 on some rank) or ``"not finite"``
+    num_skipped: int = 0  # since the run began
     loss_scale: float | None = None
+    # seconds for which this rank's computation waited for communication, by unit, kind and phase
+    # ("blocks.3/weights/backward", ..., "control"); on CUDA, time that the device has not reached yet counts later
     exposed_s: Mapping[str, float] = field(default_factory=dict)
+    # seconds of this rank's step by part: "data", "forward", "backward", "clip", "update", "meeting"
     spans_s: Mapping[str, float] = field(default_factory=dict)
-    hfu: float | None = None
+    hfu: float | None = None  # as ``mfu``, with the FLOPs that activation checkpointing recomputes
+    # if differences of replicas were sent or taken in: ``sent`` and ``arrived`` (fragments), ``num_bytes`` and
+    # ``difference_norm`` of those that arrived, ``num_replicas``, and the mean ``loss`` over all replicas
     meeting: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -37,41 +37,25 @@ from zeroshard.train.setup.prepare_data import Source, data_folder, data_spec, p
 
 @dataclass(frozen=True)
 class Corpus:
-    """One rank's part of a run's data.
-
-    Attributes:
-        batches: training batches.
-        eval_batches: validation batches.
-        vocab_size: number of token ids; all ids are below it.
-        eos_id: token id that ends each document; None if there is none.
-        sha256: identity of the training data: equal if and only if the same data is trained on.
-        keep_tokenizer: saves the tokenizer, without the data, into a folder.
-        close: frees data that was read ahead.
-        position: maps a step to where its data begins, JSON-serialisable; None if the step number alone says it.
-        restore_position: ``restore_position(saved, step)`` restores what ``position`` returned; ``step`` is read next.
-        num_tokens: number of training tokens; 0 if they are streamed and so not counted.
-        named_evals: batches of further validation sets, by name.
-        loss_weight: factor by which the loss of (step, micro_step) is multiplied; None: no factor.
-        said: how examples are packed into rows and sources mixed, in words; empty for plain text.
-        facts: the same as numbers, for the log.
-        tokens_by_source: maps a number of steps to the tokens of each source that they train on, without padding; empty
-            if no sources are mixed.
-    """
+    """One rank's part of a run's data."""
 
     batches: Batches
     eval_batches: Iterable[EvalBatch]
-    vocab_size: int
-    eos_id: int | None
-    sha256: str
-    keep_tokenizer: Callable[[Path], None]
-    close: Callable[[], None] = lambda: None
+    vocab_size: int  # all token ids are below it
+    eos_id: int | None  # the token id that ends each document
+    sha256: str  # equal if and only if the same data is trained on
+    keep_tokenizer: Callable[[Path], None]  # saves the tokenizer, without the data, into a folder
+    close: Callable[[], None] = lambda: None  # frees data that was read ahead
+    # where a step's data begins, JSON-serialisable; None if the step number alone says it
     position: Callable[[int], dict[str, Any] | None] = lambda step: None
+    # ``restore_position(saved, step)`` restores what ``position`` returned; ``step`` is read next
     restore_position: Callable[[Mapping[str, Any] | None, int], None] = lambda saved, step: None
-    num_tokens: int = 0
-    loss_weight: Callable[[int, int], float] | None = None
-    named_evals: Mapping[str, Iterable[EvalBatch]] = field(default_factory=dict)
-    said: str = ""
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    num_tokens: int = 0  # to train on; 0 if they are streamed and so not counted
+    loss_weight: Callable[[int, int], float] | None = None  # factor of the loss of (step, micro_step)
+    named_evals: Mapping[str, Iterable[EvalBatch]] = field(default_factory=dict)  # further validation sets
+    said: str = ""  # how examples are packed into rows and sources mixed, in words
+    facts: Mapping[str, Any] = field(default_factory=dict)  # the same as numbers, for the log
+    # tokens of each mixed source that a number of steps train on, without padding
     tokens_by_source: Callable[[int], Mapping[str, int]] = lambda steps: {}
 
 

@@ -20,7 +20,7 @@ from zeroshard.errors import ExitStatus, UserError
 from zeroshard.train.config.validate import nearest
 from zeroshard.train.loop.run import checkpoint_folder
 from zeroshard.train.records.console import bytes_in_words
-from zeroshard.train.state.newest_checkpoint import newest_checkpoint
+from zeroshard.train.state.saved_run import newest_checkpoint
 
 MOST_TENSORS = 8  # tensors that `diff` lists on a terminal; a pipe or a file gets all
 

@@ -25,9 +25,10 @@ from zeroshard.models.hugging_face.folder import PREFIX, config_text, is_hugging
 from zeroshard.models.hugging_face.gpt2_llama_conversion import from_hf_config
 from zeroshard.models.lora import initial_adapters
 from zeroshard.parallel import Strategy
-from zeroshard.train.config.config import TrainConfig, load_config
+from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.named_code import require_asked
 from zeroshard.train.config.sections import LoraConfig, ModelConfig
+from zeroshard.train.config.toml import load_config
 from zeroshard.train.config.validate import validate
 from zeroshard.train.loop.run import checkpoint_folder
 from zeroshard.train.setup.assemble import lora_of, model_table
@@ -35,9 +36,8 @@ from zeroshard.train.setup.hugging_face import with_tokenizer_of
 from zeroshard.train.setup.run_folder import tokenizer_folder
 from zeroshard.train.state import resume
 from zeroshard.train.state.hf_weight_reader import reader_of
-from zeroshard.train.state.merged_weights import MergedWeights, NewAdapters, transposed_weights
+from zeroshard.train.state.read_as import MergedWeights, NewAdapters, WeightsAlone, transposed_weights
 from zeroshard.train.state.saved_run import saved_run
-from zeroshard.train.state.weights_alone import WeightsAlone
 from zeroshard.zero.state.named_shards import ShardReader
 
 

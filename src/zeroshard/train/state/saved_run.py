@@ -6,6 +6,7 @@ the class that checks a file (`TrainConfig`), everything else by the classes bel
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -13,6 +14,8 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from zeroshard import checkpoint
+from zeroshard.checkpoint.manifest import MANIFEST
+from zeroshard.columns import printable
 from zeroshard.errors import UserError
 from zeroshard.optim.loss_scale import SMALLEST_SCALE
 from zeroshard.train.config.config import TrainConfig
@@ -66,6 +69,16 @@ class _SavedRun(_Facts):
     guards: list[_Guard] = []
     loss_scaler: _Scaler = _MISSING
     best: _Best = _MISSING
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Return the newest complete checkpoint in ``folder``, or None; print which newer ones it passes over, and why."""
+    for found in checkpoint.find(folder):
+        if found.complete:
+            return found.path
+        line = f"warning: passed over {found.path}: it is not complete (no {MANIFEST})"
+        print(printable(line), file=sys.stderr, flush=True)
+    return None
 
 
 def saved_run(path: Path) -> Mapping[str, Any]:

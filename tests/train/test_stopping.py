@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zeroshard.errors import ExitStatus
-from zeroshard.train.loop.wishes import STOPPED, as_numbers, wish_of_all
+from zeroshard.train.loop.stopping import STOPPED, as_numbers, wish_of_all
 
 MOST_RANKS = 1 << 19
 

@@ -7,7 +7,7 @@ import torch
 
 from zeroshard.errors import UserError
 from zeroshard.models.adapters import adapted_name, adapters_of
-from zeroshard.train.state.merged_weights import MergedWeights
+from zeroshard.train.state.read_as import MergedWeights
 
 NAME = "block.weight"  # [out, in] = [4, 3]
 A, B = adapters_of(adapted_name(NAME))
