@@ -5,45 +5,35 @@
     python benchmarks/claims/conformance.py --strategies "zero3, node copy" --keep docs/conformance.json
 
 Writes Markdown and JSON; with ``--keep`` cells that are not trained now stay as they are in that file. What a cell is,
-and what it is compared with, stands in `tests/conformance_cells.py`; here are the ranks that it runs on (gloo
-processes, which live on from cell to cell and are replaced where one leaves them in disorder) and the tables. Exit
-status 1 where a strategy of ours differs by more than `TOLERANCE`, fails or hangs.
+and what it is compared with, stands in `tests/equivalence/cells.py`, and the gloo processes that train it are those of
+the tests (`tests/ranks.py`). Exit status 1 where a strategy of ours differs by more than `TOLERANCE` or fails.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
 import platform
 import re
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from functools import lru_cache
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from zeroshard.comm import TorchCommunicator
-from zeroshard.launch.process_group import shutdown
+from zeroshard.comm import Communicator
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-from conformance_cells import (
-    CONTESTANTS,
+from equivalence.cells import (
     FEATURES,
     NUM_STEPS,
     OPTIMIZERS,
     OURS,
+    PUBLISHED,
     WORLD_SIZES,
     BuildError,
     Cell,
@@ -53,15 +43,12 @@ from conformance_cells import (
     one_process,
     train,
 )
+from ranks import GlooRanks, RankError
 
-ANSWER_S = 30.0  # how long a cell may take
-OTHERS_S = 1.5  # and the other ranks, once one has failed
 TOLERANCE = 1e-5  # rounding stays far below, a mistake does not
-PRELOAD = ["torch", "torch.distributed", "torch.distributed.fsdp", "torch._dynamo", "conformance_cells"]
 # Muon orthogonalises in bfloat16, where another last bit may be 2^-8 of a direction at the next step.
 ROUNDS_COARSELY = frozenset({"Muon"})
-END = "end"
-DIED = "a process died"
+SHOWN = tuple(name for name, feature in FEATURES.items() if not feature.form)
 MAX_TEXT = 200
 
 
@@ -70,8 +57,8 @@ class Result:
     """A cell of the table.
 
     Attributes:
-        outcome: ``exact``; ``differs``; ``refused`` before it trained, or in the words of one process; ``fails`` or
-            ``hangs`` while it trains.
+        outcome: ``exact``; ``differs``; ``refused`` before it trained, or in the words of one process; ``fails`` while
+            it trains.
         difference: largest absolute difference of any weight on any rank, the larger of the next two; 0.0 where exact.
         on_grid: where sums of gradients are exact in every order, after the first step that shows a difference.
         ordinary: on ordinary gradients, after the last step.
@@ -99,141 +86,29 @@ class Result:
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank raised, or that it never answered."""
+    """What a rank, or one process, raised."""
 
     outcome: str
     reason: str
 
 
-# -- ranks ---------------------------------------------------------------------------------------------------------
+# -- cells ---------------------------------------------------------------------------------------------------------
 
 
-class Ranks:
-    """Processes that train cells; new ones where the old are gone."""
-
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-        self.cpu_s = 0.0  # of all ranks that have answered
-        self._processes: list[Any] = []
-        self._pipes: list[Connection] = []
-
-    def train(self, cell: Cell, *, on_grid: bool, each_step: bool) -> list[list[State]] | Failure:
-        """What `conformance.train` returns on every rank."""
-        answers = self._ask((cell, on_grid, each_step))
-        failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failure)}
-        if len(answers) == self.world_size and not failures:
-            return [answers[rank] for rank in range(self.world_size)]
-        if not failures:
-            self.kill()
-            return Failure("hangs", f"all ranks wait, for more than {ANSWER_S:.0f} s")
-        died = [rank for rank, failure in failures.items() if failure.reason == DIED]
-        rank = died[0] if died else next(iter(failures))  # the first to fail; peers of a lost rank complain of that
-        first = self._last_words(rank) if died else failures[rank]
-        together = len(failures) == self.world_size and len(set(failures.values())) == 1
-        if not together or any(answer is not None for answer in self._ask(None).values()):
-            self.kill()  # who raised has left the others in a collective
-        if len(answers) < self.world_size and not died:
-            return Failure("hangs", f"other ranks wait for one that raised {first.reason}")
-        return first
-
-    def _ask(self, task: tuple[Cell, bool, bool] | None) -> dict[int, Any]:
-        """The answers of those ranks that have one in time; one that has failed says so soon, the others then too."""
-        if not self._processes:
-            self._start()
-        answers: dict[int, Any] = {}
-        deadline = time.monotonic() + ANSWER_S
-        for rank, pipe in enumerate(self._pipes):
-            try:
-                pipe.send(task)
-            except OSError:
-                answers[rank] = Failure("fails", DIED)
-        while len(answers) < self.world_size and (left := deadline - time.monotonic()) > 0:
-            waiting = {rank: pipe for rank, pipe in enumerate(self._pipes) if rank not in answers}
-            ready = wait(list(waiting.values()), left)
-            for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
-                try:
-                    answers[rank], cpu_s = waiting[rank].recv()
-                    self.cpu_s += cpu_s
-                except (EOFError, OSError):
-                    answers[rank] = Failure("fails", DIED)
-                    deadline = 0.0  # nobody else has anything to add
-                if isinstance(answers[rank], Failure):
-                    deadline = min(deadline, time.monotonic() + OTHERS_S)
-        return answers
-
-    def _last_words(self, rank: int) -> Failure:
-        """What a process that is gone wrote when C++ ended it."""
-        text = Path(self._folder.name, f"stderr-{rank}").read_text()
-        found = re.findall(r"what\(\):\s*(.*)", text)
-        return Failure("fails", f"{DIED}: {_short(found[-1])}" if found else DIED)
-
-    def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
-        self._folder = tempfile.TemporaryDirectory(prefix="conformance-")
-        for rank in range(self.world_size):
-            ours, theirs = context.Pipe()
-            args = (rank, self.world_size, self._folder.name, theirs)
-            process = context.Process(target=_rank_main, args=args, daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
-
-    def close(self) -> None:
-        """End the ranks."""
-        for pipe in self._pipes:
-            pipe.send(END)
-        for process in self._processes:
-            process.join(ANSWER_S)
-        self.kill()
-
-    def kill(self) -> None:
-        """End the ranks now."""
-        for process in self._processes:
-            process.kill()
-            process.join()
-        for pipe in self._pipes:
-            pipe.close()
-        if self._processes:
-            self._folder.cleanup()
-        self._processes, self._pipes = [], []
-
-
-def _rank_main(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    with open(Path(folder, f"stderr-{rank}"), "wb") as file:
-        os.dup2(file.fileno(), sys.stderr.fileno())  # ranks that are lost say so there, and it is told in the table
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=2 * ANSWER_S),
-    )
-    comm = TorchCommunicator()
-    while (task := pipe.recv()) != END:
-        begin = time.process_time()
-        try:
-            answer: Any = None if task is None else train(comm, task[0], on_grid=task[1], each_step=task[2])
-            _agree(comm)
-        except BuildError as error:
-            answer = Failure("refused", _in_words(error.__cause__ or error))
-        except Exception as error:  # noqa: BLE001 -- it is what the cell shows
-            answer = Failure("fails", _in_words(error))
-        pipe.send((answer, time.process_time() - begin))
-        del task, answer
-    del comm
-    shutdown()
-
-
-def _agree(comm: TorchCommunicator) -> None:
-    """Ranks that have issued other collectives than their peers find out here, not in the next cell."""
+def outcome_on_rank(comm: Communicator, cell: Cell, on_grid: bool, each_step: bool) -> list[State] | str:
+    """The weights of a cell, or why the strategy refuses it; what it raises while it trains ends all ranks."""
+    try:
+        states = train(comm, cell, on_grid=on_grid, each_step=each_step)
+    except BuildError as error:
+        return _in_words(error.__cause__ or error)
+    except Exception as error:
+        raise RuntimeError(f"WORDS {_in_words(error)}") from error
+    # Ranks that have issued other collectives than their peers find out here, not in the next cell.
     numbers = torch.full((3,), float(comm.rank))
     comm.all_reduce(numbers).wait()
     if numbers.tolist() != [comm.world_size * (comm.world_size - 1) / 2] * 3:
-        raise RuntimeError("ranks are out of step: this message met another one")
+        raise RuntimeError("WORDS ranks are out of step: this message met another one")
+    return states
 
 
 def _in_words(error: BaseException) -> str:
@@ -243,27 +118,27 @@ def _in_words(error: BaseException) -> str:
 
 def _short(text: str) -> str:
     """Without places in a source, ports, memory addresses and sizes, which are others each time."""
-    text = re.sub(
-        r"\[[^\[\]]*\.cc:\d+\] |\S+ <= \S+ \d+ vs \d+\. ",
-        "",
-        re.sub(r"\[?127\.0\.0\.1\]?:\d+|0x[0-9a-f]+", "...", text),
-    )
+    text = re.sub(r"\[?127\.0\.0\.1\]?:\d+|0x[0-9a-f]+", "...", text)
+    text = re.sub(r"\[[^\[\]]*\.cc:\d+\] |\S+ <= \S+ \d+ vs \d+\. ", "", text)
     return text if len(text) <= MAX_TEXT else text[:MAX_TEXT].rpartition(" ")[0] + " ..."
 
 
-# -- cells ---------------------------------------------------------------------------------------------------------
-
-
-def measure(ranks: Ranks, cell: Cell) -> Result:
+def measure(ranks: GlooRanks, cell: Cell) -> Result:
     """Train a cell where sums are exact and, where it is not equal there, twice more to see by how much."""
     found: list[float] = []
     for on_grid, each_step in ((True, False), (True, True), (False, False)):
-        by_rank = ranks.train(cell, on_grid=on_grid, each_step=each_step)
+        try:
+            by_rank = ranks.run(outcome_on_rank, cell, on_grid, each_step)
+            failure = next((Failure("refused", each) for each in by_rank if isinstance(each, str)), None)
+        except RankError as error:
+            told = re.findall(r"WORDS (.*)", str(error))
+            failure = Failure("fails", told[-1] if told else str(error).splitlines()[-1])
         expected = _expected(cell, on_grid, each_step)
-        if isinstance(by_rank, Failure):
-            if isinstance(expected, Failure) and expected.reason == by_rank.reason:
-                return Result(**asdict(cell), outcome="refused", reason=f"as in one process: {by_rank.reason}")
-            return Result(**asdict(cell), outcome=by_rank.outcome, reason=by_rank.reason)
+        if failure is not None:
+            outcome, reason = failure.outcome, failure.reason
+            if isinstance(expected, Failure) and expected.reason == reason:
+                outcome, reason = "refused", f"as in one process: {reason}"
+            return Result(**asdict(cell), outcome=outcome, reason=reason)
         if isinstance(expected, Failure):
             reason = f"it trains where one process raises {expected.reason}"
             return Result(**asdict(cell), outcome="fails", reason=reason)
@@ -281,32 +156,23 @@ def _expected(cell: Cell, on_grid: bool, each_step: bool) -> list[State] | Failu
         return Failure("fails", _in_words(error))
 
 
-def measure_all(chosen: Sequence[Cell]) -> tuple[list[Result], float]:
-    """All cells, and the seconds of CPU time that they took; worlds at the same time, as ranks often wait."""
+def measure_all(chosen: Sequence[Cell]) -> list[Result]:
+    """All cells, on ranks that live on from one to the next, and are replaced where a cell has ended them."""
     torch.set_num_threads(1)
+    results: list[Result] = []
+    ranks: GlooRanks | None = None
     begin = time.perf_counter()
-    done: list[Cell] = []
-
-    def world(world_size: int) -> tuple[dict[Cell, Result], float]:
-        ranks = Ranks(world_size)
-        try:
-            found = {}
-            for cell in chosen:
-                if cell.world_size == world_size:
-                    found[cell] = measure(ranks, cell)
-                    done.append(cell)
-                    if len(done) % 100 == 0 or len(done) == len(chosen):
-                        print(f"{len(done)} of {len(chosen)} cells, {time.perf_counter() - begin:.0f} s", flush=True)
-            ranks.close()
-            return found, ranks.cpu_s
-        finally:
-            ranks.kill()
-
-    world_sizes = sorted({cell.world_size for cell in chosen})
-    with ThreadPoolExecutor(len(world_sizes)) as pool:
-        by_world = list(pool.map(world, world_sizes))
-    results = {cell: result for found, _ in by_world for cell, result in found.items()}
-    return [results[cell] for cell in chosen], sum(cpu_s for _, cpu_s in by_world) + time.process_time()
+    for cell in chosen:
+        if ranks is None or ranks.world_size != cell.world_size or not ranks.alive:
+            if ranks is not None:
+                ranks.kill()
+            ranks = GlooRanks(cell.world_size)
+        results.append(measure(ranks, cell))
+        if len(results) % 100 == 0 or len(results) == len(chosen):
+            print(f"{len(results)} of {len(chosen)} cells, {time.perf_counter() - begin:.0f} s", flush=True)
+    if ranks is not None and ranks.alive:
+        ranks.close()
+    return results
 
 
 # -- tables --------------------------------------------------------------------------------------------------------
@@ -352,7 +218,7 @@ def _summary(results: Sequence[Result]) -> str:
     return ", ".join(parts) if all(result.is_right for result in results) else f"**{', '.join(parts)}**"
 
 
-_OTHERS = {"refused": "refused", "fails": "fail", "hangs": "hang"}
+_OTHERS = {"refused": "refused", "fails": "fail"}
 
 
 ABOUT = """\
@@ -361,7 +227,7 @@ ABOUT = """\
 Does every strategy train to the same weights as one process? The tables below have {num_cells} cells. In each cell a
 model trains {num_steps} steps on {worlds} gloo ranks (processes on one CPU), and its weights are compared with those
 of one process. `python benchmarks/claims/conformance.py` wrote this page with torch {torch} and Python {python} in
-{wall_s:.0f} s, {cpu_s:.0f} s of CPU time{kept}; `conformance.json` beside it has the same numbers and more.
+{wall_s:.0f} s{kept}; `conformance.json` beside it has the same numbers and more.
 
 **The reference** is one process with unsharded tensors and torch's own optimizer. It runs each rank's rows through the
 same model, adds the gradients rank after rank, and divides by the number of ranks. Clipping scales by a norm that is
@@ -380,8 +246,8 @@ direction one step later. For Muon, therefore, only the first step that shows a 
 is bold.
 
 **refused**: the strategy raises an error that says why before it trains, or it fails with the same error as one
-process. **fails**: the strategy raises an error while it trains. **hangs**: some ranks wait for ever. Numbers in
-brackets are reasons, listed at the end. If a cell differs between world sizes, it reads {places}.
+process. **fails**: the strategy raises an error while it trains, or a rank of it ends. Numbers in brackets are reasons,
+listed at the end. If a cell differs between world sizes, it reads {places}.
 
 Optimizers have these settings: {settings}. Muon takes matrices only, so in its cells all other parameters are frozen.
 LBFGS is given a closure. SparseAdam takes no dense gradients, in one process either.
@@ -407,10 +273,10 @@ A cell counts the outcomes of all optimizers and world sizes; "3 to 6e-08" means
 """
 
 
-def markdown(results: Sequence[Result], wall_s: float, cpu_s: float, num_kept: int) -> str:
+def markdown(results: Sequence[Result], wall_s: float, num_kept: int) -> str:
     """The document: what is compared, a summary, a table for each feature, the reasons."""
-    strategies = [name for name in CONTESTANTS if any(result.strategy == name for result in results)]
-    features = [name for name in FEATURES if any(result.feature == name for result in results)]
+    strategies = [name for name in PUBLISHED if any(result.strategy == name for result in results)]
+    features = [name for name in SHOWN if any(result.feature == name for result in results)]
     optimizers = [name for name in OPTIMIZERS if any(result.optimizer == name for result in results)]
     world_sizes = sorted({result.world_size for result in results})
     reasons = Reasons()
@@ -423,7 +289,6 @@ def markdown(results: Sequence[Result], wall_s: float, cpu_s: float, num_kept: i
         worlds=", ".join(str(world_size) for world_size in world_sizes),
         places=" / ".join(f"{world_size} ranks" for world_size in WORLD_SIZES),
         wall_s=wall_s,
-        cpu_s=cpu_s,
         kept=f" ({num_kept} cells are of an earlier run)" if num_kept else "",
         torch=torch.__version__.partition("+")[0],
         python=platform.python_version(),
@@ -466,7 +331,7 @@ def _with_kept(results: Sequence[Result], kept: Path | None) -> tuple[list[Resul
     """Results in the order of all cells, and how many of them are from the file."""
     found = {} if kept is None else {_cell_of(each): each for each in _read(kept)}
     new = {_cell_of(each): each for each in results}
-    ordered = [(found | new)[cell] for cell in cells() if cell in new or cell in found]
+    ordered = [(found | new)[cell] for cell in cells(PUBLISHED) if cell in new or cell in found]
     return ordered, len(ordered) - len(new)
 
 
@@ -480,9 +345,9 @@ def _cell_of(result: Result) -> Cell:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for field, choices in (("strategies", CONTESTANTS), ("optimizers", OPTIMIZERS), ("features", FEATURES)):
+    for field, choices in (("strategies", PUBLISHED), ("optimizers", OPTIMIZERS), ("features", SHOWN)):
         parser.add_argument(f"--{field}", nargs="+", choices=choices, default=list(choices))
-    worlds = sorted({cell.world_size for cell in cells()})
+    worlds = [*WORLD_SIZES, 4]
     parser.add_argument("--worlds", nargs="+", type=int, choices=worlds, default=worlds)
     parser.add_argument("--markdown", type=Path, default=Path("docs/conformance.md"))
     parser.add_argument("--json", type=Path, default=Path("docs/conformance.json"))
@@ -490,23 +355,15 @@ def main() -> int:
     args = parser.parse_args()
     chosen = [
         cell
-        for cell in cells()
-        if cell.strategy in args.strategies
-        and cell.optimizer in args.optimizers
-        and cell.feature in args.features
-        and cell.world_size in args.worlds
+        for cell in cells(args.strategies)
+        if cell.optimizer in args.optimizers and cell.feature in args.features and cell.world_size in args.worlds
     ]
     begin = time.perf_counter()
-    results, cpu_s = measure_all(chosen)
+    results = measure_all(chosen)
     wall_s = time.perf_counter() - begin
     results, num_kept = _with_kept(results, args.keep)
-    args.markdown.write_text(markdown(results, wall_s, cpu_s, num_kept))
-    about = {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "wall_s": round(wall_s, 1),
-        "cpu_s": round(cpu_s, 1),
-    }
+    args.markdown.write_text(markdown(results, wall_s, num_kept))
+    about = {"torch": torch.__version__, "python": platform.python_version(), "wall_s": round(wall_s, 1)}
     lines = ",\n".join(f"  {json.dumps(asdict(result))}" for result in results)
     args.json.write_text(f'{{"about": {json.dumps(about)}, "cells": [\n{lines}\n]}}\n')
     wrong = [result for result in results if result.strategy in OURS and not result.is_right]

@@ -1,9 +1,10 @@
-"""Does every strategy train as one process does? Small cells, each a run of a few steps held against one process.
+"""Does every strategy train as one process does? One table of cells, each a short run held against one process.
 
 A cell is a strategy x an optimizer x a world size x a feature, trained through `zeroshard.parallel`, the interface
-that the trainer uses. The reference, `one_process`, has whole tensors and torch's own optimizer, and takes the turn of
-each rank in its order: it runs that rank's rows through the same forward and backward, adds the gradients, and divides
-by the number of ranks.
+that the trainer uses. `test_cells.py` runs those of our engine, `benchmarks/claims/conformance.py` those that
+docs/conformance.md shows. The reference, `one_process`, has whole tensors and torch's own optimizer, and takes the
+turn of each rank in its order: it runs that rank's rows through the same forward and backward, adds the gradients, and
+divides by the number of ranks.
 
 [Note: Exact means exact]
     Ranks add their gradients in orders that differ between backends, and by position in a ring; some divide before
@@ -21,6 +22,7 @@ by the number of ranks.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,9 +33,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.checkpoint import checkpoint
 
-import conformance_remedies as remedies
-from conformance_remedies import COPY, LOCAL, MEETINGS, WIRE, WORLDS
+from equivalence import remedies
+from equivalence.remedies import COPY, LOCAL, MEETINGS, WIRE
 from zeroshard.comm import Communicator
 from zeroshard.parallel import STRATEGIES, Ddp, Setup, Strategy
 from zeroshard.zero import ShardedOptimizer
@@ -65,15 +68,21 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
 MATRICES_ALONE = frozenset({"Muon"})  # its cells freeze all other parameters
 WITH_CLOSURE = frozenset({"LBFGS"})
 WORLD_SIZES = (2, 3)
+ELEMENT_WISE = ("AdamW", "SGD")  # with which the forms of a model are trained
 
 State = dict[str, Tensor]  # a model's weights, by name
 
 
 @dataclass(frozen=True)
 class Feature:
-    """What a cell does beside training; ``about`` says it in words."""
+    """What a cell does beside training; ``about`` says it in words.
+
+    Attributes:
+        form: something of the model or of its loop that the engine alone is asked for, with `ELEMENT_WISE`.
+    """
 
     about: str
+    form: bool = False
     tied: bool = False
     frozen: bool = False
     unused: bool = False
@@ -94,6 +103,19 @@ FEATURES: dict[str, Feature] = {
     "clipping": Feature(f"clipped to a global norm of {MAX_NORM} in each step", clip=True),
     "groups": Feature("two param groups with their own settings, and a scheduler that changes them", groups=True),
     "bf16": Feature("forward and backward in bfloat16, as the strategy has it", compute_dtype=torch.bfloat16),
+    "float64": Feature("all in float64, also the optimizer", form=True),
+    "recomputed": Feature("activation checkpointing of one block, reentrant of the other", form=True),
+    "called again": Feature("blocks share a weight, and both run a second time", form=True),
+    "skipped": Feature("rank 1 skips a block; only rank 0 uses a layer inside the other one", form=True),
+    "reordered": Feature(
+        "blocks run in another order than they were registered, and from step 3 in this one", form=True
+    ),
+    "structures": Feature("blocks return a list in a dict, and an object that shows no tensor", form=True),
+    "any size": Feature("parameters of no dimension, of one element, and of none", form=True),
+    "two forwards": Feature("two forwards before one backward", form=True),
+    "interrupted": Feature("an evaluation, a forward without backward and a failed one before each loss", form=True),
+    "thawing": Feature("what is frozen changes between steps and inside one", num_micro=2, form=True),
+    "joining": Feature("groups' settings change, and the last layer joins with a group of its own", form=True),
 }
 
 
@@ -104,16 +126,29 @@ def _ddp_with_sharded_optimizer(setup: Setup) -> Strategy:
     return strategy
 
 
+def _zero(stage: str, **settings: Any) -> Callable[[Setup], Strategy]:
+    return lambda setup: STRATEGIES[stage](replace(setup, **settings))
+
+
 SHARDED_OPTIMIZER = "ddp + ShardedOptimizer"
+STAGES = ("zero0", "zero1", "zero2", "zero3")
 CONTESTANTS: dict[str, Callable[[Setup], Strategy]] = {
-    **{name: STRATEGIES[name] for name in ("zero0", "zero1", "zero2", "zero3")},
+    **{name: STRATEGIES[name] for name in STAGES},
     WIRE: remedies.with_wire,
     COPY: remedies.with_copy,
     LOCAL: remedies.with_local_steps,
+    "zero3, groups": _zero("zero3", shard_size=2, prefetch=0),
+    "zero2, sharded sums": _zero("zero2", accumulate="sharded", prefetch=3),
+    "zero3, kept weights": _zero("zero3", reshard_after_forward=False),
     SHARDED_OPTIMIZER: _ddp_with_sharded_optimizer,
     **{name: STRATEGIES[name] for name in ("ddp", "zero1-torch", "fsdp2")},
 }
-OURS = ("zero0", "zero1", "zero2", "zero3", WIRE, COPY, LOCAL, SHARDED_OPTIMIZER)
+# World sizes of those that need nodes or groups; of the others: `WORLD_SIZES`.
+WORLDS: dict[str, tuple[int, ...]] = dict.fromkeys((COPY, "zero3, groups"), (4,))
+THEIRS = ("ddp", "zero1-torch", "fsdp2")
+ENGINE = tuple(name for name in CONTESTANTS if name not in (SHARDED_OPTIMIZER, *THEIRS))
+OURS = (*ENGINE, SHARDED_OPTIMIZER)
+PUBLISHED = (*STAGES, WIRE, COPY, LOCAL, SHARDED_OPTIMIZER, *THEIRS)  # columns of docs/conformance.md
 # Those compute under torch.autocast, with fp32 weights; the others cast weights and inputs.
 AUTOCAST = frozenset({SHARDED_OPTIMIZER, "ddp", "zero1-torch"})
 
@@ -128,16 +163,25 @@ class Cell:
     feature: str
 
 
-def cells() -> list[Cell]:
+def cells(strategies: Sequence[str] = tuple(CONTESTANTS)) -> list[Cell]:
     """All of them, those of one world size together."""
     return [
         Cell(strategy, optimizer, world_size, feature)
-        for world_size in sorted({*WORLD_SIZES, *(size for sizes in WORLDS.values() for size in sizes)})
+        for world_size in (*WORLD_SIZES, 4)
         for feature in FEATURES
         for optimizer in OPTIMIZERS
-        for strategy in CONTESTANTS
-        if world_size in WORLDS.get(strategy, WORLD_SIZES)
+        for strategy in strategies
+        if world_size in WORLDS.get(strategy, WORLD_SIZES) and _has_form(strategy, optimizer, feature)
     ]
+
+
+def _has_form(strategy: str, optimizer: str, feature: str) -> bool:
+    if not FEATURES[feature].form:
+        return True
+    # The references of these two have weights that stay the same ones, and rounded weights, which are not recomputed.
+    # Local steps are compared on ordinary gradients, which diverge under SGD where blocks are called again.
+    beyond = {LOCAL: ("thawing", "joining", "called again"), WIRE: ("recomputed",)}
+    return optimizer in ELEMENT_WISE and strategy in ENGINE and feature not in beyond.get(strategy, ())
 
 
 class BuildError(Exception):
@@ -177,8 +221,9 @@ def train(comm: Communicator, cell: Cell, *, on_grid: bool, each_step: bool = Fa
 
     def backward(step: int) -> Tensor:
         for micro in range(feature.num_micro):
+            between(cell, net, strategy.optimizer, step, micro)
             with strategy.micro_batch(last=micro == feature.num_micro - 1):
-                loss = strategy.model(rows(comm.rank, step, micro), comm.rank == 0) / feature.num_micro
+                loss = _loss(cell, strategy.model, comm.rank, step, micro)
                 loss.backward()
         if feature.clip:
             strategy.clip_grad_norm_(MAX_NORM)
@@ -203,10 +248,11 @@ def one_process(cell: Cell, *, on_grid: bool, each_step: bool = False) -> list[S
     net, replicas = nets[0], remedies.Replicas(nets) if cell.strategy == LOCAL else None
     optimizers = [optimizer_cls(_groups(cell, each), **kwargs) for each in nets]
 
-    def backward(net: Net, ranks: tuple[int, ...], step: int) -> Tensor:
-        for rank in ranks:
-            for micro in range(feature.num_micro):
-                loss = _loss(cell, net, rows(rank, step, micro), rank == 0) / feature.num_micro
+    def backward(net: Net, optimizer: Optimizer, ranks: tuple[int, ...], step: int) -> Tensor:
+        for micro in range(feature.num_micro):
+            between(cell, net, optimizer, step, micro)
+            for rank in ranks:
+                loss = _loss(cell, _as_computed(cell, net), rank, step, micro)
                 loss.backward()
         grads = [param.grad for param in net.parameters() if param.grad is not None]
         for grad in grads:
@@ -224,7 +270,7 @@ def one_process(cell: Cell, *, on_grid: bool, each_step: bool = False) -> list[S
         if replicas is not None and (step + 1) % MEETINGS.every == 0:
             replicas.meet()
 
-    backwards = [partial(backward, each, ranks) for each, ranks in zip(nets, turns, strict=True)]
+    backwards = [partial(backward, *each) for each in zip(nets, optimizers, turns, strict=True)]
     return _steps(cell, optimizers, backwards, weights, each_step, over)
 
 
@@ -282,19 +328,44 @@ class _Dense(nn.Module):
         return nn.functional.linear(x, weight, bias)
 
 
+class Hidden:
+    """Shows no tensor to whoever looks through its attributes."""
+
+    __slots__ = ("open",)
+
+    def __init__(self, x: Tensor) -> None:
+        self.open = lambda: x
+
+
 class _Block(nn.Module):
     """A residual block of two layers, with a third that no forward uses where ``unused``."""
 
-    def __init__(self, *, unused: bool, on_grid: bool) -> None:
+    def __init__(self, *, spare: bool, on_grid: bool) -> None:
         super().__init__()
         self.up = _Dense(WIDTH, INNER, on_grid=on_grid)
         self.down = _Dense(INNER, WIDTH, on_grid=on_grid)
-        if unused:
-            self.spare = _Dense(WIDTH, 3, on_grid=on_grid)
+        if spare:
+            self.spare = _Dense(WIDTH, WIDTH, on_grid=on_grid)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, with_spare: bool = False, wrap: Callable[[Tensor], Any] = lambda x: x) -> Any:
         """x [rows, WIDTH] -> the same."""
-        return x + self.down(torch.tanh(self.up(x)))
+        x = x + self.down(torch.tanh(self.up(x)))
+        return wrap(x + self.spare(x) if with_spare else x)
+
+
+class _Odd(nn.Module):
+    """Parameters of no dimension, of one element, and of none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.one = nn.Parameter(torch.ones(1))
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x: Tensor, on_grid: bool) -> Tensor:
+        """x [rows, WIDTH] -> the same."""
+        scale, one = (cast("Any", _OnGrid.apply(p)) if on_grid else p for p in (self.scale, self.one))
+        return x * scale + one + self.nothing.sum()
 
 
 class Net(nn.Module):
@@ -305,13 +376,17 @@ class Net(nn.Module):
 
     def __init__(self, cell: Cell, *, on_grid: bool) -> None:
         super().__init__()
-        feature = FEATURES[cell.feature]
+        self.feature, feature = cell.feature, FEATURES[cell.feature]
         self.first = _Dense(WIDTH, WIDTH, on_grid=on_grid)
-        blocks = [_Block(unused=feature.unused, on_grid=on_grid) for _ in range(2)]
+        spares = (feature.unused or cell.feature == "skipped", feature.unused)
+        blocks = [_Block(spare=spare, on_grid=on_grid) for spare in spares]
         self.blocks = nn.ModuleList(blocks)
         self.last = _Dense(WIDTH, WIDTH, on_grid=on_grid)
+        self.odd = _Odd() if cell.feature == "any size" else None
         if feature.tied:
             self.last.weight = self.first.weight
+        if cell.feature == "called again":
+            blocks[1].up.weight = blocks[0].up.weight
         if feature.unused:
             self.spare = _Dense(WIDTH, 5, on_grid=on_grid)
         self.sometimes = _Dense(WIDTH, WIDTH, on_grid=on_grid) if feature.one_rank else None
@@ -326,15 +401,46 @@ class Net(nn.Module):
             for param in self.parameters():
                 if param.dim() != 2:
                     param.requires_grad_(False)
+        if cell.feature == "float64":
+            self.double()
+        self._on_grid = on_grid
 
-    def forward(self, x: Tensor, all_of_it: bool = True) -> Tensor:
-        """The loss on ``x`` [rows, WIDTH]; ``all_of_it``: with the layer that only some ranks use, if there is one."""
+    def forward(self, x: Tensor, rank: int = 0, step: int = 0) -> Tensor:
+        """The loss on ``x`` [rows, WIDTH] of a rank: only rank 0 uses ``sometimes``, if there is one."""
         x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        if self.sometimes is not None and all_of_it:
+        first, second = self.blocks
+        if self.feature == "recomputed":
+            x = cast("Any", checkpoint(first, x, use_reentrant=False, preserve_rng_state=False))
+            x = cast("Any", checkpoint(second, x, use_reentrant=True, preserve_rng_state=False))
+        elif self.feature == "structures":
+            x = first(x, wrap=lambda y: {"y": [y], "n": 1})["y"][0]
+            x = second(x, wrap=Hidden).open()
+        elif self.feature == "skipped":
+            x = first(x, with_spare=rank == 0)
+            x = x if rank == 1 else second(x)
+        else:
+            again = {"called again": (0, 1, 1, 0), "reordered": (1, 0) if step < 3 else (0, 1)}
+            for place in again.get(self.feature, (0, 1)):
+                x = self.blocks[place](x)
+        if self.sometimes is not None and rank == 0:
             x = x + self.sometimes(x)
+        if self.odd is not None:
+            x = self.odd(x, self._on_grid)
         return (self.last(x) - 1).square().mean()
+
+
+def between(cell: Cell, net: Net, optimizer: Optimizer, step: int, micro: int) -> None:
+    """What a user changes before a micro-batch: what is trained, groups and their settings."""
+    if cell.feature == "thawing":
+        net.blocks[1].requires_grad_(step not in (1, 2))
+        net.blocks[0].requires_grad_((step, micro) < (3, 1) or step == 5)
+        net.last.bias.requires_grad_(step < 4)
+    elif cell.feature == "joining" and micro == 0:
+        net.last.requires_grad_(step >= 2)
+        if step == 2:
+            optimizer.add_param_group({"params": list(net.last.parameters()), "lr": 0.02})
+        optimizer.param_groups[0]["lr"] = 0.05 / (1 + step)
+        optimizer.param_groups[-1]["weight_decay"] = 0.1 * step
 
 
 def rows(rank: int, step: int, micro: int) -> Tensor:
@@ -345,25 +451,43 @@ def rows(rank: int, step: int, micro: int) -> Tensor:
 
 def _groups(cell: Cell, model: nn.Module) -> list[dict[str, Any]]:
     params = [param for param in model.parameters() if param.requires_grad]
+    if cell.feature == "joining":
+        return [{"params": [param for name, param in model.named_parameters() if not name.startswith("last")]}]
     if not FEATURES[cell.feature].groups:
         return [{"params": params}]
     return [{"params": params[::2]}, {"params": params[1::2], "lr": 0.02}]
 
 
-def _loss(cell: Cell, net: Net, x: Tensor, all_of_it: bool) -> Tensor:
+def _loss(cell: Cell, model: Callable[..., Tensor], rank: int, step: int, micro: int) -> Tensor:
+    """A rank's loss of a micro-batch, with what its feature does around it."""
+    x = rows(rank, step, micro)
+    x = x.double() if cell.feature == "float64" else x
+    if cell.feature == "interrupted":
+        with torch.no_grad():
+            model(x, rank, step)
+        model(x, rank, step)  # without a backward
+        with contextlib.suppress(RuntimeError):
+            model(torch.zeros(1, 99), rank, step)
+    loss = model(x, rank, step)
+    if cell.feature == "two forwards":
+        loss = loss + model(rows(rank, step + 10, micro), rank, step) / 2
+    return loss / FEATURES[cell.feature].num_micro
+
+
+def _as_computed(cell: Cell, net: Net) -> Callable[..., Tensor]:
+    """``net`` with its weights as the strategy computes with them."""
     dtype = FEATURES[cell.feature].compute_dtype
     if dtype == torch.float32 and cell.strategy == WIRE and cell.world_size > 1:
         arrived = {
             name: remedies.Rounded.apply(param) if param.dim() > 1 else param for name, param in net.named_parameters()
         }
-        return torch.func.functional_call(net, cast("Any", arrived), (x, all_of_it))
+        return lambda *args: torch.func.functional_call(net, cast("Any", arrived), args)
     if dtype == torch.float32:
-        return net(x, all_of_it)
+        return net
     if cell.strategy in AUTOCAST:
-        with torch.autocast("cpu", dtype=dtype):
-            return net(x, all_of_it)
+        return torch.autocast("cpu", dtype=dtype)(net)
     weights = {name: param.to(dtype) for name, param in net.named_parameters()}
-    return torch.func.functional_call(net, weights, (x.to(dtype), all_of_it))
+    return lambda x, *args: torch.func.functional_call(net, weights, (x.to(dtype), *args))
 
 
 def _steps(

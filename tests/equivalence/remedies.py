@@ -25,7 +25,6 @@ from zeroshard.zero import LocalSteps
 from zeroshard.zero import precision as zero_precision
 
 WIRE, COPY, LOCAL = "zero2, bf16 weights", "zero3, node copy", "zero1, local steps"
-WORLDS = {COPY: (4,)}  # of the others: every world of the matrix
 NODE = 2
 MEETINGS = LocalSteps(every=2)
 
