@@ -32,10 +32,10 @@ from zeroshard.data.tokenizer import TOKENIZER_FILE, BpeTokenizer
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.interop import hf_folder_export
 from zeroshard.interop.adapter_export import base_of, write_adapters
-from zeroshard.models import GPT2Config, LlamaConfig, model_config
+from zeroshard.models import model_config
 from zeroshard.models.adapters import Lora, base_name
 from zeroshard.models.hugging_face.folder import is_hugging_face
-from zeroshard.models.hugging_face.gpt2_llama_conversion import HFWeight, hf_config, hf_weights, published
+from zeroshard.models.hugging_face.gpt2_llama_conversion import HFWeight, OurConfig, hf_config, hf_weights, published
 from zeroshard.models.hugging_face.model import HuggingFaceModel
 from zeroshard.train.config.command_settings import ExportConfig
 from zeroshard.train.config.config import TrainConfig
@@ -60,7 +60,7 @@ class _Source:
 
     folder: Path
     manifest: Manifest
-    model: GPT2Config | LlamaConfig | HuggingFaceModel
+    model: OurConfig | HuggingFaceModel
     run: Path
     tokenizer: Tokenizer | None
     kind: str  # kind of the saved weights: "param", or `EMA` for their moving average

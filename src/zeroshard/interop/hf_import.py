@@ -28,9 +28,9 @@ from zeroshard.data.tokenizer import ENDS, TOKENIZER_FILE, BpeTokenizer, keep_to
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.interop.logit_comparison import compare_logits
 from zeroshard.interop.nanogpt_weights import import_nanogpt, is_nanogpt
-from zeroshard.models import GPT2Config, LanguageModel, LlamaConfig
+from zeroshard.models import LanguageModel
 from zeroshard.models.hugging_face.folder import ADAPTER_CONFIG, only_adapters
-from zeroshard.models.hugging_face.gpt2_llama_conversion import find_weights, from_hf_config
+from zeroshard.models.hugging_face.gpt2_llama_conversion import OurConfig, embedding_of, find_weights, from_hf_config
 from zeroshard.regular_files import read_text, require_regular
 from zeroshard.train.config.command_settings import ImportConfig
 from zeroshard.train.config.config import FINE_TUNING, TrainConfig
@@ -115,7 +115,7 @@ class _Weights:
 
     comm: Communicator = LocalCommunicator()
 
-    def __init__(self, model: GPT2Config | LlamaConfig, files: Mapping[str, Any]) -> None:
+    def __init__(self, model: OurConfig, files: Mapping[str, Any]) -> None:
         """``files``: by the name of each tensor, the opened safetensors file that contains it."""
         shapes = {}
         for name, file in files.items():
@@ -140,11 +140,11 @@ class _Weights:
         """Return the names of the output head and of the embedding if they are tied, otherwise nothing."""
         return self._tied
 
-    def _take_tied_head(self, model: GPT2Config | LlamaConfig) -> dict[str, str]:
+    def _take_tied_head(self, model: OurConfig) -> dict[str, str]:
         """Drop a tied head that the files contain too; raise UserError if it differs from the embedding."""
-        if isinstance(model, LlamaConfig) and not model.tie_embeddings:
+        if not model.tie_embeddings:
             return {}
-        embedding = "wte.weight" if isinstance(model, GPT2Config) else "embed_tokens.weight"
+        embedding = embedding_of(model)
         head = self._found.pop("lm_head.weight", None)
         if head is not None:
             name = next(name for name, weight in self._found.items() if weight.name == embedding)

@@ -67,7 +67,12 @@ class LanguageModel(nn.Module, ABC):
             None: a position attends to all earlier ones.
         takes_positions: whether ``forward`` also takes ``positions_BT`` [B, T], int64, which restart at 0 in each of
             several examples in a row, and keeps attention inside each (`zeroshard.models.document_masks.mask_of`).
+        keeps_examples_apart: whether attention is known to stay inside the examples of a row; else a run checks it.
+        traces_on_meta: whether forward and backward depend on the device by their kernels alone, so that a trace on the
+            meta device shows what they do elsewhere.
+        scales: whether other values of ``n_layer`` and ``n_embd`` in its configuration make a model of that size.
         takes_loss_options: whether the model's loss takes the `loss_options`.
+        balances_experts: whether the loss has a load-balancing term of experts, which depends on all tokens of a batch.
         label_smoothing, z_loss: options of the loss in training mode, as in `zeroshard.kernels.cross_entropy`; in
             evaluation mode the loss has neither.
         lora: settings of the adapters, which alone are trained, see `zeroshard.models.lora`; None: no adapters.
@@ -82,7 +87,11 @@ class LanguageModel(nn.Module, ABC):
     kernels: Choice
     operations: ClassVar[tuple[str, ...]]
     takes_positions: ClassVar[bool] = False
+    keeps_examples_apart: ClassVar[bool] = False
+    traces_on_meta: ClassVar[bool] = False
+    scales: ClassVar[bool] = False
     takes_loss_options: bool = False
+    balances_experts: bool = False
     eos_id: int | None = None
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -121,6 +130,18 @@ class LanguageModel(nn.Module, ABC):
                 what = f"a {type(self).__name__} computes a loss of its own"
                 raise UserError(f"optim.{name}", what, "leave it out")
         self.label_smoothing, self.z_loss = label_smoothing, z_loss
+
+    @property
+    def has_fused_blocks(self) -> bool:
+        """Whether blocks use operations with kernels: more than the losses."""
+        return not set(self.operations) <= {"cross_entropy", "linear_cross_entropy"}
+
+    def require_positions(self, setting: str) -> None:
+        """Raise UserError, which names ``setting``, if the model cannot keep documents apart by their positions."""
+        if setting == "data.packing" and not self.takes_positions:
+            what = f"{type(self).__name__} does not say that it takes positions_BT"
+            todo = "give its forward that argument and set takes_positions = True, or leave it out"
+            raise UserError(setting, what, todo)
 
     @property
     @abstractmethod
@@ -195,12 +216,16 @@ class LanguageModel(nn.Module, ABC):
         if config.activation_checkpointing == "selective":
             return 0
         if config.activation_checkpointing == "selective:2":
-            block: nn.Module = next(iter(self.blocks))
-            products = [module.weight.numel() for module in block.modules() if isinstance(module, nn.Linear)]
+            products = [layer.weight.numel() for layer in self.products_of_a_block]
             return config.n_layer * 2 * sum(products[1:-1:2])
         num_again = len(recomputed_blocks(config.activation_checkpointing, config.n_layer))
         in_blocks = self.num_multiplied_params - config.vocab_size * config.n_embd
         return num_again * (2 * in_blocks // config.n_layer + 4 * config.n_embd * seq_len)
+
+    @property
+    def products_of_a_block(self) -> list[nn.Linear]:
+        """The linear layers of the first block, in the order of their definition."""
+        return [module for module in self.blocks[0].modules() if isinstance(module, nn.Linear)]
 
     def check_seq_len(self, seq_len: int) -> None:
         """Raise UserError if ``seq_len`` is below 1 or above ``config.seq_len``."""

@@ -67,15 +67,6 @@ class ModelConfig(Protocol):
         ...
 
 
-def check_counts(config: ModelConfig, *names: str) -> None:
-    """Raise UserError for the first of these fields of ``config`` that is below 1, or above its limit in `MOST`."""
-    for name in names:
-        value = getattr(config, name)
-        if value < 1:
-            raise UserError(f"model.{name}", f"{value} is below 1", "give a positive integer")
-        check_most(config, name)
-
-
 def check_most(config: ModelConfig, name: str) -> None:
     """Raise UserError if a field of ``config`` is above its limit in `MOST`."""
     value, most = getattr(config, name), MOST[name]

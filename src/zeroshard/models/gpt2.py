@@ -1,4 +1,4 @@
-"""The complete GPT-2 model: embeddings, pre-norm blocks, tied head, initial values.
+"""The GPT-2 model: embeddings, pre-norm blocks, tied head. What it shares with other models is in `decoder`.
 
     x = wte[tokens] + wpe[0..T-1]
     x = x + attn(ln_1(x));  x = x + mlp(ln_2(x))        n_layer times
@@ -14,6 +14,7 @@ of gpt2-124m with a batch of 8.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -22,22 +23,11 @@ from torch import Tensor, nn
 from zeroshard.errors import UserError, shown
 from zeroshard.kernels import Choice, LayerNorm
 from zeroshard.models.attention import attend
-from zeroshard.models.base import (
-    LanguageModel,
-    Part,
-    fill_constant_,
-    fill_normal_,
-    materialize,
-    shapes_only,
-)
-from zeroshard.models.cache import KVCache, LayerCache
-from zeroshard.models.config import check_counts, check_divides, check_types
-from zeroshard.models.document_masks import mask_of, positions_and_mask
-from zeroshard.models.head import Head, head_loss
-from zeroshard.models.recompute import recompute_blocks, recomputed_blocks
+from zeroshard.models.cache import LayerCache
+from zeroshard.models.decoder import Decoder, check_sizes
+from zeroshard.models.head import Head
 
 ACTIVATIONS = {"gelu_tanh": "tanh", "gelu": "none"}  # with torch's name of the approximation
-INIT_STD = 0.02
 LAYER_NORM_EPS = 1e-5
 
 
@@ -72,12 +62,10 @@ class GPT2Config:
     dropout: float = 0.0
     activation_checkpointing: str = "none"
     activation: str = "gelu_tanh"
+    tie_embeddings: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_types(self)
-        check_counts(self, "vocab_size", "seq_len", "n_layer", "n_head", "n_embd")
-        check_divides(self, "n_head", "n_embd")
-        recomputed_blocks(self.activation_checkpointing, self.n_layer)
+        check_sizes(self)
         if self.activation not in ACTIVATIONS:
             todo = f"choose one of {', '.join(ACTIVATIONS)}"
             raise UserError("model.activation", f"{shown(self.activation)} is not a choice", todo)
@@ -144,85 +132,36 @@ class Block(nn.Module):
         return x + self.mlp(normed)
 
 
-class GPT2(LanguageModel):
-    """A GPT-2 language model.
-
-    It is built on the default device. Under ``torch.device("meta")`` parameters have shapes but no values;
-    :meth:`init_parameter` writes the values that a parameter would have had.
-
-    ``lm_head.weight`` *is* ``wte.weight``: one parameter under two names (arXiv:1608.05859).
-    """
+class GPT2(Decoder[GPT2Config]):
+    """A GPT-2 language model; ``lm_head.weight`` *is* ``wte.weight``: one parameter under two names."""
 
     operations = ("layer_norm", "linear_cross_entropy")
-    takes_positions = True
-    takes_loss_options = True
     architecture = "gpt2"
+    embedding = "wte"
+    residual_projections = ("c_proj",)
 
-    def __init__(self, config: GPT2Config, seed: int = 0, kernels: Choice = "auto") -> None:
-        super().__init__()
-        self._config, self.seed, self.kernels = config, seed, kernels
-        device = torch.get_default_device()
-        with shapes_only():
-            self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-            self.wpe = nn.Embedding(config.seq_len, config.n_embd)
-            self.drop = nn.Dropout(config.dropout)
-            self.blocks = nn.ModuleList(Block(config, kernels) for _ in range(config.n_layer))
-            self.ln_f = LayerNorm(config.n_embd, LAYER_NORM_EPS, bias=config.bias, kernels=kernels)
-            self.lm_head = Head(config.n_embd, config.vocab_size)
-            self.lm_head.weight = self.wte.weight
-        num_params = sum(param.numel() for param in self.parameters())
-        self.num_multiplied_params = num_params - self.wpe.weight.numel()  # the head multiplies by wte
-        materialize(self, device)
-        recompute_blocks(self.blocks, config.activation_checkpointing, random=config.dropout > 0)
+    def add_modules(self, config: GPT2Config, kernels: Choice) -> None:
+        """Make the two embeddings, the blocks, the final norm and the head."""
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.seq_len, config.n_embd)
+        self.drop = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config, kernels) for _ in range(config.n_layer))
+        self.ln_f = LayerNorm(config.n_embd, LAYER_NORM_EPS, bias=config.bias, kernels=kernels)
+        self.lm_head = Head(config.n_embd, config.vocab_size)
+        self.lm_head.weight = self.wte.weight
 
-    @property
-    def config(self) -> GPT2Config:
-        """The configuration that the model was built from."""
-        return self._config
-
-    def forward(
-        self,
-        tokens_BT: Tensor,
-        targets_BT: Tensor | None = None,
-        cache: KVCache | None = None,
-        positions_BT: Tensor | None = None,
-    ) -> Tensor:
-        """Return the loss if targets are given, else logits; see :meth:`LanguageModel.forward`.
+    def embed(self, tokens_BT: Tensor, num_seen: int, positions_BT: Tensor | None) -> tuple[Tensor, ...]:
+        """Return the sum of the embeddings of tokens and positions, [B, T, C].
 
         Raises:
             UserError: for sequences longer than the position table.
         """
-        num_seen = cache.num_tokens if cache is not None else 0
         num_tokens = num_seen + tokens_BT.shape[1]
         self.check_seq_len(num_tokens)
-        positions, masks = torch.arange(num_seen, num_tokens, device=tokens_BT.device), ()
-        if positions_BT is not None:
-            positions, masks = positions_BT, (mask_of(positions_BT),)
-        elif self.eos_id is not None and cache is None:
-            positions, mask = positions_and_mask(tokens_BT, self.eos_id)
-            masks = (mask,)
-        x = self.drop(self.wte(tokens_BT) + self.wpe(positions))  # [B, T, C]: (8, 1024, 768)
-        for layer, block in enumerate(self.blocks):
-            x = block(x, *masks) if cache is None else block(x, None, cache.layers[layer])
-        x = self.ln_f(x)
-        if targets_BT is None:
-            return self.lm_head(x)  # (8, 1024, 50257)
-        return head_loss(self.lm_head, x, targets_BT, self.kernels, **self.loss_options)
+        if positions_BT is None:
+            positions_BT = torch.arange(num_seen, num_tokens, device=tokens_BT.device)
+        return (self.drop(self.wte(tokens_BT) + self.wpe(positions_BT)),)  # (8, 1024, 768)
 
-    def init_parameter(self, name: str, param: Tensor, seed: int | None = None, part: Part | None = None) -> None:
-        """Write GPT-2's initial values, by name; see :meth:`LanguageModel.init_parameter`.
-
-        Biases 0, norm weights 1, matrices and embeddings N(0, 0.02^2), and the projections back into the
-        residual stream smaller by 1 / sqrt(2 n_layer), because so many of them add up there.
-        """
-        seed = self.seed if seed is None else seed
-        module_name, _, kind = name.rpartition(".")
-        layer = module_name.rpartition(".")[2]
-        if kind == "bias":
-            fill_constant_(param, 0.0)
-        elif layer.startswith("ln_"):
-            fill_constant_(param, 1.0)
-        elif layer == "c_proj":
-            fill_normal_(param, INIT_STD / (2 * self._config.n_layer) ** 0.5, seed, name, part)
-        else:
-            fill_normal_(param, INIT_STD, seed, "wte.weight" if name == "lm_head.weight" else name, part)
+    def final_norm(self, x: Tensor) -> Tensor:
+        """Normalise the output of the last block."""
+        return self.ln_f(x)

@@ -1,4 +1,4 @@
-"""The complete LLaMA model: RMSNorm, rotary positions, grouped-query attention, SwiGLU, initial values.
+"""The LLaMA model: RMSNorm, rotary positions, grouped-query attention, SwiGLU. `decoder` has what is not its own.
 
     x = embed_tokens[tokens]
     x = x + self_attn(input_layernorm(x));  x = x + mlp(post_attention_layernorm(x))        n_layer times
@@ -6,7 +6,7 @@
 
 LLaMA: arXiv:2302.13971; Llama 3: arXiv:2407.21783. Parameter names are Hugging Face's, without the leading
 ``model.`` and with ``blocks`` for ``layers``. Shapes and the order of rotary pairs are Hugging Face's too, so
-its weights load without conversion. No layer has a bias.
+its weights load without conversion. No layer has a bias. The papers do not publish initial values: they are GPT-2's.
 
 Shape legend: B batch, T sequence, C width, H query heads, K key and value heads, D width of a head, F width
 of the feed-forward layer, V vocabulary; example sizes are those of llama-small with a batch of 8.
@@ -15,6 +15,7 @@ of the feed-forward layer, V vocabulary; example sizes are those of llama-small 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,21 +23,11 @@ from torch import Tensor, nn
 from zeroshard.errors import UserError
 from zeroshard.kernels import Choice, RMSNorm, rope, swiglu
 from zeroshard.models.attention import attend
-from zeroshard.models.base import (
-    LanguageModel,
-    Part,
-    fill_constant_,
-    fill_normal_,
-    materialize,
-    shapes_only,
-)
-from zeroshard.models.cache import KVCache, LayerCache
-from zeroshard.models.config import check_counts, check_divides, check_most, check_types
-from zeroshard.models.document_masks import mask_of, positions_and_mask
-from zeroshard.models.head import Head, head_loss, with_embedding_and_head
-from zeroshard.models.recompute import recompute_blocks, recomputed_blocks
+from zeroshard.models.cache import LayerCache
+from zeroshard.models.config import check_divides, check_most
+from zeroshard.models.decoder import Decoder, check_sizes
+from zeroshard.models.head import Head
 
-INIT_STD = 0.02
 FFN_MULTIPLE = 256
 
 
@@ -74,12 +65,10 @@ class LlamaConfig:
     norm_eps: float = 1e-5
     activation_checkpointing: str = "none"
     tie_embeddings: bool = False
+    dropout: ClassVar[float] = 0.0
 
     def __post_init__(self) -> None:
-        check_types(self)
-        check_counts(self, "vocab_size", "seq_len", "n_layer", "n_head", "n_kv_head", "n_embd")
-        check_divides(self, "n_head", "n_embd")
-        recomputed_blocks(self.activation_checkpointing, self.n_layer)
+        check_sizes(self, "n_kv_head")
         check_divides(self, "n_kv_head", "n_head")
         if self.head_dim % 2:
             what = f"{self.n_head} leaves heads of odd width {self.head_dim}, and rotary positions turn pairs"
@@ -196,82 +185,32 @@ class Block(nn.Module):
         return x + self.mlp(normed)
 
 
-class Llama(LanguageModel):
-    """A LLaMA language model.
-
-    It is built on the default device. Under ``torch.device("meta")`` parameters have shapes but no values;
-    :meth:`init_parameter` writes the values that a parameter would have had.
-    """
+class Llama(Decoder[LlamaConfig]):
+    """A LLaMA language model."""
 
     operations = ("rms_norm", "rope", "swiglu", "linear_cross_entropy")
-    takes_positions = True
-    takes_loss_options = True
     architecture = "llama"
+    embedding = "embed_tokens"
+    residual_projections = ("o_proj", "down_proj")
 
-    def __init__(self, config: LlamaConfig, seed: int = 0, kernels: Choice = "auto") -> None:
-        super().__init__()
-        self._config, self.seed, self.kernels = config, seed, kernels
-        device = torch.get_default_device()
-        with shapes_only():
-            self.embed_tokens = nn.Embedding(config.vocab_size, config.n_embd)
-            self.blocks = nn.ModuleList(Block(config, kernels) for _ in range(config.n_layer))
-            self.norm = RMSNorm(config.n_embd, config.norm_eps, kernels=kernels)
-            self.lm_head = Head(config.n_embd, config.vocab_size)
-            if config.tie_embeddings:
-                self.lm_head.weight = self.embed_tokens.weight
-        num_params = sum(param.numel() for param in self.parameters())
-        num_looked_up = 0 if config.tie_embeddings else self.embed_tokens.weight.numel()
-        self.num_multiplied_params = num_params - num_looked_up
-        materialize(self, device)
-        recompute_blocks(self.blocks, config.activation_checkpointing, random=False)
+    def add_modules(self, config: LlamaConfig, kernels: Choice) -> None:
+        """Make the embedding, the blocks, the final norm and the head."""
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.n_embd)
+        self.blocks = nn.ModuleList(Block(config, kernels) for _ in range(config.n_layer))
+        self.norm = RMSNorm(config.n_embd, config.norm_eps, kernels=kernels)
+        self.lm_head = Head(config.n_embd, config.vocab_size)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
 
-    @property
-    def units(self) -> list[nn.Module]:
-        """Embedding, blocks and head; only the blocks if embedding and head share one matrix."""
-        return with_embedding_and_head(self, self.embed_tokens, list(self.blocks), self.lm_head)
+    def embed(self, tokens_BT: Tensor, num_seen: int, positions_BT: Tensor | None) -> tuple[Tensor, ...]:
+        """Return the embeddings of the tokens [B, T, C], and `rope_tables`.
 
-    @property
-    def config(self) -> LlamaConfig:
-        """The configuration that the model was built from."""
-        return self._config
-
-    def forward(
-        self,
-        tokens_BT: Tensor,
-        targets_BT: Tensor | None = None,
-        cache: KVCache | None = None,
-        positions_BT: Tensor | None = None,
-    ) -> Tensor:
-        """Return the loss if targets are given, else logits; see :meth:`LanguageModel.forward`."""
-        config = self._config
-        num_seen = cache.num_tokens if cache is not None else 0
-        cos, sin = rope_tables(tokens_BT.shape[1], config.head_dim, config.rope_theta, tokens_BT.device, num_seen)
-        # Scores depend on differences of rotary positions alone, so a document's positions need not begin at 0.
-        masks: tuple[Tensor, ...] = ()
-        if positions_BT is not None:
-            masks = (mask_of(positions_BT),)
-        elif self.eos_id is not None and cache is None:
-            masks = (positions_and_mask(tokens_BT, self.eos_id)[1],)
-        x = self.embed_tokens(tokens_BT)  # [B, T, C]: (8, 2048, 1152)
-        for layer, block in enumerate(self.blocks):
-            x = block(x, cos, sin, *masks) if cache is None else block(x, cos, sin, None, cache.layers[layer])
-        x = self.norm(x)
-        if targets_BT is None:
-            return self.lm_head(x)  # (8, 2048, 32000)
-        return head_loss(self.lm_head, x, targets_BT, self.kernels, **self.loss_options)
-
-    def init_parameter(self, name: str, param: Tensor, seed: int | None = None, part: Part | None = None) -> None:
-        """Write initial values by name; see :meth:`LanguageModel.init_parameter`.
-
-        The LLaMA papers do not publish theirs, so these are GPT-2's: norm weights 1, matrices and embeddings
-        N(0, 0.02^2), and the projections back into the residual stream smaller by 1 / sqrt(2 n_layer).
+        Scores depend on differences of rotary positions alone, so a document's positions need not begin at 0.
         """
-        seed = self.seed if seed is None else seed
-        layer = name.split(".")[-2]
-        tied_head = self._config.tie_embeddings and name == "lm_head.weight"
-        if layer.endswith("norm"):
-            fill_constant_(param, 1.0)
-        elif layer in ("o_proj", "down_proj"):
-            fill_normal_(param, INIT_STD / (2 * self._config.n_layer) ** 0.5, seed, name, part)
-        else:
-            fill_normal_(param, INIT_STD, seed, "embed_tokens.weight" if tied_head else name, part)
+        config = self.config
+        cos, sin = rope_tables(tokens_BT.shape[1], config.head_dim, config.rope_theta, tokens_BT.device, num_seen)
+        return self.embed_tokens(tokens_BT), cos, sin  # (8, 2048, 1152)
+
+    def final_norm(self, x: Tensor) -> Tensor:
+        """Normalise the output of the last block."""
+        return self.norm(x)

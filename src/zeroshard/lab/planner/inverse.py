@@ -14,7 +14,7 @@ from zeroshard.lab.planner.changes import fewest_gpus
 from zeroshard.lab.planner.plan_rows import Row
 from zeroshard.lab.planner.planner import Planner
 from zeroshard.lab.predict.workload import Workload
-from zeroshard.models import GPT2, LanguageModel, Llama
+from zeroshard.models import LanguageModel
 
 MOST_SEQUENCES = 2**20  # the largest micro-batch that the search considers
 KEEPS = 0.9  # share of the speed on an infinitely fast network that a stage must keep
@@ -198,7 +198,7 @@ def require_network(planner: Planner) -> None:
 
 
 def _require_ours(workload: Workload) -> None:
-    if not isinstance(workload.model, GPT2 | Llama):
+    if not (isinstance(workload.model, LanguageModel) and workload.model.scales):
         raise UserError("model", f"{workload.name} cannot be built larger", "ask it of a preset")
 
 

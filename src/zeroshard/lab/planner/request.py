@@ -18,7 +18,7 @@ from zeroshard.lab.predict.float8 import require_float8
 from zeroshard.lab.predict.hardware import LINKS, Calibration, Device, Link, find_device, find_link
 from zeroshard.lab.predict.rates import SUSTAINED, Attention, Impl, Loss, Software
 from zeroshard.lab.predict.workload import DTYPES, Workload
-from zeroshard.models import GPT2, Llama
+from zeroshard.models import LanguageModel
 from zeroshard.models.adapters import Lora
 from zeroshard.zero import MixedPrecision
 from zeroshard.zero.buffers.unit_choice import UnitChoice
@@ -170,8 +170,8 @@ class Request:
         return "reference" if by_operation else self.kernels
 
     def software_of(self, model: nn.Module) -> Software:
-        """The kernels that compute ``model`` on a GPU; only the blocks of our own models have fused ones."""
-        has_kernels = isinstance(model, GPT2 | Llama) and self.who_computes != "reference"
+        """The kernels that compute ``model`` on a GPU; fused ones are those of its blocks, if they use any."""
+        has_kernels = isinstance(model, LanguageModel) and model.has_fused_blocks and self.who_computes != "reference"
         return Software(self.impl or ("kernels" if has_kernels else "eager"), self.attention, self.loss)
 
     def precision(self) -> tuple[MixedPrecision, torch.dtype | None, torch.dtype | None]:

@@ -19,18 +19,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from zeroshard.models import GPT2, LanguageModel, Llama
+from zeroshard.models import LanguageModel
 from zeroshard.zero import MixedPrecision
 
 
 def serves(model: LanguageModel, precision: MixedPrecision, device_type: str) -> bool:
     """Whether tracing ``model`` on the meta device gives the same trace as with fake tensors.
 
-    Only our GPT-2 and LLaMA qualify, because other models may depend on the device in more ways. These qualify unless
-    they mask documents, use dropout, recompute blocks in backward, or use torch's own LayerNorm in a 16-bit dtype: the
+    A model that says so (``traces_on_meta``) qualifies; others may depend on the device in more ways. It does unless it
+    masks documents, uses dropout, recomputes blocks in backward, or uses torch's own LayerNorm in a 16-bit dtype: the
     CPU's kernel keeps its statistics in that dtype, and the meta device's in fp32.
     """
-    if type(model) not in (GPT2, Llama):
+    if not model.traces_on_meta:
         return False
     config: Any = model.config
     if model.eos_id is not None or getattr(config, "dropout", 0.0) or config.activation_checkpointing != "none":
@@ -48,7 +48,7 @@ def on_meta() -> Generator[None]:
 
 def serves_step(model: nn.Module) -> bool:
     """Whether ``model`` steps as on the CPU after `compute_as_on_cpu`: it does if it is ours and masks no documents."""
-    return type(model) in (GPT2, Llama) and model.eos_id is None
+    return isinstance(model, LanguageModel) and model.traces_on_meta and model.eos_id is None
 
 
 def compute_as_on_cpu(model: LanguageModel) -> None:

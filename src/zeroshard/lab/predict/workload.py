@@ -16,7 +16,7 @@ from zeroshard.lab.predict.buffers import Buffer, buffers_of
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES, OptimizerState
 from zeroshard.lab.predict.model_spans import Trace
 from zeroshard.lab.predict.model_trace import Inputs, tokens_and_targets, trace_language_model, trace_model
-from zeroshard.models import LanguageModel, Llama, build_model
+from zeroshard.models import LanguageModel, build_model
 from zeroshard.models.adapters import Lora
 from zeroshard.models.presets import model_config, nearest_preset
 from zeroshard.train.config.validate import nearest
@@ -110,7 +110,8 @@ class Workload:
         """
         config: Any = getattr(self.model, "config", None)
         kept = getattr(config, "activation_checkpointing", "none")
-        if kept != "selective" and not (kept == "selective:2" and isinstance(self.model, Llama)):
+        keeps_last = isinstance(self.model, LanguageModel) and len(self.model.products_of_a_block) % 2 == 1
+        if kept != "selective" and not (kept == "selective:2" and keeps_last):
             return 0
         itemsize = getattr(torch, self.dtype).itemsize
         return micro_batch * self.seq_len * config.n_embd * itemsize * config.n_layer

@@ -25,15 +25,31 @@ import torch
 
 from zeroshard.errors import UserError
 from zeroshard.models.config import ModelConfig
-from zeroshard.models.gpt2 import GPT2, LAYER_NORM_EPS, GPT2Config
-from zeroshard.models.llama import Llama, LlamaConfig
+from zeroshard.models.gpt2 import LAYER_NORM_EPS, GPT2Config
+from zeroshard.models.llama import LlamaConfig
 
-_GPT2_TRANSPOSED = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")
 # Buffers that older releases wrote among the weights: causal masks and rotary wavelengths. Our models compute both.
 _NO_WEIGHTS = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
 # Our activation: its names in `transformers`, the one that is written first.
 _ACTIVATIONS = {"gelu_tanh": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu": ("gelu", "gelu_python")}
 _CHANGE_MODEL = "take a model without it"
+OurConfig = GPT2Config | LlamaConfig
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The prefixes of `transformers` outside and inside of blocks; our names that are embedding or transposed there."""
+
+    base: str
+    blocks: str
+    embedding: str
+    transposed: re.Pattern[str] | None = None
+
+
+_NAMES: dict[type[OurConfig], _Names] = {
+    GPT2Config: _Names("transformer.", "transformer.h.", "wte.weight", re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")),
+    LlamaConfig: _Names("model.", "model.layers.", "embed_tokens.weight"),
+}
 
 
 @dataclass(frozen=True)
@@ -58,42 +74,43 @@ class HFWeight:
         return self.shape[::-1] if self.transposed else self.shape
 
 
-def published(config: ModelConfig) -> GPT2Config | LlamaConfig:
+def published(config: ModelConfig) -> OurConfig:
     """Return ``config`` if it is of a model family that this module can convert.
 
     Raises:
         UserError: the model is of another family.
     """
-    if not isinstance(config, GPT2Config | LlamaConfig):
+    if not isinstance(config, OurConfig):
         what = f"a {type(config).__name__} has no form in Hugging Face's transformers"
         raise UserError("source", what, "take its tensors from zeroshard.consolidate")
     return config
 
 
-def hf_weights(config: GPT2Config | LlamaConfig) -> list[HFWeight]:
+def embedding_of(config: OurConfig) -> str:
+    """Return our name of the token embedding, which a tied head shares."""
+    return _NAMES[type(config)].embedding
+
+
+def hf_weights(config: OurConfig) -> list[HFWeight]:
     """List every tensor of a model with this configuration, in our order; a tied head is not listed."""
+    names = _NAMES[type(config)]
     with torch.device("meta"):
-        if isinstance(config, GPT2Config):
-            full, own = GPT2(replace(config, bias=True)), {name for name, _ in GPT2(config).named_parameters()}
-            base, blocks = "transformer.", "transformer.h."
-        else:
-            full = Llama(config)
-            own = {name for name, _ in full.named_parameters()}
-            base, blocks = "model.", "model.layers."
+        own = {name for name, _ in config.build().named_parameters()}
+        full = replace(config, bias=True).build() if isinstance(config, GPT2Config) else config.build()
     weights = []
     for name, param in full.named_parameters():
         if name == "lm_head.weight":
             hf_name = name
         elif name.startswith("blocks."):
-            hf_name = blocks + name.removeprefix("blocks.")
+            hf_name = names.blocks + name.removeprefix("blocks.")
         else:
-            hf_name = base + name
-        transposed = isinstance(config, GPT2Config) and _GPT2_TRANSPOSED.search(name) is not None
+            hf_name = names.base + name
+        transposed = names.transposed is not None and names.transposed.search(name) is not None
         weights.append(HFWeight(name if name in own else None, hf_name, tuple(param.shape), transposed))
     return weights
 
 
-def find_weights(config: GPT2Config | LlamaConfig, hf_shapes: Mapping[str, tuple[int, ...]]) -> dict[str, HFWeight]:
+def find_weights(config: OurConfig, hf_shapes: Mapping[str, tuple[int, ...]]) -> dict[str, HFWeight]:
     """Match the tensors in files to our parameters.
 
     Args:
@@ -117,7 +134,7 @@ def find_weights(config: GPT2Config | LlamaConfig, hf_shapes: Mapping[str, tuple
         found[name] = weight
     rest = [name for name in hf_shapes if name not in found and not _NO_WEIGHTS.search(name)]
     if "lm_head.weight" in rest:
-        embedding = next(weight for weight in found.values() if weight.name in ("wte.weight", "embed_tokens.weight"))
+        embedding = next(weight for weight in found.values() if weight.name == embedding_of(config))
         _check_shape("lm_head.weight", hf_shapes["lm_head.weight"], embedding.shape)
         found["lm_head.weight"] = replace(embedding, hf_name="lm_head.weight")
         rest.remove("lm_head.weight")
@@ -126,9 +143,7 @@ def find_weights(config: GPT2Config | LlamaConfig, hf_shapes: Mapping[str, tuple
     return found
 
 
-def hf_config(
-    config: GPT2Config | LlamaConfig, *, dtype: str, eos_id: int | None = None, bos_id: int | None = None
-) -> dict[str, Any]:
+def hf_config(config: OurConfig, *, dtype: str, eos_id: int | None = None, bos_id: int | None = None) -> dict[str, Any]:
     """Return the content of ``config.json`` for a model of ours.
 
     Args:
@@ -141,6 +156,7 @@ def hf_config(
         "vocab_size": config.vocab_size,
         "bos_token_id": eos_id if bos_id is None else bos_id,
         "eos_token_id": eos_id,
+        "tie_word_embeddings": config.tie_embeddings,
         "initializer_range": 0.02,
         "dtype": dtype,
     }
@@ -158,7 +174,6 @@ def hf_config(
             "embd_pdrop": config.dropout,
             "attn_pdrop": config.dropout,
             "resid_pdrop": config.dropout,
-            "tie_word_embeddings": True,
             **shared,
         }
     return {
@@ -179,12 +194,11 @@ def hf_config(
         "attention_bias": False,
         "mlp_bias": False,
         "attention_dropout": 0.0,
-        "tie_word_embeddings": config.tie_embeddings,
         **shared,
     }
 
 
-def from_hf_config(raw: Mapping[str, Any]) -> GPT2Config | LlamaConfig:
+def from_hf_config(raw: Mapping[str, Any]) -> OurConfig:
     """Return our configuration of the model that ``config.json`` describes.
 
     Missing keys have the defaults of `transformers`. Keys that do not affect what the model computes are ignored.

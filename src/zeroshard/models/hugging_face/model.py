@@ -65,8 +65,6 @@ class HuggingFaceModel(LanguageModel):
 
     Attributes:
         hf: the model of `transformers`.
-        balances_experts: whether the loss has a load-balancing term of the experts, which depends on all tokens of
-            a batch together.
 
     Raises:
         UserError: `transformers` is not installed, or cannot build the model as configured, for example because it
@@ -189,6 +187,15 @@ class HuggingFaceModel(LanguageModel):
                 self._weights.fill(name, values)
                 buffer.copy_(values.view(buffer.shape))
 
+    def require_positions(self, setting: str) -> None:
+        """Raise UserError if this release of `transformers` does not find the model's documents by their positions."""
+        modelling = sys.modules[type(self.hf).__module__]
+        base: Any = self.hf.base_model
+        asked = inspect.signature(base.forward).parameters
+        if "position_ids" not in asked or not hasattr(modelling, "create_causal_mask") or not _finds_documents():
+            what = f"{self._config.source} does not take positions for documents in this transformers"
+            raise UserError(setting, what, "leave it out")
+
     def num_flops_per_token(self, seq_len: int) -> int:
         """Forward and backward FLOPs per token, counted as if each layer's attention saw all earlier tokens."""
         theirs: Any = self.hf.config
@@ -280,22 +287,6 @@ def _num_multiplied(hf: Any) -> int:
 def _name_of_cache(kind: type[nn.Module]) -> str:
     """The name under which models of this class take and return their key-value cache; 5.24 has renamed it."""
     return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
-
-
-def require_positions(model: LanguageModel, setting: str) -> None:
-    """Raise UserError, which names ``setting``, if ``model`` cannot keep documents apart by their positions."""
-    if not isinstance(model, HuggingFaceModel):
-        if setting == "data.packing" and not model.takes_positions:
-            what = f"{type(model).__name__} does not say that it takes positions_BT"
-            todo = "give its forward that argument and set takes_positions = True, or leave it out"
-            raise UserError(setting, what, todo)
-        return
-    modelling = sys.modules[type(model.hf).__module__]
-    base: Any = model.hf.base_model
-    asked = inspect.signature(base.forward).parameters
-    if "position_ids" not in asked or not hasattr(modelling, "create_causal_mask") or not _finds_documents():
-        what = f"{model.config.source} does not take positions for documents in this transformers"
-        raise UserError(setting, what, "leave it out")
 
 
 _is_one: ContextVar[bool] = ContextVar("is_one", default=False)

@@ -26,7 +26,6 @@ from zeroshard.models import (
 from zeroshard.models.adapters import Lora
 from zeroshard.models.base import place_buffers
 from zeroshard.models.float8 import float8_layers, use_float8
-from zeroshard.models.hugging_face.model import require_positions
 from zeroshard.models.presets import model_config
 from zeroshard.optim import FusedAdamW, MuonAdamW, decay_groups, muon_groups
 from zeroshard.parallel import Setup, Strategy, build_strategy, strategy_entry
@@ -177,7 +176,7 @@ def sharded(
         materialize(model, device, draw=draw and comm.rank == 0)
     model.eos_id = eos_id
     if attention_boundary_setting(config):
-        require_positions(model, attention_boundary_setting(config))
+        model.require_positions(attention_boundary_setting(config))
     if config.dtype == FP8:
         use_float8(model)
     if config.compile:

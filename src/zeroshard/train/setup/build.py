@@ -23,7 +23,7 @@ from zeroshard.comm.agree import first_rank_does, largest
 from zeroshard.errors import UserError
 from zeroshard.kernels import describe
 from zeroshard.launch.environment import World, num_restarts, world_from_env
-from zeroshard.models import GPT2, LanguageModel, Llama
+from zeroshard.models import LanguageModel
 from zeroshard.optim import FusedAdamW, LossScaler, learning_rate
 from zeroshard.parallel import Strategy
 from zeroshard.parallel.zero import ZeroStrategy
@@ -221,7 +221,7 @@ def _begin(
     if config.init_from:
         load_initial_weights(config.init_from, model, strategy, comm.inner)
     setting = attention_boundary_setting(config)
-    if setting and not isinstance(model, GPT2 | Llama):
+    if setting and not model.keeps_examples_apart:
         require_apart(strategy.model, setting, vocab_size, config.micro_batch_size, config.seq_len, device)
         comm.exposed.take()  # the check's own waits are not the run's
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import UserError
-from zeroshard.models.hugging_face.model import HuggingFaceModel
+from zeroshard.models import LanguageModel
 
 # Largest relative change of the loss that counts as none: two units in the last place of fp32. Masked tokens enter sums
 # as zeros, which change no bit.
@@ -29,7 +29,7 @@ _SHIFTS = (1, 7)  # added to a neighbour's token ids to make other neighbours
 @contextmanager
 def _without_balance(model: nn.Module) -> Generator[None]:
     """In this block the loss has no load-balancing term of experts, which rightly depends on neighbours."""
-    balanced = [each for each in model.modules() if isinstance(each, HuggingFaceModel) and each.balances_experts]
+    balanced = [each for each in model.modules() if isinstance(each, LanguageModel) and each.balances_experts]
     for each in balanced:
         each.balances_experts = False
     try:

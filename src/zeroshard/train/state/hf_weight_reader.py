@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from zeroshard.errors import UserError
-from zeroshard.models import GPT2Config, LanguageModel, LlamaConfig
+from zeroshard.models import LanguageModel
 from zeroshard.models.hugging_face.config import HuggingFaceConfig
-from zeroshard.models.hugging_face.gpt2_llama_conversion import HFWeight, find_weights
+from zeroshard.models.hugging_face.gpt2_llama_conversion import HFWeight, OurConfig, find_weights
 from zeroshard.models.hugging_face.model import INNER, HuggingFaceModel
 from zeroshard.models.hugging_face.weights import (
     DTYPES,
@@ -40,7 +40,7 @@ def reader_of(folder: Path, model: LanguageModel) -> ShardReader:
     """
     if isinstance(model.config, HuggingFaceConfig):
         return _OfTransformers(model.config, folder)
-    if not isinstance(model.config, GPT2Config | LlamaConfig):
+    if not isinstance(model.config, OurConfig):
         what = f"{folder} is a Hugging Face folder, whose names a {type(model).__name__} does not have"
         raise UserError("init_from", what, "give a run or a checkpoint of that model")
     return _OfOurs(model.config, find_tensors(folder))
@@ -73,12 +73,12 @@ class _OfTransformers:
 class _OfOurs:
     """Reads weights for our GPT-2 or LLaMA, as float32."""
 
-    def __init__(self, config: GPT2Config | LlamaConfig, tensors: Mapping[str, FileTensor]) -> None:
+    def __init__(self, config: OurConfig, tensors: Mapping[str, FileTensor]) -> None:
         found = find_weights(config, {name: tensor.shape for name, tensor in tensors.items()})
         for name in found:
             if tensors[name].dtype not in DTYPES:
                 raise UserError(name, f"is of dtype {tensors[name].dtype}", "take a model that is not quantised")
-        head = found.pop("lm_head.weight", None) if _is_tied(config) else None
+        head = found.pop("lm_head.weight", None) if config.tie_embeddings else None
         self._found: dict[str, tuple[FileTensor, HFWeight]] = {
             weight.name: (tensors[name], weight) for name, weight in found.items() if weight.name is not None
         }
@@ -101,7 +101,3 @@ class _OfOurs:
         whole = torch.empty(tensor.numel)
         read_elements(tensor, 0, whole)
         return whole.view(weight.hf_shape).t().reshape(-1)[start:stop].clone()
-
-
-def _is_tied(config: GPT2Config | LlamaConfig) -> bool:
-    return isinstance(config, GPT2Config) or config.tie_embeddings
