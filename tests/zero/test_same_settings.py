@@ -173,10 +173,8 @@ def test_ranks_that_change_to_different_stages_are_refused():
         zero = Zero(model, stage=0, comm=comm)
         zero.optimizer(torch.optim.SGD, lr=0.1)
         zero.restage(0 if comm.rank else 1)
-        _backward(model)
 
-    for error in _errors(rank_main):
-        assert error is not None
+    _all_say(_errors(rank_main), "restage: rank 0 has stage 1, rank 1 has stage 0")
 
 
 def test_how_an_update_is_computed_may_differ():

@@ -35,8 +35,7 @@ from zeroshard.zero.runtime.module_buffers import BufferSync, ModuleBuffers
 from zeroshard.zero.runtime.module_hooks import attach
 from zeroshard.zero.runtime.module_methods import Guard
 from zeroshard.zero.runtime.runtime import Runtime
-from zeroshard.zero.state import full_state
-from zeroshard.zero.state import restage as restaging
+from zeroshard.zero.state import full_state, relayout
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader, named_group, restore_settings
 from zeroshard.zero.strategy import REPLICATE, ShardingStrategy, resolve_strategy
 
@@ -236,7 +235,7 @@ class Zero:
         """Change the stage between steps, in memory and to the bit, with optimizer states and averages. Collective.
 
         Parameters, optimizers and schedulers stay the same objects, and the next step has the bits that an engine built
-        at that stage would give. At the memory peak, one unit's state exists twice.
+        at that stage would give. At the memory peak, one unit's state is unsharded.
 
         Raises:
             ValueError: an unknown stage, or one that the wire format or ``shard_size`` excludes.
@@ -244,7 +243,7 @@ class Zero:
         """
         strategy = resolve_strategy(stage)
         check_change(strategy, self.precision, self.levels, local_steps=self.replicas is not None)
-        restaging.restage(self._runtime, strategy, self._stepping.state_holders("restage"))
+        relayout.restage(self._runtime, strategy, self._stepping.state_holders("restage"))
         self.strategy = strategy
         self._stepping.hold_pieces()
         self._stepping.show_what_travels()

@@ -7,20 +7,33 @@ numbered in the order of the groups. So ``torch.optim.AdamW(model.parameters()).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from zeroshard.comm import Communicator
+from zeroshard.comm.agree import send_bytes
 from zeroshard.zero.buffers.layout import Piece
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.optimizers.kept_states import require_kept
 from zeroshard.zero.optimizers.piecewise import SCALAR_STATES, PiecewiseOptimizer
-from zeroshard.zero.state.restage import State, states_of
+from zeroshard.zero.tensor_broadcast import PendingBroadcasts
 
+State = dict[str, Any]  # the states of one piece, or of one parameter, by kind
 _PER_PARAM = ("params", "param_names")
+
+
+class Stateful(Protocol):
+    """An object that has state for the pieces that it is given: an optimizer, or an average."""
+
+    @property
+    def state(self) -> MutableMapping[Any, State]:
+        """States by piece, then by kind."""
+        ...
 
 
 def whole_here(piecewise: PiecewiseOptimizer) -> dict[str, Any]:
@@ -48,13 +61,11 @@ def whole_state(piecewise: PiecewiseOptimizer, groups: Iterable[FlatGroup]) -> d
     members = piecewise.members
     found: dict[nn.Parameter, dict[str, Any]] = {}
     for group in dict.fromkeys(groups):
-        by_slot: dict[int, list[tuple[Piece, State]]] = {}
-        for piece, states in states_of(group, [piecewise.optimizer]):
-            by_slot.setdefault(piece.slot, []).append((piece, states[0]))
-        for slot, parts in by_slot.items():
-            param = group.params.params[slot]
-            if param in members and any(state for _, state in parts):
-                found[param] = _joined(parts, group.params.layout.slots[slot].shape, whole=group.whole)
+        for slot, state in states_by_slot(group, piecewise.optimizer).items():
+            if group.params.params[slot] in members:
+                found[group.params.params[slot]] = {
+                    kind: value.cpu() if isinstance(value, Tensor) else value for kind, value in state.items()
+                }
     numbers = {param: number for number, param in enumerate(chain.from_iterable(piecewise.by_group))}
     packed = []
     for group, chosen in zip(piecewise.optimizer.param_groups, piecewise.by_group, strict=True):
@@ -65,6 +76,70 @@ def whole_state(piecewise: PiecewiseOptimizer, groups: Iterable[FlatGroup]) -> d
     return {"state": {**state, **others}, "param_groups": packed}
 
 
+def states_by_slot(group: FlatGroup, holder: Stateful) -> dict[int, State]:
+    """Return the unsharded states of each parameter of the group that has any, by slot. Collective if it is sharded."""
+    params, by_slot = group.params, dict[int, list[tuple[Piece, State]]]()
+    own = [holder.state.get(shard, {}) for shard in group.shards]
+    pieces = zip(params.pieces, own, strict=True) if not params.shard_optim else _everybodys(group, own)
+    for piece, state in pieces:
+        by_slot.setdefault(piece.slot, []).append((piece, state))
+    with_state = {slot: parts for slot, parts in by_slot.items() if any(state for _, state in parts)}
+    slots = params.layout.slots
+    return {slot: _joined(parts, slots[slot].shape, whole=group.whole) for slot, parts in with_state.items()}
+
+
+def _everybodys(group: FlatGroup, own: list[State]) -> Iterator[tuple[Piece, State]]:
+    """Yield the pieces of every rank with their states, in the order of ranks; ``own``: this rank's. Collective."""
+    comm = group.params.comm
+    for src in range(comm.world_size):
+        mine = own if src == comm.rank else []
+        yield from zip(group.params.layout.owned(src), _sent(comm, src, mine, group.params.master.device), strict=True)
+
+
+def _sent(comm: Communicator, src: int, mine: list[State], device: torch.device) -> list[State]:
+    """Return rank ``src``'s states, on every rank. Collective."""
+    description = json.loads(send_bytes(comm, json.dumps([describe(state) for state in mine]).encode(), src))
+    received = mine if comm.rank == src else [_empty(facts) for facts in description]
+    pending = PendingBroadcasts(comm, "optimizer/state")
+    homes: list[tuple[State, str, Tensor]] = []
+    for state in received:
+        for kind, value in state.items():
+            if isinstance(value, Tensor):  # a step count may lie on the CPU, though the weights are on a GPU
+                there = value.to(device).contiguous()
+                pending.issue([there], src)
+                homes.append((state, kind, there))
+    pending.wait()
+    for state, kind, there in homes:
+        if comm.rank != src:
+            state[kind] = there.to(state[kind].device)
+    return received
+
+
+def describe(state: State) -> list[tuple[str, Any]]:
+    """Describe a state, so that other ranks can receive it; ValueError for what cannot be sent."""
+    return [(kind, _facts(kind, value)) for kind, value in state.items()]
+
+
+def _facts(kind: str, value: Any) -> Any:
+    if isinstance(value, Tensor) and value.layout is torch.strided:
+        return [str(value.dtype).removeprefix("torch."), list(value.shape), value.device.type]
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    raise ValueError(
+        f"{kind}: a {type(value).__name__} in an optimizer's state cannot be sent; keep dense tensors or numbers"
+    )
+
+
+def _empty(description: list[tuple[str, Any]]) -> State:
+    """Return a state with uninitialised tensors of the described dtypes and shapes; numbers are final already."""
+    return {
+        kind: torch.empty(facts[1], dtype=getattr(torch, facts[0]), device=facts[2])
+        if isinstance(facts, list)
+        else facts
+        for kind, facts in description
+    }
+
+
 def _joined(parts: list[tuple[Piece, State]], shape: tuple[int, ...], *, whole: bool) -> State:
     parts = sorted(parts, key=lambda part: part[0].interval)
     joined: State = {}
@@ -72,10 +147,9 @@ def _joined(parts: list[tuple[Piece, State]], shape: tuple[int, ...], *, whole: 
         if not isinstance(first, Tensor):
             joined[kind] = first
         elif whole or kind in SCALAR_STATES or first.shape != parts[0][0].shape:
-            joined[kind] = first.detach().cpu().clone()
+            joined[kind] = first.detach().clone()
         else:
-            flat = [state[kind].detach().reshape(-1).cpu() for _, state in parts]
-            joined[kind] = torch.cat(flat).view(shape)
+            joined[kind] = torch.cat([state[kind].detach().reshape(-1) for _, state in parts]).view(shape)
     return joined
 
 

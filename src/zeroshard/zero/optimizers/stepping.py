@@ -23,16 +23,14 @@ from zeroshard.zero.optimizers.description import described
 from zeroshard.zero.optimizers.ema import EMA, Ema
 from zeroshard.zero.optimizers.methods import install_methods
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer, SavesPasses, ShardedParams
-from zeroshard.zero.optimizers.state_dict import cut_states
+from zeroshard.zero.optimizers.state_dict import Stateful, cut_states
 from zeroshard.zero.replicas import saved as of_replicas
 from zeroshard.zero.replicas.inner_optimizer import require_no_weights_in_state
 from zeroshard.zero.replicas.replicas import Replicas
-from zeroshard.zero.runtime import relayout
 from zeroshard.zero.runtime.runtime import Runtime
-from zeroshard.zero.state import training_state
+from zeroshard.zero.state import relayout, training_state
 from zeroshard.zero.state.full_state import take_names
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader
-from zeroshard.zero.state.restage import Stateful
 
 MOSTLY_PADDING = 8  # a buffer this many times as large as its parameters costs more than a node's ranks save
 

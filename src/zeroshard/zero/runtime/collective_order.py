@@ -40,7 +40,6 @@ class CollectiveOrder:
 
     Attributes:
         settings: describes the engine's optimizers, which ranks must have in common.
-        row: the engine's row of the stage table, if it has changed: ranks must have the same.
     """
 
     def __init__(self, levels: Levels, units: Sequence[Unit]) -> None:
@@ -52,7 +51,6 @@ class CollectiveOrder:
         self._count = 0
         self._gathers: deque[int] = deque(maxlen=REMEMBERED)
         self.settings: Callable[[], list[str]] = list
-        self.row = ""
         self._settings_digest = b""
         self._now: list[str] = []  # the last settings that were noted
         self._at_step: list[str] | None = None  # those of the last step since ranks agreed
@@ -69,7 +67,7 @@ class CollectiveOrder:
             self._at_step = self._now
 
     def _note_settings(self) -> None:
-        self._now = [self.row, *self.settings()]
+        self._now = self.settings()
         self._settings_digest = digest_of(self._settings_digest + "\n".join(self._now).encode())
 
     def _note(self, number: int) -> None:

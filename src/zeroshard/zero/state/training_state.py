@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.optimizers.kept_states import Kept, ParamFacts, SavedState, alike, of_groups
 from zeroshard.zero.optimizers.methods import load_pieces
 from zeroshard.zero.optimizers.piecewise import SCALAR_STATES, PiecewiseOptimizer
+from zeroshard.zero.optimizers.state_dict import Stateful
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.state.full_state import outside, take_names
 from zeroshard.zero.state.named_shards import (
@@ -34,15 +35,6 @@ from zeroshard.zero.state.named_shards import (
     saved_dtype,
     saved_settings,
 )
-
-
-class Stateful(Protocol):
-    """An object that has state for the pieces that it is given: an optimizer, or an average."""
-
-    @property
-    def state(self) -> Mapping[Any, Mapping[str, Any]]:
-        """States by piece, then by kind."""
-        ...
 
 
 def named_shards(model: nn.Module, runtime: Runtime, optimizers: Sequence[Stateful]) -> Iterator[NamedShard]:

@@ -1,0 +1,80 @@
+"""Moves weights and gradients to another layout between steps: for a new stage, or an optimizer of whole tensors.
+
+This is refused while gradients wait for an optimizer step, because they would be lost, and inside `Runtime.pinned`,
+which promises that all weights stay unsharded. The layout depends on the world and the optimizer, never on the row of
+the stage table: for a new row the weights and states of one group of parameters at a time are gathered from the
+buffers of the old row, and each rank keeps what it has in those of the new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from zeroshard.comm.agree import agreement
+from zeroshard.zero.buffers.unit import FlatGroup
+from zeroshard.zero.optimizers.state_dict import Stateful, cut, describe, states_by_slot
+from zeroshard.zero.runtime.runtime import Runtime
+from zeroshard.zero.strategy import ShardingStrategy
+
+
+def groups_to_leave(runtime: Runtime, params: set[nn.Parameter]) -> list[FlatGroup]:
+    """Return the groups that hold some of ``params`` and whose layout does not keep tensors whole."""
+    return [group for group in runtime.groups() if not group.whole and not params.isdisjoint(group.params.params)]
+
+
+def keep_whole(runtime: Runtime, params: set[nn.Parameter]) -> None:
+    """Lay ``params`` out so that each tensor has one owner; see [Note: Laid out anew] in `unit`. Collective.
+
+    Raises:
+        RuntimeError: inside `Runtime.pinned`, or while gradients of these parameters or their neighbours wait for a
+            step.
+    """
+    leaving = groups_to_leave(runtime, params)
+    if runtime.is_pinned:
+        raise RuntimeError("optimizer: it needs a new layout of the weights; make it outside full_params()")
+    if runtime.unreduced or any(any(group.grads.used) for group in leaving):
+        raise RuntimeError(
+            "optimizer: it needs a new layout, in which gradients of the step under way would be lost; "
+            "make it before backward, or after zero_grad()"
+        )
+    loads = [0] * (runtime.levels.shard.world_size * runtime.levels.parts)
+    for unit in runtime.all_units():
+        unit.keep_whole(params, loads)
+    runtime.laid_out_anew(leaving)
+
+
+def restage(runtime: Runtime, strategy: ShardingStrategy, holders: Sequence[Stateful]) -> None:
+    """Rebuild every group by another row, with its weights and the states that ``holders`` have of it. Collective.
+
+    Afterwards the caller must give the optimizers the new groups' ``shards``.
+
+    Raises:
+        RuntimeError: inside `Runtime.pinned`, or while gradients wait for a step.
+        ValueError: a state that is neither tensor nor number; then nothing has changed.
+    """
+    if runtime.is_pinned:
+        raise RuntimeError("restage: it needs a new layout of the weights; call it outside full_params()")
+    if runtime.unreduced or any(any(group.grads.used) for group in runtime.groups()):
+        raise RuntimeError("restage: gradients of the step under way would be lost; call it after zero_grad()")
+    with agreement(runtime.comm, "restage", "give every rank the same stage") as told:
+        told.append(strategy.name)
+        for shard in (shard for group in runtime.groups() for shard in group.shards):
+            for holder in holders:
+                describe(holder.state.get(shard, {}))
+    for unit in runtime.all_units():
+        for index, old in enumerate(unit.groups):
+            states = [states_by_slot(old, holder) for holder in holders]
+            for holder in holders:
+                for shard in old.shards:
+                    holder.state.pop(shard, None)
+            unit.groups[index] = new = old.restaged(strategy)
+            for piece, shard in zip(new.params.pieces, new.shards, strict=True):
+                slot = new.params.layout.slots[piece.slot]
+                for holder, by_slot in zip(holders, states, strict=True):
+                    if piece.slot in by_slot:
+                        holder.state[shard] = cut(by_slot[piece.slot], piece, slot.shape, slot.name)
+    runtime.apply_strategy(strategy)
+    runtime.forget_calls()
+    runtime.laid_out_anew(runtime.groups())
