@@ -724,26 +724,15 @@ def test_plan_where_nothing_fits_ends_with_status_3_and_the_nearest_change(capsy
     assert "GPUs would fit" in capsys.readouterr().out
 
 
-def test_a_dry_run_stands_beside_its_prediction_with_values_and_without(capsys):
-    found = []
-    for values in ([], ["--dry-run-values", "real"]):
-        asked = [*SMALL_PLAN, "--dry-run", "--stage", "3", "--dtype", "float32", "--seq-len", "64", "--json"]
-        assert main([*asked, *values]) == ExitStatus.OK
-        found.append(json.loads(capsys.readouterr().out))
+def test_a_dry_run_stands_beside_its_prediction(capsys):
+    asked = [*SMALL_PLAN, "--dry-run", "--stage", "3", "--dtype", "float32", "--seq-len", "64", "--json"]
+    assert main(asked) == ExitStatus.OK
+    found = json.loads(capsys.readouterr().out)
     for name in ("params", "grads", "optimizer", "messages", "message bytes"):
-        assert found[0]["compared"][name]["ratio"] == 1.0
-    assert found[0]["compared"]["peak"]["ratio"] == pytest.approx(1.0, abs=1e-3)
-    assert [each["device"] for each in found] == ["meta", "cpu"]
-    assert [each["step_s"] is None for each in found] == [True, False]
-    assert found[0]["compared"] == found[1]["compared"]
-
-
-def test_a_dry_run_without_values_needs_a_model_that_is_known(capsys):
-    asked = [*SMALL_PLAN, "--dry-run-values", "none"]
-    assert main(asked) == ExitStatus.USAGE
-    assert capsys.readouterr().err == "error: dry_run_values: none is of a dry run; add --dry-run\n"
-    assert main([*asked, "--dry-run", "--document-mask"]) == ExitStatus.USAGE
-    assert capsys.readouterr().err.startswith("error: dry_run_values: without values a step is known")
+        assert found["compared"][name]["ratio"] == 1.0
+    assert found["compared"]["peak"]["ratio"] == pytest.approx(1.0, abs=1e-3)
+    assert found["device"] == "cpu"
+    assert found["step_s"] > 0
 
 
 def test_a_dry_run_of_a_stage_shards_over_all_gpus_whatever_the_plan_advises(capsys):

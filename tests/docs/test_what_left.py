@@ -37,6 +37,7 @@ LEFT = [
     r"--rails",
     r"--oversubscription",
     r"--pod-nodes",
+    r"dry[-_]run[-_]values",
 ]
 # The history of the project may name it.
 HISTORY = {"CHANGELOG.md", "log.md"}

@@ -344,7 +344,7 @@ def test_a_plan_is_what_a_step_takes(hf_folder):  # noqa: F811
     """From ``config.json`` alone, of more blocks than are traced."""
     model = {"name": f"hf:{hf_folder('qwen3')}", "n_layer": 6, "from_config": True}
     settings = {"gpu": "rtx-4090", "gpus": 2, "seq_len": 16, "micro_batch": 2, "dtype": "float32", "stage": "3"}
-    config = PlanConfig.model_validate({"model": model, **settings, "json": True, "dry_run": True, "cache": False})
+    config = PlanConfig.model_validate({"model": model, **settings, "json": True, "dry_run": True})
     compared = json.loads(answer_plan(config).text)["compared"]
     assert compared["messages"]["measured"] > 6
     for name in ("peak", "params", "grads", "optimizer", "messages", "message bytes"):

@@ -163,15 +163,13 @@ class AllocationRecorder(TorchDispatchMode):
     Args:
         holdings: returns the engine's current tensors with their categories. Those that it returns at construction
             count from the beginning, and may be resized outside of any operation, as an engine's buffers are.
-        without_values: whether tensors on the meta device count as if they had memory.
 
     Attributes:
         live_bytes: bytes of all storages that were seen and are not freed.
     """
 
-    def __init__(self, holdings: Holdings = tuple, *, without_values: bool = False) -> None:
+    def __init__(self, holdings: Holdings = tuple) -> None:
         super().__init__()
-        self._without_values = without_values
         self.live_bytes = self._highest = 0
         self._holdings = holdings
         self._seen: dict[int, _Seen] = {}
@@ -241,7 +239,7 @@ class AllocationRecorder(TorchDispatchMode):
     def _storages_in(self, value: Any) -> Iterator[UntypedStorage]:
         """The storages in what an operation takes or returns: tensors, and containers of them."""
         if isinstance(value, Tensor):
-            if self._without_values or not value.is_meta:
+            if not value.is_meta:
                 yield value.untyped_storage()
         elif isinstance(value, list | tuple | dict):
             for each in value.values() if isinstance(value, dict) else value:

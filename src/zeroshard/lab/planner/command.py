@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.lab.planner import next_command
@@ -32,7 +31,6 @@ from zeroshard.lab.planner.show import seconds, size, text
 from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.dry_run import Measured, dry_run
 from zeroshard.lab.predict.hardware import find_device, this_machine
-from zeroshard.lab.predict.on_meta import serves_step
 from zeroshard.lab.predict.step import Step
 from zeroshard.lab.predict.workload import DTYPES
 from zeroshard.models import LanguageModel
@@ -212,8 +210,8 @@ def compare(config: PlanConfig, planner: Planner, row: Row) -> dict[str, Any]:
     """
     if planner.workload.optimizer != "AdamW":
         raise UserError("dry_run", f"it runs AdamW, and optimizer is {config.optimizer}", "leave one of the two out")
-    device = _device_of(config, planner.workload.model)
-    kind = "cuda" if device.type == "cuda" else "cpu"
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
     here: dict[str, Any] = {"gpu": this_machine(2**62, kind), "within_node": config.network}
     local = planner_for(**{**arguments(config), **here})
     shard_size = None if row.shard_size == planner.cluster.world_size else row.shard_size
@@ -221,8 +219,7 @@ def compare(config: PlanConfig, planner: Planner, row: Row) -> dict[str, Any]:
     again = local.row(stage, row.micro_batch, shard_size)
     workload = local.workload
     assert isinstance(workload.model, LanguageModel)
-    if device.type != "meta":
-        _require_memory(device, again.step.peak.total)
+    _require_memory(device, again.step.peak.total)
     measured = dry_run(
         workload.model,
         workload.inputs,
@@ -246,7 +243,7 @@ def compare(config: PlanConfig, planner: Planner, row: Row) -> dict[str, Any]:
             name: {"predicted": ours, "measured": theirs, "ratio": ours / theirs if theirs else None}
             for name, (ours, theirs) in _predicted_and_measured(again.step, measured).items()
         },
-        "step_s": min(measured.step_s, default=None),
+        "step_s": min(measured.step_s),
     }
 
 
@@ -268,42 +265,24 @@ def _predicted_and_measured(step: Step, measured: Measured) -> dict[str, tuple[i
     return lines
 
 
-def _device_of(config: PlanConfig, model: nn.Module) -> torch.device:
-    """The device of a dry run; the meta device if it runs without values.
-
-    Raises:
-        UserError: the run is to be without values, and is not known to be equivalent for this model.
-    """
-    if config.dry_run_values == "none" and not serves_step(model):
-        what = "without values a step is known to be the same for GPT-2 and LLaMA of ours without document_mask"
-        raise UserError("dry_run_values", what, "give real, or leave it out")
-    gpu = torch.cuda.is_available()
-    if config.dry_run_values == "none" or (config.dry_run_values == "auto" and not gpu and serves_step(model)):
-        return torch.device("meta")
-    return torch.device("cuda", 0) if gpu else torch.device("cpu")
-
-
 def _require_memory(device: torch.device, num_bytes: int) -> None:
     from zeroshard.lab.planner.lowest_stage import num_free_bytes
 
     free = num_free_bytes(device, 1)
     if num_bytes > free:
         what = f"this step takes {size(num_bytes)} and {size(free)} are free here"
-        todo = "choose a smaller model or micro-batch, a higher stage, more GPUs, or --dry-run-values none"
+        todo = "choose a smaller model or micro-batch, a higher stage, or more GPUs"
         raise UserError("dry_run", what, todo)
 
 
 def _comparison_text(compared: dict[str, Any]) -> str:
-    timed = compared["step_s"] is not None
-    where = f"on {compared['device']}" if timed else "on tensors without values, as on a CPU"
-    lines = [f"{compared['row']}, one rank {where}, no peers", ""]
+    lines = [f"{compared['row']}, one rank on {compared['device']}, no peers", ""]
     lines.append(f"{'':<20} {'predicted':>12} {'measured':>12} {'ratio':>8}")
     for name, each in compared["compared"].items():
         shown = [str(each[k]) if name == "messages" else size(each[k]) for k in ("predicted", "measured")]
         ratio = "" if each["ratio"] is None else f"{each['ratio']:.4f}"
         lines.append(f"{name:<20} {shown[0]:>12} {shown[1]:>12} {ratio:>8}")
-    lines += ["", f"A step takes {seconds(compared['step_s'])} here, with nothing sent."] if timed else []
-    return "\n".join(lines)
+    return "\n".join([*lines, "", f"A step takes {seconds(compared['step_s'])} here, with nothing sent."])
 
 
 def _unused_network(config: PlanConfig, clusters: Iterable[Cluster]) -> str:

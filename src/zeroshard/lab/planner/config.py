@@ -110,11 +110,6 @@ class PlanConfig(Config):
     dry_run: bool = Field(
         False, description="Run a rank's step of --stage here, else of the row advised; prediction beside measurement."
     )
-    dry_run_values: Literal["auto", "real", "none"] = Field(
-        "auto",
-        description="Of a dry run: real tensors, or none: shapes alone, which take seconds and little memory at any "
-        "size, and give no times; auto: none without a GPU, for models of ours whose attention has no mask.",
-    )
     ask: Question = Field("none", description="Answer this question instead of printing the table.")
     against: Literal["0", "1", "2", "3"] = Field("0", description="Of crossover: the stage to compare --stage with.")
 
@@ -192,8 +187,6 @@ class PlanConfig(Config):
             raise UserError(name, what, "leave one out")
         if self.dry_run and self.dtype == "fp8":
             raise UserError("dtype", "a dry run has no products in 8 bits", "use bfloat16, which keeps as much")
-        if self.dry_run_values != "auto" and not self.dry_run:
-            raise UserError("dry_run_values", f"{self.dry_run_values} is of a dry run", "add --dry-run")
 
     def _asks_of_one_size(self) -> None:
         """Raise UserError for sizes that the question itself varies or does not use: they would change nothing."""

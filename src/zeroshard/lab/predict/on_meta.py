@@ -3,8 +3,7 @@
 `FakeTensorMode` checks much that our models never do. Only two things in them depend on the device: the attention
 kernel, and the dtype in which LayerNorm keeps its statistics. On the meta device torch chooses an attention that keeps
 all attention weights, while a CPU and a GPU use fused kernels. So we call the CPU's fused kernel explicitly, and
-everything else runs unchanged. `FakeTensorMode` stays the specification of a trace, and tests compare the two. The
-specification of a whole step is the same step with values (`zeroshard.lab.predict.dry_run`).
+everything else runs unchanged. `FakeTensorMode` stays the specification of a trace, and tests compare the two.
 """
 
 from __future__ import annotations
@@ -46,21 +45,6 @@ def on_meta() -> Generator[None]:
         yield
 
 
-def serves_step(model: nn.Module) -> bool:
-    """Whether ``model`` steps as on the CPU after `compute_as_on_cpu`: it does if it is ours and masks no documents."""
-    return isinstance(model, LanguageModel) and model.traces_on_meta and model.eos_id is None
-
-
-def compute_as_on_cpu(model: LanguageModel) -> None:
-    """Make a model's modules use the CPU's kernels, in place, also when backward recomputes them.
-
-    The `TorchFunctionMode` is entered inside each module's forward, because one around the whole step would not be
-    active in the forwards that backward calls.
-    """
-    for module in _outermost(model, set(model.blocks)):
-        module.forward = partial(_watched, module.forward)
-
-
 def _outermost(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
     """Yield the outermost modules that neither are nor contain a block: inside of blocks and outside of them."""
     for child in module.children():
@@ -68,11 +52,6 @@ def _outermost(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]
             yield from _outermost(child, blocks)
         else:
             yield child
-
-
-def _watched(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with _OnCpu():
-        return forward(*args, **kwargs)
 
 
 def fuse_dropout(model: LanguageModel) -> None:
@@ -132,44 +111,3 @@ def _attention(
     assert enable_gqa or query.shape[1] == key.shape[1]
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return fused(query, key, value, dropout_p, is_causal)[0]
-
-
-class _OnCpu(TorchFunctionMode):
-    """Use the CPU's kernels for attention without dropout and for LayerNorm in a 16-bit dtype."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention and not kwargs.get("dropout_p"):
-            return _attention(*args, **kwargs)
-        if func is F.layer_norm and args[0].dtype in (torch.bfloat16, torch.float16):
-            return _layer_norm(*args, **kwargs)
-        return func(*args, **kwargs)
-
-
-def _layer_norm(
-    x: Tensor, shape: tuple[int, ...], weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-) -> Tensor:
-    """`torch.nn.functional.layer_norm` in bfloat16 or float16."""
-    return _NarrowLayerNorm.apply(x, shape, weight, bias, eps)
-
-
-class _NarrowLayerNorm(torch.autograd.Function):
-    """LayerNorm that saves its statistics in the dtype of its input, as the CPU's kernel does."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, eps: float
-    ) -> Tensor:
-        mean, rstd = (x.new_empty(*x.shape[: -len(shape)], *[1] * len(shape)) for _ in range(2))
-        ctx.save_for_backward(x, weight, bias, mean, rstd)
-        ctx.shape = list(shape)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, mean, rstd = ctx.saved_tensors
-        wanted = [ctx.needs_input_grad[place] for place in (0, 2, 3)]
-        dx, dw, db = torch.ops.aten.native_layer_norm_backward(grads[0], x, ctx.shape, mean, rstd, weight, bias, wanted)
-        return dx, None, dw, db, None

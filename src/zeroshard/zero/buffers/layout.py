@@ -26,7 +26,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -39,9 +38,6 @@ ALIGNMENT = 8
 takes 16 bytes, matrix kernels and their descriptors require tensors to be aligned to 16 bytes, and NCCL copies in units
 of 16 bytes; more would only pad. Most parameters have a multiple of `ALIGNMENT` elements and need no padding."""
 
-ROUND_BY_PLACE: ContextVar[frozenset[str]] = ContextVar("round_by_place", default=frozenset({"cpu"}))
-"""Device types whose kernels round an element differently in a vectorised body than in the scalar tail after it. A dry
-run on the meta device that stands for the CPU adds "meta" while its engine is made."""
 
 LEAST_ALIGNED = 256
 """Elements of the smallest slot, and of the smallest shard, that is aligned: for less, padding would exceed 3 %."""
@@ -320,7 +316,8 @@ class FlatLayout:
 
     def updated_by_all(self, device: torch.device) -> tuple[Piece, ...]:
         """Return the pieces of a replicated optimizer: its updates must have the same bits as a sharded optimizer's."""
-        if device.type in ROUND_BY_PLACE.get():
+        # A CPU's kernels round an element differently in a vectorised body than in the scalar tail after it.
+        if device.type == "cpu":
             return tuple(piece for rank in range(self.world_size) for piece in self.owned(rank))
         # A CUDA kernel computes each element alike, wherever it lies: pieces need not end at the borders of shards.
         return self.tensors()
