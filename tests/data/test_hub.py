@@ -125,13 +125,13 @@ def test_files_at_an_address_give_the_bytes_of_local_ones(site, tmp_path, kind):
 
 
 def test_a_server_that_stumbles_once_is_asked_again(site, tmp_path, monkeypatch):
-    from zeroshard.data.parts import PartMaker
+    from zeroshard.data.encode import Encoder
 
     monkeypatch.setattr(files_module, "RETRIES_S", (0.01, 0.01))
     made.write_table(site.folder / "a.jsonl", made.documents(500))
     tables = made.tables_of(site.folder / "a.jsonl")
     spec = DataSpec("text", (f"{site.address}/files/a.jsonl",))
-    made_part = PartMaker._tokens
+    made_part = Encoder._of_part
     tries = []
 
     def stumble(self, part):
@@ -140,14 +140,14 @@ def test_a_server_that_stumbles_once_is_asked_again(site, tmp_path, monkeypatch)
             raise ConnectionResetError("gone")
         return made_part(self, part)
 
-    monkeypatch.setattr(PartMaker, "_tokens", stumble)
+    monkeypatch.setattr(Encoder, "_of_part", stumble)
     out = prepare(spec, tmp_path / "out", num_workers=1)
     assert len(tries) == len(list(tables.parts())) + 1
     assert files(out) == files(prepare(DataSpec("text", (tables.files[0].path,)), tmp_path / "here"))
 
 
 def test_a_server_that_stays_away_is_one_line_and_what_was_done_stays(site, tmp_path, monkeypatch):
-    from zeroshard.data.parts import PartMaker
+    from zeroshard.data.encode import Encoder
 
     monkeypatch.setattr(files_module, "RETRIES_S", (0.01,))
     made.write_table(site.folder / "a.jsonl", made.documents(500))
@@ -155,7 +155,7 @@ def test_a_server_that_stays_away_is_one_line_and_what_was_done_stays(site, tmp_
     def gone(self, part):
         raise ConnectionResetError("gone")
 
-    monkeypatch.setattr(PartMaker, "_tokens", gone)
+    monkeypatch.setattr(Encoder, "_of_part", gone)
     with pytest.raises(UserError, match=r"data: .*a\.jsonl failed \(gone\); run the same command again"):
         prepare(DataSpec("text", (f"{site.address}/files/a.jsonl",)), tmp_path / "out", num_workers=1)
     assert (tmp_path / ".out.partial" / "plan.json").exists()

@@ -11,9 +11,8 @@ import pytest
 import chats
 from hf_models import make_model
 from zeroshard.cli import main
-from zeroshard.data import bulk
 from zeroshard.data.meta import read_meta
-from zeroshard.data.prepare import DataSpec, prepare
+from zeroshard.data.prepare import DataSpec, prepare, tokenizer_of
 from zeroshard.data.special_tokens import special_tokens_of
 from zeroshard.data.tokenizer import load_tokenizer, read_tokenizer, tokenizer_identity, write_tokenizer
 from zeroshard.inference.chat import chat_of
@@ -106,7 +105,7 @@ def test_a_preparation_that_goes_on_keeps_its_end(folder, tmp_path):
     work = tmp_path / "work"
     work.mkdir()
     for _ in range(2):  # the second time it is read from the work folder
-        assert bulk.tokenizer_of(f"json:{folder}/tokenizer.json", None, None, work).eos_token == END
+        assert tokenizer_of(f"json:{folder}/tokenizer.json", (), work).eos_token == END
 
 
 def test_a_vocabulary_whose_end_is_said_anew_is_other_data(folder, tmp_path):

@@ -38,6 +38,8 @@ LEFT = [
     r"--oversubscription",
     r"--pod-nodes",
     r"dry[-_]run[-_]values",
+    r"data/bulk",
+    r"data/parts",
 ]
 # The history of the project may name it.
 HISTORY = {"CHANGELOG.md", "log.md"}

@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 import small_tables as made
-from zeroshard.data.bulk import Told
+from zeroshard.data.prepare import Told
 from zeroshard.data.sources import check_source
 from zeroshard.errors import UserError
 from zeroshard.train.config.command_settings import PrepareConfig

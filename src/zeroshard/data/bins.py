@@ -16,7 +16,7 @@ import glob
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,8 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zeroshard.data.documents import Fingerprint
-from zeroshard.data.files import FileFacts, facts_of
+from zeroshard.data.files import FileFacts, Fingerprint, facts_of
 from zeroshard.data.meta import SPLITS, MappedMeta, ShardMeta, SplitMeta
 from zeroshard.data.tables import corpus_identity
 from zeroshard.data.tokens import sha256_of
@@ -112,7 +111,6 @@ class TokenBins:
         val_fraction: float,
         limits: Mapping[str, int | None],
         shard_tokens: int,
-        progress: Callable[[int], None] = lambda num_bytes: None,
     ) -> dict[str, SplitMeta]:
         """Describe the splits as shards that stay in their files: the same tokens as a copy would have.
 
@@ -120,7 +118,6 @@ class TokenBins:
             val_fraction: as for `split`.
             limits: maximum number of tokens per split; None: no limit.
             shard_tokens: tokens per shard; the last shard of a file may have fewer.
-            progress: called with the bytes of each shard once it has been read for its sha256.
         """
         found: dict[str, list[ShardMeta]] = {split: [] for split in SPLITS}
         num_tokens = dict.fromkeys(SPLITS, 0)
@@ -132,7 +129,6 @@ class TokenBins:
                 name = f"{split}/tokens-{len(found[split]):05d}.bin"
                 ids = file.ids()[first : min(first + shard_tokens, stop)]
                 found[split].append(ShardMeta(name, ids.size, sha256_of(ids), file.mapped_from(first)))
-                progress(ids.nbytes)
         return {split: SplitMeta(num_tokens[split], tuple(found[split])) for split in SPLITS}
 
     def _ranges(self, val_fraction: float) -> Iterator[tuple[str, _Bin, int, int]]:

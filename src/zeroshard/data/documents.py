@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from zeroshard.data.files import Fingerprint
 from zeroshard.data.tables import has_lines, text_of_line
 from zeroshard.errors import UserError
 from zeroshard.regular_files import open_binary
@@ -29,19 +30,6 @@ class Document:
     name: str
     num_bytes: int
     chunks: Callable[[], Iterator[str]]
-
-
-@dataclass(frozen=True)
-class Fingerprint:
-    """A summary of a corpus's content that distinguishes it from others.
-
-    If there is one file, ``sha256`` is that file's, as ``sha256sum`` prints it. For several files it is the sha256 of
-    their own sums in hexadecimal, in order, one per line.
-    """
-
-    num_bytes: int
-    num_documents: int
-    sha256: str
 
 
 def text_document(text: str, name: str) -> Document:

@@ -1,27 +1,30 @@
-"""Encode the documents of files with several processes; the ids are the same for any number of them.
+"""Encode a corpus with several processes; the ids are the same for any number of them.
 
-    documents -> pieces of text (at most a chunk each) -> tasks of about `TASK_BYTES` -> workers -> ids, in order
+    tables   parts (`tables.Part`)                                        -> workers -> ids of each part, in order
+    files    documents -> chunks of text -> about `TASK_BYTES` together   -> workers -> ids of these, in order
 
-A tokenizer always sees one chunk (`documents.CHUNK_BYTES`) at a time, whichever process encodes it. This process reads,
-cuts and writes; the others encode, which takes a hundred times as long.
+A worker reads its parts itself. Of other files this process reads and cuts the text, which is a hundred times as fast
+as encoding it; a tokenizer always sees one chunk (`documents.CHUNK_BYTES`) at a time, whichever process encodes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zeroshard.data.joining import begin_ids, end_ids
-from zeroshard.data.meta import DTYPES
+from zeroshard.data.files import patiently
+from zeroshard.data.joining import begin_ids, document_ids, end_ids
+from zeroshard.data.meta import DTYPES, SPLITS
 from zeroshard.data.pool import Workers
 from zeroshard.data.sources import TextSource
 from zeroshard.data.split import Holdout
-from zeroshard.data.tokenizer import TOKENIZER_FILE, BpeTokenizer, Tokenizer, make_tokenizer, read_tokenizer
+from zeroshard.data.tables import Part, PartReader, Tables
+from zeroshard.data.tokenizer import TOKENIZER_FILE, make_tokenizer, read_tokenizer
 from zeroshard.data.tokens import TokenWriter
 
 TASK_BYTES = 1 << 20
@@ -45,64 +48,105 @@ class Piece:
     ends_line: bool = False
 
 
+Task = Part | list[Piece]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The ids of a task by split, [n] each, and its documents.
+
+    ``num_bytes`` is where a part ends in the source, in bytes as stored, or how much text other pieces have.
+    """
+
+    ids: dict[str, NDArray[np.unsignedinteger]]
+    num_documents: int
+    num_bytes: int
+
+
 class Encoder:
-    """Encodes texts in a worker.
+    """Encodes tasks, in a worker.
 
     Args:
         folder: a folder whose ``tokenizer.json`` is used if it exists.
-        name: name of the tokenizer.
+        name: name of the tokenizer, used if there is no ``tokenizer.json``.
         dtype: dtype of ids, a key of `meta.DTYPES`.
+        holdout: the rule that decides which text of a part validates.
+        column: the column of tables that contains the text.
     """
 
-    def __init__(self, folder: Path, name: str, dtype: str) -> None:
+    def __init__(self, folder: Path, name: str, dtype: str, holdout: Holdout, column: str) -> None:
         kept = folder / TOKENIZER_FILE
-        self._tokenizer = read_tokenizer(kept, name) if kept.exists() else make_tokenizer(name, ())
-        self._dtype = DTYPES[dtype]
+        self._tokenizer = read_tokenizer(kept) if kept.exists() else make_tokenizer(name, ())
+        self._dtype, self._holdout, self._reader = DTYPES[dtype], holdout, PartReader(column)
 
-    def __call__(self, pieces: list[Piece]) -> list[NDArray[np.unsignedinteger]]:
-        """Return the ids of each piece."""
-        return [self._tokenizer.encode_piece(piece.text).astype(self._dtype) for piece in pieces]
+    def __call__(self, task: Task) -> Encoded:
+        """Return the ids of a task; raise UserError if the corpus cannot be read."""
+        if not isinstance(task, Part):
+            return self._of_pieces(task)
+        todo = "run the same command again: it goes on from here"
+        return patiently(lambda: self._of_part(task), task.file.path, todo)
+
+    def close(self) -> None:
+        """Close the file that was read last."""
+        self._reader.close()
+
+    def _of_part(self, part: Part) -> Encoded:
+        ids: dict[str, list[NDArray[np.int64]]] = {split: [] for split in SPLITS}
+        num_documents = 0
+        try:
+            for text in self._reader.texts(part):
+                for split, piece in self._holdout.texts(text):
+                    ids[split].append(document_ids(self._tokenizer, piece))
+                num_documents += 1
+        except BaseException:
+            self._reader.close()  # a retry opens the file again
+            raise
+        return Encoded(self._joined(ids), num_documents, part.num_before + self._reader.position(part))
+
+    def _of_pieces(self, pieces: list[Piece]) -> Encoded:
+        ids: dict[str, list[NDArray[np.int64]]] = {split: [] for split in SPLITS}
+        for piece in pieces:
+            if piece.begins:
+                ids[piece.split].append(begin_ids(self._tokenizer))
+            ids[piece.split].append(self._tokenizer.encode_piece(piece.text))
+            if piece.ends:
+                ids[piece.split].append(end_ids(self._tokenizer, ends_line=piece.ends_line))
+        return Encoded(self._joined(ids), 0, sum(len(piece.text.encode()) for piece in pieces))
+
+    def _joined(self, ids: dict[str, list[NDArray[np.int64]]]) -> dict[str, NDArray[np.unsignedinteger]]:
+        none = np.empty(0, self._dtype)
+        return {split: np.concatenate([none, *(each.astype(self._dtype) for each in ids[split])]) for split in SPLITS}
 
 
-def encode_pieces(
-    pieces: Iterable[Piece],
-    tokenizer: Tokenizer,
-    writers: dict[str, TokenWriter],
-    folder: Path,
-    name: str,
-    dtype: str,
-    num_workers: int,
-) -> Iterator[Piece]:
-    """Write the ids of ``pieces``, and the ids that begin and end documents; yield each piece once it is written.
+def encoded(tasks: Iterable[Task], encoder: tuple[Path, str, str, Holdout, str], num: int) -> Generator[Encoded]:
+    """Yield the ids of ``tasks``, in order, from ``num`` processes; 1 encodes in this process.
 
-    Args:
-        pieces: the pieces, in order.
-        tokenizer: the tokenizer for this process.
-        writers: a writer per split.
-        folder, name, dtype: arguments of the workers' `Encoder`.
-        num_workers: number of processes; 1 encodes in this process.
+    ``encoder`` has the arguments of each process's `Encoder`.
     """
-    with ExitStack() as stack:
-        if num_workers == 1:
-            encoded = ((task, _encode(tokenizer, task)) for task in _tasks(pieces))
-        else:
-            workers: Workers[list[Piece], list[NDArray[np.unsignedinteger]]]
-            workers = Workers(Encoder, (folder, name, dtype), num_workers)
-            stack.callback(workers.close)
-            encoded = workers.in_order(_tasks(pieces))
-        for task, ids in encoded:
-            for piece, ids_of_piece in zip(task, ids, strict=True):
-                writer = writers[piece.split]
-                if piece.begins:
-                    writer.write(begin_ids(tokenizer))
-                writer.write(ids_of_piece)
-                if piece.ends:
-                    writer.write(end_ids(tokenizer, ends_line=piece.ends_line))
-                yield piece
+    if num == 1:
+        with closing(Encoder(*encoder)) as own:
+            yield from map(own, tasks)
+    else:
+        workers: Workers[Task, Encoded] = Workers(Encoder, encoder, num)
+        with closing(workers):
+            yield from workers.in_order(tasks)
 
 
-def pieces_of(source: TextSource, holdout: Holdout, writers: dict[str, TokenWriter]) -> Iterator[Piece]:
-    """Yield the pieces to encode, in order; none for a split that is full."""
+def tasks_of(source: TextSource, holdout: Holdout, writers: dict[str, TokenWriter]) -> Iterator[list[Piece]]:
+    """Yield the text of documents in pieces, about `TASK_BYTES` together; none for a split that is full."""
+    task: list[Piece] = []
+    held = 0
+    for piece in _pieces_of(source, holdout, writers):
+        task.append(piece)
+        held += len(piece.text)
+        if held >= TASK_BYTES:
+            yield task
+            task, held = [], 0
+    if task:
+        yield task
+
+
+def _pieces_of(source: TextSource, holdout: Holdout, writers: dict[str, TokenWriter]) -> Iterator[Piece]:
     for document in source.documents():
         for split, side in holdout.sides(document):
             if writers[split].is_full:
@@ -119,32 +163,15 @@ def pieces_of(source: TextSource, holdout: Holdout, writers: dict[str, TokenWrit
                 yield Piece(split, "", begins=False, ends=True, ends_line=last.endswith("\n"))
 
 
-def train_texts(source: TextSource, holdout: Holdout) -> Iterator[str]:
+def train_texts(source: TextSource | Tables, holdout: Holdout) -> Iterator[str]:
     """Yield the text that a tokenizer may be trained on: no validation text."""
+    if isinstance(source, Tables):
+        with closing(PartReader(source.column)) as reader:
+            for part in source.parts():
+                for text in reader.texts(part):
+                    yield from (piece for split, piece in holdout.texts(text) if split == "train")
+        return
     for document in source.documents():
         for split, side in holdout.sides(document):
             if split == "train":
                 yield from side.chunks()
-
-
-def keep_for_workers(folder: Path, tokenizer: Tokenizer) -> None:
-    """Write into ``folder`` the ``tokenizer.json`` that an `Encoder` there needs, if the name is not enough."""
-    if isinstance(tokenizer, BpeTokenizer):
-        (folder / TOKENIZER_FILE).write_text(tokenizer.to_json(), encoding="utf-8")
-
-
-def _encode(tokenizer: Tokenizer, task: list[Piece]) -> list[NDArray[np.int64]]:
-    return [tokenizer.encode_piece(piece.text) for piece in task]
-
-
-def _tasks(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    task: list[Piece] = []
-    held = 0
-    for piece in pieces:
-        task.append(piece)
-        held += len(piece.text)
-        if held >= TASK_BYTES:
-            yield task
-            task, held = [], 0
-    if task:
-        yield task

@@ -49,6 +49,19 @@ class FileFacts:
     identity: str
 
 
+@dataclass(frozen=True)
+class Fingerprint:
+    """A summary of a corpus's content that distinguishes it from others.
+
+    If there is one file, ``sha256`` is that file's, as ``sha256sum`` prints it. For several files it is the sha256 of
+    their own sums in hexadecimal, in order, one per line.
+    """
+
+    num_bytes: int
+    num_documents: int
+    sha256: str
+
+
 def is_address(path: str) -> bool:
     """Whether ``path`` is an address for fsspec rather than a local path."""
     return "://" in path

@@ -42,27 +42,26 @@ class Workers(Generic[Task, Result]):
         self._executor = ProcessPoolExecutor(num, context, _begin, (theirs, make, args))
         self._num_ahead = 4 * num
 
-    def in_order(self, tasks: Iterable[Task]) -> Iterator[tuple[Task, Result]]:
-        """Yield each task with its result, in the order of tasks; at most four tasks per process are in flight.
+    def in_order(self, tasks: Iterable[Task]) -> Iterator[Result]:
+        """Yield the results in the order of tasks; at most four tasks per process are in flight.
 
         Raises:
             UserError: a task raised it.
             RuntimeError: a task failed otherwise (with the worker's traceback), or a worker was killed.
         """
         source = iter(tasks)
-        ahead: deque[tuple[Task, Future[Result]]] = deque()
+        ahead: deque[Future[Result]] = deque()
         while True:
             try:
                 for task in islice(source, self._num_ahead - len(ahead)):
-                    ahead.append((task, self._executor.submit(_work, task)))
+                    ahead.append(self._executor.submit(_work, task))
                 if not ahead:
                     return
-                task, future = ahead.popleft()
-                result = future.result()
+                result = ahead.popleft().result()
             except BrokenProcessPool:
                 what = "a worker process was ended from outside; if memory ran out, use fewer by --data.workers"
                 raise RuntimeError(what) from None
-            yield task, result
+            yield result
 
     def close(self) -> None:
         """End the processes, even in the middle of a task."""

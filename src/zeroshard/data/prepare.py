@@ -1,23 +1,26 @@
 """Prepare tokens once: read a source, split it, encode it, and publish the folder complete or not at all.
 
-Text is encoded by several processes, both of tables (`bulk`) and of other files (`encode`). If several processes
-prepare the same folder at once, one wins, and the others use its result (see `publish`). An existing folder is reused
-if it was made with the same choices from the same content, by sha256; otherwise the difference is an error.
+    source -> tasks -> workers -> WORK/draft/train/tokens-00000.bin ... -> renamed to the folder
+
+Text is encoded by several processes (`encode`). A preparation of tables that was interrupted is resumed (`State`). If
+several processes prepare the same folder at once, one works, and the others wait and use its result (`work_folder`). An
+existing folder is reused if it was made with the same choices from the same content, by sha256; otherwise the
+difference is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 
-from zeroshard.data import bulk
 from zeroshard.data.bins import BIN_SPLIT, TokenBins
-from zeroshard.data.documents import Fingerprint
-from zeroshard.data.encode import Piece, encode_pieces, keep_for_workers, pieces_of, train_texts
-from zeroshard.data.examples.prepare import prepare_examples
-from zeroshard.data.files import is_address
+from zeroshard.data.encode import Task, encoded, tasks_of, train_texts
+from zeroshard.data.examples.prepare import write_examples
+from zeroshard.data.files import Fingerprint, is_address
 from zeroshard.data.meta import (
     DTYPES,
     META_NAME,
@@ -29,14 +32,14 @@ from zeroshard.data.meta import (
     read_meta,
     write_meta,
 )
-from zeroshard.data.prepared import is_prepared, say, tables_fingerprint, without_rules
-from zeroshard.data.publish import draft_of, publish
-from zeroshard.data.registry import is_hub_name, source_entry
-from zeroshard.data.sources import Source, SyntheticSize, SyntheticTokens, left_out_of, open_source
+from zeroshard.data.prepared import is_prepared, say, without_rules
+from zeroshard.data.registry import is_hub_name
+from zeroshard.data.sources import Source, SyntheticSize, SyntheticTokens, TextSource, left_out_of, open_source
 from zeroshard.data.spec import DataSpec
 from zeroshard.data.split import MANY_DOCUMENTS, Holdout
-from zeroshard.data.tables import PART_BYTES, Tables, corpus_identity, count_documents
+from zeroshard.data.tables import PART_BYTES, Tables, count_documents
 from zeroshard.data.tokenizer import (
+    TOKENIZER_FILE,
     BpeTokenizer,
     Tokenizer,
     eos_id_of,
@@ -46,33 +49,78 @@ from zeroshard.data.tokenizer import (
     write_tokenizer,
 )
 from zeroshard.data.tokens import DEFAULT_SHARD_TOKENS, TokenWriter
+from zeroshard.data.work_folder import State, publish, read_state, remove, save_state, work_folder, write_whole
 from zeroshard.errors import UserError
 from zeroshard.process import num_cpus
 
-Progress = Callable[[int, int], None]
+TRAINING_BYTES = 256 << 20  # text on which a tokenizer is trained; a character counts as a byte
+SAVE_BYTES, SAVE_S = 256 << 20, 10.0  # the state is saved after so many written bytes or seconds
+
+
+@dataclass(frozen=True)
+class Told:
+    """The progress of a preparation.
+
+    Attributes:
+        num_tokens: tokens of both splits that are written.
+        fraction: share of the work that is done, in [0, 1].
+        tokens_per_s: rate since this process began.
+    """
+
+    num_tokens: int
+    fraction: float
+    tokens_per_s: float
+
+    @property
+    def left_s(self) -> float:
+        """Estimated seconds until the end; 0 if no estimate is possible."""
+        rate = self.num_tokens / self.fraction if self.fraction else 0.0
+        return rate * (1 - self.fraction) / self.tokens_per_s if self.tokens_per_s else 0.0
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What `prepare` hands to the function that writes a kind of source."""
+
+    spec: DataSpec
+    fingerprint: Fingerprint
+    work: Path
+    shard_tokens: int
+    num_workers: int
+    told: Callable[[Told], None]
+
+    @property
+    def draft(self) -> Path:
+        return self.work / "draft"
+
+    def writers(self, dtype: str, stack: ExitStack, state: State | None = None) -> dict[str, TokenWriter]:
+        """Return a writer per split, which ``stack`` closes; each keeps the tokens that ``state`` counts."""
+        limits, have = token_limits(self.spec.max_tokens, self.spec.val_fraction), asdict(state or State())
+        return {
+            split: stack.enter_context(
+                TokenWriter(self.draft, split, dtype, self.shard_tokens, limits[split], num_tokens=have[split])
+            )
+            for split in SPLITS
+        }
 
 
 def prepare(
     spec: DataSpec,
     out: Path,
-    progress: Progress | None = None,
     *,
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
     num_workers: int = 0,
-    told: Callable[[bulk.Told], None] | None = None,
+    told: Callable[[Told], None] = lambda told: None,
 ) -> Path:
     """Write the tokens of ``spec`` into the folder ``out``, unless they exist already.
-
-    Tables are read by several processes, and an interrupted preparation is resumed (see `bulk`).
 
     Args:
         spec: what to prepare.
         out: the folder; it is made, with its parents.
-        progress: called now and then with ``(done, total)``: bytes of the source, or tokens if it has no text.
         shard_tokens: tokens per file.
         num_workers: processes that encode; 0 for one per core, fewer if there is little to encode. The files do not
             depend on it.
-        told: called now and then with the progress while tables are read.
+        told: called now and then with the progress.
 
     Returns:
         ``out``.
@@ -89,21 +137,26 @@ def prepare(
     source = _open(spec)
     for line in left_out_of(source):
         say(line)
-    if spec.format != "text":
-        return prepare_examples(spec, source, out, shard_tokens, lambda: _open(spec))
-    if isinstance(source, Tables):
-        workers = num_workers or _workers_for(source.num_bytes)
-        return _prepare_tables(spec, source, out, shard_tokens, workers, told or _untold)
+    if spec.format != "text" and not isinstance(source, Tables):
+        what = f"{spec.format} reads rows, and the source {', '.join(spec.paths[:3]) or spec.source} has none"
+        todo = "name .jsonl or .parquet files by --data text --data.path, or a data set of the hub"
+        raise UserError("data.format", what, todo)
     fingerprint = source.fingerprint()
     if is_prepared(spec.identity(), fingerprint, out):
         return out
-    with draft_of(out) as draft:
-        is_encoded = source_entry(spec.source).has_text and spec.tokenizer != "bytes"  # encoding is slow
-        num_workers = num_workers or (_workers_for(fingerprint.num_bytes) if is_encoded else 1)
-        _write(spec, source, fingerprint, draft, progress or _silent, shard_tokens, num_workers)
-        if source.fingerprint() != fingerprint:
-            raise UserError("data.path", f"{source.description} changed while it was read", "try again")
-        _publish(draft, out, spec, fingerprint)
+    is_local = not isinstance(source, Tables) or not any(is_address(file.path) for file in source.files)
+    plan = spec.identity() | {"shard_tokens": shard_tokens, "content": fingerprint.sha256}
+    with work_folder(out, plan, is_local=is_local) as work:
+        if is_prepared(spec.identity(), fingerprint, out):  # by the process that had the lock before us
+            remove(work)
+            return out
+        workers = num_workers or min(num_cpus(), max(1, fingerprint.num_bytes // PART_BYTES))  # one costs a second
+        meta = _write(source, _Job(spec, fingerprint, work, shard_tokens, workers, told))
+        if _open(spec).fingerprint() != fingerprint:
+            remove(work)
+            raise UserError("data.path", f"{meta.source.description} changed while it was read", "try again")
+        write_meta(work / "draft", meta)
+        publish(work, out)
     return out
 
 
@@ -116,59 +169,43 @@ def _open(spec: DataSpec) -> Source:
     return open_source(spec.source, spec.paths, size, column=spec.column, vocab_size=vocab_size, row_key=row_key)
 
 
-def _publish(draft: Path, out: Path, spec: DataSpec, fingerprint: Fingerprint) -> None:
-    if not publish(draft, out, META_NAME) and not is_prepared(spec.identity(), fingerprint, out):
-        raise UserError("data.dir", f"{out} was removed while it was prepared", "try again")
+@dataclass(frozen=True)
+class _Written:
+    """What lies in the draft, for its ``meta.json``."""
+
+    splits: dict[str, SplitMeta]
+    rule: str
+    tokenizer: Tokenizer | None
+    tokenizer_name: str
+    vocab_size: int
+    num_documents: int
 
 
-def holdout_of(tables: Tables, val_fraction: float) -> Holdout:
-    """Return the rule that splits ``tables``; reads a few documents. Raises UserError if they cannot be read."""
-    return Holdout(val_fraction, count_documents(tables, MANY_DOCUMENTS))
-
-
-def _workers_for(num_bytes: int) -> int:
-    """Return a number of workers; a process costs a second to start, so a few megabytes are encoded in this one."""
-    return min(num_cpus(), max(1, num_bytes // PART_BYTES))
-
-
-def _prepare_tables(
-    spec: DataSpec,
-    tables: Tables,
-    out: Path,
-    shard_tokens: int,
-    num_workers: int,
-    told: Callable[[bulk.Told], None],
-) -> Path:
-    fingerprint = tables_fingerprint(tables)
-    if is_prepared(spec.identity(), fingerprint, out):
-        return out
-    holdout = holdout_of(tables, spec.val_fraction)
-    files = corpus_identity(tables.files).splitlines()
-    plan = {**spec.identity(), "split": holdout.rule, "shard_tokens": shard_tokens, "files": files}
-    is_local = not any(is_address(file.path) for file in tables.files)
-    with bulk.work_folder(out, plan) as work, bulk.removed_if_refused(work, needed=not is_local):
-        if is_prepared(spec.identity(), fingerprint, out):  # by the process that had the lock before us
-            bulk.remove(work)
-            return out
-        tokenizer = bulk.tokenizer_of(spec.tokenizer, tables, holdout, work)
-        dtype = dtype_for(tokenizer.vocab_size)
-        sizes = (spec.max_tokens, shard_tokens)
-        joined = bulk.join_parts(
-            tables, spec.tokenizer, dtype, holdout, *sizes, work, num_workers=num_workers, progress=told
-        )
-        _require_tokens({split: meta.num_tokens for split, meta in joined.splits.items()}, spec.val_fraction)
-        if _open(spec) != tables:
-            bulk.remove(work)
-            raise UserError("data.path", f"{tables.files[0].path} or another file changed meanwhile", "try again")
-        draft = work / "draft"
-        tokenizer_sha256 = write_tokenizer(draft, tokenizer) if isinstance(tokenizer, BpeTokenizer) else ""
-        source = SourceMeta(_described(spec, tables), fingerprint.num_bytes, joined.num_documents, fingerprint.sha256)
-        recorded, named = spec.identity() | {"split": holdout.rule}, (tokenizer.name, tokenizer_sha256)
-        meta = DataMeta(recorded, source, *named, tokenizer.vocab_size, dtype, joined.splits, tokenizer.eos_id)
-        write_meta(draft, meta)
-        _publish(draft, out, spec, fingerprint)
-        bulk.remove(work)
-    return out
+def _write(source: Source, job: _Job) -> DataMeta:
+    """Write the draft's files, without its ``meta.json``, and return the content of that."""
+    spec, fingerprint = job.spec, job.fingerprint
+    if spec.format != "text":
+        assert isinstance(source, Tables)
+        return write_examples(spec, source, job.draft, job.shard_tokens)
+    if isinstance(source, SyntheticTokens):
+        written = _write_synthetic(source, job)
+    elif isinstance(source, TokenBins):
+        written = _write_bins(source, job)
+    else:
+        written = _write_text(source, job)
+    _require_tokens({split: meta.num_tokens for split, meta in written.splits.items()}, spec.val_fraction)
+    name, tokenizer = written.tokenizer_name, written.tokenizer
+    description = _described(spec, source) if isinstance(source, Tables) else source.description
+    return DataMeta(
+        spec.identity() | ({"split": written.rule} if written.rule else {}),
+        SourceMeta(description, fingerprint.num_bytes, written.num_documents, fingerprint.sha256),
+        name,
+        write_tokenizer(job.draft, tokenizer) if isinstance(tokenizer, BpeTokenizer) else "",
+        written.vocab_size,
+        dtype_for(written.vocab_size),
+        written.splits,
+        eos_id=eos_id_of(name) if tokenizer is None else tokenizer.eos_id,
+    )
 
 
 def _described(spec: DataSpec, tables: Tables) -> str:
@@ -177,113 +214,109 @@ def _described(spec: DataSpec, tables: Tables) -> str:
     return f"{spec.source}: {tables.files[0].path}" + (f" and {len(tables.files) - 1} more" * (len(tables.files) > 1))
 
 
-def _untold(told: bulk.Told) -> None:
-    """Ignore progress."""
+def _write_text(source: TextSource | Tables, job: _Job) -> _Written:
+    """Encode text; of tables, resume from the state that an earlier process saved."""
+    spec, is_table = job.spec, isinstance(source, Tables)
+    many = count_documents(source, MANY_DOCUMENTS) if isinstance(source, Tables) else job.fingerprint.num_documents
+    holdout = Holdout(spec.val_fraction, many)
+    tokenizer = tokenizer_of(spec.tokenizer, train_texts(source, holdout), job.work)
+    dtype = dtype_for(tokenizer.vocab_size)
+    state = read_state(job.work) if is_table else State()
+    began, began_with = time.monotonic(), state.train + state.val
+    saved_at, saved_with = began, began_with
+    with ExitStack() as stack:
+        writers = job.writers(dtype, stack, state)
+        tasks: Iterable[Task]
+        if isinstance(source, Tables):
+            is_full = all(each.is_full for each in writers.values())
+            tasks = islice(source.parts() if not is_full else (), state.next_part, None)
+        else:
+            tasks = tasks_of(source, holdout, writers)
+        encoder = (job.work, spec.tokenizer, dtype, holdout, spec.column)
+        num_workers = job.num_workers if is_table or spec.tokenizer != "bytes" else 1  # which is no work
+        for found in stack.enter_context(closing(encoded(tasks, encoder, num_workers))):
+            for split in SPLITS:
+                writers[split].write(found.ids[split])
+            state.train, state.val = writers["train"].num_tokens, writers["val"].num_tokens
+            state.next_part += 1
+            state.num_documents += found.num_documents
+            state.num_bytes = found.num_bytes if is_table else state.num_bytes + found.num_bytes
+            num_tokens, now = state.train + state.val, time.monotonic()
+            shares = state.num_bytes / job.fingerprint.num_bytes, num_tokens / (spec.max_tokens or 1 << 63)
+            job.told(Told(num_tokens, min(max(shares), 1.0), (num_tokens - began_with) / max(now - began, 1e-9)))
+            if (num_tokens - saved_with) * DTYPES[dtype].itemsize > SAVE_BYTES or now - saved_at > SAVE_S:
+                _save(job.work, state, writers)
+                saved_at, saved_with = now, num_tokens
+            if all(each.is_full for each in writers.values()):
+                break
+        _save(job.work, state, writers)
+        splits = {split: writer.finish() for split, writer in writers.items()}
+    num_documents = state.num_documents if is_table else job.fingerprint.num_documents
+    return _Written(splits, holdout.rule, tokenizer, tokenizer.name, tokenizer.vocab_size, num_documents)
 
 
-def _silent(done: int, total: int) -> None:
-    """Ignore progress."""
+def _save(work: Path, state: State, writers: dict[str, TokenWriter]) -> None:
+    for each in writers.values():
+        each.sync()
+    save_state(work, state)
 
 
-def _write(
-    spec: DataSpec,
-    source: Source,
-    fingerprint: Fingerprint,
-    draft: Path,
-    progress: Progress,
-    shard_tokens: int,
-    num_workers: int,
-) -> None:
-    assert not isinstance(source, Tables)
-    tokenizer: Tokenizer | None = None
-    holdout = Holdout(spec.val_fraction, fingerprint.num_documents)
-    rule = BIN_SPLIT if isinstance(source, TokenBins) else ""
-    if isinstance(source, SyntheticTokens | TokenBins):
-        name, vocab_size = "none", source.vocab_size
-        if isinstance(source, TokenBins) and spec.tokenizer != "none":
-            name = "json" if spec.tokenizer.startswith("json:") else spec.tokenizer
-            tokenizer = read_tokenizer(Path(spec.tokenizer[5:])) if name == "json" else None
-    else:
-        texts = bulk.at_most(train_texts(source, holdout), bulk.TRAINING_BYTES)
-        tokenizer = make_tokenizer(spec.tokenizer, texts)
-        name, vocab_size, rule = tokenizer.name, tokenizer.vocab_size, holdout.rule
-        keep_for_workers(draft, tokenizer)
-    dtype = dtype_for(vocab_size)
-    limits = bulk.token_limits(spec.max_tokens, spec.val_fraction)
-    if isinstance(source, TokenBins) and source.can_be_mapped(DTYPES[dtype]):
-        splits = _map_bins(spec, source, fingerprint, limits, progress, shard_tokens)
+def tokenizer_of(name: str, texts: Iterable[str], work: Path) -> Tokenizer:
+    """Return the tokenizer, kept in ``work``; ``bpe:N`` is trained once, on the first `TRAINING_BYTES` of ``texts``."""
+    kept = work / TOKENIZER_FILE
+    if kept.exists():
+        return read_tokenizer(kept, name if name.startswith("bpe:") else "json")
+    tokenizer = make_tokenizer(name, _at_most(texts, TRAINING_BYTES))
+    if isinstance(tokenizer, BpeTokenizer):
+        tokenizer.keep_special_tokens(work)
+        write_whole(kept, tokenizer.to_json().encode())
+    return tokenizer
+
+
+def _at_most(texts: Iterable[str], num_chars: int) -> Iterator[str]:
+    """Yield the first texts until they have ``num_chars`` characters; the last one is not cut."""
+    for text in texts:
+        if num_chars <= 0:
+            return
+        num_chars -= len(text)
+        yield text
+
+
+def token_limits(max_tokens: int, val_fraction: float) -> dict[str, int | None]:
+    """Return the maximum tokens per split, out of ``max_tokens`` for both; None per split if that is 0."""
+    num_val = int(max_tokens * val_fraction)
+    return {"train": max_tokens - num_val, "val": num_val} if max_tokens else {"train": None, "val": None}
+
+
+def _write_synthetic(source: SyntheticTokens, job: _Job) -> _Written:
+    """Write the walk; its last ``val_fraction`` is the validation split."""
+    num_train, done = source.num_tokens - int(source.num_tokens * job.spec.val_fraction), 0
+    with ExitStack() as stack:
+        writers = job.writers(dtype_for(source.vocab_size), stack)
+        for block in source.blocks():
+            cut_at = min(max(num_train - done, 0), block.size)
+            writers["train"].write(block[:cut_at])
+            writers["val"].write(block[cut_at:])
+            done += block.size
+        splits = {split: writer.finish() for split, writer in writers.items()}
+    return _Written(splits, "", None, "none", source.vocab_size, job.fingerprint.num_documents)
+
+
+def _write_bins(source: TokenBins, job: _Job) -> _Written:
+    """Describe ids in place if they are as wide as a prepared folder's, else copy them."""
+    spec, dtype = job.spec, dtype_for(source.vocab_size)
+    name = "json" if spec.tokenizer.startswith("json:") else spec.tokenizer
+    tokenizer = read_tokenizer(Path(spec.tokenizer[5:])) if name == "json" else None
+    if source.can_be_mapped(DTYPES[dtype]):
+        job.draft.mkdir(exist_ok=True)
+        splits = source.mapped(spec.val_fraction, token_limits(spec.max_tokens, spec.val_fraction), job.shard_tokens)
     else:
         with ExitStack() as stack:
-            writers = {
-                split: stack.enter_context(TokenWriter(draft, split, dtype, shard_tokens, limits[split]))
-                for split in SPLITS
-            }
-            if isinstance(source, SyntheticTokens):
-                _write_synthetic(spec, source, writers, progress)
-            elif isinstance(source, TokenBins):
-                _write_bins(spec, source, fingerprint, writers, progress)
-            else:
-                assert tokenizer is not None
-                pieces = pieces_of(source, holdout, writers)
-                encoded = encode_pieces(pieces, tokenizer, writers, draft, spec.tokenizer, dtype, num_workers)
-                _follow(encoded, fingerprint.num_bytes, progress)
+            writers = job.writers(dtype, stack)
+            for split, ids in source.split(spec.val_fraction):
+                writers[split].write(ids)
             splits = {split: writer.finish() for split, writer in writers.items()}
-    _require_tokens({split: meta.num_tokens for split, meta in splits.items()}, spec.val_fraction)
-    tokenizer_sha256 = write_tokenizer(draft, tokenizer) if isinstance(tokenizer, BpeTokenizer) else ""
-    source_meta = SourceMeta(source.description, **asdict(fingerprint))
-    eos_id = eos_id_of(name) if tokenizer is None else tokenizer.eos_id
-    recorded = spec.identity() | ({"split": rule} if rule else {})
-    write_meta(draft, DataMeta(recorded, source_meta, name, tokenizer_sha256, vocab_size, dtype, splits, eos_id))
-
-
-def _follow(encoded: Iterable[Piece], num_bytes: int, progress: Progress) -> None:
-    """Report the progress of each piece that was encoded and written."""
-    done = 0
-    for piece in encoded:
-        done += len(piece.text.encode())
-        progress(min(done, num_bytes), num_bytes)
-
-
-def _map_bins(
-    spec: DataSpec,
-    source: TokenBins,
-    fingerprint: Fingerprint,
-    limits: dict[str, int | None],
-    progress: Progress,
-    shard_tokens: int,
-) -> dict[str, SplitMeta]:
-    """Map the files in place; read them once for their sha256."""
-    done = 0
-
-    def told(num_bytes: int) -> None:
-        nonlocal done
-        done += num_bytes
-        progress(min(done, fingerprint.num_bytes), fingerprint.num_bytes)
-
-    return source.mapped(spec.val_fraction, limits, shard_tokens, told)
-
-
-def _write_synthetic(
-    spec: DataSpec, source: SyntheticTokens, writers: dict[str, TokenWriter], progress: Progress
-) -> None:
-    """Write the walk; its last ``val_fraction`` is the validation split."""
-    num_train, done = source.num_tokens - int(source.num_tokens * spec.val_fraction), 0
-    for block in source.blocks():
-        cut_at = min(max(num_train - done, 0), block.size)
-        writers["train"].write(block[:cut_at])
-        writers["val"].write(block[cut_at:])
-        done += block.size
-        progress(done, source.num_tokens)
-
-
-def _write_bins(
-    spec: DataSpec, source: TokenBins, fingerprint: Fingerprint, writers: dict[str, TokenWriter], progress: Progress
-) -> None:
-    done = 0
-    for split, ids in source.split(spec.val_fraction):
-        writers[split].write(ids)
-        done += ids.nbytes
-        progress(min(done, fingerprint.num_bytes), fingerprint.num_bytes)
+    return _Written(splits, BIN_SPLIT, tokenizer, name, source.vocab_size, job.fingerprint.num_documents)
 
 
 def _require_tokens(num_tokens: dict[str, int], val_fraction: float) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zeroshard.data.documents import Fingerprint
+from zeroshard.data.files import Fingerprint
 from zeroshard.data.meta import META_NAME, DataMeta, read_meta
-from zeroshard.data.tables import Tables, corpus_identity
 from zeroshard.errors import UserError
 
 
@@ -25,29 +23,26 @@ def is_prepared(wanted: Mapping[str, Any], fingerprint: Fingerprint, out: Path) 
             raise UserError("data.dir", what, "name another folder")
         return False
     meta = read_meta(out)
-    found = without_rules(meta.spec)
-    differences = [
-        f"{key} {found.get(key)!r} where {wanted.get(key)!r} is asked for"
-        for key in sorted(wanted.keys() | found.keys())
-        if wanted.get(key) != found.get(key)
-    ]
-    if not differences and meta.source.sha256 != fingerprint.sha256:
-        differences = [
+    changed = differences(without_rules(meta.spec), wanted)
+    if not changed and meta.source.sha256 != fingerprint.sha256:
+        changed = [
             f"another text: {meta.source.num_bytes:,} bytes of {meta.source.description}, sha256 "
             f"{meta.source.sha256[:12]}…, where the source now has {fingerprint.num_bytes:,} bytes, sha256 "
             f"{fingerprint.sha256[:12]}…"
         ]
-    if differences:
-        raise UserError(
-            "data.dir", f"{out} was prepared with {', '.join(differences)}", "name another folder or delete this one"
-        )
+    if changed:
+        what = f"{out} was prepared with {', '.join(changed)}"
+        raise UserError("data.dir", what, "name another folder or delete this one")
     return True
 
 
-def tables_fingerprint(tables: Tables) -> Fingerprint:
-    """Return a fingerprint of the files' names, sizes and versions; documents are not counted before they are read."""
-    digest = hashlib.sha256(corpus_identity(tables.files).encode()).hexdigest()
-    return Fingerprint(tables.num_bytes, 0, digest)
+def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """Return in words how the choices of two preparations differ."""
+    return [
+        f"{key} {found.get(key)!r} where {wanted.get(key)!r} is asked for"
+        for key in sorted(wanted.keys() | found.keys())
+        if wanted.get(key) != found.get(key)
+    ]
 
 
 def without_rules(spec: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,8 +33,8 @@ from numpy.typing import NDArray
 
 from zeroshard.data.bins import TokenBins
 from zeroshard.data.chosen_files import choose, walk
-from zeroshard.data.documents import Document, Fingerprint, documents_of, fingerprint_of, text_document
-from zeroshard.data.files import facts_of
+from zeroshard.data.documents import Document, documents_of, fingerprint_of, text_document
+from zeroshard.data.files import Fingerprint, facts_of
 from zeroshard.data.hub import parse_hub_name
 from zeroshard.data.names import unknown_name
 from zeroshard.data.registry import SOURCES, SourceRequest, SyntheticSize, is_hub_name, source_entry

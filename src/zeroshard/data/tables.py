@@ -12,6 +12,7 @@ Rows that are null or empty are not documents.
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from urllib.parse import urlsplit
 
-from zeroshard.data.files import FileFacts, is_address, open_binary, patiently, require_package, suffix_of
+from zeroshard.data.files import FileFacts, Fingerprint, is_address, open_binary, patiently, require_package, suffix_of
 from zeroshard.data.json_lists import begins_list, values_of_list
 from zeroshard.errors import UserError
 from zeroshard.regular_files import json_of
@@ -44,6 +45,7 @@ class Part:
     Attributes:
         index: its position among all parts of the corpus.
         file: the file that contains the rows.
+        num_before: bytes of the corpus' files before this one, as stored.
         begin, end: for ``.parquet`` a range of row groups, else a range of bytes in which the lines begin; ``end`` -1
             means the end of the file.
         is_list: whether the part is the whole file, which is one JSON list.
@@ -51,6 +53,7 @@ class Part:
 
     index: int
     file: FileFacts
+    num_before: int
     begin: int
     end: int
     is_list: bool = False
@@ -105,12 +108,17 @@ class Tables:
         Raises:
             UserError: a file cannot be read, or lacks the column.
         """
-        index = 0
+        index = num_before = 0
         for file in self.files:
             whole = is_list(file.path)
             for begin, end in ((0, -1),) if whole else _ranges(file, self.column):
-                yield Part(index, file, begin, end, whole)
+                yield Part(index, file, num_before, begin, end, whole)
                 index += 1
+            num_before += file.num_bytes
+
+    def fingerprint(self) -> Fingerprint:
+        """Return a fingerprint of the files' names, sizes and versions; documents are not counted unread."""
+        return Fingerprint(self.num_bytes, 0, hashlib.sha256(corpus_identity(self.files).encode()).hexdigest())
 
 
 @dataclass

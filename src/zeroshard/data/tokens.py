@@ -7,6 +7,7 @@ block in memory at a time.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -127,6 +128,10 @@ class TokenWriter:
         dtype: a key of `meta.DTYPES`.
         shard_tokens: tokens per file.
         max_tokens: all tokens after so many are dropped; None means no limit.
+        num_tokens: valid tokens of an earlier process that wrote with the same arguments; others are deleted.
+
+    Raises:
+        UserError: there are fewer tokens than ``num_tokens``.
     """
 
     def __init__(
@@ -136,6 +141,8 @@ class TokenWriter:
         dtype: str,
         shard_tokens: int = DEFAULT_SHARD_TOKENS,
         max_tokens: int | None = None,
+        *,
+        num_tokens: int = 0,
     ) -> None:
         assert shard_tokens >= 1
         self._folder, self._split, self._dtype = folder, split, DTYPES[dtype]
@@ -145,7 +152,8 @@ class TokenWriter:
         self._room = 0  # tokens that still fit into the open file
         self._hash = hashlib.sha256()
         self.num_tokens = 0
-        (folder / split).mkdir()
+        (folder / split).mkdir(parents=True, exist_ok=True)
+        self._keep(num_tokens)
 
     def __enter__(self) -> TokenWriter:
         return self
@@ -167,7 +175,7 @@ class TokenWriter:
             ids = ids[: self._max_tokens - self.num_tokens]
         while ids.size:
             if self._file is None:
-                path = self._folder / self._split / f"tokens-{len(self._shards):05d}.bin"
+                path = self._folder / self._shard_name()
                 self._file, self._room, self._hash = path.open("wb"), self._shard_tokens, hashlib.sha256()
             piece, ids = ids[: self._room], ids[self._room :]
             data = piece.astype(self._dtype).tobytes()
@@ -178,6 +186,36 @@ class TokenWriter:
             if self._room == 0:
                 self._close_shard()
 
+    def sync(self) -> None:
+        """Block until all written bytes are on the disk."""
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def _keep(self, num_tokens: int) -> None:
+        """Read and hash what an earlier process wrote, up to ``num_tokens``; truncate and delete what is beyond."""
+        itemsize = self._dtype.itemsize
+        for path in sorted((self._folder / self._split).iterdir()):
+            kept = min(num_tokens - self.num_tokens, self._shard_tokens)
+            if not kept:
+                path.unlink()
+            elif path != self._folder / self._shard_name() or path.stat().st_size < kept * itemsize:
+                break
+            else:
+                os.truncate(path, kept * itemsize)
+                self._file, self._room = path.open("ab"), self._shard_tokens - kept
+                with path.open("rb") as file:
+                    self._hash = hashlib.file_digest(file, "sha256")
+                self.num_tokens += kept
+                if self._room == 0:
+                    self._close_shard()
+        if self.num_tokens < num_tokens:
+            path, todo = self._folder / self._shard_name(), f"delete the folder {self._folder.parent}"
+            raise UserError("data.dir", f"{path} has lost what was written", todo)
+
+    def _shard_name(self) -> str:
+        return f"{self._split}/tokens-{len(self._shards):05d}.bin"
+
     def finish(self) -> SplitMeta:
         """Close the last file and describe the split."""
         if self._file is not None:
@@ -186,10 +224,10 @@ class TokenWriter:
 
     def _close_shard(self) -> None:
         assert self._file is not None
+        self.sync()
         self._file.close()
         self._file = None
-        name = f"{self._split}/tokens-{len(self._shards):05d}.bin"
-        self._shards.append(ShardMeta(name, self._shard_tokens - self._room, self._hash.hexdigest()))
+        self._shards.append(ShardMeta(self._shard_name(), self._shard_tokens - self._room, self._hash.hexdigest()))
 
 
 def verify(folder: Path | str) -> None:

@@ -1,4 +1,4 @@
-"""Prepare examples once: read rows, render, split by content, encode, write; the folder appears complete or not at all.
+"""Prepare examples: read rows, render, split by content, encode, write.
 
 Complete examples are held out for validation. In a set of `MANY_DOCUMENTS` or more, those whose content hashes below
 ``val_fraction``, as for text (`zeroshard.data.split`). In a smaller set, as many as the fraction says and at least one:
@@ -21,9 +21,7 @@ from zeroshard.data.examples.rows import rows_of
 from zeroshard.data.examples.store import ExampleWriter
 from zeroshard.data.examples.template import ChatTemplate, find_template, keep_template
 from zeroshard.data.examples.texts import ExampleText, TextOf, text_of_chat, text_of_pair
-from zeroshard.data.meta import META_NAME, SPLITS, DataMeta, SourceMeta, dtype_for, write_meta
-from zeroshard.data.prepared import is_prepared, tables_fingerprint
-from zeroshard.data.publish import draft_of, publish
+from zeroshard.data.meta import SPLITS, DataMeta, SourceMeta, dtype_for
 from zeroshard.data.spec import DataSpec
 from zeroshard.data.split import MANY_DOCUMENTS
 from zeroshard.data.tables import Tables
@@ -35,42 +33,15 @@ _AT_ONCE = 256  # examples that are encoded together
 _ALL = 1 << 64
 
 
-def prepare_examples(
-    spec: DataSpec, source: object, out: Path, shard_tokens: int, open_again: Callable[[], object]
-) -> Path:
-    """Write the examples of ``spec`` into ``out``, unless they exist already; return ``out``.
-
-    Args:
-        spec: what to prepare; its format is ``chat`` or ``prompt``.
-        source: its source, opened.
-        out: the folder.
-        shard_tokens: ids per file.
-        open_again: opens the source once more, to check that it has not changed.
+def write_examples(spec: DataSpec, tables: Tables, draft: Path, shard_tokens: int) -> DataMeta:
+    """Write the examples of ``spec``, whose format is ``chat`` or ``prompt``, into ``draft``; return their description.
 
     Raises:
-        UserError: the source has no rows, a row is not an example, or ``out`` has other content.
-        OSError: the disk failed or is full.
+        UserError: a row is not an example, or too few are left.
     """
-    if not isinstance(source, Tables):
-        todo = "name .jsonl or .parquet files by --data text --data.path, or a data set of the hub"
-        raise UserError("data.format", f"{spec.format} reads rows, and the source {_named(spec)} has none", todo)
-    fingerprint = tables_fingerprint(source)
-    if is_prepared(spec.identity(), fingerprint, out):
-        return out
     template = find_template(spec.template, spec.tokenizer) if spec.format == "chat" else None
     if template is not None:
         template.check()
-    with draft_of(out) as draft:
-        meta = _write(spec, source, template, draft, shard_tokens)
-        if open_again() != source:
-            raise UserError("data.path", f"{source.files[0].path} or another file changed meanwhile", "try again")
-        write_meta(draft, meta)
-        if not publish(draft, out, META_NAME) and not is_prepared(spec.identity(), fingerprint, out):
-            raise UserError("data.dir", f"{out} was removed while it was prepared", "try again")
-    return out
-
-
-def _write(spec: DataSpec, tables: Tables, template: ChatTemplate | None, draft: Path, shard_tokens: int) -> DataMeta:
     is_val, num_examples = _validating(spec, tables)
     texts = (text.text for split, text in _texts(spec, tables, template, is_val) if split == "train")
     tokenizer = make_tokenizer(spec.tokenizer, texts)
@@ -88,7 +59,7 @@ def _write(spec: DataSpec, tables: Tables, template: ChatTemplate | None, draft:
     tokenizer_sha256 = write_tokenizer(draft, tokenizer) if isinstance(tokenizer, BpeTokenizer) else ""
     if template is not None:
         keep_template(draft, template)
-    fingerprint = tables_fingerprint(tables)
+    fingerprint = tables.fingerprint()
     described = ", ".join(spec.paths) or spec.source
     return DataMeta(
         spec.identity() | {"split": BY_EXAMPLE},
@@ -152,7 +123,3 @@ def _require_both(num_examples: Mapping[str, int], val_fraction: float) -> None:
 def _hash_of(row: Mapping[str, Any]) -> int:
     content = json.dumps(row, sort_keys=True, default=str)
     return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8, key=BY_EXAMPLE.encode()).digest(), "little")
-
-
-def _named(spec: DataSpec) -> str:
-    return ", ".join(spec.paths[:3]) or spec.source

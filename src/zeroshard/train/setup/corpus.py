@@ -22,7 +22,7 @@ from zeroshard.data.examples.template import TEMPLATE_FILES, find_template, has_
 from zeroshard.data.lanes import open_stream
 from zeroshard.data.meta import SPLITS, DataMeta, read_meta
 from zeroshard.data.mixing import JoinedRows, Mixture
-from zeroshard.data.prepared import say, tables_fingerprint
+from zeroshard.data.prepared import say
 from zeroshard.data.row_sets import Rows, TextRows
 from zeroshard.data.sources import SyntheticSize, has_columns, open_source
 from zeroshard.data.spec import data_dir
@@ -238,7 +238,7 @@ def _streamed(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
     order = {"grad_accum_steps": grad_accum_steps, "seed": config.seed}
     batches = StreamBatches(text, **shapes, **order, **ranks, gather=gather)
     rules = {"source": data.source, "val_fraction": data.val_fraction, "split": text.holdout.rule}
-    corpus_sha256 = tables_fingerprint(tables).sha256
+    corpus_sha256 = tables.fingerprint().sha256
 
     def keep(kept: Path) -> None:
         shutil.rmtree(kept, ignore_errors=True)

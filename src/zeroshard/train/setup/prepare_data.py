@@ -10,9 +10,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from zeroshard.data.bulk import Told
 from zeroshard.data.meta import read_meta
-from zeroshard.data.prepare import prepare
+from zeroshard.data.prepare import Told, prepare
 from zeroshard.data.sources import has_columns
 from zeroshard.data.spec import DataSpec, data_dir
 from zeroshard.errors import ExitStatus

@@ -2,16 +2,17 @@ import random
 import signal
 import subprocess
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
 
 import forked
 import small_tables as made
-from zeroshard.data import bulk, tables
-from zeroshard.data.bulk import Told
+from zeroshard.data import tables
 from zeroshard.data.meta import read_meta
-from zeroshard.data.prepare import DataSpec, prepare
+from zeroshard.data.prepare import DataSpec, Told, prepare
 from zeroshard.data.split import validates
 from zeroshard.data.tokenizer import load_tokenizer
 from zeroshard.data.tokens import TokenDataset, verify
@@ -22,8 +23,10 @@ from zeroshard.errors import UserError
 PREPARE = """
 import os, signal, sys
 from pathlib import Path
-from zeroshard.data import bulk, tables
-tables.PART_BYTES, bulk._SAVE_S = 2000, 0.05
+from zeroshard.data import tables
+tables.PART_BYTES = 2000
+import zeroshard.data.prepare as module
+module.SAVE_S = 0.01
 from zeroshard.data.prepare import DataSpec, prepare
 num_events = 0
 
@@ -99,8 +102,8 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_bytes_of_one_that_wa
     whole = start(tmp_path / "whole")
     assert whole.returncode == 0
     num_events, draw = int(whole.stdout), random.Random(7)
-    assert num_events > 100
-    for _ in range(6):
+    assert num_events > 60
+    for _ in range(4):
         assert start(tmp_path / "killed", draw.randint(1, num_events // 4)).returncode == -signal.SIGKILL
     assert start(tmp_path / "killed").returncode == 0
     assert files(tmp_path / "killed") == files(tmp_path / "whole")
@@ -111,114 +114,105 @@ class _StopError(Exception):
     pass
 
 
-@pytest.mark.parametrize("after", [1, 2, 9, 30, 55])
-def test_what_was_joined_and_what_was_made_ahead_is_gone_on_with(folder, tmp_path, small_parts, monkeypatch, after):
-    spec = DataSpec("text", (str(folder),))
+def stop_after(count):
+    """A function that stops a preparation as its ``count``-th progress is told; ``calls`` are all that were."""
+
+    def told(told):
+        told_of.calls.append(told)
+        if len(told_of.calls) == count:
+            raise _StopError
+
+    told_of = told
+    told_of.calls = []
+    return told_of
+
+
+@pytest.mark.parametrize("after", [1, 9, 55])
+def test_what_was_written_is_gone_on_with_and_what_grew_beyond_is_cut_back(
+    folder, tmp_path, small_parts, monkeypatch, after
+):
+    monkeypatch.setattr("zeroshard.data.prepare.SAVE_BYTES", 8000)
+    spec, out = DataSpec("text", (str(folder),), max_tokens=60_000 if after == 9 else 0), tmp_path / "out"
+    stop, num_parts = stop_after(after), len(list(made.tables_of(*sorted(folder.iterdir())).parts()))
     whole = files(prepare(spec, tmp_path / "whole", shard_tokens=3000, num_workers=1))
-    monkeypatch.setattr(bulk, "_SAVE_BYTES", 8000)
-    count = 0
-
-    def stop(told):
-        nonlocal count
-        count += 1
-        if count == after:
-            raise _StopError
-
     with pytest.raises(_StopError):
-        prepare(spec, tmp_path / "out", shard_tokens=3000, num_workers=1, told=stop)
-    made_before = count
-    assert files(prepare(spec, tmp_path / "out", shard_tokens=3000, num_workers=1, told=stop)) == whole
-    num_parts = len(list(made.tables_of(*sorted(folder.iterdir())).parts()))
-    assert count - made_before <= num_parts
+        prepare(spec, out, shard_tokens=3000, num_workers=1, told=stop)
+    for path in sorted((tmp_path / ".out.partial" / "draft" / "train").iterdir())[-1:]:
+        for name in (path.name, "tokens-99999.bin"):
+            with path.with_name(name).open("ab") as file:
+                file.write(b"torn")
+    assert files(prepare(spec, out, shard_tokens=3000, num_workers=1, told=stop)) == whole
     if after > 20:  # of what was saved nothing is done again
-        assert count - made_before < num_parts
-
-
-def test_a_shard_that_grew_beyond_what_was_saved_is_cut_back(folder, tmp_path, small_parts):
-    spec = DataSpec("text", (str(folder),))
-    whole = files(prepare(spec, tmp_path / "whole", num_workers=1))
-
-    def stop(told):
-        raise _StopError
-
-    with pytest.raises(_StopError):
-        prepare(spec, tmp_path / "out", num_workers=1, told=stop)
-    train = tmp_path / ".out.partial" / "draft" / "train"
-    for name in ("tokens-00000.bin", "tokens-00001.bin"):
-        with (train / name).open("ab") as file:
-            file.write(b"torn")
-    assert files(prepare(spec, tmp_path / "out", num_workers=1)) == whole
-
-
-def test_a_shard_that_lost_what_was_written_is_told_of(folder, tmp_path, small_parts, monkeypatch):
-    monkeypatch.setattr(bulk, "_SAVE_BYTES", 0)
-    spec = DataSpec("text", (str(folder),))
-
-    def stop(told):
-        if told.fraction > 0.5:
-            raise _StopError
-
-    with pytest.raises(_StopError):
-        prepare(spec, tmp_path / "out", num_workers=1, told=stop)
-    train = tmp_path / ".out.partial" / "draft" / "train" / "tokens-00000.bin"
-    train.write_bytes(train.read_bytes()[:100])
-    with pytest.raises(UserError, match=r"data\.dir: .*tokens-00000\.bin has lost what was written; delete the folder"):
-        prepare(spec, tmp_path / "out", num_workers=1)
+        assert len(stop.calls) - after < num_parts
+    assert not list(tmp_path.glob(".*partial"))
 
 
 def test_a_limit_that_was_reached_before_an_interruption_is_not_passed(folder, tmp_path, small_parts, monkeypatch):
     spec = DataSpec("text", (str(folder),), max_tokens=30_000)
     whole = files(prepare(spec, tmp_path / "whole", num_workers=1))
-
-    def stop(self):
-        raise _StopError
-
     with monkeypatch.context() as patch:
-        patch.setattr(bulk._Shards, "describe", stop)
+        patch.setattr("zeroshard.data.tokens.TokenWriter.finish", lambda self: stop_after(1)(None))
         with pytest.raises(_StopError):
             prepare(spec, tmp_path / "out", num_workers=1)
+    monkeypatch.setattr("zeroshard.data.encode.Encoder.__call__", None)  # no part is read again
     assert files(prepare(spec, tmp_path / "out", num_workers=1)) == whole
 
 
-def test_work_that_was_begun_for_something_else_is_left_alone(folder, tmp_path, small_parts):
-    def stop(told):
-        raise _StopError
-
+def test_begun_work_that_is_damaged_or_of_something_else_is_told_in_a_line(folder, tmp_path, small_parts, monkeypatch):
+    monkeypatch.setattr("zeroshard.data.prepare.SAVE_BYTES", 0)
+    spec, out, work = DataSpec("text", (str(folder),)), tmp_path / "out", tmp_path / ".out.partial"
     with pytest.raises(_StopError):
-        prepare(DataSpec("text", (str(folder),)), tmp_path / "out", num_workers=1, told=stop)
+        prepare(spec, out, num_workers=1, told=stop_after(20))
     other = DataSpec("text", (str(folder),), val_fraction=0.2)
     with pytest.raises(UserError, match=r"unfinished work with other settings: val_fraction 0\.1 where 0\.2 is asked"):
-        prepare(other, tmp_path / "out", num_workers=1)
+        prepare(other, out, num_workers=1)
+    begun = files(work)
+    cases = {"draft/train/tokens-00000.bin": ["lost"]}
+    damaged = ["{", "[]", "[" * 100_000, '{"next_part": "x"}', '{"a": 1}']
+    cases |= {"plan.json": damaged, "state.json": damaged}
+    line = r"^data\.dir: .*(is damaged|unfinished work with other settings|lost what was written).*; .*delete"
+    for name, contents in cases.items():
+        for content in contents:
+            for each, kept in begun.items():  # an error of the user's removes the folder
+                (work / each).parent.mkdir(parents=True, exist_ok=True)
+                (work / each).write_bytes(kept)
+            (work / name).write_text(content)
+            with pytest.raises(UserError, match=line):
+                prepare(spec, out, num_workers=1)
+            (work / name).unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("name", ["plan.json", "state.json"])
-@pytest.mark.parametrize("content", ["{", "[]", "[" * 100_000, '{"next_part": "x"}', '{"unknown": 1}'])
-def test_begun_work_that_is_damaged_is_told_in_a_line(folder, tmp_path, small_parts, name, content):
-    def stop(told):
-        raise _StopError
+def test_the_second_of_two_waits_for_the_first_and_takes_its_work(folder, tmp_path, capsys):
+    spec, out, second = DataSpec("text", (str(folder),)), tmp_path / "deep" / "out", []
 
-    spec = DataSpec("text", (str(folder),))
-    with pytest.raises(_StopError):
-        prepare(spec, tmp_path / "out", num_workers=1, told=stop)
-    (tmp_path / ".out.partial" / name).write_text(content)
-    with pytest.raises(UserError, match=r"^data\.dir: .*(is damaged|unfinished work with other settings).*; .*delete"):
-        prepare(spec, tmp_path / "out", num_workers=1)
+    def begin_another(told):
+        if not second:
+            second.append(threading.Thread(target=lambda: second.append(prepare(spec, out, num_workers=1))))
+            second[0].start()
+            while "waiting for it" not in capsys.readouterr().err:
+                time.sleep(0.01)
+
+    prepare(spec, out, num_workers=1, told=begin_another)
+    second[0].join()
+    assert second[1] == out
+    assert [each.name for each in out.parent.iterdir()] == ["out"]
+    verify(out)
 
 
-def test_two_at_once_are_one_too_many(folder, tmp_path):
-    spec = DataSpec("text", (str(folder),))
+def test_what_is_in_the_way_is_not_replaced(folder, tmp_path):
+    def put(told):
+        (tmp_path / "out").mkdir(exist_ok=True)
+        (tmp_path / "out" / "mine.txt").write_text("mine")
 
-    def again(told):
-        with pytest.raises(UserError, match=r"data\.dir: another process is preparing .*out"):
-            prepare(spec, tmp_path / "out", num_workers=1)
-
-    prepare(spec, tmp_path / "out", num_workers=1, told=again)
+    with pytest.raises(OSError, match="not empty"):
+        prepare(DataSpec("text", (str(folder),)), tmp_path / "out", num_workers=1, told=put)
+    assert (tmp_path / "out" / "mine.txt").read_text() == "mine"
 
 
 def test_preparing_again_reads_no_text(folder, tmp_path, monkeypatch):
     spec = DataSpec("text", (str(folder),))
     out = prepare(spec, tmp_path / "out", num_workers=1)
-    monkeypatch.setattr(bulk, "join_parts", None)
+    monkeypatch.setattr("zeroshard.data.prepare.work_folder", None)
     assert prepare(spec, out) == out
     with (folder / "1.jsonl").open("a") as file:
         file.write('{"text": "one more"}\n')

@@ -1,0 +1,162 @@
+"""The hidden folder beside ``out`` in which a preparation works, until one rename publishes its result.
+
+    .NAME.partial/lock            one process works at a time; the kernel releases it when that process ends, however
+    .NAME.partial/plan.json       the choices of the preparation; work that was begun with other choices is not resumed
+    .NAME.partial/tokenizer.json  the tokenizer, if it is a file or was trained here
+    .NAME.partial/draft/          the folder that will be published
+    .NAME.partial/state.json      how much of draft/ is valid; anything beyond that is truncated
+
+A file that must be complete appears by a rename, `state.json` after everything that it counts is on the disk.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from zeroshard.data.prepared import differences, say
+from zeroshard.errors import UserError
+from zeroshard.regular_files import json_of, open_regular, read_text
+
+
+@dataclass
+class State:
+    """How far a preparation has come.
+
+    Attributes:
+        next_part: parts that are joined.
+        train, val: tokens in the files of each split.
+        num_documents, num_bytes: what was read: documents, and bytes of the source as it is stored.
+    """
+
+    next_part: int = 0
+    train: int = 0
+    val: int = 0
+    num_documents: int = 0
+    num_bytes: int = 0
+
+
+@contextmanager
+def work_folder(out: Path, plan: dict[str, Any], *, is_local: bool = True) -> Generator[Path]:
+    """Lock and yield the work folder for ``out``; begin it for ``plan``, or resume work with the same plan.
+
+    If another process works in it, wait for that process to end. The folder stays after a failure, so that the work can
+    be resumed, except after a UserError: other data or settings cannot resume it.
+
+    Args:
+        out: the folder that will be published.
+        plan: the choices of the preparation, JSON-serialisable.
+        is_local: False: a UserError may be a lost connection, and the folder stays.
+
+    Raises:
+        UserError: it was begun with another plan, or cannot be written.
+    """
+    work = out.parent / f".{out.name}.partial"
+    try:
+        lock = _locked(work, out)
+    except OSError as error:
+        todo = "name a folder that can be written, by --data.dir"
+        raise UserError("data.dir", f"cannot write {out}: {error.strerror}", todo) from None
+    with lock:
+        begun = _read_json(work / "plan.json")
+        if begun and (changed := differences(begun, plan)):
+            what = f"{work} has unfinished work with other settings: {', '.join(changed)}"
+            raise UserError("data.dir", what, "finish that, delete it, or name another folder by --data.dir")
+        write_whole(work / "plan.json", json.dumps(plan, indent=2, sort_keys=True).encode())
+        try:
+            yield work
+        except UserError:
+            if is_local:
+                remove(work)
+            raise
+
+
+def publish(work: Path, out: Path) -> None:
+    """Flush the draft to the disk, rename it to ``out``, and delete the work folder.
+
+    Raises:
+        OSError: the disk failed, or something is in the way: a rename never replaces a folder that is not empty.
+    """
+    draft = work / "draft"
+    for folder, _, names in os.walk(draft, topdown=False):
+        for name in (*names, "."):
+            _flush(Path(folder, name))
+    draft.rename(out)
+    _flush(out.parent)
+    remove(work)
+
+
+def remove(work: Path) -> None:
+    """Delete the work folder."""
+    shutil.rmtree(work, ignore_errors=True)
+
+
+def read_state(work: Path) -> State:
+    """Return the state that an earlier process saved; raise UserError if it is damaged."""
+    path = work / "state.json"
+    found = _read_json(path)
+    fits = found.keys() <= asdict(State()).keys() and all(type(value) is int for value in found.values())
+    if not fits:
+        raise _damaged(path, "it is no state of a preparation")
+    return State(**found)
+
+
+def save_state(work: Path, state: State) -> None:
+    """Save the state; everything that it counts must be on the disk already."""
+    write_whole(work / "state.json", json.dumps(asdict(state)).encode())
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that is complete or absent, even if the machine stops."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with unfinished.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+
+
+def _locked(work: Path, out: Path) -> IO[str]:
+    while True:
+        work.mkdir(parents=True, exist_ok=True)
+        lock = os.fdopen(open_regular(work / "lock", os.O_RDWR | os.O_CREAT, follow=False), "r+")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"another process is preparing {out}: waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if (work / "lock").exists() and os.path.samestat(os.fstat(lock.fileno()), (work / "lock").stat()):
+            return lock
+        lock.close()  # the process that had it has deleted the folder
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object that an earlier process wrote; empty if there is no file."""
+    if not path.exists():
+        return {}
+    try:
+        found = json_of(read_text(path))
+    except ValueError as error:
+        raise _damaged(path, error) from None
+    if not isinstance(found, dict):
+        raise _damaged(path, f"it holds a {type(found).__name__}")
+    return found
+
+
+def _damaged(path: Path, why: object) -> UserError:
+    return UserError("data.dir", f"{path} is damaged ({why})", f"delete {path.parent}, and prepare anew")
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
