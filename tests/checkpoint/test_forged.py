@@ -14,7 +14,7 @@ import torch
 
 from zeroshard import checkpoint
 from zeroshard.checkpoint import store
-from zeroshard.checkpoint.manifest_text import rewritten, seal
+from zeroshard.checkpoint.manifest_text import seal
 from zeroshard.cli import main
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import ExitStatus, UserError
@@ -51,10 +51,9 @@ def folder(tmp_path, evenly_sharded, some_tensors, monkeypatch):
     return path
 
 
-def _write(path, facts, version=4):
+def _write(path, facts):
     content = {key: value for key, value in facts.items() if key not in ("format", "version", "sha256")}
-    text = "".join(seal(content)) if version == 4 else rewritten(facts | {"version": 3})
-    (path / "manifest.json").write_text(text)
+    (path / "manifest.json").write_text("".join(seal(content)))
 
 
 def _facts(path):
@@ -97,12 +96,11 @@ FORGED = {
 }
 
 
-@pytest.mark.parametrize("version", [3, 4])
 @pytest.mark.parametrize("name", FORGED)
-def test_what_cannot_be_meant_is_refused_by_verify_too(folder, capsys, name, version):
+def test_what_cannot_be_meant_is_refused_by_verify_too(folder, capsys, name):
     facts = _facts(folder)
     _change(facts, *FORGED[name])
-    _write(folder, facts, version)
+    _write(folder, facts)
     (damage,) = checkpoint.verify(folder)
     assert "contradicts itself (" in damage.what
     with pytest.raises(UserError, match="contradicts itself"):
@@ -185,7 +183,7 @@ def test_no_forged_manifest_ends_in_a_traceback_or_other_tensors(
     for _ in range(num_forged):
         forged = _mutated(draw, good)
         try:
-            _write(folder, forged | {"format": good["format"]}, draw.choice((3, 4)))
+            _write(folder, forged | {"format": good["format"]})
         except (ValueError, UnicodeEncodeError):
             continue  # JSON cannot hold it
         target = evenly_sharded(LocalCommunicator(), some_tensors)

@@ -4,7 +4,6 @@ from dataclasses import replace
 import pytest
 
 from zeroshard.checkpoint import manifest as manifests
-from zeroshard.checkpoint import manifest_text
 from zeroshard.checkpoint.manifest import FileEntry, Manifest, Piece, TensorEntry, dump, merge, parse
 from zeroshard.errors import UserError
 
@@ -118,23 +117,6 @@ def test_json_that_is_no_manifest_is_refused(tmp_path, text):
     path.write_text(text)
     with pytest.raises(UserError, match="is damaged"):
         parse(path)
-
-
-def _facts(manifest):
-    facts = json.loads(dump(manifest))
-    del facts["sha256"]
-    return facts
-
-
-def test_a_manifest_of_version_3_whose_checksum_is_of_the_facts_written_again_is_read(manifest, tmp_path):
-    path = tmp_path / "manifest.json"
-    text = manifest_text.rewritten(_facts(manifest) | {"version": 3})
-    path.write_text(text)
-    assert parse(path) == manifest
-    for damaged in (text.replace(" ", "\n", 1), text.replace('"step": 7', '"step": 8'), text[:-1]):
-        path.write_text(damaged)
-        with pytest.raises(UserError, match=r"does not match its own checksum|is not JSON"):
-            parse(path)
 
 
 def test_a_manifest_is_hashed_as_it_lies_there_and_never_written_again(manifest, tmp_path, monkeypatch):

@@ -312,8 +312,8 @@ def finish(path: Path, facts: Facts, progress: Callable[[], None] = lambda: None
             note = json.loads(_rank_manifest_path(folder, rank).read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise OSError(f"{folder}: rank {rank}'s files are not here; all ranks must share the folder") from None
-        files[note["file"]] = manifests.file_entry(note["entry"])
-        entries += [manifests.tensor_entry(entry) for entry in note["tensors"]]
+        files[note["file"]], own = manifests.entries_of((note["entry"], note["tensors"]))
+        entries += own
         _rank_manifest_path(folder, rank).unlink()
         progress()
     versions = {

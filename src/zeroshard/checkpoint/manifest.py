@@ -12,7 +12,7 @@ manifest.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -22,24 +22,12 @@ from itertools import groupby
 from math import prod
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from zeroshard.checkpoint.manifest_text import (
-    FORMAT,
-    MOST_BYTES,
-    REWRITTEN_VERSION,
-    VERSION,
-    fields,
-    items,
-    plain,
-    seal,
-    table,
-    unseal,
-    whole_number,
-    word,
-    words,
-)
-from zeroshard.checkpoint.reshard import Interval, check_tiling
+from pydantic import AfterValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
+
+from zeroshard.checkpoint.manifest_text import FORMAT, MOST_BYTES, VERSION, plain, seal, short, text, unseal
+from zeroshard.checkpoint.reshard import check_tiling
 from zeroshard.errors import UserError
 from zeroshard.regular_files import read_bytes
 
@@ -50,6 +38,14 @@ ITEM_BYTES = {"C64": 8, "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32"
 )  # bytes per element of safetensors' dtypes
 _MOST_DIMENSIONS = 64  # the limit of torch and numpy
 _MOST_NAME_BYTES = 255  # of a file's name
+_LARGEST = 2**63 - 1
+_EXACT = ConfigDict(extra="forbid")
+
+# What a file says is checked against these types, and by `check`.
+Count = Annotated[int, Strict(), Field(ge=0, le=_LARGEST)]
+Word = Annotated[str, Strict(), AfterValidator(text)]
+Plain = Annotated[dict[Word, Any], AfterValidator(plain)]
+Interval = tuple[Count, Count]  # [start, stop) in elements of the flattened unsharded tensor
 
 
 @dataclass(frozen=True)
@@ -64,21 +60,25 @@ class Piece:
         xxh128: hash of the piece's bytes, in hex; `xxh128sum` prints the same.
     """
 
+    __pydantic_config__ = _EXACT
+
     interval: Interval
-    file: str
-    key: str
-    offset: int
-    xxh128: str
+    file: Word
+    key: Word
+    offset: Count
+    xxh128: Word
 
 
 @dataclass(frozen=True)
 class TensorEntry:
     """An unsharded tensor and the pieces that tile it. ``dtype`` is safetensors' name (``"F32"``)."""
 
-    name: str
-    kind: str
-    dtype: str
-    shape: tuple[int, ...]
+    __pydantic_config__ = _EXACT
+
+    name: Word
+    kind: Word
+    dtype: Word
+    shape: tuple[Count, ...]
     pieces: tuple[Piece, ...]
 
 
@@ -86,9 +86,11 @@ class TensorEntry:
 class FileEntry:
     """The size that a file must have, and the size and hash of the safetensors header that precedes its pieces."""
 
-    num_bytes: int
-    header_bytes: int
-    header_xxh128: str
+    __pydantic_config__ = _EXACT
+
+    num_bytes: Count
+    header_bytes: Count
+    header_xxh128: Word
 
 
 class Region(NamedTuple):
@@ -125,14 +127,16 @@ class Manifest:
         tied: each further name of a tied tensor -> the name that it is saved under.
     """
 
-    step: int
-    world_size: int
-    files: dict[str, FileEntry]
+    __pydantic_config__ = _EXACT
+
+    step: Count
+    world_size: Annotated[Count, Field(ge=1)]
+    files: dict[Word, FileEntry]
     tensors: tuple[TensorEntry, ...]
-    extra: dict[str, Any] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
-    param_groups: tuple[dict[str, Any], ...] = ()
-    tied: dict[str, str] = field(default_factory=dict)
+    extra: Plain = field(default_factory=dict)
+    versions: dict[Word, Word] = field(default_factory=dict)
+    param_groups: tuple[Plain, ...] = ()
+    tied: dict[Word, Word] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -178,10 +182,8 @@ class Manifest:
         return tuple(sorted(found, key=itemgetter(0, 1)))
 
 
-_FACTS = frozenset({each.name for each in dataclass_fields(Manifest)} | {"format", "version"})
-_TENSOR = frozenset(each.name for each in dataclass_fields(TensorEntry))
-_PIECE = frozenset(each.name for each in dataclass_fields(Piece))
-_FILE = frozenset(each.name for each in dataclass_fields(FileEntry))
+_MANIFEST = TypeAdapter(Manifest)
+_NOTE = TypeAdapter(tuple[FileEntry, list[TensorEntry]])
 
 
 def key_of(kind: str, name: str, start: int) -> str:
@@ -265,34 +267,35 @@ def _of_content(path: Path, content: bytes) -> Manifest:
         facts = unseal(content)
     except ValueError as error:
         raise _damaged(path, f"is damaged: {error}") from None
-    if (facts.get("format"), facts.get("version")) not in ((FORMAT, VERSION), (FORMAT, REWRITTEN_VERSION)):
+    if (facts.get("format"), facts.get("version")) != (FORMAT, VERSION):
         raise UserError(
             str(path),
             f"is of format {facts.get('format')!r} version {facts.get('version')!r}, not {FORMAT!r} version {VERSION}",
             "read it with the zeroshard release that wrote it",
         )
     try:
-        manifest = _of_facts(facts)
+        manifest = _of_facts({name: value for name, value in facts.items() if name not in ("format", "version")})
         check(manifest)
     except ValueError as error:
         raise _damaged(path, f"contradicts itself ({error})") from None
     return manifest
 
 
-def _of_facts(facts: Mapping[str, Any]) -> Manifest:
+def _of_facts(facts: dict[str, Any]) -> Manifest:
     """Make a `Manifest` from its JSON form; raise ValueError for the first fact with a wrong type or out of range."""
-    found = fields("it", facts, _FACTS)
-    groups = tuple(_param_group(group) for group in items("param_groups", found["param_groups"]))
-    return Manifest(
-        step=whole_number("step", found["step"]),
-        world_size=whole_number("world_size", found["world_size"], 1),
-        files={word("a file", name): file_entry(entry) for name, entry in table("files", found["files"]).items()},
-        tensors=tuple(tensor_entry(entry) for entry in items("tensors", found["tensors"])),
-        extra=table("extra", plain("extra", found["extra"])),
-        versions=words("versions", found["versions"]),
-        param_groups=groups,
-        tied=words("tied", found["tied"]),
-    )
+    missing = sorted({each.name for each in dataclass_fields(Manifest)} - facts.keys())
+    if missing:
+        raise ValueError(f"it has no {missing[0]!r}")
+    try:
+        return _MANIFEST.validate_python(facts)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise ValueError(f"{short('.'.join(map(str, first['loc'])))}: {first['msg']}") from None
+
+
+def entries_of(note: Any) -> tuple[FileEntry, list[TensorEntry]]:
+    """Return the entries in a rank's note: of its file, and of the tensors in it; raise ValueError if it is invalid."""
+    return _NOTE.validate_python(note)
 
 
 def check(manifest: Manifest) -> None:
@@ -303,8 +306,11 @@ def check(manifest: Manifest) -> None:
     """
     _check_names(manifest)
     for entry in manifest.tensors:
+        _check_sizes(entry)
         _check_tiled(entry)
         for piece in entry.pieces:
+            if piece.interval[0] > piece.interval[1]:
+                raise ValueError(f"a piece of {entry.name} begins at {piece.interval[0]} and ends before")
             if piece.file not in manifest.files:  # regions leave out empty pieces, so check here
                 raise ValueError(f"{piece.file!r} is not listed")
     by_file = {file: list(found) for file, found in groupby(manifest.regions(), lambda region: region.file)}
@@ -316,50 +322,11 @@ def check(manifest: Manifest) -> None:
         check_tiling([(region.offset, region.offset + region.num_bytes) for region in regions], entry.num_bytes)
 
 
-def tensor_entry(entry: Any) -> TensorEntry:
-    """Make a `TensorEntry` from its JSON form; raise ValueError if that is invalid."""
-    found = fields("a tensor", entry, _TENSOR)
-    name = word("a tensor's name", found["name"])
-    kind, dtype = word(f"the kind of {name}", found["kind"]), word(f"the dtype of {name}", found["dtype"])
-    if dtype not in ITEM_BYTES:
-        raise ValueError(f"the dtype of {name} is {dtype!r}")
-    shape = tuple(whole_number(f"the shape of {name}", size) for size in items(f"the shape of {name}", found["shape"]))
-    if len(shape) > _MOST_DIMENSIONS:
-        raise ValueError(f"the shape of {name} has {len(shape)} dimensions")
-    whole_number(f"the shape of {name}", prod(size or 1 for size in shape))
-    return TensorEntry(name, kind, dtype, shape, tuple(map(_piece, items(f"pieces of {name}", found["pieces"]))))
-
-
-def file_entry(entry: Any) -> FileEntry:
-    """Make a `FileEntry` from its JSON form; raise ValueError if that is invalid."""
-    found = fields("a file", entry, _FILE)
-    return FileEntry(
-        whole_number("num_bytes", found["num_bytes"]),
-        whole_number("header_bytes", found["header_bytes"]),
-        word("header_xxh128", found["header_xxh128"]),
-    )
-
-
-def _piece(entry: Any) -> Piece:
-    found = fields("a piece", entry, _PIECE)
-    interval = items("an interval", found["interval"])
-    if len(interval) != 2:
-        raise ValueError(f"an interval has {len(interval)} ends")
-    start = whole_number("an interval's start", interval[0])
-    return Piece(
-        (start, whole_number("an interval's stop", interval[1], start)),
-        word("a piece's file", found["file"]),
-        word("a piece's key", found["key"]),
-        whole_number("a piece's offset", found["offset"]),
-        word("xxh128", found["xxh128"]),
-    )
-
-
-def _param_group(entry: Any) -> dict[str, Any]:
-    found = table("a param group", plain("a param group", entry))
-    for name in items("a param group's params", found.get("params", [])):
-        word("a param group's params", name)
-    return found
+def _check_sizes(entry: TensorEntry) -> None:
+    if entry.dtype not in ITEM_BYTES:
+        raise ValueError(f"the dtype of {entry.name} is {entry.dtype!r}")
+    if len(entry.shape) > _MOST_DIMENSIONS or prod(size or 1 for size in entry.shape) > _LARGEST:
+        raise ValueError(f"{entry.name} has more dimensions, or elements, than a tensor can have")
 
 
 def _check_names(manifest: Manifest) -> None:
@@ -370,6 +337,10 @@ def _check_names(manifest: Manifest) -> None:
             raise ValueError(f"{entry.kind} of {entry.name} is there twice")
         seen.add((entry.name, entry.kind))
     names = {name for name, _ in seen}
+    for group in manifest.param_groups:
+        params = group.get("params", [])
+        if not isinstance(params, list) or not all(isinstance(name, str) for name in params):
+            raise ValueError("a param group's params are not a list of names")
     for name, first in manifest.tied.items():
         if name in names or first not in names:
             raise ValueError(f"{name} cannot be another name of {first}")

@@ -25,12 +25,10 @@ from typing import Any, NoReturn
 
 FORMAT = "zeroshard-checkpoint"
 VERSION = 4
-REWRITTEN_VERSION = 3  # its checksum is of the facts serialized again
 MOST_BYTES = 1 << 30  # of a manifest; some 40 times the largest that a known run writes
 _ONE_PER_LINE = ("files", "tensors", "param_groups")
 _END = re.compile(rb',\n"sha256": "([0-9a-f]{64})"\}\n')
 _END_BYTES = len(',\n"sha256": ""}\n') + 64
-_LARGEST = 2**63 - 1
 _DEEPEST = 50
 
 
@@ -63,80 +61,35 @@ def unseal(content: bytes) -> dict[str, Any]:
         facts = _object(content)
         del facts["sha256"]
         return facts
-    facts = _object(content)
-    # Version 3: serialized again it must be the same text, because changed whitespace would not change the facts.
-    if facts.pop("sha256", None) != _digest_of(facts) or rewritten(facts).encode() != content:
-        raise ValueError("it does not match its own checksum")
-    return facts
+    _object(content)
+    raise ValueError("it does not match its own checksum")
 
 
-def rewritten(facts: Mapping[str, Any]) -> str:
-    """Return ``facts`` and their checksum as text of version 3."""
-    return json.dumps({**facts, "sha256": _digest_of(facts)}, indent=1, allow_nan=False) + "\n"
-
-
-def whole_number(what: str, value: Any, at_least: int = 0) -> int:
-    """Return ``value`` if it is an integer in ``[at_least, 2**63)``; else raise ValueError beginning with ``what``."""
-    if type(value) is int and at_least <= value <= _LARGEST:  # bool is an int, too
-        return value
-    raise ValueError(f"{what} is {_short(value)}, not a whole number from {at_least} on")
-
-
-def word(what: str, value: Any) -> str:
-    """Return ``value`` if it is text that UTF-8 can encode; else raise a ValueError that begins with ``what``."""
-    if type(value) is str and (value.isascii() or _is_unicode(value)):
-        return value
-    raise ValueError(f"{what} is {_short(value)}, not text")
-
-
-def words(what: str, value: Any) -> dict[str, str]:
-    """Return ``value`` if it is an object of text values; else raise a ValueError that begins with ``what``."""
-    return {word(f"a name in {what}", key): word(f"{what} of {key}", each) for key, each in table(what, value).items()}
-
-
-def table(what: str, value: Any) -> dict[str, Any]:
-    """Return ``value`` if it is an object; else raise a ValueError that begins with ``what``."""
-    if type(value) is dict:
-        return value
-    raise ValueError(f"{what} is {_short(value)}, not an object")
-
-
-def items(what: str, value: Any) -> list[Any]:
-    """Return ``value`` if it is a list; else raise a ValueError that begins with ``what``."""
-    if type(value) is list:
-        return value
-    raise ValueError(f"{what} is {_short(value)}, not a list")
-
-
-def plain(what: str, value: Any) -> Any:
-    """Return ``value`` if it is JSON of finite numbers and text, at most `_DEEPEST` levels deep; else raise ValueError.
-
-    The error begins with ``what``.
-    """
+def plain(value: Any) -> Any:
+    """Return ``value`` if it is JSON of finite numbers and text, `_DEEPEST` levels deep at most; else raise ValueError."""
     left = [(value, 0)]
     while left:
         each, depth = left.pop()
         if depth > _DEEPEST:
-            raise ValueError(f"{what} is nested too deep")
+            raise ValueError("it is nested too deep")
         if type(each) is dict:
-            words(what, dict.fromkeys(each, ""))
-            left += [(inner, depth + 1) for inner in each.values()]
+            left += [(inner, depth + 1) for pair in each.items() for inner in pair]
         elif type(each) is list:
             left += [(inner, depth + 1) for inner in each]
         elif type(each) is str:
-            word(what, each)
+            text(each)
         elif type(each) is float and not math.isfinite(each):
-            raise ValueError(f"{what} holds a number that is not finite")
+            raise ValueError("it holds a number that is not finite")
     return value
 
 
-def fields(what: str, value: Any, names: frozenset[str]) -> dict[str, Any]:
-    """Return ``value`` if it is an object with exactly ``names``; else raise a ValueError that begins with ``what``."""
-    found = table(what, value)
-    if found.keys() != names:
-        missing, unknown = sorted(names - found.keys()), sorted(found.keys() - names)
-        raise ValueError(f"{what} has no {missing[0]!r}" if missing else f"{what} has {_short(unknown[0])}")
-    return found
+def text(value: str) -> str:
+    """Return ``value`` if UTF-8 can encode it, which half of a surrogate pair cannot be; else raise ValueError."""
+    try:
+        value.isascii() or value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{short(value)} is not text") from None
+    return value
 
 
 def _object(content: bytes) -> dict[str, Any]:
@@ -163,23 +116,11 @@ def _lines(key: str, value: Any) -> Iterator[str]:
     yield "\n}" if is_table else "\n]"
 
 
-def _digest_of(facts: Mapping[str, Any]) -> str:
-    canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(canonical.encode()).hexdigest()
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair
-        return False
-    return True
-
-
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-def _short(value: Any) -> str:
-    text = ascii(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+def short(value: Any) -> str:
+    """Return ``value`` as one short line of ASCII characters."""
+    line = ascii(value)
+    return line if len(line) <= 40 else f"{line[:37]}..."
