@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from zeroshard.comm import PeerError, RingCommunicator, run_threads, scope, thread_transports
+from zeroshard.comm.operation_log import OperationLog
 from zeroshard.comm.queued import pieces
-from zeroshard.comm.queued.pieces import Topics, on_flat, shard_interval
+from zeroshard.comm.queued.pieces import on_flat, shard_interval, topic_of
 
 
 @pytest.mark.parametrize("numel", [0, 1, 3, 4, 5, 7, 12, 1001])
@@ -86,10 +87,12 @@ def test_a_copy_never_goes_past_its_target():
 def test_ranks_that_issue_the_same_agree_on_topics_which_no_other_operation_has():
     four, eight = torch.zeros(4), torch.zeros(8)
     issued = [("sum", four), ("sum", four), ("max", four), ("sum", eight), ("barrier", None)]
-    one, other = Topics(), Topics()
-    topics = [one.next(*operation) for operation in issued]
-    assert topics == [other.next(*operation) for operation in issued]
-    assert len({*topics, *(Topics().next(*operation) for operation in issued)}) == len(issued) + 3  # firsts of 4 kinds
+    one, other = OperationLog(0), OperationLog(0)
+    topics = [topic_of(one, *operation) for operation in issued]
+    assert topics == [topic_of(other, *operation) for operation in issued]
+    assert (
+        len({*topics, *(topic_of(OperationLog(0), *operation) for operation in issued)}) == len(issued) + 3
+    )  # firsts of 4 kinds
 
 
 def test_operations_of_one_size_under_two_labels_have_two_topics():
@@ -97,7 +100,7 @@ def test_operations_of_one_size_under_two_labels_have_two_topics():
 
     def topic(label):
         with scope(label):
-            return Topics().next("all_gather", torch.empty(8))
+            return topic_of(OperationLog(0), "all_gather", torch.empty(8))
 
     assert topic("blocks.0/weights") == topic("blocks.0/weights") != topic("blocks.1/weights")
 

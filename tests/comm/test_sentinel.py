@@ -8,8 +8,9 @@ import torch.distributed as dist
 
 from fake_time import Clock
 from zeroshard.comm import NullCommunicator, ObservedCommunicator, PeerError, scope, split
+from zeroshard.comm.operation_log import first_difference
 from zeroshard.comm.wrappers import sentinel
-from zeroshard.comm.wrappers.sentinel import SentinelCommunicator, StoreBoard, first_difference
+from zeroshard.comm.wrappers.sentinel import SentinelCommunicator, StoreBoard
 
 
 class MemoryBoard:

@@ -66,7 +66,7 @@ def unseal(content: bytes) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return ``value`` if it is JSON of finite numbers and text, `_DEEPEST` levels deep at most; else raise ValueError."""
+    """Return ``value`` if it is JSON of finite numbers and text, `_DEEPEST` levels deep at most, or raise."""
     left = [(value, 0)]
     while left:
         each, depth = left.pop()

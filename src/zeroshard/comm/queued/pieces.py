@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import zlib
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from zeroshard.comm.labels import current_scope
+from zeroshard.comm.operation_log import OperationLog
 from zeroshard.comm.queued.worker import Operation
 
 PACKED_BYTES = 1 << 20  # how much of a strided tensor is copied at a time
@@ -95,18 +95,11 @@ def _pieces(tensor: Tensor, limit: int) -> Iterator[Tensor]:
             yield from _pieces(row, limit)
 
 
-class Topics:
-    """Numbers the operations that a rank issues: all ranks get the same numbers if they issue the same operations.
+def topic_of(log: OperationLog, op: str, tensor: Tensor | None) -> int:
+    """Log an operation; return its topic: 31 bits of the digest of this and all earlier operations of this rank.
 
-    Ranks send the number, the topic, with the data. So when ranks have diverged, a receiver waits or fails, rather than
-    write the data of another operation into its tensor.
+    Ranks send the topic with the data. So when ranks have diverged, a receiver waits or fails, rather than write the
+    data of another operation into its tensor.
     """
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def next(self, op: str, tensor: Tensor | None) -> int:
-        """Return 31 bits: a hash of how many operations came before, ``op``, its label, and the size and dtype."""
-        self._count += 1
-        size = "" if tensor is None else f"{tensor.nbytes} {tensor.dtype}"
-        return zlib.crc32(f"{self._count} {op} {size} {current_scope()}".encode()) & 0x7FFF_FFFF
+    size = "" if tensor is None else f"{tensor.nbytes} {tensor.dtype}"
+    return int.from_bytes(log.add(f"{op} {size} {current_scope()}")[:4], "big") & 0x7FFF_FFFF

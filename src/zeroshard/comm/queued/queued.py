@@ -1,8 +1,8 @@
 """The base of communicators of CPU tensors whose operations run asynchronously on a background thread.
 
 The caller's thread checks the arguments and flattens them. The background thread (`worker`) runs one operation after
-another, each with a topic, a number that differs between ranks whose calls have diverged (`pieces.Topics`). A subclass
-implements only `_all_reduce` and the other methods of the second half, which are given contiguous 1-D tensors.
+another, each with a topic, a number that differs between ranks whose calls have diverged (`pieces.topic_of`). A
+subclass implements only `_all_reduce` and the other methods of the second half, which are given contiguous 1-D tensors.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from zeroshard.comm.base import (
     is_own_slice,
     kept_apart,
 )
+from zeroshard.comm.operation_log import OperationLog
 from zeroshard.comm.queued.messages import CPU, require_cpu
-from zeroshard.comm.queued.pieces import Topics, flat_input, on_flat, to_flat
+from zeroshard.comm.queued.pieces import flat_input, on_flat, to_flat, topic_of
 from zeroshard.comm.queued.worker import Operation, Worker
 
 
@@ -37,7 +38,7 @@ class QueuedCommunicator(ABC):
 
     def _open(self, name: str) -> None:
         """Start the background thread, with this name."""
-        self._topics = Topics()
+        self._log = OperationLog(0)
         self._worker = Worker(name)
         self._parts: weakref.WeakSet[QueuedCommunicator] = weakref.WeakSet()
 
@@ -106,7 +107,7 @@ class QueuedCommunicator(ABC):
     def _submit(self, op: str, operation: Operation, *tensors: Tensor) -> Work:
         """Queue ``operation`` on the worker; the first of ``tensors`` is the unsharded one."""
         require_cpu(type(self).__name__, *tensors)
-        topic = self._topics.next(op, tensors[0] if tensors else None)
+        topic = topic_of(self._log, op, tensors[0] if tensors else None)
 
         def run() -> None:
             self._take_up(topic)

@@ -4,8 +4,8 @@
     caller -> listener      its rank, 32 random bytes, HMAC-SHA256(secret, "caller", ranks, both random numbers)
     listener -> caller      HMAC-SHA256(secret, "listener", ranks, both random numbers)
 
-A proof is bound to the two ranks and to this connection, so a recorded one is useless on any other. One thread serves
-all callers concurrently: a silent or slow caller delays no other, and is disconnected `PATIENCE_S` seconds after it
+A proof is bound to the two ranks and to this connection, so a recorded one is useless on any other. Each caller is
+heard on a thread of its own: a silent or slow one delays no other, and is disconnected `PATIENCE_S` seconds after it
 connected. If there are `MOST_STRANGERS` unauthenticated connections when another arrives, the oldest is disconnected.
 
 The secret keeps out processes that can merely reach the port. It does not protect against anybody who can read or
@@ -41,8 +41,8 @@ class Listener:
         secret: the secret that callers must know.
         rank: the rank that listens. Each other rank may connect once.
         world_size: how many ranks there are.
-        accept: called on the listener's thread with a caller's rank and its socket, which is in blocking mode without
-            a timeout. It must return quickly.
+        accept: called on a caller's own thread with its rank and its socket, which is in blocking mode without a
+            timeout. It must return quickly.
     """
 
     def __init__(
@@ -54,13 +54,10 @@ class Listener:
         accept: Callable[[int, socket.socket], None],
     ) -> None:
         self._server, self._secret, self._rank, self._accept = server, secret, rank, accept
+        self._lock = threading.Lock()  # of the next two
         self._awaited = set(range(world_size)) - {rank}
-        self._strangers: dict[socket.socket, _UnverifiedConnection] = {}  # in the order in which they came
+        self._strangers: dict[socket.socket, None] = {}  # connections without proof, in the order in which they came
         self._stop, self._stopped = socket.socketpair()
-        server.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(server, selectors.EVENT_READ)
-        self._selector.register(self._stopped, selectors.EVENT_READ)
         threading.Thread(target=self._serve, name="ring-listener", daemon=True).start()
 
     def close(self) -> None:
@@ -68,88 +65,54 @@ class Listener:
         self._stop.close()  # the thread sees the other end close, and closes everything else
 
     def _serve(self) -> None:
-        with contextlib.ExitStack() as at_end:
-            for each in (self._selector, self._server, self._stopped):
-                at_end.callback(each.close)
-            at_end.callback(lambda: [line.close() for line in self._strangers])
-            while True:
-                first = next(iter(self._strangers.values()), None)
-                left_s = None if first is None else max(first.hang_up_at - time.monotonic(), 0.0)
-                for key, _ in self._selector.select(left_s):
-                    if key.fileobj is self._stopped:
-                        return
-                    if key.fileobj is self._server:
-                        self._let_in()
-                    elif key.data in self._strangers.values():
-                        self._listen_to(key.data)
-                now = time.monotonic()
-                for stranger in [each for each in self._strangers.values() if each.hang_up_at <= now]:
-                    self._hang_up(stranger)
+        with self._server, self._stopped, selectors.DefaultSelector() as selector:
+            for each in (self._server, self._stopped):
+                selector.register(each, selectors.EVENT_READ)
+            self._server.setblocking(False)
+            while all(key.fileobj is self._server for key, _ in selector.select()):
+                try:
+                    line, _ = self._server.accept()
+                except OSError:  # the caller has disconnected already
+                    continue
+                with self._lock:
+                    if len(self._strangers) >= MOST_STRANGERS:
+                        oldest = next(iter(self._strangers))
+                        del self._strangers[oldest]
+                        _hang_up(oldest)
+                    self._strangers[line] = None
+                threading.Thread(target=self._hear, args=(line,), name="ring-caller", daemon=True).start()
+        with self._lock:
+            for line in self._strangers:
+                _hang_up(line)
 
-    def _let_in(self) -> None:
-        """Accept a connection and send it a challenge."""
+    def _hear(self, line: socket.socket) -> None:
+        """Challenge a caller, and keep or close its connection; runs on a thread of its own."""
+        until, challenge = time.monotonic() + PATIENCE_S, secrets.token_bytes(_RANDOM_BYTES)
         try:
-            line, _ = self._server.accept()
-        except OSError:  # the caller has disconnected already
-            return
-        if len(self._strangers) >= MOST_STRANGERS:
-            self._hang_up(next(iter(self._strangers.values())))
-        line.setblocking(False)
-        stranger = self._strangers[line] = _UnverifiedConnection(line)
-        self._selector.register(line, selectors.EVENT_READ, stranger)
-        try:
-            line.sendall(stranger.challenge)  # does not block: the send buffer is empty
-        except OSError:
-            self._hang_up(stranger)
-
-    def _listen_to(self, stranger: _UnverifiedConnection) -> None:
-        """Read what has arrived of the caller's answer; once it is complete, verify it and keep or drop the caller."""
-        try:
-            part = stranger.line.recv(_HELLO.size - len(stranger.hello))
-        except BlockingIOError:
-            return
-        except OSError:
-            part = b""
-        stranger.hello += part
-        if not part:
-            self._hang_up(stranger)
-        elif len(stranger.hello) == _HELLO.size:
-            rank, random, proof = _HELLO.unpack(stranger.hello)
+            line.settimeout(PATIENCE_S)
+            line.sendall(challenge)
+            rank, random, proof = _HELLO.unpack(_receive(line, _HELLO.size, until))
             ranks = struct.pack("!II", rank, self._rank)
-            known = hmac.compare_digest(proof, _proof(self._secret, b"caller", ranks, stranger.challenge, random))
-            if known and rank in self._awaited:
-                self._keep(stranger, rank, _proof(self._secret, b"listener", ranks, stranger.challenge, random))
-            else:
-                self._hang_up(stranger)
-
-    def _keep(self, stranger: _UnverifiedConnection, rank: int, proof: bytes) -> None:
-        line = stranger.line
-        try:
-            line.sendall(proof)
-            line.setblocking(True)
+            known = hmac.compare_digest(proof, _proof(self._secret, b"caller", ranks, challenge, random))
+            with self._lock:
+                if not known or rank not in self._awaited:
+                    raise ConnectionRefusedError
+                line.sendall(_proof(self._secret, b"listener", ranks, challenge, random))
+                self._awaited.remove(rank)
+            line.settimeout(None)
         except OSError:
-            self._hang_up(stranger)
+            line.close()
             return
-        self._selector.unregister(line)
-        del self._strangers[line]
-        self._awaited.remove(rank)
+        finally:
+            with self._lock:
+                self._strangers.pop(line, None)
         self._accept(rank, line)
 
-    def _hang_up(self, stranger: _UnverifiedConnection) -> None:
-        self._selector.unregister(stranger.line)
-        del self._strangers[stranger.line]
-        stranger.line.close()
 
-
-class _UnverifiedConnection:
-    """A connection whose caller has not authenticated itself yet."""
-
-    __slots__ = ("challenge", "hang_up_at", "hello", "line")
-
-    def __init__(self, line: socket.socket) -> None:
-        self.line, self.hello = line, b""
-        self.challenge = secrets.token_bytes(_RANDOM_BYTES)
-        self.hang_up_at = time.monotonic() + PATIENCE_S
+def _hang_up(line: socket.socket) -> None:
+    """Wake the thread that hears this caller, which then closes the connection."""
+    with contextlib.suppress(OSError):  # the caller has hung up
+        line.shutdown(socket.SHUT_RDWR)
 
 
 def introduce(line: socket.socket, secret: bytes, rank: int, peer: int, timeout_s: float) -> None:

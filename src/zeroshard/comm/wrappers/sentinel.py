@@ -1,10 +1,10 @@
 """Detects ranks that diverge or stop: they are named within seconds, where a run would otherwise hang for minutes.
 
 Every rank must issue the same operations in the same order. If one does not (it skipped a layer, its data ran out), a
-backend hangs or, worse, silently combines one rank's gradients with another's weights. So each rank keeps a rolling
-digest of the operations that it issued, ``digest_i = hash(digest_{i-1}, op, bytes, scope)``, and a background thread
-compares it with the other ranks' through a board. The board is a key-value store and uses no collectives, so it works
-while they hang.
+backend hangs or, worse, silently combines one rank's gradients with another's weights. So each rank keeps a log with a
+rolling digest of the operations that it issued (`zeroshard.comm.operation_log`), and a background thread compares it
+with the other ranks' through a board. The board is a key-value store and uses no collectives, so it works while they
+hang.
 
 * Every `PULSE_S` a rank posts a pulse to the board: a counter, and its last operations with their digests. If a digest
   differs from rank 0's for the same operation number, the ranks have diverged, and the operations there say how.
@@ -23,12 +23,10 @@ The rank that finds a fault posts it on the board as the verdict, and all ranks 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from threading import Event
@@ -37,6 +35,7 @@ from torch import Tensor
 
 from zeroshard.comm.base import Communicator, PeerError, Work, is_of_peers
 from zeroshard.comm.labels import current_scope
+from zeroshard.comm.operation_log import Entry, OperationLog, first_difference
 from zeroshard.comm.wrappers.board import Board, StoreBoard  # noqa: F401 -- callers take both from here
 from zeroshard.comm.wrappers.in_flight import InFlight, Watched
 from zeroshard.comm.wrappers.wrapper import WrappedWork, Wrapper
@@ -51,38 +50,6 @@ NAMING_PULSES = 3  # a rank that posts nothing for so many pulses after a collec
 
 OnFault = Callable[[str, bool], None]
 _VERDICT, _SILENT = "verdict", "silent"
-
-
-class _OperationLog:
-    """The last operations that this rank issued, with their rolling digests."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._digest = b""
-        self._entries: deque[tuple[int, str, str]] = deque(maxlen=REMEMBERED)
-
-    def add(self, op: str, num_bytes: int, label: str) -> None:
-        """Append an operation that is about to be issued."""
-        line = f"{op} of {num_bytes} bytes for {label or 'no unit'}"
-        self._digest = hashlib.blake2b(self._digest + line.encode(), digest_size=8).digest()
-        self._entries.append((self.count, self._digest.hex(), line))
-        self.count += 1
-
-    def recent(self) -> list[tuple[int, str, str]]:
-        """Return the last `REMEMBERED` operations: number, digest of all operations up to it, and description."""
-        return list(self._entries)
-
-
-def first_difference(one: list[tuple[int, str, str]], other: list[tuple[int, str, str]]) -> tuple[int, str, str] | None:
-    """Return the first difference of two logs: ``(number, one's operation, other's operation)``; None if they agree.
-
-    A digest covers all operations up to its own, so digests agree before a difference and differ after it.
-    """
-    there = {place: (digest, line) for place, digest, line in other}
-    for place, digest, line in one:
-        if place in there and there[place][0] != digest:
-            return place, line, there[place][1]
-    return None
 
 
 class _Watch:
@@ -100,7 +67,7 @@ class _Watch:
         self.rank, self.world_size = comm.rank, comm.world_size
         self.fault = ""  # what was found, by this rank or another
         self._lost_after_s, self.raised = lost_after_s, raised
-        self.log, self.under_way = _OperationLog(), InFlight()
+        self.log, self.under_way = OperationLog(REMEMBERED), InFlight()
         self._board, self._on_fault, self._stall_s = board, on_fault, stall_s
         self._waiting_since: float | None = None
         self._last_pulse: dict[int, tuple[int, float]] = {}  # by rank: number of its last pulse, and when we saw it
@@ -205,7 +172,7 @@ class _Watch:
         posted = {"pulse": self._pulse, "count": self.log.count, "recent": self.log.recent()}
         self._board.post(f"rank{self.rank}", json.dumps(posted).encode())
 
-    def _log_of(self, rank: int) -> list[tuple[int, str, str]]:
+    def _log_of(self, rank: int) -> list[Entry]:
         posted = self._board.read(f"rank{rank}")
         if posted is None:
             return []
@@ -249,25 +216,16 @@ class _Watch:
                     return fault
             silent = [rank for rank, pulse in self._heard_of(near).items() if pulse == before[rank]]
             if silent:
-                return self._tell_those_further_off(self._line_of_lost(silent[0]))
-            return self._told_from_further_off()
+                fault = self._line_of_lost(silent[0])
+                self._board.post(_VERDICT, fault.encode())  # for ranks that do not look at the silent one
+                return fault
+            for _ in range(NAMING_PULSES if self.world_size > FULL_LOOK else 0):  # one that looks there may tell
+                time.sleep(PULSE_S)
+                if (verdict := self._board.read(_VERDICT)) is not None:
+                    return verdict.decode()
+            return None
         except (RuntimeError, OSError):
             return "rank 0, or the launcher, is gone: the store that it kept does not answer"
-
-    def _tell_those_further_off(self, fault: str) -> str:
-        """Post ``fault`` as the verdict if there are ranks that do not look at the silent one; return ``fault``."""
-        if self.world_size > FULL_LOOK:
-            self._board.post(_VERDICT, fault.encode())
-        return fault
-
-    def _told_from_further_off(self) -> str | None:
-        """Return the verdict of a rank that looks at other ranks than this one, if it comes within a few pulses."""
-        for _ in range(NAMING_PULSES if self.world_size > FULL_LOOK else 0):
-            time.sleep(PULSE_S)
-            verdict = self._board.read(_VERDICT)
-            if verdict is not None:
-                return verdict.decode()
-        return None
 
     def _heard_of(self, ranks: list[int]) -> dict[int, int]:
         """Return the number of the last pulse of each of ``ranks``, without this rank."""
@@ -366,7 +324,8 @@ class SentinelCommunicator(Wrapper):
     def _around(self, op: str, whole: Tensor | None, issue: Callable[[], Work], detail: str = "") -> Work:
         """Log an operation and issue it."""
         num_bytes = 0 if whole is None else whole.nbytes
-        self._watch.log.add(f"{op} {detail}".rstrip(), num_bytes, current_scope())
+        what = f"{op} {detail}".rstrip()
+        self._watch.log.add(f"{what} of {num_bytes} bytes for {current_scope() or 'no unit'}")
         with self.waiting():
             self.require_no_fault()
             work = issue()

@@ -14,13 +14,13 @@
 from __future__ import annotations
 
 import json
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
 
 from zeroshard.comm import CONTROL, Communicator, scope
-from zeroshard.comm.agree import DIGEST_BYTES, both_ends, digest_of, is_one, require_same, send_bytes
+from zeroshard.comm.agree import both_ends, digest_of, is_one, require_same, send_bytes
+from zeroshard.comm.operation_log import OperationLog, first_difference
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.levels import Levels
 
@@ -28,6 +28,7 @@ _STEPS = (
     "backward: ranks ran a different number of backwards before a step of the optimizer, so their weights may differ; "
     "run equally many on every rank, and step on all of them or on none"
 )
+_STEP, _NOTHING = "a step of an optimizer", "nothing more"
 REMEMBERED = 4096  # gathers and steps that are kept, to name the first one that differs
 
 
@@ -44,12 +45,7 @@ class CollectiveOrder:
 
     def __init__(self, levels: Levels, units: Sequence[Unit]) -> None:
         self.comm, self._gathering = levels.world, levels.shard
-        self._number = {unit: number for number, unit in enumerate(units, start=1)}
-        self._names = [unit.name for unit in units]
-        self._step = len(units) + 1  # the number that stands for a step of an optimizer
-        self._digest = 0
-        self._count = 0
-        self._gathers: deque[int] = deque(maxlen=REMEMBERED)
+        self._log = OperationLog(REMEMBERED)
         self.settings: Callable[[], list[str]] = list
         self._settings_digest = b""
         self._now: list[str] = []  # the last settings that were noted
@@ -57,23 +53,18 @@ class CollectiveOrder:
 
     def note_gather(self, unit: Unit) -> None:
         """Record that this rank has issued a gather of the unit's weights."""
-        self._note(self._number[unit])
+        self._log.add(unit.name)
 
     def note_step(self) -> None:
         """Record that this rank has stepped an optimizer, and with which settings."""
         if self.comm.world_size > 1:
-            self._note(self._step)
+            self._log.add(_STEP)
             self._note_settings()
             self._at_step = self._now
 
     def _note_settings(self) -> None:
         self._now = self.settings()
         self._settings_digest = digest_of(self._settings_digest + "\n".join(self._now).encode())
-
-    def _note(self, number: int) -> None:
-        self._digest = (self._digest * 1_000_003 + number) % (1 << 8 * DIGEST_BYTES)
-        self._count += 1
-        self._gathers.append(number)
 
     def agree_on_units(self, units: list[Unit], ran: list[Unit]) -> list[Unit]:
         """Return ``units`` in the order in which rank 0 ran them; ``ran``: this rank's order. Collective."""
@@ -108,7 +99,7 @@ class CollectiveOrder:
         if self.comm.world_size == 1:
             return flags
         self._note_settings()
-        gathers = self._digest.to_bytes(DIGEST_BYTES, "big")
+        gathers = self._log.digest
         if self._gathering is self.comm:
             agreed = self._max(self.comm, [*flags, *both_ends(digest_of(gathers + self._settings_digest))])
             self._require_same_settings(agreed[len(flags) :])
@@ -120,7 +111,7 @@ class CollectiveOrder:
             if not is_one(agreed[len(flags) :]):
                 self._forget()
                 raise RuntimeError(_STEPS)
-            if not is_one(self._max(self._gathering, both_ends(gathers))):
+            if not is_one(self._max(self._gathering, both_ends(digest_of(gathers)))):
                 self._raise_divergence()
         self._forget()
         return [bool(flag) for flag in agreed[: len(flags)]]
@@ -134,8 +125,7 @@ class CollectiveOrder:
         return message.tolist()
 
     def _forget(self) -> None:
-        self._digest = self._count = 0
-        self._gathers.clear()
+        self._log = OperationLog(REMEMBERED)
         self._settings_digest = b""
         self._at_step = None
 
@@ -148,23 +138,20 @@ class CollectiveOrder:
 
     def _raise_divergence(self) -> None:
         """Raise with the first gather or step that differs between the first rank and this one. Collective."""
-        start = self._count - len(self._gathers)
-        message = send_bytes(self._gathering, json.dumps([start, list(self._gathers)]).encode(), 0)
-        there, ours = json.loads(message), dict(enumerate(self._gathers, start))
-        theirs = dict(enumerate(there[1], there[0]))
-        places = range(max(start, there[0]), max([*ours, *theirs, -1]) + 1)
-        differ = next((place for place in places if ours.get(place) != theirs.get(place)), None)
+        ours = self._log.recent()
+        theirs = json.loads(send_bytes(self._gathering, json.dumps(ours).encode(), 0))
+        difference = first_difference(ours, theirs)
+        if difference is None and len(ours) != len(theirs):  # the longer one goes on alike, then alone
+            lines = [line for _, _, line in max(ours, theirs, key=len)][min(len(ours), len(theirs)) :]
+            mine, other = (lines[0], _NOTHING) if len(ours) > len(theirs) else (_NOTHING, lines[0])
+            difference = min(len(ours), len(theirs)), mine, other
         self._forget()
-        is_step = differ is not None and self._step in (ours.get(differ), theirs.get(differ))
-        if any(self._max(self._gathering, [is_step])):
+        if any(self._max(self._gathering, [difference is not None and _STEP in difference])):
             raise RuntimeError(_STEPS)
         what = "another rank saw it"
-        if differ is not None:
-            what = f"this rank called {self._name(ours.get(differ))}, another rank {self._name(theirs.get(differ))}"
+        if difference is not None:
+            what = f"this rank called {difference[1]}, another rank {difference[2]}"
         raise RuntimeError(
             f"backward: ranks called units a different number of times or in a different order ({what}), so a gather "
             "may have brought the wrong unit's weights; call units in the same order on every rank, or choose stage 2"
         )
-
-    def _name(self, number: int | None) -> str:
-        return "nothing more" if number is None else self._names[number - 1]
