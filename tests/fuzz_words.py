@@ -171,7 +171,7 @@ def _without_settings() -> dict[str, Any]:
         st.sampled_from([[], [["--config", "sweep.toml"]], [["--config", "settings.toml"]]]),
     ).map(lambda found: ["--dry-run", *_joined(_joined(found))])
     shaping = st.sampled_from(("--yes", "--bandwidth", "--bandwidth=1Gbit/s", "--latency=9s", "--burst=1e9"))
-    outs = st.sampled_from(((), ("--out", "new"), ("--out", "text.txt")))
+    outs = st.sampled_from(((), ("--out", "new"), ("--out", "text.txt"), ("--to", "wandb")))
     return {
         "import-config": st.one_of(
             _plain(st.just("nanogpt"), st.sampled_from(("nanogpt.py", *FILES)), assigned, assigned),

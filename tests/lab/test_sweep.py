@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import psutil
@@ -74,9 +75,12 @@ def said(stream: io.StringIO) -> list[str]:
 
 
 def test_every_case_runs_as_often_as_asked_and_never_again(tmp_path, stand_in):
-    config = sweep(tmp_path, repeats=2, axes={"seed": [1, 2]})
+    config = sweep(tmp_path, repeats=2, base={"track": "trackio"}, axes={"seed": [1, 2]})
     stream = io.StringIO()
     assert run_sweep(config, command=stand_in, stream=stream) == 0
+    tracks = [tomllib.loads(path.read_text())["track"] for path in (tmp_path / "sweep").glob("cases/*/*.toml")]
+    assert sorted(track["name"] for track in tracks) == [f"seed {seed}  run {run}" for seed in (1, 2) for run in (1, 2)]
+    assert {track["group"] for track in tracks} == {"sweep"}
     lines = said(stream)
     assert [line[:5] for line in lines[:4]] == ["[1/4]", "[2/4]", "[3/4]", "[4/4]"]
     assert [line.split("run ")[1][0] for line in lines[:4]] == ["1", "1", "2", "2"]  # interleaved
@@ -85,7 +89,7 @@ def test_every_case_runs_as_often_as_asked_and_never_again(tmp_path, stand_in):
     done = tokens(tmp_path / "sweep")
     assert len(done) == 4
     assert not list((tmp_path / "sweep").glob("cases/*/*/checkpoints"))
-    more = sweep(tmp_path, repeats=2, axes={"seed": [2, 3]}, checkpoints=True)
+    more = sweep(tmp_path, repeats=2, base={"track": "trackio"}, axes={"seed": [2, 3]}, checkpoints=True)
     stream = io.StringIO()
     assert run_sweep(more, command=stand_in, stream=stream) == 0
     assert said(stream)[0].startswith("1 finished case is of an earlier sweep and not of this one; it stays in ")

@@ -14,7 +14,8 @@ from zeroshard.train.loop.loop import run_training
 from zeroshard.train.records.records import StepRecord
 from zeroshard.train.records.trackers import TrackedRun, trackers, values_of
 
-RECORD = StepRecord(3, 2.5, 0.9, 1e-3, 0.1, 96, 960.0, memory_bytes={"params": 8}, exposed_s={"a/b/c": 0.5})
+MEMORY, WAITS = {"params": 2**21, "master": 0}, {"blocks.0/grads/backward": 0.5, "blocks.1/grads/backward": 0.25}
+RECORD = StepRecord(3, 2.5, 0.9, 1e-3, 0.1, 96, 960.0, memory_bytes=MEMORY, exposed_s=WAITS)
 
 
 class Recorder:
@@ -70,8 +71,9 @@ def test_what_is_not_known_is_left_out():
         "train/num_skipped": 0.0,
         "speed/tokens_per_s": 960.0,
         "speed/step_s": 0.1,
-        "speed/exposed_s": 0.5,
-        "memory/params_bytes": 8.0,
+        "speed/exposed_s": 0.75,
+        "exposed/grads_backward_ms": 750.0,
+        "memory/params_MiB": 2.0,
     }
 
 
@@ -185,9 +187,12 @@ def test_wandb_is_told_of_group_and_tags(tiny_config, wandb):
     assert (told["group"], told["tags"]) == ("widths", ["demo", "small"])
 
 
-@pytest.mark.parametrize(("field", "value"), [("group", "widths"), ("tags", ["demo"])])
-def test_a_tracker_without_groups_and_tags_is_not_given_any(field, value):
-    with pytest.raises(UserError, match=rf"track\.{field}: wandb alone has such; add --track wandb"):
+@pytest.mark.parametrize(
+    ("field", "value", "having"),
+    [("group", "widths", "wandb and trackio alone have"), ("tags", ["x"], "wandb alone has")],
+)
+def test_a_tracker_without_groups_and_tags_is_not_given_any(field, value, having):
+    with pytest.raises(UserError, match=rf"track\.{field}: {having} such; add --track wandb"):
         validate(TrainConfig, {"track": {"to": ["tensorboard"], field: value}})
 
 

@@ -100,9 +100,10 @@ VERBS: dict[str, Verb] = {
     "sweep": Verb(SWEEP, sweep),
     "report": Verb(
         "Make one page and PNGs of runs or a sweep: OUT/report.html opens offline, OUT/figures/ holds the figures. OUT "
-        "is the folder itself, or `report` where several are given.",
+        "is the folder itself, or `report` where several are given. With --to, send the runs to a tracker instead "
+        "(tensorboard, wandb, trackio), those that it did not follow while they trained.",
         report,
-        usage="RUN... | SWEEP [--out OUT]",
+        usage="RUN... | SWEEP [--out OUT | --to TRACKER]",
     ),
     "lab": Verb(
         "clean: remove networks whose runs have died. tc: slow what leaves a network interface, say how slow it is, "

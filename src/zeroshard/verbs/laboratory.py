@@ -111,20 +111,21 @@ def _sweep_help(kind: type[BaseModel]) -> str:
 
 
 def report(config: None, words: Sequence[str]) -> int:
-    """Run `zeroshard report`: writes a page and figures of runs or sweeps."""
-    folders, out = _folders_and_out(words)
+    """Run `zeroshard report`: writes a page and figures of runs or sweeps, or sends runs to a tracker."""
+    out, rest = take_option(words, "--out")
+    to, folders = take_option(rest, "--to")
+    flags = [word for word in folders if word.startswith("--")]
+    if flags:
+        raise UserError(flags[0], "there is no such flag", nearest(flags[0], ["--out", "--to"], "see --help"))
+    if to:
+        if out:
+            raise UserError("out", "runs that are sent are not written", "leave out one of --out and --to")
+        from zeroshard.lab.report.send import send_runs
+
+        return written(folders[0] if folders else "runs", lambda: send_runs(folders, to))
     from zeroshard.lab.report.command import run_report
 
     return written(out or "report", lambda: run_report(folders, out))
-
-
-def _folders_and_out(words: Sequence[str]) -> tuple[list[str], str]:
-    """Split arguments into folders and the value of ``--out``; raises UserError for any other flag."""
-    out, rest = take_option(words, "--out")
-    flags = [word for word in rest if word.startswith("--")]
-    if flags:
-        raise UserError(flags[0], "there is no such flag", nearest(flags[0], ["--out"], "see --help"))
-    return rest, out
 
 
 def lab(config: None, words: Sequence[str]) -> int:

@@ -19,6 +19,7 @@ from zeroshard.lab.sweep.results import SWEEP, CaseResult, read_sweep
 from zeroshard.lab.sweep.time_to_loss import TimesToLoss, times_to_loss
 from zeroshard.regular_files import json_of, read_text
 from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.sections import TrackConfig
 from zeroshard.train.config.sizes import parse_bandwidth
 
 CROSSOVER = "crossover.json"
@@ -26,6 +27,7 @@ STRATEGIES = ("zero0", "zero1", "zero2", "zero3", "ddp", "zero1-torch", "fsdp2",
 OF_LINKS = ("link.bandwidth",)
 # Settings in which runs may differ and still be repeats of one configuration, because they change no result.
 _ASIDE = (*CHANGES_NO_RESULT, "profile.trace_steps", "profile.memory", "profile.overlap", "plan.enforce", "plan.device")
+_ASIDE += tuple(f"track.{name}" for name in TrackConfig.model_fields)
 
 
 @dataclass(frozen=True)

@@ -137,11 +137,19 @@ class Runner:
             return found
         self.board.begins(case, repeat)
         began = time.monotonic()
-        line = self._attempt(config, target, failure)
+        line = self._attempt(self._named_at_trackers(config, case, repeat), target, failure)
         self.num_failed += bool(line)
         found = read_run(target)
         self.board.ended(case, repeat, found, seconds=time.monotonic() - began, failure=line)
         return found
+
+    def _named_at_trackers(self, config: TrainConfig, case: Case, repeat: int) -> TrainConfig:
+        """``config`` with the case's words as the run's name at trackers, and the sweep's as its group."""
+        named = {"name": f"{in_words(case.axes)}{f'  run {repeat + 1}' if self.sweep.repeats > 1 else ''}"}
+        if {"wandb", "trackio"} & set(config.track.to):
+            named["group"] = self.folder.name
+        given = {name: value for name, value in named.items() if not getattr(config.track, name)}
+        return config.model_copy(update={"track": config.track.model_copy(update=given)}) if config.track.to else config
 
     def fitted(self, case: Case, guess: LargestMicroBatch) -> TrainConfig | None:
         """``case``'s configuration with the largest micro-batch whose measured peak fits; None if not even 1 fits."""

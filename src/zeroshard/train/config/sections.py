@@ -250,7 +250,9 @@ class TrackConfig(Config):
     to: tuple[str, ...] = Field((), description="tensorboard, wandb, trackio; none: metrics.jsonl alone.")
     project: str = Field("zeroshard", min_length=1, description="Under which wandb and trackio file the run.")
     name: str = Field("", description="Name of the run there; empty: the run folder's.")
-    group: str = Field("", description="wandb: what this run is shown with; empty: nothing.")
+    group: str = Field(
+        "", description="wandb, trackio: what this run is shown with; empty: nothing, in a sweep the sweep."
+    )
     tags: tuple[str, ...] = Field((), description="wandb: words to find the run by.")
     mode: Literal["online", "offline"] = Field("online", description="wandb: send, or write into the run folder.")
 
@@ -268,7 +270,8 @@ class TrackConfig(Config):
         for name in self.to:
             if name not in TRACKERS:
                 raise UserError("track.to", f"{name!r} is not a tracker", f"choose of {', '.join(TRACKERS)}")
-        for field in ("group", "tags"):
-            if getattr(self, field) and "wandb" not in self.to:
-                raise UserError(f"track.{field}", "wandb alone has such", "add --track wandb, or leave it out")
+        for field, having in (("group", {"wandb", "trackio"}), ("tags", {"wandb"})):
+            if getattr(self, field) and not having & set(self.to):
+                what = f"{' and '.join(sorted(having, reverse=True))} alone {'have' if len(having) > 1 else 'has'} such"
+                raise UserError(f"track.{field}", what, "add --track wandb, or leave it out")
         return self

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from zeroshard.comm.wrappers.exposed import by_kind
 from zeroshard.errors import UserError
 from zeroshard.regular_files import read_text
 from zeroshard.train.config.sections import TrackConfig
@@ -22,6 +23,7 @@ from zeroshard.train.config.validate import by_dotted_name
 from zeroshard.train.records.records import StepRecord
 
 _RUN_ID = "tracker-id"  # name of a file in the run folder
+_MIB = 2**20
 
 
 class Tracker(Protocol):
@@ -107,7 +109,10 @@ class WandbTracker:
 
 
 class TrackioTracker:
-    """Logs to trackio, which has the API of W&B and keeps the data on this machine."""
+    """Logs to trackio, which has the API of W&B and keeps the data on this machine.
+
+    trackio knows a run by its name, so the name ends with the run's id: another run of this name is another run there.
+    """
 
     def __init__(self, folder: Path, config: TrackConfig) -> None:
         self._folder, self._config, self._trackio = folder, config, None
@@ -117,7 +122,8 @@ class TrackioTracker:
         trackio = importlib.import_module("trackio")
         trackio.init(
             project=self._config.project,
-            name=self._config.name or f"{self._folder.name}-{_run_id(self._folder)}",
+            name=f"{self._config.name or self._folder.name} {_run_id(self._folder)[:6]}",
+            group=self._config.group or None,
             config=dict(facts),
             resume="allow",
             embed=False,
@@ -161,9 +167,7 @@ class TrackedRun:
         self, step: int, loss: float, ema_loss: float | None = None, named: Mapping[str, float] | None = None
     ) -> None:
         """Log the validation loss."""
-        average = {} if ema_loss is None else {"val/ema_loss": ema_loss}
-        more = {f"val/{name}/loss": value for name, value in (named or {}).items()}
-        self._try(lambda tracker: tracker.log({"val/loss": loss, **average, **more}, step))
+        self._try(lambda tracker: tracker.log(values_of_eval(loss, ema_loss, named), step))
 
     def on_saving(self, done_bytes: int, num_bytes: int) -> None:
         """Do nothing: trackers do not show the progress of a save."""
@@ -201,12 +205,14 @@ def trackers(config: TrackConfig, folder: Path, facts: Mapping[str, Any]) -> lis
         UserError: one of them is not installed.
     """
     require_trackers(config)
-    made: dict[str, Callable[[], Tracker]] = {
-        "tensorboard": lambda: TensorBoardTracker(folder),
-        "wandb": lambda: WandbTracker(folder, config),
-        "trackio": lambda: TrackioTracker(folder, config),
-    }
-    return [TrackedRun(name, made[name](), facts) for name in config.to]
+    return [TrackedRun(name, make_tracker(name, config, folder), facts) for name in config.to]
+
+
+def make_tracker(name: str, config: TrackConfig, folder: Path) -> Tracker:
+    """The tracker ``name``, not started, of the run in ``folder``."""
+    if name == "tensorboard":
+        return TensorBoardTracker(folder)
+    return {"wandb": WandbTracker, "trackio": TrackioTracker}[name](folder, config)
 
 
 def require_trackers(config: TrackConfig) -> None:
@@ -217,7 +223,11 @@ def require_trackers(config: TrackConfig) -> None:
 
 
 def values_of(record: StepRecord) -> dict[str, float]:
-    """Return the numbers of a step by name, as ``train/loss``; unknown ones are left out."""
+    """Return the numbers of a step by name, as ``train/loss``; unknown ones are left out.
+
+    Trackers draw the names that are equal up to the slash beside each other.
+    """
+    waits = by_kind(record.exposed_s)
     found = {
         "train/loss": record.loss,
         "train/grad_norm": record.grad_norm,
@@ -232,9 +242,16 @@ def values_of(record: StepRecord) -> dict[str, float]:
         "meeting/difference_norm": record.meeting.get("difference_norm"),
         "meeting/num_bytes": record.meeting.get("num_bytes"),
         "meeting/loss": record.meeting.get("loss"),
-        **{f"memory/{name}_bytes": value for name, value in record.memory_bytes.items()},
+        **{f"exposed/{kind.replace('/', '_')}_ms": 1e3 * seconds for kind, seconds in waits.items()},
+        **{f"memory/{name}_MiB": value / _MIB for name, value in record.memory_bytes.items() if value},
     }
     return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def values_of_eval(loss: float, ema_loss: float | None, named: Mapping[str, float] | None) -> dict[str, float]:
+    """Return validation losses by name: ``val/loss``, of averaged weights, and of each further validation set."""
+    average = {} if ema_loss is None else {"val/ema_loss": ema_loss}
+    return {"val/loss": loss, **average, **{f"val/{name}/loss": value for name, value in (named or {}).items()}}
 
 
 def forget_run(folder: Path) -> None:
