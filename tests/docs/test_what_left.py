@@ -8,6 +8,10 @@ from pages import ROOT
 
 LEFT = [
     r"many_hosts|ManyHosts|ForkServer|launch/rounds",
+    r"time-to-loss\b",
+    r"times_to_loss",
+    r"timed[-_]steps",
+    r"time_figures",
     r"liger_kernel",
     r"kernels liger",
     r"[Gg]eglu",

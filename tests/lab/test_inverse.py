@@ -4,12 +4,12 @@ from zeroshard.errors import UserError
 from zeroshard.lab import plan
 from zeroshard.lab.planner.inverse import (
     _filled,
-    _most,
     crossover,
     fewest,
     largest_micro_batch,
     largest_model,
     lowest_bandwidth,
+    most,
 )
 from zeroshard.lab.planner.planner import planner_for
 from zeroshard.lab.predict.hardware import Device, Link
@@ -40,9 +40,9 @@ def test_one_gpu_too_few_is_answered_with_how_many():
 
 def test_the_largest_micro_batch_fits_and_one_more_does_not():
     planner = planner_for("gpt2-demo", world_size=4, gpu=_small_gpu(50 * 2**20), overrides=SMALL)
-    most = int(largest_micro_batch(planner, 2).value)
-    assert planner.row(2, most).fits
-    assert not planner.row(2, most + 1).fits
+    top = int(largest_micro_batch(planner, 2).value)
+    assert planner.row(2, top).fits
+    assert not planner.row(2, top + 1).fits
 
 
 def test_the_largest_model_fits():
@@ -89,15 +89,15 @@ def test_a_filled_micro_batch_divides_the_rows_of_the_step():
         network="10Gbit/s",
         global_batch=4 * 7 * 6,
     )
-    most = int(largest_micro_batch(planner, 2).value)
+    top = int(largest_micro_batch(planner, 2).value)
     sizes = [_filled(planner, stage) for stage in (1, 2, 3)]
     assert all(42 % size == 0 and planner.row(stage, size).fits for stage, size in zip((1, 2, 3), sizes, strict=True))
-    larger = [size for size in range(sizes[1] + 1, most + 1) if 42 % size == 0]
+    larger = [size for size in range(sizes[1] + 1, top + 1) if 42 % size == 0]
     assert not any(planner.row(2, size).fits for size in larger)
     with pytest.raises(UserError, match="42 rows on 4 GPUs split into no micro-batch that fits at stage 3"):
         crossover(planner.on(global_batch=42), 3, 1)
 
 
-@pytest.mark.parametrize(("border", "limit", "most"), [(0, 8, 0), (5, 8, 5), (8, 8, 8), (100, 8, 8), (100, 9, 9)])
-def test_a_search_ends_at_its_limit(border, limit, most):
-    assert _most(lambda number: number <= border, limit) == most
+@pytest.mark.parametrize(("border", "limit", "found"), [(0, 8, 0), (5, 8, 5), (8, 8, 8), (100, 8, 8), (100, 9, 9)])
+def test_a_search_ends_at_its_limit(border, limit, found):
+    assert most(lambda number: number <= border, limit) == found

@@ -14,6 +14,7 @@ from run_folders import LINK, write_run
 from zeroshard.lab.report.entries import gather
 from zeroshard.lab.run_folders import find_runs, read_run, spread
 from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.toml import dump_toml
 from zeroshard.train.loop.loop import run_training
 
 
@@ -41,6 +42,23 @@ def test_medians_leave_out_the_steps_that_warm_up(tmp_path):
     assert run.held_bytes == 160
     short = read_run(write_run(tmp_path / "short", num_steps=1))
     assert short.step_s == 9.0
+
+
+def test_speeds_of_local_steps_are_those_of_whole_rounds(tmp_path):
+    folder, every = tmp_path / "run", 4
+    folder.mkdir()
+    replicas = TrainConfig(max_steps=40, warmup_steps=0, shard_size=1, replicas={"every": every})
+    (folder / "config.toml").write_text(dump_toml(replicas))
+    lines = [{"event": "start", "step": 0, "world_size": 2}]
+    for step in range(1, 41):
+        step_s = 0.1 + (0.0 if step % every else 0.9)  # at each fourth step replicas meet
+        lines.append({"event": "step", "step": step, "loss": 1.0, "grad_norm": 1.0, "lr": 1.0, "step_s": step_s})
+        lines[-1] |= {"tokens": step, "tokens_per_s": 1 / step_s}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = read_run(folder)
+    assert len(run.rounds) == 9  # of 38 settled steps
+    assert run.step_s == pytest.approx(0.1 + 0.9 / every)
+    assert run.tokens_per_s == pytest.approx(1 / run.step_s)
 
 
 def test_a_link_is_what_was_asked_and_achieved(tmp_path):

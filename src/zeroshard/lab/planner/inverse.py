@@ -42,7 +42,7 @@ def largest_micro_batch(planner: Planner, stage: int) -> Answer:
     def fits(rows: int) -> bool:
         return planner.on(global_batch=0).row(stage, rows).fits
 
-    found = _most(fits, MOST_SEQUENCES)
+    found = most(fits, MOST_SEQUENCES)
     if not found:
         return Answer(None, "sequences", f"No micro-batch fits at {name}.")
     least = "at least " if found == MOST_SEQUENCES else ""  # the search stops there
@@ -68,7 +68,7 @@ def largest_model(planner: Planner, stage: int, micro_batch: int) -> Answer:
             sizes |= {"n_kv_head": heads, "ffn_hidden": 0}
         return planner.on(workload=planner.workload.changed(sizes))
 
-    found = _most(lambda layers: scaled(layers).row(stage, micro_batch).fits, 512)
+    found = most(lambda layers: scaled(layers).row(stage, micro_batch).fits, 512)
     where = f"stage {stage} on {planner.cluster.world_size:,} x {planner.device.name}, micro-batch {micro_batch}"
     if not found:
         return Answer(None, "parameters", f"Not even one layer 128 wide fits at {where}.")
@@ -160,7 +160,7 @@ def _filled(planner: Planner, stage: int) -> int:
     return found
 
 
-def _most(fits: Callable[[int], bool], limit: int) -> int:
+def most(fits: Callable[[int], bool], limit: int) -> int:
     """The largest number up to ``limit`` that ``fits``, assuming that all smaller numbers fit too; 0 if none does."""
     low, high = 0, 1
     while high <= limit and fits(high):

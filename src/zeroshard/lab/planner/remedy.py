@@ -2,15 +2,13 @@
 
 A remedy sends fewer bytes than the stages do: 16-bit gradients, int8 both ways, gradients summed inside a node before
 they are sent, a second copy of weights in the node, state sharded inside a node only, or fewer meetings of replicas.
-Each is planned on the given network, and compared with the fastest step that fits on a network of unlimited bandwidth,
-where computation does not wait. For local steps the answer is the smallest ``every`` that keeps `ENOUGH` of that speed,
-because a larger one only makes the loss worse. A plan cannot predict by how much: measure it, as docs/slow-links.md
-does.
+Each is compared with the fastest step on a network of unlimited bandwidth. For local steps the answer is the smallest
+``every`` that keeps `ENOUGH` of that speed: a larger one only makes the loss worse, by how much has to be measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,11 +17,10 @@ import torch
 from zeroshard.columns import columns
 from zeroshard.errors import UserError
 from zeroshard.lab.planner.advice import GIB
-from zeroshard.lab.planner.inverse import HIGHEST_BYTES_PER_S, Answer, on_network, require_network
+from zeroshard.lab.planner.inverse import HIGHEST_BYTES_PER_S, Answer, most, on_network, require_network
 from zeroshard.lab.planner.plan_rows import Row
 from zeroshard.lab.planner.planner import Planner, copy_sizes
 from zeroshard.lab.planner.show import seconds, stage_zero_note
-from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.zero import LocalSteps, MixedPrecision
 
 ENOUGH = 0.8  # share of the compute-bound speed that is enough
@@ -37,17 +34,12 @@ class Remedy:
     Attributes:
         name: the remedy in words.
         row: its predictions; for local steps, with the smallest ``every`` that is enough, or else with `MOST_STEPS`.
-        share: its speed as a share of the compute-bound speed.
+        share: its speed as a share of the compute-bound speed; `ENOUGH` of it is enough.
     """
 
     name: str
     row: Row
     share: float
-
-    @property
-    def enough(self) -> bool:
-        """Whether it keeps `ENOUGH` of the speed."""
-        return self.share >= ENOUGH
 
     def as_dict(self, base: Row) -> dict[str, Any]:
         """The remedy as a dict, for JSON; ``base``: the row that its memory is compared with."""
@@ -62,7 +54,7 @@ class Remedy:
             "step_s": self.row.timing.step_s,
             "quantise_s": self.row.timing.wire_s,
             "share_of_compute_bound_speed": self.share,
-            "enough": self.enough,
+            "enough": self.share >= ENOUGH,
             "needed_bytes": self.row.needed_bytes,
             "more_bytes": self.row.needed_bytes - base.needed_bytes,
         }
@@ -86,19 +78,19 @@ def remedies(
     rows = micro_batch or 1
     fast = on_network(planner, HIGHEST_BYTES_PER_S)
     there = [row for row in (fast.row(stage, rows) for stage in stages) if row.fits]
-    alone = shard_size or _replica_size(planner)
+    cluster = planner.cluster
+    full_nodes = cluster.world_size > cluster.ranks_per_node and cluster.world_size % cluster.ranks_per_node == 0
+    alone = shard_size or (cluster.ranks_per_node if full_nodes else 1)
     inside = [row for row in (fast.row(stage, rows, alone, LocalSteps(MOST_STEPS)) for stage in stages) if row.fits]
     if not there and not inside:
         what = f"nothing fits on {planner.cluster.world_size} x {planner.device.name} at micro-batch {rows}"
         raise UserError("ask", f"remedy: {what}", "ask --ask fewest-gpus, or give another --micro-batch")
     flat = list(_flat(planner, stages, rows, alone))
     bound = max(row.tokens_per_s for row in [*there, *inside, *(row for _, row in flat)])
-    found = [
-        Remedy(name, row, row.tokens_per_s / bound)
-        for name, row in [*flat, *_local(planner, stages, rows, alone, bound)]
-    ]
+    every = [*flat, *_local(planner, stages, rows, alone, bound)]
+    found = [Remedy(name, row, row.tokens_per_s / bound) for name, row in every]
     base = min((each.row for each in found), key=lambda row: row.needed_bytes)
-    enough = [each for each in found if each.enough]
+    enough = [each for each in found if each.share >= ENOUGH]
     best = min(enough, key=lambda each: (each.row.meetings.every, each.row.needed_bytes), default=None)
     return Answer(
         None if best is None else best.row.meetings.every,
@@ -108,24 +100,19 @@ def remedies(
     )
 
 
-def _replica_size(planner: Planner) -> int:
-    """Ranks of a replica: a node's ranks if there are several full nodes, otherwise 1."""
-    cluster = planner.cluster
-    several = cluster.world_size > cluster.ranks_per_node and cluster.world_size % cluster.ranks_per_node == 0
-    return cluster.ranks_per_node if several else 1
-
-
 def _flat(planner: Planner, stages: Sequence[int], rows: int, alone: int) -> Iterator[tuple[str, Row]]:
     """Yield remedies without local steps, for each wire format: state sharded over all ranks, the same with a second
     copy of weights in the node, and state sharded over a replica's ranks.
     """
-    copied = planner.node_copy or _copy_in_the_node(planner.cluster)
-    for precision in _wires(planner.workload.precision, _copy_in_the_node(planner.cluster)):
+    size = planner.cluster.ranks_per_node
+    in_node = size if size in copy_sizes(planner.cluster.world_size, planner.cluster) else 0
+    copied = planner.node_copy or in_node
+    for precision in _wires(planner.workload.precision, in_node):
         each = planner.on(workload=replace(planner.workload, precision=precision), node_copy=0)
         for stage in stages:
             if not stage and precision.has_wire and precision != planner.workload.precision:
                 continue  # stage 0 has no wire formats
-            words = wire_in_words(precision, stage)
+            words = _wire_in_words(precision, stage)
             found = [(f"stage {stage}{words}", each.row(stage, rows))]
             if stage == 3 and copied:
                 found.append((f"stage 3, copy over {copied}{words}", each.on(node_copy=copied).row(stage, rows)))
@@ -142,7 +129,7 @@ def _wires(given: MixedPrecision, node_size: int) -> list[MixedPrecision]:
     return list(dict.fromkeys([given, narrow, packed, *by_nodes]))
 
 
-def wire_in_words(precision: MixedPrecision, stage: int = 3) -> str:
+def _wire_in_words(precision: MixedPrecision, stage: int) -> str:
     """A phrase that names wire formats: ``, weights and gradients in int8``; empty if there are none."""
     reduced = precision.reduce_dtype if precision.reduce is None or not stage else precision.reduce
     travels = {"weights": precision.gather if stage else None, "gradients": reduced}
@@ -151,12 +138,6 @@ def wire_in_words(precision: MixedPrecision, stage: int = 3) -> str:
     if len(set(named.values())) == 1:
         return f", {' and '.join(named)} in {next(iter(named.values()))}{nodes}"
     return "".join(f", {what} in {form}" for what, form in named.items()) + nodes
-
-
-def _copy_in_the_node(cluster: Cluster) -> int:
-    """A node's ranks if a second copy of weights over them saves all-gathers between nodes, otherwise 0."""
-    size = cluster.ranks_per_node
-    return size if size in copy_sizes(cluster.world_size, cluster) else 0
 
 
 def _local(planner: Planner, stages: Sequence[int], rows: int, alone: int, bound: float) -> Iterator[tuple[str, Row]]:
@@ -172,18 +153,14 @@ def _local(planner: Planner, stages: Sequence[int], rows: int, alone: int, bound
         lowest = next((stage for stage in sorted(stages) if planner.row(stage, rows, alone, settings).fits), None)
         if lowest is None:
             continue
-        low, high = 1, MOST_STEPS  # at `low` it is too slow, or has no local steps
 
-        def enough(every: int, settings: LocalSteps = settings, stage: int = lowest) -> Row | None:
-            row = planner.row(stage, rows, alone, replace(settings, every=every))
-            return row if row.tokens_per_s >= ENOUGH * bound else None
+        def met(every: int, settings: LocalSteps = settings, stage: int = lowest) -> Row:
+            return planner.row(stage, rows, alone, replace(settings, every=every))
 
-        row = enough(high)
-        while row is not None and high - low > 1:
-            middle = (low + high) // 2
-            better = enough(middle)
-            low, high, row = (middle, high, row) if better is None else (low, middle, better)
-        row = row or planner.row(lowest, rows, alone, settings)
+        def is_slow(every: int, met: Callable[[int], Row] = met) -> bool:
+            return every == 1 or met(every).tokens_per_s < ENOUGH * bound
+
+        row = met(min(most(is_slow, MOST_STEPS - 1) + 1, MOST_STEPS))
         copied = f", copy over {row.node_copy}" if row.node_copy else ""
         yield f"{name}, stage {lowest} over {alone}{copied}", row
 
@@ -198,29 +175,22 @@ def _told(planner: Planner, found: Sequence[Remedy], base: Row, best: Remedy | N
             f"{each.share:.1%}",
             f"{each.row.needed_bytes / GIB:.2f} GiB",
             f"{(each.row.needed_bytes - base.needed_bytes) / GIB:+.2f} GiB",
-            "yes" if each.enough else "no",
+            "yes" if each.share >= ENOUGH else "no",
         )
         for each in found
     ]
-    cluster, between = planner.cluster, planner.cluster.between
-    if cluster.world_size <= cluster.ranks_per_node:
-        between = cluster.within
-    where = f"{planner.workload.name} on {cluster.world_size:,} x {planner.device.name}, {_rate(between.bytes_per_s)}"
+    cluster = planner.cluster
+    bits = 8 * (cluster.within if cluster.world_size <= cluster.ranks_per_node else cluster.between).bytes_per_s
+    rate = f"{bits / 1e9:g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:g} Mbit/s"
+    where = f"{planner.workload.name} on {cluster.world_size:,} x {planner.device.name}, {rate}"
     lines = [f"{where} for each GPU, micro-batch {found[0].row.micro_batch}", ""]
     lines += columns([head, *cells], right=range(1, len(head)))
     if best is None:
-        conclusion = (
-            f"Nothing here keeps {ENOUGH:.0%} of the compute-bound speed; larger micro-batches send less a token."
-        )
+        what = "of the compute-bound speed; larger micro-batches send less a token."
+        conclusion = f"Nothing here keeps {ENOUGH:.0%} {what}"
     elif best.row.meetings.every == 1:
         conclusion = f"{best.name} keeps {best.share:.0%} with all ranks at each step."
     else:
         every = f"a meeting every {best.row.meetings.every:,} steps"
         conclusion = f"{best.name} keeps {best.share:.0%} with {every}; measure the loss."
     return "\n".join([*lines, "", conclusion, *stage_zero_note(planner.workload.precision, [e.row for e in found])])
-
-
-def _rate(bytes_per_s: float) -> str:
-    """Format a bandwidth in bits, as networks are sold: ``400 Gbit/s``, ``100 Mbit/s``."""
-    bits = bytes_per_s * 8
-    return f"{bits / 1e9:g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:g} Mbit/s"

@@ -16,7 +16,6 @@ from zeroshard.lab.report.figure import bandwidth_in_words
 from zeroshard.lab.run_folders import RunResult, find_runs, locks_held, read_run
 from zeroshard.lab.sweep.cases import CHANGES_NO_RESULT, in_words
 from zeroshard.lab.sweep.results import SWEEP, CaseResult, read_sweep
-from zeroshard.lab.sweep.time_to_loss import TimesToLoss, times_to_loss
 from zeroshard.regular_files import json_of, read_text
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.sections import TrackConfig
@@ -141,14 +140,12 @@ class ReportContents:
         entries: entries of sweeps in the order of the folders, then those of single runs.
         crossings: the crossovers of sweeps that searched for them.
         notices: warnings about entries, worst first, then those about sweeps.
-        times: the times to a loss of sweeps that asked for them.
     """
 
     title: str
     entries: tuple[Entry, ...]
     crossings: tuple[Crossover, ...]
     notices: tuple[Notice, ...]
-    times: tuple[TimesToLoss, ...] = ()
 
     @property
     def only_run(self) -> RunResult | None:
@@ -173,7 +170,6 @@ def gather(folders: Sequence[str | Path]) -> ReportContents:
     crossings: list[Crossover] = []
     notices: list[Notice] = []
     loose: list[Path] = []
-    all_times: list[TimesToLoss] = []
     for folder in map(Path, folders):
         if not folder.is_dir():
             raise UserError("runs", f"{folder} is not a folder", "give the folder of a run or of a sweep")
@@ -183,9 +179,6 @@ def gather(folders: Sequence[str | Path]) -> ReportContents:
             entries += entries_of_cases(found.cases)
             notices += [Notice("folder", str(each), line) for line in found.problems]
             crossings += _read_crossings(each, notices)
-            if (times := times_to_loss(found)) is not None:
-                all_times.append(times)
-                notices += [Notice("comparable", words_of(r.case.axes), r.differs) for r in times.rows if r.differs]
         inside = [run for run in find_runs(folder) if not any(run.is_relative_to(each) for each in sweeps)]
         loose += inside or ([] if sweeps else [folder])
     held = locks_held()
@@ -194,7 +187,7 @@ def gather(folders: Sequence[str | Path]) -> ReportContents:
         raise UserError("runs", f"there is no run in {', '.join(map(str, folders))}", "give the folder of a run")
     notices = [*_notices(entries), *notices]
     title = ", ".join(Path(folder).resolve().name for folder in folders[:3]) + (" ..." if len(folders) > 3 else "")
-    return ReportContents(title, tuple(entries), tuple(crossings), tuple(notices), tuple(all_times))
+    return ReportContents(title, tuple(entries), tuple(crossings), tuple(notices))
 
 
 def entries_of_cases(cases: Sequence[CaseResult]) -> list[Entry]:
@@ -206,7 +199,7 @@ def entries_of_cases(cases: Sequence[CaseResult]) -> list[Entry]:
     for case, each in zip(cases, axes, strict=True):
         apart = {name: value for name, value in each.items() if name in differing}
         label = words_of(apart) or words_of(each) or case.name
-        entries.append(Entry(f"{label} (to the end)" if case.is_curve else label, case, apart))
+        entries.append(Entry(label, case, apart))
     return entries
 
 

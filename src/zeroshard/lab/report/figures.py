@@ -13,7 +13,6 @@ from zeroshard.lab.report.reading_notes import with_notes
 from zeroshard.lab.report.run_figures import loss, memory, predictions, timelines
 from zeroshard.lab.report.single_run import curves_of, memory_of
 from zeroshard.lab.report.speed import communication, relative, searched, throughput
-from zeroshard.lab.report.time_figures import time_figures
 from zeroshard.lab.run_folders import RunResult
 
 _LOG_FROM = 5.0  # least ratio of the largest to the smallest value for which a logarithmic axis is kept
@@ -22,20 +21,17 @@ Drawn = tuple[list[Figure], list[str]]  # figures, and a line for each kind that
 
 def figures_of(material: ReportContents) -> Drawn:
     """Every figure for which there are data, and a line for each kind of figure without data."""
-    begun = [entry for entry in material.entries if entry.first is not None]
-    entries = [entry for entry in begun if not entry.case.is_curve]  # a curve was trained without an emulated link
-    trained = [entry for entry in begun if entry.case.is_curve or not entry.case.curve]
+    entries = [entry for entry in material.entries if entry.first is not None]
     run = material.only_run
     compared: dict[str, Callable[[], list[Figure]]] = {
-        **({"Time to a loss": lambda: time_figures(material.times)} if material.times else {}),
         "Throughput": lambda: throughput(entries),
         "Communication": lambda: communication(entries),
         "Crossovers": lambda: [*searched(material.crossings), *relative(entries, optional=bool(material.crossings))],
-        "Loss": lambda: loss(trained),
+        "Loss": lambda: loss(entries),
         "Memory": lambda: memory(entries),
     }
     kinds: dict[str, Callable[[], list[Figure]]] = {
-        **(compared if run is None else _of_one(run, trained)),
+        **(compared if run is None else _of_one(run, entries)),
         "Step timeline": lambda: timelines(entries),
         "Predicted against measured": lambda: predictions(entries),
     }
@@ -66,7 +62,7 @@ def _of_one(run: RunResult, entries: Sequence[Entry]) -> dict[str, Callable[[], 
 def _rightly_scaled(figure: Figure) -> Figure:
     """Make a logarithmic y axis linear, unless the values differ by more than a factor of `_LOG_FROM`."""
     values = [value for series in figure.series for value in series.y if math.isfinite(value)]
-    if not figure.y.log or figure.name.startswith(("predicted", "loss-by")):
+    if not figure.y.log or figure.name.startswith("predicted"):
         return figure
     if values and min(values) > 0 and max(values) / min(values) > _LOG_FROM:
         return figure

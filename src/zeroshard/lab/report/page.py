@@ -25,7 +25,6 @@ from zeroshard.lab.report.figure import Figure
 from zeroshard.lab.report.interactive import CONFIG, as_plotly
 from zeroshard.lab.report.single_run import header_of
 from zeroshard.lab.report.table import table_of
-from zeroshard.lab.report.time_figures import time_table
 
 PLOTLY_JS = "4.1.1"  # the version of the bundle
 PLOTLY_JS_SHA256 = "99784e3abfb07b142a15e521a439e6d9addceadb3f79553fd24c72774f0649ba"  # uncompressed, as in npm
@@ -67,10 +66,7 @@ def render(
         sample=sample[0],
         no_sample=sample[1],
         num_entries=len(material.entries),
-        tables=[
-            *(("Time to a loss", time_table(times)) for times in material.times if math.isfinite(times.target)),
-            ("Results", table_of(material.entries)),
-        ],
+        table=table_of(material.entries),
         notices=by_kind(material.notices),
         figures=figures,
         missing=missing,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Generator, Sequence
@@ -17,7 +16,6 @@ from rich.table import Table
 from zeroshard.lab.run_folders import RunResult, Spread, spread
 from zeroshard.lab.sweep.cases import Case, in_words
 from zeroshard.lab.sweep.results import CaseResult, read_sweep
-from zeroshard.lab.sweep.time_to_loss import Timed, times_to_loss
 
 _ROWS = 24  # most rows of the live table: the cases that have begun, the last of them if there are more
 _NAME_DIGITS = 6
@@ -83,20 +81,13 @@ class SweepProgress:
     def list_cases(self, cases: Sequence[Case]) -> None:
         """Print the cases that would run."""
         for case in cases:
-            curve = "  (to the end)" if case.is_curve else ""
             refused = f"  refused: {case.refusal}" if case.refusal else ""
-            self.say(f"{case.name}  {in_words(case.axes)}{curve}{refused}")
+            self.say(f"{case.name}  {in_words(case.axes)}{refused}")
 
     def say_results(self, folder: Path) -> None:
         """Print the median of each case, with the lowest and the highest of its repeats."""
-        found = read_sweep(folder)
-        times = times_to_loss(found)
-        reached = {} if times is None else {row.case.name: _time_to_loss(row) for row in times.rows}
-        for case in found.cases:
-            self.say(f"{case.name[:_NAME_DIGITS]}  {in_words(case.axes)}  {_medians(case)}{reached.get(case.name, '')}")
-        if times is not None:
-            known = math.isfinite(times.target)
-            self.say(f"target: validation loss {times.target:.4f}, {times.why}" if known else f"no target: {times.why}")
+        for case in read_sweep(folder).cases:
+            self.say(f"{case.name[:_NAME_DIGITS]}  {in_words(case.axes)}  {_medians(case)}")
 
     def say(self, line: str) -> None:
         """Print a line, above the live table if there is one."""
@@ -166,11 +157,6 @@ def _medians(case: CaseResult) -> str:
     words = [f"step {_between(case.step_s, 1e3, ' ms')}", f"{_between(case.tokens_per_s, 1, ' tok/s')}"]
     words += [f"not comparable: {why}" for why in case.why_not_comparable[:1]]
     return "  ".join(words)
-
-
-def _time_to_loss(row: Timed) -> str:
-    words = f"  {_between(row.seconds, 1, ' s')} to the target, {row.fate}" if row.seconds else f"  {row.fate}"
-    return words + (f"; {row.differs}" if row.differs else "")
 
 
 def _between(found: Spread | None, scale: float, unit: str) -> str:

@@ -67,18 +67,6 @@ class SweepConfig(Config):
         description="Ways to send less, tried one after another: none, int8 (weights and gradients), int8,int4, "
         "every=32 (local steps), every=32,int8, node-copy=2.",
     )
-    time_to_loss: bool = Field(
-        False, description="Train each remedy to the end once, and time a few of its steps on each link."
-    )
-    target_loss: float = Field(
-        0.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="With time_to_loss: the validation loss to reach; 0: the first remedy's after 80% of its steps.",
-    )
-    timed_steps: int = Field(
-        8, ge=1, description="With time_to_loss: steps timed on each link; local steps: as many whole rounds."
-    )
 
     base: dict[str, Any] = Field({}, description="Settings of every run.")
     axes: dict[str, Any] = Field({}, description="Settings that are tried, each with its list of values.")
@@ -111,20 +99,13 @@ class SweepConfig(Config):
 
     def _agree_on_remedies(self) -> None:
         remedies.named(self.remedies)
-        asked = "remedies" if self.remedies else "time_to_loss" if self.time_to_loss else ""
-        if asked and self.crossover:
-            raise UserError(asked, "a crossover compares two strategies by their steps alone", "leave one of both out")
         if self.remedies:
+            if self.crossover:
+                what = "a crossover compares two strategies by their steps alone"
+                raise UserError("remedies", what, "leave one of both out")
             remedies.check_alone("base", list(_dotted(self.base)))
             of_tables = (key for values in flat_axes(self.axes).values() for each in values for key in _keys(each))
             remedies.check_alone("axes", [*flat_axes(self.axes), *of_tables])
-        fields = type(self).model_fields
-        for name in ("target_loss", "timed_steps"):
-            if getattr(self, name) != fields[name].default and not self.time_to_loss:
-                raise UserError(name, f"{getattr(self, name)} is given, and nothing is timed", "add --time-to-loss")
-        if self.time_to_loss and self.fit_memory:
-            what = "each stage has a micro-batch of its own, and so a curve of its own"
-            raise UserError("fit_memory", what, "leave it out, or --time-to-loss")
 
 
 @dataclass(frozen=True)
@@ -136,20 +117,12 @@ class Case:
         axes: its values of the sweep's axes, by dotted name.
         config: configuration of its runs, except for the folder; None if the settings are invalid.
         refusal: why ``config`` is None, in a line; else empty.
-        curve: in a sweep for the time to a loss, the name of the case that is trained to the end for this one, or of
-            this case itself; empty in other sweeps.
     """
 
     name: str
     axes: Mapping[str, Any]
     config: TrainConfig | None
     refusal: str = ""
-    curve: str = ""
-
-    @property
-    def is_curve(self) -> bool:
-        """Whether this case is trained to the end, for other cases of which only a few steps are timed."""
-        return self.curve == self.name
 
 
 def cases_of(sweep: SweepConfig, extra_axes: Mapping[str, Sequence[Any]] | None = None) -> list[Case]:

@@ -21,15 +21,8 @@ from typing import Any
 from zeroshard.errors import UserError
 from zeroshard.train.config.validate import nearest
 
-FORMATS = {
-    "fp32": "float32",
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "e4m3": "e4m3",
-    "fp8": "e4m3",
-    "int8": "int8",
-    "int4": "int4",
-}
+FORMATS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "e4m3"}
+FORMATS |= {name: name for name in ("e4m3", "int8", "int4")}
 # name before the "=": the setting, and its type
 NUMBERS: Mapping[str, tuple[str, type[int] | type[float]]] = {
     "every": ("replicas.every", int),
@@ -65,14 +58,26 @@ def settings_of(name: str) -> dict[str, Any]:
             setting, kind = NUMBERS[key]
             if setting in found:
                 raise UserError("remedies", f"{name!r} has {key} twice", "leave one of both out")
-            found[setting] = _number(name, key, number, kind)
+            try:
+                found[setting] = kind(number)
+            except ValueError:
+                what = f"{name!r}: {number!r} is not a {'whole number' if kind is int else 'number'}"
+                raise UserError("remedies", what, f"write {key}={32 if kind is int else 0.5}") from None
         else:
             todo = nearest(key, [*FORMATS, *NUMBERS, NONE], f"choose of {', '.join([NONE, *FORMATS])}, every=32")
             raise UserError("remedies", f"{name!r}: there is no {part!r}", todo)
     if found.get("replicas.every") == 1:
         what = f"{name!r}: replicas that meet at each step take no local steps"
         raise UserError("remedies", what, "give 2 steps or more, or none")
-    return {**found, **_formats(name, formats, local="replicas.every" in found)}
+    local = "replicas.every" in found
+    most = 1 if local else 2
+    if len(formats) > most:
+        what = f"{name!r} has {len(formats)} formats"
+        of = "local steps send differences, in one" if local else "weights have the first, gradients the second"
+        raise UserError("remedies", what, f"give at most {most}: {of}")
+    if formats:
+        found |= {"replicas.wire": formats[0]} if local else {"wire.weights": formats[0], "wire.grads": formats[-1]}
+    return found
 
 
 def named(names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -92,35 +97,9 @@ def named(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def in_a_line(name: str, settings: Mapping[str, Any]) -> str:
-    """Format a remedy: ``int8: wire.weights = int8, wire.grads = int8``."""
-    return f"{name}: {', '.join(f'{key} = {value}' for key, value in settings.items()) or 'nothing is set'}"
-
-
 def check_alone(where: str, names: Sequence[str]) -> None:
     """Raise UserError if a sweep's ``base`` or ``axes`` (``where``) sets something that remedies set."""
     for name in names:
         if name.partition(".")[0] in _TABLES:
             what = "remedies set it, and the remedy none must not have it"
             raise UserError(f"{where}.{name}", what, "leave it out, and write it as a remedy: int8, every=32")
-
-
-def _formats(name: str, formats: Sequence[str], *, local: bool) -> dict[str, Any]:
-    most = 1 if local else 2
-    if len(formats) > most:
-        what = f"{name!r} has {len(formats)} formats"
-        of = "local steps send differences, in one" if local else "weights have the first, gradients the second"
-        raise UserError("remedies", what, f"give at most {most}: {of}")
-    if not formats:
-        return {}
-    if local:
-        return {"replicas.wire": formats[0]}
-    return {"wire.weights": formats[0], "wire.grads": formats[-1]}
-
-
-def _number(name: str, key: str, number: str, kind: type[int] | type[float]) -> int | float:
-    try:
-        return kind(number)
-    except ValueError:
-        what = f"{name!r}: {number!r} is not a {'whole number' if kind is int else 'number'}"
-        raise UserError("remedies", what, f"write {key}={32 if kind is int else 0.5}") from None

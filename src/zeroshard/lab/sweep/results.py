@@ -25,20 +25,12 @@ class CaseResult:
         axes: its values of the sweep's axes, by dotted name.
         runs: its repeats, in order, without those that have not begun.
         failures: a line for each repeat whose last attempt failed.
-        curve: in a sweep for the time to a loss, the name of the case that was trained to the end for this one; its own
-            name if this case itself was trained to the end; empty in other sweeps.
     """
 
     name: str
     axes: Mapping[str, Any]
     runs: tuple[RunResult, ...]
     failures: tuple[str, ...]
-    curve: str = ""
-
-    @property
-    def is_curve(self) -> bool:
-        """Whether this case was trained to the end, for other cases of which only a few steps were timed."""
-        return self.curve == self.name
 
     @property
     def done(self) -> tuple[RunResult, ...]:
@@ -101,7 +93,6 @@ def read_sweep(folder: str | Path) -> SweepResult:
     for entry in listed if isinstance(listed, Sequence) else ():
         try:
             name, axes, repeats = str(entry["name"]), dict(entry["axes"]), int(entry["repeats"])
-            curve = str(entry.get("curve", ""))
             if not name.isalnum():
                 raise ValueError(f"{name!r} is no case's name")
         except (ValueError, TypeError, KeyError, AttributeError):
@@ -110,7 +101,7 @@ def read_sweep(folder: str | Path) -> SweepResult:
         folders = [run_folder(folder, name, repeat) for repeat in range(repeats)]
         failures = [read_failure(failure_file(folder, name, repeat)) for repeat in range(repeats)]
         runs = tuple(read_run(each, held) for each in folders if each.is_dir())
-        cases.append(CaseResult(name, axes, runs, tuple(line for line in failures if line), curve))
+        cases.append(CaseResult(name, axes, runs, tuple(line for line in failures if line)))
     return SweepResult(folder, facts, tuple(cases), tuple(problems))
 
 

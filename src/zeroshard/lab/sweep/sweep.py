@@ -33,7 +33,6 @@ from zeroshard.lab.sweep.board import SweepProgress
 from zeroshard.lab.sweep.cases import Case, SweepConfig, cases_of, flat_axes, in_words, make_case
 from zeroshard.lab.sweep.results import SWEEP, SWEEP_FORMAT, failure_file, read_failure, read_sweep, run_folder
 from zeroshard.lab.sweep.search import Crossover, crossover, largest_that_fits, rounded
-from zeroshard.lab.sweep.time_to_loss import sweep_cases
 from zeroshard.launch.start_ranks import start_child
 from zeroshard.regular_files import open_binary, open_regular
 from zeroshard.train.config.config import TrainConfig
@@ -65,11 +64,12 @@ def run_sweep(
     Raises:
         UserError: no case can run, or another process is running this sweep.
     """
-    cases = [] if sweep.crossover else sweep_cases(sweep, cases_of(sweep))
+    cases = [] if sweep.crossover else cases_of(sweep)
     with _locked_folder(Path(sweep.out)) as folder:
         board = SweepProgress(stream or sys.stdout)
         for name, settings in remedies.named(sweep.remedies).items():
-            board.say(f"remedy {remedies.in_a_line(name, settings)}")
+            words = ", ".join(f"{key} = {value}" for key, value in settings.items())
+            board.say(f"remedy {name}: {words or 'nothing is set'}")
         runner = Runner(folder, sweep, command, board)
         if sweep.crossover:
             _run_crossovers(sweep, runner)
@@ -108,21 +108,15 @@ class Runner:
                 self.board.refused(case)
             else:
                 able.append(case)
-        with self.board.live(able, sum(map(self._repeats, able))):
+        with self.board.live(able, len(able) * self.sweep.repeats):
             configs: dict[str, TrainConfig | None] = {}
             for repeat in range(self.sweep.repeats):
                 for case in able:
-                    if repeat >= self._repeats(case):
-                        continue
                     if case.name not in configs:
                         configs[case.name] = fitted(case) if fitted else case.config
                     config = configs[case.name]
                     if config is not None:
                         self.run_once(case, config, repeat)
-
-    def _repeats(self, case: Case) -> int:
-        """The number of runs of a case; a curve is trained once, because a repeat would give the same bits."""
-        return 1 if case.is_curve else self.sweep.repeats
 
     def run_once(self, case: Case, config: TrainConfig, repeat: int) -> RunResult:
         """Run one repeat of a case unless it is done or has failed before; returns the contents of its run folder."""
@@ -217,13 +211,7 @@ class Runner:
         """Add ``cases`` to the sweep's file `SWEEP`, which lists all cases with the sweep's settings."""
         self._listed |= {case.name: case for case in cases}
         entries = [
-            {
-                "name": case.name,
-                "axes": case.axes,
-                "repeats": self._repeats(case),
-                "refusal": case.refusal,
-                **({"curve": case.curve} if case.curve else {}),
-            }
+            {"name": case.name, "axes": case.axes, "repeats": self.sweep.repeats, "refusal": case.refusal}
             for case in self._listed.values()
         ]
         asked = {**self.sweep.model_dump(mode="json"), "remedies": remedies.named(self.sweep.remedies)}
