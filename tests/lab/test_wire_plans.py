@@ -40,7 +40,7 @@ def test_the_command_takes_the_settings_of_a_run_and_explains_the_exchange():
     said = answer_plan(validate(PlanConfig, {**given, "wire": {"grads": "int4"}})).text
     assert "quantised shards, each to its owner: (W-1)/W P q" in said
     for wrong in ({"stage": "0", "explain": False}, {"stage": "all", "explain": False, "dry_run": True}):
-        with pytest.raises(UserError, match=r"^wire.grads: stage 0 has no wire format"):
+        with pytest.raises(UserError, match=r"^wire.grads: .*stage 0 has no wire format"):
             validate(PlanConfig, {**given, **wrong, "wire": {"grads": "int8"}})
 
 
@@ -143,7 +143,7 @@ def test_nodes_are_among_the_remedies_and_are_explained():
         ({"gpus": 24, "gpus_per_node": 4, "wire": {"grads": "int8", "node_size": 8}}, r"^wire.node_size: 8 does not"),
         ({"shard_size": 2}, r"^wire.node_size: 2 is given, and with shard_size = 2"),
         ({"ask": "fewest-gpus"}, r"^wire.node_size: fewest-gpus changes the GPUs that it shares out"),
-        ({"stage": "0"}, r"^wire.grads: stage 0 has no wire format"),
+        ({"stage": "0"}, r"^wire.grads: .*stage 0 has no wire format"),
         ({"ask": "remedy", "wire": {"grads": "int8", "node_size": 5}}, r"^wire.node_size: 5 does not divide .*8"),
     ],
 )

@@ -131,7 +131,7 @@ def test_a_replica_that_diverges_ends_the_run_in_a_line(tiny_config, capsys):
     [
         ({"replicas": {"every": 0}}, r"replicas.every: 0 is below 1; give 1 or more"),
         ({"replicas": {"every": "x"}}, r"replicas.every: 'x' is not a whole number"),
-        ({"replicas": {"every": 8}}, r"replicas.every: 8 needs several replicas, and with shard_size 0 all ranks"),
+        ({"replicas": {"every": 8}}, r"replicas.every: 8 needs several replicas, and without a shard_size all ranks"),
         ({"replicas": {"outer_lr": 0.5}}, r"replicas.outer_lr: 0.5 is given, and replicas.every is 1"),
         ({"replicas": {"every": 8, "outer_lr": 0}, "shard_size": 1}, r"replicas.outer_lr: 0 is not above 0"),
         ({"replicas": {"every": 8, "outer_momentum": 1}, "shard_size": 1}, r"replicas.outer_momentum: 1 is not below"),

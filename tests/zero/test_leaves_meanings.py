@@ -285,10 +285,13 @@ class _WithoutExchange(NullCommunicator):
         ({"leaves": 0}, "leaves: 0 is no power of two"),
         ({"leaves": True}, "leaves: True is no power of two"),
         ({"leaves": "8"}, "leaves: '8' is no power of two"),
-        ({"leaves": 2, "accumulate": "local"}, "accumulate: sums on each rank are rounded before"),
-        ({"leaves": 2, "shard_size": 1}, "shard_size: sums over two levels are rounded in between"),
-        ({"leaves": 2, "precision": MixedPrecision(reduce="int8")}, "precision: a wire format rounds what each rank"),
-        ({"leaves": 2, "shard_size": 1, "replicas": LocalSteps(every=2)}, "shard_size: sums over two levels"),
+        ({"leaves": 2, "accumulate": "local"}, "leaves: 2 is given, and accumulate adds up on each rank"),
+        ({"leaves": 2, "shard_size": 1}, "leaves: 2 is given, and shard_size adds up over two levels"),
+        (
+            {"leaves": 2, "precision": MixedPrecision(reduce="int8")},
+            "leaves: 2 is given, and precision.reduce rounds",
+        ),
+        ({"leaves": 2, "shard_size": 1, "replicas": LocalSteps(every=2)}, "leaves: 2 is given, and replicas take"),
         (
             {"leaves": 2, "comm": _WithoutExchange(2)},
             "comm: leaves are exchanged, and a _WithoutExchange has no all_to",
@@ -302,7 +305,7 @@ def test_what_rounds_in_between_is_refused(given, said):
 
 def test_a_number_of_ranks_that_cannot_share_is_refused():
     def on_rank(comm):
-        with pytest.raises(ValueError, match="leaves: 4 are not shared out evenly by 3 ranks; use 1, 2, 4 ranks"):
+        with pytest.raises(ValueError, match=r"leaves: 4 micro-batches cannot be shared .* to 3 ranks; use 1, 2, 4 "):
             Zero(nn.Linear(2, 2), 1, (), comm, leaves=4)
 
     run_threads(on_rank, 3)

@@ -149,13 +149,13 @@ def test_copies_that_make_no_sense_are_refused():
         Zero(copy.deepcopy(ORIGINAL), comm=NullCommunicator(world_size), **kwargs)
 
     for size, world_size in ((3, 4), (1, 4), (4, 4), (2, 2), (2, 1)):
-        with pytest.raises(ValueError, match=r"^secondary_shard_size: .* does not divide the .* ranks that shard"):
+        with pytest.raises(ValueError, match=r"^secondary_shard_size: .* does not divide .* ranks into several groups"):
             make(world_size, secondary_shard_size=size)
     with pytest.raises(ValueError, match=r"^secondary_shard_size: True is not a number of ranks; give 1 or more"):
         make(secondary_shard_size=True)
-    with pytest.raises(ValueError, match=r"^secondary_shard_size: 2 is given, and weights are replicated"):
+    with pytest.raises(ValueError, match=r"^secondary_shard_size: 2 is given, and a row of replicated weights has no"):
         make(stage=2, secondary_shard_size=2)
-    with pytest.raises(ValueError, match=r"^secondary_shard_size: 2 means nothing: weights that stay unsharded"):
+    with pytest.raises(ValueError, match=r"^secondary_shard_size: 2 is given, and weights that stay unsharded"):
         replace(STAGES[3], secondary_shard_size=2, reshard_after_forward=False)
     with pytest.raises(ValueError, match=r"^secondary_shard_size: stage is a ShardingStrategy"):
         make(stage=STAGES[3], secondary_shard_size=2)

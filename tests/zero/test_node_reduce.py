@@ -150,13 +150,19 @@ def test_nodes_are_whole_and_there_is_something_to_send():
     def zero(world_size, node_size, **kwargs):
         _engine(NullCommunicator(world_size), 2, _int8(node_size), **kwargs)
 
-    with pytest.raises(ValueError, match=r"^node_size: 6 ranks do not divide into .* nodes of 4; choose one of 2, 3$"):
+    with pytest.raises(
+        ValueError, match=r"^node_size: 4 does not divide 6 ranks into several groups; choose one of 2, 3$"
+    ):
         zero(6, 4)
-    with pytest.raises(ValueError, match=r"^node_size: 1 ranks do not divide into several nodes of 2; leave it out$"):
+    with pytest.raises(ValueError, match=r"^node_size: 2 does not divide 1 ranks into several groups; leave it out$"):
         zero(1, 2)
-    with pytest.raises(ValueError, match=r"^node_size: with a shard_size of 2 gradients are added up inside"):
+    with pytest.raises(
+        ValueError, match=r"^node_size: 2 is given, and with shard_size = 2 gradients are added up inside"
+    ):
         zero(4, 2, shard_size=2)
-    with pytest.raises(ValueError, match=r"^node_size: with a shard_size of 2 gradients are added up inside"):
+    with pytest.raises(
+        ValueError, match=r"^node_size: 2 is given, and with shard_size = 2 gradients are added up inside"
+    ):
         zero(4, 2, shard_size=2, replicas=LocalSteps(every=4))
     for size in (0, 1, True, 2.0, "2"):
         with pytest.raises(ValueError, match=r"are no ranks of a node; give 2 or more$"):

@@ -159,7 +159,7 @@ def test_settings_that_mean_nothing_are_refused(given, words):
 
 
 def test_local_steps_without_replicas_and_more_fragments_than_units_are_refused():
-    with pytest.raises(ValueError, match="replicas: local steps need replicas; give shard_size"):
+    with pytest.raises(ValueError, match="replicas: local_steps needs several replicas, and without a shard_size"):
         Zero(Net(), 2, comm=LocalCommunicator(), replicas=DILOCO)
     settings = LocalSteps(every=8, fragments=4)
     with pytest.raises(ValueError, match="fragments: 4 are more than the 3 units"):

@@ -335,10 +335,10 @@ def test_bad_wires_are_named():
         MixedPrecision(reduce="int8-delta")
     with pytest.raises(ValueError, match=r"^block: blocks of 100 elements do not pack"):
         MixedPrecision(gather="int8", block=100)
-    with pytest.raises(ValueError, match=r"^reduce: stage 0 has no wire format"):
+    with pytest.raises(ValueError, match=r"^reduce: int8 is given, and stage 0 has no wire format"):
         Zero(_net(), 0, comm=comm, precision=MixedPrecision(reduce="int8"))
     zero = Zero(_net(), 1, comm=comm, precision=INT8)
-    with pytest.raises(ValueError, match=r"^gather: stage 0 has no wire format"):
+    with pytest.raises(ValueError, match=r"^gather: .*stage 0 has no wire format"):
         zero.restage(0)
 
     class NoExchange(ThreadCommunicator):

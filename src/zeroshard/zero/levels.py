@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from zeroshard.comm import Communicator, LocalCommunicator, split
+from zeroshard.zero import rules
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
 
@@ -80,15 +81,16 @@ class Levels:
         """
         world_size = comm.world_size
         if shard_size is not None:
-            check_shard_size(shard_size, world_size)
+            rules.check_shard_size(shard_size, world_size)
         if leaves is not None:
             check_leaves(leaves, comm)
         node, nodes = None, None
         if secondary_shard_size is not None:
-            check_secondary(secondary_shard_size, shard_size or world_size)
+            rules.check_groups("secondary_shard_size", secondary_shard_size, shard_size or world_size)
             node = split(comm, _rows(world_size, secondary_shard_size))
         if node_size is not None:
-            check_node_size(node_size, world_size, shard_size)
+            rules.check_node_sums("node_size", node_size, shard_size if shard_size != world_size else None)
+            rules.check_groups("node_size", node_size, world_size)
             inside = node if node_size == secondary_shard_size else None
             inside = inside or split(comm, _rows(world_size, node_size))
             nodes = Nodes(inside, split(comm, _columns(world_size, node_size)))
@@ -125,66 +127,26 @@ def _columns(world_size: int, length: int) -> list[list[int]]:
     return [list(range(first, world_size, length)) for first in range(length)]
 
 
-def check_node_size(size: int, world_size: int, shard_size: int | None) -> None:
-    """Raise ValueError unless all ``world_size`` ranks shard together and divide into several nodes of ``size``."""
-    if shard_size not in (None, world_size):
-        what = f"with a shard_size of {shard_size} gradients are added up inside these ranks before they travel further"
-        raise ValueError(f"node_size: {what}; leave it out")
-    sizes = [each for each in range(2, world_size) if world_size % each == 0]
-    if size not in sizes:
-        todo = f"choose one of {', '.join(map(str, sizes))}" if sizes else "leave it out"
-        raise ValueError(f"node_size: {world_size} ranks do not divide into several nodes of {size}; {todo}")
-
-
-def check_secondary(size: int, num_shards: int) -> None:
-    """Raise ValueError unless ``num_shards`` ranks divide into several groups of ``size``, each of several ranks."""
-    sizes = [each for each in range(2, num_shards) if num_shards % each == 0]
-    if isinstance(size, bool) or size not in sizes:
-        todo = f"choose one of {', '.join(map(str, sizes))}" if sizes else "leave it out"
-        what = f"{size} does not divide the {num_shards} ranks that shard the weights into several groups"
-        raise ValueError(f"secondary_shard_size: {what}; {todo}")
-
-
-def check_shard_size(shard_size: int, world_size: int) -> None:
-    """Raise ValueError unless ``world_size`` ranks divide into groups of ``shard_size``."""
-    sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
-    if isinstance(shard_size, bool) or shard_size not in sizes:
-        choices = ", ".join(map(str, sizes))
-        raise ValueError(f"shard_size: {shard_size} does not divide a world of {world_size}; choose one of {choices}")
-
-
-def check_wire(strategy: ShardingStrategy, precision: MixedPrecision) -> None:
-    """Raise ValueError if the row of the stage table does not support the wire format."""
-    if strategy.optim is not SHARD and precision.has_wire:
-        name = "gather" if precision.gather is not None else "reduce"
-        what = "stage 0 has no wire format: no rank owns a shard to send or sum"
-        raise ValueError(f"{name}: {what}; choose stage 1, 2 or 3, or leave it out")
-
-
 def check_change(strategy: ShardingStrategy, precision: MixedPrecision, levels: Levels, *, local_steps: bool) -> None:
     """Raise ValueError if an engine cannot change to the row: for its levels, wire format, or another second copy."""
     check_wire(strategy, precision)
     if levels.shard is not levels.world and not local_steps:
-        check_row(strategy)
+        rules.check_something_is_sharded(_stage(strategy))
     size = strategy.secondary_shard_size
     if size is not None and (levels.node is None or levels.node.world_size != size):
         raise ValueError(f"secondary_shard_size: {size} is not what the engine was made with; give it to Zero()")
 
 
-def check_row(strategy: ShardingStrategy) -> None:
-    """Raise ValueError if the row of the stage table shards nothing, so that a ``shard_size`` has no effect."""
-    if strategy.optim is not SHARD:
-        raise ValueError("shard_size: stage 0 shards nothing; choose stage 1, 2 or 3, or leave it out")
+def check_wire(strategy: ShardingStrategy, precision: MixedPrecision) -> None:
+    """Raise ValueError if the row of the stage table does not support the wire format."""
+    if precision.has_wire:
+        name = "gather" if precision.gather is not None else "reduce"
+        rules.check_wire(name, getattr(precision, name), _stage(strategy))
 
 
 def check_leaves(leaves: int, comm: Communicator) -> None:
-    """Raise ValueError unless ``leaves`` is a power of two, ranks share it evenly, and several have an all-to-all."""
-    if isinstance(leaves, bool) or not isinstance(leaves, int) or leaves < 1 or leaves & (leaves - 1):
-        what = f"{leaves!r} is no power of two, and only division by one rounds alike on any number of ranks"
-        raise ValueError(f"leaves: {what}; give the largest number of ranks that you will use, such as 8")
-    if leaves % comm.world_size:
-        sizes = ", ".join(str(1 << power) for power in range(leaves.bit_length()))
-        raise ValueError(f"leaves: {leaves} are not shared out evenly by {comm.world_size} ranks; use {sizes} ranks")
+    """Raise ValueError unless ranks share ``leaves`` evenly, and several have an all-to-all to exchange them by."""
+    rules.check_leaves("leaves", leaves, comm.world_size)
     if comm.world_size > 1 and not hasattr(comm, "all_to_all"):
         raise ValueError(f"comm: leaves are exchanged, and a {type(comm).__name__} has no all_to_all; give it one")
 
@@ -200,17 +162,18 @@ def check_levels(
 ) -> None:
     """Raise ValueError for a ``shard_size`` without effect, local steps without replicas, what ``leaves`` exclude."""
     if leaves is not None:
-        for field, given, what in (
-            ("shard_size", shard_size is not None, "sums over two levels are rounded in between"),
-            ("precision", precision.has_wire, "a wire format rounds what each rank sends"),
-            ("accumulate", accumulate == "local", "sums on each rank are rounded before those over ranks"),
-        ):
-            if given:
-                raise ValueError(f"{field}: {what}, so bits depend on the number of ranks; leave it or leaves out")
-    if local_steps and shard_size is None:
-        raise ValueError("replicas: local steps need replicas; give shard_size, the ranks of one of them")
-    if shard_size is not None and not local_steps:
-        check_row(strategy)
+        wire = "precision.gather" if precision.gather else "precision.reduce" if precision.reduce else ""
+        others = {"local_steps": local_steps, "shard_size": shard_size, "accumulate": accumulate}
+        rules.check_same_bits("leaves", leaves, wire=wire, **others)
+    if local_steps:
+        rules.check_local_steps("replicas", "local_steps", shard_size)
+    elif shard_size is not None:
+        rules.check_something_is_sharded(_stage(strategy))
+
+
+def _stage(strategy: ShardingStrategy) -> int:
+    """0 if the row shards nothing; else a number above it."""
+    return int(strategy.optim is SHARD)
 
 
 def watched(comm: Communicator) -> Communicator:

@@ -15,6 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from zeroshard.zero import rules
+
 
 class Placement(Enum):
     """Where a kind of training state lives."""
@@ -76,12 +78,9 @@ class ShardingStrategy:
             size = self.secondary_shard_size
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"secondary_shard_size: {size!r} is not a number of ranks; give 1 or more")
-            given = f"secondary_shard_size: {self.secondary_shard_size}"
-            if self.params is REPLICATE:
-                raise ValueError(f"{given} is given, and weights are replicated; choose stage 3, or leave it out")
-            if not self.reshard_after_forward:
-                what = "weights that stay unsharded for backward are not gathered again"
-                raise ValueError(f"{given} means nothing: {what}; leave it out, or reshard_after_forward=False")
+            shards, reshards = self.params is SHARD, self.reshard_after_forward
+            who = "a row of replicated weights"
+            rules.check_second_copy("secondary_shard_size", size, who, shards=shards, reshards=reshards)
 
 
 STAGES: dict[int, ShardingStrategy] = {

@@ -11,9 +11,9 @@ from zeroshard.errors import UserError
 from zeroshard.lab.planner.price import parse_prices
 from zeroshard.lab.predict.hardware import find_device, find_link
 from zeroshard.train.config.replica_settings import ReplicasConfig
-from zeroshard.train.config.reproducible import check_power, check_ranks
 from zeroshard.train.config.sections import Config, Count, LoraConfig, ModelConfig
-from zeroshard.train.config.wire_settings import WireConfig, check_wire_nodes
+from zeroshard.train.config.wire_settings import WireConfig
+from zeroshard.zero import rules
 
 Question = Literal[
     "none",
@@ -123,17 +123,15 @@ class PlanConfig(Config):
         self._asks_one_thing()
         self._asks_of_one_size()
         find_link(self.network)
-        if self.replicas.on and not self.shard_size:
-            what = f"{self.replicas.every} needs several replicas, and with shard_size 0 all GPUs form one"
-            raise UserError("replicas.every", what, "give --shard-size, the GPUs of a replica")
+        if self.replicas.on:
+            rules.check_local_steps("replicas.every", self.replicas.every, self.shard_size)
         if self.replicas.on and (self.explain or self.dry_run or self.ask != "none"):
             flag = "explain" if self.explain else "dry_run" if self.dry_run else "ask"
             what = "answers of steps alone, and with replicas.every some of them have a meeting"
             raise UserError(flag, what, "leave one of the two out")
         if self.wire.given and (self.stage == "0" or (self.dry_run and self.stage == "all")):
-            what = "stage 0 has no wire format: no rank owns a shard to send or sum"
-            raise UserError(f"wire.{self.wire.given}", what, "leave it out, or give --stage 1, 2 or 3")
-        check_wire_nodes(self.wire.node_size, self.shard_size)
+            rules.check_wire(f"wire.{self.wire.given}", getattr(self.wire, self.wire.given), 0)
+        rules.check_node_sums("wire.node_size", self.wire.node_size, self.shard_size)
         if self.wire.node_size and self.ask == "fewest-gpus":
             what = "fewest-gpus changes the GPUs that it shares out"
             raise UserError("wire.node_size", what, "leave one of the two out")
@@ -151,8 +149,8 @@ class PlanConfig(Config):
         if not self.node_copy:
             return
         if "3" not in (self.stage, self.against if self.ask.startswith("crossover") else "") and self.stage != "all":
-            what = f"{self.node_copy} is given, and stage {self.stage} has no sharded weights to gather again"
-            raise UserError("node_copy", what, "leave it out, or give --stage 3")
+            who, todo = f"stage {self.stage}", "leave it out, or give --stage 3"
+            rules.check_second_copy("node_copy", self.node_copy, who, shards=False, reshards=True, todo=todo)
         if self.ask == "fewest-gpus":
             raise UserError("node_copy", "fewest-gpus changes the GPUs that it shares out", "leave one of the two out")
 
@@ -160,13 +158,10 @@ class PlanConfig(Config):
         """Raise UserError for settings that conflict with ``reproducible``: they round partial sums or change bits."""
         if not self.reproducible:
             return
-        check_power(self.reproducible)
-        check_ranks(self.reproducible, self.gpus)
-        beside: dict[str, object] = {f"wire.{self.wire.given}": self.wire.given, "replicas.every": self.replicas.on}
-        beside |= {"shard_size": self.shard_size, "accumulate": self.accumulate == "local"}
-        for name in (name for name, given in beside.items() if given):
-            what = f"{self.reproducible} is given, and {name} rounds sums in between"
-            raise UserError("reproducible", what, "leave one of the two out")
+        rules.check_leaves("reproducible", self.reproducible, self.gpus)
+        beside = {"shard_size": self.shard_size, "accumulate": self.accumulate, "local_steps": self.replicas.on}
+        wire = f"wire.{self.wire.given}" if self.wire.given else ""
+        rules.check_same_bits("reproducible", self.reproducible, wire=wire, **beside)
         if self.ask in ("fewest-gpus", "remedy"):
             what = f"{self.ask} looks at ways to run that have other bits"
             raise UserError("reproducible", what, "leave one of the two out")

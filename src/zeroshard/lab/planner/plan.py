@@ -18,7 +18,7 @@ from zeroshard.lab.planner.changes import changes_that_fit
 from zeroshard.lab.planner.plan_rows import Plan, Row
 from zeroshard.lab.planner.planner import Planner, copy_sizes, planner_for
 from zeroshard.lab.planner.request import Given
-from zeroshard.zero import STAGES, LocalSteps, ShardingStrategy
+from zeroshard.zero import STAGES, LocalSteps, ShardingStrategy, rules
 from zeroshard.zero.strategy import SHARD
 
 
@@ -46,16 +46,15 @@ def plan(
         UserError: (a ValueError) the job cannot be planned; the message names the argument.
     """
     num_gpus = given.get("world_size", 1)
-    if local_steps is not None and (shard_size is None or shard_size >= num_gpus):
-        what = f"{local_steps.every} needs several replicas, and {num_gpus} GPUs form one"
-        raise UserError("replicas.every", what, "give a shard_size below the GPUs: those of one replica")
+    if local_steps is not None:
+        rules.check_local_steps("replicas.every", local_steps.every, shard_size, num_gpus)
     planner = planner_for(model, **given)
     world_size = planner.cluster.world_size
     stages = _stages(stage, shard_size, world_size, local_steps)
     check_node_copy(planner, stage, shard_size)
-    if planner.leaves and (shard_size is not None or local_steps is not None):
-        name = "shard_size" if local_steps is None else "replicas.every"
-        raise UserError("leaves", f"{name} is given, which rounds sums in between", "leave one of the two out")
+    if planner.leaves:
+        beside = {"shard_size": shard_size, "local_steps": local_steps is not None, "accumulate": None}
+        rules.check_same_bits("leaves", planner.leaves, wire="", **beside)
     check_wire_nodes(planner)
     shown = stages if world_size > 1 else stages[:1]  # one rank shards nothing, so all stages are alike
     rows = list(_rows(planner, shown, micro_batch, shard_size, local_steps))
@@ -79,11 +78,8 @@ def plan(
 def check_wire_nodes(planner: Planner) -> None:
     """Raise UserError if the GPUs do not divide into several groups of ``wire.node_size`` ranks, each within a node."""
     size, cluster = planner.workload.precision.node_size, planner.cluster
-    sizes = copy_sizes(cluster.world_size, cluster)
-    if size is not None and size not in sizes:
-        what = f"{size} does not divide {cluster.world_size} ranks into several groups, each in a node"
-        todo = f"choose one of {', '.join(map(str, sizes))}" if sizes else "leave it out"
-        raise UserError("wire.node_size", what, todo)
+    if size is not None:
+        rules.check_groups("wire.node_size", size, cluster.world_size, copy_sizes(cluster.world_size, cluster))
 
 
 def check_node_copy(planner: Planner, stage: int | ShardingStrategy | None, shard_size: int | None) -> None:
@@ -101,18 +97,10 @@ def check_node_copy(planner: Planner, stage: int | ShardingStrategy | None, shar
     if own is not None and planner.node_copy:
         raise UserError("node_copy", f"{planner.node_copy} is given, and the row has {own}", "leave one of the two out")
     row = stage if isinstance(stage, ShardingStrategy) else STAGES[3 if stage is None else stage]
-    if row.params is not SHARD:
-        what = f"{size} is given, and stage {stage} has no sharded weights to gather again"
-        raise UserError(name, what, "leave it out, or choose stage 3")
-    if not (row.reshard_after_forward and planner.reshard_after_forward):
-        what = f"{size} is given, and weights that stay unsharded for backward are not gathered again"
-        raise UserError(name, what, "leave it out, or --no-reshard-after-forward")
+    reshards = row.reshard_after_forward and planner.reshard_after_forward
+    rules.check_second_copy(name, size, f"stage {stage}", shards=row.params is SHARD, reshards=reshards)
     shards = shard_size or planner.cluster.world_size
-    sizes = copy_sizes(shards, planner.cluster)
-    if isinstance(size, bool) or size not in sizes:
-        what = f"{size} does not divide the {shards} ranks that shard weights into several groups, each in a node"
-        todo = f"choose one of {', '.join(map(str, sizes))}" if sizes else "leave it out"
-        raise UserError(name, what, todo)
+    rules.check_groups(name, size, shards, copy_sizes(shards, planner.cluster))
 
 
 def _stages(
@@ -123,11 +111,9 @@ def _stages(
     if given and (isinstance(stage, bool) or stage not in STAGES):
         raise UserError("stage", f"{stage!r} is not a ZeRO stage", "choose 0, 1, 2 or 3")
     if shard_size is not None:
-        if shard_size < 1 or world_size % shard_size:
-            what = f"{shard_size} does not divide a world of {world_size}"
-            raise UserError("shard_size", what, f"choose a divisor of {world_size}")
+        rules.check_shard_size(shard_size, world_size)
         if stage == 0 and local_steps is None:
-            raise UserError("shard_size", "stage 0 shards nothing", "choose stage 1, 2 or 3, or leave it out")
+            rules.check_something_is_sharded(0)
     if stage is not None:
         return (stage,)
     return tuple(each for each in STAGES if each or shard_size is None or local_steps is not None)

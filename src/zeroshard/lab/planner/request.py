@@ -20,7 +20,7 @@ from zeroshard.lab.predict.rates import SUSTAINED, Attention, Impl, Loss, Softwa
 from zeroshard.lab.predict.workload import DTYPES, Workload
 from zeroshard.models import LanguageModel
 from zeroshard.models.adapters import Lora
-from zeroshard.zero import MixedPrecision
+from zeroshard.zero import MixedPrecision, rules
 from zeroshard.zero.buffers.unit_choice import UnitChoice
 
 HEADROOM = 0.02  # share of a device's memory that must stay free, for what the plan does not predict
@@ -220,13 +220,9 @@ class Request:
         leaves = self.leaves
         if leaves is None:
             return
-        if leaves < 1 or leaves & (leaves - 1):
-            raise UserError("leaves", f"{leaves} is no power of two", f"give {1 << max(leaves, 1).bit_length()}")
-        if leaves % self.world_size:
-            what = f"{leaves} micro-batches cannot be shared out evenly to {self.world_size} GPUs"
-            raise UserError("leaves", what, "give a multiple that is a power of two")
-        if self.wire.get("gather") or self.wire.get("reduce"):
-            raise UserError("leaves", "a wire format rounds what each rank sends", "leave one of the two out")
+        rules.check_leaves("leaves", leaves, self.world_size)
+        wire = "wire.weights" if self.wire.get("gather") else "wire.grads" if self.wire.get("reduce") else ""
+        rules.check_same_bits("leaves", leaves, wire=wire, local_steps=False, shard_size=None, accumulate=None)
 
     def _require_attention(self, device: Device) -> None:
         """Raise UserError for an attention kernel without a known rate on ``device``: another's would be used."""

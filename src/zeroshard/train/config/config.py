@@ -23,7 +23,6 @@ from zeroshard.parallel.registry import STRATEGIES, strategies_with, strategy_en
 from zeroshard.train.config.data_section import DataConfig
 from zeroshard.train.config.registered import CommName, StrategyName
 from zeroshard.train.config.replica_settings import ReplicasConfig, check_replicas
-from zeroshard.train.config.reproducible import check_ranks, check_reproducible
 from zeroshard.train.config.sections import (
     SHORTHANDS,
     Config,
@@ -36,7 +35,8 @@ from zeroshard.train.config.sections import (
     TrackConfig,
 )
 from zeroshard.train.config.sizes import parse_nnodes
-from zeroshard.train.config.wire_settings import WireConfig, check_node_copy, check_wire, check_wire_nodes
+from zeroshard.train.config.wire_settings import WireConfig, check_wire
+from zeroshard.zero import rules
 
 # Default rates for fine-tuning trained weights: Stanford Alpaca's, https://github.com/tatsu-lab/stanford_alpaca
 FINE_TUNING: Mapping[str, float] = MappingProxyType({"lr": 2e-5, "min_lr": 2e-6})
@@ -235,7 +235,8 @@ class TrainConfig(Config):
         worlds = [nodes * max(1, self.nproc) for nodes in range(least, most + 1)]
         allowed, at_once = f"which nnodes = {self.nnodes} allows", self.micro_batch_size
         for world in worlds:
-            check_ranks(self.reproducible, world)
+            if self.reproducible:
+                rules.check_leaves("reproducible", self.reproducible, world)
         bad = [world for world in worlds if self.global_batch_size % (at_once * world)]
         if bad:
             what = f"{self.global_batch_size} is no multiple of {at_once} (micro_batch_size) x {_some(bad)} ranks"
@@ -286,29 +287,21 @@ class TrainConfig(Config):
         strategy = strategy_entry(self.strategy)
         check_replicas(self.replicas, self.strategy, self.shard_size, ema_decay=self.ema_decay, dtype=self.dtype)
         check_wire(self.wire, self.strategy)
-        check_wire_nodes(self.wire.node_size, self.shard_size)
-        beside = {"shard_size": self.shard_size, "accumulate": self.accumulate}
-        check_reproducible(self.reproducible, self.strategy, self.wire, self.replicas, **beside)
+        rules.check_node_sums("wire.node_size", self.wire.node_size, self.shard_size)
+        if self.reproducible:
+            rules.check_leaves("reproducible", self.reproducible)
+            wire = f"wire.{self.wire.given}" if self.wire.given else ""
+            beside = {"shard_size": self.shard_size, "accumulate": self.accumulate, "local_steps": self.replicas.on}
+            rules.check_same_bits("reproducible", self.reproducible, wire=wire, **beside)
         if self.shard_size and not (strategy.planned and (strategy.stage or self.replicas.on)):
             what = f"{self.strategy} does not shard with zeroshard's engine"
             sharding = [name for name in strategies_with("planned") if STRATEGIES[name].stage]
             raise UserError("shard_size", what, f"leave it out, or use --strategy {', '.join(sharding)}")
-        check_node_copy(self.node_copy, self.strategy, reshards=self.reshard_after_forward)
-        if not self.reshard_after_forward and not strategy.frees_weights:
-            what = f"{self.strategy} keeps unsharded weights all the time"
-            todo = f"leave it out, or use --strategy {' or '.join(strategies_with('frees_weights'))}"
-            raise UserError("reshard_after_forward", what, todo)
-        if self.dtype == "fp8" and not strategy.planned:
-            what = f"fp8 is for our engine's stages, and {self.strategy} is not one"
-            raise UserError("dtype", what, f"use bfloat16, or --strategy {', '.join(strategies_with('planned'))}")
-        for name in ("prefetch", "accumulate", "reduce_dtype"):
-            if not strategy.planned and getattr(self, name) != type(self).model_fields[name].default:
-                what = f"{self.strategy} does not use zeroshard's engine, and only that has this setting"
-                raise UserError(name, what, f"leave it out, or use --strategy {', '.join(strategies_with('planned'))}")
-        if self.optimizer == "muon" and not strategy.our_optimizers:
-            what = f"muon needs unsharded matrices, and {self.strategy} shards them or cannot have its param groups"
-            todo = f"use adamw, or --strategy {', '.join(strategies_with('our_optimizers'))}"
-            raise UserError("optimizer", what, todo)
+        if self.node_copy:
+            uses = {"shards": self.strategy == "zero3", "reshards": self.reshard_after_forward}
+            todo = "leave it out, or use --strategy zero3"
+            rules.check_second_copy("node_copy", self.node_copy, self.strategy, **uses, todo=todo)
+        self._strategy_has_them()
         if self.lora.rank and self.optimizer != "adamw":
             what = f"{self.optimizer} is made for whole matrices, and lora.rank = {self.lora.rank} trains narrow ones"
             raise UserError("optimizer", what, "use adamw")
@@ -321,10 +314,6 @@ class TrainConfig(Config):
         if self.plan.enforce and self.optimizer != "adamw":
             what = f"{self.optimizer} needs unsharded matrices, which no plan predicts"
             raise UserError("plan.enforce", what, "leave it out, or use --optimizer adamw")
-        if self.plan.enforce and not strategy.planned:
-            what = f"{self.strategy} has no plan to be held to"
-            todo = f"leave it out, or use --strategy {', '.join(('auto', *strategies_with('planned')))}"
-            raise UserError("plan.enforce", what, todo)
         if not self.overlap and strategy.over_torch:
             what = f"{self.strategy} communicates by torch.distributed, which decides itself what overlaps"
             raise UserError("overlap", what, "leave it out, or use another strategy")
@@ -344,6 +333,25 @@ class TrainConfig(Config):
             return ""
         what = f"{WARMUP_STEPS}, the default, is above max_steps = {self.max_steps}"
         return f"warmup_steps: {what}; it is {self.warmup_steps} in this run"
+
+    def _strategy_has_them(self) -> None:
+        """Check the settings that only some strategies have."""
+        name, entry, fields = self.strategy, strategy_entry(self.strategy), type(self).model_fields
+        what = f"{name} does not use zeroshard's engine, and only that has this setting"
+        of_engine = ("prefetch", "accumulate", "reduce_dtype")
+        rows = [(field, getattr(self, field) != fields[field].default, "planned", what) for field in of_engine]
+        what = f"{name} keeps unsharded weights all the time"
+        rows.append(("reshard_after_forward", not self.reshard_after_forward, "frees_weights", what))
+        what = f"fp8 is for our engine's stages, and {name} is not one"
+        rows.append(("dtype", self.dtype == "fp8", "planned", what))
+        what = f"muon needs unsharded matrices, and {name} shards them or cannot have its param groups"
+        rows.append(("optimizer", self.optimizer == "muon", "our_optimizers", what))
+        rows.append(("plan.enforce", self.plan.enforce, "planned", f"{name} has no plan to be held to"))
+        what = f"{name} adds gradients up in an order that depends on the number of ranks"
+        rows.append(("reproducible", self.reproducible > 0, "planned", what))
+        for field, given, needs, what in rows:
+            if given and not getattr(entry, needs):
+                raise UserError(field, what, f"leave it out, or use --strategy {', '.join(strategies_with(needs))}")
 
     def _link_agrees(self) -> None:
         mode, nproc, node_size = self.link.mode, self.nproc, self.link.node_size

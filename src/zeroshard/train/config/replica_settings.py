@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from zeroshard.errors import UserError
 from zeroshard.parallel.registry import strategies_with, strategy_entry
 from zeroshard.train.config.sections import Config
+from zeroshard.zero.rules import check_local_steps
 
 # Largest outer_lr / (1 - outer_momentum) for which a run from new weights prints no warning: 1.4 made the loss 2 %
 # worse, 2.0 more than that, and 7 (DiLoCo's) 25 %. See docs/slow-links.md.
@@ -85,9 +86,7 @@ def check_replicas(
         )
     if strategy == "auto":
         raise UserError("replicas.every", "auto cannot take local steps: what fits is found for one replica", todo)
-    if not shard_size:
-        what = f"{replicas.every} needs several replicas, and with shard_size 0 all ranks form one"
-        raise UserError("replicas.every", what, "give --shard-size, the ranks of a replica; 1: each rank is one")
+    check_local_steps("replicas.every", replicas.every, shard_size)
     if ema_decay:
         what = f"{ema_decay} averages the weights of each step, which replicas do not have in common"
         raise UserError("ema_decay", what, "leave it out, or --replicas.every")
@@ -99,19 +98,13 @@ def check_replicas(
 
 
 def check_num_replicas(replicas: ReplicasConfig, shard_size: int, world_size: int, nnodes: str) -> None:
-    """Raise UserError if local steps are on and all ranks form a single replica, unless the run is elastic.
+    """Raise UserError if local steps are on and all ranks form a single replica.
 
-    An elastic run (``nnodes`` as ``2:4``) may be down to one replica because it lost machines.
-
-    Args:
-        replicas, shard_size, nnodes: settings of the run.
-        world_size: number of ranks now.
+    A run with ``nnodes`` as ``2:4`` is elastic: it may be down to one replica because it lost machines.
     """
     least, _, most = nnodes.partition(":")
-    fixed = not most or least == most
-    if replicas.on and shard_size == world_size and fixed:
-        what = f"{replicas.every} needs several replicas, and {world_size} ranks of shard_size {shard_size} form one"
-        raise UserError("replicas.every", what, "lower --shard-size, start more ranks, or leave it out")
+    if replicas.on and (not most or least == most):
+        check_local_steps("replicas.every", replicas.every, shard_size, world_size)
 
 
 def unmet_steps(replicas: ReplicasConfig, max_steps: int) -> str:

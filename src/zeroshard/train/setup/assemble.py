@@ -31,12 +31,10 @@ from zeroshard.optim import FusedAdamW, MuonAdamW, decay_groups, muon_groups
 from zeroshard.parallel import Setup, Strategy, build_strategy, strategy_entry
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.replica_settings import ReplicasConfig, check_num_replicas
-from zeroshard.train.config.reproducible import check_ranks
 from zeroshard.train.config.sections import LoraConfig, ModelConfig
-from zeroshard.train.config.wire_settings import check_node_size, check_wire_node_size
 from zeroshard.train.setup.agree import agree_on, model_facts
 from zeroshard.train.setup.compiled import compile_blocks
-from zeroshard.zero import LocalSteps, loaded_later
+from zeroshard.zero import LocalSteps, loaded_later, rules
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FP8 = "fp8"  # value of ``dtype``: matrix products of blocks in 8 bits, everything else in bfloat16
@@ -67,13 +65,14 @@ def check_shard_size(config: TrainConfig, world_size: int) -> None:
 
     These are ``shard_size``, ``reproducible``, ``node_copy``, ``wire.node_size`` and ``replicas``.
     """
-    if config.shard_size and world_size % config.shard_size:
-        sizes = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
-        what = f"{config.shard_size} does not divide a world of {world_size}"
-        raise UserError("shard_size", what, f"choose one of {sizes}, or 0 for all ranks")
-    check_ranks(config.reproducible, world_size)
-    check_node_size(config.node_copy, config.shard_size or world_size)
-    check_wire_node_size(config.wire.node_size, world_size)
+    if config.shard_size:
+        rules.check_shard_size(config.shard_size, world_size)
+    if config.reproducible:
+        rules.check_leaves("reproducible", config.reproducible, world_size)
+    if config.node_copy:
+        rules.check_groups("node_copy", config.node_copy, config.shard_size or world_size)
+    if config.wire.node_size:
+        rules.check_groups("wire.node_size", config.wire.node_size, world_size)
     check_num_replicas(config.replicas, config.shard_size, world_size, config.nnodes)
 
 

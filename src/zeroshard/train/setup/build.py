@@ -31,7 +31,6 @@ from zeroshard.profiling.clock import Clock
 from zeroshard.profiling.flops import peak_bf16_flops_per_s
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.replica_settings import early_momentum, unmet_steps
-from zeroshard.train.config.reproducible import rows_per_step
 from zeroshard.train.loop.best_loss import BestLoss
 from zeroshard.train.loop.measures import Measures
 from zeroshard.train.loop.run import Run, Schedule, checkpoint_folder
@@ -339,19 +338,22 @@ def accumulation_steps(config: TrainConfig, world_size: int) -> int:
     Raises:
         UserError: ``global_batch_size`` is set and does not divide into micro-batches for all ranks.
     """
-    if config.reproducible:
-        sizes = config.micro_batch_size, config.grad_accum_steps, config.global_batch_size
-        return rows_per_step(config.reproducible, *sizes) // (config.micro_batch_size * world_size)
-    if not config.global_batch_size:
+    micro, rows = config.micro_batch_size, config.global_batch_size
+    if config.reproducible:  # the number of sequences in a step does not depend on the number of ranks
+        at_once = micro * config.reproducible
+        if rows % at_once:
+            what = f"{rows} is no multiple of {micro} (micro_batch_size) x {config.reproducible} (reproducible)"
+            raise UserError("global_batch_size", what, "change one of the three")
+        return (rows or at_once * config.grad_accum_steps) // (micro * world_size)
+    if not rows:
         return config.grad_accum_steps
-    rows, at_once = config.global_batch_size, config.micro_batch_size * world_size
     if rows < world_size:
         what = f"{rows} sequences cannot feed {world_size} ranks"
         raise UserError("global_batch_size", what, f"use at least {world_size}, or fewer ranks")
-    if rows % at_once:
-        what = f"{rows} is no multiple of {config.micro_batch_size} (micro_batch_size) x {world_size} ranks"
+    if rows % (micro * world_size):
+        what = f"{rows} is no multiple of {micro} (micro_batch_size) x {world_size} ranks"
         raise UserError("global_batch_size", what, "change one of the three")
-    return rows // at_once
+    return rows // (micro * world_size)
 
 
 def after_restart(config: TrainConfig) -> TrainConfig:

@@ -1,0 +1,104 @@
+"""Rules of what goes with what: sizes of groups of ranks, wire formats, leaves, second copies of weights.
+
+Plain integers and names, without torch: the engine, the settings of a run and the planner ask here, so one question has
+one answer. Each check raises UserError, a ValueError, about ``field``, the name under which the caller has the setting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zeroshard.errors import UserError
+
+_EITHER = "leave one of the two out"
+_ALL_OF_OURS = "choose stage 1, 2 or 3, or leave it out"
+
+
+def check_shard_size(size: int, world_size: int, field: str = "shard_size") -> None:
+    """Check that ``world_size`` ranks divide into groups of ``size``."""
+    sizes = [each for each in range(1, world_size + 1) if world_size % each == 0]
+    if isinstance(size, bool) or size not in sizes:
+        what = f"{size} does not divide a world of {world_size}"
+        raise UserError(field, what, f"choose one of {', '.join(map(str, sizes))}")
+
+
+def check_groups(field: str, size: int, num_ranks: int, sizes: Sequence[int] | None = None) -> None:
+    """Check that ``num_ranks`` ranks divide into several groups of ``size`` ranks, at least two each.
+
+    ``sizes``: those that are possible, each in a node; None: every proper divisor.
+    """
+    each_in_a_node = "" if sizes is None else ", each in a node"
+    if sizes is None:
+        sizes = [each for each in range(2, num_ranks) if num_ranks % each == 0]
+    if isinstance(size, bool) or size not in sizes:
+        todo = f"choose one of {', '.join(map(str, sizes))}" if sizes else "leave it out"
+        raise UserError(field, f"{size} does not divide {num_ranks} ranks into several groups{each_in_a_node}", todo)
+
+
+def check_node_sums(field: str, size: int | None, shard_size: int | None) -> None:
+    """Check that gradients are not added up in nodes of ``size`` and in groups of ``shard_size`` ranks, too."""
+    if size and shard_size:
+        what = f"{size} is given, and with shard_size = {shard_size} gradients are added up inside these ranks"
+        raise UserError(field, what, _EITHER)
+
+
+def check_wire(field: str, value: object, stage: int, todo: str = _ALL_OF_OURS) -> None:
+    """Check that the stage has wire formats; ``value``: the format that is asked for."""
+    if stage == 0:
+        what = f"{value} is given, and stage 0 has no wire format: no rank owns a shard to send or sum"
+        raise UserError(field, what, todo)
+
+
+def check_something_is_sharded(stage: int, field: str = "shard_size", todo: str = _ALL_OF_OURS) -> None:
+    """Check that the stage shards something, so that a ``shard_size`` has an effect."""
+    if stage == 0:
+        raise UserError(field, "stage 0 shards nothing", todo)
+
+
+def check_second_copy(
+    field: str, size: int, who: str, *, shards: bool, reshards: bool, todo: str = "leave it out, or choose stage 3"
+) -> None:
+    """Check that a second copy of weights has a use: ``who`` shards weights, and frees them after forward."""
+    if not shards:
+        raise UserError(field, f"{size} is given, and {who} has no sharded weights to gather again", todo)
+    if not reshards:
+        what = f"{size} is given, and weights that stay unsharded for backward are not gathered again"
+        raise UserError(field, what, "leave it out, or the setting that keeps them unsharded")
+
+
+def check_leaves(field: str, leaves: int, world_size: int = 1) -> None:
+    """Check that ``leaves`` is a power of two, as dividing by another number rounds, and that ranks share it evenly."""
+    if isinstance(leaves, bool) or not isinstance(leaves, int) or leaves < 1 or leaves & (leaves - 1):
+        near = 1 << leaves.bit_length() if isinstance(leaves, int) and leaves > 1 else 8
+        raise UserError(field, f"{leaves!r} is no power of two", f"give the most ranks that you will use, as {near}")
+    if leaves % world_size:
+        sizes = ", ".join(str(1 << power) for power in range(leaves.bit_length()))
+        what = f"{leaves} micro-batches cannot be shared out evenly to {world_size} ranks"
+        raise UserError(field, what, f"use {sizes} ranks, or another power of two here")
+
+
+def check_same_bits(
+    field: str, leaves: int, *, wire: str, local_steps: bool, shard_size: int | None, accumulate: str | None
+) -> None:
+    """Check that nothing beside ``leaves`` rounds partial sums: bits would depend on the number of ranks.
+
+    ``wire``: the name of a setting that gives a wire format; empty: none does.
+    """
+    for name, given, why in (
+        (wire, wire, "rounds what each rank sends"),
+        ("replicas", local_steps, "take steps of their own"),
+        ("shard_size", shard_size, "adds up over two levels of ranks, with a rounding between them"),
+        ("accumulate", accumulate == "local", "adds up on each rank first, with a rounding after it"),
+    ):
+        if given:
+            raise UserError(field, f"{leaves} is given, and {name} {why}", _EITHER)
+
+
+def check_local_steps(field: str, every: object, shard_size: int | None, num_ranks: int | None = None) -> None:
+    """Check that ranks form several replicas, groups of ``shard_size``, which take ``every`` steps of their own."""
+    if not shard_size:
+        what = f"{every} needs several replicas, and without a shard_size all ranks form one"
+        raise UserError(field, what, "give a shard_size, the ranks of a replica; 1: each rank is one")
+    if num_ranks is not None and shard_size >= num_ranks:
+        what = f"{every} needs several replicas, and {num_ranks} ranks of shard_size {shard_size} form one"
+        raise UserError(field, what, "lower shard_size, start more ranks, or leave it out")
