@@ -5,50 +5,23 @@ The public names are loaded on first use, so that ``zeroshard --help`` does not 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from zeroshard.lazily import loaded
+from zeroshard.lazily import lazy_names
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from zeroshard.checkpoint import consolidate, load, save
-    from zeroshard.comm import Communicator
-    from zeroshard.zero import STAGES, FlatLayout, MixedPrecision, ShardedOptimizer, ShardingStrategy, Zero
+    from zeroshard.checkpoint import consolidate as consolidate
+    from zeroshard.checkpoint import load as load
+    from zeroshard.checkpoint import save as save
+    from zeroshard.comm import Communicator as Communicator
+    from zeroshard.zero import STAGES as STAGES
+    from zeroshard.zero import FlatLayout as FlatLayout
+    from zeroshard.zero import MixedPrecision as MixedPrecision
+    from zeroshard.zero import ShardedOptimizer as ShardedOptimizer
+    from zeroshard.zero import ShardingStrategy as ShardingStrategy
+    from zeroshard.zero import Zero as Zero
 
-_HOME = {
-    "Communicator": "zeroshard.comm",
-    "FlatLayout": "zeroshard.zero",
-    "MixedPrecision": "zeroshard.zero",
-    "STAGES": "zeroshard.zero",
-    "ShardedOptimizer": "zeroshard.zero",
-    "ShardingStrategy": "zeroshard.zero",
-    "Zero": "zeroshard.zero",
-    "consolidate": "zeroshard.checkpoint",
-    "load": "zeroshard.checkpoint",
-    "save": "zeroshard.checkpoint",
-}
-
-__all__ = [
-    "STAGES",
-    "Communicator",
-    "FlatLayout",
-    "MixedPrecision",
-    "ShardedOptimizer",
-    "ShardingStrategy",
-    "Zero",
-    "__version__",
-    "consolidate",
-    "load",
-    "save",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return loaded(_HOME[name], name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+__getattr__, __dir__, _names = lazy_names(__name__, __file__)
+__all__ = ["__version__", *_names]

@@ -6,6 +6,7 @@ users' settings.
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import sys
@@ -20,8 +21,26 @@ from zeroshard.errors import UserError
 _ADDRESS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
 
+def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package whose names are imported on first use.
+
+    The names are those that its ``__init__.py`` imports under ``if TYPE_CHECKING``, where editors and type checkers
+    find them: ``from package.module import Name as Name``. So each name is written in one place.
+    """
+    with open(file, encoding="utf-8") as source:
+        imports = [node for node in ast.walk(ast.parse(source.read())) if isinstance(node, ast.ImportFrom)]
+    home = {name.name: str(node.module) for node in imports for name in node.names if name.asname == name.name}
+
+    def load(name: str) -> Any:
+        if name not in home:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return loaded(home[name], name)
+
+    return load, lambda: sorted({*vars(sys.modules[package]), *home}), sorted(home)
+
+
 def loaded(module: str, name: str) -> Any:
-    """Import ``module`` and return its ``name``; for a package's ``__getattr__``.
+    """Import ``module`` and return its ``name``.
 
     Raises:
         ImportError: the module's import raised an AttributeError. ``from package import name`` would take that for "no

@@ -5,112 +5,43 @@ Names are loaded on first use, so that the command line can be parsed without im
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from zeroshard.lazily import loaded
+from zeroshard.lazily import lazy_names
 
 if TYPE_CHECKING:
-    from zeroshard.comm.backends.local import LocalCommunicator
-    from zeroshard.comm.backends.null import NullCommunicator
-    from zeroshard.comm.backends.threads import ThreadCommunicator, run_threads
-    from zeroshard.comm.backends.torch_dist import TorchCommunicator
-    from zeroshard.comm.base import (
-        Communicator,
-        Done,
-        Groups,
-        PeerError,
-        ReduceOp,
-        Work,
-        all_to_all,
-        buffer_bytes,
-        empty_for,
-        reduce_scatter_consuming,
-        split,
-    )
-    from zeroshard.comm.labels import CONTROL, current_scope, scope
-    from zeroshard.comm.queued.messages import ThreadTransport, Transport, thread_transports
-    from zeroshard.comm.ring.ring import RingCommunicator
-    from zeroshard.comm.ring.sockets import SocketTransport
-    from zeroshard.comm.shm.shm import SharedMemoryCommunicator, ranks_share_host
-    from zeroshard.comm.wrappers.blocking import BlockingCommunicator
-    from zeroshard.comm.wrappers.exposed import Exposed, by_kind
-    from zeroshard.comm.wrappers.observe import CommRecord, ObservedCommunicator
-    from zeroshard.comm.wrappers.throttle import Link, ThrottledCommunicator
+    from zeroshard.comm.backends.local import LocalCommunicator as LocalCommunicator
+    from zeroshard.comm.backends.null import NullCommunicator as NullCommunicator
+    from zeroshard.comm.backends.threads import ThreadCommunicator as ThreadCommunicator
+    from zeroshard.comm.backends.threads import run_threads as run_threads
+    from zeroshard.comm.backends.torch_dist import TorchCommunicator as TorchCommunicator
+    from zeroshard.comm.base import Communicator as Communicator
+    from zeroshard.comm.base import Done as Done
+    from zeroshard.comm.base import Groups as Groups
+    from zeroshard.comm.base import PeerError as PeerError
+    from zeroshard.comm.base import ReduceOp as ReduceOp
+    from zeroshard.comm.base import Work as Work
+    from zeroshard.comm.base import all_to_all as all_to_all
+    from zeroshard.comm.base import buffer_bytes as buffer_bytes
+    from zeroshard.comm.base import empty_for as empty_for
+    from zeroshard.comm.base import reduce_scatter_consuming as reduce_scatter_consuming
+    from zeroshard.comm.base import split as split
+    from zeroshard.comm.labels import CONTROL as CONTROL
+    from zeroshard.comm.labels import current_scope as current_scope
+    from zeroshard.comm.labels import scope as scope
+    from zeroshard.comm.queued.messages import ThreadTransport as ThreadTransport
+    from zeroshard.comm.queued.messages import Transport as Transport
+    from zeroshard.comm.queued.messages import thread_transports as thread_transports
+    from zeroshard.comm.ring.ring import RingCommunicator as RingCommunicator
+    from zeroshard.comm.ring.sockets import SocketTransport as SocketTransport
+    from zeroshard.comm.shm.shm import SharedMemoryCommunicator as SharedMemoryCommunicator
+    from zeroshard.comm.shm.shm import ranks_share_host as ranks_share_host
+    from zeroshard.comm.wrappers.blocking import BlockingCommunicator as BlockingCommunicator
+    from zeroshard.comm.wrappers.exposed import Exposed as Exposed
+    from zeroshard.comm.wrappers.exposed import by_kind as by_kind
+    from zeroshard.comm.wrappers.observe import CommRecord as CommRecord
+    from zeroshard.comm.wrappers.observe import ObservedCommunicator as ObservedCommunicator
+    from zeroshard.comm.wrappers.throttle import Link as Link
+    from zeroshard.comm.wrappers.throttle import ThrottledCommunicator as ThrottledCommunicator
 
-_HOME = {
-    "Communicator": "base",
-    "Done": "base",
-    "Groups": "base",
-    "PeerError": "base",
-    "ReduceOp": "base",
-    "Work": "base",
-    "all_to_all": "base",
-    "buffer_bytes": "base",
-    "empty_for": "base",
-    "reduce_scatter_consuming": "base",
-    "split": "base",
-    "BlockingCommunicator": "wrappers.blocking",
-    "Exposed": "wrappers.exposed",
-    "by_kind": "wrappers.exposed",
-    "LocalCommunicator": "backends.local",
-    "NullCommunicator": "backends.null",
-    "CommRecord": "wrappers.observe",
-    "ObservedCommunicator": "wrappers.observe",
-    "CONTROL": "labels",
-    "current_scope": "labels",
-    "scope": "labels",
-    "ThreadTransport": "queued.messages",
-    "Transport": "queued.messages",
-    "thread_transports": "queued.messages",
-    "RingCommunicator": "ring.ring",
-    "SharedMemoryCommunicator": "shm.shm",
-    "ranks_share_host": "shm.shm",
-    "SocketTransport": "ring.sockets",
-    "ThreadCommunicator": "backends.threads",
-    "run_threads": "backends.threads",
-    "Link": "wrappers.throttle",
-    "ThrottledCommunicator": "wrappers.throttle",
-    "TorchCommunicator": "backends.torch_dist",
-}
-
-__all__ = [
-    "CONTROL",
-    "BlockingCommunicator",
-    "CommRecord",
-    "Communicator",
-    "Done",
-    "Exposed",
-    "Groups",
-    "Link",
-    "LocalCommunicator",
-    "NullCommunicator",
-    "ObservedCommunicator",
-    "PeerError",
-    "ReduceOp",
-    "RingCommunicator",
-    "SharedMemoryCommunicator",
-    "SocketTransport",
-    "ThreadCommunicator",
-    "ThreadTransport",
-    "ThrottledCommunicator",
-    "TorchCommunicator",
-    "Transport",
-    "Work",
-    "all_to_all",
-    "buffer_bytes",
-    "by_kind",
-    "current_scope",
-    "empty_for",
-    "ranks_share_host",
-    "reduce_scatter_consuming",
-    "run_threads",
-    "scope",
-    "split",
-    "thread_transports",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return loaded(f"{__name__}.{_HOME[name]}", name)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -9,60 +9,27 @@ The names are loaded on first use, so that preparing data or checking a spec doe
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from zeroshard.lazily import loaded
+from zeroshard.lazily import lazy_names
 
 if TYPE_CHECKING:
-    from zeroshard.data.base import Batches, EvalBatches, TokenBatches, Tokens, num_rows, require_enough
-    from zeroshard.data.meta import DataMeta, read_meta
-    from zeroshard.data.registry import SOURCES
-    from zeroshard.data.spec import DataSpec, data_dir
-    from zeroshard.data.tokenizer import TOKENIZERS, Tokenizer, check_tokenizer, load_tokenizer
-    from zeroshard.data.tokens import TokenDataset, verify
+    from zeroshard.data.base import Batches as Batches
+    from zeroshard.data.base import EvalBatches as EvalBatches
+    from zeroshard.data.base import TokenBatches as TokenBatches
+    from zeroshard.data.base import Tokens as Tokens
+    from zeroshard.data.base import num_rows as num_rows
+    from zeroshard.data.base import require_enough as require_enough
+    from zeroshard.data.meta import DataMeta as DataMeta
+    from zeroshard.data.meta import read_meta as read_meta
+    from zeroshard.data.registry import SOURCES as SOURCES
+    from zeroshard.data.spec import DataSpec as DataSpec
+    from zeroshard.data.spec import data_dir as data_dir
+    from zeroshard.data.tokenizer import TOKENIZERS as TOKENIZERS
+    from zeroshard.data.tokenizer import Tokenizer as Tokenizer
+    from zeroshard.data.tokenizer import check_tokenizer as check_tokenizer
+    from zeroshard.data.tokenizer import load_tokenizer as load_tokenizer
+    from zeroshard.data.tokens import TokenDataset as TokenDataset
+    from zeroshard.data.tokens import verify as verify
 
-_HOME = {
-    "Batches": "base",
-    "EvalBatches": "base",
-    "TokenBatches": "base",
-    "Tokens": "base",
-    "num_rows": "base",
-    "require_enough": "base",
-    "DataMeta": "meta",
-    "read_meta": "meta",
-    "DataSpec": "spec",
-    "data_dir": "spec",
-    "SOURCES": "registry",
-    "TOKENIZERS": "tokenizer",
-    "Tokenizer": "tokenizer",
-    "check_tokenizer": "tokenizer",
-    "load_tokenizer": "tokenizer",
-    "TokenDataset": "tokens",
-    "verify": "tokens",
-}
-
-__all__ = [
-    "SOURCES",
-    "TOKENIZERS",
-    "Batches",
-    "DataMeta",
-    "DataSpec",
-    "EvalBatches",
-    "TokenBatches",
-    "TokenDataset",
-    "Tokenizer",
-    "Tokens",
-    "check_tokenizer",
-    "data_dir",
-    "load_tokenizer",
-    "num_rows",
-    "read_meta",
-    "require_enough",
-    "verify",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return loaded(f"{__name__}.{_HOME[name]}", name)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

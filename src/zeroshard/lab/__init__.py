@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from zeroshard.lazily import loaded
+from zeroshard.lazily import lazy_names
 
 if TYPE_CHECKING:
-    from zeroshard.lab.planner.plan import Plan, plan
+    from zeroshard.lab.planner.plan import Plan as Plan
+    from zeroshard.lab.planner.plan import plan as plan
 
-__all__ = ["Plan", "plan"]
-
-
-def __getattr__(name: str) -> Any:  # lazily: the command line reads the lab's settings before it needs torch
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return loaded("zeroshard.lab.planner.plan", name)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -6,32 +6,19 @@ without importing torch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from zeroshard.lazily import loaded
-from zeroshard.parallel.registry import STRATEGIES, StrategyEntry, build_strategy, strategies_with, strategy_entry
+from zeroshard.lazily import lazy_names
 
 if TYPE_CHECKING:
-    from zeroshard.parallel.base import Setup, Strategy
-    from zeroshard.parallel.ddp import Ddp
-    from zeroshard.parallel.zero import ZeroStrategy
+    from zeroshard.parallel.base import Setup as Setup
+    from zeroshard.parallel.base import Strategy as Strategy
+    from zeroshard.parallel.ddp import Ddp as Ddp
+    from zeroshard.parallel.registry import STRATEGIES as STRATEGIES
+    from zeroshard.parallel.registry import StrategyEntry as StrategyEntry
+    from zeroshard.parallel.registry import build_strategy as build_strategy
+    from zeroshard.parallel.registry import strategies_with as strategies_with
+    from zeroshard.parallel.registry import strategy_entry as strategy_entry
+    from zeroshard.parallel.zero import ZeroStrategy as ZeroStrategy
 
-_HOME = {"Ddp": "ddp", "Setup": "base", "Strategy": "base", "ZeroStrategy": "zero"}
-
-__all__ = [
-    "STRATEGIES",
-    "Ddp",
-    "Setup",
-    "Strategy",
-    "StrategyEntry",
-    "ZeroStrategy",
-    "build_strategy",
-    "strategies_with",
-    "strategy_entry",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return loaded(f"{__name__}.{_HOME[name]}", name)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)
