@@ -31,54 +31,31 @@ def test_values_are_of_their_axis_and_pairs_that_occur_nowhere_are_not_asked_for
     assert cover([]) == []
 
 
-class _Item:
-    """A test with one value of each parameter, as far as it is looked at."""
+def test_the_quick_run_has_a_cover_of_what_is_marked_and_a_shuffle_keeps_files_together():
+    class Item:
+        def __init__(self, name, marks, **params):
+            self.nodeid, self.callspec = name, SimpleNamespace(params=params)
+            self.get_closest_marker = lambda mark: mark if mark in marks else None
 
-    def __init__(self, nodeid, marks, **params):
-        self.nodeid, self.marks = nodeid, marks
-        self.callspec = SimpleNamespace(params=params)
+    def run(items, **options):
+        config = SimpleNamespace(getoption=({"soak": False, "shuffle": None} | options).get, hook=hook)
+        left = list(items)
+        soak.pytest_collection_modifyitems(config, left)
+        return left
 
-    def get_closest_marker(self, name):
-        return name if name in self.marks else None
-
-
-def _run(items, **options):
-    """What is run of ``items``, and how many are told as left out."""
-    told = []
-    hook = SimpleNamespace(pytest_deselected=lambda items: told.extend(items))
-    config = SimpleNamespace(getoption=({"soak": False, "shuffle": None} | options).get, hook=hook)
-    left = list(items)
-    soak.pytest_collection_modifyitems(config, left)
-    assert not set(told) & set(left)
-    assert options.get("shuffle") is not None or [item for item in items if item not in told] == left
-    return left
-
-
-@pytest.fixture
-def items():
-    product_of_three = [
-        _Item(f"a.py::test_product[{x}-{y}-{z}]", {"pairwise"}, x=x, y=y, z=z)
-        for x, y, z in product(range(4), range(4), range(4))
+    hook = SimpleNamespace(pytest_deselected=lambda items: None)
+    items = [
+        Item(f"a.py::test_product[{at}]", {"pairwise"}, x=at[0], y=at[1], z=at[2]) for at in product(range(4), repeat=3)
     ]
-    return [
-        *product_of_three,
-        *(_Item(f"a.py::test_all[{x}-{y}]", set(), x=x, y=y) for x, y in product(range(3), range(3))),
-        _Item("b.py::test_long", {"soak"}),
-    ]
-
-
-def test_the_quick_run_has_a_cover_of_what_is_marked_and_the_rest_whole(items):
-    left = _run(items)
-    assert 16 <= sum("test_product" in item.nodeid for item in left) <= 24
-    assert sum("test_all" in item.nodeid for item in left) == 9
-    assert all(item.nodeid != "b.py::test_long" for item in left)
-    assert _run(items, soak=True) == items
-    assert _run(items[5:6]) == items[5:6], "one that is asked for by name runs"
-
-
-def test_a_shuffle_keeps_files_together_and_is_the_same_for_the_same_seed(items):
-    shuffled = _run(items, soak=True, shuffle=1)
-    assert shuffled == _run(items, soak=True, shuffle=1)
-    assert shuffled != items
-    assert set(shuffled) == set(items)
-    assert [item.nodeid[:4] for item in shuffled] in (["a.py"] * 73 + ["b.py"], ["b.py"] + ["a.py"] * 73)
+    items += [Item(f"a.py::test_all[{at}]", set(), x=at) for at in range(3)]
+    items += [Item("b.py::test_long", {"soak"})]
+    left = [each.nodeid for each in run(items)]
+    assert 16 <= sum("test_product" in name for name in left) <= 24
+    assert sum("test_all" in name for name in left) == 3
+    assert "b.py::test_long" not in left
+    assert run(items, soak=True) == items
+    assert run(items[5:6]) == items[5:6], "one that is asked for by name runs"
+    shuffled = [each.nodeid for each in run(items, soak=True, shuffle=1)]
+    assert shuffled == [each.nodeid for each in run(items, soak=True, shuffle=1)]
+    assert sorted(shuffled) == sorted(each.nodeid for each in items)
+    assert "b.py::test_long" in (shuffled[0], shuffled[-1])

@@ -18,7 +18,7 @@ from zeroshard.zero import STAGES, MixedPrecision, Zero
 
 SEQ_LEN, ROWS = 64, 2
 CPU = torch.device("cpu")
-SLACK_BYTES = 2048  # as in test_peak
+SLACK_BYTES = 2048  # as in test_steps
 
 
 def _model(name, masked, num_layers=2):

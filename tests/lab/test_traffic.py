@@ -33,10 +33,8 @@ def test_stage_three_gathers_ahead_and_reduces_behind_but_for_what_ran_last():
     ]
 
 
-def test_stages_below_send_less():
+def test_stage_zero_reduces_in_the_order_of_backward():
     assert _short(messages(_buffers(), STAGES[0])) == ["all_reduce b 80", "all_reduce a 40", "all_reduce root 16"]
-    assert bytes_by_op(messages(_buffers(), STAGES[1], num_micro=5)) == {"reduce_scatter": 136, "all_gather": 136}
-    assert bytes_by_op(messages(_buffers(), STAGES[2], num_micro=5)) == {"reduce_scatter": 5 * 136, "all_gather": 136}
 
 
 def test_accumulating_locally_reduces_once():
@@ -51,6 +49,24 @@ def test_narrow_weights_and_gradients_send_half():
     assert bytes_by_op(found) == {"reduce_scatter": 136, "all_gather": 68}
     narrow = MixedPrecision(reduce_dtype=torch.bfloat16)
     assert bytes_by_op(messages(_buffers(), STAGES[0], narrow)) == {"all_reduce": 68}
+
+
+def test_the_totals_are_those_of_the_stage_table():
+    total, root, last, num_micro = 136, 16, 80, 3
+    assert [bytes_by_op(messages(_buffers(), STAGES[stage], num_micro=num_micro)) for stage in STAGES] == [
+        {"all_reduce": total},
+        {"reduce_scatter": total, "all_gather": total},
+        {"reduce_scatter": num_micro * total, "all_gather": total},
+        {"reduce_scatter": num_micro * total, "all_gather": num_micro * (2 * total - root - last)},
+    ]
+
+
+def test_what_crosses_between_groups_is_one_shard_of_the_model():
+    for stage in (1, 2, 3):
+        found = messages(_buffers(), STAGES[stage], num_replicas=8)
+        across = [message for message in found if message.world_size == 8]
+        assert bytes_by_op(across) == {"all_reduce": 136 // WORLD_SIZE}
+        assert [message for message in found if message.world_size == WORLD_SIZE] == messages(_buffers(), STAGES[stage])
 
 
 def test_a_world_of_one_gathers_nothing():

@@ -16,7 +16,6 @@ from zeroshard.zero import LocalSteps
 from zeroshard.zero.buffers.leaves import ExactSum
 
 LEAVES, WIDTH = 4, 6
-WORLDS = [1, 2, 4]
 
 
 class Net(nn.Module):
@@ -88,37 +87,32 @@ def one_rank():
     return trained(1, 1)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (2, 3), (4, 1)])
 def test_blocks_that_some_micro_batches_skip_have_the_same_bits(world_size, stage, one_rank):
     found = trained(world_size, stage)
     assert_same(found, one_rank)
     assert torch.equal(found[0]["never"], torch.ones(2))
 
 
-def test_stages_may_change_in_mid_run(one_rank):
+def test_stages_may_change_in_mid_run_and_gradients_be_read_between_micro_batches(one_rank):
     def moves(zero, optimizer, step):
         zero.zero_grad()
         zero.restage((3, 1, 2)[step])
 
-    assert_same(trained(2, 0, between=moves), one_rank)
+    def reads(zero, optimizer, leaf):
+        zero.full_grads()
+        nn.utils.get_total_norm([p.grad for p in zero.model.parameters() if p.grad is not None])
+
+    assert_same(trained(2, 0, between=moves, inside=reads), one_rank)
 
 
-@pytest.mark.parametrize(("worlds", "stages"), [((4, 1), (3, 0)), ((1, 4), (1, 2)), ((2, 4), (0, 3))])
+@pytest.mark.parametrize(("worlds", "stages"), [((4, 1), (3, 0)), ((2, 4), (0, 3))])
 def test_a_checkpoint_goes_on_at_another_number_of_ranks(worlds, stages, one_rank, tmp_path):
     trained(worlds[0], stages[0], steps=1, path=tmp_path / "saved")
     assert_same(trained(worlds[1], stages[1], steps=2, resumed=tmp_path / "saved"), one_rank)
 
 
-def test_gradients_may_be_read_between_micro_batches_and_after(one_rank):
-    def reads(zero, optimizer, leaf):
-        zero.full_grads()
-        nn.utils.get_total_norm([p.grad for p in zero.model.parameters() if p.grad is not None])
-
-    assert_same(trained(2, 2, inside=reads), one_rank)
-
-
-def test_what_is_written_into_gradients_counts():
+def test_what_is_written_into_gradients_counts(one_rank):
     def halves(zero, optimizer, leaf):
         for param in zero.model.parameters():
             if param.grad is not None and leaf == LEAVES - 1:
@@ -126,8 +120,7 @@ def test_what_is_written_into_gradients_counts():
 
     one = trained(1, 1, inside=halves)
     assert_same(trained(1, 3, inside=halves), one)
-    plain = trained(1, 1)
-    assert not torch.equal(one[0]["odd"], plain[0]["odd"])
+    assert not torch.equal(one[0]["odd"], one_rank[0]["odd"])
 
 
 def test_what_is_written_between_micro_batches_counts():
@@ -145,11 +138,11 @@ def test_what_is_written_between_micro_batches_counts():
     assert torch.equal(zero.full_grads()["weight"], torch.ones(1, 2))
 
 
-def _no_sync(world_size, stage):
+def test_no_sync_adds_up_as_ever():
     torch.manual_seed(3)
     start = Net()
 
-    def on_rank(comm):
+    def stepped(comm, stage):
         model = copy.deepcopy(start)
         zero = Zero(model, stage, model.blocks, comm, leaves=LEAVES)
         optimizer = zero.optimizer(torch.optim.SGD, lr=0.1)
@@ -161,18 +154,13 @@ def _no_sync(world_size, stage):
         optimizer.step()
         return zero.state_dict()
 
-    return run_threads(on_rank, world_size)[0]
+    one = stepped(LocalCommunicator(), 0)
+    for world_size, stage in ((2, 0), (2, 3), (4, 1)):
+        found = run_threads(lambda comm, stage=stage: stepped(comm, stage), world_size)[0]
+        assert all(torch.equal(value, one[name]) for name, value in found.items())
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_no_sync_adds_up_as_ever(stage):
-    one = _no_sync(1, 0)
-    for world_size in (2, 4):
-        assert all(torch.equal(value, one[name]) for name, value in _no_sync(world_size, stage).items())
-
-
-@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize(("world_size", "value"), [(1, float("nan")), (2, float("-inf")), (4, float("inf"))])
 def test_what_is_not_finite_stays_so(world_size, value):
     def on_rank(comm):
         model = nn.Linear(2, 2, bias=False)
