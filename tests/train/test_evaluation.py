@@ -122,7 +122,6 @@ def test_an_evaluation_on_two_ranks_shows_that_it_works_and_then_its_line_alone(
     assert status == 0
     assert "evaluating" in screen.written
     assert screen.shown == [in_words(local_score(EvalConfig(run=str(run))))]
-    assert screen.cursor_shown
 
 
 @pytest.mark.parametrize("name", ["bpe", "bytes"])

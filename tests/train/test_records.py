@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import io
 import json
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from terminal import Screen
-from zeroshard.train.records import console as console_module
 from zeroshard.train.records.console import GIB, ConsoleRecorder, bytes_in_words, facts_of, link_in_words, start_lines
 from zeroshard.train.records.log_files import LogFiles, finite_or_null
 from zeroshard.train.records.records import StepRecord
@@ -135,83 +132,30 @@ def test_bytes_in_words(num_bytes, words):
     assert bytes_in_words(num_bytes) == words
 
 
-def test_a_pipe_gets_plain_lines_at_the_first_the_last_and_each_interval():
+def test_a_run_is_a_line_at_the_first_the_last_and_each_interval_and_for_each_event():
     stream = io.StringIO()
-    with closing(ConsoleRecorder(max_steps=25, log_interval=10, stream=stream)) as console:
-        about = {"batch": "1 x 2", "data": "[bold]"}
-        console.on_start({"world_size": 2, "about": about, "kernels": {"LayerNorm": "triton"}, "link": {}})
-        for step in range(1, 26):
-            console.on_step(a_record(step=step))
-        console.on_eval(25, 2.25)
-        console.on_checkpoint(25, Path("runs/x/checkpoints/" + "long-name-" * 20))
-        console.on_end({"loss": 2.0, "memory": {"params": 1}})
+    console = ConsoleRecorder(max_steps=7225, log_interval=10, stream=stream, next_command="zeroshard report run")
+    about = {"batch": "1 x 2", "data": "[bold]"}
+    console.on_start({"world_size": 2, "about": about, "kernels": {"LayerNorm": "triton"}, "link": {}})
+    for step in (*range(1, 26), 7225):
+        console.on_step(a_record(step=step, step_s=100.0 if step == 1 else 0.5))
+    console.on_eval(25, 2.25, 2.5)
+    console.on_checkpoint(25, Path("runs/x/checkpoints/step-25"))
+    console.on_end({"status": "ok", "loss": 2.0, "memory": {"params": 1}})
     lines = stream.getvalue().splitlines()
     assert lines[:3] == ["batch    1 x 2", "data     [bold]", "kernels  LayerNorm: triton"]
-    assert [line.split("  ")[0] for line in lines[3:7]] == ["step 1", "step 10", "step 20", "step 25"]
-    assert lines[7] == "step 25  val_loss 2.2500"
-    assert lines[8].endswith("long-name-" * 20)
-    assert lines[9:] == ["loss 2"]
-    assert "\x1b" not in stream.getvalue()
-
-
-ABOUT = {"run": "runs/" + "a-long-name-" * 8, "strategy": "zero2: optimizer states and gradients sharded over 2 ranks"}
-CHECKPOINT = Path("runs/gpt2-demo-tinyshakespeare-zero2/checkpoints/step-00000010")
-
-
-def a_run_on(screen: Screen, monkeypatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", str(screen.width))
-    with closing(ConsoleRecorder(max_steps=100_000, log_interval=10, stream=screen)) as console:
-        console.on_start({"step": 0, "world_size": 2, "about": ABOUT, "plan": "fits"})
-        for step in range(1, 21):
-            known = {"mfu": 0.412, "memory_bytes": {"params": GIB}, "exposed_s": {"a": 0.01}}
-            console.on_step(a_record(step=step, tokens_per_s=1_234_567.0, **known))
-        console.on_eval(20, 2.25, 2.5)
-        console.on_saving(2**20, 2**22)
-        console.on_checkpoint(20, CHECKPOINT)
-        console.on_end(
-            {"status": "ok", "step": 20, "loss": 4.12341, "tokens": 20_480, "wall_s": 12.5, "num_skipped": 0}
-        )
-
-
-STEP_LINES = {
-    60: "loss 4.1234  grad_norm 0.98  1,234,567 tok/s",
-    80: "loss 4.1234  grad_norm 0.98  lr 3.0e-04  1,234,567 tok/s  mfu 41.2%",
-    120: "loss 4.1234  grad_norm 0.98  lr 3.0e-04  1,234,567 tok/s  mfu 41.2%  mem 1.0GiB  comm 10%",
-}
-
-
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_a_terminal_keeps_a_history_and_no_line_is_wider_than_it(width, monkeypatch):
-    screen = Screen(width)
-    a_run_on(screen, monkeypatch)
-    assert screen.wrapped == []
-    assert screen.cursor_shown
-    facts = STEP_LINES[width]
-    path = CHECKPOINT if width == 120 else CHECKPOINT.name
-    bar = next(line for line in screen.shown if "eta" in line)
-    assert [line for line in screen.shown if line.startswith("step ")] == [
+    facts = "loss 4.1234  grad_norm 0.98  lr 3.0e-04  12,345 tok/s"
+    assert lines[3:7] == [
         f"step 1  {facts}",
-        f"step 10  {facts}",
-        f"step 20  {facts}",
-        "step 20  val_loss 2.2500  ema_val_loss 2.5000",
-        f"step 20  checkpoint {path}",
+        f"step 10  {facts}  eta 1:00:08",
+        f"step 20  {facts}  eta 1:00:02",
+        f"step 7225  {facts}",
     ]
-    assert (bar.split()[0], bar.split()[-2:]) == ("20/100000", ["loss", "4.1234"])
-    assert "1,234,567 tok/s" in bar
-    assert len(bar) == width - len("^C")
-    if width == 60:  # a long line of the start continues below its text
-        begins = ["strategy  zero2: optimizer states and gradients sharded over", "          2 ranks", "plan      fits"]
-        assert screen.shown[3:6] == begins
-
-
-def test_the_pace_of_a_resumed_run_is_not_that_of_the_steps_before(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    console = ConsoleRecorder(max_steps=2000, stream=Screen(80))
-    console.on_start({"step": 1000})
-    console.close()
-    (task,) = console._bar.tasks
-    assert (task.completed, task.speed) == (1000, None)
+    assert lines[7:] == [
+        "step 25  val_loss 2.2500  ema_val_loss 2.5000",
+        "step 25  checkpoint runs/x/checkpoints/step-25",
+        "status ok  loss 2  next: zeroshard report run",
+    ]
 
 
 LINK = {
@@ -231,46 +175,6 @@ def test_a_link_is_told_in_the_units_of_networks():
     assert start_lines({"link": {}}) == []
 
 
-@pytest.fixture
-def a_wide_screen(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "80")
-    return Screen(80)
-
-
-def test_the_bar_says_how_much_of_a_checkpoint_is_written(a_wide_screen):
-    with closing(ConsoleRecorder(30, stream=a_wide_screen)) as console:
-
-        def bar() -> str:
-            console._bar.refresh()
-            return a_wide_screen.shown[-1]
-
-        console.on_start({"max_steps": 30})
-        console.on_saving(2**20, 2**22)
-        assert "saving 25%" in bar()
-        console.on_checkpoint(10, Path("c"))
-        assert "eta" in bar()
-        console.on_saving(2**20, 2**22)
-        assert "saving 25%" in bar()
-        console.on_checkpoint_failed(20, Path("c"), "full")
-        assert "eta" in bar()
-    assert "step 10  checkpoint c" in a_wide_screen.shown
-
-
-def test_no_line_is_lost_to_a_bar_that_is_drawn_beside_it(a_wide_screen, monkeypatch):
-    """rich's thread draws without pause: were the bar of two lines at times, most of these runs would lose some."""
-    monkeypatch.setattr(console_module, "REFRESHES_PER_S", 5000)
-    with closing(ConsoleRecorder(1000, stream=a_wide_screen)) as console:
-        console.on_start({"step": 0})
-        for step in range(1, 201):
-            console.on_saving(1, 4)
-            console.on_checkpoint(step, Path("c"))
-    assert [line for line in a_wide_screen.shown if "checkpoint" in line] == [
-        f"step {step}  checkpoint c" for step in range(1, 201)
-    ]
-    assert "\x1b[1A" not in a_wide_screen.written  # the cursor never goes up
-
-
 def test_a_log_that_was_removed_is_made_anew(tmp_path):
     path = tmp_path / "run" / "metrics.jsonl"
     writer = LogFiles(path.parent)
@@ -288,8 +192,8 @@ def test_a_console_that_nobody_reads_ends_no_run(fails, capsys):
         raise BrokenPipeError(32, "Broken pipe")
 
     stream = type("NobodyReads", (io.StringIO,), {fails: broken})()
-    with closing(ConsoleRecorder(max_steps=2, stream=stream)) as console:
-        console.on_start({"step": 0})
-        console.on_eval(1, 2.0)
+    console = ConsoleRecorder(max_steps=2, stream=stream)
+    console.on_eval(1, 2.0)
+    console.on_eval(2, 2.0)
     said = "warning: the console cannot be written (Broken pipe); the run continues, and its folder has the rest\n"
     assert capsys.readouterr().err == said

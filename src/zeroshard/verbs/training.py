@@ -30,7 +30,7 @@ from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.sizes import parse_nnodes
 from zeroshard.train.config.validate import by_dotted_name, validate
 from zeroshard.verbs.base import read_file, say
-from zeroshard.verbs.working import cursor_given_back, working
+from zeroshard.verbs.working import working
 
 if TYPE_CHECKING:
     from zeroshard.launch.environment import NetnsNodes
@@ -67,7 +67,7 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
                 meeting=meeting,
                 nodes=nodes,
                 imports=(*TRAINS, *_of_strategy(config.strategy)),
-                while_importing=working(STARTING, moves=False),  # no thread, because ranks are forked from here
+                while_importing=working(STARTING),
             )
         if ending.line:
             say(ending.line)
@@ -171,14 +171,13 @@ def evaluate(config: EvalConfig, argv: Sequence[str]) -> int:
         return run_tasks(config)
     if environment.world_from_env() is None and config.nproc > 1:
         require_room(config.nproc)
-        with cursor_given_back():  # a rank that is killed while it shows a spinner leaves the cursor hidden
-            ending = start_ranks.launch_workers(
-                argv,
-                config.nproc,
-                config.port,
-                imports=("zeroshard.inference.evaluation",),
-                while_importing=working("evaluating", moves=False),  # no thread, because ranks are forked from here
-            )
+        ending = start_ranks.launch_workers(
+            argv,
+            config.nproc,
+            config.port,
+            imports=("zeroshard.inference.evaluation",),
+            while_importing=working("evaluating"),
+        )
         if ending.line:
             say(ending.line)
         return ending.status

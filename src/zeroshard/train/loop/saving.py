@@ -71,7 +71,7 @@ class Saving:
         path = self._folder / step_name(step)
         if self._renewed():
             self._say(f"warning: step {step}: {run.folder} was removed; it is made again, without what was in it")
-        self._hear(self._saver.start(path, run.strategy, step=step, extra=extra, progress=self._show))
+        self._hear(self._saver.start(path, run.strategy, step=step, extra=extra))
         self._wanted_at = step
         self.alive()
 
@@ -80,14 +80,13 @@ class Saving:
         self._saver.settle()
 
     def poll(self) -> None:
-        """Show the progress of the current save, and report it if it has ended; call it between steps."""
-        self._show(*self._saver.progress)
+        """Report the current save if it has ended; call it between steps."""
         self._hear(self._saver.poll())
 
     def finish(self, status: ExitStatus) -> ExitStatus:
         """Wait for the current save; return the run's exit status, given the ``status`` of its steps."""
         self.alive()
-        self._hear(self._saver.wait(self._show))
+        self._hear(self._saver.wait())
         if largest(self._run.strategy.comm, self._is_lost()):
             what = "it was removed while the run wrote there, and its checkpoints with it"
             self._say(f"error: {self._run.folder}: {what}; start again, in a folder that stays")
@@ -149,10 +148,6 @@ class Saving:
             return self._run.renew_folder()
         except OSError:
             return False  # the save itself will fail for the same reason, and reports it to every rank
-
-    def _show(self, done_bytes: int, num_bytes: int) -> None:
-        for observer in self._run.observers if num_bytes else ():
-            observer.on_saving(done_bytes, num_bytes)
 
     def _say(self, line: str) -> None:
         if self._run.strategy.comm.rank == 0:

@@ -60,9 +60,6 @@ class LogFiles:
         more = {f"val_loss/{name}": value for name, value in (named or {}).items()}
         self._write("eval", {"step": step, "loss": loss, **average, **more})
 
-    def on_saving(self, done_bytes: int, num_bytes: int) -> None:
-        """Do nothing: the log gets the outcome of the save."""
-
     def on_checkpoint(self, step: int, path: Path, facts: Mapping[str, Any] | None = None) -> None:
         """Write a ``checkpoint`` line."""
         self._write("checkpoint", {"step": step, "path": str(path), **(facts or {})})

@@ -67,10 +67,6 @@ class Observer(Protocol):
         """
         ...
 
-    def on_saving(self, done_bytes: int, num_bytes: int) -> None:
-        """A checkpoint is being written: ``done_bytes`` of this rank's ``num_bytes`` are on disk."""
-        ...
-
     def on_checkpoint(self, step: int, path: Path, facts: Mapping[str, Any] | None = None) -> None:
         """The checkpoint of ``step`` is complete; ``facts``: its bytes, and the seconds that it took."""
         ...

@@ -169,9 +169,6 @@ class TrackedRun:
         """Log the validation loss."""
         self._try(lambda tracker: tracker.log(values_of_eval(loss, ema_loss, named), step))
 
-    def on_saving(self, done_bytes: int, num_bytes: int) -> None:
-        """Do nothing: trackers do not show the progress of a save."""
-
     def on_checkpoint(self, step: int, path: Path, facts: Mapping[str, Any] | None = None) -> None:
         """Do nothing: checkpoints stay in the run folder."""
 

@@ -7,9 +7,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
-
 from zeroshard.data.meta import read_meta
 from zeroshard.data.prepare import Told, prepare
 from zeroshard.data.sources import has_columns
@@ -17,7 +14,7 @@ from zeroshard.data.spec import DataSpec, data_dir
 from zeroshard.errors import ExitStatus
 from zeroshard.train.config.data_section import DataConfig, require_data
 
-LINE_S = 10.0  # seconds between progress lines if stderr is not a terminal
+LINE_S = 10.0  # seconds between progress lines
 
 
 def data_spec(data: DataConfig) -> DataSpec:
@@ -95,36 +92,20 @@ def run_prepare(data: DataConfig) -> int:
 
 def prepare_data(data: DataConfig) -> Path:
     """Prepare ``data``, show progress on stderr, and return the folder; raises what `run_prepare` raises."""
-    with Teller() as teller:
-        return prepare(data_spec(data), data_folder(data), num_workers=data.workers, told=teller)
+    return prepare(data_spec(data), data_folder(data), num_workers=data.workers, told=Teller())
 
 
 class Teller:
-    """Shows the progress of a preparation on stderr: a bar on a terminal, else a line every ``line_s`` seconds."""
+    """Prints the progress of a preparation on stderr, a line every ``line_s`` seconds."""
 
-    def __init__(self, console: Console | None = None, line_s: float = LINE_S) -> None:
-        self._console = console or Console(file=sys.stderr, highlight=False, soft_wrap=True)
+    def __init__(self, line_s: float = LINE_S) -> None:
         self._line_s, self._said_at = line_s, time.monotonic()
-        columns = BarColumn(bar_width=20), TextColumn("{task.fields[facts]}", markup=False)
-        self._bar = Progress(*columns, console=self._console) if self._console.is_terminal else None
-        self._task = None if self._bar is None else self._bar.add_task("prepare", total=1.0, facts="")
-
-    def __enter__(self) -> Teller:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
 
     def __call__(self, told: Told) -> None:
-        """Show the progress; without a terminal only if ``line_s`` seconds have passed since the last line."""
-        facts = facts_of(told)
-        if self._bar is not None and self._task is not None:
-            self._bar.start()  # here, so that no bar appears if the data is already prepared or takes only a moment
-            self._bar.update(self._task, completed=told.fraction, facts=facts)
-        elif time.monotonic() - self._said_at >= self._line_s:
+        """Print the progress, if ``line_s`` seconds have passed since the last line."""
+        if time.monotonic() - self._said_at >= self._line_s:
             self._said_at = time.monotonic()
-            self._console.print(facts, markup=False)
+            print(facts_of(told), file=sys.stderr, flush=True)
 
 
 def facts_of(told: Told) -> str:
