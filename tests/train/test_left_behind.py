@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +11,6 @@ from forged_manifests import CHECKPOINT, DATA, OURS, TRAIN, make_run
 from zeroshard import checkpoint
 from zeroshard.checkpoint import store
 from zeroshard.cli import main
-from zeroshard.launch.leftovers import owned_folder, remove_unowned
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +87,11 @@ def incomplete(path):
     (path / "rank-00000-of-00001.safetensors").write_bytes(b"left")
 
 
-@pytest.mark.parametrize("remains", ["step-00000001", ".step-00000001.tmp"])
-def test_what_a_killed_deletion_left_goes_with_the_next(folder, remains):
+def test_what_a_killed_deletion_left_goes_with_the_next(folder):
     kept = folder / "many"
     for step in (2, 3, 4):
         shutil.copytree(folder / "run" / CHECKPOINT, kept / f"step-{step:08d}")
-    incomplete(kept / remains)
+    incomplete(kept / ".step-00000001.tmp")
     checkpoint.prune(kept, 2, 0)
     assert sorted(path.name for path in kept.iterdir()) == ["step-00000003", "step-00000004"]
 
@@ -155,23 +151,6 @@ def test_a_newer_checkpoint_without_manifest_is_named_when_it_is_passed_over(fol
     shutil.rmtree("new", ignore_errors=True)
     assert main(words.split()) == 0
     assert "passed over" not in capsys.readouterr().err
-
-
-def test_folders_of_launchers_that_were_killed_are_removed_by_the_next(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
-    for name in ("x-empty", ".x-empty", ".x-begun"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "x-locked" / "attempt_0").mkdir(parents=True)
-    (tmp_path / "x-locked" / "owner.lock").touch()
-    (tmp_path / "x-theirs").mkdir()
-    (tmp_path / "x-theirs" / "file").touch()
-    for name in (".x-empty",):
-        os.utime(tmp_path / name, (time.time() - 100,) * 2)
-    with owned_folder("x-") as own:
-        left = {".x-begun", "x-theirs", Path(own).name}
-        assert {path.name for path in tmp_path.iterdir()} == left
-        assert remove_unowned(tmp_path, "x-") == []
-    assert {path.name for path in tmp_path.iterdir()} == {".x-begun", "x-theirs"}
 
 
 def test_an_unfinished_save_of_a_step_makes_way_for_the_deletion_of_that_step(folder):

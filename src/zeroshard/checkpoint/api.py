@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from math import prod
 from numbers import Integral
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -39,7 +39,12 @@ from zeroshard.zero.state.named_shards import NamedShard, ShardReader
 
 
 class Saveable(Protocol):
-    """An object whose state can be saved."""
+    """An object whose state can be saved.
+
+    Two more members are used if it has them: ``named_param_groups()``, the optimizer's param groups in a form that JSON
+    can represent, ``params`` by name, the same on every rank; and ``tied_names()``, each further name of a tied tensor
+    -> the name that it is saved under.
+    """
 
     @property
     def comm(self) -> Communicator:
@@ -52,46 +57,14 @@ class Saveable(Protocol):
 
 
 class Shardable(Saveable, Protocol):
-    """An object whose state can be saved and loaded: `Zero`, or any strategy."""
+    """An object whose state can be saved and loaded: `Zero`, or any strategy.
+
+    Two more members are used if it has them: ``load_param_groups(saved)`` restores the groups' settings, and
+    ``resume_at(step)`` has it go on as if ``step`` optimizer steps were done.
+    """
 
     def load_named_shards(self, reader: ShardReader) -> None:
         """Read every piece that this rank needs from ``reader``."""
-        ...
-
-
-@runtime_checkable
-class HasParamGroups(Protocol):
-    """An object that can also report its optimizer's settings."""
-
-    def named_param_groups(self) -> list[dict[str, Any]]:
-        """Return the param groups in a form that JSON can represent, ``params`` by name; the same on every rank."""
-        ...
-
-
-@runtime_checkable
-class TakesParamGroups(Protocol):
-    """An object that can restore its optimizer's settings."""
-
-    def load_param_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Restore the groups' settings as `HasParamGroups` reported them."""
-        ...
-
-
-@runtime_checkable
-class Resumes(Protocol):
-    """An object whose computation depends on the number of the step."""
-
-    def resume_at(self, step: int) -> None:
-        """Resume as if ``step`` optimizer steps were done."""
-        ...
-
-
-@runtime_checkable
-class HasTiedNames(Protocol):
-    """An object that can report which names are one tied tensor."""
-
-    def tied_names(self) -> dict[str, str]:
-        """Return each further name of a tensor -> the name that it is saved under."""
         ...
 
 
@@ -163,10 +136,10 @@ def load(
     # All ranks leave together: nobody may overwrite the folder while others still read.
     with CheckpointReader(folder, manifest, settings=settings) as reader, agreement(comm, phase="loading"):
         target.load_named_shards(reader)
-    if isinstance(target, Resumes):
-        target.resume_at(manifest.step)
-    if settings and isinstance(target, TakesParamGroups):
-        target.load_param_groups(manifest.param_groups)
+    if (resume_at := getattr(target, "resume_at", None)) is not None:
+        resume_at(manifest.step)
+    if settings and (load_groups := getattr(target, "load_param_groups", None)) is not None:
+        load_groups(manifest.param_groups)
     return {**manifest.extra, "step": manifest.step}
 
 
@@ -257,8 +230,8 @@ def facts_of(source: Saveable, step: int, extra: Mapping[str, Any] | None) -> Fa
         raise ValueError(f"extra: {error}; JSON must be able to hold it") from None
     if as_json.get("step", step) != step:
         raise ValueError(f"extra: its step, {as_json['step']!r}, is not the step {step} of the save; rename the key")
-    groups = source.named_param_groups() if isinstance(source, HasParamGroups) else []
-    tied = source.tied_names() if isinstance(source, HasTiedNames) else {}
+    groups = getattr(source, "named_param_groups", list)()
+    tied = getattr(source, "tied_names", dict)()
     return Facts(int(step), source.comm.world_size, as_json, tuple(groups), tied)
 
 

@@ -113,8 +113,7 @@ def surplus(steps: Collection[int], newest: int, every: int) -> list[int]:
 def prune(folder: Path, newest: int, every: int, progress: Callable[[], None] = lambda: None) -> list[Path]:
     """Delete the checkpoints that `surplus` names, and temporary folders of steps before the newest complete one.
 
-    The checkpoint that ``best`` points to stays. Also deleted are folders without a manifest that would be surplus: the
-    remains of a deletion by an earlier version that was killed. ``progress`` is called after each folder.
+    The checkpoint that ``best`` points to stays. ``progress`` is called after each folder.
 
     Returns:
         The complete checkpoints that were deleted.
@@ -130,8 +129,6 @@ def prune(folder: Path, newest: int, every: int, progress: Callable[[], None] = 
     for each in found:
         if each.step < max(complete, default=0):
             store.remove(store.temporary(each.path))
-            if not each.complete and newest and each.step in surplus({*complete, each.step}, newest, every):
-                store.remove_named(each.path)
             progress()
     for path in deleted:
         store.remove_named(path)

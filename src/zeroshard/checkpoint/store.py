@@ -15,10 +15,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
@@ -105,17 +106,28 @@ def write_tensors(
 
 
 def _head(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return the header of a safetensors file with these 1-D tensors in order, preceded by its 8-byte length."""
-    header: dict[str, object] = {}
-    offset = 0
+    """Return the header of a safetensors file with these 1-D tensors."""
     for key, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
             raise ValueError(
                 f"{key}: a checkpoint cannot hold {tensor.dtype}; keep a buffer out of it by persistent=False, or keep "
                 "the tensor as another dtype (torch.view_as_real)"
             )
-        end = offset + tensor.nbytes
-        header[key] = {"dtype": DTYPES[tensor.dtype], "shape": [tensor.numel()], "data_offsets": [offset, end]}
+    return header_of((key, tensor.dtype, [tensor.numel()]) for key, tensor in tensors.items())
+
+
+def header_of(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str] = {}) -> bytes:
+    """Return the header of a safetensors file, preceded by its 8-byte length.
+
+    Args:
+        tensors: key, dtype and shape of each tensor, in the order in which their bytes follow.
+        metadata: what else the header says.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for key, dtype, shape in tensors:
+        end = offset + prod(shape) * dtype.itemsize
+        header[key] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)  # the format wants the data aligned

@@ -5,7 +5,6 @@ Format: https://github.com/huggingface/safetensors, "Format".
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zeroshard.checkpoint.store import DTYPES
+from zeroshard.checkpoint.store import header_of
 from zeroshard.errors import UserError
 
 CHUNK_NUMEL = 1 << 20
@@ -52,20 +51,8 @@ def write_streamed(path: Path, tensors: Sequence[StreamedTensor], metadata: Mapp
         ValueError: the parts of a tensor have more or fewer elements than its shape says.
         OSError: the disk failed or is full.
     """
-    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    offset = 0
-    for tensor in tensors:
-        end = offset + tensor.num_bytes
-        header[tensor.name] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    head = json.dumps(header, separators=(",", ":")).encode()
-    head += b" " * (-len(head) % 8)  # the format wants the data aligned
     with path.open("wb") as file:
-        file.write(len(head).to_bytes(8, "little") + head)
+        file.write(header_of(((each.name, each.dtype, each.shape) for each in tensors), metadata or {}))
         for tensor in tensors:
             written = 0
             for part in tensor.parts():

@@ -46,6 +46,8 @@ class NullCommunicator:
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """Reduce ``world_size`` copies of ``tensor``."""
         check_op(op)
+        if self.world_size == 1:
+            return DONE
         if op == "sum":
             tensor.mul_(self.world_size)
         elif op == "product":
@@ -91,4 +93,4 @@ class NullCommunicator:
     def split(self, groups: Groups) -> NullCommunicator:
         """Return a `NullCommunicator` with the size of this rank's group."""
         _, ranks = own_group(groups, self.rank)
-        return type(self)(len(ranks), ranks.index(self.rank))
+        return NullCommunicator(len(ranks), ranks.index(self.rank))

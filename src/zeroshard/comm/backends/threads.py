@@ -4,8 +4,7 @@ In a collective each rank puts a reference to its tensor into a shared table and
 it needs from the others' tensors and waits at the barrier again; only after that may a rank change its tensor. Sums run
 in the order of ranks, ``((x0 + x1) + x2) + ...``, so `all_reduce` and `reduce_scatter` give the same bits.
 
-The last rank at the barrier checks that all made the same call. In a world of more than `MANY_RANKS` it also reduces or
-concatenates for all of them, because W ranks that each read W tensors would take W^2 operations.
+The last rank at the barrier checks that all made the same call.
 """
 
 from __future__ import annotations
@@ -39,8 +38,6 @@ from zeroshard.comm.reductions import COMBINE
 
 T = TypeVar("T")
 
-MANY_RANKS = 64  # above it one thread does the arithmetic for all; below it each rank's own arithmetic can be observed
-
 
 class _Table:
     """The table and the barrier that the ranks of one world share.
@@ -49,14 +46,12 @@ class _Table:
         tensors: each rank's tensor.
         calls: each rank's call: operation and arguments; empty when a collective is over.
         differing: all calls if they are not the same, else empty.
-        combined: the result for all ranks, in a world of more than `MANY_RANKS`.
     """
 
     def __init__(self, world_size: int, timeout_s: float) -> None:
         self.tensors: list[Tensor | None] = [None] * world_size
         self.calls: list[tuple[object, ...]] = [()] * world_size
         self.differing: list[tuple[object, ...]] = []
-        self.combined: Tensor | None = None
         self.barrier = threading.Barrier(world_size, action=self._all_are_here, timeout=timeout_s)
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
@@ -74,21 +69,8 @@ class _Table:
     def _all_are_here(self) -> None:
         """The barrier's action: runs on one thread while the others wait."""
         first = next((call for call in self.calls if call), None)
-        self.combined = None
-        if first is None:  # a barrier, or the end of a call
-            return
-        self.differing = [] if all(call == first for call in self.calls) else list(self.calls)
-        if not self.differing and len(self.calls) > MANY_RANKS:
-            with torch.no_grad(), _python_dispatch._disable_current_modes():
-                self.combined = self._combine(first)
-            if self.combined is not None:
-                _finish(self.combined)
-
-    def _combine(self, call: tuple[object, ...]) -> Tensor | None:
-        flat = [tensor.detach().reshape(-1) for tensor in self.tensors if tensor is not None]
-        if call[0] in ("all_reduce", "reduce_scatter"):
-            return _reduced(flat, str(call[1]))
-        return torch.cat(flat) if call[0] == "all_gather" else None
+        if first is not None:  # not a barrier, nor the end of a call
+            self.differing = [] if all(call == first for call in self.calls) else list(self.calls)
 
     def abort(self) -> None:
         """Make every collective here, and in parts of this world, raise from now on."""
@@ -158,8 +140,7 @@ class ThreadCommunicator:
         """Reduce in place; done on return."""
         check_op(op)
         pieces = self._exchange(tensor, "all_reduce", op, tensor.numel(), tensor.dtype)
-        combined = self._table.combined
-        total = _reduced(pieces, op) if combined is None else combined.view_as(tensor)
+        total = _reduced(pieces, op)
         self._leave()
         fill(tensor, total)
         return DONE
@@ -170,8 +151,8 @@ class ThreadCommunicator:
         check_shards(input, output, self.world_size)
         pieces = self._exchange(input, "reduce_scatter", op, input.numel(), input.dtype)
         n = output.numel()
-        own, combined = slice(self.rank * n, (self.rank + 1) * n), self._table.combined
-        total = _reduced([x.reshape(-1)[own] for x in pieces], op) if combined is None else combined[own]
+        own = slice(self.rank * n, (self.rank + 1) * n)
+        total = _reduced([x.reshape(-1)[own] for x in pieces], op)
         self._leave()
         fill(output, total)
         return DONE
@@ -181,11 +162,6 @@ class ThreadCommunicator:
         check_shards(output, input, self.world_size)
         input = kept_apart(input, output, in_place=is_own_slice(input, output, self.rank))
         pieces = self._exchange(input, "all_gather", input.numel(), input.dtype)
-        if self._table.combined is not None:
-            combined = self._table.combined
-            self._leave()  # an output may overlap another rank's input
-            fill(output, combined)
-            return DONE
         if not output.is_contiguous():
             fill(output, torch.cat([piece.reshape(-1) for piece in pieces]))
             self._leave()

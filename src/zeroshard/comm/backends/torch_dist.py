@@ -234,12 +234,7 @@ class TorchCommunicator:
         if input.numel() == 0:
             return DONE
         input = kept_apart(input, output, in_place=is_own_slice(input, output, self.rank))
-        target = _packed(output)
-        copy = None if target.data_ptr() == output.data_ptr() else (output.detach(), target)
-        whole, shard = target.view(-1), _packed(input).view(-1)
-        if self._is_gloo(input):
-            whole, shard = whole.view(torch.uint8), shard.view(torch.uint8)
-        return _TorchWork(_all_gather(whole, shard, group=self._group_for(input), async_op=True), copy)
+        return self._moved(_all_gather, output, input)
 
     def all_to_all(self, output: Tensor, input: Tensor) -> Work:
         """Receive from every rank its part for this rank; asynchronous."""
@@ -249,12 +244,16 @@ class TorchCommunicator:
         if self.world_size == 1:
             fill(output, input)
             return DONE
+        return self._moved(dist.all_to_all_single, output, input)
+
+    def _moved(self, collective: Callable[..., Any], output: Tensor, input: Tensor) -> Work:
+        """Issue a collective that moves ``input`` into ``output`` unchanged; over gloo as bytes."""
         target = _packed(output)
         copy = None if target.data_ptr() == output.data_ptr() else (output.detach(), target)
-        whole, parts = target.view(-1), _packed(input).view(-1)
+        whole, own = target.view(-1), _packed(input).view(-1)
         if self._is_gloo(input):
-            whole, parts = whole.view(torch.uint8), parts.view(torch.uint8)
-        return _TorchWork(dist.all_to_all_single(whole, parts, group=self._group_for(input), async_op=True), copy)
+            whole, own = whole.view(torch.uint8), own.view(torch.uint8)
+        return _TorchWork(collective(whole, own, group=self._group_for(input), async_op=True), copy)
 
     def broadcast(self, tensor: Tensor, src: int) -> Work:
         """Take rank ``src``'s tensor; asynchronous."""
