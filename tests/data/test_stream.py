@@ -283,43 +283,6 @@ def test_a_step_mixes_documents_of_many_parts(stream):
     assert {b"0", b"1"} <= files
 
 
-class _Counting(ByteTokenizer):
-    """Counts what it encodes."""
-
-    num_encoded = 0
-
-    def encode_piece(self, text):
-        self.num_encoded += 1
-        return self.encode(text)
-
-
-def test_ranks_beyond_the_lanes_encode_too(texts):
-    world_size = NUM_LANES + 4
-    own = [replace(texts, tokenizer=_Counting()) for _ in range(world_size)]
-
-    def rank_main(comm):
-        shapes = {"seq_len": T, "micro_batch_size": 1, "rank": comm.rank, "world_size": world_size}
-        batches = StreamBatches(own[comm.rank], **shapes, gather=lambda mine: gather_bytes(comm, mine))
-        for step in range(20):
-            batches(step, 0)
-        batches.close()
-
-    run_threads(rank_main, world_size)
-    counts = [text.tokenizer.num_encoded for text in own]
-    assert min(counts) > 0  # how far ahead each has read is a matter of threads
-    halves = [lanes_module._work_of(texts, rank, world_size) for rank in (3, NUM_LANES + 3)]
-    assert halves == [(range(3, 4), (0, 2)), (range(3, 4), (1, 2))]
-    assert lanes_module._work_of(texts, 4, world_size) == (range(4, 5), (0, 1))
-
-
-def test_text_at_an_address_is_fetched_by_one_rank_of_each_lane(texts):
-    far = replace(texts.parts[0], file=replace(texts.parts[0].file, path="https://host/a.jsonl"))
-    there = replace(texts, parts=(far, *texts.parts[1:]))
-    work = [lanes_module._work_of(there, rank, NUM_LANES + 2)[0] for rank in range(NUM_LANES + 2)]
-    assert [list(own) for own in work] == [[lane] for lane in range(NUM_LANES)] + [[], []]
-    assert lanes_module._work_of(texts, NUM_LANES, NUM_LANES + 2) == (range(1), (1, 2))
-
-
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_what_validates_in_a_stream_is_what_validates_when_it_is_prepared(texts, world_size):
     def rank_main(comm):
@@ -363,22 +326,6 @@ def test_a_tiny_file_streams_too_and_one_without_a_row_is_a_line(tmp_path, strea
     empty = open_stream(made.tables_of(made.write_table(tmp_path / "b.jsonl", ["words\n" * 2])), ByteTokenizer(), "", 0)
     with pytest.raises(UserError, match="data: the text that trains has 12 tokens, and a row takes 33; use more text"):
         stream(text=empty)[0](0, 0)
-
-
-def test_more_ranks_than_parts_share_what_there_is(tmp_path, stream):
-    path = made.write_table(tmp_path / "a.jsonl", [f"{each}\n" for each in made.documents(30)])
-    text = open_stream(made.tables_of(path), ByteTokenizer(), "bytes", 0.1)
-    assert len(text.parts) == 2
-    alone = global_batch(stream(3, 2, 1, text=text), 4, 1)[0]
-
-    def rank_main(comm):
-        shapes = {"seq_len": T, "micro_batch_size": 2, "rank": comm.rank, "world_size": 3, "seed": 3}
-        batches = StreamBatches(text, **shapes, gather=lambda mine: gather_bytes(comm, mine))
-        rows = [batches(step, 0)[0] for step in range(5)]
-        batches.close()
-        return rows[-1]
-
-    assert torch.equal(torch.cat(run_threads(rank_main, 3)), alone)
 
 
 def test_copies_of_a_document_are_all_trained_on_or_none(tmp_path, texts):

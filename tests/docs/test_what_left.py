@@ -28,6 +28,7 @@ LEFT = [
     r"common_copy",
     r"character_meta",
     r"nanogpt_statements",
+    r"json_lists",
     r"own_weights",
     r"all_gather_others",
     r"--(tensor|context|pipeline)-parallel",

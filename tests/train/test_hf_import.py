@@ -130,17 +130,6 @@ def test_weights_keep_their_dtype_and_a_head_that_is_tied_is_left_out(hf, tmp_pa
     assert manifest.extra["imported_from"] == "hf"
 
 
-def test_gpt2s_older_pair_of_tokenizer_files_is_read_too(hf, tmp_path, capsys):
-    model = json.loads((hf / "tokenizer.json").read_text())["model"]
-    (hf / "tokenizer.json").unlink()
-    (hf / "vocab.json").write_text(json.dumps(model["vocab"]))
-    pairs = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
-    (hf / "merges.txt").write_text("#version: 0.2\n" + "\n".join(pairs) + "\n")
-    assert main(["import", str(hf), str(tmp_path / "run")]) == 0
-    assert main(["generate", str(tmp_path / "run"), "--prompt", "the cat", "--temperature", "0"]) == 0
-    assert "the cat sat on" in capsys.readouterr().out
-
-
 def test_without_a_tokenizer_there_are_weights_alone(hf, tmp_path, capsys):
     (hf / "tokenizer.json").unlink()
     assert main(["import", str(hf), str(tmp_path / "run")]) == 0

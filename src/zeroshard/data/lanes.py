@@ -9,8 +9,7 @@ so any rank that encodes them makes the same ids. Rank ``r`` of ``W`` encodes la
 of bytes gives every rank all ids of the turn: two or four bytes per token, far less than the gradients. So each
 document is fetched and encoded once per world, at most one turn before it is needed.
 
-If there are more ranks than lanes, ranks ``l``, ``l + L`` ... share lane ``l``: each of them reads its text, which is
-fast, and encodes its share of the documents. Text at an address is fetched by only one of these ranks.
+Ranks beyond the number of lanes encode nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroshard.data import order
-from zeroshard.data.files import is_address, patiently, suffix_of
+from zeroshard.data.files import patiently, suffix_of
 from zeroshard.data.joining import document_ids
 from zeroshard.data.meta import DTYPES, dtype_for
 from zeroshard.data.split import MANY_DOCUMENTS, Holdout
@@ -40,12 +39,10 @@ from zeroshard.errors import UserError
 NUM_LANES = 16  # parts that a turn mixes; each is an open file of the rank that reads it
 READ_THREADS = 2  # threads per rank that read and encode ahead
 _RULE = "stream-1"  # version of the way in which documents become rows; part of identities
-_PIECE = struct.Struct("<5q")  # lane; documents; bytes of ids; the place after them (-1: end of the lane)
-_OTHERS = -1  # replaces the number of ids for a document that another rank encodes
+_HEAD = struct.Struct("<4q")  # lane; bytes of ids; the place after them (-1: end of the lane)
 _DONE, _FAILED = b"\0", b"\1"
 
 Ids = NDArray[np.unsignedinteger]
-Pieces = list[Ids | None]  # one per document; None: another rank encodes it
 Gather = Callable[[bytes], list[bytes]]
 
 
@@ -122,9 +119,9 @@ class Lanes:
         gather: Gather | None = None,
     ) -> None:
         self._text, self._split, self._seed, self._gather = text, split, seed, gather
-        self._own, self._share = (range(NUM_LANES), (0, 1)) if gather is None else _work_of(text, rank, world_size)
+        self._own = range(NUM_LANES) if gather is None else range(rank, NUM_LANES, world_size)
         self._lanes: dict[tuple[int, int], _Lane] = {}  # by epoch and number
-        self._ahead: dict[tuple[int, int, Place, int], Future[tuple[Pieces, Place | None]]] = {}
+        self._ahead: dict[tuple[int, int, Place, int], Future[tuple[Ids, Place | None]]] = {}
         self._pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="stream")
 
     def start(self) -> Places:
@@ -147,9 +144,7 @@ class Lanes:
             self._lanes.pop(key).close()
         for key in wanted:
             if key not in self._ahead:
-                lane = self._lanes.setdefault(
-                    key[:2], _Lane(self._text, self._split, self._parts(*key[:2]), self._share)
-                )
+                lane = self._lanes.setdefault(key[:2], _Lane(self._text, self._split, self._parts(*key[:2])))
                 self._ahead[key] = self._pool.submit(lane.read, *key[2:])
 
     def take(self, epoch: int, places: Places, num_bytes: int) -> tuple[Ids, Places]:
@@ -171,15 +166,13 @@ class Lanes:
         messages = self._gather(message) if self._gather else [message]
         if failure is not None:
             raise failure
-        found: dict[int, tuple[Pieces, Place | None]] = {}
+        found: dict[int, tuple[Ids, Place | None]] = {}
         for each in messages:
             if each[:1] == _FAILED:
                 field, what, todo = json.loads(each[1:])
                 raise UserError(field, what, todo) if field else RuntimeError(f"another rank failed: {what}")
-            for number, pieces, place in _lanes_in(each, self._text.dtype):
-                known = found[number][0] if number in found else [None] * len(pieces)
-                found[number] = [a if b is None else b for a, b in zip(known, pieces, strict=True)], place
-        ids = [piece for number in sorted(found) for piece in found[number][0] if piece is not None]
+            found |= _lanes_in(each, self._text.dtype)
+        ids = [found[number][0] for number in sorted(found)]
         after = tuple(found[number][1] if number in found else None for number in range(NUM_LANES))
         return np.concatenate([np.empty(0, self._text.dtype), *ids]), after
 
@@ -201,23 +194,22 @@ class Lanes:
 class _Lane:
     """Reads one lane of one epoch; continues from its current place, or seeks to the place that is asked for."""
 
-    def __init__(self, text: StreamedText, split: str, parts: Sequence[Part], share: tuple[int, int]) -> None:
+    def __init__(self, text: StreamedText, split: str, parts: Sequence[Part]) -> None:
         self._text, self._split, self._parts = text, split, parts
-        self._place, self._num_sharing = share  # among the ranks that encode this lane
         self._reader = PartReader(text.column)
         self._texts: Iterator[str] = iter(())
         self._at: Place | None = None
         self._lock, self._closed = threading.Lock(), False
 
-    def read(self, place: Place, num_bytes: int) -> tuple[Pieces, Place | None]:
-        """Read documents from ``place`` on until they have ``num_bytes`` of text; return them and the place after them.
+    def read(self, place: Place, num_bytes: int) -> tuple[Ids, Place | None]:
+        """Read documents from ``place`` on until they have ``num_bytes`` of text; return ids and the place after them.
 
         A character counts as one byte here.
 
         Raises:
             UserError: a file failed.
         """
-        pieces: Pieces = []
+        pieces: list[Ids] = [np.empty(0, self._text.dtype)]
         at: Place | None = place
         with self._lock:
             try:
@@ -230,7 +222,7 @@ class _Lane:
             finally:
                 if at is None or self._closed:
                     self._let_go()
-        return pieces, at
+        return np.concatenate(pieces), at
 
     def close(self) -> None:
         """Close the file, at once or when the read in progress ends."""
@@ -249,7 +241,7 @@ class _Lane:
                 self._texts = self._reader.texts(self._parts[part])
                 for _ in islice(self._texts, document):
                     pass
-            pieces: Pieces = []
+            pieces: list[Ids] = []
             held = 0
             while held < num_bytes:
                 text = next(self._texts, None)
@@ -259,9 +251,7 @@ class _Lane:
                 document += 1
                 for split, side in self._text.holdout.texts(text):
                     if split == self._split:
-                        own = document % self._num_sharing == self._place
-                        ids = document_ids(self._text.tokenizer, side).astype(self._text.dtype) if own else None
-                        pieces.append(ids)
+                        pieces.append(document_ids(self._text.tokenizer, side).astype(self._text.dtype))
                         held += len(side)
         except BaseException:
             self._let_go()  # a retry opens the file again
@@ -276,7 +266,7 @@ class _Lane:
 class _Read(NamedTuple):
     """Documents of one part, the size of their text, and the place after them."""
 
-    pieces: Pieces
+    pieces: list[Ids]
     num_bytes: int
     place: Place | None
 
@@ -284,37 +274,20 @@ class _Read(NamedTuple):
 _AGAIN = "start again with --resume auto"
 
 
-def _work_of(text: StreamedText, rank: int, world_size: int) -> tuple[range, tuple[int, int]]:
-    """Return the lanes that a rank encodes, its index among the ranks that share each lane, and their number."""
-    if world_size <= NUM_LANES:
-        return range(rank, NUM_LANES, world_size), (0, 1)
-    lane, place = rank % NUM_LANES, rank // NUM_LANES
-    if any(is_address(part.file.path) for part in text.parts):
-        return (range(lane, lane + 1) if place == 0 else range(0)), (0, 1)
-    return range(lane, lane + 1), (place, len(range(lane, world_size, NUM_LANES)))
+def _packed(number: int, ids: Ids, place: Place | None) -> bytes:
+    return _HEAD.pack(number, ids.nbytes, *(place or (-1, -1))) + ids.tobytes()
 
 
-def _packed(number: int, pieces: Pieces, place: Place | None) -> bytes:
-    own = [piece for piece in pieces if piece is not None]
-    sizes = np.array([_OTHERS if piece is None else piece.size for piece in pieces], "<i8")
-    head = _PIECE.pack(number, len(pieces), sum(piece.nbytes for piece in own), *(place or (-1, -1)))
-    return b"".join([head, sizes.tobytes(), *(piece.tobytes() for piece in own)])
-
-
-def _lanes_in(message: bytes, dtype: np.dtype[np.unsignedinteger]) -> Iterator[tuple[int, Pieces, Place | None]]:
-    """Yield the lanes that `_packed` put into a message."""
-    at = len(_DONE)
+def _lanes_in(message: bytes, dtype: np.dtype[np.unsignedinteger]) -> dict[int, tuple[Ids, Place | None]]:
+    """Return the lanes that `_packed` put into a message, by number: their ids and the places after them."""
+    found, at = {}, len(_DONE)
     while at < len(message):
-        number, num_pieces, num_bytes, part, document = _PIECE.unpack_from(message, at)
-        at += _PIECE.size
-        sizes = np.frombuffer(message, "<i8", num_pieces, at).tolist()
-        at += 8 * num_pieces
-        ids, pieces, start = np.frombuffer(message, dtype, num_bytes // dtype.itemsize, at), [], 0
-        for size in sizes:
-            pieces.append(None if size == _OTHERS else ids[start : start + size])
-            start += max(size, 0)
+        number, num_bytes, part, document = _HEAD.unpack_from(message, at)
+        at += _HEAD.size
+        ids = np.frombuffer(message, dtype, num_bytes // dtype.itemsize, at)
+        found[number] = ids, Place(part, document) if part >= 0 else None
         at += num_bytes
-        yield number, pieces, Place(part, document) if part >= 0 else None
+    return found
 
 
 def _describe(error: Exception) -> tuple[str, str, str]:

@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from urllib.parse import urlsplit
 
 from zeroshard.data.files import FileFacts, Fingerprint, is_address, open_binary, patiently, require_package, suffix_of
-from zeroshard.data.json_lists import begins_list, values_of_list
 from zeroshard.errors import UserError
-from zeroshard.regular_files import json_of
+from zeroshard.regular_files import json_at, json_of
 
 if TYPE_CHECKING:
     import pyarrow.parquet
@@ -71,13 +70,15 @@ def has_lines(path: str) -> bool:
 
 
 def first_row(path: str) -> dict[str, Any]:
-    """Return the first row of a file of JSON lines or of a JSON list; empty if it is neither."""
+    """Return the first row of a file of JSON lines or of a JSON list; empty if it is neither, or beyond a megabyte."""
     try:
         with ExitStack() as stack:
+            file = opened(path, stack)
             if is_list(path):
-                row = next(values_of_list(opened(path, stack)), {})
+                head = file.read(_BLOCK_BYTES).decode("utf-8-sig", "ignore")
+                row, _ = json_at(head.lstrip()[1:].lstrip(), 0)
             else:
-                row = json_of(opened(path, stack).readline(_BLOCK_BYTES))
+                row = json_of(file.readline(_BLOCK_BYTES))
     except (OSError, ValueError):
         return {}
     return row if isinstance(row, dict) else {}
@@ -232,21 +233,28 @@ def is_list(path: str) -> bool:
 
     def ask() -> bool:
         with ExitStack() as stack:
-            return begins_list(opened(path, stack))
+            file = opened(path, stack)
+            while block := file.read(1 << 12):
+                if text := block.lstrip(b" \t\n\r\xef\xbb\xbf"):
+                    return text.startswith(b"[")
+        return False
 
     name = urlsplit(path).path if is_address(path) else path
     return name.lower().endswith((".json", ".json.gz", ".json.zst")) and patiently(ask, path, "try again")
 
 
 def rows_of_list(path: str, file: BinaryIO) -> Iterator[tuple[str, Any]]:
-    """Yield the values of the JSON list in ``file``, each with a description of its place; raises UserError."""
-    number = 0
+    """Yield the values of the JSON list in ``file``, which is read as a whole, each with a description of its place.
+
+    Raises:
+        UserError: it is no JSON.
+    """
     try:
-        for number, row in enumerate(values_of_list(file), start=1):
-            yield f"row {number:,} of {path}", row
+        rows = json_of(file.read())
     except ValueError as error:
-        what = f"{path} cannot be read after row {number:,} ({error})"
-        raise UserError("data.path", what, "write it again") from None
+        raise UserError("data.path", f"{path} cannot be read ({error})", "write it again, or as lines") from None
+    for number, row in enumerate(rows, start=1):
+        yield f"row {number:,} of {path}", row
 
 
 def opened(path: str, stack: ExitStack) -> BinaryIO:

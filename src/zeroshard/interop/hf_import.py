@@ -23,8 +23,7 @@ from zeroshard import checkpoint
 from zeroshard.checkpoint.streamed_safetensors import drafted
 from zeroshard.comm import Communicator, LocalCommunicator
 from zeroshard.data.examples.template import TEMPLATE_FILES
-from zeroshard.data.special_tokens import special_tokens_of
-from zeroshard.data.tokenizer import ENDS, TOKENIZER_FILE, BpeTokenizer, keep_tokenizer, read_tokenizer
+from zeroshard.data.tokenizer import TOKENIZER_FILE, BpeTokenizer, keep_tokenizer, read_tokenizer
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.interop.logit_comparison import compare_logits
 from zeroshard.interop.nanogpt_weights import import_nanogpt, is_nanogpt
@@ -188,30 +187,9 @@ def _open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
 
 
 def _tokenizer(folder: Path) -> BpeTokenizer | None:
-    """Read the model's ``tokenizer.json``, or GPT-2's older pair of tokenizer files; None if it has neither."""
-    if (folder / TOKENIZER_FILE).is_file():
-        return read_tokenizer(folder / TOKENIZER_FILE)
-    vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
-    return _read_byte_level(vocabulary, merges) if vocabulary.is_file() and merges.is_file() else None
-
-
-def _read_byte_level(vocabulary: Path, merges: Path) -> BpeTokenizer:
-    """Read the tokenizer in GPT-2's ``vocab.json`` and ``merges.txt``; UserError if the library cannot read them."""
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers
-
-    try:
-        require_regular(vocabulary)
-        require_regular(merges)
-        inner = tokenizers.Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
-    except Exception as error:  # noqa: BLE001 -- the library raises nothing more precise
-        raise UserError("data.tokenizer", f"{vocabulary} cannot be read ({error})", "fetch it again") from None
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    special = special_tokens_of(vocabulary.parent)
-    marks = dict.fromkeys((*ENDS, *special.named.values()))
-    inner.add_special_tokens([text for text in marks if inner.token_to_id(text) is not None])
-    return BpeTokenizer(inner, "json", special)
+    """Read the model's ``tokenizer.json``; None if it has none."""
+    path = folder / TOKENIZER_FILE
+    return read_tokenizer(path) if path.is_file() else None
 
 
 def _keep_tokenizer(folder: Path, tokenizer: BpeTokenizer, vocab_size: int, source: Path) -> None:
