@@ -43,6 +43,7 @@ LEFT = [
     r"--rails",
     r"--oversubscription",
     r"--pod-nodes",
+    r"no-master-weights",
     r"dry[-_]run[-_]values",
     r"data/bulk",
     r"data/parts",

@@ -34,7 +34,6 @@ def _json(words):
     [
         ("--gpu a100-80gb --dtype fp8", "dtype", "no products of 8-bit"),
         ("--dtype float32 --autocast", "autocast", "their own masters"),
-        ("--autocast --no-master-weights", "autocast", "keeps fp32 weights"),
         ("--compile --impl eager", "compile", "impl is eager"),
         ("--dtype fp8 --dry-run", "dtype", "a dry run has"),
         ("--autocast --dry-run", "autocast", "has no such setting"),

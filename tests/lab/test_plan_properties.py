@@ -20,7 +20,6 @@ SETTINGS = st.fixed_dictionaries(
         "accumulate": st.sampled_from([None, "local", "sharded"]),
         "prefetch": st.integers(0, 3),
         "reshard_after_forward": st.booleans(),
-        "master_weights": st.booleans(),
         "overrides": st.fixed_dictionaries(
             {
                 "n_layer": st.integers(1, 6),
@@ -36,11 +35,8 @@ WORLDS = st.sampled_from([2, 3, 4, 8, 24, 64])
 
 
 def _planner(given_, world_size, num_micro=1, micro_batch=1):
-    chosen = dict(given_)
-    if chosen["dtype"] == "float32":
-        chosen["master_weights"] = True
     rows = num_micro * micro_batch * world_size
-    return planner_for(world_size=world_size, global_batch=rows, seq_len=32, gpu="h100-80gb", **chosen)
+    return planner_for(world_size=world_size, global_batch=rows, seq_len=32, gpu="h100-80gb", **given_)
 
 
 def _padding_bytes(planner, shards):

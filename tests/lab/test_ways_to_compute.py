@@ -62,8 +62,8 @@ def test_autocast_keeps_fp32_and_computes_in_16_bits():
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_16_bit_weights_without_masters_are_held_as_the_engine_does(stage):
-    row = _row(world_size=4, stage=stage, master_weights=False, overrides={**SMALL, "n_layer": 2})
     model = build_model("llama-tiny", overrides={**SMALL, "n_layer": 2}).bfloat16()
+    row = plan(model, world_size=4, gpu="h100-80gb", micro_batch=2, stage=stage).rows[0]
     zero = Zero(model, stage, comm=NullCommunicator(4), units=model.units)
     optim = zero.optimizer(torch.optim.AdamW, lr=1e-3)
     tokens = torch.zeros(1, 8, dtype=torch.int64)

@@ -180,7 +180,7 @@ def arguments(config: PlanConfig) -> dict[str, Any]:
         "document_mask": config.document_mask,
         "lora": lora_of(config.lora),
         "headroom": config.headroom,
-        **{name: getattr(config, name) for name in ("autocast", "master_weights")},
+        "autocast": config.autocast,
     }
 
 

@@ -98,9 +98,6 @@ class PlanConfig(Config):
     document_mask: bool = Field(False, description="Attention stays inside a document, which costs a mask.")
     compile: bool = Field(False, description="As --impl compile.")
     autocast: bool = Field(False, description="Weights and gradients in fp32, cast to --dtype around forward.")
-    master_weights: bool = Field(
-        True, description="Keep fp32 masters of 16-bit weights; without: weights, gradients and states in --dtype."
-    )
     price: str = Field("", description="Dollars an hour of one GPU, as 2.5/h; of several kinds one each: 2.5/h,1.2/h.")
     tokens: Count = Field(0, ge=0, description="Tokens to train on, as 10B: the plan says how long, and for how much.")
     headroom: float = Field(0.02, ge=0, lt=1, description="Share of memory that must stay free.")
@@ -176,10 +173,9 @@ class PlanConfig(Config):
             raise UserError(
                 name, f"it belongs to the table, which {asked} takes the place of", "leave one of the two out"
             )
-        if self.dry_run and (self.autocast or not self.master_weights):
-            name = "autocast" if self.autocast else "master_weights"
+        if self.dry_run and self.autocast:
             what = "a dry run runs what zeroshard train does, and that has no such setting"
-            raise UserError(name, what, "leave one out")
+            raise UserError("autocast", what, "leave one out")
         if self.dry_run and self.dtype == "fp8":
             raise UserError("dtype", "a dry run has no products in 8 bits", "use bfloat16, which keeps as much")
 

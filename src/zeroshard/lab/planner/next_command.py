@@ -36,7 +36,7 @@ def next_command(config: PlanConfig, plan: Plan) -> str | None:
     per_node = plan.cluster.ranks_per_node
     alike = plan.num_gpus <= per_node or plan.num_gpus % per_node == 0  # all nodes are full
     there = alike and plan.device.device_type == "cuda"
-    if row is None or not there or workload.weights is not None or workload.autocast is not None:
+    if row is None or not there or workload.autocast is not None:
         return None
     settings = dict(_settings(config, plan, row))
     raw: dict[str, Any] = {}

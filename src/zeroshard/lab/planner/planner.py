@@ -21,7 +21,7 @@ from zeroshard.lab.predict.rates import SPREAD_UNCALIBRATED, Software, spread
 from zeroshard.lab.predict.step import least_bytes, step_of
 from zeroshard.lab.predict.timeline import simulate
 from zeroshard.lab.predict.traffic import bytes_by_link
-from zeroshard.lab.predict.workload import Workload, workload_of
+from zeroshard.lab.predict.workload import Workload
 from zeroshard.zero import STAGES, LocalSteps, ShardingStrategy
 from zeroshard.zero.strategy import SHARD
 
@@ -221,22 +221,7 @@ def padding_of(buffers: Sequence[Buffer]) -> float:
 def planner_for(model: str | nn.Module, **given: Unpack[Given]) -> Planner:
     """Make a `Planner` for ``model`` and the arguments in `Given`; errors are those of `plan`."""
     asked = Request(**given)
-    found = asked.calibration
-    precision, weights, cast_to = asked.precision()
-    workload = workload_of(
-        model,
-        seq_len=asked.seq_len,
-        precision=precision,
-        optimizer=asked.optimizer,
-        kernels=asked.who_computes,
-        document_mask=asked.document_mask,
-        lora=asked.lora,
-        units=asked.units,
-        inputs=asked.inputs,
-        overrides=asked.overrides,
-        weights=weights,
-        autocast=cast_to,
-    )
+    found, workload = asked.calibration, asked.workload(model)
     asked.check(workload, found.device)
     return Planner(
         workload,

@@ -16,12 +16,13 @@ from zeroshard.lab.predict.actions import Accumulate
 from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.float8 import require_float8
 from zeroshard.lab.predict.hardware import LINKS, Calibration, Device, Link, find_device, find_link
+from zeroshard.lab.predict.model_trace import tokens_and_targets
 from zeroshard.lab.predict.rates import SUSTAINED, Attention, Impl, Loss, Software
-from zeroshard.lab.predict.workload import DTYPES, Workload
+from zeroshard.lab.predict.workload import DTYPES, Workload, known_optimizer, preset
 from zeroshard.models import LanguageModel
 from zeroshard.models.adapters import Lora
 from zeroshard.zero import MixedPrecision, rules
-from zeroshard.zero.buffers.unit_choice import UnitChoice
+from zeroshard.zero.buffers.unit_choice import UnitChoice, choose_units
 
 HEADROOM = 0.02  # share of a device's memory that must stay free, for what the plan does not predict
 
@@ -60,8 +61,6 @@ class Given(TypedDict, total=False):
         overrides: fields of the preset's configuration to change.
         leaves: as `zeroshard.Zero` takes them.
         autocast: whether weights and gradients are fp32, and forward runs in ``dtype`` by `torch.autocast`.
-        master_weights: whether 16-bit weights have fp32 master weights; False: weights, gradients and states are in
-            ``dtype``.
     """
 
     world_size: int
@@ -91,7 +90,6 @@ class Given(TypedDict, total=False):
     inputs: Callable[[int], tuple[Any, ...]] | None
     overrides: Mapping[str, object]
     autocast: bool
-    master_weights: bool
 
 
 @dataclass(frozen=True)
@@ -130,7 +128,6 @@ class Request:
     inputs: Callable[[int], tuple[Any, ...]] | None = None
     overrides: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
     autocast: bool = False
-    master_weights: bool = True
 
     def __post_init__(self) -> None:
         _require_count("gpus", self.world_size, 1)
@@ -154,11 +151,6 @@ class Request:
         return self.dtype == "fp8"
 
     @property
-    def _dtype(self) -> str:
-        """The compute dtype of everything but the matrix products of blocks."""
-        return "bfloat16" if self.fp8 else self.dtype
-
-    @property
     def who_computes(self) -> Choice:
         """The choice of kernels: ``kernels``, or the reference if the model is computed operation by operation.
 
@@ -174,19 +166,49 @@ class Request:
         has_kernels = isinstance(model, LanguageModel) and model.has_fused_blocks and self.who_computes != "reference"
         return Software(self.impl or ("kernels" if has_kernels else "eager"), self.attention, self.loss)
 
-    def precision(self) -> tuple[MixedPrecision, torch.dtype | None, torch.dtype | None]:
-        """The engine's policy, the dtype of weights without a master (or None), and autocast's dtype (or None)."""
-        precision = _precision(self._dtype, self.reduce_dtype)
-        if self.autocast and not self.master_weights:
-            raise UserError("autocast", "it keeps fp32 weights", "leave out --no-master-weights, or it")
-        if self.dtype == "float32" and (self.autocast or not self.master_weights):
-            name = "autocast" if self.autocast else "master_weights"
-            raise UserError(name, "float32 weights are their own masters", "choose dtype bfloat16 or float16")
-        weights = cast_to = None
-        if self.autocast or not self.master_weights:
-            precision = MixedPrecision(reduce_dtype=precision.reduce_dtype)
-            weights, cast_to = (None, DTYPES[self._dtype]) if self.autocast else (DTYPES[self._dtype], None)
-        return replace(precision, **self.wire), weights, cast_to
+    def precision(self) -> tuple[MixedPrecision, torch.dtype | None]:
+        """The engine's policy, and autocast's dtype (or None)."""
+        for name, value in (("dtype", self.dtype), ("reduce_dtype", self.reduce_dtype)):
+            choices = (*DTYPES, *(["fp8"] if name == "dtype" else []))
+            if value is not None and value not in choices:
+                raise UserError(name, f"{value!r} is not a choice", f"choose one of {', '.join(choices)}")
+        if self.autocast and self.dtype == "float32":
+            raise UserError("autocast", "float32 weights are their own masters", "choose dtype bfloat16 or float16")
+        compute = DTYPES["bfloat16" if self.fp8 else self.dtype]
+        narrow = None if compute == torch.float32 or self.autocast else compute
+        reduce = None if self.reduce_dtype is None else DTYPES[self.reduce_dtype]
+        return MixedPrecision(narrow, reduce, **self.wire), compute if self.autocast else None
+
+    def workload(self, model: str | nn.Module) -> Workload:
+        """The training job of ``model``, a preset's name or a module."""
+        precision, autocast = self.precision()
+        if isinstance(model, str):
+            how: dict[str, Any] = {"kernels": self.who_computes, "document_mask": self.document_mask}
+            built, seq_len = preset(model, self.overrides, seq_len=self.seq_len, lora=self.lora, **how)
+            units, inputs = built.units, tokens_and_targets(seq_len)
+            name, ours, kernels = model, True, self.who_computes
+        else:
+            _require_trainable(model)
+            for change, todo in _INSTEAD.items():
+                if getattr(self, change):
+                    raise UserError(change, "it changes presets only, and a module is given", todo)
+            built, name = model, type(model).__name__
+            units, ours = None if self.units is None else choose_units(model, self.units), False
+            kernels, inputs, seq_len = self.who_computes, self.inputs, self.seq_len or 1
+            if isinstance(model, LanguageModel):
+                seq_len = self.seq_len or model.config.seq_len
+                model.check_seq_len(seq_len)
+                units = model.units if units is None else units
+                ours = inputs is None and units in (model.units, list(model.blocks))
+                inputs, kernels = inputs or tokens_and_targets(seq_len), model.kernels
+            elif inputs is None:
+                what = f"a {name} is no language model of ours"
+                todo = "give inputs=lambda rows: (tensor, ...), the arguments of one micro-batch"
+                raise UserError("inputs", what, todo)
+        optimizer = known_optimizer(self.optimizer)
+        return Workload(
+            built, name, units, inputs, seq_len, precision, optimizer, kernels, ours=ours, autocast=autocast
+        )
 
     def cluster(self, found: Calibration) -> Cluster:
         """The ranks and their links.
@@ -237,13 +259,16 @@ def _require_count(name: str, value: int, least: int) -> None:
         raise UserError(name, f"{value!r} is not a whole number of at least {least}", f"give {least} or more")
 
 
-def _precision(dtype: str, reduce_dtype: str | None) -> MixedPrecision:
-    for name, value in (("dtype", dtype), ("reduce_dtype", reduce_dtype)):
-        if value is not None and value not in DTYPES:
-            raise UserError(
-                name, f"{value!r} is not a choice", f"choose one of {', '.join(DTYPES)}{', fp8' * (name == 'dtype')}"
-            )
-    return MixedPrecision(
-        param_dtype=None if dtype == "float32" else DTYPES[dtype],
-        reduce_dtype=None if reduce_dtype is None else DTYPES[reduce_dtype],
-    )
+_INSTEAD = {  # settings that change presets only: what to do instead if the user gives a module
+    "document_mask": "set its eos_id, or give a preset's name",
+    "lora": "give it adapters with peft, or give a preset's name",
+    "overrides": "build it so, or give a preset's name",
+}
+
+
+def _require_trainable(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        what = f"{model!r} is a {type(model).__name__} and no nn.Module"
+        raise UserError("model", what, "give a module, or a preset's name")
+    if not any(param.requires_grad for param in model.parameters()):
+        raise UserError("model", f"{type(model).__name__} has no parameters to train", "give a module that has some")

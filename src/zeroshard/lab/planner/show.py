@@ -40,10 +40,6 @@ MOSTLY_PADDING = 2.0
 def notes(plan: Plan) -> list[str]:
     """Sentences on what `zeroshard train` does not do, on wire formats, on padding and on a partial node."""
     found = []
-    if plan.workload.weights is not None:
-        found.append(
-            "`zeroshard train` keeps fp32 masters; `Zero` takes a 16-bit model as it is, in a loop of your own."
-        )
     if plan.workload.autocast is not None:
         found.append(
             "`zeroshard train` computes with 16-bit weights; `torch.autocast` around `Zero` is for your own loop."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, cast
@@ -21,7 +21,6 @@ from zeroshard.models.adapters import Lora
 from zeroshard.models.presets import model_config, nearest_preset
 from zeroshard.train.config.validate import nearest
 from zeroshard.zero import MixedPrecision
-from zeroshard.zero.buffers.unit_choice import UnitChoice, choose_units
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WHOLE = {"Muon": "matrices", "Adafactor": "all"}  # optimizers that need tensors unsplit, and of which parameters
@@ -42,7 +41,6 @@ class Workload:
         kernels: the choice of kernels, as our models take it.
         ours: whether it is one of our language models, with tokens and targets as its arguments, and with the model's
             own units or its blocks as units.
-        weights: the dtype of parameters that have no separate master weights; None: the model's own.
         autocast: the dtype that `torch.autocast` casts to in forward; None: it is not used.
     """
 
@@ -55,7 +53,6 @@ class Workload:
     optimizer: str = "AdamW"
     kernels: Choice = "auto"
     ours: bool = False
-    weights: torch.dtype | None = None
     autocast: torch.dtype | None = None
     _traces: dict[tuple[int, str], Trace] = field(default_factory=dict)
     _buffers: dict[tuple[int, bool, int, MixedPrecision], list[Buffer]] = field(default_factory=dict)
@@ -75,7 +72,7 @@ class Workload:
         """FLOPs of forward and backward without recomputation; 6 per trained parameter if the model is not ours."""
         if isinstance(self.model, LanguageModel):
             return self.model.num_flops_per_token(self.seq_len)
-        return 6 * sum(param.numel() for param in self.model.parameters() if param.requires_grad)
+        return 6 * self.num_trained_params
 
     @property
     def vocab_size(self) -> int:
@@ -86,7 +83,7 @@ class Workload:
     def dtype(self) -> str:
         """Name of the dtype that the model computes in."""
         dtype = next((self.precision.compute_dtype(param.dtype) for param in self.model.parameters()), torch.float32)
-        return str(self.weights or self.autocast or dtype).removeprefix("torch.")
+        return str(self.autocast or dtype).removeprefix("torch.")
 
     @property
     def states(self) -> tuple[OptimizerState, OptimizerState | None]:
@@ -97,7 +94,7 @@ class Workload:
     @property
     def num_bytes_of_states(self) -> float:
         """Bytes of weights, master weights, gradients and states per parameter, unsharded: 16 with bf16 and AdamW."""
-        dtype = self.weights or next(iter(self.model.parameters())).dtype
+        dtype = next(iter(self.model.parameters())).dtype
         compute, reduce = self.precision.compute_dtype(dtype), self.precision.gradient_dtype(dtype)
         master = dtype.itemsize if compute != dtype else 0
         return compute.itemsize + master + reduce.itemsize + self.states[0].num_per_element * dtype.itemsize
@@ -121,13 +118,13 @@ class Workload:
         as_on = "eager" if self.kernels == "reference" and device_type == "cuda" else device_type
         key = (micro_batch, as_on)
         if key not in self._traces:
-            precision = self.precision if self.weights is None else MixedPrecision(param_dtype=self.weights)
+            model, precision = self.model, self.precision
             how: dict[str, Any] = {"device_type": as_on, "autocast": self.autocast}
-            if isinstance(self.model, LanguageModel) and self.ours:
-                how |= {"blocks_alone": self.units != self.model.units}
-                self._traces[key] = trace_language_model(self.model, micro_batch, self.seq_len, precision, **how)
+            if isinstance(model, LanguageModel) and self.ours:
+                how["blocks_alone"] = self.units != model.units
+                self._traces[key] = trace_language_model(model, micro_batch, self.seq_len, precision, **how)
             else:
-                self._traces[key] = trace_model(self.model, micro_batch, self.units, self.inputs, precision, **how)
+                self._traces[key] = trace_model(model, micro_batch, self.units, self.inputs, precision, **how)
         return self._traces[key]
 
     def buffers(self, num_shards: int, *, replicated: bool = False, leaves: int = 0) -> list[Buffer]:
@@ -142,10 +139,8 @@ class Workload:
                 inside = self.model.blocks if isinstance(self.model, LanguageModel) else self.units or []
                 params = [p for unit in inside for p in unit.parameters() if p.dim() == 2]
                 whole = params if WHOLE[self.optimizer] == "matrices" else self.model.parameters()
-            how: dict[str, Any] = {"whole": whole, "replicated": replicated, "precision": self.precision}
-            how["leaves"] = leaves or None
-            found, kept = buffers_of(self.model, num_shards, self.units, **how), self.weights
-            self._buffers[key] = found if kept is None else [replace(each, dtype=kept) for each in found]
+            how: dict[str, Any] = {"whole": whole, "replicated": replicated, "leaves": leaves or None}
+            self._buffers[key] = buffers_of(self.model, num_shards, self.units, precision=self.precision, **how)
         return self._buffers[key]
 
     def changed(
@@ -164,39 +159,34 @@ class Workload:
         """
         assert isinstance(self.model, LanguageModel)
         name, changes = nearest_preset(cast("Any", self.model.config))
-        return language_model(
+        model, length = preset(
             name,
-            overrides={**changes, **overrides},
-            seq_len=self.seq_len if seq_len is None else seq_len,
-            precision=self.precision,
-            optimizer=self.optimizer,
+            {**changes, **overrides},
+            seq_len=seq_len or self.seq_len,
             kernels=self.kernels,
             document_mask=self.model.eos_id is not None,
             lora=self.model.lora if lora is None else lora,
-            label=self.name,
-            weights=self.weights,
-            autocast=self.autocast,
         )
+        rows = tokens_and_targets(length)
+        return replace(self, model=model, units=model.units, inputs=rows, seq_len=length, _traces={}, _buffers={})
 
 
-def language_model(
+def preset(
     name: str,
+    overrides: Mapping[str, object],
     *,
-    overrides: Mapping[str, object] = MappingProxyType({}),
-    seq_len: int | None = None,
-    precision: MixedPrecision,
-    optimizer: str = "AdamW",
-    kernels: Choice = "auto",
-    document_mask: bool = False,
-    lora: Lora | None = None,
-    label: str = "",
-    weights: torch.dtype | None = None,
-    autocast: torch.dtype | None = None,
-) -> Workload:
-    """The workload of a preset with some fields changed; ``seq_len`` None: the longest that the preset is made for.
+    seq_len: int | None,
+    kernels: Choice,
+    document_mask: bool,
+    lora: Lora | None,
+) -> tuple[LanguageModel, int]:
+    """The model of a preset with some fields changed, without values, and the tokens of its rows.
 
-    ``document_mask``: whether attention stays inside a document. ``lora``: the adapters; with them, nothing else is
-    trained. ``weights``, ``autocast``: as in `Workload`.
+    Args:
+        name, overrides, kernels: as `zeroshard.models.build_model` takes them.
+        seq_len: tokens of a row; None: the longest that the preset is made for.
+        document_mask: whether attention stays inside a document.
+        lora: the adapters; with them, nothing else is trained.
 
     Raises:
         UserError: there is no such preset or field, or the values contradict each other.
@@ -209,85 +199,7 @@ def language_model(
         model = build_model(name, overrides={**overrides, "seq_len": config.seq_len}, kernels=kernels, lora=lora)
     model.eos_id = 0 if document_mask else None
     model.check_seq_len(length)
-    return Workload(
-        model,
-        label or name,
-        model.units,
-        tokens_and_targets(length),
-        length,
-        precision,
-        known_optimizer(optimizer),
-        kernels,
-        ours=True,
-        weights=weights,
-        autocast=autocast,
-    )
-
-
-def workload_of(
-    model: str | nn.Module,
-    *,
-    seq_len: int | None,
-    precision: MixedPrecision,
-    optimizer: str,
-    kernels: Choice,
-    document_mask: bool = False,
-    lora: Lora | None = None,
-    units: UnitChoice | None,
-    inputs: Callable[[int], tuple[Any, ...]] | None,
-    overrides: Mapping[str, object] = MappingProxyType({}),
-    weights: torch.dtype | None = None,
-    autocast: torch.dtype | None = None,
-) -> Workload:
-    """Make a workload from the arguments of `zeroshard.lab.plan`; errors as there."""
-    if isinstance(model, str):
-        return language_model(
-            model,
-            overrides=overrides,
-            seq_len=seq_len,
-            precision=precision,
-            optimizer=optimizer,
-            kernels=kernels,
-            document_mask=document_mask,
-            lora=lora,
-            weights=weights,
-            autocast=autocast,
-        )
-    _require_trainable(model)
-    changes = {"master_weights": weights, "document_mask": document_mask, "lora": lora, "overrides": overrides}
-    for change, asked in changes.items():
-        if asked:
-            raise UserError(change, "it changes presets only, and a module is given", _INSTEAD[change])
-    chosen = None if units is None else choose_units(model, units)
-    name, optimizer = type(model).__name__, known_optimizer(optimizer)
-    if isinstance(model, LanguageModel):
-        seq_len = model.config.seq_len if seq_len is None else seq_len
-        model.check_seq_len(seq_len)
-        chosen = model.units if chosen is None else chosen
-        ours = inputs is None and chosen in (model.units, list(model.blocks))
-        inputs, kernels = inputs or tokens_and_targets(seq_len), model.kernels
-    elif inputs is None:
-        what = f"a {name} is no language model of ours"
-        raise UserError("inputs", what, "give inputs=lambda rows: (tensor, ...), the arguments of one micro-batch")
-    else:
-        seq_len, ours = seq_len or 1, False
-    return Workload(model, name, chosen, inputs, seq_len, precision, optimizer, kernels, ours=ours, autocast=autocast)
-
-
-_INSTEAD = {  # settings that change presets only: what to do instead if the user gives a module
-    "master_weights": "give it to plan in the dtype of its weights",
-    "document_mask": "set its eos_id, or give a preset's name",
-    "lora": "give it adapters with peft, or give a preset's name",
-    "overrides": "build it so, or give a preset's name",
-}
-
-
-def _require_trainable(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        what = f"{model!r} is a {type(model).__name__} and no nn.Module"
-        raise UserError("model", what, "give a module, or a preset's name")
-    if not any(param.requires_grad for param in model.parameters()):
-        raise UserError("model", f"{type(model).__name__} has no parameters to train", "give a module that has some")
+    return model, length
 
 
 def known_optimizer(name: str) -> str:
