@@ -93,14 +93,6 @@ def test_a_save_under_way_has_its_own_copy_before_the_average_is_shown(tiny_conf
     assert all(heard[place - 1] == "settle" for place in shown)
 
 
-def test_text_is_written_with_the_average_where_it_is_asked_for(text_config, capsys):
-    config = text_config(max_steps=60, lr=1e-2, ema_decay=0.9, eval_interval=0)
-    trained(LocalCommunicator(), config)
-    capsys.readouterr()
-    run_generate(GenerateConfig(run=config.out, weights="ema", prompt="abcd\n", max_new_tokens=10, temperature=0))
-    assert capsys.readouterr().out == "abcd\nabcd\nabcd\n\n"
-
-
 def test_the_weights_that_are_asked_for_are_loaded(text_config):
     config = text_config(max_steps=3, ema_decay=0.5, eval_interval=0)
     expected = dict(zip(("last", "ema"), trained(LocalCommunicator(), config), strict=True))

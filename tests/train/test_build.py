@@ -74,12 +74,11 @@ def test_the_compute_type_is_bfloat16_on_a_gpu_that_has_it(monkeypatch):
     assert with_dtype(TrainConfig(), CPU).dtype == "float32"
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_folder_that_holds_a_run_is_left_alone_unless_it_is_resumed(tiny_config, world_size):
+def test_a_folder_that_holds_a_run_is_left_alone_unless_it_is_resumed(tiny_config):
     config = tiny_config(max_steps=2)
     run_training(config)
     log = (Path(config.out) / "metrics.jsonl").read_bytes()
-    assert _refusal(config, world_size).startswith(f"out: {config.out} already holds a run; ")
+    assert _refusal(config, 2).startswith(f"out: {config.out} already holds a run; ")
     assert (Path(config.out) / "metrics.jsonl").read_bytes() == log
     run = build_run(config.model_copy(update={"resume": "auto"}), LocalCommunicator(), CPU)
     run.close()
@@ -92,19 +91,10 @@ def test_resuming_a_folder_without_a_checkpoint_starts_afresh(tiny_config):
     assert run.first_step == 0
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_run_folder_that_cannot_be_made_is_refused(tiny_config, tmp_path, world_size):
+def test_a_run_folder_that_cannot_be_made_is_refused(tiny_config, tmp_path):
     (tmp_path / "file").write_text("")
-    line = _refusal(tiny_config(out=str(tmp_path / "file" / "run")), world_size)
+    line = _refusal(tiny_config(out=str(tmp_path / "file" / "run")), 2)
     assert line.startswith(f"out: {tmp_path / 'file' / 'run'} cannot be written (Not a directory); ")
-
-
-def test_a_run_folder_without_write_permission_is_refused(tiny_config, tmp_path, monkeypatch):
-    def denied(self, *args, **kwargs):
-        raise PermissionError(13, "Permission denied")  # the tests may run as root, whom nothing is denied
-
-    monkeypatch.setattr("zeroshard.train.state.lock.os.open", denied)
-    assert "cannot be written (Permission denied)" in _refusal(tiny_config())
 
 
 def test_sequences_longer_than_the_models_are_refused_before_anything_is_made(tiny_config, tmp_path):
@@ -123,23 +113,13 @@ def test_a_corpus_shorter_than_one_batch_is_refused_and_leaves_no_run(tiny_confi
     build_run(config.model_copy(update={"micro_batch_size": 2}), LocalCommunicator(), CPU).close()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_data_that_cannot_be_prepared_is_the_same_refusal_on_every_rank(tiny_config, tmp_path, world_size):
+def test_data_that_cannot_be_prepared_is_the_same_refusal_on_every_rank(tiny_config, tmp_path):
     data = {"source": "text", "path": (str(tmp_path / "missing.txt"),), "dir": str(tmp_path / "tokens")}
-    assert "missing.txt" in _refusal(tiny_config(data=data), world_size)
+    assert "missing.txt" in _refusal(tiny_config(data=data), 2)
 
 
-def test_an_unknown_preset_and_a_field_that_it_lacks_are_refused(tiny_config):
-    assert _refusal(tiny_config(model="gpt2-dmeo")).startswith("model: there is no preset 'gpt2-dmeo'; ")
-    line = _refusal(tiny_config(model={"name": "llama-tiny", "dropout": 0.1}))
-    assert line.startswith("model.dropout: llama-tiny has no such field")
-    line = _refusal(tiny_config(model={"name": "gpt2-demo", "n_head": 5}))
-    assert line.startswith("model.n_head: 5 does not divide n_embd 128")
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_resuming_from_what_is_no_checkpoint_is_refused(tiny_config, tmp_path, world_size):
-    line = _refusal(tiny_config(resume=str(tmp_path / "nowhere")), world_size)
+def test_resuming_from_what_is_no_checkpoint_is_refused(tiny_config, tmp_path):
+    line = _refusal(tiny_config(resume=str(tmp_path / "nowhere")), 2)
     what = "is not a complete checkpoint: there is no such folder; name another one"
     assert line == f"resume: {tmp_path / 'nowhere'} {what}"
 
@@ -180,22 +160,6 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
     assert choose_device("auto", 5) == CPU
     with pytest.raises(UserError, match="device: rank 0 of this machine finds 0 CUDA devices"):
         choose_device("cuda", 0)
-
-
-def test_weights_start_the_same_whether_the_model_was_made_whole_or_piece_by_piece(tiny_config, tmp_path):
-    whole = make_model(tiny_config(seed=3), 256, "cpu").state_dict()
-    for strategy in ("zero0", "zero3", "ddp"):
-        config = tiny_config(
-            strategy=strategy,
-            seed=3,
-            out=str(tmp_path / strategy),
-            data={"source": "synthetic", "max_tokens": 6000, "dir": str(tmp_path / "tokens")},
-        )
-        run = build_run(config, LocalCommunicator(), CPU)
-        run.close()
-        state = run.strategy.state_dict()
-        assert state.keys() == whole.keys()
-        assert all(torch.equal(state[name], tensor) for name, tensor in whole.items())
 
 
 def test_matrices_decay_and_the_rest_does_not(tiny_config):
@@ -259,11 +223,9 @@ def test_more_ranks_than_the_global_batch_feeds_are_refused(tiny_config):
     assert line.startswith("global_batch_size: 6 is no multiple of 2 (micro_batch_size) x 2 ranks")
 
 
-@pytest.mark.parametrize("shard_size", [3, 4, 8])
-def test_a_shard_size_that_does_not_share_out_the_world_is_refused(tiny_config, shard_size):
-    line = _refusal(tiny_config(shard_size=shard_size), world_size=2)
-    todo = "choose one of 1, 2"
-    assert line == f"shard_size: {shard_size} does not divide a world of 2; {todo}"
+def test_a_shard_size_that_does_not_share_out_the_world_is_refused(tiny_config):
+    line = _refusal(tiny_config(shard_size=4), world_size=2)
+    assert line == "shard_size: 4 does not divide a world of 2; choose one of 1, 2"
     assert not Path(tiny_config().out).exists()
 
 

@@ -191,11 +191,6 @@ def test_a_folder_without_a_checkpoint_is_one_line(tmp_path, capsys):
         assert "has no complete checkpoint" in refusal(capsys, word, tmp_path)
 
 
-def test_help_names_the_commands(capsys):
-    assert main(["checkpoint", "--help"]) == 0
-    assert "ls RUN | show PATH | verify PATH | diff PATH PATH" in capsys.readouterr().out
-
-
 def test_a_reader_that_has_seen_enough_is_no_error(run):
     command = f"{sys.executable} -m zeroshard checkpoint show {run}"
     shell = f"set -o pipefail; {command} | true; {command} | head -1"

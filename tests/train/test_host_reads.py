@@ -14,10 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zeroshard.comm import run_threads
 from zeroshard.models import build_model
 from zeroshard.train.loop import loop
-from zeroshard.train.loop import step as step_module
-from zeroshard.train.loop.run import Run, Schedule
-from zeroshard.train.loop.step import moved
-from zeroshard.train.setup.assemble import sharded
 from zeroshard.zero import STAGES, Zero
 
 READS = ("item", "tolist", "__bool__", "__float__", "__int__", "numpy")
@@ -117,40 +113,3 @@ def test_the_trainer_reads_loss_norm_and_wishes_to_stop_at_once(stage, tiny_conf
     assert [seen for *_, seen in steps[3:]] == [
         ["aten::_local_scalar_dense"] * len(checks) for _, checks, _ in steps[3:]
     ]
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_two_ranks_read_one_message_each_of_the_engine_and_of_the_trainer(stage, tiny_config, reads):
-    """The engine's lies on the host where a group has a backend for that, as the trainer's has on a GPU."""
-
-    def on_rank(comm):
-        config = tiny_config(strategy=f"zero{stage}", grad_accum_steps=1)
-        _, strategy = sharded(config, 61, None, comm, torch.device("cpu"))
-        batch = [torch.arange(32).view(2, 16) % 61] * 2
-        run = Run(
-            strategy=strategy,
-            batches=lambda step, micro_step: batch,
-            eval_batches=(),
-            learning_rate=lambda step: 1e-3,
-            schedule=Schedule(4, 1, 1.0, 0, 0, 0),
-            observers=(),
-            folder=None,
-            device=torch.device("cpu"),
-            tokens_per_step=64,
-        )
-        for step in range(3):
-            reads[threading.get_ident()].clear()
-            step_module.take_step(run, step, lambda: 0)
-        return list(reads[threading.get_ident()])
-
-    assert run_threads(on_rank, 2) == [["collective_order._max", "step._agree"]] * 2
-
-
-def test_a_batch_goes_to_a_gpu_from_pinned_memory_which_alone_does_not_hold_the_host_up(monkeypatch):
-    done = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: done.append("pinned") or tensor)
-    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *args, **options: done.append((*args, options)) or tensor)
-    for device in (torch.device("cuda", 1), torch.device("cpu")):
-        moved(torch.zeros(2), device)
-    options = {"non_blocking": True}
-    assert done == ["pinned", (torch.device("cuda", 1), options), (torch.device("cpu"), options)]

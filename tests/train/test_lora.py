@@ -383,28 +383,3 @@ def test_a_run_goes_on_with_its_own_adapters_alone(refusal, tiny_config, tmp_pat
         build_run(again, LocalCommunicator(), CPU)
     said = refusal(tmp_path / "plain", tmp_path / "out", "--merged", verb=("export",))
     assert "has no adapters; leave it out" in said
-
-
-def _generated(comm, folder):
-    """What each rank's model of `peft` writes at stage 3, sharded and gathered."""
-    import peft
-
-    from zeroshard import Zero
-
-    base = require_transformers().AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model = peft.get_peft_model(base, peft.LoraConfig(r=RANK, task_type="CAUSAL_LM", init_lora_weights=False)).eval()
-    zero = Zero(model, stage=3, units="auto", comm=comm)
-    options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 4 + 5 * comm.rank}
-    prompt = torch.tensor([[3, 5 + comm.rank]])
-    sharded_text = model.generate(input_ids=prompt, **options).tolist()
-    with zero.full_params():
-        return sharded_text, model.generate(input_ids=prompt, **options).tolist()
-
-
-@pytest.mark.soak
-def test_a_model_of_peft_generates_while_its_weights_are_sharded(hf_folder, gloo_ranks):  # noqa: F811
-    lengths = set()
-    for sharded_text, whole_text in gloo_ranks(WORLD_SIZE).run(_generated, str(hf_folder("llama"))):
-        assert sharded_text == whole_text
-        lengths.add(len(whole_text[0]))
-    assert len(lengths) == WORLD_SIZE  # ranks ended at different tokens

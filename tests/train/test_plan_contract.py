@@ -11,7 +11,7 @@ from zeroshard.comm import CONTROL, CommRecord, LocalCommunicator, run_threads
 from zeroshard.errors import ExitStatus
 from zeroshard.lab.planner.run_plan import predict
 from zeroshard.train.loop.loop import train
-from zeroshard.train.records.plan_contract import Contract, Planned, Sent, memory_difference, message_difference
+from zeroshard.train.records.plan_contract import Contract, Planned, Sent, message_difference
 from zeroshard.train.setup.build import build_run
 
 CPU = torch.device("cpu")
@@ -51,18 +51,6 @@ def test_the_first_difference_is_kept_and_later_ones_counted():
         contract.see(step, _records(GATHER, REDUCE), {"params": 8, "grads": step}, taken=True)
     assert contract.num_broken == 2
     assert contract.difference == "step 2: grads has 2 bytes resident, planned were 4"
-
-
-@pytest.mark.parametrize(
-    ("measured", "said"),
-    [
-        ({"params": 8, "grads": 4, "master": 0}, ""),
-        ({"params": 8}, "grads has 0 bytes resident, planned were 4"),
-        ({"params": 8, "grads": 4, "ema": 2}, "ema has 2 bytes resident, planned were 0"),
-    ],
-)
-def test_a_category_that_differs_is_named(measured, said):
-    assert memory_difference(PLANNED.memory_bytes, measured) == said
 
 
 @pytest.mark.parametrize(
@@ -115,7 +103,6 @@ def _trained(comm, config, planner=predict):
 
 
 CHANGES = [
-    {},
     {"ema_decay": 0.9},
     {"grad_accum_steps": 3},
     {"dtype": "bfloat16"},
@@ -126,8 +113,9 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("changes", CHANGES, ids=str)
-@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    ("strategy", "changes"), [*((f"zero{stage}", {}) for stage in range(4)), *(("zero2", each) for each in CHANGES)]
+)
 def test_a_run_keeps_its_plan(tiny_config, strategy, changes):
     config = tiny_config(strategy=strategy, plan={"enforce": True}, eval_interval=4, **changes)
     for status, contract in run_threads(lambda comm: _trained(comm, config), 2):
@@ -168,13 +156,6 @@ def test_elsewhere_it_is_only_reported(tiny_config):
     assert status == ExitStatus.OK
     assert contract.num_broken == contract.num_checked == 4  # not the first, and not the one after the evaluation
     assert json.loads((Path(config.out) / "summary.json").read_text())["plan"]["difference"].startswith("step 2: ")
-
-
-def test_who_plans_is_told_of_the_links(tiny_config):
-    told = []
-    config = tiny_config(max_steps=1, warmup_steps=0, link={"mode": "simulated", "bandwidth": "1Gbit/s"})
-    _trained(LocalCommunicator(), config, lambda job: told.append(job.links) or PLANNED)
-    assert [links.between.bytes_per_s for links in told] == [125e6]
 
 
 def test_a_strategy_without_a_plan_cannot_be_held_to_it(tiny_config):

@@ -23,7 +23,6 @@ from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.validate import validate
 from zeroshard.train.loop import loop
 from zeroshard.train.loop.loop import train
-from zeroshard.train.loop.saving import Saving
 from zeroshard.train.loop.watchdog import PATIENCE_S
 from zeroshard.train.setup.build import build_run
 
@@ -80,31 +79,6 @@ def test_every_rank_hears_that_one_of_them_gets_on_with_the_last_save(tiny_confi
         assert until_saved[:14] == [0.0] * 11 + [PATIENCE_S] + [0.0] * 2
         assert set(until_saved[14:]) == {PATIENCE_S}
         assert last == math.inf  # all is saved
-
-
-def test_every_rank_hears_that_one_of_them_gets_on_with_an_earlier_save(tiny_config, monkeypatch):
-    """The next save begins while it is being written, and waits for it."""
-    heard, write, begin = _Heard(), api.write_rank, Saving.begin
-
-    def noted(self, step):
-        heard.tell(self._run.strategy.comm.rank, f"save of step {step}")
-        begin(self, step)
-
-    def slow(folder, comm, shards, progress, reading):
-        if comm.rank == 0 and "step-00000002" in folder.name:
-            heard.wait_until_both_hear("save of step 4")
-            for _ in range(5):
-                heard.wait_until_both_hear_more(lambda: progress(1))
-        write(folder, comm, shards, progress, reading)
-
-    monkeypatch.setattr(Saving, "begin", noted)
-    monkeypatch.setattr(api, "write_rank", slow)
-    heard.train(tiny_config(eval_interval=0, checkpoint_interval=2, max_steps=4))
-    for words in heard.words:
-        *since, last = words[words.index("save of step 4") + 1 :]
-        assert len(since) > 5
-        assert set(since) == {PATIENCE_S}
-        assert last == math.inf
 
 
 def test_a_batch_of_an_evaluation_is_progress(tiny_config):

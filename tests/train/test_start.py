@@ -171,19 +171,6 @@ def test_replicas_take_what_the_first_of_them_has_drawn():
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_rank_zero_draws_is_what_one_process_does(stage, drawn):
-    def rank_main(comm):
-        model = _model()
-        return Zero(model, stage, units=model.units, comm=comm, init=model.init_parameter).state_dict()
-
-    found = run_threads(rank_main, 3)
-    assert len(drawn) == len(set(drawn))
-    one = _model("cpu").state_dict()
-    for state in found:
-        assert all(torch.equal(tensor, one[name]) for name, tensor in state.items())
-
-
-@pytest.mark.parametrize("stage", STAGES)
 def test_what_is_loaded_later_is_nan_until_then_and_nothing_is_sent(stage):
     def rank_main(comm):
         model, sent = _model(), []
