@@ -19,7 +19,7 @@ BAD_RANK, NUM_STEPS, BAD = 1, 5, {1, 3}
 
 
 def _spoil_in(run, step_now):
-    """In the first of the steps `BAD` rank `BAD_RANK`'s loss is not finite; in the other it is, and a gradient is not."""
+    """Rank `BAD_RANK` has a loss that is not finite in the first step of `BAD`, and a gradient in the other."""
 
     def on_loss(module, args, loss):
         if run.strategy.comm.rank != BAD_RANK or step_now[0] not in BAD:

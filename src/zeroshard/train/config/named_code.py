@@ -56,12 +56,9 @@ def flags_for_code(settings: BaseModel) -> list[str]:
 
 
 def require_asked(settings: BaseModel | Mapping[str, Any], asked: Collection[str], where: object) -> None:
-    """Raise UserError if ``settings`` name code that no flag of this command asks for.
+    """Raise UserError if ``settings`` name code that no flag of this command, of those ``asked``, asks for.
 
-    Args:
-        settings: the settings, some of which may come from data.
-        asked: dotted names of the settings that flags of this command give.
-        where: the file that the others come from, for the message.
+    ``where``: the file that the other settings come from, for the message.
     """
     for field, value in code_in(settings).items():
         if field not in asked:
@@ -70,13 +67,7 @@ def require_asked(settings: BaseModel | Mapping[str, Any], asked: Collection[str
 
 
 def require_trust(model: BaseModel | Mapping[str, Any], where: object, *, trusted: bool) -> None:
-    """Raise UserError if the table ``model`` of a run's settings names code and this command does not trust it.
-
-    Args:
-        model: the table.
-        where: the file that it comes from, for the message.
-        trusted: whether the command has the flag ``--model.trust-remote-code``.
-    """
+    """Raise UserError if the table ``model`` of a run's settings, from ``where``, names code that is not trusted."""
     values = model.model_dump() if isinstance(model, BaseModel) else dict(model)
     for field, value in code_in({"model": values}).items():
         if not trusted:

@@ -10,19 +10,13 @@ from typing import Any
 class BestLoss:
     """The lowest validation loss so far and when it occurred; the same on every rank, and saved with each checkpoint.
 
-    Args:
-        patience: number of evaluations in a row without a lower loss after which the run stops; 0: it never does.
-
-    Attributes:
-        step: number of steps after which the loss was lowest; None before the first evaluation.
-        loss: the lowest loss; infinity before the first evaluation.
-        num_worse: number of evaluations since the lowest loss.
+    ``patience``: evaluations in a row without a lower loss after which the run stops; 0: it never does.
     """
 
     def __init__(self, patience: int = 0) -> None:
         self._patience = patience
-        self.step: int | None = None
-        self.loss, self.num_worse = inf, 0
+        self.step: int | None = None  # None before the first evaluation
+        self.loss, self.num_worse = inf, 0  # num_worse: evaluations since the lowest loss
 
     def see(self, step: int, loss: float) -> bool:
         """Record the loss after ``step`` steps; return whether it is the lowest so far. NaN never is."""

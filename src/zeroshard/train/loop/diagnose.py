@@ -23,15 +23,10 @@ WRAPPERS = ("module.",)  # prefixes that DDP and autocast put before a module's 
 
 
 def first_not_finite(model: nn.Module, comm: Communicator, replay: Callable[[], object]) -> str:
-    """Return a description of the module and rank that produced the first NaN/Inf; collective.
+    """Describe the module and rank that produced the first NaN/Inf, the same on every rank; collective.
 
-    Args:
-        model: the model that ``replay`` runs.
-        comm: communicator of the ranks that run ``replay``.
-        replay: repeats a step's forward and backward exactly. The caller must clear the gradients that it leaves.
-
-    Returns:
-        A text such as ``the output of blocks.3.mlp (Mlp) on rank 1``; the same on every rank.
+    As ``the output of blocks.3.mlp (Mlp) on rank 1``. ``replay`` repeats a step's forward and backward exactly; the
+    caller must clear the gradients that it leaves.
     """
     # Run eagerly: compiled code does not call hooks that were registered after it was compiled. The stance is global to
     # the process, where ranks may be threads: the collective after the replay waits for all, before any restores it.

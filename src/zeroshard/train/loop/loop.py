@@ -53,10 +53,7 @@ def run_training(config: TrainConfig, choose_stage: ChooseStage | None = None, p
 
     A failing disk or folder is reported in one line on stderr and gives `ExitStatus.STORAGE`.
 
-    Args:
-        config: settings of the run.
-        choose_stage: finds the lowest stage that fits, for the strategy ``auto``.
-        predict: makes the plan that the run is compared with; None: there is no plan.
+    ``choose_stage`` finds the lowest stage that fits, for the strategy ``auto``; ``predict`` makes the run's plan.
 
     Raises:
         UserError: the configuration cannot be satisfied here; raised on every rank.
@@ -123,11 +120,9 @@ def train(
 
     Args:
         run: the run to train.
-        stop_wanted: called on each rank at each step. It returns the number of the signal that was received, or True
-            for any; 0 for none. If it returns one on any rank, all ranks stop after that step (replicas with local
-            steps: after their next meeting) and save a checkpoint.
-        alive: `Watchdog.alive`; called after each step, batch of an evaluation and part of a save, with the seconds
-            that the next one is allowed at least.
+        stop_wanted: returns the number of the signal that was received, or True for any; 0 for none. If it returns one
+            on any rank, all ranks stop after that step (replicas: after their next meeting) and save a checkpoint.
+        alive: called after each step, batch of an evaluation and part of a save: `Watchdog.alive`.
     """
     saving = Saving(run, alive)
     try:
@@ -240,12 +235,7 @@ def _evaluate(
     """Evaluate: the validation loss, that of the moving average (if there is one), and further sets' losses by name.
 
     Replicas that take local steps evaluate the anchors, which are the last weights that all of them had in common.
-
-    Args:
-        run: the run.
-        step: number of completed steps.
-        settle: called before the anchors or averages replace the weights, which an unfinished save may still read.
-        alive: called after each batch.
+    ``settle`` is called before these or averages replace the weights, which an unfinished save may still read.
     """
     strategy = run.strategy
     if run.replicas is not None:

@@ -39,15 +39,7 @@ CLOCK_ROUNDS = 11
 
 
 class Measures:
-    """The measurements of one rank.
-
-    Args:
-        asked: the settings that say what to measure.
-        strategy: the strategy that trains.
-        comm: the strategy's communicator, wrapped to record collectives; None if they are not recorded.
-        units: names and modules that a trace labels.
-        folder: the run folder; the trace goes to ``trace/`` in it.
-        device: the device of this rank.
+    """The measurements of one rank; a trace labels ``units`` and goes to ``trace/`` in the run folder.
 
     Attributes:
         peak_bytes: peak memory, without the communicators' own buffers: of `PEAK_STEP`, or on CUDA since the beginning

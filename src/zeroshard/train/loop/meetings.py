@@ -23,15 +23,8 @@ from zeroshard.train.records.plan_contract import Moves
 def meet(run: Run, loss: float, stop: ExitStatus, *, taken: bool) -> tuple[dict[str, Any], ExitStatus]:
     """Let replicas meet after a step if a meeting is due. Collective.
 
-    Args:
-        run: the run.
-        loss: mean loss of the step over this replica.
-        stop: the status with which this replica wants to stop; OK: it wants to continue.
-        taken: whether this replica took the step.
-
-    Returns:
-        Facts about the meeting for the step's record, empty if no difference was sent or taken in; and the status with
-        which all ranks stop, OK to continue.
+    ``loss``, ``stop`` and ``taken`` are of this replica. Returns facts about the meeting for the step's record, empty
+    if no difference was sent or taken in; and the status with which all ranks stop, OK to continue.
     """
     replicas = run.replicas
     if replicas is None:

@@ -17,11 +17,7 @@ Verdict = Literal["taken", "overflow", "not finite"]
 class StepGuard:
     """Decides for each step whether to take it; has the same state on every rank, because all give it the same values.
 
-    Args:
-        max_in_a_row: number of NaN/Inf steps in a row after which the run is given up; 1 or more.
-
-    Attributes:
-        num_skipped: number of steps skipped so far.
+    After ``max_in_a_row`` NaN/Inf steps in a row the run is given up. ``num_skipped``: steps skipped so far.
     """
 
     def __init__(self, max_in_a_row: int = 10) -> None:

@@ -30,10 +30,8 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 def stop_signals_noted(*, speaks: bool = False) -> Generator[Callable[[], int]]:
     """Context manager in which a signal of `STOPPING` does not end the process but is noted; a second SIGINT ends it.
 
-    It yields a function that returns the number of the first signal that was received, 0 if none was.
-
-    Args:
-        speaks: whether to say on a terminal what Ctrl-C does.
+    It yields a function that returns the number of the first signal that was received, 0 if none was. If it
+    ``speaks``, it says on a terminal what Ctrl-C does.
     """
     noted: list[int] = []
     if threading.current_thread() is not threading.main_thread():

@@ -25,16 +25,9 @@ def evaluate(
 ) -> float:
     """Return the mean loss over every rank's batches, in nats; the same number on every rank. Collective.
 
-    The model runs in evaluation mode and is returned to the mode that it was in.
-
-    Args:
-        model: ``model(tokens_BT, targets_BT)`` returns the mean loss of a batch.
-        batches: this rank's ``(tokens_BT, targets_BT, weight)``, for packed rows followed by ``positions_BT``. Every
-            rank must have the same number of them, because a forward may issue collectives; a batch of weight 0 is run
-            but not counted.
-        comm: the ranks that evaluate together.
-        device: the device of this rank, to which batches are copied.
-        alive: called after each batch.
+    The model runs in evaluation mode and is returned to the mode that it was in. ``batches`` are this rank's
+    ``(tokens_BT, targets_BT, weight)``, for packed rows followed by ``positions_BT``. Every rank must have the same
+    number of them, because a forward may issue collectives; a batch of weight 0 is run but not counted.
     """
     was_training = model.training
     model.eval()

@@ -152,15 +152,8 @@ def sharded(
     """Build the model of ``config`` and the strategy that trains it, on this rank's ``device``; collective.
 
     With our strategies each rank draws the initial weights of its own shard. With PyTorch's strategies rank 0 draws
-    them, one parameter at a time, and the other ranks receive them.
-
-    Args:
-        config: settings of the run.
-        vocab_size: number of token ids in the data.
-        eos_id: the token id that attention must not cross; None: no such id.
-        comm: the ranks.
-        device: the device of this rank.
-        draw: whether to draw initial weights; False before a checkpoint is loaded: weights are NaN until then.
+    them, one parameter at a time, and the other ranks receive them. Without ``draw``, before a checkpoint is loaded,
+    weights are NaN until then. Attention does not cross tokens of ``eos_id``.
 
     Raises:
         UserError: the model has fewer ids than ``vocab_size``, or ranks have different models.

@@ -56,11 +56,8 @@ def automatic_stage(
 def lowest_stage(chosen: tuple[int, str], comm: Communicator, folder: Path, *, resuming: bool) -> tuple[int, str]:
     """Return the stage to start at, the same on every rank, and why; collective.
 
-    Args:
-        chosen: the lowest stage that fits on this rank, and why.
-        comm: the ranks; the highest stage of all of them is taken.
-        folder: the run folder, in which an earlier start may have left ``auto-stage.json``.
-        resuming: whether the run is resumed; only then is that file read.
+    It is the highest of all ranks' ``chosen``, and if the run resumes of the one that an earlier start left in
+    ``auto-stage.json``.
     """
     stage, why = chosen
     if resuming and _stage_file(folder).exists():

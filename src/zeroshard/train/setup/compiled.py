@@ -19,12 +19,6 @@ from zeroshard.train.config.config import CompileBackend
 def compile_blocks(blocks: Iterable[nn.Module], backend: CompileBackend, device: torch.device) -> None:
     """Replace each block's ``forward`` by one that is compiled at its first call.
 
-    Args:
-        blocks: the transformer blocks of a model.
-        backend: ``inductor`` generates kernels; ``aot_eager`` and ``eager`` trace the same graphs but run them without
-            generated kernels, for tests.
-        device: the device on which the blocks run.
-
     Raises:
         UserError: ``inductor`` lacks a compiler that it needs for its kernels.
     """

@@ -24,19 +24,12 @@ from zeroshard.train.config.sizes import parse_bandwidth, parse_duration, parse_
 
 @dataclass(frozen=True)
 class Links:
-    """A run's links, parsed into numbers.
+    """A run's links, parsed into numbers."""
 
-    Attributes:
-        mode: as in `LinkConfig`.
-        between: a node's link to other nodes, in each direction.
-        node_size: number of neighbouring ranks that form a node.
-        device: the network interface of mode ``tc``.
-    """
-
-    mode: str
-    between: Link
-    node_size: int
-    device: str
+    mode: str  # as in `LinkConfig`
+    between: Link  # a node's link to other nodes, in each direction
+    node_size: int  # neighbouring ranks that form a node
+    device: str  # the network interface of mode ``tc``
 
     @classmethod
     def of(cls, config: LinkConfig) -> Links:

@@ -39,17 +39,11 @@ def data_folder(data: DataConfig) -> Path:
 
 @dataclass(frozen=True)
 class Source:
-    """One data source, which is prepared into one folder.
+    """One data source, which is prepared into one folder."""
 
-    Attributes:
-        name: the path in ``data.mix``; empty if nothing is mixed.
-        weight: the source's weight among the training rows, as the user gave it; above 0.
-        data: the settings of this source alone.
-    """
-
-    name: str
-    weight: float
-    data: DataConfig
+    name: str  # the path in ``data.mix``; empty if nothing is mixed
+    weight: float  # among the training rows, as the user gave it; above 0
+    data: DataConfig  # of this source alone
 
 
 def sources_of(data: DataConfig) -> list[Source]:

@@ -43,17 +43,9 @@ def join(
 ) -> Joined:
     """Connect to the other ranks and return the communicator; closing ``stack`` disconnects again. Collective.
 
-    Args:
-        world: this rank, the number of ranks, and the address at which they connect.
-        wanted: a name of `zeroshard.comm.registry`, ``module:name``, or ``auto``: NCCL on GPUs; on CPUs shared memory
-            if all ranks are on one host, else the ring.
-            PyTorch's own strategies use `torch.distributed` in any case.
-        strategy: name of the training strategy.
-        device: the device of this rank.
-        stack: closes everything that is opened here.
-        facts: facts that must be the same on every rank, such as settings and versions.
-        links: slowed links between the ranks; None: none.
-        overlap: whether collectives overlap with computation; False: each blocks until it is done.
+    ``wanted`` is a name of `zeroshard.comm.registry`, ``module:name``, or ``auto``: NCCL on GPUs; on CPUs shared memory
+    if all ranks are on one host, else the ring. PyTorch's own strategies use `torch.distributed` in any case. ``facts``
+    must be the same on every rank, such as settings and versions. Without ``overlap`` each collective blocks.
 
     Raises:
         UserError: a rank has other facts; ring or shared memory for tensors on a GPU; shared memory among several

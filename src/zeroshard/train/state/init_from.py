@@ -118,12 +118,6 @@ def load_initial_weights(init_from: str, model: LanguageModel, strategy: Strateg
     Of a run, its newest undamaged checkpoint is loaded. Adapters in it are merged into the weights; adapters of
     ``model`` start as in a new run.
 
-    Args:
-        init_from: a run, a checkpoint, or a Hugging Face folder or name.
-        model: the strategy's model, for its names and configuration.
-        strategy: the strategy to load the weights into.
-        comm: the ranks.
-
     Raises:
         UserError: there are no weights, or they belong to another model.
     """

@@ -13,13 +13,7 @@ from zeroshard.zero import Replicas
 
 
 def guards_of_replicas(comm: Communicator, replica: Communicator, guard: StepGuard) -> list[dict[str, Any]]:
-    """Collect the state of every replica's `StepGuard`, in the order of replicas. Collective over ``comm``.
-
-    Args:
-        comm: all ranks.
-        replica: the ranks of this replica.
-        guard: this replica's guard, which decides about this replica's steps alone.
-    """
+    """Collect the state of every replica's `StepGuard`, in the order of replicas. Collective over ``comm``."""
     own = json.dumps(guard.state_dict()).encode()
     firsts = range(0, comm.world_size, replica.world_size)
     return [json.loads(send_bytes(comm, own if comm.rank == first else b"", first)) for first in firsts]

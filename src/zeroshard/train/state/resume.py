@@ -47,12 +47,8 @@ REFUSED = frozenset({"optimizer", "lora.rank", "lora.alpha", "lora.targets"})
 def choose(comm: Communicator, resume: str, folder: Path) -> Path | None:
     """Choose the checkpoint to resume from; None: start a new run. Collective.
 
-    With ``auto`` the checkpoint is verified here. One that is named only has to be complete; loading verifies it.
-
-    Args:
-        comm: the ranks; rank 0 prints which checkpoints were passed over, and why.
-        resume: ``none``, ``auto`` for the newest undamaged checkpoint in ``folder``, or the path of a checkpoint.
-        folder: the folder of the run's checkpoints.
+    ``resume``: ``none``, ``auto`` for the newest undamaged checkpoint in ``folder``, which is verified here, or the
+    path of a checkpoint, which only has to be complete; loading verifies it.
 
     Raises:
         UserError: the named checkpoint does not exist or is incomplete, or every complete one in ``folder`` is damaged.
@@ -81,11 +77,7 @@ def check_changes(
 ) -> list[str]:
     """Return a line for each relevant change since a checkpoint was saved; empty if there is none.
 
-    Args:
-        saved: the checkpoint's ``extra``; facts that it does not have are not compared.
-        config: the configuration now, as JSON-serialisable values.
-        tokens_per_step: tokens in a step now, of all ranks together.
-        data_sha256: hash of the prepared tokens now.
+    ``saved`` is the checkpoint's ``extra``, and facts that it does not have are not compared; the others are of now.
 
     Raises:
         UserError: the model, the optimizer, the adapters or the data have changed.
