@@ -18,7 +18,7 @@ from zeroshard.checkpoint import api
 from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
 from zeroshard.inference.evaluation import local_score, score
 from zeroshard.inference.generate import load_for_text
-from zeroshard.models import InitialValues, build_model, gpt2
+from zeroshard.models import InitialValues, build_model, decoder
 from zeroshard.train.config.command_settings import EvalConfig
 from zeroshard.train.loop.loop import run_training
 from zeroshard.train.setup.assemble import sharded
@@ -41,13 +41,13 @@ def process_group(tmp_path):
 @pytest.fixture
 def drawn(monkeypatch):
     """What was drawn, in order: name, first element, number of elements."""
-    parts, fill = [], gpt2.fill_normal_
+    parts, fill = [], decoder.fill_normal_
 
     def fill_normal_(param, std, seed, name, part):
         parts.append((name, part.start if part else 0, param.numel()))
         fill(param, std, seed, name, part)
 
-    monkeypatch.setattr(gpt2, "fill_normal_", fill_normal_)
+    monkeypatch.setattr(decoder, "fill_normal_", fill_normal_)
     return parts
 
 

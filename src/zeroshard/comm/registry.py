@@ -27,7 +27,7 @@ class CommEntry:
             the communicator has a ``close`` method, it is called at the end of the run.
         cpu_only: whether it moves only CPU tensors.
         over_network: whether its bytes pass through the network: ranks of several hosts can use it, and a link that is
-            slowed in the kernel (``--link.mode netns`` or ``tc``) slows it.
+            slowed in the kernel (``--link.mode netns``) slows it.
         alone: whether it is also made in a world of one rank; if not, that rank gets a `LocalCommunicator`.
     """
 

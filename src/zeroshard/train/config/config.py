@@ -357,10 +357,10 @@ class TrainConfig(Config):
         mode, nproc, node_size = self.link.mode, self.nproc, self.link.node_size
         if mode == "simulated" and strategy_entry(self.strategy).over_torch:
             what = f"simulated slows only zeroshard's communicators, and {self.strategy} uses torch.distributed"
-            raise UserError("link.mode", what, "use --link.mode netns or tc")
-        if mode in ("netns", "tc") and self.comm != "auto" and not comm_entry(self.comm).over_network:
+            raise UserError("link.mode", what, "use --link.mode netns")
+        if mode == "netns" and self.comm != "auto" and not comm_entry(self.comm).over_network:
             others = _some(["auto", *(name for name, entry in COMMUNICATORS.items() if entry.over_network)])
-            raise UserError("comm", f"{self.comm} passes no network that {mode} could slow", f"use {others}")
+            raise UserError("comm", f"{self.comm} passes no network that netns could slow", f"use {others}")
         if mode == "netns" and (self.max_restarts or self.strategy == "auto"):
             field = "max_restarts" if self.max_restarts else "strategy"
             what = f"{getattr(self, field)} restarts ranks, and inside netns they could not reach the store"

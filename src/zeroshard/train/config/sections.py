@@ -210,10 +210,10 @@ class ContractConfig(Config):
 class LinkConfig(Config):
     """Slows the links between nodes, to test a slow network on a fast one; quantities carry their unit."""
 
-    mode: Literal["none", "simulated", "netns", "tc"] = Field(
+    mode: Literal["none", "simulated", "netns"] = Field(
         "none",
-        description="simulated: by our communicator. netns: a network namespace for each node, as root. tc: an "
-        "interface that `zeroshard lab tc apply` has shaped. none: the network as it is.",
+        description="simulated: by our communicator. netns: a network namespace for each node, as root. none: the "
+        "network as it is.",
     )
     bandwidth: str = Field("", description="Bandwidth of a node's link in each direction, as 1Gbit/s; empty: as it is.")
     latency: str = Field("", description="Latency of a link, one way, as 50us; empty: as it is.")
@@ -222,14 +222,13 @@ class LinkConfig(Config):
         description="What passes at once after a pause, as 64KiB; empty: simulated none, else what the shaper needs.",
     )
     node_size: int = Field(1, ge=1, description="Neighbouring ranks that are a node, and share its link.")
-    device: str = Field("", description="Network interface of this host that tc has shaped, as eth1.")
 
     @model_validator(mode="after")
     def _says_what_is_slow(self) -> Self:
-        given = [name for name in ("bandwidth", "latency", "burst", "device") if getattr(self, name)]
+        given = [name for name in ("bandwidth", "latency", "burst") if getattr(self, name)]
         if self.mode == "none" and (given or self.node_size > 1):
             what = "is given, and no link is slowed"
-            raise UserError(f"link.{(given or ['node_size'])[0]}", what, "add --link.mode simulated, netns or tc")
+            raise UserError(f"link.{(given or ['node_size'])[0]}", what, "add --link.mode simulated or netns")
         for name, parse in (("bandwidth", parse_bandwidth), ("latency", parse_duration), ("burst", parse_size)):
             if getattr(self, name):
                 parse(f"link.{name}", getattr(self, name))
@@ -237,10 +236,8 @@ class LinkConfig(Config):
             raise UserError(
                 "link.mode", "simulated has no bandwidth or latency", "add --link.bandwidth 1Gbit/s, or a latency"
             )
-        if self.mode in ("netns", "tc") and not self.bandwidth:
-            raise UserError("link.bandwidth", f"{self.mode} shapes a bandwidth", "give one, as 1Gbit/s")
-        if (self.mode == "tc") != bool(self.device):
-            raise UserError("link.device", f"{self.device!r} with mode {self.mode}", "give one with tc, and only then")
+        if self.mode == "netns" and not self.bandwidth:
+            raise UserError("link.bandwidth", "netns shapes a bandwidth", "give one, as 1Gbit/s")
         return self
 
 

@@ -107,8 +107,8 @@ def build_run(
 ) -> Run:
     """Build one rank's part of a run; collective.
 
-    ``choose_stage`` finds the lowest stage that fits, for the strategy ``auto``; None: it starts at stage 0. ``predict``
-    makes the plan that the run is compared with; None: there is no plan.
+    ``choose_stage`` finds the lowest stage that fits, for the strategy ``auto``; None: it starts at stage 0.
+    ``predict`` makes the plan that the run is compared with; None: there is no plan.
 
     Raises:
         UserError: as `built`.

@@ -1,8 +1,8 @@
 """Slowed links between nodes: puts this rank behind the link that a run asks for, and measures the result.
 
-There are three modes. ``simulated`` wraps the communicator. ``netns`` puts each node's ranks into a network namespace
-that the launcher created. ``tc`` makes them communicate through an interface that was shaped before. In the last two
-the kernel slows the traffic, and so everything that uses the network: our ring, gloo, PyTorch's own strategies.
+There are two modes. ``simulated`` wraps the communicator. ``netns`` puts each node's ranks into a network namespace
+that the launcher created; there the kernel slows the traffic, and so everything that uses the network: our ring, gloo,
+PyTorch's own strategies.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zeroshard.comm import Communicator, Link, RingCommunicator, ThrottledCommun
 from zeroshard.comm.probe import probe, why_not_comparable
 from zeroshard.comm.shm.shm import ranks_share_host
 from zeroshard.errors import UserError
-from zeroshard.launch.environment import World, enter_node, use_interface
+from zeroshard.launch.environment import World, enter_node
 from zeroshard.train.config.sections import LinkConfig
 from zeroshard.train.config.sizes import parse_bandwidth, parse_duration, parse_size
 
@@ -29,7 +29,6 @@ class Links:
     mode: str  # as in `LinkConfig`
     between: Link  # a node's link to other nodes, in each direction
     node_size: int  # neighbouring ranks that form a node
-    device: str  # the network interface of mode ``tc``
 
     @classmethod
     def of(cls, config: LinkConfig) -> Links:
@@ -37,31 +36,16 @@ class Links:
         bytes_per_s = parse_bandwidth("link.bandwidth", config.bandwidth) if config.bandwidth else math.inf
         latency_s = parse_duration("link.latency", config.latency) if config.latency else 0.0
         between = Link(latency_s, bytes_per_s, parse_size("link.burst", config.burst) if config.burst else 0)
-        return cls(config.mode, between, config.node_size, config.device)
-
-    @property
-    def in_kernel(self) -> bool:
-        """Whether the kernel slows these links, and thus only traffic that passes through its network stack."""
-        return self.mode in ("netns", "tc")
-
-    @property
-    def shared_memory_bypasses(self) -> bool:
-        """Whether ranks that communicate by shared memory would bypass these links.
-
-        They would in mode ``tc``. In ``netns`` each node counts as a host of its own, so no memory is shared across.
-        """
-        return self.mode == "tc"
+        return cls(config.mode, between, config.node_size)
 
     def enter(self, world: World) -> None:
         """Move this process behind its link; must be called before it connects to any other rank.
 
         Raises:
-            UserError: the network namespaces or the interface do not exist.
+            UserError: the network namespaces do not exist.
         """
         if self.mode == "netns":
             enter_node(world.local_rank)
-        elif self.mode == "tc":
-            use_interface(self.device)
 
     def slow(self, comm: Communicator, device: torch.device) -> Communicator:
         """Wrap ``comm`` in simulated links; in other modes, or with one rank, return it unchanged. Collective.
@@ -73,10 +57,10 @@ class Links:
             return comm
         if device.type != "cpu":
             what = f"simulated delays CPU tensors, and this run is on {device}"
-            raise UserError("link.mode", what, "use --device cpu, or --link.mode tc")
+            raise UserError("link.mode", what, "use --device cpu")
         if not ranks_share_host():
             what = "simulated needs the clock of one host, and these ranks are on several"
-            raise UserError("link.mode", what, "use --link.mode tc")
+            raise UserError("link.mode", what, "slow their network by its own means")
         return ThrottledCommunicator(comm, self.between, node_size=self.node_size)
 
     def probed(self, comm: Communicator) -> dict[str, Any]:
@@ -86,12 +70,13 @@ class Links:
         """
         if self.mode == "none" or comm.world_size <= self.node_size:
             return {}
-        if self.in_kernel and not isinstance(comm, RingCommunicator):
+        in_kernel = self.mode == "netns"
+        if in_kernel and not isinstance(comm, RingCommunicator):
             ring = RingCommunicator()  # gloo's collectives do not saturate a link, so they cannot measure it
             achieved = probe(ring, self.between, self.node_size, ring_messages=True)
             ring.close()
         else:
-            achieved = probe(comm, self.between, self.node_size, ring_messages=self.in_kernel)
+            achieved = probe(comm, self.between, self.node_size, ring_messages=in_kernel)
         if achieved is None:
             return {}
         why = why_not_comparable(self.between, achieved)

@@ -62,8 +62,7 @@ def join(
         links.enter(world)
     store = _met(world, facts)
     init_process_group(world, device, store=store)
-    around = links is not None and links.shared_memory_bypasses
-    comm = (named or COMMUNICATORS[choose(strategy, device, shared_memory_bypasses=around)])()
+    comm = (named or COMMUNICATORS[choose(strategy, device)])()
     close = getattr(comm, "close", None)
     if close is not None:
         stack.callback(close)
@@ -106,13 +105,8 @@ def _met(world: World, facts: Mapping[str, object] | None) -> dist.Store:
     return store
 
 
-def choose(strategy: str, device: torch.device, *, shared_memory_bypasses: bool = False) -> str:
-    """Return the communicator that ``auto`` means in an initialised world of several ranks. Collective.
-
-    ``shared_memory_bypasses``: whether shared memory must be avoided, because it would bypass a link that is slowed.
-    """
+def choose(strategy: str, device: torch.device) -> str:
+    """Return the communicator that ``auto`` means in an initialised world of several ranks. Collective."""
     if device.type != "cpu" or strategy_entry(strategy).over_torch:
         return "torch"
-    if shared_memory_bypasses:
-        return "ring"
     return "shm" if len(set(hosts_of_ranks())) == 1 else "ring"
