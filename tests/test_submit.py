@@ -19,7 +19,7 @@ import pytest
 
 import forked
 from zeroshard.cli import main
-from zeroshard.submit import SubmitConfig, TrainJob, submit
+from zeroshard.submit import SubmitConfig, submit
 
 pytestmark = pytest.mark.skipif(find_spec("submitit") is None, reason="needs submitit")
 PATIENCE_S, NUM_STEPS = 600.0, 500
@@ -163,9 +163,3 @@ def test_a_run_that_fails_passes_its_status_on(tmp_path):
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "did you mean --max-steps?" in done.stderr
-
-
-def test_what_is_pickled_is_the_words_alone():
-    job = TrainJob(["--max-steps", "5"])
-    job._rank = 1234
-    assert job.__getstate__() == {"words": ["--max-steps", "5"], "_rank": None}

@@ -6,7 +6,7 @@ import torch
 from nets import Net
 from zeroshard import checkpoint
 from zeroshard.checkpoint import store
-from zeroshard.comm import LocalCommunicator, run_threads
+from zeroshard.comm import run_threads
 from zeroshard.errors import UserError
 from zeroshard.zero import Zero
 
@@ -49,51 +49,6 @@ def test_the_reader_tells_kinds_and_shapes_and_reads_slices_alone(tmp_path, even
             reader.read("block.weight", "param", (20, 22))
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_damaged_file_is_an_error_on_every_rank_that_names_it(tmp_path, evenly_sharded, some_tensors, world_size):
-    path = tmp_path / "c"
-    _save(path, evenly_sharded, some_tensors, 2, step=0)
-    file = path / "rank-00001-of-00002.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-3] ^= 16
-    file.write_bytes(content)
-
-    def load(comm):
-        target = evenly_sharded(comm, some_tensors)
-        with pytest.raises(UserError, match=r"rank-00001-of-00002\.safetensors: is damaged"):
-            checkpoint.load(path, target)
-        return target.loaded
-
-    assert run_threads(load, world_size) == [{}] * world_size
-
-
-def test_latest_is_the_newest_complete_one(tmp_path, evenly_sharded, some_tensors):
-    assert checkpoint.latest(tmp_path / "nowhere") is None
-    for step in (9, 100, 20):
-        _save(tmp_path / f"step-{step:08d}", evenly_sharded, some_tensors, 1, step=step)
-    half_written = tmp_path / "step-00000300"
-    half_written.mkdir()
-    (half_written / "rank-00000-of-00001.safetensors").write_bytes(b"half")
-    (tmp_path / "step-soon").mkdir()
-    (tmp_path / "notes.txt").write_text("")
-    assert checkpoint.latest(tmp_path) == tmp_path / "step-00000100"
-    (tmp_path / "step-00000100").rename(tmp_path / ".step-00000100.old")  # killed between two renames
-    assert checkpoint.latest(tmp_path) == tmp_path / "step-00000100"
-    assert checkpoint.open_manifest(tmp_path / "step-00000100")[1].step == 100
-
-
-def test_loading_what_is_not_there_says_so(tmp_path, evenly_sharded, some_tensors):
-    with pytest.raises(UserError, match="is not a complete checkpoint"):
-        checkpoint.load(tmp_path / "step-1", evenly_sharded(LocalCommunicator(), some_tensors))
-
-
-def test_saving_again_under_the_same_name_replaces_it(tmp_path, evenly_sharded, some_tensors):
-    _save(tmp_path / "c", evenly_sharded, some_tensors, 3, step=1)
-    _save(tmp_path / "c", evenly_sharded, some_tensors, 1, step=2)
-    assert checkpoint.open_manifest(tmp_path / "c")[1].step == 2
-    assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
-
-
 def test_a_rank_that_cannot_write_fails_the_save_on_all_and_the_old_one_stays(
     tmp_path, evenly_sharded, some_tensors, monkeypatch
 ):
@@ -129,13 +84,6 @@ def test_pieces_that_leave_a_gap_are_never_called_a_checkpoint(tmp_path, evenly_
     run_threads(save, 2)
     assert checkpoint.latest(tmp_path) is None
     assert not (tmp_path / "c").exists()
-
-
-def test_extra_that_json_cannot_hold_is_refused_before_anything_is_written(tmp_path, evenly_sharded, some_tensors):
-    source = evenly_sharded(LocalCommunicator(), some_tensors)
-    with pytest.raises(ValueError, match="JSON"):
-        checkpoint.save(tmp_path / "c", source, step=1, extra={"loss": float("nan")})
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("step", [-1, 1.5, "7", None, True])

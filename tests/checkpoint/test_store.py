@@ -50,10 +50,10 @@ def test_a_written_file_is_plain_safetensors_and_its_hash_is_true(tmp_path, monk
         assert digest == xxhash.xxh3_128(piece).hexdigest()
 
 
-@pytest.mark.parametrize("num_letters", range(1, 9))
-def test_tensors_begin_where_any_dtype_is_aligned(tmp_path, num_letters):
-    written = store.write_tensors(tmp_path / "x", {"k" * num_letters: torch.zeros(2)})
-    assert written.file.header_bytes % 8 == 0
+def test_tensors_begin_where_any_dtype_is_aligned(tmp_path):
+    for num_letters in range(1, 9):
+        written = store.write_tensors(tmp_path / "x", {"k" * num_letters: torch.zeros(2)})
+        assert written.file.header_bytes % 8 == 0
 
 
 def test_a_file_is_flushed_while_it_is_written_and_each_flush_is_told(tmp_path, monkeypatch):
@@ -75,21 +75,6 @@ def test_a_flush_that_fails_fails_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(OSError, match="Input/output error"):
         store.write_tensors(tmp_path / "x.safetensors", {name: torch.zeros(100) for name in "ab"})
-
-
-def test_a_folder_has_its_name_only_when_it_is_whole(tmp_path):
-    path = tmp_path / "step-1"
-    _fill(path, "new")
-    assert store.resolve(path) is None
-    store.commit(path)
-    assert store.resolve(path) == path
-    assert [entry.name for entry in tmp_path.iterdir()] == ["step-1"]
-
-
-def test_what_an_interrupted_save_left_is_cleared_by_the_next(tmp_path):
-    path = tmp_path / "step-1"
-    (_fill(path, "killed") / "rank-00000-of-00001.safetensors").write_text("half")
-    assert list(store.begin(path).iterdir()) == []
 
 
 def test_a_save_killed_at_any_rename_leaves_one_whole_checkpoint(tmp_path, monkeypatch):

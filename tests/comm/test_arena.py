@@ -58,13 +58,6 @@ def test_memory_that_is_free_again_serves_the_next_tensor_of_its_size(segments):
     assert mine.empty(1000, torch.float32).data_ptr() != address
 
 
-def test_a_tensor_from_elsewhere_has_no_place(segments):
-    mine = Arena(segments[0])
-    assert mine.place_of(torch.zeros(3)) is None
-    mine.empty(3, torch.float32)
-    assert mine.place_of(torch.zeros(3)) is None
-
-
 def test_extents_follow_one_another(segments, monkeypatch):
     monkeypatch.setattr(arena, "_EXTENT_BYTES", 8192)
     own, other = segments

@@ -28,7 +28,6 @@ from zeroshard.comm import (
     reduce_scatter_consuming,
     run_threads,
     split,
-    thread_transports,
 )
 
 OPS = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum, "product": torch.mul}
@@ -397,17 +396,6 @@ class TestEachCommunicator:
     @pytest.mark.parametrize("kind", ["ring", "shm"])
     def test_ours(self, case, wrapper, kind, world_size, gloo_ranks):
         gloo_ranks(world_size).run(_on_own_rank, case, wrapper, kind)
-
-    @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-    def test_rings_of_threads(self, case, wrapper, world_size):
-        transports = thread_transports(world_size, timeout_s=120)
-
-        def on_rank(comm):
-            ring = RingCommunicator(transport=transports[comm.rank])
-            _on_rank(ring, case, wrapper)
-            ring.close()
-
-        run_threads(on_rank, world_size)
 
     def test_gloo_groups(self, case, wrapper, gloo_ranks):
         gloo_ranks(4).run(_on_rank_of_group, case, wrapper)

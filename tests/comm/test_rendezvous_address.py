@@ -25,19 +25,13 @@ def test_who_has_the_address_serves_the_meeting_there():
     assert meeting.serves
     assert meeting.own_address == "127.0.0.1"
     assert meeting.interface == "lo"
+    assert not meeting_at("192.0.2.1:2345", 2, 2).serves  # reserved for documentation: nobody has it
+    assert meeting_at("127.0.0.1", 2, 2).port == DEFAULT_PORT
 
 
 def test_where_somebody_serves_already_this_process_comes_as_a_guest():
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert not meeting_at(f"127.0.0.1:{server.getsockname()[1]}", 2, 2).serves
-
-
-def test_an_address_of_another_machine_is_not_served():
-    assert not meeting_at("192.0.2.1:2345", 2, 2).serves  # reserved for documentation: nobody has it
-
-
-def test_the_port_may_be_left_out():
-    assert meeting_at("127.0.0.1", 2, 2).port == DEFAULT_PORT
 
 
 def test_a_meeting_that_cannot_be_reached_any_more_is_told_once(monkeypatch):

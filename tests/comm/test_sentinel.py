@@ -386,15 +386,3 @@ def test_in_a_large_world_all_ranks_name_whom_its_neighbours_found_silent(stalle
     assert fault is not None
     assert fault.startswith("rank ")
     assert watches[5]._name_fault() == fault
-
-
-def test_a_store_is_asked_once_whether_a_key_is_there():
-    asked, board = [], StoreBoard(dist.HashStore())
-    store = board._store
-    board._store = SimpleNamespace(
-        check=lambda keys: asked.append(keys) or store.check(keys), get=store.get, set=store.set
-    )
-    assert board.read("rank1") is None
-    board.post("rank1", b"1")
-    assert [board.read("rank1") for _ in range(3)] == [b"1"] * 3
-    assert asked == [["rank1"]] * 2

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zeroshard.comm import PeerError, SharedMemoryCommunicator, ranks_share_host, run_threads
+from zeroshard.comm import PeerError, SharedMemoryCommunicator, ranks_share_host
 from zeroshard.comm.shm import mapped, shm
 from zeroshard.errors import UserError
 
@@ -59,17 +59,6 @@ def test_a_sum_in_the_order_of_ranks_may_go_where_a_part_of_it_lies(own, partial
     shm._combine_in_order(torch.add, parts, parts[own], own, parts[0] if partial != "apart" else torch.empty(5))
     assert torch.equal(parts[own], expected)
     assert all(torch.equal(parts[rank], part) for rank, part in kept.items())
-
-
-@pytest.mark.parametrize("numel", [1, 3, 1001, 1_000_003])
-def test_sums_run_in_the_order_of_ranks_as_those_of_threads_do(gloo_ranks, numel):
-    def on_thread(comm):
-        tensor = _random(comm.rank, numel)
-        comm.all_reduce(tensor).wait()
-        return tensor
-
-    expected = run_threads(on_thread, 4)[0]
-    assert all(torch.equal(tensor, expected) for tensor in gloo_ranks(4).run(_reduced, numel))
 
 
 def _long_and_many(comm):
@@ -271,17 +260,3 @@ def test_a_file_that_another_rank_names_and_is_no_segment_stays_as_it_is(segment
     with pytest.raises(OSError, match="it is not called as a segment is"):
         mapped.Segment.attach(precious, 1, 3)
     assert precious.read_bytes() == bytes(9000)
-
-
-def test_a_counter_is_seen_by_all_who_map_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(mapped, "folder", lambda: Path(tmp_path))
-    mine = mapped.Segment.create(0, 3, 4096)
-    theirs = mapped.Segment.attach(mine.path, 0, 3)
-    mine.data[:3] = 7
-    mine.counters[1].advance(2**40)
-    theirs.counters[1].wait(2**40, timeout_s=1)
-    assert theirs.data[:4].tolist() == [7, 7, 7, 0]
-    assert [counter.value for counter in theirs.counters] == [0, 2**40, 0]
-    mine.unlink()
-    theirs.close()
-    mine.close()

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ranks import GlooRanks, RankError
 from zeroshard.comm import TorchCommunicator
 
 
@@ -47,18 +46,6 @@ def order_of_sums(comm):
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_gloo_adds_in_one_order_at_every_size(world_size, gloo_ranks):
     assert gloo_ranks(world_size).run(order_of_sums) == [[True] * 4] * world_size
-
-
-def fail_on_one(comm):
-    if comm.rank == 1:
-        raise KeyError("mine")
-
-
-def test_the_harness_tells_what_a_rank_raised_and_starts_anew(gloo_ranks):
-    ranks = GlooRanks(2)
-    with pytest.raises(RankError, match="KeyError: 'mine'"):
-        ranks.run(fail_on_one)
-    assert not ranks.alive
 
 
 @contextmanager

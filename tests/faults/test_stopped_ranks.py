@@ -46,7 +46,7 @@ def run(tmp_path):
         process.communicate()
 
 
-@pytest.mark.parametrize("killed", range(WORLD_SIZE))
+@pytest.mark.parametrize("killed", [0, 2])
 def test_the_rank_that_was_killed_is_named(run, killed):
     process, ranks = run()
     ranks[killed].kill()
