@@ -3,7 +3,7 @@ import os
 import numpy as np
 import pytest
 
-from zeroshard.data import TokenBatches
+from zeroshard.data import RowBatches, TextRows
 from zeroshard.data.bins import TokenBins
 from zeroshard.data.meta import read_meta
 from zeroshard.data.prepare import DataSpec, prepare
@@ -50,7 +50,7 @@ def test_ids_as_wide_as_a_folder_s_are_read_where_they_lie(tmp_path):
     assert read_meta(out).tokens_sha256 == read_meta(copied).tokens_sha256
     assert [len(each.shards) for each in read_meta(out).splits.values()] == [3, 1]
     for split in ("train", "val"):
-        ours, theirs = (TokenBatches(TokenDataset.open(folder, split), 8, 4) for folder in (out, copied))
+        ours, theirs = (RowBatches(TextRows(TokenDataset.open(folder, split), 8), 4) for folder in (out, copied))
         assert all((a == b).all() for step in range(5) for a, b in zip(ours(step, 0), theirs(step, 0), strict=True))
     verify(out)
     assert files[0].stat().st_size == 2000

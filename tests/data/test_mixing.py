@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from zeroshard.data import order
+from zeroshard.data.base import TextRows
 from zeroshard.data.mixing import JoinedRows, Mixture
-from zeroshard.data.row_sets import TextRows
 from zeroshard.data.tokens import TokenDataset
 
 SEQ_LEN = 4

@@ -1,7 +1,7 @@
 """From text to token shards to batches; each stage is a pure function of its inputs.
 
 `prepare` reads a source (`sources`), splits it (`split`), encodes it (`tokenizer`) and writes memory-mapped shards
-(`tokens`, described by `meta`); `TokenBatches` reads them back as a function of the step (`base`, `order`).
+(`tokens`, described by `meta`); `RowBatches` reads them back as a function of the step (`batches`, `order`).
 
 The names are loaded on first use, so that preparing data or checking a spec does not import torch. The function
 `prepare` has the name of its module and so is imported from there: ``from zeroshard.data.prepare import prepare``.
@@ -15,11 +15,12 @@ from zeroshard.lazily import lazy_names
 
 if TYPE_CHECKING:
     from zeroshard.data.base import Batches as Batches
-    from zeroshard.data.base import EvalBatches as EvalBatches
-    from zeroshard.data.base import TokenBatches as TokenBatches
+    from zeroshard.data.base import TextRows as TextRows
     from zeroshard.data.base import Tokens as Tokens
     from zeroshard.data.base import num_rows as num_rows
     from zeroshard.data.base import require_enough as require_enough
+    from zeroshard.data.batches import EvalBatches as EvalBatches
+    from zeroshard.data.batches import RowBatches as RowBatches
     from zeroshard.data.meta import DataMeta as DataMeta
     from zeroshard.data.meta import read_meta as read_meta
     from zeroshard.data.registry import SOURCES as SOURCES

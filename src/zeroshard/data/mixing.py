@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from zeroshard.data import order
-from zeroshard.data.row_sets import Rows, TextRows
+from zeroshard.data.base import Rows, TextRows
 
 _BLOCK = 1 << 12  # positions that are counted together
 _AT_ONCE = 1 << 8  # blocks that are counted together
@@ -25,7 +25,7 @@ _COUNTED = 1 << 22  # rows that are counted exactly; estimates for longer runs a
 
 
 class JoinedRows:
-    """The rows of several sources, numbered one source after the other; implements `zeroshard.data.row_sets.Rows`.
+    """The rows of several sources, numbered one source after the other; implements `zeroshard.data.base.Rows`.
 
     Args:
         parts: the sources; all are packed, or none is.

@@ -21,9 +21,8 @@ import torch
 
 from zeroshard import checkpoint
 from zeroshard.comm import Communicator, LocalCommunicator
-from zeroshard.data import EvalBatches, TokenDataset, Tokenizer, load_tokenizer, num_rows, read_meta, require_enough
-from zeroshard.data.base import EvalBatch
-from zeroshard.data.examples.batches import ExampleEvalBatches
+from zeroshard.data import EvalBatches, TextRows, TokenDataset, Tokenizer, load_tokenizer, read_meta, require_enough
+from zeroshard.data.base import EvalBatch, Rows
 from zeroshard.data.examples.row_plan import rows_in
 from zeroshard.data.joining import num_text_bytes
 from zeroshard.data.prepared import rule_of, say
@@ -110,17 +109,15 @@ def score(config: EvalConfig, comm: Communicator, device: torch.device) -> Score
     if meta.examples:
         cut = trained is None or trained.data.too_long == "cut"
         packed = trained is not None and trained.data.packing
-        rows = rows_in(tokens_folder, config.split, seq_len, cut=cut, packed=packed)
-        sizes = config.micro_batch_size, most_rows or rows.num_rows
-        batches = ExampleEvalBatches(rows, *sizes, comm.rank, comm.world_size)
-        num_tokens, num_bytes = batches.num_targets, 0
+        rows: Rows = rows_in(tokens_folder, config.split, seq_len, cut=cut, packed=packed)
     else:
         tokens = TokenDataset.open(tokens_folder, config.split)
         require_enough(tokens, seq_len, 1, split=config.split)
-        sizes = config.micro_batch_size, most_rows or num_rows(tokens, seq_len)
-        batches = EvalBatches(tokens, seq_len, *sizes, comm.rank, comm.world_size)
-        num_tokens = batches.num_rows * seq_len
-        num_bytes = 0 if tokenizer is None else _text_bytes(tokenizer, batches, tokens, seq_len)
+        rows = TextRows(tokens, seq_len)
+    sizes = config.micro_batch_size, most_rows or rows.num_rows
+    batches = EvalBatches(rows, *sizes, comm.rank, comm.world_size)
+    num_tokens = batches.num_targets
+    num_bytes = 0 if tokenizer is None or meta.examples else _text_bytes(tokenizer, batches)
     loss = evaluate(model, _known_ids(batches, model.config.vocab_size, tokens_folder), comm, device)
     bits = loss * num_tokens / (log(2) * num_bytes) if num_bytes else None
     perplexity = exp(loss) if loss < MOST_EXPONENT else inf
@@ -260,9 +257,9 @@ def _known_ids(batches: Iterable[EvalBatch], vocab_size: int, folder: Path) -> I
         yield batch
 
 
-def _text_bytes(tokenizer: Tokenizer, batches: EvalBatches, tokens: TokenDataset, seq_len: int) -> int:
+def _text_bytes(tokenizer: Tokenizer, batches: EvalBatches) -> int:
     """Bytes of text of all ranks' targets."""
-    everything = EvalBatches(tokens, seq_len, batches.micro_batch_size, batches.num_rows)
+    everything = EvalBatches(batches.rows, batches.micro_batch_size, batches.num_rows)
     total = 0
     for _, targets_BT, _ in everything:
         total += sum(num_text_bytes(tokenizer, np.asarray(row)) for row in targets_BT)

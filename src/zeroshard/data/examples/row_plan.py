@@ -29,7 +29,7 @@ IGNORED = -100  # the default ignore_index of torch's cross_entropy
 
 @dataclass(frozen=True)
 class ExampleRows:
-    """Rows of one or more examples each; implements `zeroshard.data.row_sets.Rows`.
+    """Rows of one or more examples each; implements `zeroshard.data.base.Rows`.
 
     Attributes:
         examples: the examples that rows are read from.

@@ -83,7 +83,7 @@ class Run:
     # where a step's data begins, for a checkpoint; None if the step number alone says it
     data_position: Callable[[int], dict[str, Any] | None] = lambda step: None
     # factor of the loss of (step, micro_step), if not all targets count: see [Note: The mean over what counts] in
-    # `zeroshard.data.examples.batches`
+    # `zeroshard.data.batches`
     loss_weight: Callable[[int, int], float] | None = None
     named_evals: Mapping[str, Iterable[EvalBatch]] = field(default_factory=dict)  # further validation sets
     replicas: Replicas | None = None  # if they take local steps

@@ -13,9 +13,9 @@ from typing import Any
 
 from zeroshard.comm import Communicator
 from zeroshard.comm.agree import first_rank_does, gather_bytes
-from zeroshard.data import Batches, EvalBatches, TokenBatches, TokenDataset, require_enough
-from zeroshard.data.base import EvalBatch
-from zeroshard.data.examples.batches import ExampleBatches, ExampleEvalBatches, require_rows
+from zeroshard.data import Batches, EvalBatches, RowBatches, TextRows, TokenDataset, require_enough
+from zeroshard.data.base import EvalBatch, Rows
+from zeroshard.data.batches import require_rows
 from zeroshard.data.examples.row_plan import ExampleRows, rows_in
 from zeroshard.data.examples.store import require_plain
 from zeroshard.data.examples.template import TEMPLATE_FILES, find_template, has_template, keep_template
@@ -23,7 +23,6 @@ from zeroshard.data.lanes import open_stream
 from zeroshard.data.meta import SPLITS, DataMeta, read_meta
 from zeroshard.data.mixing import JoinedRows, Mixture
 from zeroshard.data.prepared import say
-from zeroshard.data.row_sets import Rows, TextRows
 from zeroshard.data.sources import SyntheticSize, has_columns, open_source
 from zeroshard.data.spec import data_dir
 from zeroshard.data.stream import StreamBatches, validation_tokens
@@ -79,11 +78,10 @@ def _prepared(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
     train, val = (TokenDataset.open(folder, split) for split in ("train", "val"))
     require_enough(train, config.seq_len, config.micro_batch_size * grad_accum_steps * comm.world_size)
     require_enough(val, config.seq_len, 1, split="val")
-    ranks = {"rank": comm.rank, "world_size": comm.world_size}
-    shapes = {"seq_len": config.seq_len, "micro_batch_size": config.micro_batch_size}
+    ranks, size, seq_len = (comm.rank, comm.world_size), config.micro_batch_size, config.seq_len
     return Corpus(
-        batches=TokenBatches(train, **shapes, grad_accum_steps=grad_accum_steps, seed=config.seed, **ranks),
-        eval_batches=EvalBatches(val, **shapes, max_rows=config.eval_rows, **ranks),
+        batches=RowBatches(TextRows(train, seq_len), size, grad_accum_steps, *ranks, config.seed),
+        eval_batches=EvalBatches(TextRows(val, seq_len), size, config.eval_rows, *ranks),
         vocab_size=train.vocab_size,
         eos_id=meta.eos_id,
         sha256=meta.tokens_sha256,
@@ -108,7 +106,7 @@ def _in_rows(config: TrainConfig, comm: Communicator, grad_accum_steps: int) -> 
             if comm.rank == 0 and said:
                 print(said, file=sys.stderr, flush=True)
     ranks, size = {"rank": comm.rank, "world_size": comm.world_size}, config.micro_batch_size
-    batches = ExampleBatches(train, size, grad_accum_steps, seed=config.seed, rows_at=mixture, **ranks)
+    batches = RowBatches(train, size, grad_accum_steps, seed=config.seed, rows_at=mixture, **ranks)
     chosen = Mixture(val, weights, config.seed).evenly(config.eval_rows) if isinstance(val, JoinedRows) else None
     rows_per_step = batches.num_micro_batches * size
     in_rows = f" packed {config.seq_len}" if data.packing else ""
@@ -117,7 +115,7 @@ def _in_rows(config: TrainConfig, comm: Communicator, grad_accum_steps: int) -> 
     told = _told(sources, parts["train"], mixture, config.max_steps * rows_per_step)
     return Corpus(
         batches=batches,
-        eval_batches=ExampleEvalBatches(val, size, config.eval_rows, chosen=chosen, **ranks),
+        eval_batches=EvalBatches(val, size, config.eval_rows, chosen=chosen, **ranks),
         vocab_size=max(meta.vocab_size for meta in metas),
         eos_id=metas[0].eos_id,
         sha256=hashlib.sha256(f"{tokens} {data.too_long}{in_rows}{mixed}".encode()).hexdigest(),
@@ -191,7 +189,6 @@ def _named_evals(config: TrainConfig, folder: Path, comm: Communicator) -> dict[
     """Return the batches of each further validation set, tokenized by the tokenizer in ``folder``. Collective."""
     meta, found = read_meta(folder), {}
     tokenizer = f"json:{folder / TOKENIZER_FILE}" if meta.tokenizer_sha256 else config.data.tokenizer
-    ranks = {"rank": comm.rank, "world_size": comm.world_size}
     size, most, data_column = config.micro_batch_size, config.eval_rows, config.data.column
     for name, path in config.data.val_paths.items():
         column = data_column if has_columns("text", (path,), data_column) else "text"
@@ -204,12 +201,12 @@ def _named_evals(config: TrainConfig, folder: Path, comm: Communicator) -> dict[
         agree_on(comm, {f"{name}: {fact}": value for fact, value in data_facts(own).items()})
         if own.examples or data.packing:
             cut = data.too_long == "cut"
-            rows = rows_in(where, "train", config.seq_len, named=name, cut=cut, packed=data.packing)
-            found[name] = ExampleEvalBatches(rows, size, most, comm.rank, comm.world_size)
+            rows: Rows = rows_in(where, "train", config.seq_len, named=name, cut=cut, packed=data.packing)
         else:
             tokens = TokenDataset.open(where, "train")
             require_enough(tokens, config.seq_len, 1, split=name)
-            found[name] = EvalBatches(tokens, config.seq_len, size, most, **ranks)
+            rows = TextRows(tokens, config.seq_len)
+        found[name] = EvalBatches(rows, size, most, comm.rank, comm.world_size)
     return found
 
 
@@ -246,7 +243,9 @@ def _streamed(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
 
     return Corpus(
         batches=batches,
-        eval_batches=EvalBatches(val, **shapes, max_rows=num_rows, **ranks),
+        eval_batches=EvalBatches(
+            TextRows(val, config.seq_len), config.micro_batch_size, num_rows, comm.rank, comm.world_size
+        ),
         vocab_size=tokenizer.vocab_size,
         eos_id=tokenizer.eos_id,
         sha256=text.identity,

@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from zeroshard.data.base import EvalBatches, TokenBatches, num_rows, require_enough
+from zeroshard.data.base import TextRows, num_rows, require_enough
+from zeroshard.data.batches import EvalBatches, RowBatches
 from zeroshard.data.tokens import TokenDataset
 from zeroshard.errors import UserError
 
@@ -21,14 +22,14 @@ def rows_of(tokens):
 def global_batch(world_size, micro_batch_size, grad_accum_steps, step):
     """Rows of a step in stream order."""
     ranks = [
-        TokenBatches(corpus(403), SEQ_LEN, micro_batch_size, grad_accum_steps, rank, world_size, seed=5)
+        RowBatches(TextRows(corpus(403), SEQ_LEN), micro_batch_size, grad_accum_steps, rank, world_size, seed=5)
         for rank in range(world_size)
     ]
     return [row for micro in range(grad_accum_steps) for rank in ranks for row in rows_of(rank(step, micro)[0])]
 
 
 def test_targets_are_the_tokens_one_place_on():
-    tokens, targets = TokenBatches(corpus(41), SEQ_LEN, micro_batch_size=3)(0, 0)
+    tokens, targets = RowBatches(TextRows(corpus(41), SEQ_LEN), micro_batch_size=3)(0, 0)
     assert tokens.shape == targets.shape == (3, SEQ_LEN)
     assert tokens.dtype == targets.dtype == torch.int64
     assert tokens.is_contiguous()
@@ -45,7 +46,7 @@ def test_any_world_reads_the_same_global_batch_in_the_same_order(step):
 
 
 def test_steps_continue_one_stream_that_visits_each_row_once_an_epoch():
-    batches = TokenBatches(corpus(4 * 30 + 1), SEQ_LEN, micro_batch_size=6)
+    batches = RowBatches(TextRows(corpus(4 * 30 + 1), SEQ_LEN), micro_batch_size=6)
     stream = [row for step in range(10) for row in rows_of(batches(step, 0)[0])]
     assert sorted(stream[:30]) == sorted(stream[30:]) == list(range(30))
     assert stream[:30] != stream[30:]
@@ -55,7 +56,7 @@ def test_steps_continue_one_stream_that_visits_each_row_once_an_epoch():
 def test_rows_are_fetched_while_the_batch_before_them_is_trained_on(grad_accum_steps):
     asked, tokens = [], corpus(403)
     tokens.read_ahead = lambda starts, lengths: asked.extend((starts // SEQ_LEN).tolist())
-    batches = TokenBatches(tokens, SEQ_LEN, 5, grad_accum_steps, rank=1, world_size=2)
+    batches = RowBatches(TextRows(tokens, SEQ_LEN), 5, grad_accum_steps, rank=1, world_size=2)
     read = []
     for step, micro in [(3, micro) for micro in range(grad_accum_steps)] + [(4, 0)]:
         read += rows_of(batches(step, micro)[0])
@@ -71,33 +72,33 @@ def test_a_stream_need_not_know_how_to_read_ahead():
     class Plain:
         num_tokens, gather = 403, corpus(403).gather
 
-    assert torch.equal(*(TokenBatches(tokens, SEQ_LEN, 5)(3, 0)[0] for tokens in (Plain(), corpus(403))))
+    assert torch.equal(*(RowBatches(TextRows(tokens, SEQ_LEN), 5)(3, 0)[0] for tokens in (Plain(), corpus(403))))
 
 
 def test_a_batch_depends_on_its_step_alone():
-    first, second = (TokenBatches(corpus(403), SEQ_LEN, 5, 2, seed=1) for _ in range(2))
+    first, second = (RowBatches(TextRows(corpus(403), SEQ_LEN), 5, 2, seed=1) for _ in range(2))
     for step in range(7):
         first(step, 1)
     assert torch.equal(first(7, 1)[0], second(7, 1)[0])
-    assert not torch.equal(first(7, 1)[0], TokenBatches(corpus(403), SEQ_LEN, 5, 2, seed=2)(7, 1)[0])
+    assert not torch.equal(first(7, 1)[0], RowBatches(TextRows(corpus(403), SEQ_LEN), 5, 2, seed=2)(7, 1)[0])
 
 
 def test_wrong_sizes_are_refused():
     with pytest.raises(ValueError, match="micro_batch_size must be at least 1"):
-        TokenBatches(corpus(41), SEQ_LEN, 0)
+        RowBatches(TextRows(corpus(41), SEQ_LEN), 0)
     with pytest.raises(ValueError, match="rank 2 of 2"):
-        TokenBatches(corpus(41), SEQ_LEN, 1, rank=2, world_size=2)
-    with pytest.raises(ValueError, match="4 tokens hold no row of seq_len 4: 5 are needed"):
-        TokenBatches(corpus(4), SEQ_LEN, 1)
+        RowBatches(TextRows(corpus(41), SEQ_LEN), 1, rank=2, world_size=2)
+    with pytest.raises(ValueError, match="num_rows must be at least 1"):
+        RowBatches(TextRows(corpus(4), SEQ_LEN), 1)
     with pytest.raises(ValueError, match=r"micro_step must be in \[0, 2\), got 2"):
-        TokenBatches(corpus(41), SEQ_LEN, 1, 2)(0, 2)
+        RowBatches(TextRows(corpus(41), SEQ_LEN), 1, 2)(0, 2)
     with pytest.raises(ValueError, match="max_rows must be at least 1"):
-        EvalBatches(corpus(41), SEQ_LEN, 1, max_rows=0)
+        EvalBatches(TextRows(corpus(41), SEQ_LEN), 1, max_rows=0)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 def test_any_world_evaluates_the_same_rows_once(world_size):
-    ranks = [list(EvalBatches(corpus(403), SEQ_LEN, 2, 10, rank, world_size)) for rank in range(world_size)]
+    ranks = [list(EvalBatches(TextRows(corpus(403), SEQ_LEN), 2, 10, rank, world_size)) for rank in range(world_size)]
     assert len({len(batches) for batches in ranks}) == 1  # a rank with fewer forwards would hang the others
     counted = [row for batches in ranks for tokens, _, weight in batches if weight for row in rows_of(tokens)]
     assert sorted(counted) == list(range(0, 100, 10))  # 10 of 100 rows, spread evenly
@@ -105,20 +106,20 @@ def test_any_world_evaluates_the_same_rows_once(world_size):
 
 
 def test_evaluation_repeats_itself_exactly():
-    batches = EvalBatches(corpus(403), SEQ_LEN, 2, 10)
+    batches = EvalBatches(TextRows(corpus(403), SEQ_LEN), 2, 10)
     assert len(batches) == 5
     assert all(torch.equal(one[1], two[1]) for one, two in zip(batches, batches, strict=True))
 
 
 def test_evaluation_takes_what_a_short_corpus_has():
-    batches = EvalBatches(corpus(4 * 7 + 1), SEQ_LEN, 2, 100)
+    batches = EvalBatches(TextRows(corpus(4 * 7 + 1), SEQ_LEN), 2, 100)
     assert [(rows_of(tokens), weight) for tokens, _, weight in batches] == [
         ([0, 1], 2),
         ([2, 3], 2),
         ([4, 5], 2),
         ([6], 1),
     ]
-    ((tokens, _, weight),) = EvalBatches(corpus(4 * 3 + 1), SEQ_LEN, 8, 100)
+    ((tokens, _, weight),) = EvalBatches(TextRows(corpus(4 * 3 + 1), SEQ_LEN), 8, 100)
     assert rows_of(tokens) == [0, 1, 2]
     assert weight == 3
 
@@ -126,7 +127,10 @@ def test_evaluation_takes_what_a_short_corpus_has():
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("micro_batch_size", [1, 7, 12, 1000])
 def test_the_rows_of_an_evaluation_do_not_depend_on_how_many_go_at_once(micro_batch_size, world_size):
-    ranks = [list(EvalBatches(corpus(403), SEQ_LEN, micro_batch_size, 60, r, world_size)) for r in range(world_size)]
+    ranks = [
+        list(EvalBatches(TextRows(corpus(403), SEQ_LEN), micro_batch_size, 60, r, world_size))
+        for r in range(world_size)
+    ]
     counted = [row for batches in ranks for tokens, _, weight in batches if weight for row in rows_of(tokens)]
     assert sorted(counted) == [row * 100 // 60 for row in range(60)]
     assert all(weight in (0, len(tokens)) for batches in ranks for tokens, _, weight in batches)

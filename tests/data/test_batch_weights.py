@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import chats
-from zeroshard.data.examples.batches import ExampleBatches, ExampleEvalBatches, require_rows
+from zeroshard.data.batches import EvalBatches, RowBatches, require_rows
 from zeroshard.data.examples.row_plan import rows_of_length
 from zeroshard.data.examples.store import Examples
 from zeroshard.data.mixing import JoinedRows
@@ -25,12 +25,12 @@ def rows(tmp_path_factory):
 
 @pytest.mark.parametrize(("micro", "accumulate", "world"), [(4, 1, 1), (1, 2, 2), (2, 1, 2), (1, 1, 4), (1, 4, 1)])
 def test_a_step_has_the_same_rows_and_weights_in_any_world(rows, micro, accumulate, world):
-    whole = ExampleBatches(rows, 4)
+    whole = RowBatches(rows, 4)
     for step in (0, 3, 11):
         parts = [
             (batches(step, m), batches.weight(step, m))
             for m in range(accumulate)
-            for batches in (ExampleBatches(rows, micro, accumulate, rank, world) for rank in range(world))
+            for batches in (RowBatches(rows, micro, accumulate, rank, world) for rank in range(world))
         ]
         tokens, targets = whole(step, 0)
         assert torch.equal(torch.cat([part[0][0] for part in parts]), tokens)
@@ -42,7 +42,7 @@ def test_a_step_has_the_same_rows_and_weights_in_any_world(rows, micro, accumula
 
 
 def test_each_row_is_read_once_an_epoch(rows):
-    batches = ExampleBatches(rows, 1)
+    batches = RowBatches(rows, 1)
     seen = [tuple(batches(step, 0)[0][0].tolist()) for step in range(rows.num_rows)]
     assert len(set(seen)) == rows.num_rows
 
@@ -51,7 +51,7 @@ def test_ids_of_the_next_rows_are_fetched_from_their_sources(rows, monkeypatch):
     asked = []
     told = lambda starts, lengths: asked.extend(zip(starts.tolist(), lengths.tolist(), strict=True))  # noqa: E731
     monkeypatch.setattr(rows.examples.tokens, "read_ahead", told)
-    batches, examples = ExampleBatches(JoinedRows([rows, rows]), 3), rows.examples
+    batches, examples = RowBatches(JoinedRows([rows, rows]), 3), rows.examples
     batches(0, 0)
     del asked[:]
     batches(1, 0)
@@ -66,7 +66,7 @@ def test_ids_of_the_next_rows_are_fetched_from_their_sources(rows, monkeypatch):
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_an_evaluation_weighs_its_batches_by_what_counts(rows, world):
-    each = [ExampleEvalBatches(rows, 2, 7, rank, world) for rank in range(world)]
+    each = [EvalBatches(rows, 2, 7, rank, world) for rank in range(world)]
     assert len({len(one) for one in each}) == 1
     total = sum(weight for one in each for *_, weight in one)
     assert total == each[0].num_targets

@@ -1,0 +1,211 @@
+"""Batches as a pure function of (step, micro_step): no state to save or replay, and the same rows at any world size.
+
+The global batch of a step has ``G = micro_batch_size * grad_accum_steps * world_size`` rows, and its row ``j`` is
+position ``step * G + j`` of the shuffled rows (`zeroshard.data.order`). Rank ``r`` takes, for micro-batch ``m``,
+
+    positions  step * G + (m * world_size + r) * micro_batch_size + [0, micro_batch_size)
+
+so worlds of different sizes that agree on ``G`` train on the same rows at the same step.
+
+[Note: The mean over what counts]
+    A step's loss is the mean over all counted targets, of all ranks and micro-batches together, as one process with the
+    complete global batch would compute it. But a model's loss is the mean over one micro-batch, and micro-batches of
+    examples have different numbers of targets. So each loss is multiplied by
+
+        weight = targets of this micro-batch * number of micro-batches of all ranks / targets of the global batch
+
+    before the usual mean over micro-batches and ranks. Every rank can compute which rows all ranks read, so this needs
+    no collective. Each row has at least one target, so no loss is a mean over zero targets. Other targets are -100.
+
+Shapes: B = micro_batch_size, T = seq_len.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from zeroshard.data import order
+from zeroshard.data.base import EvalBatch, Rows, TextRows
+from zeroshard.errors import UserError
+
+RowsAt = Callable[[NDArray[np.int64]], NDArray[np.int64]]
+
+
+class _ReadAhead:
+    """Computes the rows of each micro-batch and prefetches the next one's from disk, while this one is trained on.
+
+    Args:
+        rows: returns the rows of (step, micro_step); a pure function.
+        grad_accum_steps: micro-steps per step.
+        read_ahead: begins to fetch rows, and returns at once.
+    """
+
+    def __init__(
+        self,
+        rows: Callable[[int, int], NDArray[np.int64]],
+        grad_accum_steps: int,
+        read_ahead: Callable[[NDArray[np.int64]], None],
+    ) -> None:
+        self._rows, self._grad_accum_steps, self._read_ahead = rows, grad_accum_steps, read_ahead
+        self._known: dict[tuple[int, int], NDArray[np.int64]] = {}  # rows whose fetch has begun
+
+    def __call__(self, step: int, micro_step: int) -> NDArray[np.int64]:
+        """Return the rows; begin to fetch them and the next micro-batch's, unless that has begun."""
+        wraps = micro_step + 1 == self._grad_accum_steps
+        following = (step + 1, 0) if wraps else (step, micro_step + 1)
+        before, self._known = self._known, {}
+        for place in ((step, micro_step), following):
+            rows = before.get(place)
+            if rows is None:
+                rows = self._rows(*place)
+                self._read_ahead(rows)
+            self._known[place] = rows
+        return self._known[step, micro_step]
+
+
+class RowBatches:
+    """Shuffled training batches of one rank; implements `zeroshard.data.Batches`.
+
+    Args:
+        rows: the rows to read.
+        micro_batch_size: B.
+        grad_accum_steps: micro-batches of each rank per step.
+        rank, world_size: the ranks among which the rows of a step are divided.
+        seed: seed of the shuffle.
+        rows_at: returns the rows at training positions; None: a shuffle of ``rows`` by ``seed``.
+
+    Raises:
+        ValueError: a size below 1, a rank outside its world, or no row.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        micro_batch_size: int,
+        grad_accum_steps: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        rows_at: RowsAt | None = None,
+    ) -> None:
+        sizes = {"micro_batch_size": micro_batch_size, "grad_accum_steps": grad_accum_steps}
+        _check_sizes(rank, world_size, num_rows=rows.num_rows, **sizes)
+        self.rows, self._rows_at = rows, rows_at or partial(order.rows, seed, num_rows=rows.num_rows)
+        self.micro_batch_size, self.grad_accum_steps = micro_batch_size, grad_accum_steps
+        self.rank, self.world_size = rank, world_size
+        self._ahead = _ReadAhead(self._rows, grad_accum_steps, rows.read_ahead)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Number of micro-batches of all ranks in a step."""
+        return self.grad_accum_steps * self.world_size
+
+    def __call__(self, step: int, micro_step: int) -> tuple[Tensor, ...]:
+        """Return a batch as `zeroshard.data.Batches` does; ValueError if ``micro_step`` is out of range."""
+        self._check(micro_step)
+        return self.rows.read(self._ahead(step, micro_step))
+
+    def weight(self, step: int, micro_step: int) -> float:
+        """Return the factor for this rank's loss: [Note: The mean over what counts]."""
+        first = step * self.num_micro_batches * self.micro_batch_size
+        positions = np.arange(first, first + self.num_micro_batches * self.micro_batch_size)
+        total = self.rows.targets_in(self._rows_at(positions)).sum()
+        self._check(micro_step)
+        own = self.rows.targets_in(self._rows(step, micro_step)).sum()
+        return float(own * self.num_micro_batches / total)
+
+    def _check(self, micro_step: int) -> None:
+        if not 0 <= micro_step < self.grad_accum_steps:
+            raise ValueError(f"micro_step must be in [0, {self.grad_accum_steps}), got {micro_step}")
+
+    def _rows(self, step: int, micro_step: int) -> NDArray[np.int64]:
+        block = step * self.num_micro_batches + micro_step * self.world_size + self.rank
+        positions = np.arange(block * self.micro_batch_size, (block + 1) * self.micro_batch_size)
+        return self._rows_at(positions)
+
+
+class EvalBatches:
+    """Evaluation batches of one rank: in the order of rows, never shuffled, the same rows at any world size.
+
+    The evaluation set is ``max_rows`` rows, or all rows if there are fewer. The rows are spread evenly over the corpus,
+    because neighbouring rows are often alike and one contiguous stretch would not be representative. The set is cut
+    into batches of ``micro_batch_size`` rows (the last one may be shorter); rank ``r`` reads batches ``r``, ``r +
+    world_size``, and so on.
+
+    Every rank yields the same number of batches, because at stage 3 each forward is a collective. If the batches do not
+    divide evenly among the ranks, the ranks that have run out repeat the last batch with weight 0. The mean loss of the
+    set is
+
+        sum over ranks and batches of weight * loss  /  sum of weights
+
+    Iterating yields ``(tokens_BT, targets_BT, weight)``, and positions if rows are packed; ``weight`` is the number of
+    targets that count (of plain text the number of rows, which all have as many), or 0. It may be iterated repeatedly.
+
+    Args:
+        rows: the rows to read.
+        micro_batch_size, max_rows, rank, world_size: as above.
+        chosen: the rows to evaluate on; None: ``max_rows``, spread evenly over all rows.
+
+    Raises:
+        ValueError: a size below 1, a rank outside its world, or no row.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        micro_batch_size: int,
+        max_rows: int,
+        rank: int = 0,
+        world_size: int = 1,
+        chosen: NDArray[np.int64] | None = None,
+    ) -> None:
+        sizes = {"micro_batch_size": micro_batch_size, "max_rows": max_rows, "num_rows": rows.num_rows}
+        _check_sizes(rank, world_size, **sizes)
+        self.rows, self.rank, self.world_size = rows, rank, world_size
+        if chosen is None:
+            num_rows = min(max_rows, rows.num_rows)
+            chosen = np.arange(num_rows, dtype=np.int64) * rows.num_rows // num_rows
+        self._rows, self.num_rows = chosen, chosen.size
+        self.micro_batch_size = min(micro_batch_size, self.num_rows)
+        self.num_batches = -(-self.num_rows // self.micro_batch_size)
+
+    @property
+    def num_targets(self) -> int:
+        """Number of targets that count, of all ranks together."""
+        return int(self.rows.targets_in(self._rows).sum())
+
+    def __len__(self) -> int:
+        """Number of batches that each rank yields, including those of weight 0."""
+        return -(-self.num_batches // self.world_size)
+
+    def __iter__(self) -> Iterator[EvalBatch]:
+        for turn in range(len(self)):
+            batch = turn * self.world_size + self.rank
+            first = min(batch, self.num_batches - 1) * self.micro_batch_size
+            rows = self._rows[first : first + self.micro_batch_size]
+            self.rows.read_ahead(rows)  # fetch all rows at once; reading waits for each in turn
+            tokens_BT, targets_BT, *positions = self.rows.read(rows)
+            weight = rows.size if isinstance(self.rows, TextRows) else int(self.rows.targets_in(rows).sum())
+            yield tokens_BT, targets_BT, weight if batch < self.num_batches else 0, *positions
+
+
+def require_rows(rows: Rows, wanted: int, *, split: str = "train") -> None:
+    """Check that a split has enough rows for one batch of ``wanted`` rows; else raise a UserError with both counts."""
+    if rows.num_rows < wanted:
+        what = f"the {split} split has {rows.num_rows:,} rows of examples, but one batch needs {wanted:,}"
+        todo = "use more examples, or lower micro_batch_size, grad_accum_steps or the number of ranks"
+        raise UserError("data", what, todo)
+
+
+def _check_sizes(rank: int, world_size: int, **sizes: int) -> None:
+    """Raise ValueError for a size below 1, or for a rank outside its world."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must be in [0, world_size), got rank {rank} of {world_size}")
