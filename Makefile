@@ -62,13 +62,9 @@ notebooks: $(STAMP)  ## Run the notebooks, store what they show, and write it as
 	$(BIN)/python notebooks/execute.py notebooks/zero.ipynb
 	$(BIN)/python notebooks/as_page.py notebooks/zero.ipynb docs/notebook.md
 
-# sqlitedict unpickles what it reads, and no release mends that. lm-eval opens it for a cache that `zeroshard eval` never
-# asks for.
-ACCEPTED := --ignore-vuln CVE-2024-35515 --ignore-vuln PYSEC-2026-1939
-
 audit: $(CORE)  ## Look for known vulnerabilities in the tested versions; asks PyPI.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "pip-audit>=2.9"
-	$(BIN)/pip-audit --requirement constraints.txt --no-deps --disable-pip $(ACCEPTED)
+	$(BIN)/pip-audit --requirement constraints.txt --no-deps --disable-pip
 
 check: lint types layers test  ## All of the checks.
 

@@ -7,6 +7,8 @@ import re
 from pages import ROOT
 
 LEFT = [
+    r"zeroshard\[lm-eval\]",
+    r"run_tasks",
     r"many_hosts|ManyHosts|ForkServer|launch/rounds",
     r"time-to-loss\b",
     r"times_to_loss",

@@ -10,9 +10,8 @@ from zeroshard.cli import main
 from zeroshard.data.tokenizer import ByteTokenizer
 from zeroshard.errors import UserError
 from zeroshard.inference import generate
-from zeroshard.inference.generate import decoded, load_for_text, run_generate, sample
+from zeroshard.inference.generate import decoded, load_for_text, run_generate, sample, samples
 from zeroshard.inference.generate import draw as _draw_one
-from zeroshard.inference.samples import run_samples, samples
 from zeroshard.models import build_model
 from zeroshard.models.cache import KVCache
 from zeroshard.train.config.command_settings import GenerateConfig
@@ -231,7 +230,7 @@ def test_the_command_prints_each_text_below_its_seed(text_config, capsys):
     for seed in (7, 8):
         assert run_generate(GenerateConfig(**asked | {"seed": seed})) == 0
         alone.append(f"--- seed {seed}\n{capsys.readouterr().out}")
-    assert run_samples(GenerateConfig(**asked, samples=2)) == 0
+    assert run_generate(GenerateConfig(**asked, samples=2)) == 0
     assert capsys.readouterr().out == "".join(alone)
 
 

@@ -1,1 +1,1 @@
-"""Uses a trained model: validation loss, text generation, and tasks of lm-evaluation-harness."""
+"""Uses a trained model: validation loss and text generation."""

@@ -149,26 +149,16 @@ def generate(config: GenerateConfig, argv: Sequence[str]) -> int:
     """Run `zeroshard generate`: prints text as it is drawn; several samples once all are drawn."""
     with ExitStack() as stack:
         stack.enter_context(working("loading the model"))
-        if config.samples > 1:
-            from zeroshard.inference.samples import run_samples
-
-            return run_samples(config, loaded=stack.close)
         from zeroshard.inference.generate import run_generate
 
         return run_generate(config, loaded=stack.close)
 
 
 def evaluate(config: EvalConfig, argv: Sequence[str]) -> int:
-    """Run `zeroshard eval`: prints loss, perplexity and bits per byte, or scores of tasks."""
+    """Run `zeroshard eval`: prints loss, perplexity and bits per byte."""
     from zeroshard.launch import environment, rank_exit, start_ranks
 
     process.prepare_torch()
-    if config.tasks:
-        from zeroshard.inference.harness import run_tasks
-
-        if config.nproc > 1 or config.strategy != "none":
-            raise UserError("tasks", "they run in one process, on whole weights", "leave out --nproc and --strategy")
-        return run_tasks(config)
     if environment.world_from_env() is None and config.nproc > 1:
         require_room(config.nproc)
         ending = start_ranks.launch_workers(

@@ -60,7 +60,7 @@ class ImportConfig(Config):
 
 
 class EvalConfig(Config):
-    """Settings of `zeroshard eval`: the run to evaluate, and the data or tasks to evaluate it on."""
+    """Settings of `zeroshard eval`: the run to evaluate, and the data to evaluate it on."""
 
     model: TrustConfig = TrustConfig()
     run: str = Field(
@@ -84,10 +84,6 @@ class EvalConfig(Config):
     micro_batch_size: int = Field(8, ge=1, description="Sequences per rank in one forward pass.")
     rows: int = Field(0, ge=0, description="Sequences to read, spread over the split; 0: all of it.")
     batches: int = Field(0, ge=0, description="In place of rows: batches x micro_batch_size sequences; 0: rows.")
-    tasks: tuple[str, ...] = Field(
-        (), description="Tasks of lm-evaluation-harness, or .yaml files of tasks; none: the loss."
-    )
-    limit: int = Field(0, ge=0, description="Examples of each task; 0: all.")
     json_line: bool = Field(False, description="Print one JSON object in place of words.")
 
     @model_validator(mode="after")
