@@ -24,7 +24,6 @@ except ModuleNotFoundError as error:
 
 from zeroshard.checkpoint import load, save
 from zeroshard.errors import UserError
-from zeroshard.integrations import trainer_evaluation
 from zeroshard.integrations.accelerate import SHARDS, Accelerator, of_first_rank
 from zeroshard.integrations.plugin import ZeroPlugin, engine_of
 from zeroshard.integrations.state_dicts import through_engine
@@ -77,31 +76,6 @@ class ZeroTrainerMixin(_Trainer):
         super().create_accelerator_and_postprocess()
         Accelerator.in_place_of(self.accelerator, self.zero_plugin)
         self.args.output_dir = of_first_rank(self.args.output_dir)
-
-    # -- evaluation -------------------------------------------------------------------------------------------
-
-    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
-        """As in the Trainer, but the loss is that of one process with all ranks' rows: see `trainer_evaluation`."""
-        if self.accelerator.num_processes == 1:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
-        rows, real = trainer_evaluation.real_rows(self.accelerator, inputs)
-        count = max(real, 1)  # a rank that has none computes too, for the others' gathers
-        if count < rows:
-            inputs = trainer_evaluation.first_rows(inputs, rows, count)
-        found = [inputs[name] for name in self.label_names if name in inputs]
-        shifted = bool(getattr(self, "_loss_shifts_labels", False))
-        labels = trainer_evaluation.num_labels(found, shifted=shifted) if found else count
-        average, self.args.average_tokens_across_devices = self.args.average_tokens_across_devices, False
-        try:
-            outputs = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
-        finally:
-            self.args.average_tokens_across_devices = average
-        loss, *others = outputs
-        if loss is not None:
-            loss = trainer_evaluation.mean_by_labels(self.accelerator, loss, labels if real else 0)
-        if count < rows:
-            others = [trainer_evaluation.filled_again(each, count, rows) for each in others]
-        return (loss, *others)
 
     # -- saving -----------------------------------------------------------------------------------------------
 

@@ -136,6 +136,7 @@ _SUSTAINED = ("a100", "a800", "h100", "h200", "h800", "b200", "b300", "gb200", "
 
 # A row matches the name that a driver reports if each word of its `driver_name` is a word of that name. The first match
 # wins, so more specific rows come first.
+# fmt: off
 _TABLE = (
     # NVLink joins the 72 GPUs of a rack, so they are one node: --gpus-per-node 72
     _sold("gb300-279gb", 276.5, (80, 2500, 2500), 8000, "nvlink5", "NVIDIA GB300 NVL72 data sheet", "GB300"),
@@ -144,75 +145,24 @@ _TABLE = (
     _sold("b200-180gb", 178.3, (75, 2250, 2250), 8000, "nvlink5", "NVIDIA HGX and DGX B200 data sheets", "B200"),
     _sold("h200-nvl-141gb", 139.8, (60, 835.5, 835.5), 4800, "nvlink4", "NVIDIA H200 data sheet, NVL", "H200 NVL", 0.8),
     _sold("h200-141gb", 139.8, (67, 989.5, 989.5), 4800, "nvlink4", "NVIDIA H200 data sheet, SXM", "H200", 0.8),
-    _sold(
-        "h100-nvl-94gb", 93.0, (60, 835.5, 835.5), 3900, "nvlink4-pcie", "NVIDIA H100 data sheet, NVL", "H100 NVL", 0.8
-    ),
-    _sold(
-        "h100-pcie-80gb",
-        79.1,
-        (51, 756.5, 756.5),
-        2000,
-        "pcie5",
-        "NVIDIA H100 data sheet, first edition, PCIe",
-        "H100 PCIe",
-        0.8,
-    ),
+    _sold("h100-nvl-94gb", 93.0, (60, 835.5, 835.5), 3900, "nvlink4-pcie", "NVIDIA H100 data sheet, NVL", "H100 NVL",
+          0.8),
+    _sold("h100-pcie-80gb", 79.1, (51, 756.5, 756.5), 2000, "pcie5", "NVIDIA H100 data sheet, first edition, PCIe",
+          "H100 PCIe", 0.8),
     _sold("h800-80gb", 79.1, (67, 989.5, 989.5), 3350, "nvlink4-h800", "NVIDIA H800 data sheet, SXM", "H800", 0.803),
     _sold("h20-96gb", 95.0, (44, 148, 148), 4000, "nvlink4", "NVIDIA H20 data sheet, SXM, HBM3 of 96 GB", "H20"),
     # SXM boards call themselves "H100 80GB HBM3"
-    _sold(
-        "h100-80gb",
-        79.1,
-        (67, 989.5, 989.5),
-        3350,
-        "nvlink4",
-        "NVIDIA H100 data sheet, SXM",
-        "H100 HBM3",
-        0.803,
-    ),
+    _sold("h100-80gb", 79.1, (67, 989.5, 989.5), 3350, "nvlink4", "NVIDIA H100 data sheet, SXM", "H100 HBM3", 0.803),
     # Meta's Grand Teton: SXM with HBM2e, run at 500 W; torchtitan, benchmarks/llama3_h100_202412_torchtitan.md
-    _sold(
-        "h100-96gb-500w",
-        95.0,
-        (67, 989.5, 989.5),
-        2400,
-        "nvlink4",
-        "NVIDIA H100 data sheet, SXM; HBM2e",
-        share=0.803,
-        power=5 / 7,
-    ),
-    _sold(
-        "a100-80gb",
-        79.1,
-        (19.5, 312, 312),
-        2039,
-        "nvlink3",
-        "NVIDIA A100 data sheet, SXM",
-        "A100 SXM4 80GB",
-        0.869,
-    ),
-    _sold(
-        "a100-40gb",
-        39.5,
-        (19.5, 312, 312),
-        1555,
-        "nvlink3",
-        "NVIDIA A100 data sheet, SXM",
-        "A100 SXM4 40GB",
-        0.869,
-    ),
+    _sold("h100-96gb-500w", 95.0, (67, 989.5, 989.5), 2400, "nvlink4", "NVIDIA H100 data sheet, SXM; HBM2e",
+          share=0.803, power=5 / 7),
+    _sold("a100-80gb", 79.1, (19.5, 312, 312), 2039, "nvlink3", "NVIDIA A100 data sheet, SXM", "A100 SXM4 80GB", 0.869),
+    _sold("a100-40gb", 39.5, (19.5, 312, 312), 1555, "nvlink3", "NVIDIA A100 data sheet, SXM", "A100 SXM4 40GB", 0.869),
     _sold("a800-80gb", 79.1, (19.5, 312, 312), 2039, "nvlink3-a800", "NVIDIA A800 data sheet, SXM", "A800 SXM4", 0.869),
     _sold("a100-pcie-80gb", 79.1, (19.5, 312, 312), 1935, "pcie4", "NVIDIA A100 data sheet, PCIe", "A100 80GB", 0.811),
     _sold("a100-pcie-40gb", 39.4, (19.5, 312, 312), 1555, "pcie4", "NVIDIA A100 data sheet, PCIe", "A100", 0.811),
-    _sold(
-        "rtx-6000-ada-48gb",
-        47.4,
-        (91.1, 364.25, 364.25),
-        960,
-        "pcie4",
-        "NVIDIA RTX 6000 Ada data sheet",
-        "RTX 6000 Ada",
-    ),
+    _sold("rtx-6000-ada-48gb", 47.4, (91.1, 364.25, 364.25), 960, "pcie4", "NVIDIA RTX 6000 Ada data sheet",
+          "RTX 6000 Ada"),
     _sold("rtx-a6000-48gb", 47.5, (38.7, 154.8, 154.8), 768, "pcie4", "NVIDIA Ampere GA102 white paper", "RTX A6000"),
     _sold("a40-48gb", 44.3, (37.4, 149.7, 149.7), 696, "pcie4", "NVIDIA A40 data sheet", "A40"),
     _sold("a10g-24gb", 22.0, (35, 70, 70), 600, "pcie4", "NVIDIA A10G data sheet", "A10G"),
@@ -220,68 +170,32 @@ _TABLE = (
     _sold("l20-48gb", 44.4, (59.8, 119.5, 119.5), 864, "pcie4", "NVIDIA L20 data sheet", "L20"),
     _sold("l4-24gb", 21.9, (30.3, 121, 121), 300, "pcie4", "NVIDIA L4 data sheet", "L4"),
     _sold("a10-24gb", 21.9, (31.2, 125, 125), 600, "pcie4", "NVIDIA A10 data sheet", "A10"),
-    _sold(
-        "rtx-pro-6000-server-96gb",
-        94.9,
-        (120, 480, 480),
-        1597,
-        "pcie5",
-        "NVIDIA RTX PRO 6000 Blackwell Server Edition data sheet",
-        "RTX PRO 6000 Server",
-    ),
-    _sold(
-        "rtx-pro-6000-96gb",
-        94.9,
-        (125, 503.8, 503.8),
-        1792,
-        "pcie5",
-        "NVIDIA RTX Blackwell PRO GPU architecture white paper, Workstation Edition of 600 W",
-        "RTX PRO 6000 Workstation",
-    ),
-    _sold(
-        "rtx-5090-32gb",
-        31.3,
-        (104.8, 209.5, 209.5),
-        1792,
-        "pcie5",
-        "NVIDIA RTX Blackwell GPU architecture white paper, appendix A",
-        "RTX 5090",
-    ),
-    _sold(
-        "rtx-4090-24gb",
-        23.5,
-        (82.6, 165.2, 165.2),
-        1008,
-        "pcie4",
-        "NVIDIA Ada GPU architecture white paper, appendix A",
-        "RTX 4090",
-    ),
-    _sold(
-        "rtx-3090-24gb", 23.6, (35.6, 71, 71), 936, "pcie4", "NVIDIA Ampere GA102 white paper, appendix A", "RTX 3090"
-    ),
+    _sold("rtx-pro-6000-server-96gb", 94.9, (120, 480, 480), 1597, "pcie5",
+          "NVIDIA RTX PRO 6000 Blackwell Server Edition data sheet", "RTX PRO 6000 Server"),
+    _sold("rtx-pro-6000-96gb", 94.9, (125, 503.8, 503.8), 1792, "pcie5",
+          "NVIDIA RTX Blackwell PRO GPU architecture white paper, Workstation Edition of 600 W", "RTX PRO 6000 Workstation"),
+    _sold("rtx-5090-32gb", 31.3, (104.8, 209.5, 209.5), 1792, "pcie5",
+          "NVIDIA RTX Blackwell GPU architecture white paper, appendix A", "RTX 5090"),
+    _sold("rtx-4090-24gb", 23.5, (82.6, 165.2, 165.2), 1008, "pcie4",
+          "NVIDIA Ada GPU architecture white paper, appendix A", "RTX 4090"),
+    _sold("rtx-3090-24gb", 23.6, (35.6, 71, 71), 936, "pcie4", "NVIDIA Ampere GA102 white paper, appendix A",
+          "RTX 3090"),
     _sold("v100-32gb", 31.7, (15.7, 0, 125), 900, "nvlink2", "NVIDIA V100 data sheet, SXM2", "V100 SXM2 32GB"),
     _sold("v100-16gb", 15.7, (15.7, 0, 125), 900, "nvlink2", "NVIDIA V100 data sheet, SXM2", "V100 SXM2 16GB"),
     _sold("t4-16gb", 14.5, (8.1, 0, 65), 320, "pcie3", "NVIDIA T4 data sheet", "T4"),
     _sold("mi355x-288gb", 287.9, (157.3, 2516.6, 2516.6), 8000, "xgmi4", "AMD Instinct MI355X data sheet", "MI355X"),
-    _sold(
-        "mi325x-256gb", 255.9, (163.4, 1307.4, 1307.4), 6000, "xgmi3", "AMD Instinct MI325X data sheet", "MI325X", 0.604
-    ),
-    _sold(
-        "mi300x-192gb", 191.9, (163.4, 1307.4, 1307.4), 5300, "xgmi3", "AMD Instinct MI300X data sheet", "MI300X", 0.514
-    ),
+    _sold("mi325x-256gb", 255.9, (163.4, 1307.4, 1307.4), 6000, "xgmi3", "AMD Instinct MI325X data sheet", "MI325X",
+          0.604),
+    _sold("mi300x-192gb", 191.9, (163.4, 1307.4, 1307.4), 5300, "xgmi3", "AMD Instinct MI300X data sheet", "MI300X",
+          0.514),
     # one of the two dies of a module, which is what torch calls a device
     _sold("mi250x-64gb", 63.9, (23.95, 191.5, 191.5), 1638, "xgmi2", "AMD Instinct MI250X data sheet", "MI250X", 0.767),
 )
+# fmt: on
 DEVICES: Mapping[str, Device] = {device.name: device for device in _TABLE}
 
-_OTHER_DEVICES = {
-    "MIG",
-    "Laptop",
-    "D",
-    "Max",
-    "PCIE",
-    "3e",
-}  # words in the names of other devices: a slice of one (MIG), or a smaller one with nearly the same name
+# Words in the names of other devices: a slice of one (MIG), or a smaller one with nearly the same name.
+_OTHER_DEVICES = {"MIG", "Laptop", "D", "Max", "PCIE", "3e"}
 
 
 def device_by_driver_name(reported: str) -> Device | None:
