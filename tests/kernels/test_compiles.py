@@ -40,7 +40,7 @@ def test_every_launcher_launches_on_the_device_of_its_tensors():
 
 # The most registers of a thread on any of the three, of Triton 3.6 and 3.7. Twice as many halve how many threads work.
 REGISTERS = {
-    "_forward_held": 64, "_backward_held": 128, "_add_parts": 48, "_forward_strips": 32, "_backward_strips": 32,
+    "_forward": 64, "_backward_held": 128, "_add_parts": 48, "_backward_strips": 32,
     "_partial_grads": 64, "_rope_kernel": 48, "_forward_kernel": 32, "_backward_kernel": 56, "_loss_kernel": 96,
     "_gradient_kernel": 40, "_scale_kernel": 56, "_partial_sums": 48, "_add_sums": 32, "_adamw_kernel": 128,
     "_quantise_kernel": 72, "_dequantise_kernel": 40,

@@ -25,14 +25,11 @@ def compare(q, k, random, dtype=torch.float32):
     cos, sin = tables(q.shape[2], q.shape[3], q.device, dtype)
     grads = [random(*q.shape, dtype=q.dtype), random(*k.shape, dtype=k.dtype)]
     wanted = run(lambda q, k: exact(q, k, cos.double(), sin.double()), [q.double(), k.double()], grads)
-    for inplace in (False, True):
-        ours = lambda q, k, inplace=inplace: rope(  # noqa: E731
-            q * 1, k * 1, cos, sin, inplace=inplace, kernels="triton"
-        )
-        got = run(ours, [q, k], [g.clone() for g in grads])
-        for name, one, other in zip(("q", "k", "dq", "dk"), got, wanted, strict=True):
-            assert_near(one, other, what=f"{name} {inplace}")
-        assert_same_bits(got, run(ours, [q, k], [g.clone() for g in grads]))
+    ours = lambda q, k: rope(q, k, cos, sin, kernels="triton")  # noqa: E731
+    got = run(ours, [q, k], grads)
+    for name, one, other in zip(("q", "k", "dq", "dk"), got, wanted, strict=True):
+        assert_near(one, other, what=name)
+    assert_same_bits(got, run(ours, [q, k], grads))
 
 
 @pytest.mark.parametrize(
@@ -67,17 +64,6 @@ def test_strided_heads(triton, random, device):
     assert q_out.stride() == torch.empty_like(q).stride()
 
 
-def test_in_place_writes_forward_and_backward_over_what_came(triton, random, device):
-    q, k = random(1, 2, 3, 8).requires_grad_() * 1, random(1, 1, 3, 8).requires_grad_() * 1
-    cos, sin = tables(3, 8, device)
-    before = q.data_ptr(), k.data_ptr()
-    turned = rope(q, k, cos, sin, inplace=True, kernels=triton)
-    assert (turned[0].data_ptr(), turned[1].data_ptr()) == before
-    grads = [random(1, 2, 3, 8), random(1, 1, 3, 8)]
-    back = torch.autograd.grad(turned, [q, k], grads)
-    assert [g.data_ptr() for g in back] == [g.data_ptr() for g in grads]
-
-
 def test_one_gradient_for_both_is_not_turned_twice(triton, random, device):
     q, k = random(1, 2, 3, 8), random(1, 2, 3, 8)
     cos, sin = tables(3, 8, device)
@@ -86,29 +72,10 @@ def test_one_gradient_for_both_is_not_turned_twice(triton, random, device):
         turned = function(q * 1, k * 1)
         return (turned[0] + turned[1]).square().sum()
 
-    got = run(lambda q, k: loss(lambda *x: rope(*x, cos, sin, inplace=True, kernels=triton), q, k), [q, k])
+    got = run(lambda q, k: loss(lambda *x: rope(*x, cos, sin, kernels=triton), q, k), [q, k])
     wanted = run(lambda q, k: loss(lambda *x: exact(*x, cos.double(), sin.double()), q, k), [q.double(), k.double()])
     for one, other in zip(got, wanted, strict=True):
         assert_near(one, other)
-
-
-def test_in_place_is_refused_where_it_would_be_wrong(triton, random, device):
-    cos, sin = tables(3, 8, device)
-    leaf = random(1, 2, 3, 8).requires_grad_()
-    with pytest.raises(ValueError, match=r"^q: a leaf"):
-        rope(leaf, leaf * 1, cos, sin, inplace=True, kernels=triton)
-    with pytest.raises(ValueError, match=r"^k: elements of it share memory"):
-        rope(leaf * 1, random(1, 1, 3, 8).expand(1, 2, 3, 8), cos, sin, inplace=True, kernels=triton)
-    windows = random(1, 2, 14).unfold(2, 8, 3)
-    with pytest.raises(ValueError, match=r"^q: elements of it share memory"):
-        rope(windows, leaf * 1, cos, sin, inplace=True, kernels=triton)
-    q = leaf * 1
-    with pytest.raises(ValueError, match=r"^k: it shares q's memory"):
-        rope(q, q, cos, sin, inplace=True, kernels=triton)
-    kept = q.square()
-    turned, _ = rope(q, leaf * 1, cos, sin, inplace=True, kernels=triton)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        (turned.sum() + kept.sum()).backward()
 
 
 def test_angles_that_are_learned_are_the_reference_s(triton, random, device):
@@ -155,7 +122,7 @@ def test_compiled_without_a_break_in_the_graph(compiler, random, device):
     cos, sin = tables(3, 8, device)
 
     def model(q, k):
-        return rope(q.sin(), k.cos(), cos, sin, inplace=True, kernels="triton")
+        return rope(q.sin(), k.cos(), cos, sin, kernels="triton")
 
     inputs = [random(1, 2, 3, 8), random(1, 1, 3, 8)]
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

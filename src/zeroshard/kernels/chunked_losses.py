@@ -1,12 +1,10 @@
-"""Both losses in plain PyTorch, computed by chunks of rows: used when the Triton kernels are not, above all on the CPU.
+"""`linear_cross_entropy` in plain PyTorch, by chunks of rows: used when the Triton kernels are not, as on the CPU.
 
     for each chunk of rows:   x = h W^T;   loss, and g = dloss/dx in x's own memory;   dh = g W;   dW += g^T h
 
 `torch.nn.functional.cross_entropy` needs memory for three tensors of the logits' size: logits, log-softmax, gradient.
 Here one chunk of logits exists at a time, and the row-wise part processes it in place, in blocks that fit in a cache.
 The formulas are `zeroshard.kernels.cross_entropy`'s; the references beside the public functions are the specification.
-
-If the logits are given (`_RowLosses`), their gradient is the only large tensor; backward computes it block by block.
 
 [Note: Gradients made in forward]
     Forward computes and keeps the gradients for an upstream gradient of 1. The first backward multiplies them by the
@@ -146,53 +144,6 @@ def _at(x: Tensor, targets: Tensor) -> Tensor:
             raise
         what = f"targets: {int(wrong[0])} is outside 0..{x.shape[1] - 1} and is not the index that is ignored"
         raise IndexError(f"{what}; check the tokenizer") from None
-
-
-# ---------------------------------------------------------------------------------------------- the loss of logits
-
-
-class _RowLosses(torch.autograd.Function):
-    """The loss, 0-dim, of logits [..., vocab] and targets [...]; backward computes the logits' gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        targets: Tensor,
-        ignore_index: int,
-        label_smoothing: float,
-        z_loss: float,
-        reduction: Reduction,
-    ) -> Tensor:
-        """logits [..., vocab], targets [...] int64 -> the loss, 0-dim, in the accumulator's dtype."""
-        rows, flat = logits.reshape(-1, logits.shape[-1]), targets.flatten()
-        losses = torch.empty(rows.shape[0], dtype=accumulator_dtype(logits.dtype), device=logits.device)
-        _losses_and_gradient(rows, flat, losses, None, None, ignore_index, label_smoothing, z_loss)
-        ctx.save_for_backward(logits, targets)
-        ctx.options = (ignore_index, label_smoothing, z_loss, reduction)
-        return losses.sum() * mean_scale(flat, ignore_index, reduction, losses.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *d_losses: Tensor) -> Any:
-        """d_loss 0-dim -> the logits' gradient, [..., vocab] in their dtype, and None for all else."""
-        (d_loss,) = d_losses
-        logits, targets = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph
-            loss = cross_entropy_reference(logits, targets, *ctx.options)
-            grad = torch.autograd.grad(loss, logits, d_loss, create_graph=True)[0]
-            return grad, None, None, None, None, None
-        rows, flat = logits.reshape(-1, logits.shape[-1]), targets.flatten()
-        *options, reduction = ctx.options
-        losses = torch.empty(rows.shape[0], dtype=d_loss.dtype, device=rows.device)
-        grad = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-        scale = mean_scale(flat, options[0], reduction, losses.dtype) * d_loss
-        _losses_and_gradient(rows, flat, losses, grad, scale, *options)
-        return grad.view(logits.shape), None, None, None, None, None
-
-
-def cross_entropy(logits: Tensor, targets: Tensor, *options: Any) -> Tensor:
-    """Return the loss; arguments must be checked; ``options``: ignore_index, label_smoothing, z_loss, reduction."""
-    return _RowLosses.apply(logits, targets, *options)
 
 
 # ------------------------------------------------------------------------------------- the projection and its loss

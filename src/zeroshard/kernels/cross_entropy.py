@@ -12,8 +12,7 @@ Least memory traffic, for 2-byte logits, loss and gradient together: 4 bytes per
 memory once; the second read, for the gradient, finds it in L2. If not in place, backward computes the gradient from
 the unchanged logits: 6 bytes per logit, and `backward` may run again.
 
-The reference is in `losses`, the kernels are in `cross_entropy_kernels`, and the implementation without Triton is in
-`chunked_losses`.
+The reference is in `losses`, the kernels are in `cross_entropy_kernels`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from zeroshard.kernels import chunked_losses
 from zeroshard.kernels.checks import check_device, check_floating
 from zeroshard.kernels.cross_entropy_kernels import gradient_of_logits, losses_and_gradient, scale_in_place
 from zeroshard.kernels.derivatives import once_differentiable
@@ -140,12 +138,9 @@ def cross_entropy(
     _check(logits, targets)
     options = (ignore_index, label_smoothing, z_loss, reduction)
     check_loss_options(targets, logits.shape, *options, check_targets=check_targets)
-    backend = choose("cross_entropy", logits.device, kernels)
     if not torch.is_grad_enabled():  # needs_input_grad would say True even though grad mode is off
         logits = logits.detach()
-    if backend == "reference" and chunked_losses.can_chunk(kernels, logits):
-        return chunked_losses.cross_entropy(logits, targets, *options)
-    if backend == "reference":
+    if choose("cross_entropy", logits.device, kernels) == "reference":
         return cross_entropy_reference(logits, targets, *options)
     inplace = inplace and not torch.compiler.is_compiling()  # a compiler plans memory itself
     if inplace and logits.requires_grad:

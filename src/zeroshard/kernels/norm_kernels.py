@@ -1,8 +1,8 @@
 """The Triton kernels of `norm` and their launchers; `norm` has the formulas.
 
-A row is read once and kept in registers; a row that is too wide for that is read again from L2. Weight gradients: each
-persistent program sums over its rows in registers and writes one row of partial sums; a second kernel adds these rows
-in order.
+A row is read once and kept in registers; in backward one that is too wide for that is read again from L2. Weight
+gradients: each persistent program sums over its rows in registers and writes one row of partial sums; a second kernel
+adds these rows in order.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from torch import Tensor
 
 from zeroshard.kernels.launch import accumulator, jit, next_power_of_2, num_multiprocessors, opaque, tl
 
-HELD_FORWARD = 16384  # widest row that forward keeps in registers
-HELD_BACKWARD = 8192  # the same for backward, which keeps two rows and their sums
+HELD = 8192  # widest row that backward keeps in registers, with its gradient and their sums
 STRIP = 8192  # columns of a wider row that are processed at a time
 
 # ------------------------------------------------------------------------------------------------------ kernels
 
 
 @jit
-def _forward_held(
+def _forward(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, summed_ptr, mean_ptr, rstd_ptr, num_rows, x_stride,
     residual_stride, CENTRED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr, EPS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -49,57 +48,6 @@ def _forward_held(
     if HAS_BIAS:
         y += tl.load(bias_ptr + cols, mask=cols < WIDTH, other=0.0).to(ACC)[None, :]
     tl.store(y_ptr + rows[:, None] * WIDTH + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-@jit
-def _load_sum(x_ptr, residual_ptr, cols, WIDTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACC: tl.constexpr):
-    """Load a strip of a row of x + residual, rounded as the returned sum is."""
-    x = tl.load(x_ptr + cols, mask=cols < WIDTH, other=0.0)
-    if HAS_RESIDUAL:
-        residual = tl.load(residual_ptr + cols, mask=cols < WIDTH, other=0.0)
-        x = (x.to(ACC) + residual.to(ACC)).to(x_ptr.dtype.element_ty)
-    return x
-
-
-@jit
-def _forward_strips(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, summed_ptr, mean_ptr, rstd_ptr, x_stride, residual_stride,
-    CENTRED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    x_ptr += row * x_stride
-    residual_ptr += row * residual_stride
-    # Merge the strips' means and sums of squares (Chan, Golub, LeVeque 1979): no cancellation between large sums.
-    mean = tl.full([], 0.0, ACC)
-    squares = tl.full([], 0.0, ACC)
-    for start in range(0, WIDTH, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        x = _load_sum(x_ptr, residual_ptr, cols, WIDTH, HAS_RESIDUAL, ACC)
-        if HAS_RESIDUAL:
-            tl.store(summed_ptr + row * WIDTH + cols, x, mask=cols < WIDTH)
-        x = x.to(ACC)
-        if CENTRED:
-            count = tl.minimum(WIDTH - start, BLOCK).to(ACC)
-            strip_mean = tl.sum(x, axis=0) / count
-            x = tl.where(cols < WIDTH, x - strip_mean, 0.0)
-            shift = strip_mean - mean
-            squares += shift * shift * (start * count / (start + count))
-            mean += shift * (count / (start + count))
-        squares += tl.sum(x * x, axis=0)
-    rstd = 1.0 / tl.sqrt(squares / WIDTH + EPS)
-    if CENTRED:
-        tl.store(mean_ptr + row, mean)
-    tl.store(rstd_ptr + row, rstd)
-    for start in range(0, WIDTH, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        # Add x and residual again rather than read the sum back: another thread may have stored that element.
-        y = (_load_sum(x_ptr, residual_ptr, cols, WIDTH, HAS_RESIDUAL, ACC).to(ACC) - mean) * rstd
-        if HAS_WEIGHT:
-            y *= tl.load(weight_ptr + cols, mask=cols < WIDTH, other=0.0).to(ACC)
-        if HAS_BIAS:
-            y += tl.load(bias_ptr + cols, mask=cols < WIDTH, other=0.0).to(ACC)
-        tl.store(y_ptr + row * WIDTH + cols, y.to(y_ptr.dtype.element_ty), mask=cols < WIDTH)
 
 
 @jit
@@ -303,14 +251,9 @@ def norm_forward(
     # The pointer of an absent tensor is never read: any valid pointer replaces it.
     tensors = (x, _or(residual, x), _or(weight, x), _or(bias, x), y, _or(summed, y), _or(mean, rstd), rstd)
     strides = (x.stride(0), _or(residual, x).stride(0))
-    if width <= HELD_FORWARD:
-        tile = tile_for(width, numel=4096, per_thread=32)
-        grid = (-(-num_rows // tile.rows),)
-        _forward_held[grid](
-            *tensors, num_rows, *strides, **flags, ROWS=tile.rows, BLOCK=tile.block, num_warps=tile.num_warps
-        )
-    else:
-        _forward_strips[(num_rows,)](*tensors, *strides, **flags, BLOCK=STRIP, num_warps=16)
+    tile = tile_for(width, numel=4096, per_thread=32)
+    grid = (-(-num_rows // tile.rows),)
+    _forward[grid](*tensors, num_rows, *strides, **flags, ROWS=tile.rows, BLOCK=tile.block, num_warps=tile.num_warps)
 
 
 @opaque("norm_backward", "dx", "grads")
@@ -337,7 +280,7 @@ def norm_backward(
     flags = {"HAS_D_SUMMED": d_summed is not None, "HAS_WEIGHT": weight is not None}
     strides = (dy.stride(0), _or(d_summed, dy).stride(0), x.stride(0))
     multiprocessors = num_multiprocessors(x.device)
-    held = width <= HELD_BACKWARD
+    held = width <= HELD
     tile = tile_for(width, numel=2048, per_thread=16) if held else Tile(4, 1024, 8)
     # As many programs as fit in a multiprocessor's registers, at 128 (8 warps and more) to 160 registers per thread.
     num_parts = min(-(-num_rows // tile.rows), multiprocessors * {16: 1, 8: 2, 4: 3}.get(tile.num_warps, 6))

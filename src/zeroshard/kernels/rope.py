@@ -1,4 +1,4 @@
-"""Rotary position embeddings (RoPE) of queries and keys together: one launch, in place if wanted.
+"""Rotary position embeddings (RoPE) of queries and keys together, in one launch.
 
     (a, b) -> (a cos - b sin, b cos + a sin)        for each pair (a, b) = (x_i, x_(i + D / 2)) of a head
 
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import increment_version
 
 from zeroshard.kernels.checks import check_device, check_floating
 from zeroshard.kernels.dispatch import Choice, choose
@@ -82,7 +81,7 @@ def _rope_kernel(
 
 @opaque("rope", "q_out", "k_out")
 def _rope(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:
-    """q, q_out [B, H, T, D], k, k_out [B, K, T, D], any strides; an output may be its input; cos, sin [T, D / 2]."""
+    """q, q_out [B, H, T, D], k, k_out [B, K, T, D], any strides; cos, sin [T, D / 2]."""
     num_batch, q_heads, num_positions, width = q.shape
     if q.numel() + k.numel() == 0:
         return
@@ -118,22 +117,15 @@ def _rope(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos: Tensor, sin: 
 
 
 class _Rope(torch.autograd.Function):
-    """Rotates q [B, H, T, D] and k [B, K, T, D] by the angles of cos and sin [T, D / 2]; backward rotates back.
-
-    ``inplace``: forward overwrites q and k, and backward overwrites their gradients, unless these share memory.
-    """
+    """Rotates q [B, H, T, D] and k [B, K, T, D] by the angles of cos and sin [T, D / 2]; backward rotates back."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inplace: bool) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """q [B, H, T, D] and k [B, K, T, D], any strides -> both rotated, in their dtypes; cos, sin [T, D / 2]."""
         cos, sin = _angles(cos), _angles(sin)
-        q_out, k_out = (q, k) if inplace else (torch.empty_like(q), torch.empty_like(k))
+        q_out, k_out = torch.empty_like(q), torch.empty_like(k)
         _rope(q, k, q_out, k_out, cos, sin, False)
-        if inplace:
-            for x in (q, k):
-                increment_version(x)  # so that autograd raises if another operation saved x for backward
         ctx.save_for_backward(cos, sin)
-        ctx.inplace = inplace
         return q_out, k_out
 
     @staticmethod
@@ -141,38 +133,19 @@ class _Rope(torch.autograd.Function):
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> Any:
         """Gradients of the rotated q and k -> of q and k, in the same shapes: rotated by the negative angles."""
         cos, sin = ctx.saved_tensors
-        inplace = ctx.inplace and not any(_overlaps(x) for x in (dq, dk)) and not _begin_together(dq, dk)
-        dq_out, dk_out = (dq, dk) if inplace else (torch.empty_like(dq), torch.empty_like(dk))
+        dq_out, dk_out = torch.empty_like(dq), torch.empty_like(dk)
         _rope(dq, dk, dq_out, dk_out, cos, sin, True)
-        return dq_out, dk_out, None, None, None
+        return dq_out, dk_out, None, None
 
 
 def _angles(table: Tensor) -> Tensor:
     return table if table.stride(-1) == 1 else table.contiguous()
 
 
-def _overlaps(x: Tensor) -> bool:
-    """Whether elements of ``x`` share memory, as those of an expanded tensor or of overlapping windows do."""
-    reach = 0  # distance from the first to the last element of the dimensions so far
-    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
-        if stride <= reach:
-            return True
-        reach += stride * (size - 1)
-    return False
-
-
 # ------------------------------------------------------------------------------------------------------- public
 
 
-def rope(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    inplace: bool = False,
-    kernels: Choice | None = None,
-) -> tuple[Tensor, Tensor]:
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, kernels: Choice | None = None) -> tuple[Tensor, Tensor]:
     """Rotate each pair (i, i + D / 2) of every head of ``q`` and ``k`` by its position's angle.
 
     Args:
@@ -180,10 +153,6 @@ def rope(
         k: keys [B, K, T, D], q's dtype.
         cos: cosines of the angles [T, D / 2], floating.
         sin: sines of the angles [T, D / 2], floating.
-        inplace: let our kernels overwrite ``q`` and ``k``, and in backward the gradients of the returned tensors. Use
-            only the returned tensors afterwards, each in one operation whose backward makes a new gradient tensor, as
-            attention does; autograd raises if the old values were saved. Not for a leaf, and not for tensors that
-            selective checkpointing (`torch.utils.checkpoint`) keeps for its second run: that raises no error.
         kernels: backend; see `zeroshard.kernels.use_kernels`.
 
     Returns:
@@ -200,22 +169,7 @@ def rope(
     for name, table in (("cos", cos), ("sin", sin)):
         if table.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name}: triton computes no gradient of the angles; detach it, or use reference")
-    inplace = inplace and not torch.compiler.is_compiling()  # a compiler plans memory itself
-    if inplace:
-        for name, x in (("q", q), ("k", k)):
-            if x.is_leaf and x.requires_grad:
-                raise ValueError(f"{name}: a leaf that requires a gradient cannot be written over; leave inplace out")
-            if _overlaps(x):
-                raise ValueError(f"{name}: elements of it share memory (strides {x.stride()}); leave inplace out")
-        if _begin_together(q, k) and q.numel():
-            raise ValueError("k: it shares q's memory, and would be rotated twice; leave inplace out")
-    return _Rope.apply(q, k, cos, sin, inplace)
-
-
-def _begin_together(q: Tensor, k: Tensor) -> bool:
-    """Whether q and k begin at the same element of one storage; fake tensors have no addresses to compare."""
-    same_memory = q.untyped_storage()._cdata == k.untyped_storage()._cdata
-    return same_memory and q.storage_offset() == k.storage_offset()
+    return _Rope.apply(q, k, cos, sin)
 
 
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -124,8 +124,6 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig, kernels: Choice) -> None:
         super().__init__()
         self.head_dim, self.kernels = config.head_dim, kernels
-        # Selective checkpointing saves the projections' outputs and reads them again: they must not be overwritten.
-        self.rope_in_place = not config.activation_checkpointing.startswith("selective")
         kv_width = config.n_kv_head * config.head_dim
         self.q_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.k_proj = nn.Linear(config.n_embd, kv_width, bias=False)
@@ -140,7 +138,7 @@ class Attention(nn.Module):
         q = self.q_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, H, T, D]: (8, 18, 2048, 64)
         k = self.k_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, K, T, D]: (8, 6, 2048, 64)
         v = self.v_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, K, T, D]: (8, 6, 2048, 64)
-        q, k = rope(q, k, cos, sin, inplace=self.rope_in_place, kernels=self.kernels)
+        q, k = rope(q, k, cos, sin, kernels=self.kernels)
         if cache is not None:
             k, v, mask = cache.extend(k, v)
         y = attend(q, k, v, mask)  # [B, H, T, D]: (8, 18, 2048, 64)

@@ -87,7 +87,7 @@ def norm_cases(
 
 
 def rope_cases(dtype: str, shapes: Sequence[tuple[int, int, int, int, int]] = ROPE_SHAPES) -> Iterator[Case]:
-    """Rotary position embedding (RoPE) of queries and keys, in place."""
+    """Rotary position embedding (RoPE) of queries and keys."""
     kind, size = DTYPES[dtype], DTYPES[dtype].itemsize
     for B, H, K, T, D in shapes:
 
@@ -97,8 +97,7 @@ def rope_cases(dtype: str, shapes: Sequence[tuple[int, int, int, int, int]] = RO
             return [*(x.transpose(1, 2) for x in qk), angles.cos(), angles.sin()]
 
         def call(who: Choice, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-            # A view is not a leaf tensor, so it may change in place, as a projection's output in a model may.
-            return kernels.rope(q.view_as(q), k.view_as(k), cos, sin, inplace=True, kernels=who)
+            return kernels.rope(q, k, cos, sin, kernels=who)
 
         moved = 2 * B * (H + K) * T * D * size
         yield Case("rope", f"{B} x {H}+{K} x {T} x {D}", dtype, with_both({"forward": moved, "backward": moved}),
