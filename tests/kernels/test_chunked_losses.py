@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 
 from exactness import ROUNDING, assert_near, assert_same_bits, run
-from zeroshard.kernels import chunked_losses, linear_cross_entropy
-from zeroshard.kernels.chunked_losses import CHUNK_BYTES, rows_at_once
+from zeroshard.kernels import linear_cross_entropy, losses
+from zeroshard.kernels.linear_cross_entropy import CPU_CHUNK_BYTES, all_logits, rows_at_once
 from zeroshard.kernels.losses import cross_entropy_reference
 from zeroshard.lab.predict.recorder import StorageEvents
 
@@ -24,7 +24,7 @@ def device():
 
 @pytest.fixture(autouse=True)
 def _blocks_of_two_rows(monkeypatch):
-    monkeypatch.setattr(chunked_losses, "BLOCK_BYTES", 2 * 33 * 4)
+    monkeypatch.setattr(losses, "BLOCK_BYTES", 2 * 33 * 4)
 
 
 def draw_targets(shape, vocab, ignored=()):
@@ -180,12 +180,12 @@ def peak_and_left(rows, vocab, width):
 
 def test_memory_is_a_chunk_of_logits_and_one_gradient_of_the_weight(monkeypatch):
     """4,096 rows and GPT-2's vocabulary. A plan with ``--impl eager`` has all logits."""
-    monkeypatch.setattr(chunked_losses, "BLOCK_BYTES", 2**23)
+    monkeypatch.setattr(losses, "BLOCK_BYTES", 2**23)
     peak, left = peak_and_left(4096, 50257, 64)
     gradients = 4 * 64 * (4096 + 50257)
-    assert peak <= 1.1 * CHUNK_BYTES + gradients
+    assert peak <= 1.1 * CPU_CHUNK_BYTES + gradients
     assert left == gradients
-    with chunked_losses.all_logits():
+    with all_logits():
         assert peak_and_left(4096, 50257, 64)[0] >= 3 * 4 * 4096 * 50257
 
 
@@ -193,5 +193,5 @@ def test_chunks_are_of_one_size_and_small():
     for num_rows, vocab in ((16384, 50304), (16384, 128256), (1, 7), (300, 10**9)):
         rows = rows_at_once(num_rows, vocab, 4, on_cuda=False)
         assert rows % 16 == 0
-        assert rows * vocab * 4 <= CHUNK_BYTES + 16 * vocab * 4
+        assert rows * vocab * 4 <= CPU_CHUNK_BYTES + 16 * vocab * 4
     assert rows_at_once(4096, 50257, 4, on_cuda=False) == 320

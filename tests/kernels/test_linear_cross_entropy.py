@@ -199,10 +199,10 @@ def test_the_reference_is_a_linear_layer_and_torch_s_loss(random, device):
 
 def test_chunks_are_of_one_size_and_small():
     for num_rows, vocab in ((16384, 50304), (16384, 128256), (1, 7), (300, 10**9)):
-        rows = rows_at_once(num_rows, vocab, 2)
+        rows = rows_at_once(num_rows, vocab, 2, on_cuda=False, triton=True)
         assert rows % 128 == 0
         assert rows * vocab * 2 <= CHUNK_BYTES + 128 * vocab * 2
-    assert rows_at_once(16384, 50304, 2) == 4096
+    assert rows_at_once(16384, 50304, 2, on_cuda=False, triton=True) == 4096
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_what_nobody_claims_is_what_the_allocator_has_beyond_the_categories():
         "reserved_bytes.all.current": 4096,
     }
     found = reconciled({"params": 600, "grads": 300}, stats)
-    assert (found.unclaimed, found.rounding, found.cached) == (100, 536, 2560)
+    assert (found["unclaimed"], found["rounding"], found["cached"]) == (100, 536, 2560)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from zeroshard.profiling.overlap import Overlap, TimedOperation, overlap, table, under_way
+from zeroshard.profiling.overlap import TimedOperation, overlap, under_way
 
 
 def test_shares_add_up_to_the_time_in_which_anything_was_under_way():
@@ -19,8 +19,3 @@ def test_what_was_not_exposed_was_hidden_and_never_less_than_nothing():
     found = overlap({"a": 5.0, "b": 1.0}, {"b": 1.5, "c": 2.0})
     assert list(found) == ["c", "b", "a"]
     assert [value.hidden_s for value in found.values()] == [0.0, 0.0, 5.0]
-
-
-def test_the_table_ends_with_the_sum():
-    last = table({"a": Overlap(0.003, 0.001), "b": Overlap(0.001, 0.0)}).splitlines()[-1]
-    assert last.split() == ["all", "4.000", "3.000", "1.000"]

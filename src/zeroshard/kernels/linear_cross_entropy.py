@@ -2,26 +2,36 @@
 
     loss = cross_entropy(hidden @ weight.T, targets)
 
-For each chunk of rows: logits = h W^T; their loss and, in place, their gradient g; then dh = g W and dW += g^T h, both
-accumulated in fp32. Forward keeps the two gradients, and backward multiplies them by the upstream gradient. Memory is
-one chunk of logits and dW, instead of several times [tokens x vocab]. The matrix products are the same as in separate
+For each chunk of rows: logits x = h W^T; their loss and, in place, their gradient g; then dh = g W and dW += g^T h,
+summed in fp32. The part that goes row by row is Triton's, or `zeroshard.kernels.losses`' in PyTorch. Memory is one
+chunk of logits and dW, instead of several times [tokens x vocab]. The matrix products are the same as in separate
 forward and backward passes, and so is the time. Fused losses by chunks: Hsu et al. 2024, Liger-Kernel,
 arXiv:2410.10989, section 3.2; Wijmans et al. 2024, arXiv:2411.09009, keep even a chunk on the chip.
+
+[Note: Gradients made in forward]
+    Forward computes and keeps the gradients for an upstream gradient of 1. Backward multiplies them by the upstream
+    gradient. Without Triton the first backward does so in place if dtypes allow, so that the weight's gradient
+    [vocab, width] exists once; a further one (``retain_graph``) computes them again, and ``create_graph``
+    differentiates the reference: both from the inputs, which are saved as `torch.nn.functional.linear` would save
+    them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zeroshard.kernels import chunked_losses
+from zeroshard.kernels import losses as rows_in_torch
 from zeroshard.kernels.checks import check_device, check_floating
 from zeroshard.kernels.cross_entropy_kernels import losses_and_gradient
-from zeroshard.kernels.derivatives import once_differentiable
-from zeroshard.kernels.dispatch import Choice, choose
+from zeroshard.kernels.derivatives import is_transformed, once_differentiable
+from zeroshard.kernels.dispatch import Choice, asked_for, choose
 from zeroshard.kernels.launch import accumulator_dtype, opaque
 from zeroshard.kernels.losses import (
     Reduction,
@@ -31,9 +41,38 @@ from zeroshard.kernels.losses import (
     split_scale,
 )
 
-CHUNK_BYTES = 2**29  # of logits in a chunk: large matrix products, and a small part of all logits
-ROW_MULTIPLE = 128  # the number of rows of a chunk is a multiple of it: a tile of a matrix product
-VOCAB_MULTIPLE = 64  # rows of logits are padded to a multiple of it: aligned loads for any vocabulary
+CHUNK_BYTES = 2**29  # of logits in a chunk on a GPU: large matrix products, and a small part of all logits
+CPU_CHUNK_BYTES = 2**26
+ROW_MULTIPLE = (
+    128  # the number of rows of a chunk is a multiple of it: a tile of a matrix product; of 16 without Triton
+)
+VOCAB_MULTIPLE = 64  # rows of Triton's logits are padded to a multiple of it: aligned loads for any vocabulary
+
+_all_logits: ContextVar[bool] = ContextVar("all_logits", default=False)
+
+
+@contextmanager
+def all_logits() -> Generator[None]:
+    """In this block, on this thread, compute losses by the references, which materialize all logits, not by chunks."""
+    token = _all_logits.set(True)
+    try:
+        yield
+    finally:
+        _all_logits.reset(token)
+
+
+def can_chunk(kernels: Choice | None, *tensors: Tensor) -> bool:
+    """Whether to compute a loss of these tensors by chunks; if not, use the reference, with PyTorch's own behaviour.
+
+    The reference is used on a GPU if it was requested by name (``kernels``); under torch.compile, which fuses in its
+    own way; where `is_transformed` says so; and inside `all_logits`.
+    """
+    if torch.compiler.is_compiling() or _all_logits.get():
+        return False
+    if tensors[0].is_cuda and asked_for(kernels) == "reference":
+        return False
+    return not is_transformed(*tensors)
+
 
 # ---------------------------------------------------------------------------------------------------- reference
 
@@ -52,19 +91,18 @@ def linear_cross_entropy_reference(
     return cross_entropy_reference(logits, targets, ignore_index, label_smoothing, z_loss, reduction)
 
 
-# ---------------------------------------------------------------------------------------------------- launchers
-# The kernels are those of `zeroshard.kernels.cross_entropy`; the products are cuBLAS's.
+# ------------------------------------------------------------------------------------------------------- chunks
 
 
-def rows_at_once(num_rows: int, vocab: int, itemsize: int) -> int:
+def rows_at_once(num_rows: int, vocab: int, itemsize: int, *, on_cuda: bool, triton: bool = False) -> int:
     """Return the rows of a chunk: chunks of equal size, each of about `CHUNK_BYTES` of logits at most."""
-    most = max(1, CHUNK_BYTES // (vocab * itemsize))
+    most = max(1, (CHUNK_BYTES if on_cuda or triton else CPU_CHUNK_BYTES) // (vocab * itemsize))
     num_chunks = max(1, -(-num_rows // most))
-    return -(-num_rows // num_chunks // ROW_MULTIPLE) * ROW_MULTIPLE
+    multiple = ROW_MULTIPLE if triton else 16
+    return max(1, -(-num_rows // num_chunks // multiple) * multiple)
 
 
-@opaque("linear_cross_entropy", "losses", "d_hidden", "d_weight")
-def _forward(
+def _by_torch(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -81,73 +119,119 @@ def _forward(
 
     hidden, d_hidden [rows, width]; weight [vocab, width]; targets [rows]; d_weight [vocab, width] in losses' dtype.
     """
+    options = (ignore_index, label_smoothing, z_loss)
+    _chunks(hidden, weight, targets, scale, losses, d_hidden, d_weight, options, chunk_rows, triton=False)
+
+
+@opaque("linear_cross_entropy", "losses", "d_hidden", "d_weight")
+def _by_triton(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    scale: Tensor,
+    losses: Tensor,
+    d_hidden: Tensor | None,
+    d_weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    chunk_rows: int,
+) -> None:
+    """As `_by_torch`; the row-wise part is a kernel of `cross_entropy_kernels`, the products are cuBLAS's."""
+    options = (ignore_index, label_smoothing, z_loss)
+    _chunks(hidden, weight, targets, scale, losses, d_hidden, d_weight, options, chunk_rows, triton=True)
+
+
+def _chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    scale: Tensor,
+    losses: Tensor,
+    d_hidden: Tensor | None,
+    d_weight: Tensor | None,
+    options: tuple[int, float, float],
+    chunk_rows: int,
+    *,
+    triton: bool,
+) -> None:
     num_rows, vocab = hidden.shape[0], weight.shape[0]
     if num_rows == 0 and d_weight is not None:
         d_weight.zero_()
-    padded_vocab = -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    needs_grad = d_hidden is not None or d_weight is not None
+    padded_vocab = -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE if triton else vocab
     buffer = torch.empty(min(chunk_rows, num_rows), padded_vocab, dtype=hidden.dtype, device=hidden.device)
     for start in range(0, num_rows, chunk_rows):
         chunk = slice(start, min(start + chunk_rows, num_rows))
         h = hidden[chunk]
         logits = buffer[: h.shape[0], :vocab]
         torch.mm(h, weight.t(), out=logits)
-        grad = logits if d_hidden is not None or d_weight is not None else None
-        options = (ignore_index, label_smoothing, z_loss)
-        losses_and_gradient(logits, targets[chunk], losses[chunk], None, grad, scale, *options)
-        if d_hidden is not None:
+        grad = logits if needs_grad else None
+        if triton:
+            losses_and_gradient(logits, targets[chunk], losses[chunk], None, grad, scale, *options)
+        else:
+            at_once = scale if needs_grad else None
+            rows_in_torch.losses_and_gradient(logits, targets[chunk], losses[chunk], logits, at_once, *options)
+        if d_hidden is not None and triton:
             wide = torch.empty(h.shape, dtype=losses.dtype, device=h.device)
             _product(logits, weight, wide, add=False)
             d_hidden[chunk].copy_(wide)
+        elif d_hidden is not None:
+            torch.mm(logits, weight, out=d_hidden[chunk])
         if d_weight is not None:
             _product(logits.t(), h, d_weight, add=start > 0)
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
-    """out = a @ b, or out += a @ b, without rounding intermediate results to a dtype narrower than ``out``'s."""
+    """out = a @ b, or out += a @ b; chunks are summed in ``out``'s dtype."""
     if out.dtype == a.dtype:
         torch.addmm(out, a, b, beta=int(add), out=out)
-    elif a.device.type == "cuda":
+    elif a.is_cuda:
         torch.addmm(out, a, b, out_dtype=out.dtype, beta=int(add), out=out)
-    else:  # only CUDA has a product with an output wider than its inputs
+    elif a.dtype == torch.float16:  # fp16's range is too small for a product of scaled gradients
         torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=int(add), out=out)
+    elif add:  # the CPU has no product with an output wider than its inputs, and narrow products are much faster
+        out.add_(a @ b)
+    else:
+        out.copy_(a @ b)
 
 
 # ----------------------------------------------------------------------------------------------------- autograd
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    """The loss, 0-dim, of hidden [..., width], weight [vocab, width] and targets [...].
+def _loss_and_gradients(
+    ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, compute: Callable[..., None]
+) -> tuple[Tensor, tuple[Any, ...]]:
+    """Return the loss, and d_hidden, d_weight and the factor by which backward must still multiply them, or None each.
 
-    Forward computes the gradients that are needed: hidden's in its dtype, the weight's in fp32 (fp64 for fp64).
-    Backward multiplies them by the upstream gradient.
+    d_hidden [rows, width] is in hidden's dtype, d_weight [vocab, width] in the accumulator's.
     """
+    *options, reduction = ctx.options
+    ctx.shape, ctx.weight_dtype = hidden.shape, weight.dtype
+    rows, targets = hidden.reshape(-1, hidden.shape[-1]), targets.flatten().contiguous()
+    dtype = accumulator_dtype(hidden.dtype)
+    scale = mean_scale(targets, options[0], reduction, dtype)
+    losses = torch.empty(rows.shape[0], dtype=dtype, device=hidden.device)
+    needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+    d_hidden = torch.empty(rows.shape, dtype=hidden.dtype, device=hidden.device) if needs_hidden else None
+    d_weight = torch.empty(weight.shape, dtype=dtype, device=hidden.device) if needs_weight else None
+    at_once, later = split_scale(scale, hidden.dtype)
+    compute(rows, weight, targets, at_once, losses, d_hidden, d_weight, *options, ctx.chunk_rows)
+    return losses.sum() * scale, (d_hidden, d_weight, later)
+
+
+class _WithTriton(torch.autograd.Function):
+    """The loss, 0-dim, of hidden [..., width], weight [vocab, width] and targets [...]."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        ignore_index: int,
-        label_smoothing: float,
-        z_loss: float,
-        reduction: Reduction,
-        chunk_rows: int,
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, options: tuple[Any, ...], chunk_rows: int
     ) -> Tensor:
         """hidden [..., width], weight [vocab, width], targets [...] int64 -> the loss, 0-dim, in fp32 or fp64."""
-        rows, targets = hidden.reshape(-1, hidden.shape[-1]), targets.flatten().contiguous()
-        dtype = accumulator_dtype(hidden.dtype)
-        scale = mean_scale(targets, ignore_index, reduction, dtype)
-        losses = torch.empty(rows.shape[0], dtype=dtype, device=hidden.device)
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        d_hidden = torch.empty(rows.shape, dtype=hidden.dtype, device=hidden.device) if needs_hidden else None
-        d_weight = torch.empty(weight.shape, dtype=dtype, device=hidden.device) if needs_weight else None
-        options = (ignore_index, label_smoothing, z_loss, chunk_rows)
-        at_once, later = split_scale(scale, hidden.dtype)
-        _forward(rows, weight, targets, at_once, losses, d_hidden, d_weight, *options)
-        ctx.save_for_backward(d_hidden, d_weight, later)
-        ctx.shape, ctx.weight_dtype = hidden.shape, weight.dtype
-        return losses.sum() * scale
+        ctx.options, ctx.chunk_rows = options, chunk_rows
+        loss, gradients = _loss_and_gradients(ctx, hidden, weight, targets, _by_triton)
+        ctx.save_for_backward(*gradients)
+        return loss
 
     @staticmethod
     @once_differentiable
@@ -161,7 +245,55 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if d_weight is not None:
             scaled = torch.empty(d_weight.shape, dtype=ctx.weight_dtype, device=d_weight.device)
             d_weight = torch.mul(d_weight, d_loss, out=scaled)
-        return d_hidden, d_weight, None, None, None, None, None, None
+        return d_hidden, d_weight, None, None, None
+
+
+class _WithoutTriton(torch.autograd.Function):
+    """As `_WithTriton`; see [Note: Gradients made in forward] for the difference."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, options: tuple[Any, ...], chunk_rows: int
+    ) -> Tensor:
+        """As `_WithTriton.forward`."""
+        ctx.save_for_backward(hidden, weight, targets)
+        ctx.options, ctx.chunk_rows = options, chunk_rows
+        loss, ctx.gradients = _loss_and_gradients(ctx, hidden, weight, targets, _by_torch)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *d_losses: Tensor) -> Any:
+        """d_loss 0-dim -> gradients of hidden and weight in their shapes and dtypes, and None for all else."""
+        (d_loss,) = d_losses
+        if torch.is_grad_enabled():  # create_graph
+            found = _differentiated(ctx, d_loss)
+            return *found, None, None, None
+        if ctx.gradients is None:
+            ctx.gradients = _loss_and_gradients(ctx, *ctx.saved_tensors, _by_torch)[1]
+        (d_hidden, d_weight, later), ctx.gradients = ctx.gradients, None
+        if later is not None:
+            d_loss = d_loss * later
+        if d_hidden is not None:
+            d_hidden = _times(d_hidden, d_loss, d_hidden.dtype).view(ctx.shape)
+        if d_weight is not None:
+            d_weight = _times(d_weight, d_loss, ctx.weight_dtype)
+        return d_hidden, d_weight, None, None, None
+
+
+def _times(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``grad * factor`` in ``dtype``: in place if all dtypes agree; computed in factor's dtype otherwise."""
+    if grad.dtype == dtype == factor.dtype:
+        return grad.mul_(factor)
+    return grad.to(factor.dtype).mul_(factor).to(dtype) if grad.dtype != factor.dtype else grad.mul(factor).to(dtype)
+
+
+def _differentiated(ctx: Any, d_loss: Tensor) -> list[Tensor | None]:
+    """Return the gradients of hidden and weight with a graph of their own, for ``create_graph``."""
+    hidden, weight, targets = ctx.saved_tensors
+    inputs = [x for x, needed in zip((hidden, weight), ctx.needs_input_grad, strict=False) if needed]
+    loss = cross_entropy_reference(torch.nn.functional.linear(hidden, weight), targets, *ctx.options)
+    found = iter(torch.autograd.grad(loss, inputs, d_loss, create_graph=True))
+    return [next(found) if needed else None for needed in ctx.needs_input_grad[:2]]
 
 
 # ------------------------------------------------------------------------------------------------------- public
@@ -182,7 +314,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """`cross_entropy` of the logits ``hidden @ weight.T``, which never exist all at once.
 
-    The exceptions, in which the reference materializes them: see `zeroshard.kernels.chunked_losses.can_chunk`.
+    The exceptions, in which the reference materializes them: see `can_chunk`.
 
     If a gradient is needed, forward computes it together with the loss; `backward` may run again. Under `torch.no_grad`
     and `torch.inference_mode` none is needed, and no memory is allocated for one.
@@ -213,14 +345,13 @@ def linear_cross_entropy(
     check_loss_options(targets, (*hidden.shape[:-1], weight.shape[0]), *options, check_targets=check_targets)
     if not torch.is_grad_enabled():  # needs_input_grad would say True even though grad mode is off
         hidden, weight = hidden.detach(), weight.detach()
-    backend = choose("linear_cross_entropy", hidden.device, kernels)
-    if backend == "reference" and chunked_losses.can_chunk(kernels, hidden, weight):
-        return chunked_losses.linear_cross_entropy(hidden, weight, targets, *options, chunk_rows=chunk_rows)
-    if backend == "reference":
+    triton = choose("linear_cross_entropy", hidden.device, kernels) == "triton"
+    if not triton and not can_chunk(kernels, hidden, weight):
         return linear_cross_entropy_reference(hidden, weight, targets, *options)
-    rows = chunk_rows or rows_at_once(targets.numel(), weight.shape[0], hidden.element_size())
+    sizes = (targets.numel(), weight.shape[0], hidden.element_size())
+    rows = chunk_rows or rows_at_once(*sizes, on_cuda=hidden.is_cuda, triton=triton)
     options = (ignore_index, float(label_smoothing), float(z_loss), reduction)
-    return _LinearCrossEntropy.apply(hidden, weight, targets, *options, max(1, rows))
+    return (_WithTriton if triton else _WithoutTriton).apply(hidden, weight, targets, options, rows)
 
 
 def _autocast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

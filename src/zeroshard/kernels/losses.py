@@ -1,4 +1,4 @@
-"""The common parts of both losses (`cross_entropy`, `linear_cross_entropy`): reference, checks, scale of gradients.
+"""The common parts of both losses (`cross_entropy`, `linear_cross_entropy`): reference, rows without Triton, checks.
 
 [Note: Small gradients]
     Some gradients are computed before the upstream gradient is known. If they were divided by the number of rows (mean)
@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Reduction = Literal["mean", "sum"]
+BLOCK_BYTES = 2**23  # of fp32 logits that are processed at once on the CPU: they fit in a cache
+CUDA_BLOCK_BYTES = 2**29
 FP16_SCALE = 1024.0  # gradients of a sum are at most about 1: this gains ten bits, and stays far below 65504
 
 
@@ -52,6 +54,82 @@ def split_scale(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | Non
     if dtype != torch.float16:
         return scale, None
     return torch.full_like(scale, FP16_SCALE), scale.nan_to_num(posinf=0.0) / FP16_SCALE  # inf: no target counts
+
+
+def losses_and_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    losses: Tensor,
+    grad: Tensor | None,
+    scale: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+) -> None:
+    """Write the losses of rows and, if wanted, their gradients, in PyTorch, block after block and in place.
+
+    Args:
+        logits: [rows, vocab]; overwritten if ``grad`` is the same tensor.
+        targets: [rows] int64.
+        losses: output [rows] in the accumulator's dtype; 0 for an ignored target.
+        grad: output [rows, vocab] in the logits' dtype: the gradient of ``scale`` times the sum of losses.
+        scale: 0-dim; None: no gradient is wanted.
+        ignore_index, label_smoothing, z_loss: options as in `zeroshard.kernels.cross_entropy`.
+    """
+    vocab, dtype = logits.shape[1], losses.dtype
+    block_bytes = CUDA_BLOCK_BYTES if logits.is_cuda else BLOCK_BYTES
+    at_once = max(1, block_bytes // (vocab * dtype.itemsize))
+    options = (ignore_index, label_smoothing, z_loss)
+    in_place = grad is logits and logits.dtype == dtype
+    for start in range(0, logits.shape[0], at_once):
+        block = slice(start, start + at_once)
+        x = logits[block] if in_place else logits[block].to(dtype, copy=True)
+        _block(x, targets[block], losses[block], scale, *options)
+        if scale is not None and grad is not None and not in_place:
+            grad[block].copy_(x)
+
+
+def _block(
+    x: Tensor,
+    targets: Tensor,
+    losses: Tensor,
+    scale: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+) -> None:
+    """Write ``losses`` [rows] of ``x`` [rows, vocab], which is overwritten: with its gradient if ``scale`` is given."""
+    ignored = (targets == ignore_index).unsqueeze(1)
+    targets = targets.unsqueeze(1).masked_fill(ignored, 0)
+    peak = x.amax(1, keepdim=True)
+    loss = _at(x, targets).mul_(label_smoothing - 1.0)
+    if label_smoothing:
+        loss.sub_(x.mean(1, keepdim=True), alpha=label_smoothing)
+    total = x.sub_(peak).exp_().sum(1, keepdim=True)
+    lse = total.log().add_(peak)
+    loss.add_(lse)
+    if z_loss:
+        loss.add_(lse.square(), alpha=z_loss)
+    losses.copy_(loss.masked_fill_(ignored, 0.0).squeeze(1))
+    if scale is None:
+        return
+    scales = scale.expand_as(lse).masked_fill(ignored, 0.0)
+    x.mul_((scales * lse.mul_(2 * z_loss).add_(1.0)).div_(total))
+    x.scatter_add_(1, targets, scales * (label_smoothing - 1.0))
+    if label_smoothing:
+        x.sub_(scales, alpha=label_smoothing / x.shape[1])
+
+
+def _at(x: Tensor, targets: Tensor) -> Tensor:
+    """x [rows, vocab], targets [rows, 1] -> the targets' logits [rows, 1]; an invalid target raises on the CPU."""
+    try:
+        return x.gather(1, targets)
+    except RuntimeError:
+        wrong = targets[(targets < 0) | (targets >= x.shape[1])]
+        if targets.is_cuda or not len(wrong):
+            raise
+        what = f"targets: {int(wrong[0])} is outside 0..{x.shape[1] - 1} and is not the index that is ignored"
+        raise IndexError(f"{what}; check the tokenizer") from None
 
 
 def check_loss_options(

@@ -16,28 +16,16 @@ class LayerNorm(nn.LayerNorm):
     A subclass, so that code which looks for torch's norms (weight decay, initial values) finds this one too.
 
     Args:
-        normalized_shape: the width, as an int or a sequence of one int.
-        eps: added to the variance.
-        elementwise_affine: whether there are a weight and a bias.
-        bias: whether there is a bias.
+        *args: as in torch; ``normalized_shape`` is the width, as an int or a sequence of one int.
         kernels: backend; None: that of `zeroshard.kernels.use_kernels`, or auto without one.
+        **kwargs: as in torch.
 
     Raises:
         ValueError: ``normalized_shape`` has more than one dimension.
     """
 
-    def __init__(
-        self,
-        normalized_shape: Any,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        kernels: Choice | None = None,
-    ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+    def __init__(self, *args: Any, kernels: Choice | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         _check_shape(self.normalized_shape)
         self.kernels = kernels
 
@@ -47,29 +35,15 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.RMSNorm):
-    """`torch.nn.RMSNorm` over one dimension, computed by `zeroshard.kernels.rms_norm`.
+    """`torch.nn.RMSNorm` over one dimension, computed by `zeroshard.kernels.rms_norm`; arguments as in `LayerNorm`.
 
-    Args:
-        normalized_shape: the width, as an int or a sequence of one int.
-        eps: added to the mean square.
-        elementwise_affine: whether there is a weight.
-        kernels: backend; None: that of `zeroshard.kernels.use_kernels`, or auto without one.
-
-    Raises:
-        ValueError: ``normalized_shape`` has more than one dimension.
+    Without an ``eps``, it is 1e-5.
     """
 
     def __init__(
-        self,
-        normalized_shape: Any,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        kernels: Choice | None = None,
+        self, normalized_shape: Any, eps: float = 1e-5, *args: Any, kernels: Choice | None = None, **kwargs: Any
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        super().__init__(normalized_shape, eps, *args, **kwargs)
         _check_shape(self.normalized_shape)
         self.kernels = kernels
 

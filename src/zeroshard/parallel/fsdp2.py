@@ -102,12 +102,9 @@ class Fsdp2:
         decay = setup.ema_decay
         self.ema: Ema | None = None if decay is None else Ema(self._params.values(), decay, self._masters_replaced)
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulate unsharded gradients on each rank, without communication."""
-        return self._without_sync()
-
     @contextmanager
-    def _without_sync(self) -> Generator[None]:
+    def no_sync(self) -> Generator[None]:
+        """Accumulate unsharded gradients on each rank, without communication."""
         self._root.set_requires_gradient_sync(False)
         try:
             yield

@@ -56,50 +56,24 @@ def in_order(num_bytes: Mapping[str, int]) -> Bytes:
     return {category: num_bytes[category] for category in [*known, *(set(num_bytes) - set(CATEGORIES))]}
 
 
-@dataclass(frozen=True)
-class Reconciled:
-    """A rank's bytes by category, compared with those that CUDA's allocator counts.
-
-    Attributes:
-        held: bytes of the engine's tensors, by category.
-        requested: bytes that live allocations had requested.
-        allocated: bytes of the blocks that these allocations got.
-        reserved: bytes that the allocator has reserved from the device.
-    """
-
-    held: Mapping[str, int]
-    requested: int
-    allocated: int
-    reserved: int
-
-    @property
-    def unclaimed(self) -> int:
-        """Bytes that were requested but are in no category."""
-        return self.requested - sum(self.held.values())
-
-    @property
-    def rounding(self) -> int:
-        """Bytes that were allocated in addition to those requested."""
-        return self.allocated - self.requested
-
-    @property
-    def cached(self) -> int:
-        """Bytes that are reserved but not allocated."""
-        return self.reserved - self.allocated
-
-
-def reconciled(held: Mapping[str, int], stats: Mapping[str, int] | None = None) -> Reconciled:
+def reconciled(held: Mapping[str, int], stats: Mapping[str, int] | None = None) -> Bytes:
     """Compare ``held`` with the allocator's numbers for the current device.
 
     Args:
-        held: bytes by category, on that device.
+        held: bytes of the engine's tensors by category, on that device.
         stats: the result of `torch.cuda.memory_stats`; None: call it now.
+
+    Returns:
+        ``requested``: bytes that live allocations had requested; ``allocated``: of the blocks that they got;
+        ``reserved``: that the allocator has reserved from the device; ``unclaimed``: requested but in no category;
+        ``rounding``: allocated in addition to those requested; ``cached``: reserved but not allocated.
     """
     stats = torch.cuda.memory_stats() if stats is None else stats
-    requested, allocated, reserved = (
-        int(stats.get(f"{kind}_bytes.all.current", 0)) for kind in ("requested", "allocated", "reserved")
-    )
-    return Reconciled(dict(held), requested, allocated, reserved)
+    kinds = ("requested", "allocated", "reserved")
+    found = {kind: int(stats.get(f"{kind}_bytes.all.current", 0)) for kind in kinds}
+    requested, allocated, reserved = found.values()
+    between = {"unclaimed": requested - sum(held.values()), "rounding": allocated - requested}
+    return found | between | {"cached": reserved - allocated}
 
 
 class ThreePoints:

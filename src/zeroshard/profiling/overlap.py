@@ -48,9 +48,6 @@ class Overlap:
         """Total minus exposed; clamped at 0, because the two are measured independently."""
         return max(self.total_s - self.exposed_s, 0.0)
 
-    def __add__(self, other: Overlap) -> Overlap:
-        return Overlap(self.total_s + other.total_s, self.exposed_s + other.exposed_s)
-
 
 def under_way(operations: Iterable[TimedOperation]) -> dict[str, float]:
     """Return seconds by label, which add up to the time in which any operation was in flight.
@@ -70,15 +67,3 @@ def overlap(total_s: Mapping[str, float], exposed_s: Mapping[str, float]) -> dic
     """Combine total and exposed seconds by label; sorted by exposed time, longest first."""
     labels = sorted({*total_s, *exposed_s}, key=lambda label: (-exposed_s.get(label, 0.0), label))
     return {label: Overlap(total_s.get(label, 0.0), exposed_s.get(label, 0.0)) for label in labels}
-
-
-def table(found: Mapping[str, Overlap]) -> str:
-    """Return a plain-text table of milliseconds by label, and their sum."""
-    total = sum(found.values(), Overlap(0.0, 0.0))
-    rows = [*found.items(), ("all", total)]
-    width = max(len(label) for label, _ in rows)
-    lines = [f"{'':{width}}  {'total ms':>9}  {'hidden ms':>9}  {'exposed ms':>10}"]
-    for label, value in rows:
-        times = f"{value.total_s * 1e3:9.3f}  {value.hidden_s * 1e3:9.3f}  {value.exposed_s * 1e3:10.3f}"
-        lines.append(f"{label:{width}}  {times}")
-    return "\n".join(lines)

@@ -28,8 +28,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zeroshard.errors import UserError
-from zeroshard.kernels.chunked_losses import all_logits
 from zeroshard.kernels.launch import traced
+from zeroshard.kernels.linear_cross_entropy import all_logits
 from zeroshard.lab.predict.model_spans import ROOT, Event, EventName, Span, Trace, repeat_blocks
 from zeroshard.lab.predict.on_meta import fuse_dropout, on_meta, serves
 from zeroshard.lab.predict.recorder import StorageEvents

@@ -107,9 +107,7 @@ class Measures:
         found: dict[str, Any] = {"memory_points_bytes": self._points.bytes}
         if self._device.type == "cuda" and self._num_steps > PEAK_STEP:
             self.peak_bytes = torch.cuda.max_memory_allocated(self._device)
-            claims = reconciled(self._held())
-            facts = ("requested", "allocated", "reserved", "unclaimed", "rounding", "cached")
-            found["allocator_bytes"] = {name: getattr(claims, name) for name in facts}
+            found["allocator_bytes"] = reconciled(self._held())
         if self._peak:
             found["memory_peak"] = self._peak
         if self._num_timed:
