@@ -18,6 +18,7 @@ LEFT = [
     r"kernels liger",
     r"[Gg]eglu",
     r"stochastic_rounding=",
+    r"sum_of_squares",
     r"[Dd]ashboard",
     r"\bwerkzeug\b",
     r"two_level",

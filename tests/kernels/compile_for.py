@@ -78,7 +78,6 @@ def main():
     for inplace in (False, True):
         options = {"label_smoothing": 0.1, "z_loss": 0.1, "inplace": inplace, "kernels": "triton"}
         backward([kernels.cross_entropy(logits * 1, targets, **options)], [logits])
-    kernels.sum_of_squares(torch.zeros(10_000), kernels="triton")
     for name in FORMATS:
         form, flat = BlockFormat(name), torch.zeros(5000)
         packed = torch.zeros(form.num_bytes(5000), dtype=torch.uint8)

@@ -13,7 +13,6 @@ from zeroshard.kernels.linear_cross_entropy import linear_cross_entropy
 from zeroshard.kernels.modules import LayerNorm, RMSNorm
 from zeroshard.kernels.norm import layer_norm, rms_norm
 from zeroshard.kernels.rope import rope
-from zeroshard.kernels.sum_of_squares import sum_of_squares
 from zeroshard.kernels.swiglu import swiglu
 
 __all__ = [
@@ -36,7 +35,6 @@ __all__ = [
     "quantise",
     "rms_norm",
     "rope",
-    "sum_of_squares",
     "swiglu",
     "use_kernels",
 ]

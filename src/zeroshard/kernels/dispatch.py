@@ -43,7 +43,6 @@ OPERATIONS: dict[str, Operation] = {
     "cross_entropy": Operation("CrossEntropy"),
     "linear_cross_entropy": Operation("LinearCrossEntropy"),
     "adamw": Operation("AdamW"),
-    "sum_of_squares": Operation("SumOfSquares"),
     "block_formats": Operation("BlockFormats"),
 }
 

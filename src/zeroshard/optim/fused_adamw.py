@@ -27,9 +27,8 @@ class FusedAdamW(Optimizer):
     ``torch.optim.AdamW(foreach=False)``. On a GPU it differs from that by the rounding of hyper-parameters to fp32: by
     5e-5 of an update in the first steps, less later; torch's own fused optimizer rounds in the same way.
 
-    Under `zeroshard.Zero` it saves three passes over memory: the engine has it sum the squares for the gradient norm,
-    multiply gradients by the clipping factor as it reads them, and write 16-bit weights in the pass that updates their
-    fp32 master weights.
+    Under `zeroshard.Zero` it saves two passes over memory: the engine has it multiply gradients by the clipping factor
+    as it reads them, and write 16-bit weights in the pass that updates their fp32 master weights.
 
     Args:
         params: parameters or param groups; contiguous, dense, floating.
@@ -89,10 +88,6 @@ class FusedAdamW(Optimizer):
             if copy.shape != param.shape:
                 raise ValueError(f"copies: shape {tuple(copy.shape)} is not its parameter's {tuple(param.shape)}")
         self._copies = dict(copies)  # drops earlier copies: the engine may have laid out its weights anew
-
-    def sum_of_squares(self, flat: Tensor) -> Tensor:
-        """Return `zeroshard.kernels.sum_of_squares` by this optimizer's choice of kernels: 0-dim, float64."""
-        return ops.sum_of_squares(flat, kernels=self._kernels)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, grad_scale: Tensor | None = None) -> Any:

@@ -154,20 +154,6 @@ def linear_cross_entropy_cases(
         yield Case("linear_cross_entropy", f"{rows} x {width} x {vocab}", dtype, moved, inputs, call, (0, 1))
 
 
-def sum_of_squares_cases(dtype: str) -> Iterator[Case]:
-    """The sum of squares of a flat tensor, for the norm of the gradients."""
-    numel = 124_000_000 if ON_GPU else 5000
-
-    def call(who: Choice, flat: Tensor) -> Any:
-        return kernels.sum_of_squares(flat, kernels=who)
-
-    def inputs() -> list[Tensor]:
-        return [normal(numel, dtype=DTYPES[dtype])]
-
-    moved = {"forward": numel * DTYPES[dtype].itemsize}
-    yield Case("sum_of_squares", f"{numel}", dtype, moved, inputs, call, contestants=("eager", "compile", "triton"))
-
-
 def block_format_cases(dtype: str) -> Iterator[Case]:
     """Quantising to int8 with stochastic rounding, as gradients are sent, and dequantising."""
     numel, form = (124_000_000 if ON_GPU else 5000), BlockFormat("int8")
@@ -236,6 +222,5 @@ CASES: dict[str, Callable[[str], Iterator[Case]]] = {
     "cross_entropy": cross_entropy_cases,
     "linear_cross_entropy": linear_cross_entropy_cases,
     "adamw": adamw_cases,
-    "sum_of_squares": sum_of_squares_cases,
     "block_formats": block_format_cases,
 }

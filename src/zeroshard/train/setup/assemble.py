@@ -263,7 +263,7 @@ def _optimizer(config: TrainConfig, device: torch.device) -> tuple[type[torch.op
 
 def serving(config: TrainConfig, model: LanguageModel, strategy: Strategy, device: torch.device) -> dict[str, str]:
     """The implementation (Triton or PyTorch) that serves each operation of this run, by operation."""
-    optimizer = ("adamw", "sum_of_squares") if isinstance(strategy.optimizer, FusedAdamW) else ()
+    optimizer = ("adamw",) if isinstance(strategy.optimizer, FusedAdamW) else ()
     served: dict[str, str] = dict(describe(device, config.kernels, (*model.operations, *optimizer)))
     if optimizer:
         return served

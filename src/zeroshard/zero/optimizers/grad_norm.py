@@ -9,7 +9,7 @@ nothing is sharded, each rank computes all of them and adds them in the same ord
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ def global_norm(
     comm: Communicator,
     norm_type: float,
     device: torch.device,
-    sum_of_squares: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """The p-norm of all reduced gradients: 0-dim float64, the same on every rank; 0.0 without gradients. Collective.
 
@@ -32,7 +31,6 @@ def global_norm(
         comm: the ranks that hold the shards.
         norm_type: p > 0, or inf.
         device: where the result lives.
-        sum_of_squares: computes that of a flat tensor, 0-dim float64, for p = 2; None: torch's norm is squared.
     """
     sharded = bool(grads) and grads[0].shard_optim and comm.world_size > 1
     parts = grads[0].layout.parts if grads else 1
@@ -41,10 +39,7 @@ def global_norm(
     for buffer in grads:
         places = [(place, shard) for place, shard in enumerate(buffer.shards()) if shard.numel()]
         shards = [shard for _, shard in places]
-        if shards and sum_of_squares is not None and norm_type == 2.0:
-            found = torch.stack([sum_of_squares(shard) for shard in shards]).to(partials)
-            partials = partials + _at(places, found, num_partials)
-        elif shards:
+        if shards:
             norms = torch.stack([norm_of(shard, norm_type) for shard in shards]).to(partials)
             partials = _add(partials, _at(places, norms, num_partials), norm_type)
     if sharded:

@@ -42,10 +42,6 @@ class SavesPasses(Protocol):
     gradients as it reads them.
     """
 
-    def sum_of_squares(self, flat: Tensor) -> Tensor:
-        """The sum of squares of a contiguous tensor's elements: 0-dim, float64, the same bits at every call."""
-        ...
-
     def write_copies(self, copies: Mapping[Tensor, Tensor]) -> None:
         """From now on, copy each updated parameter that is a key of ``copies`` to its value, in that tensor's dtype."""
         ...

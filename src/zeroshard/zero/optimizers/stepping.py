@@ -223,8 +223,7 @@ class Stepping:
         saves = len(savers) == len(self._known) > 0 and not exact
         for buffer in buffers:
             buffer.apply_factor()
-        sum_of_squares = savers[0].sum_of_squares if saves else None
-        norm = grad_norm.global_norm(buffers, self._levels.shard, norm_type, device, sum_of_squares)
+        norm = grad_norm.global_norm(buffers, self._levels.shard, norm_type, device)
         grad_norm.clip_(buffers, norm, float(max_norm), lazily=saves)
         return norm if exact else norm.to(torch.float32)
 
