@@ -14,7 +14,7 @@ from forged_manifests import CHECKPOINT, MORE, READERS, RESUMES, difference, for
 from fuzz_sandbox import run
 from soak import examples
 
-NUM_FORGED = examples(60, 1000)
+NUM_FORGED = examples(32, 1000)
 
 
 @pytest.fixture(scope="module", params=["of every command", "with more to say"])
@@ -26,13 +26,12 @@ def made(request, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(2))
-def test_a_forged_manifest_ends_in_a_line_or_means_what_can_be_used(made, tmp_path, monkeypatch, part):
+def test_a_forged_manifest_ends_in_a_line_or_means_what_can_be_used(made, tmp_path, monkeypatch):
     monkeypatch.setattr("zeroshard.lab.report.png.draw", lambda figure, path: None)  # it starts programs to find fonts
     folder, commands = made
-    rng, good = random.Random(part), read_facts(folder / "run" / CHECKPOINT)
+    rng, good = random.Random(0), read_facts(folder / "run" / CHECKPOINT)
     num_done = num_refused = 0
-    while num_done < NUM_FORGED // 4:
+    while num_done < NUM_FORGED // 2:
         case = tmp_path / "case"
         shutil.rmtree(case, ignore_errors=True)
         shutil.copytree(folder, case)

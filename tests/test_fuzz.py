@@ -1,6 +1,6 @@
 """The command line under words and files that nobody would write: one line, a status that is documented, no harm.
 
-200 cases find what is broken often, the 5,000 of `make soak` the rest; `--fuzz-cases N` takes another number.
+100 cases find what is broken often, the 5,000 of `make soak` the rest; `--fuzz-cases N` takes another number.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fuzz_sandbox import run
 from fuzz_words import Line, command_lines
 from zeroshard.launch.ending import Ending
 
-ORDINARY, SOAK = 200, 5000  # cases
+ORDINARY, SOAK = 100, 5000  # cases
 
 
 @pytest.fixture(scope="module")

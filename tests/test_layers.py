@@ -1,12 +1,11 @@
-"""Imports only point down and never in a circle, files are short, and one alone reads the environment."""
+"""No files import each other in a circle, files are short, and one alone reads the environment."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,16 +17,16 @@ PACKAGE = ROOT / "src" / "zeroshard"
 ENVIRONMENT = {"environ", "environb", "getenv", "putenv", "unsetenv"}
 
 
-def test_every_import_points_down():
-    lint = Path(sys.executable).with_name("lint-imports")
-    done = subprocess.run([lint, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
+@functools.cache
+def trees():
+    """Each file of the package, parsed once."""
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def modules():
     """Each file of the package by its module's name."""
     found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in trees():
         parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
         found[".".join(parts[:-1] if path.name == "__init__.py" else parts)] = path
     return found
@@ -38,7 +37,7 @@ def imported(path, known):
 
     A package's ``__init__`` names for types what it loads when it is first asked for; that is left out.
     """
-    tree = ast.parse(path.read_text())
+    tree = trees()[path]
     names = set()
     for node in tree.body if path.name == "__init__.py" else ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -82,22 +81,18 @@ SETTERS = [
 def test_one_file_alone_reads_the_environment():
     readers = [
         path.relative_to(PACKAGE).as_posix()
-        for path in sorted(PACKAGE.rglob("*.py"))
+        for path, tree in trees().items()
         if any(
             (isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT)
             or (isinstance(node, ast.ImportFrom) and node.module == "os" and {n.name for n in node.names} & ENVIRONMENT)
-            for node in ast.walk(ast.parse(path.read_text()))
+            for node in ast.walk(tree)
         )
     ]
     assert readers == sorted(["launch/environment.py", *SETTERS])
 
 
-@pytest.mark.parametrize("name", [name for name in zeroshard.__all__ if name != "__version__"])
-def test_every_public_name_is_there(name):
-    assert getattr(zeroshard, name) is not None
-    assert name in dir(zeroshard)
-
-
-def test_a_name_that_is_not_public_is_an_attribute_error():
+def test_every_public_name_is_there_and_another_is_an_attribute_error():
+    assert all(getattr(zeroshard, name) is not None for name in zeroshard.__all__)
+    assert set(zeroshard.__all__) <= set(dir(zeroshard))
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         zeroshard.Nothing  # noqa: B018
