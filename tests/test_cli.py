@@ -677,30 +677,6 @@ def test_a_reader_that_stops_reading_ends_the_command_in_silence():
 SMALL_PLAN = ["plan", "--model", "gpt2-demo", "--gpus", "16", "--micro-batch", "2"]
 
 
-def test_plan_prints_a_table_and_its_advice(capsys):
-    assert main(SMALL_PLAN) == ExitStatus.OK
-    told = capsys.readouterr().out
-    assert "tokens/s" in told
-    assert any(line.startswith("Take ") for line in told.splitlines())
-
-
-def test_plan_prints_json(capsys):
-    assert main([*SMALL_PLAN, "--json", "--stage", "2"]) == ExitStatus.OK
-    content = json.loads(capsys.readouterr().out)
-    assert {row["stage"] for row in content["rows"]} == {2}
-    assert content["gpu"]["source"]
-
-
-def test_plan_explains_a_step(capsys):
-    assert main([*SMALL_PLAN, "--explain", "--stage", "3"]) == ExitStatus.OK
-    assert "/weights" in capsys.readouterr().out
-
-
-def test_plan_answers_a_question(capsys):
-    assert main([*SMALL_PLAN, "--ask", "lowest-bandwidth", "--stage", "1"]) == ExitStatus.OK
-    assert "Gbit/s" in capsys.readouterr().out
-
-
 def test_plan_where_nothing_fits_ends_with_status_3_and_the_nearest_change(capsys):
     assert main(["plan", "--model", "llama-7b", "--gpu", "t4-16gb", "--dtype", "float16"]) == ExitStatus.CHECK_FAILED
     assert "GPUs would fit" in capsys.readouterr().out
@@ -715,16 +691,6 @@ def test_a_dry_run_stands_beside_its_prediction(capsys):
     assert found["compared"]["peak"]["ratio"] == pytest.approx(1.0, abs=1e-3)
     assert found["device"] == "cpu"
     assert found["step_s"] > 0
-
-
-def test_a_dry_run_of_a_stage_shards_over_all_gpus_whatever_the_plan_advises(capsys):
-    asked = ["plan", "--model", "gpt2-demo", "--gpus", "64", "--micro-batch", "1", "--stage", "3", "--dtype", "float32"]
-    assert main([*asked, "--json"]) == ExitStatus.OK
-    told = json.loads(capsys.readouterr().out)
-    assert told["rows"][told["best"]]["shard_size"] < 64, "the plan advises groups, else nothing is tested"
-    for words, row in (([], "stage 3, "), (["--shard-size", "8"], "stage 3 over 8 GPUs, replicated 8 times, ")):
-        assert main([*asked, *words, "--json", "--dry-run"]) == ExitStatus.OK
-        assert json.loads(capsys.readouterr().out)["row"].startswith(row)
 
 
 @pytest.mark.parametrize(

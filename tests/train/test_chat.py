@@ -83,14 +83,6 @@ def test_an_answer_that_another_token_ends_has_no_token_of_it(model, capsys, mon
     assert capsys.readouterr().out == said
 
 
-def test_several_answers_are_drawn_side_by_side(model, capsys):
-    words = ["--message", "2 + 2?", "--max-new-tokens", "6", "--temperature", "0", "--samples", "2"]
-    assert main(["generate", f"hf:{model}", *words]) == 0
-    one, two = re.split(r"--- seed \d\n", capsys.readouterr().out)[1:]
-    assert one == two
-    assert "2 + 2?" not in one
-
-
 def test_a_run_of_conversations_answers_by_the_template_that_it_was_trained_with(
     tiny_config, tmp_path, capsys, answers
 ):

@@ -242,12 +242,12 @@ SEVERAL = {"nnodes": "2:4", "rdzv_endpoint": "node0:29400"}
         ),
         (
             {"micro_batch_size": 1, "global_batch_size": 1},
-            "global_batch_size: 1 is no multiple of 1 (micro_batch_size) x 2, 3 or 4 ranks, which nnodes = 2:4 allows; "
+            "global_batch_size: 1 is no multiple of 1 (micro_batch_size) x 2 ranks, which nnodes = 2:4 allows; "
             "change one of them, nproc or nnodes",
         ),
         (
             {"nproc": 2, "shard_size": 4},
-            "shard_size: 4 does not divide a world of 6 ranks, which nnodes = 2:4 allows; change it, nproc or nnodes",
+            "shard_size: 4 does not divide a world of 6; choose one of 1, 2, 3, 6",
         ),
     ],
 )

@@ -10,11 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from zeroshard import checkpoint
-from zeroshard.checkpoint.streamed_safetensors import StreamedTensor
 from zeroshard.cli import main
 from zeroshard.comm import LocalCommunicator
 from zeroshard.interop import hf_export
-from zeroshard.interop.hf_export import split_by_size
 from zeroshard.train.loop.loop import run_training
 from zeroshard.zero import NamedShard
 
@@ -64,21 +62,6 @@ def test_an_index_says_where_each_tensor_is(run, tmp_path):
     assert len(files) > 2
     assert index["weight_map"] == {name: file.name for file in files for name in load_file(file)}
     assert index["metadata"]["total_size"] == sum(t.nbytes for file in files for t in load_file(file).values())
-
-
-def _sized(*sizes):
-    return [StreamedTensor(str(index), torch.uint8, (size,), lambda: ()) for index, size in enumerate(sizes)]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "groups"),
-    [((3, 3, 3), [["0", "1", "2"]]), ((3, 7, 1), [["0", "1"], ["2"]]), ((30, 1, 30), [["0"], ["1"], ["2"]])],
-)
-def test_files_are_filled_up_to_the_limit_and_a_larger_tensor_stands_alone(sizes, groups):
-    split = split_by_size(_sized(*sizes), 10)
-    assert [[tensor.name for tensor in members] for members in split.values()] == groups
-    names = list(split)
-    assert names[0] == ("model.safetensors" if len(groups) == 1 else f"model-00001-of-0000{len(groups)}.safetensors")
 
 
 def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(run, tmp_path, capsys):

@@ -140,82 +140,54 @@ def test_without_a_tokenizer_there_are_weights_alone(hf, tmp_path, capsys):
     assert not (tmp_path / "again" / "tokenizer.json").exists()
 
 
-def _no_config(hf):
-    (hf / "config.json").unlink()
+def rewritten(hf, **tensors):
+    """Replace tensors of the folder's file."""
+    named = {
+        f"transformer.{name}.weight" if name == "wte" else f"{name}.weight": each for name, each in tensors.items()
+    }
+    save_file({**load_file(hf / "model.safetensors"), **named}, hf / "model.safetensors")
 
 
-def _config_of_something_else(hf):
-    change(hf / "config.json", model_type="bert")
+def indexed(hf, file):
+    (hf / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": file}}))
 
 
-def _config_that_is_no_json(hf):
-    (hf / "config.json").write_text("{")
-
-
-def _config_of_another_size(hf):
-    change(hf / "config.json", n_layer=2)
-
-
-def _truncated(hf):
-    content = (hf / "model.safetensors").read_bytes()
-    (hf / "model.safetensors").write_bytes(content[:-9])
-
-
-def _no_weights(hf):
-    (hf / "model.safetensors").unlink()
-
-
-def _pickle(hf):
-    (hf / "model.safetensors").rename(hf / "pytorch_model.bin")
-
-
-def _missing_shard(hf):
-    (hf / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "model-2.safetensors"}}))
-
-
-def _index_that_leads_elsewhere(hf):
-    (hf / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "../model.safetensors"}}))
-
-
-def _untied(hf):
-    tensors = load_file(hf / "model.safetensors")
-    tensors["lm_head.weight"] = torch.zeros_like(tensors["transformer.wte.weight"])
-    save_file(tensors, hf / "model.safetensors")
-
-
-def _integers(hf):
-    tensors = load_file(hf / "model.safetensors")
-    tensors["transformer.wte.weight"] = tensors["transformer.wte.weight"].to(torch.int8)
-    save_file(tensors, hf / "model.safetensors")
-
-
-def _foreign_tokenizer(hf):
+def _of_100_ids(hf):
     change(hf / "config.json", vocab_size=100)
-    tensors = load_file(hf / "model.safetensors")
-    tensors["transformer.wte.weight"] = tensors["transformer.wte.weight"][:100].clone()
-    save_file(tensors, hf / "model.safetensors")
-
-
-def _tokenizer_that_is_none(hf):
-    (hf / "tokenizer.json").write_text("{}")
+    rewritten(hf, wte=load_file(hf / "model.safetensors")["transformer.wte.weight"][:100].clone())
 
 
 @pytest.mark.parametrize(
     ("spoil", "line"),
     [
-        (_no_config, "source: .*config.json cannot be read"),
-        (_config_of_something_else, "config.json: model_type: 'bert' cannot be imported; take a gpt2 or llama"),
-        (_config_that_is_no_json, "config.json: is not a JSON object"),
-        (_config_of_another_size, "transformer.h.1.ln_1.weight: is not among the weights"),
-        (_truncated, "model.safetensors: cannot be read"),
-        (_no_weights, "source: .* holds no model.safetensors"),
-        (_pickle, "pytorch_model.bin: is a pickle, and those are never read"),
-        (_missing_shard, "model-2.safetensors: is missing"),
-        (_index_that_leads_elsewhere, "index.json: has no weight_map of files beside it"),
-        (_untied, "lm_head.weight: is tied to transformer.wte.weight and differs"),
-        (_integers, "transformer.wte.weight: is of dtype I8"),
-        (_foreign_tokenizer, "tokenizer.json: has 270 tokens, the model 100"),
-        (_tokenizer_that_is_none, "data.tokenizer: .*tokenizer.json cannot be read"),
+        (lambda hf: (hf / "config.json").unlink(), "source: .*config.json cannot be read"),
+        (
+            lambda hf: change(hf / "config.json", model_type="bert"),
+            "config.json: model_type: 'bert' cannot be imported; take a gpt2 or llama",
+        ),
+        (lambda hf: (hf / "config.json").write_text("{"), "config.json: is not a JSON object"),
+        (lambda hf: change(hf / "config.json", n_layer=2), "transformer.h.1.ln_1.weight: is not among the weights"),
+        (
+            lambda hf: (hf / "model.safetensors").write_bytes((hf / "model.safetensors").read_bytes()[:-9]),
+            "model.safetensors: cannot be read",
+        ),
+        (lambda hf: (hf / "model.safetensors").unlink(), "source: .* holds no model.safetensors"),
+        (
+            lambda hf: (hf / "model.safetensors").rename(hf / "pytorch_model.bin"),
+            "pytorch_model.bin: is a pickle, and those are never read",
+        ),
+        (lambda hf: indexed(hf, "model-2.safetensors"), "model-2.safetensors: is missing"),
+        (lambda hf: indexed(hf, "../model.safetensors"), "index.json: has no weight_map of files beside it"),
+        (
+            lambda hf: rewritten(hf, lm_head=torch.zeros(270, 32)),
+            "lm_head.weight: is tied to transformer.wte.weight and differs",
+        ),
+        (
+            lambda hf: rewritten(hf, wte=torch.zeros(270, 32, dtype=torch.int8)),
+            "transformer.wte.weight: is of dtype I8",
+        ),
+        (_of_100_ids, "tokenizer.json: has 270 tokens, the model 100"),
+        (lambda hf: (hf / "tokenizer.json").write_text("{}"), "data.tokenizer: .*tokenizer.json cannot be read"),
     ],
 )
 def test_what_cannot_be_imported_is_one_line_and_leaves_nothing(hf, tmp_path, capsys, spoil, line):

@@ -158,11 +158,3 @@ def test_other_files_are_refused(tmp_path):
         with pytest.raises(UserError, match=rf"^model\.{key}: {said}"):
             import_nanogpt(path, tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-def test_its_checkpoint_is_whole(tmp_path):
-    ckpt(tmp_path / "ckpt.pt")
-    import_nanogpt(tmp_path / "ckpt.pt", tmp_path / "run")
-    from zeroshard.train.state.checkpoint_command import run_checkpoint
-
-    assert run_checkpoint(["verify", str(latest(tmp_path / "run" / "checkpoints"))]) == 0

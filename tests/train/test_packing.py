@@ -61,16 +61,6 @@ def test_loss_and_gradients_of_packed_examples_are_those_of_single_ones(examples
         torch.testing.assert_close(packed_grads[name], grad, rtol=1e-4, atol=1e-5 * largest)
 
 
-def test_without_positions_examples_see_each_other(examples):
-    """What the comparison above would not forgive."""
-    model = made("gpt2-demo", None)
-    rows = rows_of_length(examples, SEQ_LEN, split="train", packed=True)
-    tokens, targets, positions = rows.read(np.arange(rows.num_rows))
-    with torch.no_grad():
-        together, apart = model(tokens, targets), model(tokens, targets, positions_BT=positions)
-    assert abs(float(together - apart)) > 1e-5 * float(apart)
-
-
 @pytest.fixture
 def packed_config(tiny_config, tmp_path):
     """`packed_config(model, data={}, **changes)`: a run on packed pairs."""
@@ -143,18 +133,6 @@ def test_experts_that_are_balanced_over_a_batch_are_not_taken_for_leaks(packed_c
     folder = folder_of("mixtral", {**sizes, **experts}, tmp_path / "model")
     run = built(packed_config(f"hf:{folder}", {"tokenizer": "bytes"}))
     assert run.strategy.model.balances_experts
-
-
-def test_positions_that_change_no_mask_are_noticed(packed_config, tmp_path, monkeypatch):
-    folder = folder_of("llama", {**CONV, "layer_types": None}, tmp_path / "model")
-    data = {"tokenizer": "bytes"}
-    built(packed_config(f"hf:{folder}", data))
-    masking = pytest.importorskip("transformers.masking_utils")
-    asked = lambda position_ids: None  # noqa: E731
-    asked.asks = True
-    monkeypatch.setattr(masking, "find_packed_sequence_indices", asked)
-    with pytest.raises(UserError, match="attention crosses examples of a row"):
-        built(packed_config(f"hf:{folder}", data, out="again"))
 
 
 def test_a_model_that_takes_no_positions_is_refused(packed_config, tmp_path):

@@ -7,7 +7,7 @@ from zeroshard.errors import UserError
 from zeroshard.train.config.command_settings import PrepareConfig
 from zeroshard.train.config.data_section import DataConfig
 from zeroshard.train.config.validate import validate
-from zeroshard.train.setup.prepare_data import Teller, data_folder, data_spec, facts_of, run_prepare, sources_of
+from zeroshard.train.setup.prepare_data import Teller, data_folder, data_spec, run_prepare, sources_of
 
 
 def test_what_was_prepared_is_said(tmp_path, capsys):
@@ -23,10 +23,6 @@ def test_progress_is_a_line_now_and_then(capsys):
     for line_s in (0.0, 60.0):
         Teller(line_s)(Told(1_000_000, 0.25, 1000.0))
     assert capsys.readouterr().err == "25.0%  1,000,000 tokens  1,000 tok/s  left 0:50:00\n"
-
-
-def test_a_rate_that_is_not_known_leaves_no_time():
-    assert facts_of(Told(0, 0.0, 0.0)) == "0.0%  0 tokens  0 tok/s  left 0:00:00"
 
 
 @pytest.mark.parametrize(
@@ -97,11 +93,3 @@ def test_a_column_reaches_the_sources_that_have_columns_and_no_others(tmp_path):
             run_prepare(alone.model_copy(update={"dir": str(tmp_path / "out")}))
     with pytest.raises(UserError, match=r"data\.column: 'body' is asked for"):
         run_prepare(DataConfig(source="text", mix=(f"{text}=1",), column="body", dir=str(tmp_path / "mixed")))
-
-
-def test_what_a_folder_has_and_is_not_read_is_said(tmp_path, capsys):
-    (tmp_path / "in").mkdir()
-    made.write_table(tmp_path / "in" / "a.jsonl", made.documents(100))
-    (tmp_path / "in" / "notes.txt").write_text("plain\n")
-    run_prepare(DataConfig(source="text", path=(str(tmp_path / "in"),), dir=str(tmp_path / "out"), workers=1))
-    assert f"{tmp_path}/in: 1 file left out (1 .txt): its tables are read" in capsys.readouterr().err

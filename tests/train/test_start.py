@@ -187,11 +187,10 @@ def test_ranks_that_keep_whole_weights_receive_them_too(tiny_config, drawn, monk
     """Another rank than 0 of DDP's, which takes rank 0's weights, is played by this process."""
     config = tiny_config(strategy=strategy)
 
-    class Second(LocalCommunicator):
-        rank = 1
-
+    second = LocalCommunicator()
+    second.rank = 1
     monkeypatch.setattr("zeroshard.train.setup.assemble.agree_on", lambda *args: None)
-    model, _ = sharded(config, 61, None, Second(), CPU)
+    model, _ = sharded(config, 61, None, second, CPU)
     assert drawn == []
     assert all(param.isnan().all() for param in model.parameters())
 

@@ -202,10 +202,6 @@ def test_a_tracker_that_is_not_installed_is_refused_before_the_run(tiny_config, 
         trackers(TrackConfig(to=("trackio",)), tmp_path, {})
 
 
-def test_no_tracker_is_the_default(tiny_config, tmp_path):
-    assert trackers(tiny_config().track, tmp_path, {}) == []
-
-
 def test_trackers_are_named_by_flag_and_file():
     assert validate(TrainConfig, {"track": "wandb"}).track.to == ("wandb",)
     assert validate(TrainConfig, merge({"track": "wandb"}, {"track": {"project": "p"}})).track.to == ("wandb",)

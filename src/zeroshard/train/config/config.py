@@ -10,7 +10,7 @@ This module does not import torch, because the command line imports it before it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal, Self
 
@@ -224,27 +224,19 @@ class TrainConfig(Config):
 
     @model_validator(mode="after")
     def _every_world_can_share_out(self) -> Self:
-        """Check that the batch and ``shard_size`` divide every world size that ``nnodes`` (MIN:MAX) allows.
-
-        An elastic run may lose or gain machines. Without this check it would fail only when it restarts with a number
-        of ranks that does not divide.
-        """
+        """Check every world size that ``nnodes`` (MIN:MAX) allows: an elastic run may lose or gain machines."""
         least, most = parse_nnodes(self.nnodes)
-        if most == 1:
-            return self
-        worlds = [nodes * max(1, self.nproc) for nodes in range(least, most + 1)]
-        allowed, at_once = f"which nnodes = {self.nnodes} allows", self.micro_batch_size
-        for world in worlds:
+        for world in (nodes * max(1, self.nproc) for nodes in range(least, most + 1) if most > 1):
             if self.reproducible:
                 rules.check_leaves("reproducible", self.reproducible, world)
-        bad = [world for world in worlds if self.global_batch_size % (at_once * world)]
-        if bad:
-            what = f"{self.global_batch_size} is no multiple of {at_once} (micro_batch_size) x {_some(bad)} ranks"
-            raise UserError("global_batch_size", f"{what}, {allowed}", "change one of them, nproc or nnodes")
-        bad = [world for world in worlds if self.shard_size and world % self.shard_size]
-        if bad:
-            what = f"{self.shard_size} does not divide a world of {_some(bad)} ranks"
-            raise UserError("shard_size", f"{what}, {allowed}", "change it, nproc or nnodes")
+            if self.global_batch_size % (self.micro_batch_size * world):
+                what = (
+                    f"{self.global_batch_size} is no multiple of {self.micro_batch_size} (micro_batch_size) x {world}"
+                )
+                todo = "change one of them, nproc or nnodes"
+                raise UserError("global_batch_size", f"{what} ranks, which nnodes = {self.nnodes} allows", todo)
+            if self.shard_size:
+                rules.check_shard_size(self.shard_size, world)
         return self
 
     @model_validator(mode="after")
@@ -359,7 +351,7 @@ class TrainConfig(Config):
             what = f"simulated slows only zeroshard's communicators, and {self.strategy} uses torch.distributed"
             raise UserError("link.mode", what, "use --link.mode netns")
         if mode == "netns" and self.comm != "auto" and not comm_entry(self.comm).over_network:
-            others = _some(["auto", *(name for name, entry in COMMUNICATORS.items() if entry.over_network)])
+            others = " or ".join(("auto", *(name for name, entry in COMMUNICATORS.items() if entry.over_network)))
             raise UserError("comm", f"{self.comm} passes no network that netns could slow", f"use {others}")
         if mode == "netns" and (self.max_restarts or self.strategy == "auto"):
             field = "max_restarts" if self.max_restarts else "strategy"
@@ -370,12 +362,6 @@ class TrainConfig(Config):
         if mode == "netns" and nproc // node_size < 2:
             what = f"netns joins nodes, and {nproc or 'no'} ranks of {node_size} to a node are fewer than two"
             raise UserError("nproc", what, "give --nproc, at least twice link.node_size")
-
-
-def _some(counts: Sequence[int | str]) -> str:
-    """Format the first six of ``counts`` for an error message, as ``6, 10 or 14``."""
-    named = [*map(str, counts[:6]), *(["..."] if len(counts) > 6 else [])]
-    return " or ".join([", ".join(named[:-1]), named[-1]]) if len(named) > 1 else named[0]
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from zeroshard.comm import CONTROL, Communicator, scope
+from zeroshard.comm import Communicator
+from zeroshard.comm.agree import largest
 from zeroshard.errors import UserError
 from zeroshard.models import LanguageModel
 from zeroshard.regular_files import json_of, read_text
@@ -64,10 +65,8 @@ def lowest_stage(chosen: tuple[int, str], comm: Communicator, folder: Path, *, r
         left_stage, left_why = _read_word(_stage_file(folder))
         if left_stage > stage:
             stage, why = left_stage, left_why
-    message = torch.tensor([stage], device=comm.control_device)
-    with scope(CONTROL):
-        comm.all_reduce(message, op="max").wait()
-    return (stage, why) if int(message) == stage else (int(message), "another rank has less memory")
+    highest = largest(comm, stage)
+    return (stage, why) if highest == stage else (highest, "another rank has less memory")
 
 
 def move_up(config: TrainConfig, stage: int, rank: int, world_size: int) -> str:

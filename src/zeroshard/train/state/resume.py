@@ -107,8 +107,7 @@ def check_changes(
     old_tokens = position.get("tokens_per_step", tokens_per_step)
     if old_tokens != tokens_per_step:
         where = "with the next row of the stream" if position.get("stream") else "from another position in their order"
-        line = f"a step had {old_tokens:,} tokens, now it has {tokens_per_step:,}: data continue {where}"
-        lines.append(line + _same_step(old_tokens, tokens_per_step, config))
+        lines.append(f"a step had {old_tokens:,} tokens, now it has {tokens_per_step:,}: data continue {where}")
     return lines
 
 
@@ -149,13 +148,6 @@ def _other_rate(saved: Mapping[str, Any], config: Mapping[str, Any]) -> list[str
     if {**new, "max_steps": old["max_steps"]} == {**new, **old}:
         line += f"; --decay-steps {old['max_steps']} keeps the earlier schedule, then min_lr"
     return [line]
-
-
-def _same_step(old_tokens: int, tokens_per_step: int, config: Mapping[str, Any]) -> str:
-    """Suggest the flag that keeps as many tokens per step as before; "" if more accumulation alone cannot do that."""
-    if config["grad_accum_steps"] > 1 or config["global_batch_size"] or old_tokens % tokens_per_step:
-        return ""
-    return f"; --global-batch-size {old_tokens // config['seq_len']} keeps a step as it was"
 
 
 def check_model(
