@@ -201,19 +201,6 @@ def test_a_part_is_not_moved_out_of_the_buffers(stage, move):
     assert net.last.double().weight.dtype == torch.float64
 
 
-@at_stages(*STAGES)
-def test_a_parameter_that_comes_later_is_refused(stage):
-    net = Net()
-    zero = Zero(net, stage, comm=NullCommunicator(2))
-    with pytest.raises(RuntimeError, match=r"^bias: a parameter that comes after Zero\(\) would never be trained"):
-        net.last.bias = nn.Parameter(torch.ones(WIDTH))
-    with pytest.raises(RuntimeError, match=r"^weight_g: a parameter that comes after"):
-        net.first.register_parameter("weight_g", nn.Parameter(torch.ones(())))
-    net.mirror = net.last.weight  # one that the engine has
-    zero.remove()
-    net.last.bias = nn.Parameter(torch.ones(WIDTH))
-
-
 def test_a_trunk_of_two_engines_is_refused():
     trunk = nn.Linear(WIDTH, WIDTH)
     one, two = nn.Sequential(trunk, nn.Linear(WIDTH, 1)), nn.Sequential(trunk, nn.Linear(WIDTH, 1))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-import runpy
-from inspect import signature
 from typing import ClassVar
 
 import numpy
@@ -18,18 +16,10 @@ from torch.optim import Optimizer
 from zeroshard.comm import NullCommunicator, run_threads
 from zeroshard.optim import FusedAdamW
 from zeroshard.zero import STAGES, OptimizerKind, Zero
-from zeroshard.zero.optimizers import requirements, torch_scopes
-from zeroshard.zero.optimizers.requirements import Scope, classify
+from zeroshard.zero.optimizers import requirements
+from zeroshard.zero.optimizers.requirements import OF_TORCH, Scope, classify
 from zeroshard.zero.optimizers.scope_probe import probe
-from zeroshard.zero.optimizers.torch_scopes import HARMLESS, KINDS, TRIED, look_up
 
-ELEMENT_WISE = ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
-SCOPES = dict.fromkeys(ELEMENT_WISE, Scope.ELEMENT_WISE) | {
-    "Adafactor": Scope.PER_TENSOR,
-    "Muon": Scope.PER_TENSOR,
-    "LBFGS": Scope.CLOSURE_DRIVEN,
-    "SparseAdam": Scope.UNUSABLE,
-}
 SETTINGS = [
     ("SGD", {"lr": 0.0}),
     ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
@@ -42,6 +32,7 @@ SETTINGS = [
     ("ASGD", {"lambd": 0.1, "t0": 1}),
     ("Rprop", {"maximize": True}),
 ]
+CPU = torch.device("cpu")
 
 
 class Own(Optimizer):
@@ -205,23 +196,45 @@ OWN = [
 ]
 
 
-def test_every_optimizer_of_torch_is_known_here():
-    shipped = {n for n, v in vars(torch.optim).items() if isinstance(v, type) and issubclass(v, Optimizer)}
-    assert shipped - {"Optimizer"} == SCOPES.keys()
+def test_every_optimizer_of_torch_is_known():
+    shipped = {kind for kind in vars(torch.optim).values() if isinstance(kind, type) and issubclass(kind, Optimizer)}
+    assert shipped - {Optimizer} == OF_TORCH.keys()
 
 
-@pytest.mark.parametrize(("name", "scope"), SCOPES.items())
-def test_classes_of_torch(name, scope):
-    kind = classify(getattr(torch.optim, name))
-    assert kind.scope is scope
+@pytest.mark.parametrize(
+    ("cls", "settings"),
+    [*((cls, {}) for cls in OF_TORCH), *((getattr(torch.optim, name), settings) for name, settings in SETTINGS)],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_the_table_says_what_the_experiment_says_of_a_class_of_torch(cls, settings):
+    found, kind = probe(cls, settings, {}, CPU), classify(cls, settings)
+    assert (found.scope, found.ndims, found.refused) == (kind.scope, kind.ndims, kind.refused)
     assert kind.reason.startswith("it ")
-    assert kind.refused == (name in ("LBFGS", "SparseAdam"))
-    assert kind.ndims == {"Muon": (2,), "SparseAdam": ()}.get(name, (0, 1, 2, 3, 4))
 
 
-@pytest.mark.parametrize(("name", "settings"), SETTINGS)
-def test_what_works_element_by_element_does_in_every_form(name, settings):
-    assert classify(getattr(torch.optim, name), settings).scope is Scope.ELEMENT_WISE
+def test_no_optimizer_of_torch_is_tried_when_a_model_is_trained(monkeypatch):
+    def tried(cls, *_):
+        raise AssertionError(f"{cls.__name__} was tried")
+
+    monkeypatch.setattr(requirements, "probe", tried)
+    for cls in OF_TORCH.keys() - {torch.optim.LBFGS, torch.optim.SparseAdam}:
+        model = nn.Sequential(nn.Linear(4, 4, bias=False))
+        Zero(model, 2, comm=NullCommunicator(2)).optimizer(cls, model.parameters())
+    with pytest.raises(AssertionError, match="Own was tried"):
+        classify(type("Own", (Own,), {}))
+
+
+def test_a_subclass_of_a_class_of_torch_is_not_taken_for_it():
+    class AdamW(torch.optim.AdamW):
+        @torch.no_grad()
+        def step(self, closure=None):
+            super().step(closure)
+            params = self.param_groups[0]["params"]
+            total = sum(param.grad.sum() for param in params)
+            for param in params:
+                param.add_(total)
+
+    assert classify(AdamW).scope is Scope.CROSS_TENSOR
 
 
 @pytest.mark.parametrize(("cls", "scope"), OWN, ids=lambda value: getattr(value, "__name__", value))
@@ -236,19 +249,12 @@ def test_a_setting_decides_in_the_class_or_in_the_group():
         assert classify(ByFlag, {"whole": not whole}, {"whole": whole, "params": [1]}).scope is scope
 
 
-def test_reasons_name_what_was_seen():
-    assert "'row_var' of shape (5, 1) for a tensor of shape (5, 7)" in classify(torch.optim.Adafactor).reason
-    assert "Muon only supports 2D parameters" in classify(torch.optim.Muon).reason
-    assert "SparseAdam does not support dense gradients" in classify(torch.optim.SparseAdam).reason
-    assert "calls the closure again" in classify(torch.optim.LBFGS).reason
-
-
 def test_a_class_that_refuses_its_settings_says_so_itself():
-    with pytest.raises(ValueError, match=r"Invalid learning rate: -1\.0"):
-        classify(torch.optim.AdamW, {"lr": -1.0})
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'rank'"):
         classify(NeedsASetting)
     assert classify(NeedsASetting, {"rank": 1}).scope is Scope.ELEMENT_WISE
+    with pytest.raises(ValueError, match=r"Invalid learning rate: -1\.0"):
+        Zero(nn.Linear(4, 4), 2, comm=NullCommunicator(2)).optimizer(torch.optim.AdamW, lr=-1.0)
 
 
 def test_generators_and_settings_are_left_as_they_were():
@@ -315,117 +321,6 @@ def test_an_answer_takes_a_few_steps_of_tiny_tensors():
     classify(Counted)
     assert 0 < len(sizes) <= 100
     assert max(sizes) <= 1 << 15
-
-
-# -- the table of torch's own -------------------------------------------------------------------------------------
-
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # no test here needs a GPU: classes are tried on the CPU
-# Values beside the default, for each setting that any class of torch has.
-VALUES = {
-    "adjust_lr_fn": ["original", "match_rms_adamw"],
-    "alpha": [0.5],
-    "amsgrad": [True],
-    "beta2_decay": [-0.5],
-    "betas": [(0.5, 0.5), (0.0, 0.0), (torch.tensor(0.5), torch.tensor(0.5))],
-    "capturable": [True],
-    "centered": [True],
-    "d": [2.0],
-    "dampening": [0.5],
-    "decoupled_weight_decay": [True],
-    "differentiable": [True],
-    "eps": [1e-3],
-    "etas": [(0.9, 1.1)],
-    "foreach": [True, False],
-    "fused": [True, False],
-    "history_size": [1],
-    "initial_accumulator_value": [1.0],
-    "lambd": [0.0],
-    "line_search_fn": ["strong_wolfe"],
-    "lr": [0.0, 0.3, torch.tensor(0.3)],
-    "lr_decay": [0.1],
-    "max_eval": [1],
-    "max_iter": [1, 2],
-    "maximize": [True],
-    "momentum": [0.5],
-    "momentum_decay": [0.1],
-    "nesterov": [True, False],
-    "ns_coefficients": [(2.0, -1.5, 0.5)],
-    "ns_steps": [1],
-    "rho": [0.5],
-    "step_sizes": [(1e-3, 1.0)],
-    "t0": [1.0],
-    "tolerance_change": [1e9],
-    "tolerance_grad": [1e9],
-    "weight_decay": [0.0, 0.3],
-}
-
-
-def combinations(cls):
-    """Each setting by itself, all switches of a form together, and decay, momentum and the like on top of them."""
-    names = [name for name in signature(cls).parameters if name != "params"]
-    yield {}
-    for name in names:
-        is_pair = isinstance(signature(cls).parameters[name].default, tuple)
-        yield from ({name: (value, value) if is_pair and name == "eps" else value} for value in VALUES[name])
-    plain = {name: VALUES[name][0] for name in names if name not in {*TRIED, "foreach", "fused", "lr", "eps"}}
-    for form in ("foreach", "fused"):
-        for value in VALUES[form] if form in names else ():
-            yield {**plain, form: value}
-            yield {**plain, form: value, "lr": torch.tensor(0.3)}
-
-
-def outcome(function, *args):
-    """What a function returns, or the exception that it raises, in comparable form."""
-    try:
-        return function(*args)
-    except Exception as error:  # noqa: BLE001 -- a class may raise anything
-        return type(error), str(error)
-
-
-@pytest.mark.parametrize("cls", KINDS, ids=lambda cls: cls.__name__)
-def test_the_table_says_what_the_experiment_says_of_every_class_of_torch_and_its_settings(cls):
-    for settings in combinations(cls):
-        for as_given in ((settings, {}), ({}, settings)):  # to the class, or in the group
-            answer = outcome(look_up, cls, *as_given, CPU)
-            if answer is not None and (as_given[0] or len(settings) > 1):  # groups by the combinations alone: time
-                assert answer == outcome(probe, cls, *as_given, CPU), settings
-            in_group_only = as_given[1] and isinstance(outcome(look_up, cls, settings, {}, CPU), tuple)
-            assert (answer is None) == bool(settings.keys() & TRIED or in_group_only), settings
-            assert outcome(look_up, cls, *as_given, CUDA) == (KINDS[cls] if "capturable" in settings else answer)
-
-
-def test_every_setting_of_a_class_of_torch_is_known_here():
-    settings = {name for cls in KINDS for name in signature(cls).parameters} - {"params"}
-    assert settings == VALUES.keys() == HARMLESS | TRIED
-    assert not HARMLESS & TRIED
-
-
-def test_no_optimizer_of_torch_is_tried_when_a_model_is_trained(monkeypatch):
-    def tried(cls, *_):
-        raise AssertionError(f"{cls.__name__} was tried")
-
-    monkeypatch.setattr(requirements, "probe", tried)
-    for cls in KINDS.keys() - {torch.optim.LBFGS, torch.optim.SparseAdam}:
-        model = nn.Sequential(nn.Linear(4, 4, bias=False))
-        Zero(model, 2, comm=NullCommunicator(2)).optimizer(cls, model.parameters())
-        assert classify(cls, {"lr": 0.2}, {"weight_decay": 0.0, "initial_lr": 0.1}, "cuda") == KINDS[cls]
-    with pytest.raises(AssertionError, match="Own was tried"):
-        classify(type("Own", (Own,), {}))
-
-
-def test_a_subclass_of_a_class_of_torch_is_not_taken_for_it(monkeypatch):
-    class AdamW(torch.optim.AdamW):
-        @torch.no_grad()
-        def step(self, closure=None):
-            super().step(closure)
-            params = self.param_groups[0]["params"]
-            total = sum(param.grad.sum() for param in params)
-            for param in params:
-                param.add_(total)
-
-    assert classify(AdamW).scope is Scope.CROSS_TENSOR
-    monkeypatch.setattr(torch.optim, "AdamW", AdamW)  # before zeroshard is imported, say
-    assert runpy.run_path(torch_scopes.__file__)["look_up"](AdamW, {}, {}, CPU) is None
 
 
 # -- classes that declare their scope -----------------------------------------------------------------------------

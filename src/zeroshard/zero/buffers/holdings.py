@@ -12,7 +12,7 @@ a few units come on top, if these are sharded:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -37,22 +37,12 @@ class Holding(NamedTuple):
     tensor: Tensor
 
 
-class HoldsOuter(Protocol):
-    """Replicas that take local steps."""
-
-    @property
-    def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """``(unit, tensor)`` of each resident tensor."""
-        ...
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of anchors and momentum."""
-        ...
+if TYPE_CHECKING:
+    from zeroshard.zero.replicas.replicas import Replicas
 
 
 def resident_bytes(
-    units: Iterable[Unit], optimizers: Iterable[Optimizer], ema: Ema | None, replicas: HoldsOuter | None
+    units: Iterable[Unit], optimizers: Iterable[Optimizer], ema: Ema | None, replicas: Replicas | None
 ) -> dict[str, int]:
     """See `Zero.memory_bytes`."""
     total = memory_of(group for unit in units for group in unit.groups)
@@ -71,7 +61,7 @@ def resident_bytes(
 
 
 def holdings(
-    units: Iterable[Unit], optimizers: Iterable[Optimizer], ema: Ema | None, replicas: HoldsOuter | None = None
+    units: Iterable[Unit], optimizers: Iterable[Optimizer], ema: Ema | None, replicas: Replicas | None = None
 ) -> Iterator[Holding]:
     """Yield every tensor that the engine keeps now; storages may be empty, and several tensors may share one."""
     for unit in units:

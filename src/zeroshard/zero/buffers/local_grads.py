@@ -5,18 +5,76 @@
     stage does so, and reduces the same buffer in the same order, hence the same bits. If the factor is no power of two,
     the product is rounded before it is added to the buffer, so that gradients of two micro-batches that cancel leave
     exactly zero, as they would unscaled.
+
+[Note: Small gradients]
+    Gradients of small parameters wait for each other, and two operations copy all of them into the flat buffer. A block
+    of GPT-2 has 12 parameters, of which 8 are norms and biases. If a buffer has at least three such parameters, their
+    first gradients of a step wait until all have arrived; then one foreach operation copies them and one scales them.
+    Large gradients are copied as they arrive, so only little memory waits. Gradients of later micro-batches are added
+    as they arrive, because autograd may then hand over a tensor that it shares with others.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from zeroshard.comm import Communicator, empty_for
 from zeroshard.zero.buffers.layout import FlatLayout
-from zeroshard.zero.buffers.small_grads import SmallGrads
+
+SMALL_NUMEL = 1 << 16  # most elements of a gradient that waits for others
+LEAST_TOGETHER = 3  # fewer gradients would need as many operations together as one by one
+
+
+class SmallGrads:
+    """The gradients that wait to be copied into one flat buffer.
+
+    Args:
+        layout: layout of the buffer.
+        dtype: dtype of the buffer.
+
+    Attributes:
+        num_bytes: bytes of the waiting gradients.
+    """
+
+    def __init__(self, layout: FlatLayout, dtype: torch.dtype) -> None:
+        self._waiting: dict[int, Tensor] = {}  # by slot
+        self.num_bytes = 0
+        small = sum(slot.numel <= SMALL_NUMEL for slot in layout.slots)
+        self._num_together = small if small >= LEAST_TOGETHER and dtype.is_floating_point else 0
+
+    def takes(self, grad: Tensor) -> bool:
+        """Whether ``grad``, its parameter's first, is to wait: it is small, owns its memory, and others will follow."""
+        if not self._num_together or grad.numel() > SMALL_NUMEL or grad.layout != torch.strided:
+            return False
+        return grad.is_floating_point() and grad.untyped_storage().nbytes() <= 2 * max(grad.nbytes, 256)
+
+    def add(self, slot: int, grad: Tensor, views: Sequence[Tensor], scale: float) -> None:
+        """Let the gradient wait; if it is the last one expected, copy all into the buffer."""
+        self._waiting[slot] = grad
+        self.num_bytes += grad.nbytes
+        if len(self._waiting) == self._num_together:
+            self.copy_in(views, scale)
+
+    def __contains__(self, slot: int) -> bool:
+        return slot in self._waiting
+
+    def copy_in(self, views: Sequence[Tensor], scale: float) -> None:
+        """Copy the waiting gradients into ``views``, the buffer's slots, and multiply them by ``scale``."""
+        if not self._waiting:
+            return
+        targets = [views[slot] for slot in self._waiting]
+        torch._foreach_copy_(targets, list(self._waiting.values()))
+        if scale != 1.0:
+            torch._foreach_mul_(targets, scale)
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop the waiting gradients."""
+        self._waiting, self.num_bytes = {}, 0
 
 
 class LocalGrads:

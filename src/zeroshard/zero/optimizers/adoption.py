@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -23,17 +23,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zeroshard.zero.optimizers.methods import is_known
 from zeroshard.zero.uncompiled import uncompiled
 
-
-class Adopter(Protocol):
-    """An engine's object that takes optimizers over."""
-
-    def adopt(self, optimizer: Optimizer, *, may_move: bool = False) -> None:
-        """Take over an optimizer whose parameters are all of this engine's model, before its first step.
-
-        ``may_move``: whether parameters may move to the layout that it needs, which is collective.
-        """
-        ...
-
+if TYPE_CHECKING:
+    from zeroshard.zero.optimizers.stepping import Stepping
 
 _owners: Any = WeakTensorKeyDictionary()  # parameter -> weak reference to its engine's adopter
 _replaced: Any = WeakTensorKeyDictionary()  # parameters on the meta device that `Zero` has replaced by others
@@ -41,7 +32,7 @@ _lock = threading.Lock()
 _watching = False
 
 
-def register_params(params: Iterable[Tensor], adopter: Adopter) -> None:
+def register_params(params: Iterable[Tensor], adopter: Stepping) -> None:
     """From now on ``adopter`` takes over optimizers of these parameters."""
     global _watching
     reference = weakref.ref(adopter)

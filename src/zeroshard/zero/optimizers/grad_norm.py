@@ -42,16 +42,27 @@ def global_norm(
         if shards:
             norms = torch.stack([norm_of(shard, norm_type) for shard in shards]).to(partials)
             partials = _add(partials, _at(places, norms, num_partials), norm_type)
-    if sharded:
-        gathered = torch.empty(parts * comm.world_size, dtype=torch.float64, device=device)
+    return norms_of_partials(partials.view(-1, 1), comm if sharded else None, norm_type)[0]
+
+
+def norms_of_partials(partials: Tensor, comm: Communicator | None, norm_type: float) -> Tensor:
+    """Return the p-norms of k tensors, ``[k]`` float64, from their partials, which are added in the order of rows.
+
+    Args:
+        partials: ``[n, k]`` float64: for finite p the sum of the p-th powers of each part's elements, else the maximum.
+        comm: the ranks that have further rows each, which are gathered in the order of ranks; None: all rows are here.
+        norm_type: p > 0, or inf.
+    """
+    if comm is not None:
+        rows = torch.empty(comm.world_size * partials.numel(), dtype=torch.float64, device=partials.device)
         with scope(CONTROL):
-            comm.all_gather(gathered, partials).wait()
-        partials = gathered
+            comm.all_gather(rows, partials.reshape(-1)).wait()
+        partials = rows.view(-1, partials.shape[1])
     if math.isinf(norm_type):
-        return partials.max()
+        return partials.amax(0)
     total = partials[0]
-    for partial in partials[1:]:
-        total = total + partial
+    for row in partials[1:]:
+        total = total + row
     return total ** (1.0 / norm_type)
 
 

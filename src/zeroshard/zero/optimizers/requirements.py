@@ -5,7 +5,7 @@ Three sources answer, in this order:
 | source                            | for which classes                                                 |
 |-----------------------------------|-------------------------------------------------------------------|
 | the class itself, by `zero_scope` | those that declare their scope, which is not checked              |
-| a table, `torch_scopes`           | those of `torch.optim`                                            |
+| a table, `OF_TORCH`               | those of `torch.optim`                                            |
 | an experiment, `scope_probe`      | all others, subclasses of torch's too: tiny tensors, on the CPU,  |
 |                                   | once for a class and its settings                                 |
 
@@ -35,13 +35,34 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import optim
 from torch.optim import Optimizer
 
 from zeroshard.zero.optimizers.scope import OptimizerKind, Scope
 from zeroshard.zero.optimizers.scope_probe import LEARNING_RATE, probe
-from zeroshard.zero.optimizers.torch_scopes import ALL_NDIMS, look_up
 
 __all__ = ["OptimizerKind", "Scope", "classify"]
+
+ALL_NDIMS = (0, 1, 2, 3, 4)
+OF_TORCH: dict[type[Optimizer], OptimizerKind] = {
+    **dict.fromkeys(
+        (
+            *(optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax),
+            *(optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD),
+        ),
+        OptimizerKind(Scope.ELEMENT_WISE, "it updates each element from that element's own history", ALL_NDIMS),
+    ),
+    optim.Adafactor: OptimizerKind(Scope.PER_TENSOR, "it keeps means of rows and columns of a tensor", ALL_NDIMS),
+    optim.LBFGS: OptimizerKind(
+        Scope.CLOSURE_DRIVEN,
+        "it calls the closure again at weights that it has moved, and ranks gather weights between steps only",
+        ALL_NDIMS,
+    ),
+    optim.Muon: OptimizerKind(Scope.PER_TENSOR, "it orthogonalises the updates of matrices", (2,)),
+    optim.SparseAdam: OptimizerKind(Scope.UNUSABLE, "it does not support dense gradients"),
+}
+"""The answers for torch's own classes, which a test compares with the experiment. They hold for the classes themselves
+with any settings, never for a subclass."""
 
 _lock = threading.Lock()  # ranks may be threads, which share the random generators that a probe seeds and restores
 _known: weakref.WeakKeyDictionary[type[Optimizer], dict[Any, OptimizerKind]] = weakref.WeakKeyDictionary()
@@ -68,7 +89,7 @@ def classify(
     Raises:
         ValueError: ``zero_scope`` is none of the above.
         Exception: whatever the class itself raises when it is built with these settings for any tensor; a class that
-            declares its scope is not built.
+            declares its scope, or is torch's own, is not built.
     """
     device, settings = torch.device(device), settings or {}
     options = {key: value for key, value in (group or {}).items() if key != "params"}
@@ -77,9 +98,8 @@ def classify(
         return declared
     if isinstance(options.get("lr"), int | float):
         options["lr"] = LEARNING_RATE  # groups that differ in lr alone share one answer
-    found = look_up(optimizer_cls, settings, options, device)
-    if found:
-        return found
+    if optimizer_cls in OF_TORCH and optimizer_cls.__module__.startswith("torch.optim"):  # its names may be replaced
+        return OF_TORCH[optimizer_cls]
     with _lock:
         known = _known.setdefault(optimizer_cls, {})
         try:

@@ -42,6 +42,8 @@ NUM_STEPS = 6
 NUM_FIRST, NUM_LATER = 3, 4  # in trials of later steps: before the clocks are put forward, and from each time on
 SCALES = (1.0, 0.01, 30.0, 1.0, 0.03, 3.0)  # of the gradients, step by step
 LEARNING_RATE = 0.01
+SHIFT, SHIFTED_AFTER = 1024.0, 2  # far beyond what steps move weights, and after how many of them
+NUM_SHIFTED, LOW_RATE = 8, 1e-4  # Lookahead goes back after five or six; Adafactor moves by a share of the weights
 SHAPES: tuple[tuple[int, ...], ...] = ((), (37,), (5, 7), (2, 3, 4), (3, 2, 3, 2))
 LARGE = (136, 160)  # some classes factor only matrices of 128 or more rows, or quantise only 4096 or more elements
 ON_CPU = "tried on the CPU; a class that runs on other devices only declares its scope by the attribute zero_scope"
@@ -81,7 +83,7 @@ class _Subject:
     ) -> None:
         self.optimizer_cls, self.settings, self.group = optimizer_cls, settings, group
         self.elsewhere, self.dtype = device.type != "cpu", dtype
-        self.with_closure = False
+        self.with_closure, self.rate = False, LEARNING_RATE
         self.num_first, self.later = NUM_STEPS, tuple[int, ...]()
 
     @property
@@ -99,8 +101,11 @@ class _Subject:
         values[1:][gone[1:]] = 0.0
         return values.to(self.dtype)
 
-    def run(self, histories: Sequence[Tensor], seed: int = 0) -> _Trial:
-        """Take `num_steps` steps with a new optimizer over one tensor for each of these histories."""
+    def run(self, histories: Sequence[Tensor], seed: int = 0, shift: float = 0.0) -> _Trial:
+        """Take `num_steps` steps with a new optimizer over one tensor for each of these histories.
+
+        ``shift``: what is added to all weights after `SHIFTED_AFTER` steps, as if something else replaced them.
+        """
         params = [nn.Parameter(history[0].clone()) for history in histories]
         group, settings = copy.deepcopy(dict(self.group)), copy.deepcopy(dict(self.settings))
         if self.elsewhere:
@@ -116,9 +121,9 @@ class _Subject:
                 given.update(numbers, capturable=False)
             rate = given.get("lr")
             if isinstance(rate, Tensor):
-                rate.fill_(LEARNING_RATE)
+                rate.fill_(self.rate)
             elif isinstance(rate, int | float):
-                given["lr"] = LEARNING_RATE
+                given["lr"] = self.rate
         _seed(seed)
         closure_calls, clocks = 0, Clocks()
         for step in range(1, 1 + self.num_steps):
@@ -127,6 +132,8 @@ class _Subject:
                 clocks.set(optimizer, self.later[which])
             for param, history in zip(params, histories, strict=True):
                 param.grad = history[step].clone()
+                if step == 1 + SHIFTED_AFTER:
+                    param.data.add_(shift)
             closure = _Closure(params)
             try:
                 cast("Any", optimizer).step(*([closure] if self.with_closure else []))
@@ -140,6 +147,39 @@ class _Subject:
         """Whether two results agree, relative to how far ``whole`` has moved from ``start``."""
         update = float((whole - start).abs().nan_to_num().max()) if whole.numel() else 0.0
         return torch.allclose(found, whole, rtol=0.0, atol=TOLERANCES[self.dtype] * update, equal_nan=True)
+
+
+def weights_kept(
+    optimizer_cls: type[Optimizer], settings: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+) -> str | None:
+    """Return how an optimizer keeps weights in its state, or goes back to weights; None if it does neither.
+
+    Moments of gradients stay valid if something else replaces weights between two steps. An average of weights, as
+    torch's ASGD keeps, the iterate of a schedule-free method, or the slow weights of Lookahead do not. So the class is
+    run twice with the same gradients, and in one run a constant is added to the weights between two steps.
+
+    Raises:
+        Exception: whatever the class raises on tiny tensors of the dimensions of its parameters.
+    """
+    plain = {"weight_decay": 0.0}  # decay adds weights to gradients: moments would depend on the shift, yet stay valid
+    with borrowed_generators(), torch.device("cpu"), torch.inference_mode(False), torch.enable_grad():
+        for group in groups:
+            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            options |= {key: value for key, value in plain.items() if key in options}
+            subject = _Subject(optimizer_cls, settings, options, torch.device("cpu"), torch.float32)
+            subject.num_first, subject.rate = NUM_SHIFTED, LOW_RATE
+            histories = [subject.history([4] * min(param.dim(), 2) or [4], 1) for param in group["params"][:1]]
+            near, far = (subject.run(histories, shift=shift) for shift in (0.0, SHIFT))
+            for one, other in zip(near.optimizer.state.values(), far.optimizer.state.values(), strict=True):
+                for kind, value in one.items():
+                    there = other.get(kind)
+                    tensors = isinstance(value, Tensor) and isinstance(there, Tensor) and value.shape == there.shape
+                    if tensors and (value - there).abs().max() > SHIFT / 64:
+                        return f"keeps weights in its state ({kind!r})"
+            pairs = zip(near.weights, far.weights, strict=True)
+            if any((there - here - SHIFT).abs().max() > SHIFT / 64 for here, there in pairs):
+                return "goes back to weights that it has kept"
+    return None
 
 
 class _Closure:

@@ -23,9 +23,9 @@ from zeroshard.zero.optimizers.description import described
 from zeroshard.zero.optimizers.ema import EMA, Ema
 from zeroshard.zero.optimizers.methods import install_methods
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer, SavesPasses, ShardedParams
+from zeroshard.zero.optimizers.scope_probe import weights_kept
 from zeroshard.zero.optimizers.state_dict import Stateful, cut_states
 from zeroshard.zero.replicas import saved as of_replicas
-from zeroshard.zero.replicas.inner_optimizer import require_no_weights_in_state
 from zeroshard.zero.replicas.replicas import Replicas
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.state import relayout, training_state
@@ -36,7 +36,7 @@ MOSTLY_PADDING = 8  # a buffer this many times as large as its parameters costs 
 
 
 class Stepping:
-    """The `StepListener` of every optimizer of one engine.
+    """The optimizers of one engine; each of them tells it of its steps.
 
     Attributes:
         ema: the moving average of the weights; None if there is none.
@@ -86,9 +86,21 @@ class Stepping:
 
     def _require_local(self, piecewise: PiecewiseOptimizer) -> None:
         """Raise ValueError, if replicas take local steps, for an optimizer that keeps weights in its state."""
-        if self.replicas is not None and not isinstance(piecewise.optimizer, SavesPasses):
-            name = type(piecewise.optimizer).__name__
-            require_no_weights_in_state(name, piecewise.make, piecewise.optimizer.param_groups)
+        if self.replicas is None or isinstance(piecewise.optimizer, SavesPasses):
+            return
+        kind, make = type(piecewise.optimizer), piecewise.make
+        try:
+            kept = weights_kept(kind, make.keywords, piecewise.optimizer.param_groups)
+        except Exception as error:  # whatever a user's class raises
+            raise ValueError(
+                f"optimizer_cls: {kind.__name__} could not be tried for local steps ({error}); "
+                "give another class, or leave out replicas"
+            ) from error
+        if kept is not None:
+            raise ValueError(
+                f"optimizer_cls: {kind.__name__} {kept}, which a meeting of replicas replaces; give one that keeps "
+                "moments of gradients alone, such as AdamW, or leave out replicas"
+            )
 
     def _know(self, piecewise: PiecewiseOptimizer) -> None:
         self._known.append(piecewise)
@@ -227,7 +239,7 @@ class Stepping:
         grad_norm.clip_(buffers, norm, float(max_norm), lazily=saves)
         return norm if exact else norm.to(torch.float32)
 
-    # -- what an optimizer calls (`StepListener`) -------------------------------------------------------------
+    # -- what an optimizer calls -------------------------------------------------------------
 
     def keep_whole(self, params: set[nn.Parameter]) -> None:
         """Lay ``params`` out so that each tensor lies on one rank. Collective.

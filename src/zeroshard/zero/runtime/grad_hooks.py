@@ -14,32 +14,18 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _foreach_utils
 
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
-from zeroshard.zero.runtime.sharded_grad import ShardedGrad, held
+from zeroshard.zero.runtime.sharded_grad import GradHome, ShardedGrad, held
 from zeroshard.zero.uncompiled import uncompiled
 
-
-class GradTaker(Protocol):
-    """Is told of each gradient."""
-
-    def expect_grad(self, group: FlatGroup) -> None:
-        """Begin a backward pass, if none runs, because a gradient of the group is about to arrive."""
-        ...
-
-    def require_shown(self, what: str) -> None:
-        """Raise RuntimeError if gradients are not reduced yet, or lack an autograd graph that they would need."""
-        ...
-
-    def clear_slots(self, group: FlatGroup, slots: set[int]) -> None:
-        """Clear the gradients of the group's parameters in these slots."""
-        ...
+if TYPE_CHECKING:
+    from zeroshard.zero.runtime.runtime import Runtime
 
 
 class GradHooks:
@@ -49,7 +35,7 @@ class GradHooks:
         taker: the engine, which is told of each gradient.
     """
 
-    def __init__(self, taker: GradTaker) -> None:
+    def __init__(self, taker: Runtime) -> None:
         self._taker = weakref.ref(taker)
         self._frozen: list[_Shown] = []
         self._hooked: list[_Shown] = []
@@ -64,7 +50,7 @@ class GradHooks:
                 param.grad = None
                 if group.grads.reduced_dtype != param.dtype:
                     param.grad_dtype = None  # allows a gradient of another dtype, such as the reduced one
-                self._frozen.append(_Shown(_Home(self._taker, group, slot, name), group, param))
+                self._frozen.append(_Shown(GradHome(self._taker, group, slot, name), group, param))
         self.attach_trained()
 
     def attach_trained(self) -> None:
@@ -122,52 +108,10 @@ class GradHooks:
                     shown.hide()
 
 
-class _Home:
-    """Where one parameter's gradient is stored, until gradients are cleared; see `GradHome`.
-
-    The reference to the group is weak, because the garbage collector cannot follow a parameter's gradient.
-    """
-
-    def __init__(self, taker: weakref.ref[GradTaker], group: FlatGroup, slot: int, name: str) -> None:
-        self.taker, self.group, self.slot, self.name = taker, weakref.ref(group), slot, name
-        grads, layout = group.grads, group.params.layout
-        self.comm, self.device = grads.comm, grads.device
-        self.sharded = grads.shard_optim and grads.comm.world_size > 1
-        self.shape = layout.slots[slot].shape
-        self.layout = layout
-        self.gone = False
-
-    @cached_property
-    def intervals(self) -> list[tuple[int, int]]:
-        """See `GradHome.intervals`; computed at first use, because it has an entry for every rank."""
-        return [self.layout.part(rank, self.slot) for rank in range(self.layout.world_size)]
-
-    def cuts(self, rank: int) -> list[tuple[int, int]]:
-        """See `GradHome.cuts`."""
-        return self.layout.cut(rank, self.slot)
-
-    def local(self) -> Tensor:
-        """See `GradHome.local`."""
-        taker, group = self.taker(), self.group()
-        what = f"{self.name}.grad"
-        if taker is None or group is None:
-            raise RuntimeError(f"{what}: its engine is gone; take a copy with full_tensor() before")
-        taker.require_shown(what)
-        if self.gone or not group.grads.used[self.slot] or group.grads.reduced is None:
-            raise RuntimeError(f"{what}: gradients were cleared; take a copy with full_tensor() before")
-        return group.grads.of_slot(self.slot)
-
-    def zero(self) -> None:
-        """See `GradHome.zero`."""
-        group = self.group()
-        if group is not None and not self.gone:
-            group.grads.zero({self.slot})
-
-
 class _Shown:
     """One parameter and the `ShardedGrad` that it shows, which is reused unless user code still refers to it."""
 
-    def __init__(self, home: _Home, group: FlatGroup, param: nn.Parameter) -> None:
+    def __init__(self, home: GradHome, group: FlatGroup, param: nn.Parameter) -> None:
         self.param, self.group = param, group
         self.taker, self.slot, self.name = home.taker, home.slot, home.name
         self.grad: ShardedGrad | None = None
@@ -199,7 +143,7 @@ class _Shown:
         # References that are not the user's: ours and the one of this call; to the home also the gradient's.
         if sys.getrefcount(self.grad) > 2 or sys.getrefcount(self._home) > 3:
             self._home.gone, self.grad = True, None
-            self._home = _Home(self.taker, self.group, self.slot, self.name)
+            self._home = GradHome(self.taker, self.group, self.slot, self.name)
 
     def clear(self) -> None:
         """Clear the gradient, as the user did by assigning None."""
@@ -222,7 +166,7 @@ class _Shown:
         self.show()
 
 
-def _hook(taker_ref: weakref.ref[GradTaker], shown: _Shown) -> Callable[[Tensor], None]:
+def _hook(taker_ref: weakref.ref[Runtime], shown: _Shown) -> Callable[[Tensor], None]:
     # Weak references: the garbage collector cannot follow a parameter's hooks. The module's hooks keep us alive.
     shown_ref = weakref.ref(shown)
 

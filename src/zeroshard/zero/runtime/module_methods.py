@@ -49,7 +49,6 @@ class Guard:
         for module in model.modules():
             module.__dict__["_apply"] = _apply_in_place(module)
             module.__dict__["apply"] = _apply_where_whole(module, runtime)
-            module.__dict__["register_parameter"] = self._known.register_parameter(module)
             self._handles.append(module.register_state_dict_pre_hook(_refuse_state(runtime)))
             self._handles.append(module.register_load_state_dict_pre_hook(_refuse_load))
             module.__dict__["__deepcopy__"] = _refuse_copy
@@ -68,7 +67,7 @@ class Guard:
         for name in self._on_model:
             self._model.__dict__.pop(name, None)
         for module in self._model.modules():
-            for name in ("__deepcopy__", "__reduce_ex__", "_apply", "apply", "register_parameter", "generate"):
+            for name in ("__deepcopy__", "__reduce_ex__", "_apply", "apply", "generate"):
                 module.__dict__.pop(name, None)
         self._known.forget()
 
@@ -199,6 +198,6 @@ def _begins(known: Known, params: set[nn.Parameter]) -> Callable[[nn.Module, tup
         around = DistributedDataParallel._active_ddp_module
         if around is not None and not params.isdisjoint(around.parameters()):
             raise RuntimeError(_NO_DDP)
-        known.require_frozen()
+        known.require_unchanged()
 
     return before

@@ -30,12 +30,11 @@ from zeroshard.zero.runtime.forward_pass import ForwardPass
 from zeroshard.zero.runtime.forwards import Forwards
 from zeroshard.zero.runtime.grad_hooks import GradHooks
 from zeroshard.zero.runtime.grad_refusals import refuse_stale_reads, require_usable
-from zeroshard.zero.runtime.graph_versions import Replaced
 from zeroshard.zero.runtime.module_buffers import ModuleBuffers
 from zeroshard.zero.runtime.module_hooks import ForwardRun, in_backward
 from zeroshard.zero.runtime.reductions import Reductions
 from zeroshard.zero.runtime.schedule import ROOT, Op
-from zeroshard.zero.runtime.unsharded_weights import UnshardedWeights
+from zeroshard.zero.runtime.unsharded_weights import Replaced, UnshardedWeights
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
 from zeroshard.zero.streams import ByDevice
 from zeroshard.zero.uncompiled import uncompiled

@@ -15,14 +15,21 @@ do the same ones in the same order.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, cast
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from zeroshard.comm import CONTROL, Communicator, scope
+from zeroshard.comm import CONTROL, scope
+from zeroshard.zero.buffers.unit import FlatGroup
+from zeroshard.zero.optimizers.grad_norm import norm_of, norms_of_partials
+
+if TYPE_CHECKING:
+    from zeroshard.zero.runtime.runtime import Runtime
 
 aten = torch.ops.aten
 View = Callable[[Tensor], Tensor]
@@ -35,45 +42,52 @@ _ELEMENT_WISE = frozenset(
 )
 
 
-class GradHome(Protocol):
-    """Where the gradient of one parameter is stored."""
+class GradHome:
+    """Where the gradient of one parameter is stored, until gradients are cleared.
 
-    @property
-    def comm(self) -> Communicator:
-        """The ranks that hold its parts."""
-        ...
+    The reference to the group is weak, because the garbage collector cannot follow a parameter's gradient.
 
-    @property
-    def sharded(self) -> bool:
-        """Whether each rank holds one part of the gradient; if False, each rank holds all of it."""
-        ...
+    Attributes:
+        comm, device: the ranks that hold its parts; its device.
+        sharded: whether each rank holds one part of the gradient; if False, each rank holds all of it.
+        shape: the parameter's shape.
+        gone: whether the gradient was cleared.
+    """
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The parameter's shape."""
-        ...
+    def __init__(self, taker: weakref.ref[Runtime], group: FlatGroup, slot: int, name: str) -> None:
+        self.taker, self.group, self.slot, self.name = taker, weakref.ref(group), slot, name
+        grads, layout = group.grads, group.params.layout
+        self.comm, self.device = grads.comm, grads.device
+        self.sharded = grads.shard_optim and grads.comm.world_size > 1
+        self.shape = layout.slots[slot].shape
+        self.layout = layout
+        self.gone = False
 
-    @property
-    def device(self) -> torch.device:
-        """The device of the gradient."""
-        ...
+    @cached_property
+    def intervals(self) -> list[tuple[int, int]]:
+        """``[start, stop)`` of the part that each rank holds, in the flattened gradient; computed at first use."""
+        return [self.layout.part(rank, self.slot) for rank in range(self.layout.world_size)]
 
-    @property
-    def intervals(self) -> Sequence[tuple[int, int]]:
-        """``[start, stop)`` of the part that each rank holds, in the flattened gradient, by rank."""
-        ...
-
-    def cuts(self, rank: int) -> Sequence[tuple[int, int]]:
+    def cuts(self, rank: int) -> list[tuple[int, int]]:
         """``[start, stop)`` of each stretch of the rank's part that has a partial norm of its own (see `norms`)."""
-        ...
+        return self.layout.cut(rank, self.slot)
 
     def local(self) -> Tensor:
         """1-D: the part that this rank holds; raises RuntimeError if the gradient cannot be read now."""
-        ...
+        taker, group = self.taker(), self.group()
+        what = f"{self.name}.grad"
+        if taker is None or group is None:
+            raise RuntimeError(f"{what}: its engine is gone; take a copy with full_tensor() before")
+        taker.require_shown(what)
+        if self.gone or not group.grads.used[self.slot] or group.grads.reduced is None:
+            raise RuntimeError(f"{what}: gradients were cleared; take a copy with full_tensor() before")
+        return group.grads.of_slot(self.slot)
 
     def zero(self) -> None:
         """Set the gradient to zero, whether it is reduced already or not."""
-        ...
+        group = self.group()
+        if group is not None and not self.gone:
+            group.grads.zero({self.slot})
 
 
 class ShardedGrad(Tensor):
@@ -296,8 +310,7 @@ def _part(value: Any, home: GradHome) -> Any:
 def norms(homes: Sequence[GradHome], order: float) -> Tensor:
     """``[len(homes)]``, float64: the p-norm of each gradient, the same bits on every rank and at every stage.
 
-    Collective if they are sharded: one all-gather for all of them. Partial norms are kept in float64 and added in the
-    order of ranks, as `zeroshard.zero.optimizers.grad_norm` does.
+    Collective if they are sharded: one all-gather for all of them.
     """
     locals_ = [home.local() for home in homes]
     comm, sharded = homes[0].comm, homes[0].sharded
@@ -308,21 +321,9 @@ def norms(homes: Sequence[GradHome], order: float) -> Tensor:
             for home, local, (start, stop) in zip(homes, locals_, cuts, strict=True):
                 before = held(home)[0]
                 part = local[start - before : stop - before]
-                wide = torch.float32 if part.dtype == torch.bfloat16 else None  # bfloat16 keeps two digits of a norm
-                norm = torch.linalg.vector_norm(part, order, dtype=wide).to(torch.float64) if stop > start else zero
+                norm = norm_of(part, order).to(torch.float64) if stop > start else zero
                 parts.append(norm if math.isinf(order) else norm**order)
-    table = torch.stack(parts).view(-1, len(homes))
-    if sharded:
-        everybodys = torch.empty(comm.world_size * table.numel(), dtype=torch.float64, device=table.device)
-        with scope(CONTROL):
-            comm.all_gather(everybodys, table.view(-1)).wait()
-        table = everybodys.view(-1, len(homes))
-    if math.isinf(order):
-        return table.amax(0)
-    total = table[0]
-    for row in table[1:]:
-        total = total + row
-    return total ** (1.0 / order)
+    return norms_of_partials(torch.stack(parts).view(-1, len(homes)), comm if sharded else None, order)
 
 
 def _norm_dtype(grad: ShardedGrad, dtype: torch.dtype | None) -> torch.dtype:
