@@ -205,15 +205,6 @@ def test_nothing_is_kept_alive():
     assert [reference() for reference in gone] == [None] * 4
 
 
-def test_torchs_average_of_sharded_weights_between_steps_warns():
-    net, zero = engine(3)
-    optim = zero.optimizer(torch.optim.AdamW, lr=0.1)
-    net(rows(0)).sum().backward()
-    optim.step()
-    with pytest.warns(UserWarning, match=r"^model: weights are read outside of .*zero.full_params\(\)"):
-        torch.optim.swa_utils.AveragedModel(Net()).update_parameters(net)
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_torchs_average_of_weights_is_that_of_one_process_inside_full_params(stage):
     """It may be made before the engine; a deep copy after it is refused, and names the engine's own average."""

@@ -186,21 +186,6 @@ def test_what_is_not_written_back_is_gone(stage):
 # -- parts ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("move", ["double", "half", "bfloat16"])
-@at_stages(*STAGES)
-def test_a_part_is_not_moved_out_of_the_buffers(stage, move):
-    net = Net()
-    zero = Zero(net, stage, comm=NullCommunicator(2))
-    for part in (net.last, net.blocks, net.blocks[1], net):
-        with pytest.raises(RuntimeError, match=r"^model: .*neither it nor a part of it.*before Zero\(\)"):
-            getattr(part, move)()
-        with pytest.raises(RuntimeError, match=r"^model: .*before Zero\(\)"):
-            part.to(torch.float16)
-        assert part.float().cpu() is part  # nothing to move
-    zero.remove()
-    assert net.last.double().weight.dtype == torch.float64
-
-
 def test_a_trunk_of_two_engines_is_refused():
     trunk = nn.Linear(WIDTH, WIDTH)
     one, two = nn.Sequential(trunk, nn.Linear(WIDTH, 1)), nn.Sequential(trunk, nn.Linear(WIDTH, 1))

@@ -14,13 +14,11 @@ from torch import nn
 
 from nets import (
     Net,
-    Turn,
     assert_every_stage_equals_one_process,
     backward,
     linear,
     one_process,
     rows,
-    set_values,
     train,
 )
 from zeroshard.comm import LocalCommunicator, NullCommunicator, TorchCommunicator, run_threads
@@ -60,34 +58,6 @@ def test_training_starts_from_rank_zeros_parameters_and_buffers(stage):
         assert state["flag"]
 
 
-def test_gradients_are_means():
-    net = Net()
-    (net(rows(0)).square().mean() / 2 + net(rows(1)).square().mean() / 2).backward()
-    expected = {name: param.grad for name, param in net.named_parameters()}
-    for stage in STAGES:
-
-        def go(comm, stage=stage):
-            ours = Net()
-            zero = Zero(ours, stage=stage, comm=comm)
-            ours(rows(comm.rank)).square().mean().backward()
-            return zero.full_grads()
-
-        for found in run_threads(go, 2):
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-
-
-def test_float64_stays_float64():
-    def take_turn(turn: Turn) -> None:
-        turn.model(rows(turn.rank, turn.step, torch.float64)).square().mean().backward()
-
-    assert_every_stage_equals_one_process(lambda: Net().double(), take_turn, atol=1e-14)
-    net = Net().double()
-    zero = Zero(net, comm=NullCommunicator(2))
-    net(rows(0, 0, torch.float64)).sum().backward()
-    assert zero.clip_grad_norm_(1.0).dtype == torch.float64
-    assert {t.dtype for t in zero.state_dict().values()} == {torch.float64}
-
-
 def test_dtypes_may_be_mixed_in_a_unit():
     class Mixed(nn.Module):
         def __init__(self):
@@ -98,36 +68,6 @@ def test_dtypes_may_be_mixed_in_a_unit():
             return self.wide(self.narrow(x).double()).float()
 
     assert_every_stage_equals_one_process(lambda: Net(block=Mixed), world_size=3)
-
-
-def test_a_parameter_used_on_one_rank_only_gets_the_mean_with_zeros():
-    """In a block's unit and in the root's, beside others that every rank uses."""
-
-    class Gated(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.always, self.sometimes = linear(), linear()
-
-        def forward(self, x, use):
-            return self.sometimes(self.always(x)) if use else self.always(x)
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(Gated() for _ in range(2))
-            self.root = Gated()
-            set_values(self)
-
-        def forward(self, x, use):
-            for block in self.blocks:
-                x = torch.tanh(block(x, use))
-            return self.root(x, use)
-
-    def take_turn(turn: Turn) -> None:
-        turn.loss(use=turn.rank == turn.step).backward()  # step 2: nobody
-
-    for kwargs in ({"weight_decay": 0.5}, {"optimizer": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}):
-        assert_every_stage_equals_one_process(Model, take_turn, num_steps=4, **kwargs)
 
 
 def test_tied_weights_are_stepped_and_counted_once():
@@ -146,44 +86,6 @@ def test_tied_weights_are_stepped_and_counted_once():
         zero = Zero(ours, stage=stage, comm=LocalCommunicator())
         ours(rows(0)).sum().backward()
         torch.testing.assert_close(zero.clip_grad_norm_(math.inf), expected)
-
-
-@at_every_stage
-def test_frozen_parameters_never_move(stage):
-    def go(comm):
-        net = Net()
-        net.blocks[0].requires_grad_(False)
-        net.last.bias.requires_grad_(False)
-        zero = Zero(net, stage=stage, comm=comm)
-        optim = zero.optimizer(torch.optim.AdamW, lr=0.1, weight_decay=0.9)
-        net(rows(comm.rank)).sum().backward()
-        optim.step()
-        return zero.state_dict()
-
-    start, state = Net().state_dict(), run_threads(go, 2)[0]
-    still = {"blocks.0.weight", "blocks.0.bias", "last.bias"}
-    assert {name for name in state if torch.equal(state[name], start[name])} == still
-
-
-SIZES = {
-    "one element": lambda: torch.randn(1),
-    "a scalar": lambda: torch.randn(()),
-    "empty": lambda: torch.empty(0, 3),
-    "seven": lambda: torch.randn(7),
-}
-
-
-@pytest.mark.parametrize("kinds", [["one element"], ["a scalar"], ["empty"], ["empty", "seven"], [*SIZES]])
-def test_parameters_may_have_any_size_on_four_ranks(kinds):
-    class Odd(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.odd = nn.ParameterList(SIZES[kind]() for kind in kinds)
-
-        def forward(self, x):
-            return x + sum(param.square().sum() for param in self.odd)
-
-    assert_every_stage_equals_one_process(lambda: Net(block=Odd), world_size=4)
 
 
 def test_a_model_may_be_one_parameter_and_no_unit():
@@ -320,40 +222,6 @@ def test_units_by_name_class_path_or_auto_train_to_the_same_bits_as_a_list(stage
         assert all(torch.equal(listed[name], found[name]) for name in listed)
 
 
-@at_every_stage
-def test_groups_by_dimension_have_the_members_that_one_process_has(stage):
-    def go(comm):
-        net = Net()
-        zero = Zero(net, stage=stage, comm=comm)
-        groups = [
-            {"params": [p for p in net.parameters() if p.dim() >= 2], "weight_decay": 0.5},
-            {"params": [p for p in net.parameters() if p.dim() < 2], "weight_decay": 0.0},
-        ]
-        optim = zero.optimizer(torch.optim.AdamW, groups, lr=0.1)
-        for step in range(3):
-            net(rows(comm.rank, step)).square().mean().backward()
-            optim.step()
-            optim.zero_grad()
-        again = [[p.dim() for p in group["params"]] for group in optim.param_groups]
-        return again, zero.state_dict()
-
-    net = Net()
-    groups = [
-        {"params": [p for p in net.parameters() if p.dim() >= 2], "weight_decay": 0.5},
-        {"params": [p for p in net.parameters() if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    optim = torch.optim.AdamW(groups, lr=0.1)
-    for step in range(3):
-        for rank in range(2):
-            (net(rows(rank, step)).square().mean() / 2).backward()
-        optim.step()
-        optim.zero_grad()
-    for dims, state in run_threads(go, 2):
-        assert dims == [[2] * 5, [1] * 5]
-        for name, value in net.state_dict().items():
-            torch.testing.assert_close(state[name], value)
-
-
 def test_an_optimizer_in_place_of_its_class_is_named_and_not_printed():
     net = Net()
     zero = Zero(net, comm=LocalCommunicator())
@@ -432,17 +300,6 @@ def test_processes_and_groups_of_some_ranks_train_alike(gloo_ranks):
             torch.testing.assert_close(state, expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_parameters_are_not_moved_out_of_the_buffers(stage):
-    model = Net()
-    zero = Zero(model, stage, comm=NullCommunicator(2))
-    with pytest.raises(RuntimeError, match=r"^model: .*before Zero\(\)"):
-        model.double()
-    assert model.to("cpu").float() is model  # nothing to move
-    zero.remove()
-    assert next(model.double().parameters()).dtype == torch.float64
-
-
 def test_a_part_of_the_model_answers_for_its_state_as_the_model_does():
     model = Net()
     zero = Zero(model, 3, comm=NullCommunicator(2))
@@ -480,10 +337,3 @@ def test_a_copy_would_drive_the_same_engine_and_is_refused():
             copy.deepcopy(part)
     zero.remove()
     assert torch.equal(copy.deepcopy(model)(rows(0)), model(rows(0)))
-
-
-def test_a_part_of_the_model_that_has_an_engine_is_refused():
-    model = Net()
-    Zero(model.last, 1, comm=NullCommunicator(2))
-    with pytest.raises(ValueError, match=r"^model: .*a part of it, has an engine already"):
-        Zero(model, 1, comm=NullCommunicator(2))

@@ -107,54 +107,6 @@ def test_what_was_cleared_before_it_was_reduced_is_forgotten(stage):
     assert on_ranks(go, 2) == [[1.0] * 4 + [0.0] * 4] * 2
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_what_one_rank_alone_has_is_averaged_with_zeros(stage):
-    def go(comm):
-        grads = _grads(stage, comm)
-        for _ in range(2):  # the second time, memory is not fresh
-            grads.clear({0, 1})
-            if comm.rank == 1:
-                grads.accumulate(0, torch.full((2, 2), 6.0))
-            grads.reduce()
-            grads.settle()
-        return _whole(grads, comm).tolist(), grads.used
-
-    by_rank = on_ranks(go, 3)
-    assert all(flat == [2.0] * 4 + [0.0] * 5 for flat, _ in by_rank)
-    assert [used for _, used in by_rank] == [[False, False], [True, False], [False, False]]
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_clearing_one_parameter_leaves_the_other(stage):
-    def go(comm):
-        grads = _grads(stage, comm)
-        grads.accumulate(0, torch.ones(2, 2))
-        grads.accumulate(1, torch.ones(3))
-        grads.reduce()
-        grads.clear({0})
-        return _whole(grads, comm).tolist(), grads.used
-
-    assert on_ranks(go, 2) == [([0.0] * 4 + [1.0] * 3 + [0.0], [False, True])] * 2
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_zeroed_gradients_are_still_there(stage):
-    def go(comm):
-        grads = _grads(stage, comm)
-        grads.accumulate(0, torch.ones(2, 2))
-        grads.reduce()
-        grads.settle()
-        grads.accumulate(1, torch.ones(3))
-        grads.zero({0, 1})
-        assert grads.used == [True, True]
-        assert grads.pending
-        grads.reduce()
-        grads.settle()
-        return _whole(grads, comm).tolist()
-
-    assert on_ranks(go, 2) == [[0.0] * 8] * 2
-
-
 def test_gradients_arrive_in_any_dtype_and_sparse():
     grads = _grads(2, LocalCommunicator(), reduce_dtype=torch.float64, reduced_dtype=torch.float64)
     grads.accumulate(0, torch.ones(2, 2, dtype=torch.bfloat16))
@@ -163,39 +115,6 @@ def test_gradients_arrive_in_any_dtype_and_sparse():
     grads.settle()
     assert grads.reduced.tolist() == [2, 1, 1, 2, 0, 0, 0]
     assert grads.reduced.dtype == torch.float64
-
-
-@pytest.mark.parametrize(
-    ("stage", "waiting", "reduced"),
-    [(0, 32, 32), (1, 32, 32), (2, 32, 16), (3, 32, 16)],
-)
-def test_whole_gradients_go_where_the_row_shards_them(stage, waiting, reduced):
-    grads = _grads(stage, NullCommunicator(2))
-    assert grads.resident_bytes == 0
-    grads.accumulate(0, torch.ones(2, 2))
-    assert grads.resident_bytes == waiting
-    grads.reduce()
-    grads.settle()
-    assert grads.resident_bytes == reduced
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_reduction_in_fp16_ends_in_the_masters_dtype(stage):
-    grads = _grads(stage, NullCommunicator(2), reduce_dtype=torch.float16)
-    for _ in range(2):
-        grads.accumulate(0, torch.ones(2, 2))
-        grads.reduce()
-        grads.settle()
-        assert grads.reduced.dtype == torch.float32
-    assert grads.reduced[:4].tolist() == [2.0] * 4
-
-
-def test_gradients_with_a_graph_of_their_own_are_taken_without_it():
-    grads = _grads(1, NullCommunicator(2))
-    grads.accumulate(0, torch.ones(2, 2, requires_grad=True) * 2)
-    grads.reduce()
-    grads.settle()
-    assert not grads.reduced.requires_grad
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

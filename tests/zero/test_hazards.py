@@ -299,7 +299,7 @@ def _replaces(owner, name, method):
 def _uses_weights_early(self):
     self._work = None
     if self.whole and not self.shown.visible:
-        self._show()
+        self.shown.show(self._views)
 
 
 def _reads_codes_early(self):

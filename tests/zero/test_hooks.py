@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from nets import NOTHING_RANDOM, Net, Turn, assert_every_stage_equals_one_process, linear, rows
 from zeroshard.comm import NullCommunicator
 from zeroshard.zero import Zero
-from zeroshard.zero.runtime.module_hooks import _with_bases, tensors_in
 
 
 @dataclasses.dataclass
@@ -71,16 +70,6 @@ def test_a_units_output_may_be_changed_in_place_if_it_is_a_view():
         return x
 
     assert_every_stage_equals_one_process(lambda: Net(path=path))
-
-
-def test_of_views_only_tensors_made_in_forward_are_hooked_too():
-    x = torch.ones(2, requires_grad=True) * 1
-    made = x * 2
-    assert len(_with_bases([x[:1]], [x])) == 1  # a hook on the input ends the backward
-    assert len(_with_bases([x[:1]], [x[1:]])) == 1
-    found = _with_bases([made[:1]], [x])
-    assert len(found) == 2
-    assert found[1] is made
 
 
 def test_a_unit_may_return_a_view_of_its_input_that_is_changed_in_place():
@@ -258,15 +247,6 @@ def test_reentrant_recomputation_with_several_inputs_reduces_each_unit_once():
         return x
 
     assert_every_stage_equals_one_process(lambda: Net(block=Two, path=path))
-
-
-def test_each_tensor_is_found_once_however_deep():
-    x, y = torch.ones(1), torch.ones(2)
-    assert list(tensors_in({"a": [x, (y, x)], "b": Plain(x), "c": "text", "d": 3})) == [x, y]
-    loop = Plain(x)
-    loop.itself = loop
-    assert list(tensors_in(loop)) == [x]
-    assert list(tensors_in(nn.Linear(2, 2))) == []
 
 
 class Cache:

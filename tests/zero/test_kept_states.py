@@ -22,9 +22,6 @@ OPTIMIZERS = {
     "SGD with momentum": (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     "Adam": (optim.Adam, {"lr": 0.01}),
     "AdamW fused": (optim.AdamW, {"lr": 0.01, "fused": True}),
-    "RMSprop": (optim.RMSprop, {"lr": 0.01}),
-    "Adagrad": (optim.Adagrad, {"lr": 0.01}),
-    "NAdam": (optim.NAdam, {"lr": 0.01}),
     "Adafactor": (optim.Adafactor, {"lr": 0.01}),
 }
 # Loads that mean something: states of the same names and meaning, or settings that are restored with the states.
@@ -100,19 +97,6 @@ def test_a_checkpoint_of_another_optimizer_is_refused_before_anything_changes(sa
     assert "\n" not in results[0]
     assert f"{OPTIMIZERS[ours][0].__name__} keeps " in results[0]
     assert "another optimizer; load" in results[0]
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_checkpoint_of_the_same_optimizer_continues(saved, name):
-    folder, continued = saved
-
-    def load(comm):
-        net, zero, optimizer = _made(comm, 3, name)
-        zeroshard.load(folder / name.replace(" ", "-"), zero)
-        _steps(net, optimizer, comm, range(2, 4))
-        return zero.state_dict()
-
-    assert all(torch.equal(value, continued[name][key]) for key, value in run_threads(load, 2)[0].items())
 
 
 class _Reader:

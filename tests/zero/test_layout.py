@@ -69,12 +69,6 @@ def test_slots_and_shards_begin_where_kernels_read_fast(shapes, world_size):
     assert flat.sum() == layout.numel
 
 
-def test_sizes_that_are_multiples_cost_nothing():
-    shapes = [("a", (64, 24)), ("b", (512,)), ("c", (32, 64))]
-    aligned, plain = FlatLayout.of(shapes, 2, ALIGNMENT), FlatLayout.of(shapes, 2)
-    assert (aligned.slots, aligned.shard_numel) == (plain.slots, plain.shard_numel)
-
-
 def test_what_comes_after_one_element_is_aligned():
     layout = FlatLayout.of([("scale", ()), ("weight", (32, 32)), ("bias", (32,))], 2, ALIGNMENT)
     assert [slot.offset for slot in layout.slots] == [0, 8, 8 + 1024]
@@ -131,25 +125,6 @@ def test_the_largest_goes_first_and_to_the_shard_with_least():
     layout = _whole([(4, 4), (8, 8), (4, 8), (6, 8)], 2)
     assert [slot.offset for slot in layout.slots] == [0, 16, 80, 112]
     assert (layout.numel, layout.shard_numel, layout.padding) == (160, 80, ())
-
-
-def _balance_over_all(numels, loads):
-    """Graham's rule as it is written: each tensor looks at every shard."""
-    here, total, owners = [0] * len(loads), list(loads), [0] * len(numels)
-    for index in sorted(range(len(numels)), key=lambda index: -numels[index]):
-        owner = min(range(len(here)), key=lambda shard: (here[shard], total[shard]))
-        owners[index] = owner
-        here[owner] += numels[index]
-        total[owner] += numels[index]
-    return owners
-
-
-@given(
-    st.lists(st.integers(0, 5).map(lambda blocks: blocks * WHOLE_ALIGNMENT), min_size=1, max_size=5),
-    st.lists(st.integers(0, 3), min_size=1, max_size=12),
-)
-def test_of_many_shards_only_those_with_least_elsewhere_are_looked_at(numels, loads):
-    assert balance(numels, loads) == _balance_over_all(numels, loads)
 
 
 def test_ranks_that_own_less_elsewhere_come_first():

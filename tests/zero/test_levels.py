@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from nets import Net, Turn, backward, one_process, rows, train
-from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads, scope
-from zeroshard.zero import STAGES, FlatLayout, Levels, Placement, ShardingStrategy, Zero
+from zeroshard.comm import NullCommunicator, run_threads, scope
+from zeroshard.zero import STAGES, FlatLayout, Levels, ShardingStrategy, Zero
 from zeroshard.zero.buffers.flat_grads import FlatGrads
 
 SHARDING = [1, 2, 3]
@@ -33,16 +33,6 @@ def test_neighbours_shard_and_their_counterparts_are_replicas():
     ]
 
 
-def test_one_level_needs_no_parts():
-    comm = NullCommunicator(4, 3)
-    for shard_size in (None, 4):
-        levels = Levels.of(comm, shard_size)
-        assert (levels.world, levels.shard, levels.replicas.world_size) == (comm, comm, 1)
-    alone = Levels.of(comm, 1)
-    assert (alone.world, alone.shard.world_size, alone.replicas) == (comm, 1, comm)
-    assert Levels.of(LocalCommunicator(), 1).shard.world_size == 1
-
-
 @pytest.mark.parametrize("shard_size", [-2, 0, 3, 5, 8, True, 2.5])
 def test_a_size_that_does_not_share_out_the_world_is_refused(shard_size):
     line = rf"^shard_size: {shard_size} does not divide a world of 4; choose one of 1, 2, 4$"
@@ -63,18 +53,6 @@ def test_a_communicator_without_parts_is_refused_by_name():
 
     with pytest.raises(ValueError, match="a Whole cannot be split; give it a method split"):
         Zero(Net(), comm=Whole(4), shard_size=2)
-
-
-@pytest.mark.parametrize("shard_size", [1, 2, 4])
-@pytest.mark.parametrize("stage", SHARDING)
-def test_every_replica_starts_from_rank_zeros_weights(stage, shard_size):
-    def go(comm):
-        net = Net(seed=100 * comm.rank)
-        return Zero(net, stage, comm=comm, shard_size=shard_size).state_dict()
-
-    expected = Net(seed=0).state_dict()
-    for weights in run_threads(go, 4):
-        assert all(torch.equal(weights[name], whole) for name, whole in expected.items())
 
 
 def _on_some_ranks(net: Net, x: torch.Tensor, *, rank: int) -> torch.Tensor:
@@ -269,11 +247,3 @@ def test_muon_keeps_each_matrix_whole_on_one_rank_of_every_replica(stage):
     for rank, (weights, num_owned) in enumerate(hybrid):
         assert num_owned == flat[rank % 2][1]
         assert all(torch.equal(weights[name], whole) for name, whole in flat[0][0].items())
-
-
-def test_a_row_of_ones_own_may_be_sharded_so_too():
-    row = ShardingStrategy(Placement.REPLICATE, Placement.SHARD, Placement.SHARD)
-    by_rank = run_threads(lambda comm: train(comm, Net, backward, {"stage": row, "shard_size": 2}), 4)
-    named = run_threads(lambda comm: train(comm, Net, backward, {"stage": 2, "shard_size": 2}), 4)
-    for ours, theirs in zip(by_rank, named, strict=True):
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -96,26 +96,6 @@ def test_the_sum_is_of_sums_of_nodes_in_their_order():
         torch.testing.assert_close(found[name], (a + b) + c, rtol=2e-6, atol=1e-9)
 
 
-def test_gradients_over_nodes_are_nearer_than_those_that_are_quantised_by_every_rank():
-    """Three sums of a node are rounded in the place of five gradients, and the mean over steps is right."""
-
-    def rank_main(comm, precision):
-        zero, _ = _engine(comm, 2, precision)
-        found = []
-        for _ in range(24):
-            _loss(zero, 0).backward()
-            found.append(zero.model[1][1].weight.grad.full_tensor())
-            zero.zero_grad()
-        return torch.stack(found)
-
-    exact, flat, nodes = (
-        run_threads(partial(rank_main, precision=precision), 6)[0]
-        for precision in (MixedPrecision(), MixedPrecision(reduce="int8"), MixedPrecision(reduce="int8", node_size=3))
-    )
-    assert (nodes - exact).square().mean() < (flat - exact).square().mean()
-    assert (nodes.mean(0) - exact[0]).square().mean() < (nodes - exact).square().mean() / 12
-
-
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_resumed_run_over_nodes_rounds_as_the_one_that_went_on(stage, tmp_path):
     def rank_main(comm):

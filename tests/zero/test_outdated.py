@@ -64,32 +64,17 @@ READS = {
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", WHOLE)
-@pytest.mark.parametrize("read", READS)
-def test_weights_that_are_read_after_a_step_are_those_of_the_step(read, stage, precision):
+def test_weights_that_are_read_after_a_step_are_those_of_the_step(stage, precision):
     def go(comm):
-        net, zero, _ = trained(stage, comm, PRECISIONS[precision])
-        found = READS[read](net).detach().clone()
-        with zero.full_params():
-            return found, net.last.weight.detach().clone(), type(net.last.weight)
+        net, zero, optim = trained(stage, comm, PRECISIONS[precision])
+        for name, read in READS.items():
+            found = read(net).detach().clone()
+            with zero.full_params():
+                assert torch.equal(found, net.last.weight), name
+            assert type(net.last.weight) is nn.Parameter
+            step(net, optim, comm.rank)
 
-    for found, right, kind in run_threads(go, 2):
-        assert torch.equal(found, right)
-        assert kind is nn.Parameter
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_reference_from_before_the_step_reads_what_the_step_made(stage):
-    def go(comm):
-        net, zero, optim = trained(stage, comm)
-        kept = list(net.parameters())
-        step(net, optim, comm.rank)
-        assert "Parameter containing" in repr(kept[0])
-        norms = [param.norm().item() for param in kept]
-        with zero.full_params():
-            return norms, [param.norm().item() for param in net.parameters()]
-
-    for found, right in run_threads(go, 2):
-        assert found == right
+    run_threads(go, 2)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -275,19 +260,20 @@ def test_a_write_that_leaves_no_trace_is_kept_where_another_dtype_computes(stage
     assert all(value.abs().max() < 0.3 * untouched[name].abs().max() + 0.1 for name, value in right[0].items())
 
 
-@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("read", ["attribute", "deepcopy", "pickle", "in a list"])
 def test_sharded_weights_read_as_nan_and_a_warning_says_so_once(read):
     net, zero, optim = trained(3, NullCommunicator(2))
     with pytest.warns(UserWarning, match=r"^model: weights are read outside of .*zero.full_params\(\)") as told:
         assert READS[read](net).isnan().all()
     assert len(told) == 1
-    assert told[0].filename == __file__ or read not in ("attribute", "data", "detach")
-    step(net, optim)
+    assert told[0].filename == __file__ or read != "attribute"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert READS[read](net).isnan().all()
-        with zero.full_params():
-            READS[read](net)
+        for each in READS.values():
+            step(net, optim)
+            assert each(net).isnan().all()
+            with zero.full_params():
+                each(net)
 
 
 def _penalty_after_forward(net, zero):
@@ -325,22 +311,6 @@ def test_whoever_reads_sharded_weights_outside_of_forward_and_backward_is_told(r
         assert read(net, zero).isnan()
     assert len(told) == 1
     assert told[0].filename == __file__
-
-
-def test_a_penalty_inside_full_params_is_that_of_one_process():
-    def go(comm):
-        net = Net()
-        zero = Zero(net, 3, comm=comm)
-        with zero.full_params():
-            (net(rows(comm.rank)).square().mean() + sum(p.square().sum() for p in net.parameters())).backward()
-        return zero.full_grads()
-
-    plain = Net()
-    for rank in range(2):
-        ((plain(rows(rank)).square().mean() + sum(p.square().sum() for p in plain.parameters())) / 2).backward()
-    for found in run_threads(go, 2):
-        for name, param in plain.named_parameters():
-            torch.testing.assert_close(found[name], param.grad)
 
 
 def _held(net):
@@ -449,24 +419,3 @@ def test_parameters_of_other_classes_keep_them(kind):
     net(rows(0))
     assert type(net.last.weight) is kind
     assert pickle.loads(pickle.dumps(kind)) is kind
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf", "ignore:Dynamo does not know")
-@pytest.mark.parametrize("stage", [1, 2])
-def test_compiled_models_are_not_compiled_again_after_a_step(stage):
-    compiled = []
-
-    def backend(graph, inputs):
-        compiled.append(graph)
-        return graph.forward
-
-    net = Net()
-    zero = Zero(net, stage, comm=NullCommunicator(2), units=list(net.blocks))
-    optim = zero.optimizer(torch.optim.SGD, lr=0.1)
-    whole = torch.compile(net, backend=backend)
-    counts = []
-    for _ in range(4):
-        step(whole, optim)
-        counts.append(len(compiled))
-    assert counts[0] > 0
-    assert counts[1:] == counts[1:2] * 3

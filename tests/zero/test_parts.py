@@ -62,6 +62,7 @@ def evaluating(turn: Turn) -> None:
         turn.loss()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stage", STAGES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import random
 from typing import ClassVar
@@ -13,9 +12,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zeroshard.comm import NullCommunicator, run_threads
+from zeroshard.comm import NullCommunicator
 from zeroshard.optim import FusedAdamW
-from zeroshard.zero import STAGES, OptimizerKind, Zero
+from zeroshard.zero import OptimizerKind, Zero
 from zeroshard.zero.optimizers import requirements
 from zeroshard.zero.optimizers.requirements import OF_TORCH, Scope, classify
 from zeroshard.zero.optimizers.scope_probe import probe
@@ -567,28 +566,3 @@ class AlwaysAlike(CountsInItsState):
 
 def test_a_class_that_counts_and_changes_nothing_stays_element_wise():
     assert classify(AlwaysAlike).scope is Scope.ELEMENT_WISE
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("cls", [CountsInItsGroup, CountsByALength, EndsLater])
-def test_such_a_class_trains_as_in_one_process(cls, stage):
-    first = nn.Sequential(nn.Linear(8, 11), nn.Tanh(), nn.Linear(11, 8))
-
-    def train(model, optimizer, share):
-        for step in range(14):
-            rows = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
-            optimizer.zero_grad()
-            model(share(rows)).square().mean().backward()
-            optimizer.step()
-        return model
-
-    def run(comm):
-        model = copy.deepcopy(first)
-        zero = Zero(model, stage=stage, comm=comm)
-        train(model, zero.optimizer(cls), lambda rows: rows.chunk(2)[comm.rank])
-        return zero.state_dict()
-
-    plain = copy.deepcopy(first)
-    expected = train(plain, cls(plain.parameters()), lambda rows: rows).state_dict()
-    for name, value in run_threads(run, 2)[0].items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)

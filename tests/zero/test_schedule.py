@@ -28,27 +28,6 @@ def test_backward_gathers_ahead_and_reduces_what_is_over(prefetch, expected):
     assert _short(backward_ops(4, prefetch=prefetch, gather=True)) == expected
 
 
-def test_whole_weights_are_not_gathered():
-    assert _short(backward_ops(3, prefetch=1, gather=False)) == "r2 r1 r0 rroot"
-
-
-def test_a_model_without_units_reduces_its_root():
-    assert _short(backward_ops(0, prefetch=1, gather=True)) == "rroot"
-
-
-@pytest.mark.parametrize("num_units", range(5))
-@pytest.mark.parametrize("prefetch", range(5))
-def test_every_unit_is_gathered_once_and_then_reduced_once(num_units, prefetch):
-    ops = backward_ops(num_units, prefetch=prefetch, gather=True)
-    assert sorted(ops) == sorted(
-        [Op("gather", p) for p in range(num_units)] + [Op("reduce", p) for p in range(-1, num_units)]
-    )
-    for place in range(num_units):
-        assert ops.index(Op("gather", place)) < ops.index(Op("reduce", place))
-        live = [op.action == "gather" or -1 for op in ops[: ops.index(Op("gather", place)) + 1]]
-        assert sum(live) <= prefetch + 1
-
-
 def test_a_cursor_runs_everything_on_its_way_and_never_twice():
     ran = []
     ops = [Op("gather", 0), Op("gather", 1), Op("reduce", 1), Op("reduce", 0)]

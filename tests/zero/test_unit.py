@@ -4,7 +4,7 @@ from torch import nn
 
 from zeroshard.comm import NullCommunicator, run_threads
 from zeroshard.zero import STAGES, Levels, MixedPrecision, Unit
-from zeroshard.zero.buffers.unit import build_groups, memory_of, reduced_whole
+from zeroshard.zero.buffers.unit import build_groups
 
 
 def _params():
@@ -23,50 +23,12 @@ def _unit(stage=3, precision=None):
     return Unit("u", nn.Identity(), groups)
 
 
-def test_a_buffer_has_one_dtype_and_is_trained_or_not():
-    unit = _unit()
-    names = [[slot.name for slot in group.params.layout.slots] for group in unit.groups]
-    assert names == [["a", "b"], ["wide"], ["frozen"]]
-    assert [group.params.name for group in unit.groups] == ["u", "u#1", "u#2"]
-    assert [group.trained for group in unit.groups] == [True, True, False]
-    assert unit.trained_groups() == unit.groups[:2]
-    assert [name for name, *_ in unit.named_slots()] == ["a", "b", "wide", "frozen"]
-
-
-def test_a_group_is_trained_as_long_as_one_of_its_parameters_is():
-    unit = _unit()
-    unit.groups[0].params.params[0].requires_grad_(False)
-    assert unit.groups[0].trained
-    unit.groups[0].params.params[1].requires_grad_(False)
-    assert not unit.groups[0].trained
-
-
 def test_weights_are_whole_between_unshard_and_reshard():
     unit = _unit()
     unit.unshard()
     assert all(group.params.full_bytes for group in unit.groups)
     unit.reshard()
     assert not any(group.params.full_bytes for group in unit.groups)
-
-
-def test_the_optimizer_is_shown_no_gradient_where_no_rank_had_one():
-    unit = _unit(stage=1)
-    group = unit.groups[0]
-    group.grads.accumulate(1, torch.full((4,), 2.0))
-    unit.reduce_grads()
-    unit.settle()
-    group.expose_grads()
-    shown = {piece.slot: shard.grad for piece, shard in zip(group.params.pieces, group.shards, strict=True)}
-    assert shown[0] is None
-    assert shown[1].tolist() == [2.0]
-    assert reduced_whole(group).numel() == group.params.layout.padded_numel
-
-
-def test_bytes_are_counted_by_category():
-    assert memory_of(iter(_unit(0).groups)) == {"params": 8 * 4 + 2 * 8 + 6 * 4, "grads": 0, "master": 0}
-    assert memory_of(iter(_unit(3).groups)) == {"params": 4 * 4 + 1 * 8 + 3 * 4, "grads": 0, "master": 0}
-    policy = MixedPrecision(param_dtype=torch.bfloat16)
-    assert memory_of(iter(_unit(2, policy).groups)) == {"params": 16 * 2, "grads": 0, "master": 4 * 4 + 8}
 
 
 def _masters(unit):
@@ -109,12 +71,3 @@ def test_parameters_leave_their_group_for_one_that_keeps_tensors_whole(stage, pr
 
     precision = precision or MixedPrecision()
     run_threads(go, 2)
-
-
-def test_padding_of_whole_tensors_is_resident_and_counted():
-    unit = _unit(stage=1)
-    before = memory_of(iter(unit.groups))
-    unit.keep_whole({param for name, param, *_ in unit.named_slots() if name in "ab"}, [0, 0])
-    after = memory_of(iter(unit.groups))
-    # 7 fp32 elements padded to 8, and then two shards of 16.
-    assert after["params"] - before["params"] == 4 * (32 - 8)

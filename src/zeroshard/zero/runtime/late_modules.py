@@ -53,7 +53,7 @@ class Known:
     def _require_gathered(self, module: nn.Module, key: str, param: nn.Parameter) -> None:
         unit = self._homes.get(param)
         prefix = next((f"{name}." for name, each in self._model.named_modules() if each is module and name), "")
-        if unit is None and param.requires_grad:
+        if unit is None and param.requires_grad and MARK not in vars(param):
             raise RuntimeError(
                 f"{prefix}{key}: a parameter that comes after Zero() would never be trained, nor be the same on every "
                 "rank; put it into the model before, freeze it, or copy its values into the old one inside "
