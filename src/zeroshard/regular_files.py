@@ -109,18 +109,6 @@ def json_of(text: str | bytes) -> Any:
         raise ValueError("nested too deeply") from None
 
 
-def json_at(text: str, start: int) -> tuple[Any, int]:
-    """Parse the JSON value that begins at ``start`` in an untrusted text; return it and where it ends.
-
-    Raises:
-        ValueError: as `json_of`; also if the text ends inside the value.
-    """
-    try:
-        return _DECODER.raw_decode(text, start)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-
-
 def toml_of(text: str) -> dict[str, Any]:
     """Parse the text of an untrusted TOML file.
 
@@ -146,9 +134,6 @@ def _whole_number(digits: str) -> int:
     if len(digits) > _MOST_DIGITS:
         raise ValueError(f"an integer of {len(digits)} digits")
     return int(digits)
-
-
-_DECODER = json.JSONDecoder(parse_int=_whole_number)
 
 
 def _mode_of(path: str | PathLike[str], *, follow: bool) -> int:

@@ -1,9 +1,9 @@
 """Decides which files the user's paths name, how each is read, and which are left out.
 
-    a file    a table (`zeroshard.data.tables`) or a text, by its suffix in any case, else by that of the file that a
-              link leads to
+    a file    a table (`zeroshard.data.tables`) or a text, by its suffix in any case
     a glob    the files that it matches, each as if it was named
-    a folder  its tables if it has any, otherwise its `TEXT_SUFFIXES` files; links inside are followed
+    a folder  its tables if it has any, but no ``.json``, which may be some program's settings; otherwise its
+              `TEXT_SUFFIXES` files; links inside are followed
 
 A file under two names is read once. `Chosen.left_out` says what was in a folder or glob and is not read, so that no
 part of a corpus is missing in silence.
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zeroshard.data.files import is_address, suffix_of
-from zeroshard.data.tables import TABLE_SUFFIXES, first_row, is_table
+from zeroshard.data.tables import TABLE_SUFFIXES, is_table
 from zeroshard.errors import UserError
 
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl")
@@ -51,13 +51,11 @@ class Chosen:
         return [file for file in self.files if not is_table(file)]
 
 
-def choose(paths: Sequence[str], column: str = "text", *, tables_first: bool = True) -> Chosen:
+def choose(paths: Sequence[str], *, tables_first: bool = True) -> Chosen:
     """Return the files that ``paths`` name.
 
     Args:
         paths: files, folders, globs and addresses.
-        column: the column of text. In a folder, a ``.json`` file is a table if its first row has this column; otherwise
-            it is some program's settings, and left out.
         tables_first: whether a folder that has tables gives these alone; otherwise it gives its `TEXT_SUFFIXES` files.
 
     Raises:
@@ -65,7 +63,7 @@ def choose(paths: Sequence[str], column: str = "text", *, tables_first: bool = T
     """
     chosen, identities = Chosen(), set()
     for path in paths:
-        for file in _named_by(path, column if tables_first else None, chosen.left_out):
+        for file in _named_by(path, tables_first, chosen.left_out):
             identity = file if is_address(file) else os.path.realpath(file)
             if identity not in identities:
                 identities.add(identity)
@@ -98,7 +96,7 @@ def walk(folder: Path, *, skipped: frozenset[str] = frozenset(), follow: bool = 
             yield Path(where, name)
 
 
-def _named_by(path: str, column: str | None, left_out: list[str]) -> Iterator[str]:
+def _named_by(path: str, tables_first: bool, left_out: list[str]) -> Iterator[str]:
     if is_address(path):
         if not is_table(path):
             todo = "download other files first"
@@ -107,7 +105,7 @@ def _named_by(path: str, column: str | None, left_out: list[str]) -> Iterator[st
         return
     found = Path(path).expanduser()
     if found.is_dir():
-        yield from _of_folder(found, path, column, left_out)
+        yield from _of_folder(found, path, tables_first, left_out)
         return
     files = [found] if found.is_file() else [Path(match) for match in sorted(glob.glob(str(found), recursive=True))]
     folders = [file for file in files if file.is_dir()]
@@ -123,25 +121,22 @@ def _named_by(path: str, column: str | None, left_out: list[str]) -> Iterator[st
         yield _readable(file)
 
 
-def _of_folder(folder: Path, named: str, column: str | None, left_out: list[str]) -> list[str]:
+def _of_folder(folder: Path, named: str, tables_first: bool, left_out: list[str]) -> list[str]:
     """Return a folder's tables, else its texts, and describe its other files in ``left_out``."""
     tables, texts, others = [], [], []
     for file in walk(folder, skipped=frozenset({"__pycache__"})):
-        target = _leads_to(file)
+        suffix = suffix_of(str(file))
         if not file.is_file():
             others.append(file)
         elif not file.stat().st_size:
             continue
-        elif column is not None and _is_table_of(target, column):
-            tables.append(target)
+        elif tables_first and is_table(str(file)) and suffix != ".json":
+            tables.append(str(file))
         else:
-            (texts if suffix_of(target) in TEXT_SUFFIXES else others).append(file)
+            (texts if suffix in TEXT_SUFFIXES else others).append(file)
     if not tables and not texts:
         suffixes = " ".join(TEXT_SUFFIXES)
-        todo = "name the files or a glob"
-        if column is not None and any(is_table(str(file)) for file in others):  # a .json without this key
-            todo = f"name the key of the text by --data.column: no .json in it has {column!r}"
-        raise UserError("data.path", f"{named} holds no file with text ({suffixes})", todo)
+        raise UserError("data.path", f"{named} holds no file with text ({suffixes})", "name the files or a glob")
     rest = [*texts, *others] if tables else others
     if rest:
         kinds = Counter(file.suffix.lower() or "without suffix" for file in rest).most_common()
@@ -153,16 +148,11 @@ def _of_folder(folder: Path, named: str, column: str | None, left_out: list[str]
     return tables or [str(file) for file in texts]
 
 
-def _is_table_of(path: str, column: str) -> bool:
-    return is_table(path) and (suffix_of(path) != ".json" or column in first_row(path))
-
-
 def _readable(file: Path) -> str:
     """Return the path under which a named file is read; raise UserError if its suffix says that it is no text."""
-    path = _leads_to(file)
-    suffix = suffix_of(path)
-    if is_table(path):
-        return path
+    suffix = suffix_of(str(file))
+    if is_table(str(file)):
+        return str(file)
     if suffix in _COLUMNS:
         todo = "convert it to .jsonl or .parquet" + (
             ", or name it .txt to train on it as it stands" if suffix in _COLUMNS[:2] else ""
@@ -172,12 +162,6 @@ def _readable(file: Path) -> str:
         tables = ", ".join(each for each in TABLE_SUFFIXES if each.count(".") == 2)
         raise UserError("data.path", f"{file} is compressed", f"unpack it; of compressed files {tables} are read")
     return str(file)
-
-
-def _leads_to(file: Path) -> str:
-    """Return the path by which ``file`` is read: its own, or that of a table which the link leads to."""
-    target = os.path.realpath(file)
-    return target if not is_table(str(file)) and is_table(target) else str(file)
 
 
 def _count(number: int, what: str) -> str:

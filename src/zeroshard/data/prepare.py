@@ -165,8 +165,7 @@ def _open(spec: DataSpec) -> Source:
     vocab_size = None
     if spec.source == "bin" and spec.tokenizer != "none":
         vocab_size = known_vocab_size(spec.tokenizer)
-    row_key = spec.column if spec.format == "text" else spec.columns[0]
-    return open_source(spec.source, spec.paths, size, column=spec.column, vocab_size=vocab_size, row_key=row_key)
+    return open_source(spec.source, spec.paths, size, column=spec.column, vocab_size=vocab_size)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,6 @@ class SourceRequest:
         synthetic: the settings of the source ``synthetic``.
         column: the column of tables that contains the text.
         vocab_size: vocabulary size of ids that another program wrote; None if it is unknown.
-        row_key: a key that every row has, by which a folder's ``.json`` files are recognised as tables.
     """
 
     name: str
@@ -41,7 +40,6 @@ class SourceRequest:
     synthetic: SyntheticSize
     column: str = "text"
     vocab_size: int | None = None
-    row_key: str = "text"
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,7 @@ class TextFiles:
     ) -> None:
         if not paths:
             raise UserError("data.path", "the source text needs at least one path", "pass --data.path FILE")
-        chosen = choose(paths, column, tables_first=False)
+        chosen = choose(paths, tables_first=False)
         self.description = ", ".join(paths) if description is None else description
         self.files, self.column = [Path(file) for file in chosen.files], column
         self.left_out = (*left_out, *chosen.left_out)
@@ -270,10 +270,10 @@ def check_source(name: str, paths: Sequence[str]) -> None:
         raise UserError("data.path", f"{name} is one file, got several", "pass one, or use --data text")
 
 
-def has_columns(name: str, paths: Sequence[str], column: str) -> bool:
-    """Whether ``column`` has a meaning for this source; raises UserError if a file is missing."""
+def has_columns(name: str, paths: Sequence[str]) -> bool:
+    """Whether a column has a meaning for this source; raises UserError if a file is missing."""
     if name == "text":
-        return bool(choose(paths, column).tables)
+        return bool(choose(paths).tables)
     return source_entry(name).has_columns
 
 
@@ -284,18 +284,16 @@ def open_source(
     *,
     column: str = "text",
     vocab_size: int | None = None,
-    row_key: str = "",
 ) -> Source:
     """Return the source called ``name``; raises UserError as `check_source` does, and if files are missing or empty.
 
-    ``column`` is the text column of tables; ``vocab_size`` is that of ids that another program wrote, if it is known;
-    ``row_key`` is a key of each row of a table, if the format of examples has another one than ``column``.
+    ``column`` is the text column of tables; ``vocab_size`` is that of ids that another program wrote, if it is known.
     """
     check_source(name, paths)
     if column != "text" and not source_entry(name).has_columns:
         todo = "leave it out, or name .jsonl or .parquet files by --data text"
         raise UserError("data.column", f"{column!r} is asked for, and the source {name} has no columns", todo)
-    return source_entry(name)(SourceRequest(name, tuple(paths), synthetic, column, vocab_size, row_key or column))
+    return source_entry(name)(SourceRequest(name, tuple(paths), synthetic, column, vocab_size))
 
 
 def python_stdlib(asked: SourceRequest) -> PythonStdlib:
@@ -315,7 +313,7 @@ def text_or_tables(asked: SourceRequest) -> Tables | TextFiles:
         UserError: as `choose`; a column is named and no file has columns; or a table whose rows are no lines is beside
             texts.
     """
-    chosen = choose(asked.paths, asked.row_key)
+    chosen = choose(asked.paths)
     tables, texts = chosen.tables, chosen.texts
     if not texts:
         return Tables(tuple(facts_of(file) for file in tables), asked.column, tuple(chosen.left_out))

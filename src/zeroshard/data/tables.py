@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from zeroshard.data.files import FileFacts, Fingerprint, is_address, open_binary, patiently, require_package, suffix_of
 from zeroshard.errors import UserError
-from zeroshard.regular_files import json_at, json_of
+from zeroshard.regular_files import json_of
 
 if TYPE_CHECKING:
     import pyarrow.parquet
@@ -67,21 +67,6 @@ def is_table(path: str) -> bool:
 def has_lines(path: str) -> bool:
     """Whether a table is read line by line as it lies on the disk, so that it can be beside texts."""
     return suffix_of(path) in (".jsonl", ".ndjson")
-
-
-def first_row(path: str) -> dict[str, Any]:
-    """Return the first row of a file of JSON lines or of a JSON list; empty if it is neither, or beyond a megabyte."""
-    try:
-        with ExitStack() as stack:
-            file = opened(path, stack)
-            if is_list(path):
-                head = file.read(_BLOCK_BYTES).decode("utf-8-sig", "ignore")
-                row, _ = json_at(head.lstrip()[1:].lstrip(), 0)
-            else:
-                row = json_of(file.readline(_BLOCK_BYTES))
-    except (OSError, ValueError):
-        return {}
-    return row if isinstance(row, dict) else {}
 
 
 @dataclass(frozen=True)

@@ -163,15 +163,14 @@ def test_plain_text_has_no_rows(tmp_path):
         prepare(spec_of(empty), tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", ["rows.json", "rows.json.gz", "in/rows.json"])
+@pytest.mark.parametrize("name", ["rows.json", "rows.json.gz"])
 def test_examples_may_be_one_json_list(name, tmp_path):
     rows = [{"prompt": f"{number}", "completion": "x" * number} for number in range(1, 9)]
-    (tmp_path / "in").mkdir()
     content = json.dumps(rows, indent=1).encode()
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     lines = chats.write_rows(tmp_path / "rows.jsonl", rows)
     spec = {"format": "prompt", "template": ""}
-    listed = prepare(spec_of(tmp_path / "in" if name.startswith("in") else tmp_path / name, **spec), tmp_path / "a")
+    listed = prepare(spec_of(tmp_path / name, **spec), tmp_path / "a")
     assert read_meta(listed).tokens_sha256 == read_meta(prepare(spec_of(lines, **spec), tmp_path / "b")).tokens_sha256
 
 

@@ -191,7 +191,7 @@ def _named_evals(config: TrainConfig, folder: Path, comm: Communicator) -> dict[
     tokenizer = f"json:{folder / TOKENIZER_FILE}" if meta.tokenizer_sha256 else config.data.tokenizer
     size, most, data_column = config.micro_batch_size, config.eval_rows, config.data.column
     for name, path in config.data.val_paths.items():
-        column = data_column if has_columns("text", (path,), data_column) else "text"
+        column = data_column if has_columns("text", (path,)) else "text"
         changes = {"source": "text", "path": (path,), "mix": (), "tokenizer": tokenizer, "column": column}
         data = config.data.model_copy(update={**changes, "val_fraction": 0.0, "max_tokens": 0})
         where = data_dir(data_spec(data), folder.parent)

@@ -29,7 +29,7 @@ def data_spec(data: DataConfig) -> DataSpec:
 
 
 def _has_columns(data: DataConfig) -> bool:
-    return has_columns(data.source, data.path, data.column)
+    return has_columns(data.source, data.path)
 
 
 def data_folder(data: DataConfig) -> Path:
