@@ -170,7 +170,6 @@ def _without_settings() -> dict[str, Any]:
         _settings(TrainConfig, SHORTHANDS, (), "axes."),
         st.sampled_from([[], [["--config", "sweep.toml"]], [["--config", "settings.toml"]]]),
     ).map(lambda found: ["--dry-run", *_joined(_joined(found))])
-    shaping = st.sampled_from(("--yes", "--bandwidth", "--bandwidth=1Gbit/s", "--latency=9s", "--burst=1e9"))
     outs = st.sampled_from(((), ("--out", "new"), ("--out", "text.txt"), ("--to", "wandb")))
     return {
         "import-config": st.one_of(
@@ -181,7 +180,6 @@ def _without_settings() -> dict[str, Any]:
         "bench": st.one_of(bench, _plain(texts, texts)),
         "sweep": sweep,
         "report": st.tuples(st.lists(files, max_size=2), outs).map(_joined),
-        "lab": _plain(st.sampled_from(("clean", "tc")), st.sampled_from(("apply", "status")), texts, shaping, texts),
         "doctor": _plain(st.sampled_from(("--optimizers", "--environment", "x")), texts, st.just("torch.optim:SGD")),
         "completion": _plain(st.sampled_from(("bash", "zsh", "fish", "x")), texts),
     }  # fmt: skip

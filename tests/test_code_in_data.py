@@ -251,8 +251,6 @@ def test_a_sweep_passes_on_what_its_flags_name_and_nothing_from_its_file(folder,
     (folder / "sweep.toml").write_text('[axes]\nstrategy = ["zero0", "trap:config"]\n')
     assert main(words) == 2
     assert main([*words, "--axes.strategy", "zero0", "trap:config"]) == 0
-    (folder / "sweep.toml").write_text('crossover = ["zero0", "trap:config"]\n[base]\nmax_steps = 1\n')
-    assert main(words[:-1]) == 2
     assert not (folder / "sprung").exists()
     config = TrainConfig.model_validate({"model": {"name": "trap:config"}, "strategy": "trap:config"})
     assert flags_for_code(config) == ["--model.name", "trap:config", "--strategy", "trap:config"]

@@ -44,13 +44,10 @@ def nothing_lasts(monkeypatch):
     monkeypatch.setattr("zeroshard.inference.harness.run_tasks", done)
     monkeypatch.setattr("zeroshard.lab.bench.command.run_bench", done)
     monkeypatch.setattr("zeroshard.lab.sweep.sweep.Runner.run", done)
-    monkeypatch.setattr("zeroshard.lab.sweep.sweep._run_crossovers", done)
     monkeypatch.setattr("zeroshard.lab.audit.optimizers.measure", done)
     monkeypatch.setattr("zeroshard.lab.audit.optimizers.table", lambda measured: "")
     monkeypatch.setattr("zeroshard.lab.report.png.draw", done)
     monkeypatch.setattr("zeroshard.submit.submit", lambda config, words: "queued")
-    for name in ("clean", "apply", "status", "delete"):
-        monkeypatch.setattr(f"zeroshard.lab.network.network.{name}", lambda *args, **kwargs: {})
     yield
     gc.unfreeze()
 

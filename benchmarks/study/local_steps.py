@@ -27,7 +27,7 @@ from typing import Any
 import psutil
 
 from zeroshard.columns import columns
-from zeroshard.lab.network.network import INTERFACE
+from zeroshard.lab.network import INTERFACE
 
 SMALL = ["--model.n-layer", "4", "--model.n-head", "4", "--model.n-embd", "128", "--seq-len", "64"]
 FULL = ["--model.n-layer", "6", "--model.n-head", "6", "--model.n-embd", "384", "--seq-len", "256"]

@@ -18,7 +18,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from zeroshard.lab.network import network
+from zeroshard.lab import network
 from zeroshard.lab.run_folders import RunResult, read_run
 from zeroshard.train.config.sizes import parse_bandwidth
 

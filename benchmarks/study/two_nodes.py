@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zeroshard.lab.network import network
+from zeroshard.lab import network
 from zeroshard.train.config.sizes import parse_bandwidth
 
 

@@ -11,7 +11,6 @@ from pages import ROOT
 from zeroshard.cli import VERBS
 from zeroshard.flags import flags_of
 from zeroshard.lab.bench.settings import BENCHES
-from zeroshard.lab.network.command import OPTIONS
 from zeroshard.lab.sweep.cases import SweepConfig
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.sections import SHORTHANDS
@@ -51,8 +50,6 @@ def test_the_section_of_a_command_has_each_of_its_flags(made, name):
         flags |= {flag for kind in BENCHES.values() for flag in flags_of(kind, {})} | {"--json", "--plot"}
     if name == "sweep":
         flags |= set(flags_of(SweepConfig, {})) - {"--base", "--axes"}
-    if name == "lab":
-        flags |= {f"--{option}" for option in OPTIONS} | {"--yes"}
     section = made["commands.md"].partition(f"\n## zeroshard {name}\n")[2].partition("\n## ")[0]
     for flag in flags:
         assert re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w.-])", section), flag

@@ -9,6 +9,10 @@ from pages import ROOT
 LEFT = [
     r"zeroshard\[lm-eval\]",
     r"run_tasks",
+    r"--crossover",
+    r"crossover_low",
+    r"lab tc",
+    r"lab clean",
     r"many_hosts|ManyHosts|ForkServer|launch/rounds",
     r"time-to-loss\b",
     r"times_to_loss",

@@ -51,7 +51,6 @@ def test_a_remedy_is_settings_by_name(name, settings):
         ({"remedies": ["none"], "axes": {"replicas.every": [1, 2]}}, r"axes\.replicas\.every: remedies set it"),
         ({"remedies": ["none"], "axes": {"x": [{"node_copy": 2}]}}, r"axes\.node_copy: remedies set it"),
         ({"axes": {"remedy": ["int8"]}}, r"axes\.remedy: there is no such setting; write remedies beside the table"),
-        ({"remedies": ["none"], "crossover": ["zero2", "zero3"]}, r"remedies: a crossover compares two strategies"),
     ],
 )
 def test_a_remedy_that_means_nothing_is_refused_in_a_line(kwargs, line):

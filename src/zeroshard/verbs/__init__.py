@@ -18,7 +18,7 @@ from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.verbs.base import Verb, read_file, say
 from zeroshard.verbs.help import PLAN, TRAIN
-from zeroshard.verbs.laboratory import SWEEP, bench, lab, plan, report, sweep
+from zeroshard.verbs.laboratory import SWEEP, bench, plan, report, sweep
 from zeroshard.verbs.training import (
     evaluate,
     export,
@@ -104,14 +104,6 @@ VERBS: dict[str, Verb] = {
         "(tensorboard, wandb, trackio), those that it did not follow while they trained.",
         report,
         usage="RUN... | SWEEP [--out OUT | --to TRACKER]",
-    ),
-    "lab": Verb(
-        "clean: remove networks whose runs have died. tc: slow what leaves a network interface, say how slow it is, "
-        "let it go; --yes even where your own session may pass through it.",
-        lab,
-        usage="clean | tc apply DEV --bandwidth RATE [--latency TIME] [--burst SIZE] [--yes] | tc status DEV "
-        "| tc delete DEV [--yes]",
-        words=("clean", "tc"),
     ),
     "doctor": Verb(
         "Say what is installed, what is found, and what would be used; for bug reports. With --optimizers: which "

@@ -1,4 +1,4 @@
-"""The verbs of the lab: plan, bench, sweep, report and lab (slow networks)."""
+"""The verbs of the lab: plan, bench, sweep and report."""
 
 from __future__ import annotations
 
@@ -126,11 +126,3 @@ def report(config: None, words: Sequence[str]) -> int:
     from zeroshard.lab.report.command import run_report
 
     return written(out or "report", lambda: run_report(folders, out))
-
-
-def lab(config: None, words: Sequence[str]) -> int:
-    """Run `zeroshard lab`: removes leftover networks, or shapes a network interface."""
-    from zeroshard.lab.network.command import OPTIONS, WORDS, run_lab
-
-    flags = {"--yes": Flag(("yes",), "switch"), **{f"--{name}": Flag((name,), "one") for name in OPTIONS}}
-    return run_lab(read_flags(words, flags, WORDS))

@@ -113,7 +113,7 @@ def _nodes(config: TrainConfig) -> AbstractContextManager[NetnsNodes | None]:
     """The network namespaces in which a run's ranks start, if ``link.mode`` is ``netns``; else None."""
     if config.link.mode != "netns":
         return nullcontext()
-    from zeroshard.lab.network.network import nodes
+    from zeroshard.lab.network import nodes
     from zeroshard.train.config.sizes import parse_bandwidth, parse_duration, parse_size
 
     link = config.link

@@ -156,7 +156,6 @@ def test_damage_is_listed_and_breaks_nothing(tmp_path):
 def test_a_damaged_sweep_is_listed(tmp_path, damage):
     folder = write_sweep(tmp_path / "sweep", bandwidths=("1Gbit/s",))
     (folder / "sweep.json").write_bytes(damage)
-    (folder / "crossover.json").write_text('[{"axes": 3}]')
     material = gather([folder])
     assert {notice.kind for notice in material.notices} == {"folder"}
     figures, missing = figures_of(material)
@@ -238,24 +237,6 @@ def test_runs_of_one_configuration_are_repeats(tmp_path):
         ("a, b", 2, {"max_steps": 10}),
         ("c", 1, {"max_steps": 7}),
     ]
-
-
-def test_a_search_for_a_crossover_is_drawn_with_its_band(tmp_path):
-    folder = write_sweep(tmp_path / "sweep")
-    found = {
-        "axes": {"seq_len": 64},
-        "strategies": ["zero2", "zero3"],
-        "low_bytes_per_s": 1e8,
-        "high_bytes_per_s": 2e8,
-        "faster_below": "zero2",
-        "faster_above": "zero3",
-        "points": [{"bytes_per_s": r, "step_s": [1 / r, 2 / r - 5e-9]} for r in (1e7, 1e8, 2e8, 1e9)],
-    }
-    (folder / "crossover.json").write_text(json.dumps([found]))
-    figure = next(figure for figure in figures_of(gather([folder]))[0] if figure.name == "crossover")
-    assert figure.band == (1e8, 2e8)
-    expected = "zero2 is faster below, zero3 above; they draw between 800 Mbit/s and 1.6 Gbit/s."
-    assert figure.caption == expected
 
 
 _opened: list[str] | None = None

@@ -16,12 +16,10 @@ from zeroshard.lab.report.figure import bandwidth_in_words
 from zeroshard.lab.run_folders import RunResult, find_runs, locks_held, read_run
 from zeroshard.lab.sweep.cases import CHANGES_NO_RESULT, in_words
 from zeroshard.lab.sweep.results import SWEEP, CaseResult, read_sweep
-from zeroshard.regular_files import json_of, read_text
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.sections import TrackConfig
 from zeroshard.train.config.sizes import parse_bandwidth
 
-CROSSOVER = "crossover.json"
 STRATEGIES = ("zero0", "zero1", "zero2", "zero3", "ddp", "zero1-torch", "fsdp2", "auto")  # in the order of figures
 OF_LINKS = ("link.bandwidth",)
 # Settings in which runs may differ and still be repeats of one configuration, because they change no result.
@@ -95,27 +93,6 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Crossover:
-    """The result of a search for the bandwidth at which two strategies are equally fast (their crossover).
-
-    Attributes:
-        label: the other settings, in words.
-        strategies: the two strategies.
-        low, high: bounds of the crossover in bytes per second; of the search, if one is faster everywhere.
-        below, above: the strategy that is faster at ``low`` and at ``high``; None if a run failed.
-        points: (bytes per second, seconds per step of the first, of the second); NaN if a run failed.
-    """
-
-    label: str
-    strategies: tuple[str, str]
-    low: float
-    high: float
-    below: str | None
-    above: str | None
-    points: tuple[tuple[float, float, float], ...]
-
-
-@dataclass(frozen=True)
 class Notice:
     """A warning that a reader of the report needs.
 
@@ -138,13 +115,11 @@ class ReportContents:
     Attributes:
         title: title of the page.
         entries: entries of sweeps in the order of the folders, then those of single runs.
-        crossings: the crossovers of sweeps that searched for them.
         notices: warnings about entries, worst first, then those about sweeps.
     """
 
     title: str
     entries: tuple[Entry, ...]
-    crossings: tuple[Crossover, ...]
     notices: tuple[Notice, ...]
 
     @property
@@ -167,7 +142,6 @@ def gather(folders: Sequence[str | Path]) -> ReportContents:
         UserError: one of them is not a folder, or there is no run in any.
     """
     entries: list[Entry] = []
-    crossings: list[Crossover] = []
     notices: list[Notice] = []
     loose: list[Path] = []
     for folder in map(Path, folders):
@@ -178,7 +152,6 @@ def gather(folders: Sequence[str | Path]) -> ReportContents:
             found = read_sweep(each)
             entries += entries_of_cases(found.cases)
             notices += [Notice("folder", str(each), line) for line in found.problems]
-            crossings += _read_crossings(each, notices)
         inside = [run for run in find_runs(folder) if not any(run.is_relative_to(each) for each in sweeps)]
         loose += inside or ([] if sweeps else [folder])
     held = locks_held()
@@ -187,7 +160,7 @@ def gather(folders: Sequence[str | Path]) -> ReportContents:
         raise UserError("runs", f"there is no run in {', '.join(map(str, folders))}", "give the folder of a run")
     notices = [*_notices(entries), *notices]
     title = ", ".join(Path(folder).resolve().name for folder in folders[:3]) + (" ..." if len(folders) > 3 else "")
-    return ReportContents(title, tuple(entries), tuple(crossings), tuple(notices))
+    return ReportContents(title, tuple(entries), tuple(notices))
 
 
 def entries_of_cases(cases: Sequence[CaseResult]) -> list[Entry]:
@@ -345,28 +318,3 @@ def _notices(entries: Iterable[Entry]) -> list[Notice]:
         found.insert(0, Notice("comparable", "environments", f"these runs did not have the same: {line}"))
     order = ("comparable", "plan", "failed", "folder")
     return sorted(found, key=lambda notice: order.index(notice.kind))
-
-
-def _read_crossings(folder: Path, notices: list[Notice]) -> list[Crossover]:
-    try:
-        found = json_of(read_text(folder / CROSSOVER))
-        return [_crossing(each) for each in found]
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        notices.append(Notice("folder", str(folder / CROSSOVER), f"cannot be read ({error})"))
-        return []
-
-
-def _crossing(facts: Mapping[str, Any]) -> Crossover:
-    first, second = facts["strategies"]
-    points = [(float(p["bytes_per_s"]), *map(_finite, p["step_s"])) for p in facts["points"]]
-    return Crossover(
-        label=words_of(facts["axes"]),
-        strategies=(str(first), str(second)),
-        low=float(facts["low_bytes_per_s"]),
-        high=float(facts["high_bytes_per_s"]),
-        below=facts["faster_below"],
-        above=facts["faster_above"],
-        points=tuple(sorted((rate, a, b) for rate, a, b in points)),
-    )

@@ -86,7 +86,6 @@ class Figure:
         x, y: its axes.
         series: its marks, in the order of the legend.
         caption: how to read it.
-        band: the shaded interval on x; None: none.
         height: height of the plot, as a multiple of the usual height.
         curves: whether its lines are values by step, which the page can smooth and put on a logarithmic scale.
     """
@@ -97,7 +96,6 @@ class Figure:
     y: Axis
     series: tuple[Series, ...]
     caption: str = ""
-    band: tuple[float, float] | None = None
     height: float = 1.0
     curves: bool = False
 

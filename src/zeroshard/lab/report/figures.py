@@ -12,7 +12,7 @@ from zeroshard.lab.report.marks import LeftOutError
 from zeroshard.lab.report.reading_notes import with_notes
 from zeroshard.lab.report.run_figures import loss, memory, predictions, timelines
 from zeroshard.lab.report.single_run import curves_of, memory_of
-from zeroshard.lab.report.speed import communication, relative, searched, throughput
+from zeroshard.lab.report.speed import communication, relative, throughput
 from zeroshard.lab.run_folders import RunResult
 
 _LOG_FROM = 5.0  # least ratio of the largest to the smallest value for which a logarithmic axis is kept
@@ -26,7 +26,7 @@ def figures_of(material: ReportContents) -> Drawn:
     compared: dict[str, Callable[[], list[Figure]]] = {
         "Throughput": lambda: throughput(entries),
         "Communication": lambda: communication(entries),
-        "Crossovers": lambda: [*searched(material.crossings), *relative(entries, optional=bool(material.crossings))],
+        "Crossovers": lambda: relative(entries),
         "Loss": lambda: loss(entries),
         "Memory": lambda: memory(entries),
     }

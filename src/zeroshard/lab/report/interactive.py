@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from zeroshard.lab.report.figure import GREY, Axis, Figure, Series
+from zeroshard.lab.report.figure import Axis, Figure, Series
 
 # Configuration of plotly.js. No button may send a figure to another server.
 CONFIG = {"displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2d", "sendChartToCloud"]}
@@ -43,10 +43,6 @@ def as_plotly(figure: Figure) -> dict[str, Any]:
         "xaxis": x_axis,
         "yaxis": _axis(figure.y, [value for series in figure.series for value in series.y]),
     }
-    if figure.band is not None:
-        edges = {"x0": figure.band[0], "x1": figure.band[1], "y0": 0, "y1": 1}
-        shape = {"type": "rect", "xref": "x", "yref": "paper", **edges, "fillcolor": GREY, "opacity": 0.25}
-        layout["shapes"] = [{**shape, "line": {"width": 0}, "layer": "below"}]
     return {"data": [_trace(series) for series in figure.series], "layout": layout}
 
 

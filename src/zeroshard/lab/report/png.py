@@ -12,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from zeroshard.lab.report.figure import GREY, Axis, Figure, Series
+from zeroshard.lab.report.figure import Axis, Figure, Series
 
 WIDTH, HEIGHT, DPI = 8.0, 4.3, 110  # inches, dots an inch
 _MARKERS = {"circle": "o", "square": "s", "diamond": "D", "triangle": "^", "cross": "X", "star": "*"}
@@ -29,8 +29,6 @@ def draw(figure: Figure, path: Path) -> None:
         axes = canvas.add_subplot()
         for series in figure.series:
             _mark(axes, series)
-        if figure.band is not None:
-            axes.axvspan(*figure.band, color=GREY, alpha=0.25, linewidth=0)
         axes.grid(alpha=0.35)
         axes.set_axisbelow(True)
         _shape(axes, "x", figure.x)

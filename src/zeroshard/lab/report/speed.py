@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from zeroshard.lab.report.entries import OF_LINKS, Crossover, Entry
+from zeroshard.lab.report.entries import OF_LINKS, Entry
 from zeroshard.lab.report.figure import SKY, VERMILLION, Axis, Figure, Series, bandwidth_in_words
 from zeroshard.lab.report.marks import (
     MOST_BARS,
@@ -14,7 +14,6 @@ from zeroshard.lab.report.marks import (
     alone,
     bandwidth,
     bandwidth_axis,
-    bandwidth_ticks,
     bars,
     by_strategy,
     groups,
@@ -22,7 +21,6 @@ from zeroshard.lab.report.marks import (
     numbered,
     only_first,
     rank_of_strategy,
-    style,
     titled,
 )
 from zeroshard.lab.run_folders import Spread, scaled
@@ -103,34 +101,7 @@ def communication(entries: Sequence[Entry]) -> list[Figure]:
     return numbered(figures)
 
 
-def searched(crossings: Iterable[Crossover]) -> list[Figure]:
-    """Step times of two strategies around the bandwidth at which they are equally fast."""
-    figures = []
-    for crossing in crossings:
-        rates = tuple(point[0] for point in crossing.points)
-        series = tuple(
-            Series(
-                name, "line", *style(name, index)[:1], rates,
-                tuple(point[1 + index] * 1e3 for point in crossing.points), marker=style(name, index)[1],
-            )
-            for index, name in enumerate(crossing.strategies)
-        )  # fmt: skip
-        found = crossing.below is not None and crossing.below != crossing.above
-        band = (crossing.low, crossing.high) if found else None
-        between = f"{bandwidth_in_words(crossing.low)} and {bandwidth_in_words(crossing.high)}"
-        if crossing.below is None or crossing.above is None:
-            caption = "Not every run of the search has ended well."
-        elif found:
-            caption = f"{crossing.below} is faster below, {crossing.above} above; they draw between {between}."
-        else:
-            caption = f"{crossing.below} is faster everywhere between {between}."
-        x = Axis("bandwidth of a link", log=True, ticks=bandwidth_ticks(rates))
-        title = f"Crossover of {' and '.join(crossing.strategies)}" + (f": {crossing.label}" if crossing.label else "")
-        figures.append(Figure("crossover", title, x, Axis("ms of a step", log=True), series, caption, band))
-    return numbered(figures)
-
-
-def relative(entries: Sequence[Entry], *, optional: bool = False) -> list[Figure]:
+def relative(entries: Sequence[Entry]) -> list[Figure]:
     """Step times divided by the first strategy's, by bandwidth; a line at 1 is as fast as the first strategy."""
     figures = []
     entries = [entry for entry in entries if entry.case.step_s]
@@ -152,8 +123,8 @@ def relative(entries: Sequence[Entry], *, optional: bool = False) -> list[Figure
         figure = titled("relative", "Which strategy wins", name, bandwidth_axis(group), y, series)
         caption = f"Below 1: faster than {first}. {_winners(group)}{_draws(series, first)}"
         figures.append(replace(figure, caption=caption))
-    if not figures and not optional:
-        raise LeftOutError("needs two strategies at two bandwidths, or a sweep with --crossover")
+    if not figures:
+        raise LeftOutError("needs two strategies at two bandwidths")
     return numbered(figures)
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -34,7 +34,7 @@ from zeroshard.lab.sweep import remedies
 from zeroshard.train.config.config import TrainConfig, merge
 from zeroshard.train.config.named_code import require_asked
 from zeroshard.train.config.sections import SHORTHANDS, Config
-from zeroshard.train.config.sizes import parse_bandwidth, parse_size
+from zeroshard.train.config.sizes import parse_size
 from zeroshard.train.config.validate import by_dotted_name, fields_by_name, nearest, validate
 
 CHANGES_NO_RESULT = (
@@ -55,13 +55,6 @@ class SweepConfig(Config):
     timeout_s: float = Field(0.0, ge=0, allow_inf_nan=False, description="Seconds that a run may take; 0: no limit.")
     checkpoints: bool = Field(False, description="Keep the checkpoint that each run ends with.")
     fit_memory: str = Field("", description="Take the largest micro-batch that fits, as 8GiB a rank; empty: as given.")
-    crossover: tuple[str, ...] = Field(
-        (), description="Two strategies: bisect for the bandwidth at which they are equally fast."
-    )
-    crossover_low: str = Field("100Mbit/s", description="Least bandwidth of a crossover.")
-    crossover_high: str = Field("10Gbit/s", description="Largest bandwidth of a crossover.")
-    crossover_within: float = Field(1.2, gt=1, description="Stop when the crossover is known to within this factor.")
-
     remedies: tuple[str, ...] = Field(
         (),
         description="Ways to send less, tried one after another: none, int8 (weights and gradients), int8,int4, "
@@ -75,19 +68,6 @@ class SweepConfig(Config):
     def _agree(self) -> Self:
         if self.fit_memory:
             parse_size("fit_memory", self.fit_memory)
-        if self.crossover:
-            if self.dry_run or self.fit_memory:
-                other = "dry_run" if self.dry_run else "fit_memory"
-                raise UserError(other, "a crossover chooses its cases while it runs", "leave one of both out")
-            if len(self.crossover) != 2:
-                raise UserError("crossover", f"{len(self.crossover)} strategies", "name two, as zero2 zero3")
-            low, high = (
-                parse_bandwidth(f"crossover_{end}", getattr(self, f"crossover_{end}")) for end in ("low", "high")
-            )
-            if low >= high:
-                raise UserError("crossover_low", f"{self.crossover_low} is not below {self.crossover_high}", "lower it")
-            if {"strategy", "link.bandwidth"} & set(flat_axes(self.axes)):
-                raise UserError("axes", "a crossover sets strategy and link.bandwidth itself", "leave them out")
         self._agree_on_remedies()
         if "out" in self.axes:
             what = "a sweep gives each run a folder of its own"
@@ -100,9 +80,6 @@ class SweepConfig(Config):
     def _agree_on_remedies(self) -> None:
         remedies.named(self.remedies)
         if self.remedies:
-            if self.crossover:
-                what = "a crossover compares two strategies by their steps alone"
-                raise UserError("remedies", what, "leave one of both out")
             remedies.check_alone("base", list(_dotted(self.base)))
             of_tables = (key for values in flat_axes(self.axes).values() for each in values for key in _keys(each))
             remedies.check_alone("axes", [*flat_axes(self.axes), *of_tables])
@@ -125,17 +102,13 @@ class Case:
     refusal: str = ""
 
 
-def cases_of(sweep: SweepConfig, extra_axes: Mapping[str, Sequence[Any]] | None = None) -> list[Case]:
+def cases_of(sweep: SweepConfig) -> list[Case]:
     """Every combination of the axes' values, each configuration once; an invalid one is a case with a ``refusal``.
-
-    Args:
-        sweep: settings of the sweep.
-        extra_axes: further axes, which change fastest.
 
     Raises:
         UserError: an axis is not a setting, or no combination is valid.
     """
-    axes = {**flat_axes(sweep.axes), **(extra_axes or {})}
+    axes = flat_axes(sweep.axes)
     known = fields_by_name(TrainConfig)
     for name, values in axes.items():
         tables = all(isinstance(value, Mapping) for value in values)
@@ -180,9 +153,6 @@ def require_asked_cases(sweep: SweepConfig, asked: Mapping[str, Any], where: obj
         where: the file, for the message.
     """
     of_flags = {*by_dotted_name(asked.get("base", {})), *asked.get("axes", {})}
-    if "crossover" not in asked:
-        for name in sweep.crossover:
-            require_asked({"strategy": name}, of_flags, where)
     for case in cases_of(sweep):
         if case.config is not None:
             require_asked(case.config, of_flags, where)

@@ -30,14 +30,14 @@ from zeroshard.errors import ExitStatus, UserError
 from zeroshard.lab.run_folders import METRICS, RunResult, read_run
 from zeroshard.lab.sweep import remedies
 from zeroshard.lab.sweep.board import SweepProgress
-from zeroshard.lab.sweep.cases import Case, SweepConfig, cases_of, flat_axes, in_words, make_case
+from zeroshard.lab.sweep.cases import Case, SweepConfig, cases_of, in_words
 from zeroshard.lab.sweep.results import SWEEP, SWEEP_FORMAT, failure_file, read_failure, read_sweep, run_folder
-from zeroshard.lab.sweep.search import Crossover, crossover, largest_that_fits, rounded
+from zeroshard.lab.sweep.search import largest_that_fits
 from zeroshard.launch.start_ranks import start_child
 from zeroshard.regular_files import open_binary, open_regular
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.named_code import flags_for_code
-from zeroshard.train.config.sizes import parse_bandwidth, parse_size
+from zeroshard.train.config.sizes import parse_size
 from zeroshard.train.config.toml import all_settings
 
 TRAIN = (sys.executable, "-m", "zeroshard", "train")
@@ -64,23 +64,20 @@ def run_sweep(
     Raises:
         UserError: no case can run, or another process is running this sweep.
     """
-    cases = [] if sweep.crossover else cases_of(sweep)
+    cases = cases_of(sweep)
     with _locked_folder(Path(sweep.out)) as folder:
         board = SweepProgress(stream or sys.stdout)
         for name, settings in remedies.named(sweep.remedies).items():
             words = ", ".join(f"{key} = {value}" for key, value in settings.items())
             board.say(f"remedy {name}: {words or 'nothing is set'}")
         runner = Runner(folder, sweep, command, board)
-        if sweep.crossover:
-            _run_crossovers(sweep, runner)
-        elif sweep.dry_run:
+        if sweep.dry_run:
             board.list_cases(cases)
             return ExitStatus.OK
-        else:
-            _tell_of_others(folder, cases, board)
-            guess = largest_micro_batch or (lambda config, num_bytes: 1)
-            fitted = (lambda case: runner.fitted(case, guess)) if sweep.fit_memory else None
-            runner.run(cases, fitted)
+        _tell_of_others(folder, cases, board)
+        guess = largest_micro_batch or (lambda config, num_bytes: 1)
+        fitted = (lambda case: runner.fitted(case, guess)) if sweep.fit_memory else None
+        runner.run(cases, fitted)
         board.say_results(folder)
         return ExitStatus.FAILED if runner.num_failed else ExitStatus.OK
 
@@ -229,58 +226,6 @@ def _tell_of_others(folder: Path, cases: Sequence[Case], board: SweepProgress) -
         board.say(f"{what}; {they_stay} in {folder / 'cases'}")
 
 
-def _run_crossovers(sweep: SweepConfig, runner: Runner) -> None:
-    """For each combination of the axes, search for the bandwidth at which the two strategies are equally fast."""
-    axes = flat_axes(sweep.axes)
-    low = parse_bandwidth("crossover_low", sweep.crossover_low)
-    high = parse_bandwidth("crossover_high", sweep.crossover_high)
-    combinations = cases_of(sweep, {"strategy": [sweep.crossover[0]], "link.bandwidth": [sweep.crossover_low]})
-    found = []
-    for combination in combinations:
-        others = {name: value for name, value in combination.axes.items() if name in axes}
-
-        def step_s(bytes_per_s: float, others: Mapping[str, Any] = others) -> tuple[float, float]:
-            bandwidth = f"{rounded(bytes_per_s) * 8e-6:g}Mbit/s"
-            pair = [
-                make_case(sweep.base, {**others, "link.bandwidth": bandwidth, "strategy": name})
-                for name in sweep.crossover
-            ]
-            runner.run(pair)
-            results = [
-                [read_run(run_folder(runner.folder, case.name, repeat)).step_s for repeat in range(sweep.repeats)]
-                for case in pair
-            ]
-            return _middle(results[0]), _middle(results[1])
-
-        result = crossover(low, high, sweep.crossover_within, step_s)
-        found.append({"axes": others, **as_facts(result, sweep.crossover)})
-        runner.board.say(f"{in_words(others)}  {in_a_line(result, sweep.crossover)}".strip())
-        write_atomically(runner.folder / "crossover.json", json.dumps(found, indent=1, default=str) + "\n")
-
-
-def as_facts(result: Crossover, names: Sequence[str]) -> dict[str, Any]:
-    """A crossover as ``crossover.json`` stores it."""
-    return {
-        "strategies": list(names),
-        "low_bytes_per_s": result.low,
-        "high_bytes_per_s": result.high,
-        "faster_below": None if result.first_below is None else names[not result.first_below],
-        "faster_above": None if result.first_above is None else names[not result.first_above],
-        "points": [{"bytes_per_s": rate, "step_s": list(seconds)} for rate, seconds in sorted(result.points.items())],
-    }
-
-
-def in_a_line(result: Crossover, names: Sequence[str]) -> str:
-    """A crossover in words: the bandwidth at which both are equally fast, or the one that is faster everywhere."""
-    between = f"{result.low * 8e-6:g} and {result.high * 8e-6:g} Mbit/s"
-    if result.first_below is None or result.first_above is None:
-        return f"between {between}: not every run has ended well"
-    below, above = (names[not first] for first in (result.first_below, result.first_above))
-    if below == above:
-        return f"{below} is faster everywhere between {between}"
-    return f"{below} is faster on slower links, {above} on faster ones; they draw between {between}"
-
-
 def write_atomically(path: Path, text: str) -> None:
     """Write a file atomically: it is never seen half written."""
     unfinished = path.with_name(f".{path.name}.tmp")
@@ -337,8 +282,3 @@ def _last_words(log: Path, start: int) -> str:
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if line.lower().startswith("error")]
     return (errors or lines or ["it said nothing"])[-1]
-
-
-def _middle(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2] if all(value == value for value in ordered) else float("nan")

@@ -1,4 +1,4 @@
-"""Slow networks made by this machine's kernel: network namespaces that act as nodes, and shaped interfaces.
+"""Slow networks made by this machine's kernel: network namespaces that act as nodes.
 
     namespace zsnet0-0            this host                namespace zsnet0-1
     ranks -- net0 ====== zsnet0v0 -- zsnet0br -- zsnet0v1 ====== net0 -- ranks
@@ -21,7 +21,7 @@ the rate.
 [Note: Nothing is left behind]
     A network has a number, and the process that made it holds a lock file of that number. The kernel releases the lock
     however the process ends. So a number whose lock is free has no owner, and namespaces and links with that number in
-    their names are removed by the next start, or by ``zeroshard lab clean``.
+    their names are removed by the next start.
 """
 
 from __future__ import annotations
@@ -37,9 +37,6 @@ import threading
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-import psutil
 
 from zeroshard.errors import UserError
 from zeroshard.launch.environment import NetnsNodes
@@ -121,7 +118,7 @@ def clean() -> list[str]:
     Raises:
         UserError: the process is not root, or a tool is missing.
     """
-    require_root("lab clean", "it removes network namespaces")
+    require_root("link.mode", "netns removes network namespaces")
     found = []
     numbers = (_number_of(name) for name in _leftovers())
     for number in sorted({number for number in numbers if number is not None}):
@@ -162,9 +159,7 @@ def _remove(number: int) -> list[str]:
         kind = ("netns", "delete") if "-" in name else ("link", "delete")
         _run("ip", *kind, name, missing_ok=True)
     if left := [name for name in _leftovers() if _number_of(name) == number]:
-        raise UserError(
-            "network", f"{', '.join(left)} cannot be removed", "end what uses it, then `zeroshard lab clean`"
-        )
+        raise UserError("network", f"{', '.join(left)} cannot be removed", "end what uses it")
     return names
 
 
@@ -225,98 +220,6 @@ def _signals_wait() -> Generator[None]:
             signal.signal(signum, handler)
         for signum in came:
             signal.raise_signal(signum)
-
-
-# -- a real interface ---------------------------------------------------------------------------------------------
-
-
-def apply(device: str, bytes_per_s: float, latency_s: float = 0.0, burst_bytes: int = 0, *, yes: bool = False) -> None:
-    """Shape the traffic that ``device`` sends. Applied on each host of a network, this shapes both directions.
-
-    Args:
-        device: name of an interface.
-        bytes_per_s, latency_s, burst_bytes: as in `shaping`.
-        yes: shape it even if it may carry the user's own session.
-
-    Raises:
-        UserError: the process is not root, there is no such interface, it has been shaped by somebody else, or it may
-            carry the user's session and ``yes`` is false.
-    """
-    require_root("lab tc", "it shapes a network interface")
-    _require_free(device, yes=yes)
-    delete(device, yes=True)
-    try:
-        for words in shaping(bytes_per_s, latency_s, burst_bytes):
-            _add_queue(("tc",), device, words)
-    except BaseException:
-        delete(device, yes=True)
-        raise
-
-
-def status(device: str) -> dict[str, Any]:
-    """Our shaping of ``device``: ``bytes_per_s``, ``burst_bytes``, ``latency_s``; empty if it is not shaped by us.
-
-    Raises:
-        UserError: there is no such interface.
-    """
-    found: dict[str, Any] = {}
-    for queue in _queues(device):
-        options = queue.get("options", {})
-        if queue["handle"] in (HANDLE, INNER_HANDLE) and queue["kind"] == "tbf":
-            found |= {"bytes_per_s": float(options["rate"]), "burst_bytes": int(options["burst"])}
-        elif queue["handle"] == HANDLE and queue["kind"] == "netem":
-            found["latency_s"] = float(options["delay"]["delay"])
-    return {"latency_s": 0.0, **found} if found else {}
-
-
-def delete(device: str, *, yes: bool = False) -> bool:
-    """Remove our shaping from ``device``; returns whether there was any.
-
-    Raises:
-        UserError: the process is not root, there is no such interface, it has been shaped by somebody else, or it may
-            carry the user's session and ``yes`` is false.
-    """
-    require_root("lab tc", "it shapes a network interface")
-    _require_free(device, yes=yes)
-    if not any(queue["handle"] == HANDLE for queue in _queues(device)):
-        return False
-    _run("tc", "qdisc", "delete", "dev", device, "root", "handle", HANDLE)
-    return True
-
-
-def why_in_use(device: str) -> str:
-    """Why ``device`` may carry the user's own session (such as SSH); empty if nothing indicates it."""
-    if any(route.get("dev") == device for route in json.loads(_run("ip", "-j", "route", "show", "default") or "[]")):
-        return "carries the default route, and maybe your session"
-    own = {address.address for address in psutil.net_if_addrs().get(device, [])}
-    for process in [psutil.Process(), *psutil.Process().parents()]:
-        try:
-            connections = getattr(process, "net_connections", process.connections)("tcp")  # psutil 6 renamed it
-        except psutil.Error:
-            continue
-        for connection in connections:
-            remote = connection.raddr and connection.raddr.ip not in own
-            if connection.status == psutil.CONN_ESTABLISHED and connection.laddr.ip in own and remote:
-                return f"carries a connection of {process.name()}, from which this command was started"
-    return ""
-
-
-def _require_free(device: str, *, yes: bool) -> None:
-    """Raise UserError unless ``device`` exists, is unshaped or shaped by us, and is not in use (see `why_in_use`)."""
-    for queue in _queues(device):
-        if queue.get("root") and queue["handle"] not in ("0:", HANDLE):  # 0: is the kernel's own default
-            what = f"{device} is shaped already, by {queue['kind']} {queue['handle']}, and not by us"
-            raise UserError("device", what, "choose another interface, or remove that first")
-    why = "" if yes else why_in_use(device)
-    if why:
-        raise UserError("device", f"{device} {why}", "choose another interface, or add --yes")
-
-
-def _queues(device: str) -> list[dict[str, Any]]:
-    if device not in psutil.net_if_addrs() and not Path("/sys/class/net", device).exists():
-        known = ", ".join(sorted(path.name for path in Path("/sys/class/net").iterdir()))
-        raise UserError("device", f"there is no interface {device!r}", f"choose one of {known}")
-    return json.loads(_run("tc", "-j", "qdisc", "show", "dev", device) or "[]")
 
 
 # -- tools --------------------------------------------------------------------------------------------------------
