@@ -30,10 +30,7 @@ FOLDER = Path(__file__).parent / "reference"
 MADE = "<!-- Made by `python docs/reference.py` from the settings' classes: do not edit. -->\n\n"
 KINDS = MappingProxyType({int: "whole number", float: "number", str: "text", bool: "switch"})
 LIMITS = MappingProxyType({"ge": "at least", "gt": "above", "le": "at most", "lt": "below"})
-BENCH_FLAGS = (
-    ("--json FILE", "Write all that was measured, with the environment."),
-    ("--plot FILE.png", 'Draw it; needs `pip install "zeroshard[report]"`.'),
-)
+BENCH_FLAGS = (("--json FILE", "Write all that was measured, with the environment."),)
 SWEEP_FLAGS = (
     ("--config FILE.toml", "Settings of the sweep, with the tables `[base]` and `[axes]`; flags win over it."),
     ("--base.SETTING VALUE", "Of every run: any flag of [`zeroshard train`](train.md), as `--base.max-steps 30`."),

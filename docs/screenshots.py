@@ -2,12 +2,16 @@
 
 python docs/screenshots.py            of a sweep whose numbers a formula made (tests/run_folders.py)
 python docs/screenshots.py SWEEP      of one that ran
+python docs/screenshots.py --trackio  the page of trackio for docs/how-to/watch-a-run.md, of two sweeps that it runs
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,7 +28,18 @@ CHROMIUM, ARGS = "/usr/bin/chromium", ["--no-sandbox", "--disable-gpu", "--disab
 HEIGHTS = {1280: 1500, 400: 1500}  # pixels, by width
 SCHEMES = ("light", "dark")
 MOST_BYTES = 150_000
-SHOWN = (Path(__file__).parent / "report.md").read_text(encoding="utf-8")
+PAGES = ("report.md", "how-to/watch-a-run.md")
+SHOWN = "".join((Path(__file__).parent / page).read_text(encoding="utf-8") for page in PAGES)
+PLOT_ORDER = "train/loss,val/loss,speed/tokens_per_s,speed/*,exposed/*,memory/*"
+SWEEPS = (
+    ["--out", "sweeps/stages", "--axes.strategy", "zero0", "zero1", "zero2", "zero3"],
+    ["--out", "sweeps/wires", "--base.strategy", "zero2", "--remedies", "bf16", "int8"],
+)
+TRACKED = [
+    *("--base.track", "trackio", "--base.data", "synthetic", "--base.nproc", "2", "--base.max-steps", "40"),
+    *("--base.warmup-steps", "4", "--base.eval-interval", "10", "--base.eval-rows", "8"),
+    *("--base.model.n-layer", "2", "--base.seq-len", "64"),
+]
 ZEROSHARD = (sys.executable, "-m", "zeroshard")
 
 
@@ -32,10 +47,14 @@ def main() -> None:
     """Write every screenshot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweep", type=Path, nargs="?", help="folder of a finished sweep")
+    parser.add_argument("--trackio", action="store_true", help="the page of trackio alone")
     parser.add_argument("--chromium", default=CHROMIUM, help=f"program to open pages with ({CHROMIUM})")
     asked = parser.parse_args()
     IMAGES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as root:
+        if asked.trackio:
+            shoot_trackio(Path(root), asked.chromium)
+            return
         sweep = asked.sweep or write_sweep(Path(root) / "example", repeats=2, trace=True)
         make(sweep, Path(root) / "out", one_run(Path(root) / "first"), asked.chromium)
 
@@ -71,6 +90,31 @@ def shoot_report(page: Page, out: Path, where: str) -> None:
     page.locator(".main-svg").first.wait_for()
     page.get_by_role("heading", name="Results").scroll_into_view_if_needed()
     shoot(page, f"report-{where}")
+
+
+def shoot_trackio(root: Path, chromium: str) -> None:
+    """The page that `trackio show` serves of two tracked sweeps, grouped by sweep."""
+    environment = os.environ | {"TRACKIO_DIR": str(root / "trackio"), "TRACKIO_PLOT_ORDER": PLOT_ORDER}
+    for words in SWEEPS:
+        command = [*ZEROSHARD, "sweep", *words, *TRACKED]
+        subprocess.run(command, cwd=root, env=environment, check=True)
+    show = ["trackio", "show", "--project", "zeroshard", "--host", "127.0.0.1"]
+    with (
+        subprocess.Popen(show, env=environment, stdout=subprocess.PIPE, text=True) as child,
+        sync_playwright() as tools,
+    ):
+        assert child.stdout is not None
+        address = next(found[0] for line in child.stdout if (found := re.search(r"http://[^/?]+", line)))
+        page = tools.chromium.launch(executable_path=chromium, args=ARGS).new_page(
+            viewport={"width": 1600, "height": 1180}, device_scale_factor=0.8
+        )
+        page.goto(f"{address}/?project=zeroshard&smoothing=5&metric_filter=loss%7Ctokens_per_s%7Cexposed%7Cmemory")
+        page.get_by_label("Group by").click()
+        page.locator(".group-by-row li").filter(has_text=re.compile(r"\bGroup$")).click()
+        page.get_by_text("Show section headers").click()
+        page.wait_for_timeout(3000)
+        shoot(page, "trackio")
+        child.send_signal(signal.SIGINT)
 
 
 def shoot(page: Page, name: str) -> None:

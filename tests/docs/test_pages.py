@@ -42,9 +42,8 @@ FLAGS_OF_OTHERS = {
     "--list",  # of benchmarks, in how-to/gpus.md
 }  # of others
 FLAGS_OF_WORDS = {  # of verbs that have no class of settings
-    *("--plot", "--json", "--host", "--out"),
+    *("--json", "--host", "--out", "--to"),
     *("--base.SETTING", "--axes.SETTING", "--base.max-steps", "--axes.strategy"),
-    *("--bandwidth", "--latency", "--burst", "--yes"),
 }
 
 

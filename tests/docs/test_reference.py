@@ -47,7 +47,7 @@ def test_the_section_of_a_command_has_each_of_its_flags(made, name):
     flags = {word for word in verb.words if word.startswith("--")} | set(re.findall(r"--[a-z-]+", verb.usage))
     flags |= set(flags_of(verb.config, {}, verb.positionals)) if verb.config else set()
     if name == "bench":
-        flags |= {flag for kind in BENCHES.values() for flag in flags_of(kind, {})} | {"--json", "--plot"}
+        flags |= {flag for kind in BENCHES.values() for flag in flags_of(kind, {})} | {"--json"}
     if name == "sweep":
         flags |= set(flags_of(SweepConfig, {})) - {"--base", "--axes"}
     section = made["commands.md"].partition(f"\n## zeroshard {name}\n")[2].partition("\n## ")[0]

@@ -9,6 +9,7 @@ from pages import ROOT
 LEFT = [
     r"zeroshard\[lm-eval\]",
     r"run_tasks",
+    r"--plot\b",
     r"--crossover",
     r"crossover_low",
     r"lab tc",

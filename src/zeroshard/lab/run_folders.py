@@ -59,6 +59,11 @@ class Spread:
         """The range from the lowest to the highest value, divided by the median."""
         return (self.high - self.low) / self.median if self.median else 0.0
 
+    def text(self, scale: float, form: str, unit: str = "") -> str:
+        """Format it: ``12.3``, or, of several measurements, with the lowest and highest ``12.3 (11.9 to 14.0)``."""
+        middle = f"{self.median * scale:{form}}{unit}"
+        return f"{middle} ({self.low * scale:{form}} to {self.high * scale:{form}})" if self.count > 1 else middle
+
 
 def spread(values: Iterable[float]) -> Spread | None:
     """The spread of the finite values; None if no value is finite."""

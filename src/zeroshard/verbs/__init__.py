@@ -92,7 +92,7 @@ VERBS: dict[str, Verb] = {
         words=("ls", "show", "verify", "diff"),
     ),
     "bench": Verb(
-        "Measure on this machine: memory, step, collectives, device, kernels; a table, a JSON file, a figure.",
+        "Measure on this machine: memory, step, collectives, device, kernels; a table, a JSON file.",
         bench,
         usage="memory | step | collectives | device | kernels [FLAGS]",
         words=("memory", "step", "collectives", "device", "kernels"),

@@ -52,15 +52,14 @@ def bench(config: None, words: Sequence[str]) -> int:
     settings = BENCHES[kind]
     if "--help" in words or "-h" in words:
         about = (settings.__doc__ or "").splitlines()[0]
-        about += " --json FILE writes all that was measured, with the environment; --plot FILE.png draws it."
+        about += " --json FILE writes all that was measured, with the environment."
         print(help_of(f"bench {kind}", Verb(about, bench, settings), {}))
         return ExitStatus.OK
     json_path, rest = take_option(words[1:], "--json")
-    plot_path, rest = take_option(rest, "--plot")
     chosen = validate(settings, read_flags(rest, flags_of(settings, {})))
     from zeroshard.lab.bench.command import run_bench
 
-    return run_bench(chosen, json_path, plot_path)
+    return run_bench(chosen, json_path)
 
 
 def sweep(config: None, words: Sequence[str]) -> int:

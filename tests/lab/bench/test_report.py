@@ -1,13 +1,8 @@
 from __future__ import annotations
 
-import json
 import random
 
-import pytest
-
-from zeroshard.errors import UserError
-from zeroshard.lab.bench import report as reports
-from zeroshard.lab.bench.report import Chart, Column, Report, Spread, giga, interleaved, milliseconds, plot, spread_of
+from zeroshard.lab.bench.report import Column, Report, Spread, giga, interleaved, milliseconds, spread_of
 
 
 def test_a_spread_is_the_median_and_its_quartiles():
@@ -41,7 +36,7 @@ def _report(**more):
         {"name": "ddp", "size": "1MiB", "time_s": None},
     ]
     columns = [Column("name", "who"), Column("time_s", "ms", milliseconds)]
-    return Report("step", rows, columns, [Chart("Step", "size", "time_s", "name", "ms", 1e3)], **more)
+    return Report("step", rows, columns, **more)
 
 
 def test_the_table_has_words_to_the_left_and_numbers_to_the_right():
@@ -51,25 +46,3 @@ def test_the_table_has_words_to_the_left_and_numbers_to_the_right():
         "ddp",
         "that is all",
     ]
-
-
-def test_the_file_has_the_environment_and_the_spread(tmp_path):
-    path = tmp_path / "new" / "step.json"
-    _report(facts={"world": 2}).write(path)
-    content = json.loads(path.read_text())
-    assert (content["what"], content["world"]) == ("step", 2)
-    assert {"torch", "python", "processor", "cpus", "gpu"} <= content["environment"].keys()
-    assert content["rows"][0]["time_s"] == {"median": 0.002, "low": 0.0015, "high": 0.0025, "num": 3}
-
-
-def test_a_figure_is_a_png(tmp_path):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "new" / "step.png"
-    plot(_report(), path)
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_matplotlib_a_line_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(reports, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"matplotlib is not installed; .*zeroshard\[report\]"):
-        reports.require_matplotlib()

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from zeroshard.comm import empty_for
 from zeroshard.lab.bench.ranks import close, communicator, on_ranks, slowest, synchronise
-from zeroshard.lab.bench.report import Chart, Column, Report, Row, Spread, giga, interleaved, milliseconds, spread_of
+from zeroshard.lab.bench.report import Column, Report, Row, Spread, giga, interleaved, milliseconds, spread_of
 
 OPS = ("reduce_scatter", "all_gather", "all_reduce")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -66,20 +66,7 @@ def run(
         Column("busbw_bytes_per_s", "busbw GB/s", giga),
         Column("speedup", against, "{:.2f}".format),
     ]
-    charts = [
-        Chart(
-            f"{op} of {dtypes[0]} over {world} ranks",
-            "size",
-            "busbw_bytes_per_s",
-            "comm",
-            "busbw, GB/s",
-            1e-9,
-            {"op": op, "world": world, "dtype": dtypes[0]},
-        )
-        for world in worlds
-        for op in OPS
-    ]
-    return Report("collectives", rows, columns, charts)
+    return Report("collectives", rows, columns)
 
 
 def bus_factor(op: str, world: int) -> float:

@@ -1,4 +1,4 @@
-"""The verb `zeroshard bench`: checks the settings, runs one bench, and prints, writes and plots its report."""
+"""The verb `zeroshard bench`: checks the settings, runs one bench, and prints and writes its report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from zeroshard import process
 from zeroshard.errors import ExitStatus, UserError
-from zeroshard.lab.bench.report import Report, plot, require_matplotlib
+from zeroshard.lab.bench.report import Report
 from zeroshard.lab.bench.settings import (
     CollectivesBench,
     DeviceBench,
@@ -20,27 +20,22 @@ from zeroshard.lab.bench.settings import (
 from zeroshard.train.config.sizes import parse_size
 
 
-def run_bench(settings: Any, json_path: str = "", plot_path: str = "") -> int:
-    """Run the bench of ``settings``, print its report and write the files; returns the exit status.
+def run_bench(settings: Any, json_path: str = "") -> int:
+    """Run the bench of ``settings``, print its report and write the file; returns the exit status.
 
     Args:
         settings: an instance of one of the classes in `zeroshard.lab.bench.settings.BENCHES`.
         json_path: the JSON file for all measurements and the environment; empty: none is written.
-        plot_path: the PNG file for the figure; empty: none is drawn.
 
     Raises:
         UserError: a setting is invalid or not available on this machine, or a file cannot be written.
     """
-    for path in (json_path, plot_path, getattr(settings, "out", "")):
+    for path in (json_path, getattr(settings, "out", "")):
         _require_writable(path)
-    if plot_path:
-        require_matplotlib()
     report = _BENCHES[type(settings)](settings)
     print(report.text())
     if json_path:
         report.write(Path(json_path))
-    if plot_path:
-        plot(report, Path(plot_path))
     return ExitStatus.OK
 
 

@@ -39,7 +39,7 @@ from zeroshard.comm import Communicator, Work, all_to_all
 from zeroshard.comm.registry import comm_entry
 from zeroshard.lab.bench import conversions, operation_cases, whole_step
 from zeroshard.lab.bench.ranks import close, communicator, on_ranks, slowest, synchronise
-from zeroshard.lab.bench.report import Chart, Column, Report, Row, Spread, environment, interleaved, spread_of
+from zeroshard.lab.bench.report import Column, Report, Row, Spread, environment, interleaved, spread_of
 from zeroshard.lab.predict.hardware import Calibration, Device, Link, write_calibration
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
@@ -64,9 +64,8 @@ def told(
         Column("rate", "rate"),
         Column("spread", "quartiles"),
     ]
-    chart = Chart("Collectives alone", "size", "time_s", "series", "ms", 1e3, {"what": "collective"})
     facts = {"world": world, "num_threads": num_threads, "device_type": device}
-    return Report("device", rows, columns, [chart] if world > 1 else [], facts), calibration
+    return Report("device", rows, columns, facts), calibration
 
 
 def write(report: Report, calibration: Calibration, path: Path) -> None:
@@ -323,7 +322,6 @@ def _rows(found: Mapping[str, Any], world: int) -> list[Row]:
         if what not in (*RATES, "kernel", "hook", "step"):  # the name of a communicator
             alone = case[-1] != "beside"
             row |= {"what": "collective" if alone else "beside", "case": f"{what} {case[0]} {case[1]}"}
-            row |= {"series": f"{what} {case[0]}", "size": case[1]}
         row["rate"] = f"{rates.median:.3g} {unit}"
         row["spread"] = f"{rates.low:.3g}-{rates.high:.3g}"
         rows.append(row)

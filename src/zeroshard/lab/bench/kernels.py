@@ -24,7 +24,7 @@ import torch._functorch.config
 from torch import Tensor
 
 from zeroshard.lab.bench.kernel_cases import CASES, DEVICE, ON_GPU, Case
-from zeroshard.lab.bench.report import Chart, Column, Report, environment, spread_of
+from zeroshard.lab.bench.report import Column, Report, environment, spread_of
 
 STREAM = torch.cuda.Stream() if ON_GPU else None  # of capture: a graph's backward runs on its forward's stream
 FOOTPRINT_BYTES = 2**28 if ON_GPU else 1
@@ -246,17 +246,8 @@ def _measured(operations: Sequence[str], dtypes: Sequence[str], num_rounds: int,
         {
             **asdict(row),
             "mark": "" if row.captured or not ON_GPU else "*",
-            "case": f"{row.operation}\n{row.shape}",
             "time_s": spread_of(row.rounds),
         }
         for row in rows
     ]
-    charts = [
-        Chart(
-            f"{mode}, {dtype}", "case", "times_eager", "contestant", "times eager", 1.0, {"mode": mode, "dtype": dtype}
-        )
-        for dtype in dtypes
-        for mode in MODES
-        if any(row.mode == mode and row.dtype == dtype for row in rows)
-    ]
-    return Report("kernels", found, columns, charts, facts, [f"{facts['device']}; a copy: {copy_rate / 1e9:.1f} GB/s"])
+    return Report("kernels", found, columns, facts, [f"{facts['device']}; a copy: {copy_rate / 1e9:.1f} GB/s"])

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from zeroshard.comm import NullCommunicator
-from zeroshard.lab.bench.report import Chart, Column, Report, Row
+from zeroshard.lab.bench.report import Column, Report, Row
 from zeroshard.lab.predict.buffers import buffers_of
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES, state_bytes
 from zeroshard.models import LanguageModel, build_model
@@ -47,42 +47,16 @@ def run(
         device: ``cpu`` or ``cuda``.
         rank: the rank that is built and measured.
     """
-    rows: list[Row] = []
-    drawn: list[Row] = []
-    for name in models:
-        for stage in stages:
-            found = _rows(name, stage, world, rank, DTYPES[dtype], seq_len, micro_batch_size, torch.device(device))
-            rows += found
-            drawn += _drawn(found)
+    args = (world, rank, DTYPES[dtype], seq_len, micro_batch_size, torch.device(device))
+    rows = [row for name in models for stage in stages for row in _rows(name, stage, *args)]
     columns = [Column(name, name) for name in ("model", "stage", "point")]
     columns += [Column(category, category, _beside) for category in (*STATE[:4], "all")]
     columns.append(Column("note", ""))
-    charts = [
-        Chart(
-            f"{model}, rank {rank} of {world}: state, and what comes on top at the peak",
-            "stage",
-            "num_bytes",
-            "category",
-            "MiB",
-            1 / MIB,
-            {"model": model},
-        )
-        for model in models
-    ]
     facts = {"world": world, "rank": rank, "dtype": dtype, "seq_len": seq_len, "micro_batch_size": micro_batch_size}
     points = [row for row in rows if row["point"] in POINTS]
     exact = sum(not row["note"] for row in points)
     note = f"MiB; {exact} of {len(points)} points as predicted, to the byte"
-    return Report("memory", rows, columns, charts, facts, [note], drawn)
-
-
-def _drawn(found: list[Row]) -> list[Row]:
-    """The bars of one model at one stage: its state after a step, and the further categories at the peak."""
-    after_step, peak = found[POINTS.index("after_step")], found[-1]
-    parts = {category: after_step[category]["measured"] for category in STATE if category in after_step}
-    parts |= {name: num_bytes for name, num_bytes in peak["by_category"].items() if name not in STATE}
-    shared = {"model": peak["model"], "stage": peak["stage"]}
-    return [shared | {"category": name, "num_bytes": num_bytes} for name, num_bytes in parts.items() if num_bytes]
+    return Report("memory", rows, columns, facts, [note])
 
 
 def predicted_points(

@@ -1,4 +1,4 @@
-"""The report of a bench: rows with their spread, and the table, the JSON file and the figure made of them."""
+"""The report of a bench: rows with their spread, and the table and the JSON file made of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import platform
 import random
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import Any, Self
 import torch
 
 from zeroshard.columns import columns
-from zeroshard.errors import UserError
 from zeroshard.process import num_cpus
 
 Row = dict[str, Any]  # serialisable as JSON: a `Spread` is stored as a dict
@@ -63,23 +62,6 @@ class Column:
     text: Callable[[Any], str] = str
 
 
-@dataclass(frozen=True)
-class Chart:
-    """How rows become a bar chart: one bar of ``y`` for each ``series``, side by side at each ``x``.
-
-    ``x``, ``y`` and ``series`` are keys of a row. If ``y`` is a spread, the bar has error bars. ``where`` selects rows:
-    only those that have these values under these keys are drawn.
-    """
-
-    title: str
-    x: str
-    y: str
-    series: str
-    y_title: str
-    scale: float = 1.0  # factor from y's values to the unit in `y_title`
-    where: Mapping[str, Any] = field(default_factory=dict)
-
-
 @dataclass
 class Report:
     """The results of a bench.
@@ -88,19 +70,15 @@ class Report:
         what: the bench's name.
         rows: the measurements.
         columns: the columns of the table.
-        charts: the charts of the figure, from top to bottom.
         facts: settings and measurements that hold for all rows; part of the JSON file.
         notes: lines below the table.
-        drawn: rows for the figure, if it is not drawn from ``rows``.
     """
 
     what: str
     rows: list[Row]
     columns: Sequence[Column]
-    charts: Sequence[Chart] = ()
     facts: Row = field(default_factory=dict)
     notes: Sequence[str] = ()
-    drawn: Sequence[Row] = ()
 
     def text(self) -> str:
         """The table as plain text, with words aligned left and numbers aligned right, and the notes below it."""
@@ -178,53 +156,3 @@ def interleaved(
         for name in order.sample(list(calls), len(calls)):
             seen[name].append(calls[name]())
     return seen
-
-
-def require_matplotlib() -> None:
-    """Raise UserError if matplotlib is not installed; call it before anything is measured."""
-    if find_spec("matplotlib") is None:
-        raise UserError("--plot", "matplotlib is not installed", 'leave it out, or pip install "zeroshard[report]"')
-
-
-def plot(report: Report, path: Path) -> None:
-    """Draw the report's charts into one PNG.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
-    require_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4.2 * len(report.charts)), layout="constrained")
-    FigureCanvasAgg(figure)
-    for place, chart in enumerate(report.charts, 1):
-        _draw(figure.add_subplot(len(report.charts), 1, place), chart, report.drawn or report.rows)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-
-
-def _draw(axes: Any, chart: Chart, rows: Iterable[Row]) -> None:
-    wanted = chart.where.items()
-    rows = [row for row in rows if row.get(chart.y) is not None and all(row.get(k) == v for k, v in wanted)]
-    places = list(dict.fromkeys(str(row[chart.x]) for row in rows))
-    series = list(dict.fromkeys(str(row[chart.series]) for row in rows))
-    width = 0.8 / max(len(series), 1)
-    for index, name in enumerate(series):
-        chosen = [row for row in rows if str(row[chart.series]) == name]
-        at = [places.index(str(row[chart.x])) + (index - (len(series) - 1) / 2) * width for row in chosen]
-        values = [row[chart.y] for row in chosen]
-        if all(isinstance(value, Mapping) for value in values):
-            middle = [value["median"] * chart.scale for value in values]
-            errors = [
-                [max(m - value["low"] * chart.scale, 0.0) for m, value in zip(middle, values, strict=True)],
-                [max(value["high"] * chart.scale - m, 0.0) for m, value in zip(middle, values, strict=True)],
-            ]
-            axes.bar(at, middle, width, yerr=errors, label=name, capsize=2)
-        else:
-            axes.bar(at, [value * chart.scale for value in values], width, label=name)
-    axes.set_xticks(range(len(places)), places)
-    axes.set_title(chart.title)
-    axes.set_ylabel(chart.y_title)
-    axes.legend(fontsize="small", ncols=min(len(series), 6))
-    axes.grid(axis="y", alpha=0.3)

@@ -24,7 +24,7 @@ from zeroshard.comm import Communicator
 from zeroshard.comm.registry import COMMUNICATORS
 from zeroshard.errors import UserError
 from zeroshard.lab.bench.ranks import close, communicator, on_ranks, synchronise
-from zeroshard.lab.bench.report import Chart, Column, Report, Row, Spread, milliseconds, spread_of
+from zeroshard.lab.bench.report import Column, Report, Row, Spread, milliseconds, spread_of
 from zeroshard.models import LanguageModel, build_model
 from zeroshard.zero import STAGES, Zero
 
@@ -155,9 +155,8 @@ def run(
         Column("cpu_s", "cpu ms", milliseconds),
         Column("cpu_ratio", f"/ {names[0]}", _ratio),
     ]
-    chart = Chart(f"One step, {world} ranks", "shape", "wall_s", "name", "ms", 1e3)
     facts = {"shapes": {shape: asdict(SHAPES[shape]) for shape in shapes}, "world": world, "comm": comm}
-    return Report("step", rows, columns, [chart], facts | {"device": device, "num_threads": num_threads})
+    return Report("step", rows, columns, facts | {"device": device, "num_threads": num_threads})
 
 
 def measure(

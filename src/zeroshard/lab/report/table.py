@@ -10,7 +10,7 @@ from typing import Any
 from zeroshard.lab.planner.show import size
 from zeroshard.lab.report.entries import OF_LINKS, Entry, pair_of, words_of
 from zeroshard.lab.report.figure import bandwidth_in_words
-from zeroshard.lab.run_folders import RunResult, Spread
+from zeroshard.lab.run_folders import RunResult
 
 NOT_MEASURED = "not measured"
 _NAME_DIGITS = 6
@@ -71,8 +71,8 @@ def row_of(entry: Entry) -> dict[str, Any]:
         "ranks": str(entry.world_size or ""),
         "bandwidth": "" if math.isnan(bandwidth) else bandwidth_in_words(bandwidth),
         "state": state or "not run",
-        "step": between(step, 1e3, ",.1f"),
-        "tokens": between(case.tokens_per_s, 1.0, ",.0f"),
+        "step": step.text(1e3, ",.1f") if step else "",
+        "tokens": case.tokens_per_s.text(1.0, ",.0f") if case.tokens_per_s else "",
         "exposed": f"{exposed.median / step.median:.0%}" if exposed and step and step.median else "",
         "peak": size(peak) if peak else "",
         "predicted": f"{measured_s / planned_s:.2f}" if planned_s > 0 and measured_s > 0 else "",
@@ -86,14 +86,6 @@ def _name_of(entry: Entry) -> str:
     if entry.label != words_of(entry.apart):
         return entry.label
     return f"{entry.case.name[:_NAME_DIGITS]}  {entry.rest('strategy', *OF_LINKS)}".strip()
-
-
-def between(found: Spread | None, scale: float, form: str) -> str:
-    """Format a spread: ``12.3``, or, of several runs, with the lowest and the highest ``12.3 (11.9 to 14.0)``."""
-    if found is None:
-        return ""
-    middle = f"{found.median * scale:{form}}"
-    return f"{middle} ({found.low * scale:{form}} to {found.high * scale:{form}})" if found.count > 1 else middle
 
 
 def _validation_losses(run: RunResult) -> str:

@@ -105,15 +105,15 @@ class Runner:
                 self.board.refused(case)
             else:
                 able.append(case)
-        with self.board.live(able, len(able) * self.sweep.repeats):
-            configs: dict[str, TrainConfig | None] = {}
-            for repeat in range(self.sweep.repeats):
-                for case in able:
-                    if case.name not in configs:
-                        configs[case.name] = fitted(case) if fitted else case.config
-                    config = configs[case.name]
-                    if config is not None:
-                        self.run_once(case, config, repeat)
+        self.board.num_all = len(able) * self.sweep.repeats
+        configs: dict[str, TrainConfig | None] = {}
+        for repeat in range(self.sweep.repeats):
+            for case in able:
+                if case.name not in configs:
+                    configs[case.name] = fitted(case) if fitted else case.config
+                config = configs[case.name]
+                if config is not None:
+                    self.run_once(case, config, repeat)
 
     def run_once(self, case: Case, config: TrainConfig, repeat: int) -> RunResult:
         """Run one repeat of a case unless it is done or has failed before; returns the contents of its run folder."""
