@@ -106,7 +106,7 @@ def shoot_trackio(root: Path, chromium: str) -> None:
         assert child.stdout is not None
         address = next(found[0] for line in child.stdout if (found := re.search(r"http://[^/?]+", line)))
         page = tools.chromium.launch(executable_path=chromium, args=ARGS).new_page(
-            viewport={"width": 1600, "height": 1180}, device_scale_factor=0.8
+            viewport={"width": 1600, "height": 2230}, device_scale_factor=0.7
         )
         page.goto(f"{address}/?project=zeroshard&smoothing=5&metric_filter=loss%7Ctokens_per_s%7Cexposed%7Cmemory")
         page.get_by_label("Group by").click()

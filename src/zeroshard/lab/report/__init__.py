@@ -5,11 +5,12 @@
     figures.py      entries -> figures, or the reason why a figure is missing
     reading_notes.py how many runs are behind a figure, and which of its lines coincide
     rank_spans.py   a trace -> the spans of each rank
-    single_run.py   header, curves and sample of a report of one run
+    single_run.py   header and curves of a report of one run
     interactive.py  a figure in plotly's format
     png.py          the same figure drawn by matplotlib
     table.py        the table of results
     page.py         all of it in one HTML file, with page.html.j2, page.css and page.js
+    send.py         runs -> a tracker
     command.py      the command, from folders to files
 
 A figure is data before it is drawn, so the page and the PNGs cannot show different things.

@@ -52,7 +52,6 @@ def write_report(material: ReportContents, target: Path) -> tuple[Path, list[str
     """Write the page and its figures into ``target``; returns the page's path and the figures' file names."""
     from zeroshard.lab.report.page import render
     from zeroshard.lab.report.png import draw
-    from zeroshard.lab.report.single_run import sample_of
 
     figures, missing = figures_of(material)
     folder = target / "figures"
@@ -61,8 +60,7 @@ def write_report(material: ReportContents, target: Path) -> tuple[Path, list[str
     for figure, name in zip(figures, names, strict=True):
         draw(figure, folder / name)
     page = target / "report.html"
-    sample = sample_of(material.only_run) if material.only_run else ("", "")
-    write_atomically(page, render(material, figures, missing, environment_of(material), sample))
+    write_atomically(page, render(material, figures, missing, environment_of(material)))
     return page, names
 
 

@@ -41,7 +41,6 @@ def render(
     figures: Sequence[Figure],
     missing: Sequence[str],
     environment: Sequence[tuple[str, str]],
-    sample: tuple[str, str] = ("", ""),
 ) -> str:
     """The page as HTML text.
 
@@ -50,7 +49,6 @@ def render(
         figures: the figures to draw, in order.
         missing: a line for each kind of figure that is missing, with the reason.
         environment: (name, value) pairs of the environment of the runs.
-        sample: of a single run, a text that it writes, and why there is none.
     """
     templates = Environment(
         loader=PackageLoader("zeroshard.lab.report", "."),
@@ -63,8 +61,6 @@ def render(
     return templates.get_template("page.html.j2").render(
         title=material.title,
         header=header_of(material.only_run) if material.only_run else [],
-        sample=sample[0],
-        no_sample=sample[1],
         num_entries=len(material.entries),
         table=table_of(material.entries),
         notices=by_kind(material.notices),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from zeroshard.lab.metrics_log import NAMED
+from zeroshard.lab.planner.show import size
 from zeroshard.lab.report.entries import OF_LINKS, Entry, pair_of, plan_of
 from zeroshard.lab.report.figure import (
     BLACK,
@@ -105,30 +106,13 @@ def memory(entries: Sequence[Entry]) -> list[Figure]:
         raise LeftOutError("no run has recorded its memory")
     shown = list(chosen.values())[:MOST_BARS]
     pairs = [held(entry.first) for entry in shown if entry.first is not None]
-    unit, scale = memory_unit(max(sum(table.values()) for pair in pairs for table in pair))
-    names = [name for name in CATEGORY_COLOURS if any(table.get(name) for pair in pairs for table in pair)]
-    names += sorted({name for pair in pairs for table in pair for name in table} - set(CATEGORY_COLOURS))
-    has_plan = any(planned for _, planned in pairs)
-    series: list[Series] = []
-    for which, hatched in ((0, False), (1, True)) if has_plan else ((0, False),):
-        bottoms = [0.0] * len(shown)
-        shift = (0.2 if hatched else -0.2) if has_plan else 0.0
-        for name in names:
-            heights = [pair[which].get(name, 0) / scale for pair in pairs]
-            series.append(
-                Series(
-                    "" if hatched else name.replace("_", " "),
-                    "bar",
-                    CATEGORY_COLOURS.get(name, GREY),
-                    tuple(place + shift for place in range(len(shown))),
-                    tuple(heights),
-                    base=tuple(bottoms),
-                    width=0.36 if has_plan else 0.6,
-                    hatched=hatched,
-                    notes=tuple(f"{name}, {'planned' if hatched else 'measured'}" for _ in shown),
-                )
-            )
-            bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    unit, scale = memory_unit(table for pair in pairs for table in pair)
+    measured, planned = ([pair[which] for pair in pairs] for which in (0, 1))
+    has_plan = any(planned)
+    labels = [""] * len(shown)
+    series = stacked(measured, labels, scale, -0.2 if has_plan else 0.0, 0.36 if has_plan else 0.6, what="measured")
+    if has_plan:
+        series += stacked(planned, labels, scale, 0.2, 0.36, what="planned", hatched=True)
     series += _peaks(shown, scale)
     caption = "Left bar: measured on rank 0. Right, hatched: planned. " if has_plan else "Measured on rank 0. "
     caption += "Bars: held between backward and update." + (" Marks: the peak of a step." if _peaks(shown, 1) else "")
@@ -277,6 +261,49 @@ def thinned(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
     return [*points[::step], *(points[-1:] if (len(points) - 1) % step else [])]
 
 
-def memory_unit(num_bytes: float) -> tuple[str, float]:
-    """The unit in which ``num_bytes`` is a readable number, and its size in bytes."""
-    return ("GiB", GIB) if num_bytes >= GIB else ("MiB", MIB) if num_bytes >= MIB else ("KiB", 1024)
+def memory_unit(tables: Iterable[Mapping[str, int]]) -> tuple[str, float]:
+    """The unit in which the largest sum of ``tables``, which are in bytes, is a readable number; and its bytes."""
+    most = max(sum(table.values()) for table in tables)
+    return ("GiB", GIB) if most >= GIB else ("MiB", MIB) if most >= MIB else ("KiB", 1024)
+
+
+def stacked(
+    tables: Sequence[Mapping[str, int]],
+    labels: Sequence[str],
+    scale: float,
+    shift: float = 0.0,
+    width: float = 0.6,
+    *,
+    what: str = "",
+    hatched: bool = False,
+) -> list[Series]:
+    """A bar for each of ``tables``, bytes by category, stacked from the categories; hatched ones have no legend.
+
+    A mark's note says the category with ``what``, or else with the bar's label and the bytes.
+    """
+    known = {name for table in tables for name, num_bytes in table.items() if num_bytes}
+    names = [name for name in CATEGORY_COLOURS if name in known] + sorted(known - set(CATEGORY_COLOURS))
+    bottoms = [0.0] * len(tables)
+    series = []
+    for name in names:
+        words = name.replace("_", " ")
+        heights = [table.get(name, 0) / scale for table in tables]
+        notes = (
+            f"{words}, {what or f'{label}: {size(table.get(name, 0))}'}"
+            for label, table in zip(labels, tables, strict=True)
+        )
+        series.append(
+            Series(
+                "" if hatched else words,
+                "bar",
+                CATEGORY_COLOURS.get(name, GREY),
+                tuple(place + shift for place in range(len(tables))),
+                tuple(heights),
+                base=tuple(bottoms),
+                width=width,
+                hatched=hatched,
+                notes=tuple(notes),
+            )
+        )
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    return series

@@ -1,4 +1,4 @@
-"""What the report of a single run has in place of comparisons: a header, curves over steps, and a sample of text."""
+"""What the report of a single run has in place of comparisons: a header, and curves over steps."""
 
 from __future__ import annotations
 
@@ -9,22 +9,18 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from zeroshard.errors import UserError
 from zeroshard.lab.metrics_log import Step
 from zeroshard.lab.planner.show import size
 from zeroshard.lab.report.entries import flat
-from zeroshard.lab.report.figure import CYCLE, GREY, Axis, Figure, Series
+from zeroshard.lab.report.figure import CYCLE, Axis, Figure, Series
 from zeroshard.lab.report.marks import LeftOutError
-from zeroshard.lab.report.run_figures import CATEGORY_COLOURS, held, memory_unit, thinned
+from zeroshard.lab.report.run_figures import held, memory_unit, stacked, thinned
 from zeroshard.lab.run_folders import RunResult
 from zeroshard.parallel.registry import STRATEGIES
 from zeroshard.train.config.config import TrainConfig
 
-LARGEST_MODEL = 200_000_000  # parameters of a model that writes a sample: a larger one would take minutes on a CPU
-SAMPLE_TOKENS = 120
 MOST_KINDS = 6  # kinds of exposed communication with a curve of their own
 _FROM_STAGE = {"optimizer": 1, "master": 1, "ema": 1, "grads": 2, "params": 3}  # the first stage that shards it
-_MAY_NAME_CODE = ("model.name", "strategy", "comm", "data.source")  # settings that may be module:name or hf:folder
 _FEW = 30  # points of a curve that are marked one by one
 _NO_CHOICES = ("out", "resume", "data.dir")  # settings that say where a run lies, and not what it is
 
@@ -98,30 +94,15 @@ def memory_of(run: RunResult) -> list[Figure]:
     measured, planned = held(run)
     if not measured:
         raise LeftOutError("the run has not recorded its memory")
-    bars = {"measured": measured, "planned": planned, "stage 0": at_stage_zero(run, measured)}
-    bars = {name: table for name, table in bars.items() if table}
-    unit, scale = memory_unit(max(sum(table.values()) for table in bars.values()))
-    names = [name for name in CATEGORY_COLOURS if any(table.get(name) for table in bars.values())]
-    names += sorted({name for table in bars.values() for name in table} - set(CATEGORY_COLOURS))
-    bottoms = [0.0] * len(bars)
-    series = []
-    for name in names:
-        heights = [table.get(name, 0) / scale for table in bars.values()]
-        notes = tuple(f"{name.replace('_', ' ')}, {which}: {size(table.get(name, 0))}" for which, table in bars.items())
-        places, colour = tuple(map(float, range(len(bars)))), CATEGORY_COLOURS.get(name, GREY)
-        series.append(
-            Series(
-                name.replace("_", " "), "bar", colour, places, tuple(heights), base=tuple(bottoms), width=0.6,
-                notes=notes,
-            )
-        )  # fmt: skip
-        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-    ticks = {float(place): which for place, which in enumerate(bars)}
+    found = {"measured": measured, "planned": planned, "stage 0": at_stage_zero(run, measured)}
+    bars = {name: table for name, table in found.items() if table}
+    unit, scale = memory_unit(bars.values())
+    series = stacked(list(bars.values()), list(bars), scale)
     sums = ", ".join(f"{which} {size(sum(table.values()))}" for which, table in bars.items())
     caption = f"Held by rank 0 between backward and update, without activations: {sums}."
     if "stage 0" in bars:
         caption += " Stage 0 would hold every sharded tensor whole, and no buffers for gathering."
-    axes = Axis("", ticks=ticks), Axis(unit, from_zero=True)
+    axes = Axis("", ticks=dict(enumerate(bars))), Axis(unit, from_zero=True)
     return [Figure("memory", "Memory of a rank", *axes, tuple(series), caption, height=1.15)]
 
 
@@ -139,33 +120,6 @@ def at_stage_zero(run: RunResult, measured: dict[str, int]) -> dict[str, int]:
         for name, first in _FROM_STAGE.items()
         if name in measured
     }
-
-
-def sample_of(run: RunResult) -> tuple[str, str]:
-    """A text that the run's newest checkpoint writes, and why there is none: one of the two is empty.
-
-    Only models of zeroshard write one here: others' may bring code of their own, which a report does not run.
-    """
-    numel, named = run.start.get("num_params"), [str(run.setting(name, "")) for name in _MAY_NAME_CODE]
-    if not (run.folder / "checkpoints").is_dir():
-        return "", "the run has no checkpoint"
-    if code := next((name for name in named if ":" in name), ""):
-        return "", f"zeroshard generate {run.folder} writes one with {code}"
-    if not isinstance(numel, int) or numel > LARGEST_MODEL:
-        return "", f"zeroshard generate {run.folder} writes one; the model is large"
-    import torch
-
-    from zeroshard.inference.generate import decoded, load_with_prompt, options_of, sample
-    from zeroshard.train.config.command_settings import GenerateConfig
-
-    config = GenerateConfig(run=str(run.folder), max_new_tokens=SAMPLE_TOKENS)
-    try:
-        model, tokenizer, ids, _ = load_with_prompt(config)
-        generator = torch.Generator(ids.device).manual_seed(config.seed)
-        tokens = sample(model, ids, SAMPLE_TOKENS, generator=generator, **options_of(config, tokenizer))
-        return "".join(decoded(tokenizer, tokens)), ""
-    except (UserError, OSError, ValueError, RuntimeError) as error:  # whatever is wrong with the folder
-        return "", " ".join(str(error).split())
 
 
 def _kinds_exposed(run: RunResult) -> list[Series]:
