@@ -193,7 +193,6 @@ def test_short_help_names_the_common_flags_alone_and_how_to_see_all(verb, capsys
         ("report", "runs/x"),
         ("bench",),
         ("completion", "bash"),
-        ("lab", "tc", "apply"),
     ],
 )
 def test_help_may_come_after_other_words(words, word, capsys):

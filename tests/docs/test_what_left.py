@@ -13,6 +13,7 @@ LEFT = [
     r"--crossover",
     r"crossover_low",
     r"lab tc",
+    r"zeroshard lab\b",
     r"lab clean",
     r"many_hosts|ManyHosts|ForkServer|launch/rounds",
     r"time-to-loss\b",
