@@ -53,7 +53,7 @@ def test_the_peak_of_a_step_with_masks_is_planned_to_the_byte(name, dtype, num_l
 
 def test_strategy_auto_and_plan_reckon_with_masks():
     shapes = {"micro_batch": ROWS, "seq_len": SEQ_LEN}
-    plain, masked = (stage_bytes(_model("gpt2-demo", mask), 3, torch.float32, **shapes) for mask in (False, True))
+    plain, masked = (stage_bytes(_model("gpt2-demo", mask), 3, torch.float32, CPU, **shapes) for mask in (False, True))
     # A float mask for each of two blocks, which its attention keeps for backward.
     assert all(masked[stage] - plain[stage] >= 2 * ROWS * SEQ_LEN * SEQ_LEN * 4 for stage in STAGES)
     given = {"seq_len": SEQ_LEN, "overrides": {"n_layer": 2, "n_head": 2, "n_embd": 16}, "world_size": 2}
@@ -67,7 +67,9 @@ def test_strategy_auto_and_plan_reckon_with_masks():
 @pytest.mark.parametrize("stage", STAGES)
 def test_strategy_auto_reckons_with_an_average(stage):
     model, given = _model("gpt2-demo", False), {"micro_batch": ROWS, "seq_len": SEQ_LEN}
-    plain, averaged = (stage_bytes(model, 3, torch.float32, **given, keeps_ema=ema)[stage] for ema in (False, True))
+    plain, averaged = (
+        stage_bytes(model, 3, torch.float32, CPU, **given, keeps_ema=ema)[stage] for ema in (False, True)
+    )
     zero = Zero(model, stage, units=model.units, comm=NullCommunicator(3, 0))
     zero.optimizer(torch.optim.AdamW)
     zero.ema()
@@ -77,7 +79,7 @@ def test_strategy_auto_reckons_with_an_average(stage):
 def test_strategy_auto_reckons_with_weights_that_stay_after_forward():
     model, given = _model("gpt2-demo", False, 4), {"micro_batch": ROWS, "seq_len": SEQ_LEN}
     freed, kept = (
-        stage_bytes(model, 3, torch.float32, **given, reshard_after_forward=reshard) for reshard in (True, False)
+        stage_bytes(model, 3, torch.float32, CPU, **given, reshard_after_forward=reshard) for reshard in (True, False)
     )
     assert {stage for stage in STAGES if kept[stage] > freed[stage]} == {3}
     room = int(freed[3] / 0.9) + 8

@@ -128,10 +128,10 @@ def test_quantising_beside_computation_takes_the_device_from_it_and_before_it_th
     gpu = replace(CPU, device_type="cuda", kernel_s=0.0, conversions={"int8 quantise": (0.0, 1e-6)})
     link = Link("l", 0.0, 1e9, "invented", call_s=0.0, share=1.0)
     message = Message("all_gather", 4 * 10**9, "u", "weights", 2)  # 2 s
-    compute, wait = Compute("u", "forward", (Work(4 * 10**12, 0, "float32"),)), Wait(1, "u", "forward")
-    beside = _step([Issue(1, message, "u", "forward", work=(SECOND,)), compute, wait])
-    before = _step([Compute("u", "forward", (SECOND,)), Issue(1, message, "u", "forward"), compute, wait])
-    alone = _step([Issue(1, message, "u", "forward"), compute, wait])
+    compute, wait = Compute((Work(4 * 10**12, 0, "float32"),)), Wait(1)
+    beside = _step([Issue(1, message, work=(SECOND,)), compute, wait])
+    before = _step([Compute((SECOND,)), Issue(1, message), compute, wait])
+    alone = _step([Issue(1, message), compute, wait])
     seconds = [simulate(step, gpu, Cluster(2, 2, link, link)) for step in (alone, beside, before)]
     assert [timing.step_s for timing in seconds] == pytest.approx([4, 5, 5])
     assert [timing.wire_s for timing in seconds] == pytest.approx([0, 1, 1])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from zeroshard.lab.predict.actions import Settings
+from zeroshard.lab.predict.actions import Issue, Settings, Wait
 from zeroshard.lab.predict.buffers import buffers_of
-from zeroshard.lab.predict.engine import Change, Sent, Waited, recorded
+from zeroshard.lab.predict.engine import Change, recorded
 from zeroshard.lab.predict.model_spans import Event
 from zeroshard.zero import STAGES, MixedPrecision
 
@@ -37,7 +37,7 @@ def _told(stage, world_size, *, num_replicas=1, syncs=(True,), **settings):
 
 
 def _sent(told):
-    return [(e.message.op, e.message.buffer, e.replicas) for _, done in told for e in done if isinstance(e, Sent)]
+    return [(e.message.op, e.message.buffer, e.replicas) for _, done in told for e in done if isinstance(e, Issue)]
 
 
 def _sum(told, category):
@@ -48,7 +48,7 @@ def _sum(told, category):
 def test_a_world_is_a_number(stage):
     few, many = _told(stage, 4), _told(stage, 100_000)
     assert _sent(few) == _sent(many)
-    assert {e.message.world_size for _, done in many for e in done if isinstance(e, Sent)} == {100_000}
+    assert {e.message.world_size for _, done in many for e in done if isinstance(e, Issue)} == {100_000}
 
 
 def test_weights_on_their_way_are_in_use_once_they_are_waited_for():
@@ -78,7 +78,7 @@ def test_replicas_add_up_what_this_rank_s_group_has_reduced(stage):
 
 def test_each_collective_is_waited_for():
     told = [each for _, done in _told(2, 4) for each in done]
-    assert {e.number for e in told if isinstance(e, Sent)} == {e.number for e in told if isinstance(e, Waited)}
+    assert {e.number for e in told if isinstance(e, Issue)} == {e.number for e in told if isinstance(e, Wait)}
 
 
 @pytest.mark.parametrize(("world_size", "expected"), [(4, []), (3, [BYTES, -BYTES] * 3)])
@@ -94,4 +94,4 @@ def test_a_reduction_in_two_parts_is_waited_for_once_on_a_gpu(device_type, num_w
     told = _told(0, 4, uniform_order=False, device_type=device_type)
     parts = [(op, name, False) for name in ("1", "0", "root") for op in ("reduce_scatter", "all_gather")]
     assert _sent(told) == [*parts, ("all_reduce", "control", False)]
-    assert sum(isinstance(each, Waited) for _, done in told for each in done) == 3 * num_waits + 1
+    assert sum(isinstance(each, Wait) for _, done in told for each in done) == 3 * num_waits + 1

@@ -20,7 +20,7 @@ SHAPES = {"micro_batch": 2, "seq_len": 8}
 
 
 def test_what_is_predicted_without_memory_is_what_a_rank_holds_at_its_fullest():
-    predicted = stage_bytes(_model("meta"), WORLD_SIZE, torch.float32, **SHAPES)
+    predicted = stage_bytes(_model("meta"), WORLD_SIZE, torch.float32, CPU, **SHAPES)
     for stage, row in STAGES.items():
         model = _model()
         measured = dry_run(
@@ -39,7 +39,7 @@ def test_what_is_predicted_without_memory_is_what_a_rank_holds_at_its_fullest():
 @pytest.mark.parametrize("stage", range(4))
 def test_the_lowest_stage_that_fits_is_chosen(stage):
     model = _model("meta")
-    needed = stage_bytes(model, WORLD_SIZE, torch.float32, **SHAPES)
+    needed = stage_bytes(model, WORLD_SIZE, torch.float32, CPU, **SHAPES)
     free_bytes = int(needed[stage] / 0.9) + 8
     chosen, why = fitting_stage(model, WORLD_SIZE, torch.float32, CPU, **SHAPES, free_bytes=free_bytes)
     assert chosen == min(s for s in needed if needed[s] <= needed[stage])

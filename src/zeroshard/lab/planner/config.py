@@ -103,7 +103,9 @@ class PlanConfig(Config):
     headroom: float = Field(0.02, ge=0, lt=1, description="Share of memory that must stay free.")
 
     json: bool = Field(False, description="Print JSON.")  # ty: ignore[incompatible-attribute-override]
-    explain: bool = Field(False, description="Print the step of --stage, else of the row advised, action by action.")
+    explain: bool = Field(
+        False, description="Print what --stage, else the row advised, sends and why, and each figure's source."
+    )
     dry_run: bool = Field(
         False, description="Run a rank's step of --stage here, else of the row advised; prediction beside measurement."
     )

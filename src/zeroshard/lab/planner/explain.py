@@ -1,18 +1,22 @@
-"""Explains a step action by action: computation and collectives in order, each with its purpose, formula and source."""
+"""Explains a row of a plan: what is sent and why, the rates that times come from, and memory, each with its source."""
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
+import torch
 
 from zeroshard.columns import columns
 from zeroshard.lab.planner.advice import describe
 from zeroshard.lab.planner.plan_rows import Row
 from zeroshard.lab.planner.planner import Planner
 from zeroshard.lab.planner.show import seconds, size
-from zeroshard.lab.planner.sources import BESIDE, RATES, beside_engine, memory, ranges, rates
-from zeroshard.lab.predict.actions import Compute, Issue, Step
-from zeroshard.lab.predict.timeline import TimedSpan, simulate
+from zeroshard.lab.predict.actions import Issue
+from zeroshard.lab.predict.conversions import CONVERSIONS, FINGERPRINT
+from zeroshard.lab.predict.float8 import FP8_TIME
+from zeroshard.lab.predict.hardware import Protocol
+from zeroshard.lab.predict.process_memory import SOURCES
+from zeroshard.lab.predict.process_memory import SPREAD as MEMORY_SPREAD
+from zeroshard.lab.predict.rates import HOST_S, SPREAD_UNCALIBRATED, SUSTAINED, Software, Sustained
+from zeroshard.wire_formats import BlockFormat
 
 ZERO = "Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054"
 ZEROPP = "Wang et al. 2023, ZeRO++, arXiv:2306.10209"
@@ -32,17 +36,22 @@ ACROSS = (
 BETWEEN = ("quantised sums of nodes, each to its owner", "(M-1)/M S N q", f"{ZEROPP}, section 3.3")
 INSIDE = ("each rank its part of the sum over its node", "(N-1)/N P g", "zeroshard.zero.buffers.node_reduce")
 NEAR = ("unsharded weights from the second copy in the node", "(C-1)/C P c, packed P q", f"{ZEROPP}, section 3.2")
-ALIKE = 0.1  # units whose times differ by a smaller share are shown in one line
 LEGEND = (
     "P: elements of a unit's padded buffer, S = P / W of a shard; W ranks shard, R hold the same shard, "
     "C of a node a second copy, M nodes of N ranks; "
     "c, g, q: bytes of an element of weights that compute, of gradients on their way, of a wire format with its scales."
 )
+FITTED = "fitted to published runs on such devices"
+ONE_RUN = "one published run, of which not all is said"
+ATTENTION = "Shah et al. 2024, FlashAttention-3, arXiv:2407.08608; Dao 2023, FlashAttention-2, arXiv:2307.08691"
+FP8_SOURCE = "torchao trains Llama 3 8B on 8 H100 1.25 times as fast: docs.pytorch.org/ao, Quantized Training"
+NOT_MEASURED = "zeroshard.lab.predict.conversions; not measured here: zeroshard bench device does"
+NCCL = "NCCL src/graph/tuning.cc, and 7 us a call that nccl-tests show"
+NO_RUN = "no published run on such a device: large products alone, less what others lose while they train"
 
 
 def explain(planner: Planner, row: Row) -> str:
-    """Describe the last micro-batch of ``row`` and its update, in order; units that do the same share a line."""
-    timing = simulate(row.step, planner.device, planner.cluster, software=planner.software, with_spans=True)
+    """Describe ``row``: its times, its collectives, the rates of device and links, and memory at the peak."""
     took = row.timing
     lines = [
         f"One step of {describe(row, planner.cluster.world_size)}: {seconds(took.step_s)}, of it "
@@ -50,112 +59,16 @@ def explain(planner: Planner, row: Row) -> str:
         f"{seconds(took.comm_s)}.",
         LEGEND,
         "",
+        *_traffic(row),
+        "",
     ]
-    if row.num_micro > 1:
-        lines.append(f"Of {row.num_micro} micro-batches the last one is shown.")
-    lines += [*_sequence(row, timing.spans), "", *traffic(row), ""]
-    if row.timing.wire_s:
-        lines += [
-            f"Of the step quantising takes {seconds(row.timing.wire_s)}, on the cores or the GPU that compute.",
-            "",
-        ]
-    lines += [*columns([RATES, *rates(planner)]), *ranges(row), ""]
-    lines += [*memory(row), *(columns([BESIDE, *beside_engine(row)], right=(1,)) if beside_engine(row) else [])]
-    return "\n".join(lines)
-
-
-@dataclass
-class _Event:
-    """One line: a computation or collective of one unit, or of several units that do the same."""
-
-    start_s: float
-    took_s: float
-    key: tuple[str, ...]  # equal for events that may share a line: phase, operation, bytes, and the units' common name
-    units: list[str]
-    label: str  # with a placeholder for the units' names
-    what: str
-    bytes: str
-    why: str
-
-    def takes_in(self, other: _Event) -> bool:
-        """Merge ``other`` into this line if it is the same event of another unit; returns whether it is."""
-        if self.key != other.key or abs(other.took_s / len(other.units) - self._each_s) > ALIKE * self._each_s:
-            return False
-        self.took_s += other.took_s
-        self.units += other.units
-        return True
-
-    @property
-    def _each_s(self) -> float:
-        return self.took_s / len(self.units)
-
-    def cells(self, first_s: float) -> tuple[str, ...]:
-        count = len(self.units)
-        names = self.units[0] if count == 1 else f"{self.units[0]} ... {self.units[-1]}"
-        times = "" if count == 1 else f"{count} x "
-        size_told = self.bytes and times + self.bytes
-        label = self.label.format(names)
-        return seconds(self.start_s - first_s), label, self.what, size_told, times + seconds(self._each_s), self.why
-
-
-def _sequence(row: Row, spans: list[TimedSpan]) -> list[str]:
-    """A line for each event, in order; units that do the same one after another share a line."""
-    events = sorted([*_computing(row.step, spans), *_sending(row, spans)], key=lambda event: event.start_s)
-    first_s = min((event.start_s for event in events), default=0.0)
-    merged: list[_Event] = []
-    latest: dict[tuple[str, ...], _Event] = {}
-    for event in events:
-        last = latest.get(event.key)
-        if last is None or not last.takes_in(event):
-            merged.append(event)
-            latest[event.key] = event
-    titles = ("at", "unit", "what", "bytes", "takes", "")
-    return columns([titles, *(event.cells(first_s) for event in merged)], right=(0, 3, 4))
-
-
-def _computing(step: Step, spans: list[TimedSpan]) -> list[_Event]:
-    """An event for each unit's computation in a phase, however many pieces it has."""
-    num_computed = sum(isinstance(action, Compute) for action in (*step.last, *step.update))
-    found: dict[tuple[str, str, bool], _Event] = {}
-    for span in [span for span in spans if span.kind == "compute"][-num_computed:] if num_computed else []:
-        # The root computes before the blocks (embeddings) and after them (the head).
-        at_end = span.unit == "root" and any(key[0] == span.phase and key[1] != "root" for key in found)
-        event = found.get((span.phase, span.unit, at_end))
-        if event is not None:
-            event.took_s += span.end_s - span.start_s
-            continue
-        key = ("compute", span.phase, _common_name(span.unit), str(at_end))
-        label = f"{span.phase} {{}}"
-        took = span.end_s - span.start_s
-        found[span.phase, span.unit, at_end] = _Event(span.start_s, took, key, [span.unit], label, "compute", "", "")
-    return list(found.values())
-
-
-def _sending(row: Row, spans: list[TimedSpan]) -> list[_Event]:
-    """An event for every collective among more than one rank."""
-    issued = [action for action in (*row.step.last, *row.step.update) if isinstance(action, Issue)]
-    comm = [span for span in spans if span.kind == "comm"][-len(issued) :] if issued else []
-    backward_s = min((s.start_s for s in spans if s.kind == "compute" and s.phase == "backward"), default=0.0)
-    found = []
-    for action, span in zip(issued, comm, strict=True):
-        message, took = action.message, span.end_s - span.start_s
-        if message.world_size == 1:
-            continue  # nothing is sent
-        if action.control:
-            what, formula, unit, label = "what all ranks must know", f"{message.num_bytes} bytes", "control", "{}"
-        else:
-            what, formula, _ = _why(action, row)
-            unit, label = message.buffer, f"{{}}/{message.phase}"
-        turn = "control" if action.control else "forward" if span.start_s < backward_s else "backward"
-        key = (turn, message.op, message.phase, str(message.num_bytes), what, _common_name(unit))
-        told = f"{what}: {formula}"
-        found.append(_Event(span.start_s, took, key, [unit], label, message.op, size(message.num_bytes), told))
-    return found
-
-
-def _common_name(unit: str) -> str:
-    """``blocks.#`` for ``blocks.7``: only units of one list may share a line."""
-    return re.sub(r"\d+", "#", unit)
+    if took.wire_s:
+        what = f"Of the step quantising takes {seconds(took.wire_s)}, on the cores or the GPU that compute."
+        lines += [what, ""]
+    lines += [*columns([("time", "figure", "from"), *_rates(planner)]), *_ranges(row), "", *_memory(row)]
+    beside = {**row.process.as_dict(), "comm_buffers": row.comm_bytes}
+    told = [(name.replace("_", " "), size(n), SOURCES[name]) for name, n in beside.items() if n]
+    return "\n".join([*lines, *(columns([("beside", "bytes", "from"), *told], right=(1,)) if told else [])])
 
 
 def _why(action: Issue, row: Row) -> tuple[str, str, str]:
@@ -170,7 +83,7 @@ def _why(action: Issue, row: Row) -> tuple[str, str, str]:
     return WHY[(message.op, message.phase)]
 
 
-def traffic(row: Row) -> list[str]:
+def _traffic(row: Row) -> list[str]:
     """Lines on the bytes that a rank sends in each kind of collective, with the paper, and on the traffic of each link.
 
     The bytes of a link are those of unsharded buffers, as communicators count them.
@@ -188,3 +101,85 @@ def traffic(row: Row) -> list[str]:
         if each.num_ranks > 1
     ]
     return told or ["One rank sends nothing."]
+
+
+def _rates(plan: Planner) -> list[tuple[str, str, str]]:
+    """The rates that times were computed from, of device, software and links: a name, a figure and its source each."""
+    device, cluster = plan.device, plan.cluster
+    peak = device.matmul_flops_per_s.get(plan.workload.dtype, 0.0)
+    both = f"{peak / 1e12:,.4g} TFLOP/s, {device.bytes_per_s / 1e9:,.4g} GB/s"
+    told = [("data sheet" if device.matmul_share < 1 else "device", both, device.source)]
+    if plan.fp8:
+        told.append(("products of blocks", f"{FP8_TIME:.2g} of their time in bfloat16", FP8_SOURCE))
+    if device.sustained:
+        told += _sustained(plan.software, SUSTAINED[device.sustained])
+    elif device.matmul_share < 1:
+        told.append(("products", f"{device.matmul_share:.2g} of the data sheet", NO_RUN))
+    told += _quantising(plan)
+    links = [("within a node", cluster.within)] * (min(cluster.ranks_per_node, cluster.world_size) > 1)
+    links += [("between nodes", cluster.between)] * (cluster.world_size > cluster.ranks_per_node)
+    for where, link in links:
+        rate = f"{link.share:.3g} of {link.bytes_per_s / 1e9:,.4g} GB/s, {seconds(link.latency_s)} a step"
+        told.append((where, rate, f"{link.name}: {link.source}"))
+        told += [(f"{where}, small", _protocol(each), NCCL) for each in link.protocols]
+    return told
+
+
+def _quantising(plan: Planner) -> list[tuple[str, str, str]]:
+    """Rows of the time of each conversion to or from a wire format; empty if there is no wire format."""
+    precision, device = plan.workload.precision, plan.device
+    forms = dict.fromkeys((precision.weights_format(torch.float32), precision.gradients_format(torch.float32)))
+    told = []
+    names = [f"{form.name} {kind}" for form in forms if isinstance(form, BlockFormat) for kind in CONVERSIONS]
+    names += [FINGERPRINT] if FINGERPRINT in device.conversions and precision.gather is not None else []
+    for name in names:
+        measured = device.conversions.get(name)
+        if measured is None:
+            told.append((name, "its bytes over the memory's rate", NOT_MEASURED))
+        else:
+            told.append((name, f"{seconds(measured[0])} a call, {measured[1] * 1e9:.3g} ns a number", device.source))
+    return told
+
+
+def _protocol(each: Protocol) -> str:
+    """One of NCCL's protocols for small messages, as text."""
+    return f"{each.name}: {seconds(each.call_s)} a call, {seconds(each.ring_step_s)} a step"
+
+
+def _sustained(software: Software, rates: Sustained) -> list[tuple[str, str, str]]:
+    source = FITTED if rates.fitted else ONE_RUN
+    papers = ATTENTION if rates.fitted else f"an H100's FLOP/s: {ATTENTION}"
+    forward, backward = rates.attention.get(software.attention, rates.attention["flash-2"])
+    return [
+        ("products", f"{rates.matmul:.3g} of that peak in large ones", source),
+        ("attention", f"{forward:.3g} of it forward, {backward:.3g} backward, {software.attention}", papers),
+        ("other operations", f"{rates.memory:.2g} of the memory's rate", source),
+        ("launches", f"{seconds(HOST_S[software.impl])} each, {software.impl}", "a round figure"),
+        ("collectives beside", f"{rates.beside:.2g} of their time is lost to computation", source),
+    ]
+
+
+def _ranges(row: Row) -> list[str]:
+    """A sentence on how far predicted rates were from published ones; an empty list if the device was measured."""
+    if row.spread == (1.0, 1.0):
+        return []
+    least, most = row.spread
+    whose = " on devices, or in ways, to which nothing was fitted" if row.spread == SPREAD_UNCALIBRATED else ""
+    return [
+        f"Of runs that others published{whose}, rates of four of five lay between {1 / most:.2f} and "
+        f"{1 / least:.2f} of what is predicted; docs/plan-accuracy.md has them."
+    ]
+
+
+def _memory(row: Row) -> list[str]:
+    """Sentences on peak memory: when and of what, the process's other memory, and how far such predictions were off."""
+    peak = row.step.peak
+    parts = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in peak.by_category.items() if num_bytes)
+    lines = [f"Fullest in the {peak.where}: {size(peak.total)}: {parts}."]
+    if row.process.total:
+        least, most = MEMORY_SPREAD
+        lines.append(
+            f"Beside the engine's account the process holds {size(row.needed_bytes - peak.total)}. Of runs that others "
+            f"published, four of five peaks lay between {1 / most:.2f} and {1 / least:.2f} of what is predicted."
+        )
+    return lines

@@ -38,11 +38,7 @@ class Answer:
 def largest_micro_batch(planner: Planner, stage: int) -> Answer:
     """The largest micro-batch, in rows, that fits at ``stage``."""
     name = f"stage {stage} on {planner.cluster.world_size:,} x {planner.device.name}"
-
-    def fits(rows: int) -> bool:
-        return planner.on(global_batch=0).row(stage, rows).fits
-
-    found = most(fits, MOST_SEQUENCES)
+    found = most(lambda rows: planner.on(global_batch=0).row(stage, rows).fits, MOST_SEQUENCES)
     if not found:
         return Answer(None, "sequences", f"No micro-batch fits at {name}.")
     least = "at least " if found == MOST_SEQUENCES else ""  # the search stops there

@@ -27,8 +27,7 @@ def stage_bytes(
     model: LanguageModel,
     world_size: int,
     dtype: torch.dtype,
-    device_type: str = "cpu",
-    *,
+    device: torch.device,
     micro_batch: int,
     seq_len: int,
     keeps_ema: bool = False,
@@ -42,7 +41,7 @@ def stage_bytes(
         model: the model, on any device or the meta device; its ``eos_id`` is set if attention stays inside documents.
         world_size: number of ranks that shard.
         dtype: dtype of forward and backward.
-        device_type: ``"cpu"`` or ``"cuda"``.
+        device: the rank's device.
         micro_batch, seq_len: rows of a micro-batch, and tokens of a row.
         keeps_ema: whether the run keeps a moving average of the weights.
         reshard_after_forward: whether stage 3 frees unsharded weights between forward and backward.
@@ -51,13 +50,13 @@ def stage_bytes(
     """
     precision = MixedPrecision(dtype if dtype != torch.float32 else None, reduce_dtype)
     buffers = buffers_of(model, world_size, model.units, leaves=leaves)
-    trace = trace_language_model(model, micro_batch, seq_len, precision, device_type=device_type)
+    trace = trace_language_model(model, micro_batch, seq_len, precision, device_type=device.type)
     found = {}
     for stage, row in STAGES.items():
         # Two micro-batches need as much memory as any larger number.
         row = replace(row, reshard_after_forward=reshard_after_forward)
-        how: dict[str, Any] = {"num_micro": 2, "uniform_order": device_type == "cpu", "leaves": leaves}
-        settings = Settings(row, precision, device_type=device_type, **how)
+        how: dict[str, Any] = {"num_micro": 2, "uniform_order": device.type == "cpu", "leaves": leaves}
+        settings = Settings(row, precision, device_type=device.type, **how)
         found[stage] = step_of(trace, buffers, OPTIMIZER_STATES["AdamW"], settings).peak.total
         found[stage] += ema_bytes(buffers, row, 0) if keeps_ema else 0
     return found
@@ -68,36 +67,19 @@ def fitting_stage(
     world_size: int,
     dtype: torch.dtype,
     device: torch.device,
-    micro_batch: int,
-    seq_len: int,
-    keeps_ema: bool = False,
-    reshard_after_forward: bool = True,
-    reduce_dtype: torch.dtype | None = None,
-    leaves: int | None = None,
+    *shape: Any,
     free_bytes: int | None = None,
+    **more: Any,
 ) -> tuple[int, str]:
     """The lowest stage that fits, or 3 if none does, and a phrase with the reason.
 
     Args:
-        model, world_size, dtype, micro_batch, seq_len, keeps_ema, reshard_after_forward, reduce_dtype,
-            leaves: as for `stage_bytes`.
-        device: this rank's device.
+        model, world_size, dtype, device, shape, more: as for `stage_bytes`.
         free_bytes: bytes that this rank may use; None: the device's free memory, on CPUs divided by ``world_size``.
     """
     free = num_free_bytes(device, world_size) if free_bytes is None else free_bytes
     room = free * (1 - HEADROOM)
-    needed = stage_bytes(
-        model,
-        world_size,
-        dtype,
-        device.type,
-        micro_batch=micro_batch,
-        seq_len=seq_len,
-        keeps_ema=keeps_ema,
-        reshard_after_forward=reshard_after_forward,
-        reduce_dtype=reduce_dtype,
-        leaves=leaves,
-    )
+    needed = stage_bytes(model, world_size, dtype, device, *shape, **more)
     stage = next((stage for stage, num_bytes in needed.items() if num_bytes <= room), max(needed))
     fits = "" if needed[stage] <= room else ", which does not fit either"
     return stage, f"a step of {needed[stage] / GIB:.2f}GiB{fits} in {free / GIB:.2f}GiB free, {HEADROOM:.0%} to spare"

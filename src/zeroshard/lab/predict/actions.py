@@ -46,10 +46,8 @@ class Message:
 
 @dataclass(frozen=True)
 class Compute:
-    """Operations that run one after the other; ``unit``: the unit that is running meanwhile."""
+    """Operations that run one after the other."""
 
-    unit: str
-    phase: Phase
     work: tuple[Work, ...]
 
 
@@ -64,8 +62,6 @@ class Issue:
 
     number: int
     message: Message
-    unit: str
-    phase: Phase
     replicas: bool = False
     control: bool = False
     work: tuple[Work, ...] = ()
@@ -76,8 +72,6 @@ class Wait:
     """The compute stream waits until collective ``number`` is done."""
 
     number: int
-    unit: str
-    phase: Phase
 
 
 Action = Compute | Issue | Wait

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from zeroshard.comm import CONTROL, Groups, ReduceOp, current_scope
 from zeroshard.comm.base import own_group
 from zeroshard.comm.labels import is_on_side_stream, on_side_stream
-from zeroshard.lab.predict.actions import Message, Settings
+from zeroshard.lab.predict.actions import Issue, Message, Settings, Wait
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.conversions import BufferFormats
 from zeroshard.lab.predict.model_spans import ROOT, Event
@@ -49,25 +49,7 @@ class Change:
     num_bytes: int
 
 
-@dataclass(frozen=True)
-class Sent:
-    """A collective is issued; fields as those of `zeroshard.lab.predict.actions.Issue`."""
-
-    number: int
-    message: Message
-    replicas: bool
-    control: bool
-    work: tuple[Work, ...] = ()
-
-
-@dataclass(frozen=True)
-class Waited:
-    """Computation waits until collective ``number`` is done."""
-
-    number: int
-
-
-EngineAction = Change | Sent | Waited | Work
+EngineAction = Change | Issue | Wait | Work
 
 
 @lru_cache(maxsize=256)  # rows of a plan that differ only in micro-batch size share one recording
@@ -150,7 +132,7 @@ class _Pending:
         """Record the wait; the gathered weights now count as ``unit_buffers`` and no longer as ``prefetch``."""
         if is_on_side_stream():
             return
-        self._log.told += [Waited(self._number), *self._after]
+        self._log.told += [Wait(self._number), *self._after]
         self._after = ()
         if self._gathered:
             self._log.told += [Change("prefetch", -self._gathered), Change("unit_buffers", self._gathered)]
@@ -162,7 +144,7 @@ class _Beside(NoStreams):
 
     def on(self, lane: Lane, *after: Mark) -> AbstractContextManager[None]:
         """On the reduce stream, have `_Pending.wait` record nothing: collectives among the same ranks run in order
-        anyway. On the others it records a `Waited`, by which a collective over replicas follows its reduction.
+        anyway. On the others it records a `Wait`, by which a collective over replicas follows its reduction.
         """
         return on_side_stream() if lane == "reduce" else super().on(lane, *after)
 
@@ -206,7 +188,7 @@ class _Log(StorageEvents):
             self.told += before
             before = ()
         message = Message(op, num_bytes, buffer, phase, comm.world_size)
-        self.told.append(Sent(self._number, message, replicas, control, before))
+        self.told.append(Issue(self._number, message, replicas, control, before))
         return _Pending(self, self._number, gathered, after)
 
     def _converted(

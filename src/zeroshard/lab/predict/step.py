@@ -30,7 +30,7 @@ from zeroshard.lab.predict.actions import (
     Wait,
 )
 from zeroshard.lab.predict.buffers import Buffer
-from zeroshard.lab.predict.engine import Change, EngineAction, Waited, recorded
+from zeroshard.lab.predict.engine import Change, EngineAction, recorded
 from zeroshard.lab.predict.memory import OptimizerState, state_bytes
 from zeroshard.lab.predict.model_spans import ROOT, Event, Span, Trace
 from zeroshard.lab.predict.work import Work, dtype_name
@@ -156,9 +156,9 @@ class _Ledger:
             self._bytes["temporaries"] += span.temporary
             self._live += span.kept + span.temporary
             if span.work:
-                actions.append(Compute(self._place, self._phase, span.work))
+                actions.append(Compute(span.work))
             if self._on_cpu and event.name == "grad":
-                actions.append(Compute(self._place, self._phase, (_HOOK,)))
+                actions.append(Compute((_HOOK,)))
         return actions
 
     def update(self, temporary: int) -> None:
@@ -171,13 +171,8 @@ class _Ledger:
         for each in done:
             if isinstance(each, Change):
                 self._change(each.category, each.num_bytes)
-            elif isinstance(each, Work):
-                yield Compute(self._place, self._phase, (each,))
-            elif isinstance(each, Waited):
-                yield Wait(each.number, self._place, self._phase)
             else:
-                sent = each.replicas, each.control, each.work
-                yield Issue(each.number, each.message, self._place, self._phase, *sent)
+                yield Compute((each,)) if isinstance(each, Work) else each
 
     def _change(self, category: str, num_bytes: int) -> None:
         self._bytes[category] += num_bytes
@@ -248,12 +243,12 @@ def _update(buffers: Sequence[Buffer], optimizer: OptimizerState, settings: Sett
 def _control(number: int, op: str, num_bytes: int, world_size: int) -> Iterator[Action]:
     if world_size > 1:
         message = Message(op, num_bytes, CONTROL, CONTROL, world_size)
-        yield Issue(number, message, "root", "optimizer", control=True)
-        yield Wait(number, "root", "optimizer")
+        yield Issue(number, message, control=True)
+        yield Wait(number)
 
 
 def _updating(work: Work) -> Compute:
-    return Compute("root", "optimizer", (work,))
+    return Compute((work,))
 
 
 def _num_shards(buffers: Sequence[Buffer]) -> int:

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from zeroshard.lab.predict.actions import Action, Compute, Issue, Step, Wait
 from zeroshard.lab.predict.cluster import Cluster, CollectiveCost
@@ -29,22 +28,6 @@ from zeroshard.lab.predict.work import Work
 # Share of a collective's latency, which grows with its ranks, by which overlapping computation is delayed nevertheless.
 # Fitted, see docs/plan-accuracy.md.
 LATENCY_HELD = 0.1
-
-
-@dataclass(frozen=True)
-class TimedSpan:
-    """An interval of ``compute``, ``comm`` or ``wait`` from ``start_s`` to ``end_s``, in seconds from the step's start.
-
-    ``name``: of a collective its operation and buffer, of a wait its key in `Timing.exposed_by`, else empty.
-    """
-
-    kind: Literal["compute", "comm", "wait"]
-    unit: str
-    phase: str
-    name: str
-    start_s: float
-    end_s: float
-    num_bytes: int = 0
 
 
 @dataclass
@@ -59,8 +42,6 @@ class Timing:
         bound_s: seconds of computation by their limit: ``flops``, ``bytes``, ``kernels`` (the least time of a kernel)
             or ``wire`` (conversion to and from a wire format).
         wire_s: seconds in which the rank quantises and dequantises, including those that overlap with computation.
-        exposed_by: exposed seconds by unit, kind and phase: ``blocks.3/weights/backward``, as runs report them.
-        spans: intervals of one micro-batch of each kind and of the update, in order; empty unless requested.
     """
 
     step_s: float = 0.0
@@ -69,15 +50,11 @@ class Timing:
     exposed_s: float = 0.0
     bound_s: dict[str, float] = field(default_factory=dict)
     wire_s: float = 0.0
-    exposed_by: dict[str, float] = field(default_factory=dict)
-    spans: list[TimedSpan] = field(default_factory=list)
 
 
-def simulate(
-    step: Step, device: Device, cluster: Cluster, *, software: Software | None = None, with_spans: bool = False
-) -> Timing:
+def simulate(step: Step, device: Device, cluster: Cluster, *, software: Software | None = None) -> Timing:
     """Simulate ``step``; ``software``: the kernels that compute, used only on a device of `SUSTAINED`."""
-    clock = _Clock(device, cluster, software or Software(), with_spans=with_spans)
+    clock = _Clock(device, cluster, software or Software())
     for actions, times in step.parts:
         if actions and times:
             clock.run(actions, times)
@@ -123,12 +100,11 @@ class _Running:
         self.beside_s = max(seconds, slowing_s)  # its duration while the rank computes
         self.share = slowing_s / self.beside_s if slowing_s else 0.0  # share of the cores that computation loses to it
         self.left = 1.0
-        self.start_s = 0.0
 
 
 class _Clock:
-    def __init__(self, device: Device, cluster: Cluster, software: Software, *, with_spans: bool) -> None:
-        self._device, self._cluster, self._with_spans = device, cluster, with_spans
+    def __init__(self, device: Device, cluster: Cluster, software: Software) -> None:
+        self._device, self._cluster = device, cluster
         sustained = SUSTAINED.get(device.sustained)
         self._attention = software.attention
         self._host_s = HOST_S[software.impl] if sustained else 0.0
@@ -137,16 +113,14 @@ class _Clock:
         self._now = 0.0
         self._compute_s = self._comm_s = self._exposed_s = self._wire_s = 0.0
         self._bound: defaultdict[str, float] = defaultdict(float)
-        self._exposed_by: defaultdict[str, float] = defaultdict(float)
         self._streams: dict[bool, deque[_Running]] = {False: deque(), True: deque()}  # by `Issue.replicas`
         self._running: dict[int, _Running] = {}
         self._known: dict[int, tuple[tuple[Work, ...], float, Mapping[str, float]]] = {}
-        self._spans: list[TimedSpan] = []
 
     def run(self, actions: Iterable[Action], times: int) -> None:
         """Run ``actions`` once and count them ``times`` times."""
         before = (self._now, self._compute_s, self._comm_s, self._exposed_s, self._wire_s)
-        bound, exposed = dict(self._bound), dict(self._exposed_by)
+        bound = dict(self._bound)
         for action in actions:
             if isinstance(action, Compute):
                 self._compute(action)
@@ -160,9 +134,8 @@ class _Clock:
         self._comm_s += more * (self._comm_s - before[2])
         self._exposed_s += more * (self._exposed_s - before[3])
         self._wire_s += more * (self._wire_s - before[4])
-        for total, old in ((self._bound, bound), (self._exposed_by, exposed)):
-            for key in total:
-                total[key] += more * (total[key] - old.get(key, 0.0))
+        for key in self._bound:
+            self._bound[key] += more * (self._bound[key] - bound.get(key, 0.0))
 
     def _compute(self, action: Compute) -> None:
         seconds, bound = self._seconds(action.work)
@@ -170,20 +143,19 @@ class _Clock:
             self._bound[key] += value
         self._compute_s += seconds
         self._wire_s += bound.get("wire", 0.0)
-        start, left = self._now, seconds
+        left = seconds
         while heads := [stream[0] for stream in self._streams.values() if stream and stream[0].share]:
             rate = max(1.0 - sum(head.share for head in heads), 0.0)
             until = min(head.left * head.beside_s for head in heads)
             if left <= until * rate:
-                self._expose(heads[0], action.phase, left / rate - left)
+                self._exposed_s += left / rate - left
                 self._pass(left / rate, computing=True)
                 left = 0.0
                 break
-            self._expose(heads[0], action.phase, until * (1.0 - rate))
+            self._exposed_s += until * (1.0 - rate)
             self._pass(until, computing=True)
             left -= until * rate
         self._pass(left, computing=True)
-        self._note("compute", action.unit, action.phase, "", start, self._now)
 
     def _seconds(self, work: tuple[Work, ...]) -> tuple[float, Mapping[str, float]]:
         known = self._known.get(id(work))
@@ -207,7 +179,6 @@ class _Clock:
         wire_s = self._seconds(action.work)[0] if action.work else 0.0
         self._wire_s += wire_s
         running = _Running(action, cost.seconds + wire_s, slowing_s + wire_s)
-        running.start_s = self._now  # later if others are queued before it
         self._running[action.number] = running
         self._streams[action.replicas].append(running)
         self._comm_s += cost.seconds
@@ -221,24 +192,11 @@ class _Clock:
         if running is None:
             return  # a collective of one rank
         stream = self._streams[running.issue.replicas]
-        held = 0.0
         if running in stream:
             before = list(stream)[: stream.index(running) + 1]
             held = sum(each.left * each.seconds for each in before)
-        if held:
-            start = self._now
-            kind = self._expose(running, action.phase, held)
+            self._exposed_s += held
             self._pass(held, computing=False)
-            self._note("wait", action.unit, action.phase, kind, start, self._now)
-
-    def _expose(self, running: _Running, phase: str, seconds: float) -> str:
-        """Add ``seconds`` to the exposed communication of ``running``; returns the key that they are counted under."""
-        message = running.issue.message
-        kind = message.buffer if running.issue.control else f"{message.buffer}/{message.phase}/{phase}"
-        if seconds:
-            self._exposed_by[kind] += seconds
-            self._exposed_s += seconds
-        return kind
 
     def _pass(self, seconds: float, *, computing: bool) -> None:
         """Advance the clock by ``seconds``, in which each stream's collectives run one after the other."""
@@ -253,36 +211,9 @@ class _Clock:
                     running.left -= (end - at) / whole
                     break
                 at, running.left = over, 0.0
-                message = running.issue.message
-                name = f"{message.op} {message.buffer}/{message.phase}"
-                issue = running.issue
-                self._note("comm", issue.unit, issue.phase, name, running.start_s, at, message.num_bytes)
                 stream.popleft()
-                if stream:
-                    stream[0].start_s = max(stream[0].start_s, at)
         self._now = end
 
-    def _note(
-        self,
-        kind: Literal["compute", "comm", "wait"],
-        unit: str,
-        phase: str,
-        name: str,
-        start: float,
-        end: float,
-        num_bytes: int = 0,
-    ) -> None:
-        if self._with_spans:
-            self._spans.append(TimedSpan(kind, unit, phase, name, start, end, num_bytes))
-
     def timing(self) -> Timing:
-        return Timing(
-            self._now,
-            self._compute_s,
-            self._comm_s,
-            self._exposed_s,
-            dict(self._bound),
-            self._wire_s,
-            dict(self._exposed_by),
-            self._spans,
-        )
+        times = self._now, self._compute_s, self._comm_s, self._exposed_s
+        return Timing(*times, dict(self._bound), self._wire_s)
