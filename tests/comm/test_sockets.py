@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm import PeerError, SocketTransport, run_threads
+from zeroshard.comm import PeerError, run_threads, thread_transports
 from zeroshard.comm.ring import handshake
 from zeroshard.comm.ring.handshake import introduce
 from zeroshard.comm.ring.sockets import AT_ONCE_BYTES, _settle, own_address
@@ -31,14 +31,7 @@ def transports():
     made = []
 
     def make(world_size, timeout_s=20.0):
-        store = dist.HashStore()
-
-        def join(comm):
-            transport = object.__new__(SocketTransport)
-            transport._join(store, comm.rank, range(world_size), timeout_s)
-            return transport
-
-        made.extend(run_threads(join, world_size))
+        made.extend(thread_transports(world_size, timeout_s=timeout_s))
         return made[-world_size:]
 
     yield make
@@ -298,11 +291,10 @@ def _settled():
 
 def test_a_forgotten_transport_leaves_no_thread_and_no_connection():
     before = _settled()
-    store = dist.HashStore()
+    forgotten = dict(enumerate(thread_transports(2, timeout_s=20.0)))
 
     def join(comm):
-        transport = object.__new__(SocketTransport)
-        transport._join(store, comm.rank, range(2), 20.0)
+        transport = forgotten.pop(comm.rank)
         sent = transport.send(torch.zeros(LARGE), 1 - comm.rank)
         transport.recv(torch.zeros(LARGE), 1 - comm.rank).wait()
         sent.wait()

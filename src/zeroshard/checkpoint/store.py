@@ -16,14 +16,12 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from threading import Lock
-from types import TracebackType
-from typing import Self
 
 import torch
 import xxhash
@@ -32,7 +30,7 @@ from torch import Tensor
 from zeroshard.checkpoint.manifest import MANIFEST, FileEntry
 
 CHUNK_BYTES = 1 << 22
-FLUSH_BYTES = 1 << 30  # written bytes after which a background thread flushes the file
+FLUSH_BYTES = 1 << 30  # written bytes after which the file is flushed
 
 Reading = Callable[[Tensor], AbstractContextManager[Tensor]]
 
@@ -90,12 +88,24 @@ def write_tensors(
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
         _write_at(descriptor, memoryview(head), 0)
-        with _Flushing(descriptor, progress) as flushing, ThreadPoolExecutor(num_threads(), "checkpoint-write") as pool:
+        unflushed, lock = [0], Lock()
 
-            def write(key: str) -> str:
-                with reading(tensors[key]) as tensor:
-                    return _write_hashed(descriptor, tensor, starts[key], flushing.wrote)
+        def wrote(num_bytes: int) -> None:
+            """Flush when it is due: one flush of all could take minutes, as if the disk hung."""
+            with lock:
+                unflushed[0] += num_bytes
+                if is_due := unflushed[0] >= FLUSH_BYTES:
+                    unflushed[0] = 0
+            progress(num_bytes)
+            if is_due:
+                os.fsync(descriptor)
+                progress(0)
 
+        def write(key: str) -> str:
+            with reading(tensors[key]) as tensor:
+                return _write_hashed(descriptor, tensor, starts[key], wrote)
+
+        with ThreadPoolExecutor(num_threads(), "checkpoint-write") as pool:
             digests = list(pool.map(write, tensors))
         os.fsync(descriptor)
     finally:
@@ -132,47 +142,6 @@ def header_of(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadat
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)  # the format wants the data aligned
     return len(head).to_bytes(8, "little") + head
-
-
-class _Flushing:
-    """Flushes a file from a background thread while it is written, after each `FLUSH_BYTES`.
-
-    A kernel may keep a fifth of the machine's memory in pages that are not written yet. One flush of all that takes
-    minutes, in which nobody can tell a slow disk from one that hangs.
-
-    Raises:
-        OSError: raised on leaving the context, if a flush failed.
-    """
-
-    def __init__(self, descriptor: int, progress: Callable[[int], None]) -> None:
-        self._descriptor, self._progress = descriptor, progress
-        self._pool = ThreadPoolExecutor(1, "checkpoint-flush")
-        self._flushes: list[Future[None]] = []
-        self._num_bytes, self._lock = 0, Lock()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def wrote(self, num_bytes: int) -> None:
-        """Count ``num_bytes`` more written bytes, and schedule a flush when it is due; called from several threads."""
-        with self._lock:
-            self._num_bytes += num_bytes
-            if self._num_bytes >= FLUSH_BYTES:
-                self._num_bytes = 0
-                self._flushes.append(self._pool.submit(self._flush))
-        self._progress(num_bytes)
-
-    def _flush(self) -> None:
-        os.fsync(self._descriptor)
-        self._progress(0)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._pool.shutdown(cancel_futures=error is not None)
-        if error is None:
-            for flush in self._flushes:
-                flush.result()
 
 
 def write_text(path: Path, text: str) -> None:

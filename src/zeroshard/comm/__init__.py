@@ -29,11 +29,10 @@ if TYPE_CHECKING:
     from zeroshard.comm.labels import CONTROL as CONTROL
     from zeroshard.comm.labels import current_scope as current_scope
     from zeroshard.comm.labels import scope as scope
-    from zeroshard.comm.queued.messages import ThreadTransport as ThreadTransport
     from zeroshard.comm.queued.messages import Transport as Transport
-    from zeroshard.comm.queued.messages import thread_transports as thread_transports
     from zeroshard.comm.ring.ring import RingCommunicator as RingCommunicator
     from zeroshard.comm.ring.sockets import SocketTransport as SocketTransport
+    from zeroshard.comm.ring.sockets import thread_transports as thread_transports
     from zeroshard.comm.shm.shm import SharedMemoryCommunicator as SharedMemoryCommunicator
     from zeroshard.comm.shm.shm import ranks_share_host as ranks_share_host
     from zeroshard.comm.wrappers.blocking import BlockingCommunicator as BlockingCommunicator

@@ -33,6 +33,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
@@ -283,6 +284,25 @@ class _Arriving:
         except (OSError, PeerError) as error:
             raise self._transport.lost(self._source, error) from None
         self._buffer = None
+
+
+def thread_transports(world_size: int, *, timeout_s: float = 120.0) -> list[SocketTransport]:
+    """Return transports between ``world_size`` threads of this process, by rank: a ring in a debugger, or in a test.
+
+    Raises:
+        ValueError: ``world_size`` below 1.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size: {world_size} ranks; give at least 1")
+    store = dist.HashStore()
+
+    def join(rank: int) -> SocketTransport:
+        transport = object.__new__(SocketTransport)
+        transport._join(store, rank, range(world_size), timeout_s)
+        return transport
+
+    with ThreadPoolExecutor(world_size) as pool:  # each waits until all listen
+        return list(pool.map(join, range(world_size)))
 
 
 def own_address(store: dist.Store) -> tuple[socket.AddressFamily, str]:
