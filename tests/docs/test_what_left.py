@@ -15,7 +15,7 @@ LEFT = [
     r"lab tc",
     r"zeroshard lab\b",
     r"lab clean",
-    r"many_hosts|ManyHosts|ForkServer|launch/rounds",
+    r"many_hosts|ManyHosts|ForkServer|launch/rounds|ThreadTransport",
     r"time-to-loss\b",
     r"times_to_loss",
     r"timed[-_]steps",
