@@ -17,14 +17,10 @@ pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="lightnin
 
 SCRIPT = Path(__file__).with_name("lightning_callbacks.py")
 ALWAYS = ["ema", "best_checkpoint", "weights_by_name", "module_state"]
-ON_REQUEST = [
-    *("ema_validated", "swa", "early_stopping", "finetuning", "finetuning_of_trained", "accumulation_schedule"),
-    *("clip_value", "clip_norm_accumulated", "lr_finder", "tested_and_predicted", "manual", "anomaly"),
-]
+ON_REQUEST = ["swa", "finetuning", "finetuning_of_trained", "clip_value", "manual"]
 REFUSED = {
     ("ema", 3): "EMAWeightAveraging reads and writes all weights, and stage 3 shards them; use ZeroPlugin(stage=2); "
     "for an average use strategy.engine.ema()",
-    ("ema_validated", 3): "EMAWeightAveraging reads and writes all weights, and stage 3 shards them",
     ("swa", 3): "StochasticWeightAveraging reads and writes all weights, and stage 3 shards them",
     ("ema_bf16", 1): "EMAWeightAveraging would average weights in the compute dtype, not the fp32 master weights",
     ("pruning", 1): "ModelPruning replaces the parameters, which the engine's buffers hold",

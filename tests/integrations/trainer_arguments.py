@@ -1,19 +1,12 @@
-"""Arguments and callbacks that people give `transformers.Trainer`: ``python trainer_arguments.py OUT [NAME ...]``.
-
-Each entry of `RUNS` trains in one process with the stock Trainer, and in two ranks at stages 1 and 3; the numbers that
-it returns must agree. ``OUT/results.pt`` has, by name, what each returned, or the text of its error.
-"""
+"""Arguments and callbacks that people give `transformers.Trainer`; see `beside_one_process`."""
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 
 import torch
-from loops import in_ranks
+from beside_one_process import main
 
-NAMES: list[str] = []
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
@@ -44,31 +37,19 @@ def prompts():
     return adapted(PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
 
 
-def rows(number, lengths=(16,), seed=0):
+def rows(number, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    found = [torch.randint(0, 64, (lengths[index % len(lengths)],), generator=generator) for index in range(number)]
+    found = [torch.randint(0, 64, (16,), generator=generator) for _ in range(number)]
     return [{"input_ids": row, "labels": row.clone()} for row in found]
 
 
-def padded(features):
-    long = max(len(each["input_ids"]) for each in features)
-    values = {"input_ids": 0, "labels": -100}
-    return {
-        name: torch.stack(
-            [torch.nn.functional.pad(each[name], (0, long - len(each[name])), value=value) for each in features]
-        )
-        for name, value in values.items()
-    }
-
-
-def trainer(out, stage, model, callbacks=(), data=None, kind=None, **settings):
+def trainer(out, stage, model, callbacks=(), **settings):
     """A Trainer of 4 steps of 4 rows: in one process, or at ``stage`` on two ranks."""
     from transformers import Trainer, TrainingArguments
 
     from zeroshard.integrations.plugin import ZeroPlugin
-    from zeroshard.integrations.transformers import ZeroTrainerMixin
+    from zeroshard.integrations.transformers import ZeroTrainer
 
-    kind = kind or Trainer
     defaults = {
         "max_steps": 4,
         "learning_rate": 5e-2,
@@ -82,11 +63,10 @@ def trainer(out, stage, model, callbacks=(), data=None, kind=None, **settings):
     args = TrainingArguments(
         str(out), per_device_train_batch_size=4 if stage is None else 2, **{**defaults, **settings}
     )
-    given = {"model": model, "args": args, "train_dataset": data or rows(16), "eval_dataset": rows(8, seed=5)}
+    given = {"model": model, "args": args, "train_dataset": rows(16), "eval_dataset": rows(8, seed=5)}
     if stage is None:
-        return kind(**given, callbacks=list(callbacks))
-    mixed = type("Mixed", (ZeroTrainerMixin, kind), {})
-    return mixed(**given, callbacks=list(callbacks), zero_plugin=ZeroPlugin(stage=stage))
+        return Trainer(**given, callbacks=list(callbacks))
+    return ZeroTrainer(**given, callbacks=list(callbacks), zero_plugin=ZeroPlugin(stage=stage))
 
 
 def numbers(trainer):
@@ -145,13 +125,6 @@ def lora_resumed(out, stage):
     return {"log": numbers(again)[:-1], "weights": weights(again)}
 
 
-def prompt_tuning(out, stage):
-    found = trainer(out, stage, prompts(), save_strategy="steps", save_steps=2)
-    found.train()
-    found.save_model(str(out / "last"))
-    return {"log": numbers(found), "saved": saved(out / "last")}
-
-
 def prompt_tuning_best(out, stage):
     return _best(prompts(), out, stage)
 
@@ -168,67 +141,8 @@ def early_stopping(out, stage):
     return {"log": numbers(found), "step": found.state.global_step, "kept": sorted(p.name for p in Path(out).iterdir())}
 
 
-def by_length(out, stage):
-    found = trainer(out, stage, llama(), data=rows(16, (16, 8, 12, 5)), train_sampling_strategy="group_by_length")
-    found.data_collator = padded
-    found.train()
-    return {"log": numbers(found), "weights": weights(found)}
-
-
-def predictions(out, stage):
-    found = trainer(out, stage, llama(), eval_accumulation_steps=1)
-    found.train()
-    told = found.predict(rows(8, seed=6))
-    return {"predictions": torch.tensor(told.predictions), "loss": told.metrics["test_loss"]}
-
-
-def metrics(out, stage):
-    found = trainer(out, stage, llama(), eval_strategy="epoch", eval_on_start=True)
-    found.compute_metrics = lambda told: {"best": float((told.predictions.argmax(-1) == told.label_ids).mean())}
-    found.train()
-    return {"log": numbers(found)}
-
-
-def accumulation(out, stage):
-    found = trainer(out, stage, llama(), gradient_accumulation_steps=2, max_steps=2, gradient_checkpointing=True)
-    found.train()
-    return {"log": numbers(found), "weights": weights(found)}
-
-
-def noise_and_smoothing(out, stage):
-    found = trainer(out, stage, llama(), label_smoothing_factor=0.1, max_grad_norm=0.0, weight_decay=0.1)
-    found.train()
-    return {"log": numbers(found), "weights": weights(found)}
-
-
-def neftune(out, stage):
-    found = trainer(out, stage, llama(), neftune_noise_alpha=1e-9)
-    found.train()
-    return {"log": numbers(found), "weights": weights(found)}
-
-
 def adafactor(out, stage):
     found = trainer(out, stage, llama(), optim="adafactor")
-    found.train()
-    return {"log": numbers(found), "weights": weights(found)}
-
-
-def trained_twice(out, stage):
-    found = trainer(out, stage, llama())
-    found.train()
-    found.train()
-    return {"log": numbers(found), "weights": weights(found)}
-
-
-def model_init(out, stage):
-    from transformers import Trainer
-
-    class Made(Trainer):
-        def __init__(self, model, **kwargs):
-            super().__init__(model_init=llama, **kwargs)
-
-    found = trainer(out, stage, None, kind=Made)
-    found.train()
     found.train()
     return {"log": numbers(found), "weights": weights(found)}
 
@@ -242,54 +156,25 @@ def only_model_resumed(out, stage):
     return {"log": numbers(again)[:-1], "weights": weights(again)}
 
 
-RUNS = [
-    modules_to_save, modules_to_save_best, lora_best, lora_resumed, prompt_tuning, prompt_tuning_best, early_stopping,
-    by_length, predictions, metrics, accumulation, noise_and_smoothing, neftune, adafactor, trained_twice, model_init,
-    only_model_resumed,
-]  # fmt: skip
-
-
-def run_all(out, stage):
-    """By name: what the run returned, or its error."""
+def between():
     from accelerate.state import AcceleratorState, GradientState
 
-    found = {}
-    for run in RUNS:
-        if NAMES and run.__name__ not in NAMES:
-            continue
-        AcceleratorState._reset_state()
-        GradientState._reset_state()
-        try:
-            found[run.__name__] = run(out / f"{run.__name__}-{stage}", stage)
-        except Exception as error:  # noqa: BLE001 -- it is told to the test
-            found[run.__name__] = f"{type(error).__name__}: {error}"
-    return found
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
 
 
-def plain(out):
-    return run_all(out, None)
-
-
-def first_stage(out):
-    return run_all(out, 1)
-
-
-def third_stage(out):
-    return run_all(out, 3)
-
-
-def main(out):
-    import peft  # noqa: F401 -- before the ranks are forked
+def prepare():
+    import peft  # noqa: F401
     import transformers.trainer  # noqa: F401
     from transformers import LlamaForCausalLM  # noqa: F401
 
     import zeroshard.integrations.transformers  # noqa: F401
 
-    results = {"plain": in_ranks(1, plain, out)[0], 1: in_ranks(2, first_stage, out), 3: in_ranks(2, third_stage, out)}
-    torch.save(results, out / "results.pt")
-    print(json.dumps(sorted(results["plain"])))
 
+RUNS = [
+    modules_to_save, modules_to_save_best, lora_best, lora_resumed, prompt_tuning_best, early_stopping, adafactor,
+    only_model_resumed,
+]  # fmt: skip
 
 if __name__ == "__main__":
-    NAMES += sys.argv[2:]
-    main(Path(sys.argv[1]))
+    main(RUNS, prepare, between)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from zeroshard.errors import UserError
-from zeroshard.kernels import CHOICES, OPERATIONS, LayerNorm, choose, describe, dispatch, layer_norm, use_kernels
+from zeroshard.kernels import CHOICES, OPERATIONS, choose, describe, dispatch, use_kernels
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -67,12 +67,6 @@ def test_what_was_asked_for_by_name_is_never_replaced(have, kernels, device, mes
     assert isinstance(caught.value, UserError)
 
 
-def test_what_was_asked_for_by_name_is_had(machine):
-    machine(interpreted=True)
-    assert choose("layer_norm", CUDA, "triton") == choose("layer_norm", CPU, "triton") == "triton"
-    assert choose("layer_norm", CUDA, "reference") == "reference"
-
-
 def test_the_block_chooses_for_calls_that_do_not(machine):
     machine(interpreted=True)
     assert choose("rope", CPU) == "reference"
@@ -93,15 +87,6 @@ def test_the_block_chooses_for_calls_that_do_not(machine):
     assert choose("rope", CPU) == "reference"
     with pytest.raises(ValueError, match="'fast' is unknown"), use_kernels("fast"):
         pass
-
-
-def test_operations_and_modules_ask_the_dispatcher(machine, random):
-    machine(triton=False)
-    x = random(2, 4).cpu()
-    for call in (lambda k: layer_norm(x, kernels=k), lambda k: LayerNorm(4, kernels=k)(x)):
-        assert call("reference").shape == call("auto").shape == x.shape
-        with pytest.raises(ValueError, match="triton was asked for and is not installed"):
-            call("triton")
 
 
 def test_who_serves_is_told_by_name(machine):

@@ -1,42 +1,12 @@
 from contextlib import contextmanager
 
-import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zeroshard.kernels.launch import (
-    accumulator_dtype,
-    next_power_of_2,
-    num_multiprocessors,
     on_its_device,
     opaque,
-    rows_of,
 )
-
-
-def test_rows_are_a_view_where_there_is_one():
-    whole = torch.arange(48.0).view(2, 3, 8)
-    for tensor in (whole, whole[..., :5], whole.transpose(0, 1)[0], whole[:, :1]):
-        rows = rows_of(tensor)
-        assert rows.data_ptr() == tensor.data_ptr()
-        assert rows.stride(1) == 1
-        assert torch.equal(rows, tensor.reshape(-1, tensor.shape[-1]))
-    for tensor in (whole.mT, whole[..., ::2], whole.transpose(0, 1)[:, :, ::3]):
-        rows = rows_of(tensor)
-        assert rows.stride(1) == 1
-        assert torch.equal(rows, tensor.reshape(-1, tensor.shape[-1]))
-    assert rows_of(torch.zeros(0, 4)).shape == (0, 4)
-
-
-@pytest.mark.parametrize(("number", "power"), [(1, 1), (2, 2), (3, 4), (1024, 1024), (1025, 2048)])
-def test_next_power_of_2(number, power):
-    assert next_power_of_2(number) == power
-
-
-def test_sums_are_in_fp32_but_of_fp64():
-    assert {accumulator_dtype(d) for d in (torch.float16, torch.bfloat16, torch.float32)} == {torch.float32}
-    assert accumulator_dtype(torch.float64) == torch.float64
-    assert num_multiprocessors(torch.device("cpu")) >= 2  # several partial sums, also in the interpreter
 
 
 @opaque("doubled_for_a_test", "out")

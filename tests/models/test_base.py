@@ -1,4 +1,3 @@
-import copy
 import itertools
 import math
 import subprocess
@@ -9,7 +8,7 @@ import torch
 from torch import nn
 
 from zeroshard.errors import UserError
-from zeroshard.models import flops_per_token, materialize, next_token_loss
+from zeroshard.models import materialize, next_token_loss
 from zeroshard.models.base import DRAWN_AT_ONCE, Part, fill_normal_
 
 
@@ -29,10 +28,6 @@ def test_loss_is_taken_in_at_least_fp32(dtype, loss_dtype):
     loss = next_token_loss(torch.zeros(1, 2, 5, dtype=dtype), torch.tensor([[1, 2]]))
     assert (loss.dtype, loss.shape) == (loss_dtype, ())
     assert loss.item() == pytest.approx(math.log(5), abs=1e-6)
-
-
-def test_loss_at_the_start_is_near_that_of_a_uniform_guess(config, build, batch):
-    assert build(config)(*batch).item() == pytest.approx(math.log(config.vocab_size), abs=0.1)
 
 
 def test_logits_and_loss_agree(config, build, batch):
@@ -113,58 +108,10 @@ def test_initial_values_follow_seed_and_name(config, build):
     assert not torch.equal(values[0], values[2])
 
 
-def test_building_a_model_leaves_torch_s_random_state_alone(config, build):
-    before = torch.get_rng_state()
-    build(config)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_drawn_values_are_rounded_not_redrawn_for_another_dtype():
-    exact, rounded = torch.empty(40, 30), torch.empty(40, 30, dtype=torch.bfloat16)
-    for param in (exact, rounded):
-        fill_normal_(param, 0.02, seed=1, name="a.weight")
-    assert torch.equal(exact.bfloat16(), rounded)
-    assert exact.std().item() == pytest.approx(0.02, rel=0.1)
-
-
-def test_a_view_of_a_flat_buffer_is_filled_in_place():
-    flat, whole = torch.zeros(20), torch.empty(3, 4)
-    fill_normal_(flat[5:17].view(3, 4), 1.0, seed=0, name="w")
-    fill_normal_(whole, 1.0, seed=0, name="w")
-    assert torch.equal(flat[5:17], whole.flatten())
-    assert not flat[:5].any()
-    assert not flat[17:].any()
-
-
-def test_a_copy_computes_the_same_and_shares_nothing(config, build, batch):
-    model = build(config)
-    wanted = model(*batch)
-    copied = copy.deepcopy(model)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.zero_()
-    assert torch.equal(copied(*batch), wanted)
-
-
-def test_a_float64_model_stays_float64(config, build, batch):
-    model = build(config)
-    in_double = copy.deepcopy(model).double()(*batch)
-    assert in_double.dtype == torch.float64
-    torch.testing.assert_close(in_double.float(), model(*batch))
-
-
-def test_models_hold_no_buffers(config, build):
-    assert list(build(config).named_buffers()) == []
-
-
 def test_the_compiled_model_is_one_graph_with_the_same_result(config, build, batch):
     model = build(config)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(*batch), model(*batch))
-
-
-def test_flops_are_six_a_parameter_plus_attention():
-    assert flops_per_token(1000, n_layer=3, n_embd=16, seq_len=8) == 6 * 1000 + 12 * 3 * 16 * 8
 
 
 def test_matrix_flops_equal_those_that_torch_counts(config, build, batch):
@@ -188,11 +135,6 @@ def test_matrix_flops_equal_those_that_torch_counts(config, build, batch):
 @pytest.mark.parametrize("seq_len", [0, 13])
 def test_check_seq_len_refuses_what_the_model_has_no_room_for(config, build, seq_len):
     with pytest.raises(UserError, match=rf"^seq_len: {seq_len} is .*; "):
-        build(config).check_seq_len(seq_len)
-
-
-def test_check_seq_len_takes_every_length_up_to_the_model_s(config, build):
-    for seq_len in (1, 12):
         build(config).check_seq_len(seq_len)
 
 

@@ -41,11 +41,6 @@ def test_frozen_parameters_are_left_out(model):
     assert not [name for name in names if name.startswith("frozen")]
 
 
-def test_a_group_without_parameters_is_left_out():
-    (only,) = decay_groups(nn.Linear(3, 3, bias=False).named_parameters(), 0.1)
-    assert only["weight_decay"] == 0.1
-
-
 @pytest.mark.parametrize("optimizer_cls", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor])
 def test_torch_optimizers_take_the_groups_and_keep_the_names(model, optimizer_cls):
     groups = decay_groups(model.named_parameters(), 0.5)
@@ -63,8 +58,3 @@ def test_torch_optimizers_take_the_groups_and_keep_the_names(model, optimizer_cl
 def test_a_weight_decay_that_is_no_rate_is_refused(model, weight_decay):
     with pytest.raises(ValueError, match=r"^weight_decay: "):
         decay_groups(model.named_parameters(), weight_decay)
-
-
-def test_nothing_trainable_is_refused(model):
-    with pytest.raises(ValueError, match="no parameter is trainable"):
-        decay_groups(model.requires_grad_(False).named_parameters(), 0.1)

@@ -37,7 +37,7 @@ from zeroshard.models.quiet_import import quiet_import
 from zeroshard.models.recompute import recompute_blocks
 
 INNER = "hf."  # prefix of `transformers`' parameter names
-# Model types whose logits are the head's product and nothing else, which `tests/models/test_hugging_face.py` checks.
+# Model types whose logits are the head's product and nothing else, which `tests/train/test_hugging_face.py` checks.
 _PLAIN_HEADS = frozenset(
     {
         *("gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "olmo2", "olmoe"),
