@@ -1,4 +1,4 @@
-"""Lightning's Trainer at two ranks, stage 3, held against the same script in one process."""
+"""Lightning's Trainer at stages 1 and 3 on two ranks, held against the same script in one process."""
 
 from __future__ import annotations
 
@@ -10,70 +10,77 @@ import pytest
 import torch
 
 import forked
+from same_results import same
 from soak import soaking
 
-# Found and not imported: the script alone needs it, and each worker that collects tests would take seconds for it.
 pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
 
-SCRIPT = Path(__file__).with_name("lightning_loops.py")
-TOLERANCE = 1e-5
+SCRIPT = Path(__file__).with_name("lightning_runs.py")
+ALWAYS = ["fit", "ema", "best_checkpoint", "weights_by_name", "module_state"]
+ON_REQUEST = ["resumed", "swa", "finetuning", "finetuning_of_trained", "clip_value", "manual"]
+REFUSED = {
+    ("ema", 3): "EMAWeightAveraging reads and writes all weights, and stage 3 shards them; use ZeroPlugin(stage=2); "
+    "for an average use strategy.engine.ema()",
+    ("swa", 3): "StochasticWeightAveraging reads and writes all weights, and stage 3 shards them",
+    ("ema_bf16", 1): "EMAWeightAveraging would average weights in the compute dtype, not the fp32 master weights",
+    ("pruning", 1): "ModelPruning replaces the parameters, which the engine's buffers hold",
+    ("finetuning", 3): "Unfreezes compares frozen weights of the optimizer by value, and stage 3 shards them",
+}
+REFUSED_ALWAYS = [("ema", 3), ("ema_bf16", 1), ("pruning", 1)]
 
 
 @pytest.fixture(scope="module")
 def results(made_once):
     def make(out):
-        words = [sys.executable, SCRIPT, out, *(["all"] if soaking() else [])]
-        done = forked.run(words, capture_output=True, text=True, check=False, timeout=600)
+        names = [*ALWAYS, "memory", "ema_bf16", "pruning"]
+        words = [sys.executable, SCRIPT, out, *([] if soaking() else names)]
+        done = forked.run(words, capture_output=True, text=True, check=False, timeout=900)
         assert done.returncode == 0, done.stderr
 
     return torch.load(made_once("lightning", make) / "results.pt", weights_only=False)
 
 
-def same(found, expected):
-    assert found["losses"] == pytest.approx(expected["losses"], abs=TOLERANCE)
-    assert found["val"][: len(expected["val"])] == pytest.approx(expected["val"], abs=TOLERANCE)
-    assert found["weights"].keys() == expected["weights"].keys()
-    for name, weight in expected["weights"].items():
-        torch.testing.assert_close(found["weights"][name], weight, atol=TOLERANCE, rtol=0)
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", [*ALWAYS, *(pytest.param(name, marks=pytest.mark.soak) for name in ON_REQUEST)])
+def test_the_trainer_does_what_it_does_in_one_process(results, name, stage):
+    expected = results["plain"][name]
+    assert not isinstance(expected, str), expected
+    for rank in results[stage]:
+        if (name, stage) not in REFUSED:
+            same(rank[name], expected)
 
 
-def test_the_trainer_has_the_losses_and_weights_of_one_process(results):
-    """With accumulation, clipping by the norm, a schedule, and evaluations between steps and after them."""
-    for rank in results["ranks"]:
-        same(rank["first"], results["plain"]["first"])
-
-
-@pytest.mark.soak
-def test_the_trainer_validates_after_a_fit(results):
-    for rank in results["ranks"]:
-        assert rank["validated"][0]["val_loss"] == pytest.approx(results["plain"]["first"]["val"][-1], abs=TOLERANCE)
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [each if each in REFUSED_ALWAYS else pytest.param(*each, marks=pytest.mark.soak) for each in REFUSED],
+)
+def test_what_cannot_be_is_one_line_before_the_first_step(results, name, stage):
+    for rank in results[stage]:
+        assert rank[name].startswith(f"UserError: callbacks: {REFUSED[name, stage]}")
+        assert "\n" not in rank[name]
 
 
 def test_the_trainer_shards_weights_and_optimizer(results):
-    numel = sum(weight.numel() for weight in results["plain"]["first"]["weights"].values())
-    for rank in results["ranks"]:
+    numel = sum(weight.numel() for weight in results["plain"]["fit"]["weights"].values())
+    for rank in results[3]:
         assert rank["memory"]["params"] <= 4 * numel / 2 * 1.02  # padding
         assert 2 <= rank["memory"]["optimizer"] / rank["memory"]["params"] < 2.02  # and counts of steps
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("how", ["resumed at 3", "resumed at 1", "from plain"])
-def test_the_trainer_resumes_its_shards_at_any_stage_and_a_file_that_one_process_wrote(results, how):
-    for rank in results["ranks"]:
-        same(rank[how], results["plain"]["resumed"])
-        assert rank["files"] == ["meta.ckpt", "zero"]
+@pytest.mark.parametrize("stage", [1, 3])
+def test_bf16_computes_in_bf16_and_float16_is_refused(results, stage):
+    for rank in results[stage]:
+        assert rank["bf16"]["computes"] == {torch.bfloat16}
+        assert rank["bf16"]["kept"] == {torch.float32}
+        assert rank["bf16"]["losses"] == pytest.approx(results["plain"]["bf16"]["losses"], abs=0.01)
+        line = 'precision: 16-true computes in float16 or less, which loses gradients; use "bf16-mixed"'
+        assert rank["refused_precision"] == f"UserError: {line}"
 
 
-@pytest.mark.soak
-def test_bf16_computes_in_bf16(results):
-    for rank in results["ranks"]:
-        assert rank["computes"] == {"torch.bfloat16"}
-        assert rank["bf16"]["losses"] == pytest.approx(results["plain"]["first"]["losses"], abs=0.01)
-        assert {weight.dtype for weight in rank["bf16"]["weights"].values()} == {torch.float32}
+def test_an_option_of_ddp_is_refused():
+    from zeroshard.errors import UserError
+    from zeroshard.integrations.lightning import ZeroStrategy
 
-
-@pytest.mark.soak
-def test_what_cannot_be_is_one_line(results):
-    precision, option = results["ranks"][0]["refused"]
-    assert precision == 'precision: 16-true computes in float16 or less, which loses gradients; use "bf16-mixed"'
-    assert option == "find_unused_parameters: is an option of DDP, which Zero takes the place of; leave it out"
+    with pytest.raises(UserError, match=r"^find_unused_parameters: is an option of DDP, .*; leave it out$"):
+        ZeroStrategy(find_unused_parameters=True)
