@@ -75,14 +75,6 @@ def test_a_stream_need_not_know_how_to_read_ahead():
     assert torch.equal(*(RowBatches(TextRows(tokens, SEQ_LEN), 5)(3, 0)[0] for tokens in (Plain(), corpus(403))))
 
 
-def test_a_batch_depends_on_its_step_alone():
-    first, second = (RowBatches(TextRows(corpus(403), SEQ_LEN), 5, 2, seed=1) for _ in range(2))
-    for step in range(7):
-        first(step, 1)
-    assert torch.equal(first(7, 1)[0], second(7, 1)[0])
-    assert not torch.equal(first(7, 1)[0], RowBatches(TextRows(corpus(403), SEQ_LEN), 5, 2, seed=2)(7, 1)[0])
-
-
 def test_wrong_sizes_are_refused():
     with pytest.raises(ValueError, match="micro_batch_size must be at least 1"):
         RowBatches(TextRows(corpus(41), SEQ_LEN), 0)
@@ -103,12 +95,6 @@ def test_any_world_evaluates_the_same_rows_once(world_size):
     counted = [row for batches in ranks for tokens, _, weight in batches if weight for row in rows_of(tokens)]
     assert sorted(counted) == list(range(0, 100, 10))  # 10 of 100 rows, spread evenly
     assert sum(weight for batches in ranks for _, _, weight in batches) == 10
-
-
-def test_evaluation_repeats_itself_exactly():
-    batches = EvalBatches(TextRows(corpus(403), SEQ_LEN), 2, 10)
-    assert len(batches) == 5
-    assert all(torch.equal(one[1], two[1]) for one, two in zip(batches, batches, strict=True))
 
 
 def test_evaluation_takes_what_a_short_corpus_has():

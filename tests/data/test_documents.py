@@ -1,4 +1,3 @@
-import hashlib
 import json
 
 import pytest
@@ -76,13 +75,6 @@ def test_a_bad_json_line_is_named(tmp_path, line, what):
         list(documents_of([path]))
     assert f"line {path}:2" in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_the_fingerprint_of_one_file_is_its_sha256(tmp_path):
-    path = write(tmp_path / "a.txt", "some text")
-    found = fingerprint_of([path])
-    assert (found.num_bytes, found.num_documents) == (9, 1)
-    assert found.sha256 == hashlib.sha256(b"some text").hexdigest()
 
 
 def test_the_fingerprint_knows_where_one_file_ends(tmp_path):

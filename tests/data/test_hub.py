@@ -81,16 +81,6 @@ def no_loader(monkeypatch):
     assert not asked
 
 
-def test_a_hub_that_is_out_of_reach_is_one_line_before_any_loader_tries(tmp_path, monkeypatch, no_loader):
-    from huggingface_hub import constants
-
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))  # bound and not listening: refused
-        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{nobody.getsockname()[1]}")
-        with pytest.raises(UserError, match=r"data\.source: .*fineweb-edu cannot be had \(.*refused\); go online, or"):
-            prepare(DataSpec("fineweb-edu"), tmp_path / "out")
-
-
 def test_a_hub_that_says_nothing_is_not_waited_for(tmp_path, monkeypatch, no_loader):
     from huggingface_hub import constants
 

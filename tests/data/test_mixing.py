@@ -70,10 +70,6 @@ def test_an_evaluation_has_rows_of_each_source_by_its_weight(num_rows, counts):
     assert np.unique(chosen).size == chosen.size
 
 
-def test_a_source_of_weight_0_is_never_drawn():
-    assert Mixture(joined((5, 5)), (0.0, 2.0), seed=0)(np.arange(3000)).min() >= 5
-
-
 def test_numbers_are_uniform_and_not_those_of_the_shuffle():
     numbers = order.uniform(7, np.arange(100_000))
     assert numbers.min() >= 0

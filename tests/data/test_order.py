@@ -41,12 +41,6 @@ def test_each_bit_of_a_seed_of_64_bits_counts(bit):
     assert shuffle(12345) == shuffle(12345 + (1 << 64))
 
 
-def test_the_shape_of_positions_is_kept():
-    positions = np.arange(24).reshape(2, 3, 4)
-    assert rows(0, positions, 10).shape == (2, 3, 4)
-    assert rows(0, positions, 10).reshape(-1).tolist() == rows(0, positions.reshape(-1), 10).tolist()
-
-
 def test_positions_far_into_a_huge_corpus_need_no_table():
     num_rows = 10**15
     visited = rows(7, np.arange(3 * num_rows, 3 * num_rows + 10_000), num_rows)

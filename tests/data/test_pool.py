@@ -54,10 +54,6 @@ def workers():
         each.close()
 
 
-def test_results_come_in_the_order_of_tasks(workers):
-    assert list(workers("late").in_order(iter(range(20)))) == list(range(20))
-
-
 def test_tasks_are_taken_only_so_far_ahead(workers):
     taken = []
 

@@ -47,11 +47,6 @@ def test_bytes_are_ids(text):
 _BYTES = _there(ByteTokenizer())
 
 
-def test_bytes_have_no_end():
-    assert portable(ByteTokenizer()).eos_token is None
-    assert _BYTES.get_vocab_size() == 256
-
-
 @settings(deadline=None, max_examples=examples(40, 200))
 @given(text=st.text(alphabet=st.sampled_from("the catsmISN'12\n\t é☃.,"), max_size=60))
 def test_ranks_become_merges_that_give_the_same_ids(gpt2, text):
@@ -66,14 +61,6 @@ def test_the_end_of_a_text_keeps_its_id(gpt2):
     assert _there(gpt2).token_to_id("<|endoftext|>") == gpt2.eos_id
     assert _there(gpt2).get_vocab_size() == gpt2.vocab_size
     assert any(len(left + right) > 2 for left, right in merges_of(gpt2.ranks))  # merges of merges
-
-
-def test_the_characters_of_bytes_are_those_of_the_tokenizers_library():
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    assert set(byte_characters()) == set(alphabet)
-    assert len(byte_characters()) == 256
-    spelled = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str("\x00 é")
-    assert spelled[0][0] == "".join(byte_characters()[byte] for byte in "\x00 é".encode())
 
 
 def test_a_tokenizer_of_another_kind_is_refused():

@@ -28,11 +28,6 @@ def test_head_and_tail_are_the_document(chunks, data):
     assert text_of(head) == text_of(head)  # a document can be read again
 
 
-def test_a_cut_falls_at_a_line_end():
-    head, tail = cut(text_document("one\ntwo\nthree\n", "text"), 9)
-    assert (text_of(head), text_of(tail)) == ("one\ntwo\n", "three\n")
-
-
 def test_a_cut_without_lines_never_halves_a_character():
     head, tail = cut(text_document("éééé", "text"), 5)
     assert (text_of(head), text_of(tail)) == ("éé", "éé")
@@ -60,11 +55,6 @@ def test_few_documents_give_the_tail_of_each():
     assert [split for split, _ in parts] == ["train", "val", "train", "val"]
     assert parts[1][1] == "a8\na9\n"
     assert parts[3][1] == "b8\nb9\n"
-
-
-def test_without_validation_everything_trains():
-    documents = [text_document("a\n", "a"), text_document("b\n", "b")]
-    assert [split for split, _ in split_documents(documents, 2, 0.0)] == ["train", "train"]
 
 
 @given(st.text(max_size=40), st.integers(0, 40), st.floats(0, 0.99), st.floats(0, 0.99))

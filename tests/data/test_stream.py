@@ -1,7 +1,6 @@
 import base64
 import threading
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from zeroshard.data import stream as module
 from zeroshard.data import tables as tables_module
 from zeroshard.data.joining import document_ids
 from zeroshard.data.lanes import NUM_LANES, open_stream
-from zeroshard.data.split import Holdout, validates
+from zeroshard.data.split import validates
 from zeroshard.data.stream import StreamBatches, global_batch, validation_tokens
 from zeroshard.data.tables import PartReader
 from zeroshard.data.tokenizer import ByteTokenizer
@@ -151,16 +150,6 @@ def test_an_epoch_has_each_row_once(tmp_path, stream, monkeypatch, num_parts, ro
         assert set(epoch) < wanted
 
 
-def test_an_epoch_has_as_many_rows_as_the_prepared_text(stream, texts):
-    num_tokens = sum(len(ids) * count for ids, count in documents_of(texts, "train").items())
-    (batches,) = stream(1, 1, 1)
-    num_rows = (num_tokens - 1) // T
-    batches(num_rows - 1, 0)
-    assert batches.position(num_rows)["epoch"] in (0, 1)
-    batches(num_rows, 0)
-    assert batches.position(num_rows + 1)["epoch_row"] == num_rows
-
-
 @pytest.mark.parametrize(("world_size", "micro", "accum"), [(1, 2, 8), (4, 2, 2)])
 @pytest.mark.parametrize("at", [17, 40])
 def test_batches_after_a_resume_are_those_of_the_undisturbed_run(stream, world_size, micro, accum, at):
@@ -266,17 +255,6 @@ def test_the_first_step_encodes_little_of_large_parts(tmp_path, stream, monkeypa
     assert len(encoded) <= num_lanes * (100 + 200) / 20  # its turn and the next, of some sixty characters a document
 
 
-def test_targets_are_the_tokens_that_follow(stream):
-    tokens, targets = stream()[0](5, 3)
-    assert tokens.shape == targets.shape == (2, T)
-    assert torch.equal(tokens[:, 1:], targets[:, :-1])
-    assert tokens.dtype == torch.int64
-
-
-def test_another_seed_is_another_order(stream):
-    assert not torch.equal(stream(seed=1)[0](0, 0)[0], stream(seed=2)[0](0, 0)[0])
-
-
 def test_a_step_mixes_documents_of_many_parts(stream):
     rows = global_batch(stream(), 0, 8)[0]
     files = {bytes(row.tolist()).split(b"/")[0][-1:] for row in rows if b"/" in bytes(row.tolist())}
@@ -326,20 +304,6 @@ def test_a_tiny_file_streams_too_and_one_without_a_row_is_a_line(tmp_path, strea
     empty = open_stream(made.tables_of(made.write_table(tmp_path / "b.jsonl", ["words\n" * 2])), ByteTokenizer(), "", 0)
     with pytest.raises(UserError, match="data: the text that trains has 12 tokens, and a row takes 33; use more text"):
         stream(text=empty)[0](0, 0)
-
-
-def test_copies_of_a_document_are_all_trained_on_or_none(tmp_path, texts):
-    twice = [each for each in made.documents(100) for _ in range(2)]
-    text = open_stream(made.tables_of(made.write_table(tmp_path / "a.jsonl", twice)), ByteTokenizer(), "bytes", 0.1)
-    train, val = documents_of(text, "train"), documents_of(text, "val")
-    assert val
-    assert set(train.values()) == set(val.values()) == {2}
-    found = validation_tokens(text, 10**9)
-    assert found.num_tokens == sum(len(ids) * 2 for ids in val)
-
-
-def test_a_fraction_that_holds_out_nothing_has_no_tokens(texts):
-    assert validation_tokens(replace(texts, holdout=Holdout(1e-9, 1000)), 100).num_tokens == 0
 
 
 def test_what_can_only_be_read_from_its_beginning_is_refused(tmp_path):

@@ -32,16 +32,6 @@ def test_a_part_is_the_same_whatever_was_read_before(tmp_path, small_parts, kind
         reader.close()
 
 
-@pytest.mark.parametrize("kind", made.KINDS)
-def test_a_part_that_was_left_in_the_middle_is_read_again_from_its_start(tmp_path, small_parts, kind):
-    tables = made.tables_of(made.write_table(tmp_path / f"a.{kind}", made.documents(120)))
-    in_order, part = made.read_all(tables), next(tables.parts())
-    reader = PartReader()
-    next(reader.texts(part))
-    assert list(reader.texts(part)) == in_order[0]
-    reader.close()
-
-
 def test_a_line_longer_than_a_part_is_one_document(tmp_path, small_parts):
     texts = ["short", "x" * 5000, "last"]
     for kind in ("jsonl", "jsonl.gz"):

@@ -49,10 +49,6 @@ def test_bytes_are_their_own_ids_and_back(text):
     assert ByteTokenizer().decode(ids) == text
 
 
-def test_a_torn_character_shows_as_a_replacement():
-    assert ByteTokenizer().decode([104, 0xC3]) == "h\ufffd"
-
-
 @given(text=st.text())
 def test_bpe_gives_back_any_text(bpe, text):
     ids = bpe.encode(text)
@@ -63,10 +59,6 @@ def test_bpe_gives_back_any_text(bpe, text):
 def test_bpe_learns_what_is_frequent(bpe):
     assert (bpe.name, bpe.vocab_size) == ("bpe:280", 280)
     assert len(bpe.encode(TEXTS[0])) < 0.6 * len(TEXTS[0])
-
-
-def test_bpe_training_is_deterministic(bpe):
-    assert train_bpe(280, TEXTS).to_json() == bpe.to_json()
 
 
 def test_text_that_spells_the_end_of_text_does_not_end_it(bpe, small_gpt2):
