@@ -1,15 +1,10 @@
-"""A terminal for tests: what stands on it after everything was written, and a pseudo-terminal that records a program.
-
-It knows what rich writes: text, line ends, colours, the cursor up, to the first column and away, lines and screens
-erased. Anything else fails.
-"""
+"""A terminal for tests: what stands on it after all was written, and a pseudo-terminal that records a program."""
 
 from __future__ import annotations
 
 import fcntl
 import io
 import os
-import re
 import signal
 import struct
 import sys
@@ -19,71 +14,36 @@ from pathlib import Path
 
 import forked
 
-_SEQUENCE = re.compile(r"\x1b\[([?0-9;]*)([A-Za-z])")
+ERASE_LINE = "\x1b[2K"  # the one sequence that commands write
 
 
 class Screen(io.StringIO):
-    """A terminal of ``width`` columns and any number of lines, as a stream.
+    """A terminal as a stream; ``written``: all that was written, as it came."""
 
-    Attributes:
-        lines: what stands there, of the whole history.
-        wrapped: texts that ran into the next line because they were wider than the terminal.
-        cursor_shown: whether the cursor can be seen.
-        written: all that was written, as it came.
-    """
-
-    def __init__(self, width: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.width, self.cursor_shown, self.written = width, True, ""
-        self.lines, self.wrapped = [""], list[str]()
-        self._row = self._column = 0
+        self.written = ""
 
     def isatty(self) -> bool:
         return True
 
     def write(self, text: str) -> int:
         self.written += text
-        at = 0
-        while at < len(text):
-            found = _SEQUENCE.match(text, at)
-            if found:
-                self._control(found[1], found[2])
-                at = found.end()
-                continue
-            self._letter(text[at])
-            at += 1
         return len(text)
-
-    def _control(self, value: str, kind: str) -> None:
-        if value == "?25":
-            self.cursor_shown = kind == "h"
-        elif kind == "A":
-            self._row = max(0, self._row - int(value or 1))
-        elif kind == "K":
-            assert value == "2", value
-            self.lines[self._row] = ""
-        else:
-            assert kind == "m", f"a terminal of the tests knows no {value}{kind}"
-
-    def _letter(self, letter: str) -> None:
-        if letter == "\r":
-            self._column = 0
-        elif letter == "\n":
-            self._row, self._column = self._row + 1, 0
-            if self._row == len(self.lines):
-                self.lines.append("")
-        else:
-            if self._column == self.width:
-                self.wrapped.append(self.lines[self._row])
-                self._letter("\n")
-            line = self.lines[self._row].ljust(self._column)
-            self.lines[self._row] = line[: self._column] + letter + line[self._column + 1 :]
-            self._column += 1
 
     @property
     def shown(self) -> list[str]:
-        """The lines without blanks at their ends, and without empty ones at the end."""
-        return "\n".join(line.rstrip() for line in self.lines).rstrip("\n").splitlines()
+        """The lines that stand there, without blanks at their ends, and without empty ones at the end."""
+        lines = []
+        for line in self.written.replace("\r\n", "\n").split("\n"):
+            shown = ""
+            for part in line.split("\r"):  # each begins at the first column
+                erased = ERASE_LINE in part
+                part = part.replace(ERASE_LINE, "")
+                assert "\x1b" not in part, f"a terminal of the tests knows no {part!r}"
+                shown = part if erased else part + shown[len(part) :]
+            lines.append(shown.rstrip())
+        return "\n".join(lines).rstrip("\n").splitlines()
 
 
 def record(words: Sequence[str], width: int, cwd: Path, interrupt_at: str) -> tuple[int, Screen]:
@@ -115,6 +75,6 @@ def record(words: Sequence[str], width: int, cwd: Path, interrupt_at: str) -> tu
             interrupted = True
     status = program.wait()
     os.close(ours)
-    screen = Screen(width)
+    screen = Screen()
     screen.write(seen.decode())
     return status, screen

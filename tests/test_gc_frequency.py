@@ -6,6 +6,8 @@ import gc
 import subprocess
 import sys
 
+import pytest
+
 from zeroshard import cli
 
 
@@ -15,6 +17,7 @@ def test_whoever_calls_the_command_line_is_left_alone(capsys):
     assert (gc.get_threshold(), gc.get_freeze_count()) == before
 
 
+@pytest.mark.soak  # a real start of Python and a run
 def test_a_command_searches_seldom_and_not_at_its_end_and_its_training_as_ever_but_not_through_what_was_there(tmp_path):
     program = f"""
 import gc, sys

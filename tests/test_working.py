@@ -9,7 +9,7 @@ from zeroshard.verbs.working import working
 
 
 def test_a_terminal_sees_that_a_command_works_and_nothing_of_it_afterwards(monkeypatch):
-    screen = Screen(60)
+    screen = Screen()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setattr(sys, "stdout", screen)
     with working("planning"):

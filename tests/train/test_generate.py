@@ -112,7 +112,7 @@ def test_a_trained_run_writes_what_it_learned(text_config, capsys, tmp_path, str
 
 
 def test_a_terminal_sees_that_the_model_is_loaded_and_then_the_text_alone(text_config, monkeypatch):
-    config, screen, seen = text_config(max_steps=2, eval_interval=0), Screen(60), list[str]()
+    config, screen, seen = text_config(max_steps=2, eval_interval=0), Screen(), list[str]()
     run_training(config)
     for stream in ("stdout", "stderr"):
         monkeypatch.setattr(sys, stream, screen)
