@@ -41,7 +41,6 @@ def nothing_lasts(monkeypatch):
     monkeypatch.setattr("zeroshard.train.loop.loop.run_training", done)
     monkeypatch.setattr("zeroshard.launch.start_ranks.launch_workers", started)
     monkeypatch.setattr("zeroshard.launch.environment.end_with_starter", done)
-    monkeypatch.setattr("zeroshard.inference.harness.run_tasks", done)
     monkeypatch.setattr("zeroshard.lab.bench.command.run_bench", done)
     monkeypatch.setattr("zeroshard.lab.sweep.sweep.Runner.run", done)
     monkeypatch.setattr("zeroshard.lab.audit.optimizers.measure", done)

@@ -80,7 +80,7 @@ def test_wrong_sizes_are_refused():
         RowBatches(TextRows(corpus(41), SEQ_LEN), 0)
     with pytest.raises(ValueError, match="rank 2 of 2"):
         RowBatches(TextRows(corpus(41), SEQ_LEN), 1, rank=2, world_size=2)
-    with pytest.raises(ValueError, match="num_rows must be at least 1"):
+    with pytest.raises(ValueError, match="4 tokens hold no row of seq_len"):
         RowBatches(TextRows(corpus(4), SEQ_LEN), 1)
     with pytest.raises(ValueError, match=r"micro_step must be in \[0, 2\), got 2"):
         RowBatches(TextRows(corpus(41), SEQ_LEN), 1, 2)(0, 2)

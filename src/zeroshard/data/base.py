@@ -85,10 +85,15 @@ class TextRows:
     Args:
         tokens: the stream.
         seq_len: T.
+
+    Raises:
+        ValueError: the stream is shorter than a row.
     """
 
     def __init__(self, tokens: Tokens, seq_len: int) -> None:
         self.tokens, self.seq_len = tokens, seq_len
+        if self.num_rows < 1:
+            raise ValueError(f"{tokens.num_tokens} tokens hold no row of seq_len {seq_len}: {seq_len + 1} are needed")
 
     @property
     def num_rows(self) -> int:
