@@ -117,47 +117,6 @@ def test_sharded_weights_are_not_written_to(write):
         assert max(value.abs().max() for value in state.values()) == torch.tensor(0.1, dtype=torch.bfloat16).float()
 
 
-def test_clipping_after_each_step_is_what_one_process_does():
-    """A critic's weights: the same loop with and without an engine, at each stage."""
-
-    def take_turn(turn: Turn) -> None:
-        turn.loss().backward()
-        if turn.zero is not None:
-            turn.optim.step()
-            turn.optim.zero_grad()
-            with turn.zero.full_params(write_back=True):
-                clip(turn.model.parameters())
-
-    def plain_turn(turn: Turn) -> None:
-        if turn.step and turn.rank == 0:
-            clip(turn.model.parameters())
-        turn.loss().backward()
-
-    for stage in STAGES:
-
-        def go(comm, stage=stage):
-            net = Net()
-            zero = Zero(net, stage, comm=comm)
-            optim = zero.optimizer(torch.optim.SGD, lr=0.1)
-            for step in range(3):
-                take_turn(Turn(net, comm.rank, step, zero, optim))
-            return zero.state_dict()
-
-        by_rank = run_threads(go, 2)
-        model = Net()
-        optim = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(3):
-            for rank in range(2):
-                plain_turn(Turn(model, rank, step))
-            for param in model.parameters():
-                param.grad /= 2
-            optim.step()
-            optim.zero_grad()
-        clip(model.parameters())
-        for state in by_rank:
-            torch.testing.assert_close(dict(state), dict(model.state_dict()), rtol=0, atol=1e-6)
-
-
 @at_stages(*STAGES)
 def test_a_forward_may_clip_its_own_weights(stage):
     class Clipped(nn.Linear):

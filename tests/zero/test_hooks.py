@@ -93,8 +93,12 @@ def test_a_unit_may_return_a_view_of_its_input_that_is_changed_in_place():
 
 
 @pytest.mark.parametrize("name", WRAPPINGS)
-def test_a_unit_may_return_any_structure(name):
+def test_units_and_models_may_return_any_structure(name):
     wrap, unwrap = WRAPPINGS[name]
+
+    class Model(Net):
+        def forward(self, x, rev):
+            return wrap(super().forward(x, rev=rev))
 
     def path(net, x, rev=False):
         for block in reversed(net.blocks) if rev else net.blocks:
@@ -102,23 +106,9 @@ def test_a_unit_may_return_any_structure(name):
         return x
 
     def take_turn(turn: Turn) -> None:
-        turn.loss(rev=turn.step % 2 == 1).backward()
+        unwrap(turn.model(rows(turn.rank, turn.step), turn.step % 2 == 1)).square().mean().backward()
 
-    assert_every_stage_equals_one_process(lambda: Net(block=wrapping(wrap), path=path), take_turn)
-
-
-@pytest.mark.parametrize("name", WRAPPINGS)
-def test_a_model_may_return_any_structure(name):
-    wrap, unwrap = WRAPPINGS[name]
-
-    class Model(Net):
-        def forward(self, x):
-            return wrap(super().forward(x))
-
-    def take_turn(turn: Turn) -> None:
-        unwrap(turn.model(rows(turn.rank, turn.step))).square().mean().backward()
-
-    assert_every_stage_equals_one_process(Model, take_turn)
+    assert_every_stage_equals_one_process(lambda: Model(block=wrapping(wrap), path=path), take_turn)
 
 
 class Two(nn.Module):

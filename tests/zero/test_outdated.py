@@ -6,6 +6,8 @@ import copy
 import io
 import pickle
 import warnings
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -117,25 +119,29 @@ def test_what_asks_for_no_values_gathers_nothing(stage):
     assert not zero._runtime.weights_readable
 
 
-@pytest.mark.parametrize("write", ["data", "no_grad"])
-@pytest.mark.parametrize("stage", WHOLE)
+@pytest.mark.parametrize(
+    ("stage", "write"),
+    [*((stage, write) for stage in WHOLE for write in ("data", "no_grad")), *((stage, "inside") for stage in STAGES)],
+)
 def test_clipping_weights_after_each_step_is_what_one_process_does(stage, write):
-    """A critic's loop as it stands in the paper's code."""
+    """A critic's loop as it stands in the paper's code, and inside full_params()."""
 
-    def clip(net):
-        for param in net.parameters():
-            if write == "data":
-                param.data.clamp_(-0.1, 0.1)
-            else:
-                with torch.no_grad():
-                    param.clamp_(-0.1, 0.1)
+    def clip(net, whole=nullcontext):
+        with whole():
+            for param in net.parameters():
+                if write == "data":
+                    param.data.clamp_(-0.1, 0.1)
+                else:
+                    with torch.no_grad():
+                        param.clamp_(-0.1, 0.1)
 
     def go(comm):
         net, zero, optim = trained(stage, comm)
-        clip(net)
+        whole = partial(zero.full_params, write_back=True) if write == "inside" else nullcontext
+        clip(net, whole)
         for _ in range(2):
             step(net, optim, comm.rank)
-            clip(net)
+            clip(net, whole)
         return zero.state_dict()
 
     def alone():

@@ -96,9 +96,12 @@ def test_whatever_optimizer_there_is(name, world_size):
     _assert_goes_on([3, 0, 2, 1, 0, 3], world_size, name=name, model=Net)
 
 
-@pytest.mark.parametrize("path", [[0, 3, 1, 2], [3, 0]])
-def test_masters_of_another_dtype_than_the_weights_move_too(path):
-    _assert_goes_on(path, precision=BF16)
+@pytest.mark.parametrize(
+    ("path", "precision"),
+    [([0, 3, 1, 2], BF16), ([3, 0], BF16), ([3, 1, 2], MixedPrecision(gather="int8", reduce="int8", block=16))],
+)
+def test_masters_of_another_dtype_than_the_weights_move_too(path, precision):
+    _assert_goes_on(path, precision=precision)
 
 
 @pytest.mark.parametrize("shard_size", [1, 2])

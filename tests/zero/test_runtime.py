@@ -13,16 +13,11 @@ from nets import (
     Net,
     Turn,
     assert_every_stage_equals_one_process,
-    backward,
     linear,
-    one_process,
     rows,
-    train,
 )
 from zeroshard.comm import CONTROL, NullCommunicator, ObservedCommunicator, run_threads
-from zeroshard.zero import STAGES, Placement, ShardingStrategy, Zero
-
-KEEP_WEIGHTS = ShardingStrategy(Placement.SHARD, Placement.SHARD, Placement.SHARD, reshard_after_forward=False)
+from zeroshard.zero import STAGES, Zero
 
 
 def skipping(net, x, skip=()):
@@ -38,11 +33,6 @@ def reordered(net, x, order=None):
     return x
 
 
-@pytest.mark.parametrize(("num_blocks", "world_size"), [(0, 4), (1, 2), (4, 1)])
-def test_training_is_what_one_process_computes(num_blocks, world_size):
-    assert_every_stage_equals_one_process(lambda: Net(num_blocks), world_size=world_size)
-
-
 @pytest.mark.pairwise
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 @pytest.mark.parametrize("place", [0, 1, 2])
@@ -53,16 +43,6 @@ def test_a_unit_may_be_skipped_on_one_rank(rank, place, prefetch):
 
     kwargs = {"prefetch": prefetch}
     assert_every_stage_equals_one_process(lambda: Net(path=skipping), take_turn, world_size=3, zero_kwargs=kwargs)
-
-
-def test_each_rank_may_skip_another_unit():
-    def take_turn(turn: Turn) -> None:
-        turn.loss(skip={turn.rank, turn.step % 4}).backward()
-
-    build = lambda: Net(4, path=skipping)  # noqa: E731
-    assert_every_stage_equals_one_process(build, take_turn, world_size=4, num_steps=5)
-    kwargs = {"stage": KEEP_WEIGHTS}
-    assert_every_stage_equals_one_process(build, take_turn, world_size=4, num_steps=5, zero_kwargs=kwargs)
 
 
 def test_a_unit_without_gradients_on_any_rank_is_not_stepped():
@@ -98,20 +78,6 @@ def test_the_order_of_execution_may_differ_from_registration_and_change(prefetch
 
     kwargs = {"prefetch": prefetch}
     assert_every_stage_equals_one_process(lambda: Net(path=reordered), take_turn, num_steps=5, zero_kwargs=kwargs)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_ranks_may_run_units_in_different_orders_from_the_first_forward_on(stage):
-    orders = [(2, 0, 1), (0, 1, 2), (1, 2, 0)]
-    build = lambda: Net(path=reordered)  # noqa: E731
-
-    def take_turn(turn: Turn) -> None:
-        turn.loss(order=orders[turn.rank]).backward()
-
-    expected = one_process(build, take_turn, world_size=3)
-    for weights in run_threads(lambda comm: train(comm, build, take_turn, {"stage": stage}), 3, timeout_s=120):
-        for name, whole in expected.items():
-            torch.testing.assert_close(weights[name], whole, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
@@ -217,37 +183,6 @@ def test_evaluation_may_come_at_any_time():
     assert_every_stage_equals_one_process(Net, take_turn)
 
 
-class Stop(Exception):
-    pass
-
-
-def stopping(net, x, stop=""):
-    for place, block in enumerate(net.blocks):
-        x = torch.tanh(block(x))
-        if place == 1 and stop == "forward":
-            raise Stop
-        if place == 1 and stop == "backward":
-
-            def fail(grad):
-                raise Stop
-
-            x.register_hook(fail)
-    return x
-
-
-@pytest.mark.parametrize("stop", ["forward", "backward"])
-def test_training_goes_on_after_an_exception(stop):
-    def take_turn(turn: Turn) -> None:
-        assert turn.optim is not None
-        if turn.step:
-            with pytest.raises(Stop):
-                turn.loss(stop=stop).backward()
-            turn.optim.zero_grad()
-        backward(turn)
-
-    assert_every_stage_equals_one_process(lambda: Net(path=stopping), take_turn, plain_turn=backward)
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_forgotten_last_backward_is_an_error(stage):
     net = Net()
@@ -271,27 +206,11 @@ def checkpointed(reentrant, **kwargs):
     return path
 
 
-def over_segments(net, x):
-    def segment(first, x):
-        return torch.tanh(net.blocks[first + 1](torch.tanh(net.blocks[first](x))))
-
-    for first in (0, 2):
-        x = checkpoint(segment, first, x, use_reentrant=first == 0, **NOTHING_RANDOM)
-    return x
-
-
 CHECKPOINTED = {
     "reentrant": checkpointed(True),
     "not reentrant": checkpointed(False),
     "not reentrant, to the end": checkpointed(False, early_stop=False),
-    "over segments": over_segments,
 }
-
-
-@pytest.mark.parametrize(("path", "prefetch"), [("not reentrant, to the end", 0), ("over segments", 1)])
-def test_activations_may_be_recomputed(path, prefetch):
-    build = lambda: Net(4, path=CHECKPOINTED[path])  # noqa: E731
-    assert_every_stage_equals_one_process(build, zero_kwargs={"prefetch": prefetch})
 
 
 class LiveWeights(nn.Module):

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.zero.buffers.layout import FlatLayout
-from zeroshard.zero.buffers.written_weights import refuse_assigned, take_assigned
 
 
 class Shown:
@@ -74,7 +73,17 @@ class Shown:
 
     def take_assigned(self) -> bool:
         """Copy tensors that were assigned to visible parameters' ``.data`` to their places; return if any were."""
-        return take_assigned(self._elsewhere()) if self.visible else False
+        elsewhere = self._elsewhere() if self.visible else []
+        for name, param, view in elsewhere:
+            if param.shape != view.shape:
+                raise RuntimeError(
+                    f"{name}: its .data is a tensor of shape {tuple(param.shape)} now; a parameter under an engine "
+                    f"keeps its shape, {tuple(view.shape)}"
+                )
+            with torch.no_grad():
+                view.copy_(param.data)
+            param.data = view
+        return bool(elsewhere)
 
     def drop_assigned(self) -> bool:
         """Make parameters with another ``.data`` show what they showed before; return if values differ."""
@@ -87,7 +96,13 @@ class Shown:
 
     def refuse_assigned(self) -> None:
         """Raise RuntimeError if a tensor was assigned to ``.data`` of hidden weights."""
-        refuse_assigned(self._elsewhere())
+        for name, param, freed in self._elsewhere():
+            with torch._C.DisableTorchFunctionSubclass():
+                param.data = freed
+            raise RuntimeError(
+                f"{name}: its .data was assigned to while the weights were sharded; "
+                "do it inside zero.full_params(write_back=True)"
+            )
 
     def refuse_touched(self, name: str) -> None:
         """Raise RuntimeError if hidden weights were assigned, or (on the CPU: no sync with a GPU) written to.

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 _CHUNK = 1 << 22  # elements that are compared at a time: little memory compared with the weights
 _CHUNK_ON_CPU = 1 << 17  # elements that fit into a cache
@@ -76,34 +76,6 @@ def bit_sums(values: Tensor) -> Tensor:
     end = len(words) // _ROW_WORDS * _ROW_WORDS
     rows, tail = words[:end].view(-1, _ROW_WORDS), octets[len(words) * 8 :].to(torch.int64)
     return torch.cat([rows.sum(1), rows.sum(0), words[end:], tail])
-
-
-def take_assigned(elsewhere: list[tuple[str, nn.Parameter, Tensor]]) -> bool:
-    """Copy tensors that were assigned to parameters' ``.data`` to their places in the buffer; return if any were.
-
-    ``elsewhere``: ``(name, parameter, its place)`` of the parameters that show another tensor.
-    """
-    for name, param, view in elsewhere:
-        if param.shape != view.shape:
-            raise RuntimeError(
-                f"{name}: its .data is a tensor of shape {tuple(param.shape)} now; a parameter under an engine "
-                f"keeps its shape, {tuple(view.shape)}"
-            )
-        with torch.no_grad():
-            view.copy_(param.data)
-        param.data = view
-    return bool(elsewhere)
-
-
-def refuse_assigned(elsewhere: list[tuple[str, nn.Parameter, Tensor]]) -> None:
-    """Raise RuntimeError if a tensor was assigned to ``.data`` of hidden weights; ``elsewhere``: as above."""
-    for name, param, freed in elsewhere:
-        with torch._C.DisableTorchFunctionSubclass():
-            param.data = freed
-        raise RuntimeError(
-            f"{name}: its .data was assigned to while the weights were sharded; "
-            "do it inside zero.full_params(write_back=True)"
-        )
 
 
 def _bits(values: Tensor) -> Tensor:
