@@ -55,7 +55,7 @@ def main() -> None:
         if asked.trackio:
             shoot_trackio(Path(root), asked.chromium)
             return
-        sweep = asked.sweep or write_sweep(Path(root) / "example", repeats=2, trace=True)
+        sweep = asked.sweep or write_sweep(Path(root) / "example", repeats=2)
         make(sweep, Path(root) / "out", one_run(Path(root) / "first"), asked.chromium)
 
 

@@ -58,7 +58,6 @@ def write_sweep(
     layers: Sequence[int] = (2,),
     repeats: int = 1,
     num_steps: int = 8,
-    trace: bool = False,
 ) -> Path:
     """A sweep's folder, all cases done: strategies x bandwidths x depths, with times by a formula."""
     sweep = SweepConfig(
@@ -72,13 +71,13 @@ def write_sweep(
         assert case.config is not None, case.refusal
         entries.append({"name": case.name, "axes": case.axes, "repeats": repeats, "refusal": ""})
         for repeat in range(repeats):
-            write_case(run_folder(folder, case.name, repeat), case.config, repeat, num_steps, trace=trace)
+            write_case(run_folder(folder, case.name, repeat), case.config, repeat, num_steps)
     facts = {"format": SWEEP_FORMAT, **sweep.model_dump(mode="json"), "cases": entries}
     (folder / "sweep.json").write_text(json.dumps(facts))
     return folder
 
 
-def write_case(folder: Path, config: TrainConfig, repeat: int = 0, num_steps: int = 8, *, trace: bool = False) -> Path:
+def write_case(folder: Path, config: TrainConfig, repeat: int = 0, num_steps: int = 8) -> Path:
     """A run of four ranks, done, with all that a run may measure of itself."""
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(dump_toml(config.model_copy(update={"out": str(folder)})))
@@ -114,19 +113,4 @@ def write_case(folder: Path, config: TrainConfig, repeat: int = 0, num_steps: in
         },
     }
     (folder / "summary.json").write_text(json.dumps(summary))
-    if trace:
-        write_trace(folder)
     return folder
-
-
-def write_trace(folder: Path, num_ranks: int = 2) -> None:
-    """A trace of a step, as the ranks' are merged."""
-    spans = [("forward blocks.0", 0, 4, "user_annotation"), ("backward blocks.0", 4, 8, "user_annotation")]
-    spans += [("blocks.0/grads/backward", 6, 9, "communication"), ("aten::mm", 1, 1, "cpu_op")]
-    events = [
-        {"ph": "X", "cat": cat, "name": name, "pid": rank, "tid": 1, "ts": 1e3 * (at + rank), "dur": 1e3 * long}
-        for rank in range(num_ranks)
-        for name, at, long, cat in spans
-    ]
-    (folder / "trace").mkdir()
-    (folder / "trace" / "trace.json").write_text(json.dumps({"traceEvents": events}))

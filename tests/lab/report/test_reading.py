@@ -94,6 +94,6 @@ def test_the_bundle_is_the_one_that_npm_has_and_can_draw_every_figure(tmp_path):
     script = gzip.decompress(plotly_js())
     assert hashlib.sha256(script).hexdigest() == PLOTLY_JS_SHA256
     assert f"plotly.js (basic - minified) v{PLOTLY_JS}".encode() in script[:100]
-    figures, _ = figures_of(gather([write_sweep(tmp_path / "sweep", trace=True)]))
+    figures, _ = figures_of(gather([write_sweep(tmp_path / "sweep")]))
     traces = {trace["type"] for figure in figures for trace in as_plotly(figure)["data"]}
     assert traces == {"scatter", "bar"}  # what is in the bundle

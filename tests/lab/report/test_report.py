@@ -41,15 +41,14 @@ def _drawings(folder: Path) -> list[dict]:
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory):
     """A sweep of three bandwidths and four stages, two repeats each, and its report."""
-    folder = write_sweep(tmp_path_factory.mktemp("sweep") / "study", repeats=2, trace=True)
+    folder = write_sweep(tmp_path_factory.mktemp("sweep") / "study", repeats=2)
     assert main(["report", str(folder)]) == 0
     return folder
 
 
 def test_a_sweep_has_every_figure_on_the_page_and_as_png(sweep):
     names = sorted(path.stem for path in (sweep / "figures").glob("*.png"))
-    steps = [f"timeline-zero{stage}" for stage in range(4)]
-    expected = ["communication", "loss", "memory", "predicted-peak", "predicted-step", "relative", "throughput", *steps]
+    expected = ["communication", "loss", "memory", "predicted-peak", "predicted-step", "relative", "throughput"]
     assert names == sorted(expected)
     assert all((sweep / "figures" / f"{name}.png").read_bytes()[:4] == b"\x89PNG" for name in names)
     assert len(_drawings(sweep)) == len(names)
@@ -141,15 +140,12 @@ def test_damage_is_listed_and_breaks_nothing(tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     (empty / "run.lock").touch()
-    (tmp_path / "strange" / "trace").mkdir()
-    (tmp_path / "strange" / "trace" / "trace.json").write_text('{"traceEvents": [{"ph": "X"}, 4]}')
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
     page = _page(tmp_path / "out")
     assert "Folders that are not whole (3)" in page
     assert "unfinished: metrics.jsonl: the last line is half-written" in page
     assert "damaged: config.toml: does not parse" in page
     assert "there is no config.toml: no run has begun here" in page
-    assert "trace.json is damaged" in page
 
 
 @pytest.mark.parametrize("damage", [b"", b"[]", b'{"cases": 4}', b'{"cases": [{"name": "../.."}, 1]}', b"\xff"])
@@ -159,7 +155,7 @@ def test_a_damaged_sweep_is_listed(tmp_path, damage):
     material = gather([folder])
     assert {notice.kind for notice in material.notices} == {"folder"}
     figures, missing = figures_of(material)
-    assert (figures, len(missing)) == ([], 7)
+    assert (figures, len(missing)) == ([], 6)
     assert "Folders that are not whole" in render(material, figures, missing, [])
 
 
@@ -167,7 +163,6 @@ def test_what_is_not_drawn_is_said(tmp_path):
     write_run(tmp_path / "run")
     assert main(["report", str(tmp_path / "run")]) == 0
     page = _page(tmp_path / "run")
-    assert "Step timeline: no run has a trace" in page
     assert "Predicted against measured: no run has a prediction" in page
     assert "Crossovers: needs two strategies at two bandwidths" in page
 

@@ -16,7 +16,7 @@ GREY = "#999999"
 CYCLE = (BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE, BLACK, YELLOW)
 MARKERS = ("circle", "square", "diamond", "triangle", "cross", "star")
 SET_MARKERS = ("diamond", "square", "triangle", "cross", "star", "circle")  # of validation sets; first the run's own
-Mark = Literal["line", "points", "bar", "span"]
+Mark = Literal["line", "points", "bar"]
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,12 @@ class Axis:
         title: text beside the axis, with the unit.
         log: whether its scale is logarithmic.
         ticks: tick labels by position; empty: numbers at positions that the drawing library chooses.
-        reversed: whether its values grow in the opposite direction (on y: downwards).
         from_zero: whether it begins at 0, so that lengths can be compared.
     """
 
     title: str
     log: bool = False
     ticks: Mapping[float, str] = field(default_factory=lambda: MappingProxyType({}))
-    reversed: bool = False
     from_zero: bool = False
 
 
@@ -44,13 +42,12 @@ class Series:
 
     Attributes:
         name: name in the legend; empty: the legend leaves it out.
-        mark: ``line``: joined points; ``points``; ``bar``: a vertical bar at ``x``, ``y`` high from ``base``; ``span``:
-            a horizontal bar at ``y``, ``x`` long from ``base``.
+        mark: ``line``: joined points; ``points``; ``bar``: a vertical bar at ``x``, ``y`` high from ``base``.
         colour: colour as ``#rrggbb``.
-        x, y: coordinates (of bars and spans one of them is a length, see ``mark``).
+        x, y: coordinates; of bars y is a height.
         low, high: ends of the error bars along y; empty: no error bars.
-        base: the beginning of each bar or span; empty: all begin at 0.
-        width: thickness of a bar or a span, in units of its axis.
+        base: the beginning of each bar; empty: all begin at 0.
+        width: thickness of a bar, in units of its axis.
         marker: one of `MARKERS`; empty: a line without markers.
         marker_size: size of markers in pixels.
         dashed: whether a line is dashed.

@@ -10,7 +10,7 @@ from zeroshard.lab.report.entries import Entry, ReportContents
 from zeroshard.lab.report.figure import Figure
 from zeroshard.lab.report.marks import LeftOutError
 from zeroshard.lab.report.reading_notes import with_notes
-from zeroshard.lab.report.run_figures import loss, memory, predictions, timelines
+from zeroshard.lab.report.run_figures import loss, memory, predictions
 from zeroshard.lab.report.single_run import curves_of, memory_of
 from zeroshard.lab.report.speed import communication, relative, throughput
 from zeroshard.lab.run_folders import RunResult
@@ -32,7 +32,6 @@ def figures_of(material: ReportContents) -> Drawn:
     }
     kinds: dict[str, Callable[[], list[Figure]]] = {
         **(compared if run is None else _of_one(run, entries)),
-        "Step timeline": lambda: timelines(entries),
         "Predicted against measured": lambda: predictions(entries),
     }
     figures: list[Figure] = []

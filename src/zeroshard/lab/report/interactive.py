@@ -66,8 +66,6 @@ def _axis(axis: Axis, values: Sequence[float]) -> dict[str, Any]:
             "tickvals": list(axis.ticks),
             "ticktext": [_short(text, longest) for text in axis.ticks.values()],
         }
-    if axis.reversed:
-        found["autorange"] = "reversed"
     if axis.from_zero and not axis.log:
         found["rangemode"] = "tozero"
     return {key: value for key, value in found.items() if value is not None}
@@ -94,14 +92,12 @@ def _trace(series: Series) -> dict[str, Any]:
         "text": [_text(note) for note in series.notes] or None,
         "hovertemplate": "%{text}<br>%{x:.4~g}, %{y:.4~g}" if series.notes else None,
     }
-    if series.mark in ("bar", "span"):
+    if series.mark == "bar":
         pattern = {"shape": "/", "fgcolor": "white", "fillmode": "overlay", "size": 6} if series.hatched else None
-        border = {"width": 0.5 if series.mark == "bar" else 0, "color": "#333333"}
+        border = {"width": 0.5, "color": "#333333"}
         trace |= {"type": "bar", "marker": _present(color=series.colour, pattern=pattern, line=border)}
         trace |= {"base": list(series.base) or None, "width": series.width, "textposition": "none"}
-        if series.mark == "span":
-            trace |= {"orientation": "h", "hovertemplate": "%{text}<br>%{x:.4~g} ms"}
-        elif series.notes:
+        if series.notes:
             trace["hovertemplate"] = "%{text}<br>%{y:.4~g}"
     else:
         symbol = _SYMBOLS.get(series.marker, series.marker or "circle")

@@ -67,9 +67,6 @@ def _mark(axes: Any, series: Series) -> None:
             **style,
         )
         return
-    if series.mark == "span":
-        axes.barh(series.y, series.x, series.width, left=series.base or 0.0, color=series.colour, label=name)
-        return
     line = {"line": "--" if series.dashed else "-", "points": ""}[series.mark]
     marker = _MARKERS.get(series.marker, "")
     axes.errorbar(
@@ -109,8 +106,6 @@ def _shape(axes: Any, which: str, axis: Axis) -> None:
         own.set_major_formatter(FuncFormatter(lambda value, place: f"{value:,.10g}"))
     if axis.from_zero and not axis.log:
         getattr(axes, f"set_{which}lim")(**{"bottom" if which == "y" else "left": 0})
-    if axis.reversed:
-        own.set_inverted(True)
 
 
 def slant(words: Sequence[str]) -> int:

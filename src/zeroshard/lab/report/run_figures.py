@@ -1,4 +1,4 @@
-"""Figures of single runs: loss, memory, the timeline of a step on each rank, and predicted against measured."""
+"""Figures of single runs: loss, memory, and predicted against measured."""
 
 from __future__ import annotations
 
@@ -25,14 +25,12 @@ from zeroshard.lab.report.figure import (
     Figure,
     Series,
 )
-from zeroshard.lab.report.marks import MOST_BARS, LeftOutError, numbered, only_first, rank_of_strategy, style
-from zeroshard.lab.report.rank_spans import TRACE, TraceError, read_spans
+from zeroshard.lab.report.marks import MOST_BARS, LeftOutError, only_first, rank_of_strategy, style
 from zeroshard.lab.run_folders import RunResult, validation_sets
 
 MOST_LINES = 12
 MOST_NAMED = 6  # most runs with identical losses that the caption names for one curve
 MOST_POINTS = 400  # most points of a curve
-MOST_TIMELINES = 4
 MIB, GIB = 2**20, 2**30
 CATEGORY_COLOURS = {
     "params": BLUE,
@@ -47,7 +45,6 @@ CATEGORY_COLOURS = {
     "comm_buffers": BLACK,
     "others": GREY,
 }
-SPAN_COLOURS = {"forward": BLUE, "backward": ORANGE, "other": GREEN, "communication": VERMILLION}
 
 
 def loss(entries: Sequence[Entry]) -> list[Figure]:
@@ -121,26 +118,6 @@ def memory(entries: Sequence[Entry]) -> list[Figure]:
     return [Figure("memory", "Memory of a rank", x, Axis(unit, from_zero=True), tuple(series), caption, height=1.15)]
 
 
-def timelines(entries: Sequence[Entry]) -> list[Figure]:
-    """The timeline of a step on each rank, for one traced run of each strategy."""
-    chosen: dict[str, tuple[Entry, RunResult]] = {}
-    for entry in sorted(entries, key=rank_of_strategy):
-        for run in entry.case.runs:
-            if entry.strategy not in chosen and (run.folder / TRACE).is_file():
-                chosen[entry.strategy] = (entry, run)
-    if not chosen:
-        raise LeftOutError("no run has a trace; --profile.trace-steps 1 records one")
-    figures, damaged = [], []
-    for entry, run in list(chosen.values())[:MOST_TIMELINES]:
-        try:
-            figures.append(_timeline(entry, run))
-        except TraceError as why:
-            damaged.append(f"{entry.label}: {why}")
-    if not figures:
-        raise LeftOutError("; ".join(damaged))
-    return numbered(figures)
-
-
 def predictions(entries: Sequence[Entry]) -> list[Figure]:
     """Step time and peak memory, measured against predicted."""
     figures = []
@@ -181,39 +158,6 @@ def predictions(entries: Sequence[Entry]) -> list[Figure]:
     if not figures:
         raise LeftOutError("no run has a prediction of its peak (--profile.memory) or its step time (--plan.device)")
     return figures
-
-
-def _timeline(entry: Entry, run: RunResult) -> Figure:
-    spans = read_spans(run.folder / TRACE)
-    ranks = sorted({span.rank for span in spans})
-    rows: dict[float, str] = {}
-    series = []
-    for rank in ranks:
-        rows[2.0 * ranks.index(rank)] = f"rank {rank}"
-        if any(span.rank == rank and span.kind == "communication" for span in spans):
-            rows[2.0 * ranks.index(rank) + 0.8] = "communication"
-    for kind, colour in SPAN_COLOURS.items():
-        own = [span for span in spans if span.kind == kind]
-        if own:
-            shift = 0.8 if kind == "communication" else 0.0
-            series.append(
-                Series(
-                    {"other": "update"}.get(kind, kind),
-                    "span",
-                    colour,
-                    tuple((span.end_s - span.start_s) * 1e3 for span in own),
-                    tuple(2.0 * ranks.index(span.rank) + shift for span in own),
-                    base=tuple(span.start_s * 1e3 for span in own),
-                    width=0.7,
-                    notes=tuple(span.name for span in own),
-                )
-            )
-    title = f"Step of {entry.label}"
-    return Figure(
-        f"timeline-{entry.strategy or 'run'}", title, Axis("ms"), Axis("", ticks=rows, reversed=True), tuple(series),
-        "Communication is under way while its bar lasts, whether or not anybody waits.",
-        height=0.45 + 0.22 * len(ranks),
-    )  # fmt: skip
 
 
 def _peaks(shown: Sequence[Entry], scale: float) -> list[Series]:
