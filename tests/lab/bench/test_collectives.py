@@ -35,7 +35,7 @@ def test_rates_and_speed_ups_come_from_the_rounds():
 
 def test_every_communicator_is_asked_for_every_operation():
     def rank_main(comm):
-        return sorted(contestants({"threads": comm}, None, 2, 64, torch.float32, torch.device("cpu")))
+        return sorted(contestants({"threads": comm}, 2, 64, torch.float32, torch.device("cpu")))
 
     assert run_threads(rank_main, 2) == [sorted(["copy", *(f"threads {op}" for op in OPS)])] * 2
 
@@ -55,5 +55,5 @@ def test_whole_tensors_lie_where_a_communicator_wants_them():
             return super().all_gather(output, shard)
 
     comm = Choosy()
-    contestants({"choosy": comm}, None, 2, 64, torch.float32, torch.device("cpu"))  # calls each once
+    contestants({"choosy": comm}, 2, 64, torch.float32, torch.device("cpu"))  # calls each once
     assert [len(tensor) for tensor in comm.given] == [16]

@@ -1,25 +1,21 @@
-"""Time of each communicator's collectives, compared with a memory copy and raw TCP.
+"""Time of each communicator's collectives, compared with a memory copy.
 
 Each rank times a call from a common barrier; the slowest rank's time counts. algbw and busbw are those of nccl-tests
 (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md): algbw is the bytes of the unsharded tensor over
 time; busbw is algbw times 2 (W-1)/W for an all-reduce, and times (W-1)/W for the other two. ``copy`` copies the
-unsharded tensor once; ``tcp`` sends (W-1)/W of it to the right neighbour and receives as much from the left, over plain
-sockets.
+unsharded tensor once.
 """
 
 from __future__ import annotations
 
 import random
-import socket
 import statistics
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from zeroshard.comm import empty_for
 from zeroshard.lab.bench.ranks import close, communicator, on_ranks, slowest, synchronise
@@ -28,7 +24,6 @@ from zeroshard.lab.bench.report import Column, Report, Row, Spread, giga, interl
 OPS = ("reduce_scatter", "all_gather", "all_reduce")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SMALL_BYTES = 1 << 20  # up to this size a round takes the median of several calls
-YARDSTICKS = ("copy", "tcp")
 
 
 def run(
@@ -71,7 +66,7 @@ def run(
 
 def bus_factor(op: str, world: int) -> float:
     """The factor from algbw to busbw; 0 for an operation that has no busbw."""
-    return {"all_reduce": 2.0, "reduce_scatter": 1.0, "all_gather": 1.0, "tcp": 1.0}.get(op, 0.0) * (world - 1) / world
+    return {"all_reduce": 2.0, "reduce_scatter": 1.0, "all_gather": 1.0}.get(op, 0.0) * (world - 1) / world
 
 
 def rows_of(found: dict[str, Any], world: int, num_bytes: int, base: str) -> list[Row]:
@@ -97,7 +92,7 @@ def rows_of(found: dict[str, Any], world: int, num_bytes: int, base: str) -> lis
             "rounds_s": times,
         }
         rows.append(row)
-    order = [*OPS, *YARDSTICKS]
+    order = [*OPS, "copy"]
     return sorted(rows, key=lambda row: order.index(row["op"]))
 
 
@@ -106,12 +101,11 @@ def _measure(
 ) -> list[dict[str, Any]]:
     made = {name: communicator(name) for name in comms}
     world = dist.get_world_size() if dist.is_initialized() else 1
-    tcp = _Tcp(rank, world) if world > 1 else None
     order = random.Random(0)  # the same on every rank
     found = []
     for size, num_bytes in sizes.items():
         for dtype in dtypes:
-            calls = contestants(made, tcp, world, num_bytes, DTYPES[dtype], device)
+            calls = contestants(made, world, num_bytes, DTYPES[dtype], device)
             num_calls = 7 if num_bytes <= SMALL_BYTES else 1
             timers = {name: _timer(call, num_calls, device) for name, call in calls.items()}
             found.append({"size": size, "dtype": dtype, "rounds_s": interleaved(timers, num_rounds, order)})
@@ -122,7 +116,7 @@ def _measure(
 
 
 def contestants(
-    comms: dict[str, Any], tcp: _Tcp | None, world: int, num_bytes: int, dtype: torch.dtype, device: torch.device
+    comms: dict[str, Any], world: int, num_bytes: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Callable[[], object]]:
     """The calls that a round times, by name; each has been called once already.
 
@@ -132,10 +126,6 @@ def contestants(
     wholes = {name: empty_for(comm, numel, dtype, device).fill_(1) for name, comm in comms.items()}
     one, other, shard = (torch.ones(n, dtype=dtype, device=device) for n in (numel, numel, numel // world))
     calls: dict[str, Callable[[], object]] = {"copy": lambda: one.copy_(other)}
-    if tcp is not None:
-        message = torch.ones(num_bytes * (world - 1) // world, dtype=torch.uint8)
-        landing = torch.empty_like(message)
-        calls["tcp"] = lambda: tcp.exchange(message, landing)
     for name, comm in comms.items():
         whole = wholes[name]
         calls[f"{name} reduce_scatter"] = lambda comm=comm, whole=whole: comm.reduce_scatter(shard, whole).wait()
@@ -162,23 +152,3 @@ def _timer(call: Callable[[], object], num_calls: int, device: torch.device) -> 
         return statistics.median(slowest(times))
 
     return seconds
-
-
-class _Tcp:
-    """Plain TCP sockets to both neighbours in a ring of ranks; the constructor is a collective."""
-
-    def __init__(self, rank: int, world: int) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            ports: list[Any] = [None] * world
-            dist.all_gather_object(ports, server.getsockname()[1])
-            self.right = socket.create_connection(("127.0.0.1", ports[(rank + 1) % world]))
-            self.left = server.accept()[0]
-
-    def exchange(self, send: Tensor, receive: Tensor) -> None:
-        """Send to the right while receiving from the left."""
-        sender = threading.Thread(target=self.right.sendall, args=(memoryview(send.numpy()),))
-        sender.start()
-        view = memoryview(receive.numpy())
-        while view:
-            view = view[self.left.recv_into(view) :]
-        sender.join()
