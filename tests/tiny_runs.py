@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch.distributed as dist
 
 if TYPE_CHECKING:
     from zeroshard.train.config.config import TrainConfig
@@ -54,3 +57,18 @@ def text_config(tiny_config, tmp_path):
         return tiny_config(**{"data": data, **changes})
 
     return make
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    """This process alone, for strategies that stand on torch.distributed."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def events_of(folder, kind=None):
+    """The events in the log of a run, without their time of day; ``kind``: those alone."""
+    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    found = [event for event in map(json.loads, lines) if kind in (None, event["event"])]
+    return [{key: value for key, value in event.items() if key != "time"} for event in found]

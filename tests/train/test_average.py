@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from tiny_runs import events_of
 from zeroshard.comm import LocalCommunicator
 from zeroshard.errors import UserError
 from zeroshard.inference.generate import load_for_text, run_generate
@@ -20,12 +20,6 @@ from zeroshard.train.setup.build import build_run
 from zeroshard.zero.optimizers.ema import Ema
 
 CPU = torch.device("cpu")
-
-
-def _events(config, kind):
-    lines = (Path(config.out) / "metrics.jsonl").read_text().splitlines()
-    found = [event for event in map(json.loads, lines) if event["event"] == kind]
-    return [{key: value for key, value in event.items() if key != "time"} for event in found]
 
 
 def trained(comm, config, until=None):
@@ -58,14 +52,14 @@ def test_an_average_is_logged_resumes_to_the_bit_and_changes_no_step(strategy, t
             assert torch.equal(weights_then[name], tensor)
             assert torch.equal(average_then[name], average[name])
         assert any(not torch.equal(average[name], weights[name]) for name in weights)
-    evals = _events(config, "eval")
+    evals = events_of(config.out, "eval")
     assert [event["step"] for event in evals] == [0, 3, 6]
     assert evals[0]["ema_loss"] == evals[0]["loss"]
     assert all(event["ema_loss"] != event["loss"] for event in evals[1:])
-    assert _events(parts, "eval")[-1] == evals[-1]
-    assert _events(config, "end")[0]["ema_val_loss"] == evals[-1]["ema_loss"]
-    assert "ema_loss" not in _events(plain, "eval")[-1]
-    assert "ema_val_loss" not in _events(plain, "end")[0]
+    assert events_of(parts.out, "eval")[-1] == evals[-1]
+    assert events_of(config.out, "end")[0]["ema_val_loss"] == evals[-1]["ema_loss"]
+    assert "ema_loss" not in events_of(plain.out, "eval")[-1]
+    assert "ema_val_loss" not in events_of(plain.out, "end")[0]
 
 
 def test_a_step_that_is_not_taken_leaves_the_average_alone(tiny_config):

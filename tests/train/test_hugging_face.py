@@ -6,17 +6,14 @@ import itertools
 import json
 import logging
 import shutil
-import weakref
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hf_models import ARCHITECTURES, SEQ_LEN, VOCAB_SIZE, hf_folder, make_model, require_transformers  # noqa: F401
+from live_bytes import LiveBytes
 from zeroshard import checkpoint
 from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
 from zeroshard.data.tokenizer import train_bpe
@@ -138,24 +135,6 @@ def test_the_training_loss_is_smoothed(hf_folder, kind):  # noqa: F811
     torch.testing.assert_close(model.eval()(tokens, targets), plain)
 
 
-class _LiveBytes(TorchDispatchMode):
-    """The most bytes of real storages that were alive at once."""
-
-    def __init__(self):
-        super().__init__()
-        self.peak, self._storages = 0, {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
-                storage = leaf.untyped_storage()
-                self._storages[storage._cdata] = weakref.ref(storage)
-        live = [storage for ref in self._storages.values() if (storage := ref()) is not None]
-        self.peak = max(self.peak, sum({storage._cdata: storage.nbytes() for storage in live}.values()))
-        return result
-
-
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_rank_reads_the_bytes_of_its_shard_and_holds_a_unit_beside_it(tmp_path, monkeypatch, world_size):
     """Of bf16 weights in several files, with tied embeddings: shard, one unit, and a tenth."""
@@ -178,7 +157,7 @@ def test_a_rank_reads_the_bytes_of_its_shard_and_holds_a_unit_beside_it(tmp_path
     for rank in range(world_size):
         read.clear()
         config = run_config(tmp_path, fused=False)
-        with _LiveBytes() as live:
+        with LiveBytes() as live:
             found, strategy = sharded(config, 1, None, NullCommunicator(world_size, rank), CPU)
         shard_bytes = sum(strategy.memory_bytes().values())
         assert shard_bytes == pytest.approx(4 * numel / world_size, rel=0.02)
@@ -191,14 +170,6 @@ def test_a_rank_reads_the_bytes_of_its_shard_and_holds_a_unit_beside_it(tmp_path
         assert start == covered.get(name, 0)  # no element twice, and none left out
         covered[name] = start + count
     assert sum(covered.values()) == numel
-
-
-@pytest.fixture
-def process_group(tmp_path):
-    """This process alone, for those that stand on torch.distributed."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])

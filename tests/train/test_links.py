@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +14,7 @@ from zeroshard.cli import main
 from zeroshard.comm import Link, LocalCommunicator, NullCommunicator, ThrottledCommunicator
 from zeroshard.errors import UserError
 from zeroshard.launch.environment import World
-from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.sections import LinkConfig
-from zeroshard.train.config.validate import validate
 from zeroshard.train.setup import links
 from zeroshard.train.setup.links import Links
 
@@ -97,24 +94,7 @@ def test_nothing_is_probed_where_no_link_is_slowed():
     assert Links.of(LinkConfig(mode="simulated", bandwidth="1Gbit/s")).probed(LocalCommunicator()) == {}
 
 
-def test_a_run_over_a_simulated_link_says_what_was_asked_and_achieved(tmp_path):
-    words = ["train", "--nproc", "2", "--data", "synthetic", "--data.dir", str(tmp_path / "data")]
-    words += ["--max-steps", "2", "--warmup-steps", "0", "--eval-interval", "0", "--model.n-layer", "1"]
-    words += ["--out", str(tmp_path / "run"), "--link.mode", "simulated", "--link.bandwidth", "100Mbit/s"]
-    forked.run([sys.executable, "-m", "zeroshard", *words], check=True, capture_output=True, timeout=600)
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    start = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
-    link = summary["link"]
-    assert link == start["link"]
-    assert (link["mode"], link["asked_bytes_per_s"], link["asked_latency_s"]) == ("simulated", 12.5e6, 0.0)
-    near = abs(link["achieved_bytes_per_s"] / 12.5e6 - 1) <= 0.05  # not where others hold the cores
-    assert (link["comparable"], not link["why_not_comparable"]) == (near, near)
-    assert validate(TrainConfig, {"link": {"mode": "simulated", "bandwidth": "1Gbit/s"}}).link.latency == ""
-    assert Path(tmp_path / "run" / "config.toml").read_text().count('bandwidth = "100Mbit/s"') == 1
-
-
-@pytest.mark.slow
-def test_without_overlap_a_run_has_the_same_bits_and_hides_nothing(tmp_path):
+def test_a_run_over_a_simulated_link_says_what_was_asked_and_achieved_and_overlaps_to_the_same_bits(tmp_path):
     losses, hidden = [], []
     for overlap in ("overlap", "no-overlap"):
         words = ["train", "--nproc", "2", "--data", "synthetic", "--data.dir", str(tmp_path / "data")]
@@ -127,3 +107,9 @@ def test_without_overlap_a_run_has_the_same_bits_and_hides_nothing(tmp_path):
         hidden.append(sum(unit["hidden"] for unit in summary["overlap_s_per_step"].values()))
     assert losses[0] == losses[1]
     assert hidden[0] > hidden[1]
+    link = summary["link"]
+    assert link == json.loads((tmp_path / overlap / "metrics.jsonl").read_text().splitlines()[0])["link"]
+    assert (link["mode"], link["asked_bytes_per_s"], link["asked_latency_s"]) == ("simulated", 12.5e6, 0.0)
+    near = abs(link["achieved_bytes_per_s"] / 12.5e6 - 1) <= 0.05  # not where others hold the cores
+    assert (link["comparable"], not link["why_not_comparable"]) == (near, near)
+    assert (tmp_path / overlap / "config.toml").read_text().count('bandwidth = "100Mbit/s"') == 1

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tiny_runs import events_of
 from zeroshard import checkpoint, cli
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import ExitStatus
@@ -55,23 +56,18 @@ def _train_as_threads(config, world_size, stop_wanted=lambda rank: False):
     return run_threads(rank_main, world_size)
 
 
-def _events(folder, name=None):
-    events = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    return [event for event in events if name in (None, event["event"])]
-
-
 def test_a_run_leaves_its_log_its_summary_and_a_checkpoint(tiny_config):
     config = tiny_config(checkpoint_interval=4)
     assert run_training(config) == ExitStatus.OK
     folder = Path(config.out)
-    kinds = [event["event"] for event in _events(folder)]
+    kinds = [event["event"] for event in events_of(folder)]
     expected = ["start", "eval", "step", "step", "step", "eval", "step", "step", "step", "eval", "end"]
     assert [kind for kind in kinds if kind != "checkpoint"] == expected
-    for event in _events(folder, "checkpoint"):  # written while the next steps are taken
+    for event in events_of(folder, "checkpoint"):  # written while the next steps are taken
         assert event["num_bytes"] > 0
         assert 0 < event["stall_s"] < event["total_s"]
-    assert [event["step"] for event in _events(folder, "checkpoint")] == [4, 6]
-    steps = _events(folder, "step")
+    assert [event["step"] for event in events_of(folder, "checkpoint")] == [4, 6]
+    steps = events_of(folder, "step")
     assert [event["step"] for event in steps] == [1, 2, 3, 4, 5, 6]
     assert [event["tokens"] for event in steps] == [32 * step for step in range(1, 7)]
     assert steps[0]["lr"] == config.lr / 2
@@ -80,7 +76,7 @@ def test_a_run_leaves_its_log_its_summary_and_a_checkpoint(tiny_config):
     assert summary["status"] == "ok"
     assert summary["step"] == 6
     assert summary["loss"] == steps[-1]["loss"]
-    assert summary["val_loss"] == _events(folder, "eval")[-1]["loss"]
+    assert summary["val_loss"] == events_of(folder, "eval")[-1]["loss"]
     assert checkpoint.latest(folder / "checkpoints") == folder / "checkpoints" / "step-00000006"
     assert not torch.distributed.is_initialized()
 
@@ -102,7 +98,7 @@ def test_a_peer_that_torch_s_own_collectives_lose_is_told_in_a_line_and_status_f
 def test_what_communication_costs_is_told_by_unit_kind_and_phase(tiny_config):
     config = tiny_config(strategy="zero3", micro_batch_size=1)
     _train_as_threads(config, 2)
-    for event in _events(config.out, "step"):
+    for event in events_of(config.out, "step"):
         assert set(event["exposed_s"]) == {"weights/forward", "weights/backward", "grads/backward", "control"}
         assert 0 < sum(event["exposed_s"].values()) < event["step_s"]
     exposed = json.loads((Path(config.out) / "summary.json").read_text())["exposed_s_per_step"]
@@ -114,7 +110,7 @@ def test_what_communication_costs_is_told_by_unit_kind_and_phase(tiny_config):
 def test_a_text_that_repeats_itself_is_learned(text_config):
     config = text_config(max_steps=60, lr=0.02, eval_interval=30)
     run_training(config)
-    losses = [event["loss"] for event in _events(config.out, "eval")]
+    losses = [event["loss"] for event in events_of(config.out, "eval")]
     assert losses[0] == pytest.approx(math.log(256), rel=0.02)
     assert losses[-1] < 0.5
 
@@ -125,7 +121,7 @@ def test_accumulation_over_micro_batches_is_one_large_batch(tiny_config, tmp_pat
     apart = tiny_config(micro_batch_size=2, grad_accum_steps=3, out=str(tmp_path / "b"))
     run_training(together)
     run_training(apart)
-    for one, other in zip(_events(together.out, "step"), _events(apart.out, "step"), strict=True):
+    for one, other in zip(events_of(together.out, "step"), events_of(apart.out, "step"), strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
 
@@ -136,7 +132,7 @@ def test_ranks_train_on_the_global_batch_of_one_process(tiny_config, tmp_path):
     shared = tiny_config(micro_batch_size=2, eval_batches=6, out=str(tmp_path / "shared"))
     assert _train_as_threads(shared, 2) == [ExitStatus.OK] * 2
     for name in ("step", "eval"):
-        for one, other in zip(_events(alone.out, name), _events(shared.out, name), strict=True):
+        for one, other in zip(events_of(alone.out, name), events_of(shared.out, name), strict=True):
             assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
             assert one.get("tokens") == other.get("tokens")
 
@@ -144,7 +140,7 @@ def test_ranks_train_on_the_global_batch_of_one_process(tiny_config, tmp_path):
 def test_the_traffic_of_each_step_is_the_strategys_and_no_evaluations(tiny_config, tmp_path):
     config = tiny_config(strategy="zero2", eval_interval=2)
     _train_as_threads(config, 2)
-    traffic = [event["comm"] for event in _events(config.out, "step")]
+    traffic = [event["comm"] for event in events_of(config.out, "step")]
     assert set(traffic[-1]) == {"reduce_scatter", "all_gather"}
     assert traffic[-1]["reduce_scatter"] == traffic[-1]["all_gather"]
     assert traffic[3] == traffic[5]
@@ -157,7 +153,7 @@ def test_whole_gradients_travel_once_a_step_however_many_micro_batches_it_has(ti
         changes = {"grad_accum_steps": num_micro, "max_steps": 2, "warmup_steps": 1, "eval_interval": 0}
         config = tiny_config(strategy="zero1", micro_batch_size=1, out=str(tmp_path / str(num_micro)), **changes)
         _train_as_threads(config, 2)
-        sent.append([event["comm"] for event in _events(config.out, "step")])
+        sent.append([event["comm"] for event in events_of(config.out, "step")])
     assert sent[0] == sent[1]
     assert set(sent[0][1]) == {"reduce_scatter", "all_gather"}
 
@@ -172,9 +168,9 @@ def test_a_wish_to_stop_on_one_rank_stops_all_after_that_step_with_a_checkpoint(
         return rank == 1 and asked.count(1) == 3
 
     assert _train_as_threads(config, 2, stop_wanted) == [ExitStatus.TERMINATED] * 2
-    assert [event["step"] for event in _events(config.out, "step")] == [1, 2, 3]
+    assert [event["step"] for event in events_of(config.out, "step")] == [1, 2, 3]
     assert checkpoint.latest(Path(config.out) / "checkpoints").name == "step-00000003"
-    assert _events(config.out, "end")[0]["status"] == "terminated"
+    assert events_of(config.out, "end")[0]["status"] == "terminated"
 
 
 @pytest.mark.parametrize(
@@ -199,7 +195,7 @@ def test_a_signal_is_noted_saved_for_and_told_by_the_status(tiny_config, monkeyp
     assert run_training(config) == status
     assert signal.getsignal(number) == before
     assert checkpoint.latest(Path(config.out) / "checkpoints").name == "step-00000003"
-    assert _events(config.out, "end")[0]["status"] == status.name.lower()
+    assert events_of(config.out, "end")[0]["status"] == status.name.lower()
 
 
 def test_too_many_steps_that_are_not_finite_stop_the_run_with_its_weights_as_they_were(built_run, capsys):
@@ -220,10 +216,10 @@ def test_too_many_steps_that_are_not_finite_stop_the_run_with_its_weights_as_the
     assert train(run) == ExitStatus.NOT_FINITE
     after = run.strategy.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    steps = _events(run.folder, "step")
+    steps = events_of(run.folder, "step")
     assert [event["loss"] is None for event in steps] == [False, False, True, True]
     assert [event["why_skipped"] for event in steps] == ["", "", "not finite", "not finite"]
-    assert _events(run.folder, "end")[0]["num_skipped"] == 2
+    assert events_of(run.folder, "end")[0]["num_skipped"] == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("error: step 4: loss nan")
@@ -241,7 +237,7 @@ def test_a_skipped_step_uses_up_data_and_no_learning_rate(built_run):
 
     run.strategy.model.forward = explode
     train(replace(run, schedule=replace(run.schedule, max_steps=4)))
-    steps = _events(run.folder, "step")
+    steps = events_of(run.folder, "step")
     assert [event["lr"] for event in steps] == [run.learning_rate(taken) for taken in (0, 1, 1, 2)]
     assert steps[1]["lr"] < steps[3]["lr"]
     assert [event["tokens"] for event in steps] == [32, 64, 96, 128]
@@ -261,7 +257,7 @@ def test_an_interrupt_leaves_a_log_of_whole_lines(tiny_config, monkeypatch):
     monkeypatch.setattr(loop, "take_step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_training(config)
-    assert [event["step"] for event in _events(config.out, "step")] == [1, 2]
+    assert [event["step"] for event in events_of(config.out, "step")] == [1, 2]
 
 
 def test_dropout_has_another_seed_for_each_step_and_rank(built_run):
@@ -273,5 +269,5 @@ def test_dropout_has_another_seed_for_each_step_and_rank(built_run):
 def test_interval_zero_means_only_at_the_end(built_run):
     run = built_run(eval_interval=0, checkpoint_interval=0)
     train(replace(run, schedule=replace(run.schedule, max_steps=2)))
-    kinds = [event["event"] for event in _events(run.folder)]
+    kinds = [event["event"] for event in events_of(run.folder)]
     assert kinds == ["start", "step", "step", "eval", "checkpoint", "end"]

@@ -7,7 +7,6 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from hf_models import SEQ_LEN, VOCAB_SIZE, hf_folder, make_model, require_transformers  # noqa: F401
 from zeroshard import checkpoint
@@ -125,14 +124,6 @@ def test_every_stage_trains_adapters_to_the_same_bits_and_as_peft_does_in_one_pr
     for found, state in by_stage[1:]:
         assert found == by_stage[0][0]
         assert all(torch.equal(value, by_stage[0][1][name]) for name, value in state.items())
-
-
-@pytest.fixture
-def process_group(tmp_path):
-    """This process alone, for those that stand on torch.distributed."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_every_strategy_trains_adapters_alike(hf_folder, process_group):  # noqa: F811

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from tiny_runs import events_of
 from zeroshard import checkpoint
 from zeroshard.comm import run_threads
 from zeroshard.errors import ExitStatus, UserError
@@ -24,12 +24,6 @@ from zeroshard.train.state.replicas import other_replicas
 CPU = torch.device("cpu")
 SOAK = pytest.mark.soak
 STREAMING = {"every": 3, "fragments": 2, "overlap_steps": 1, "outer_lr": 0.4}
-
-
-def _events(config, kind):
-    lines = (Path(config.out) / "metrics.jsonl").read_text().splitlines()
-    found = [event for event in map(json.loads, lines) if event["event"] == kind]
-    return [{key: value for key, value in event.items() if key != "time"} for event in found]
 
 
 def _trained(comm, config, until=None, planned=False):
@@ -63,7 +57,7 @@ def test_a_run_keeps_its_plan_and_logs_its_meetings(tiny_config, strategy, shard
     assert (contract.num_broken, contract.difference) == (0, "")
     assert contract.num_checked == 5
     assert all(torch.equal(anchors[name], other[1][name]) for other in others for name in anchors)
-    meetings = {event["step"]: event["meeting"] for event in _events(config, "step") if "meeting" in event}
+    meetings = {event["step"]: event["meeting"] for event in events_of(config.out, "step") if "meeting" in event}
     every, late = given["every"], given.get("overlap_steps", 0)
     assert {step for step, meeting in meetings.items() if 0 in meeting["sent"]} == set(
         range(every // given.get("fragments", 1), 7, every)
@@ -86,7 +80,7 @@ def test_a_run_that_stops_between_meetings_goes_on_to_the_bit(tiny_config, given
     for (_, anchors, local, _), (_, anchors_then, local_then, _) in zip(whole, resumed, strict=True):
         assert all(torch.equal(anchors[name], anchors_then[name]) for name in anchors)
         assert all(torch.equal(local[name], local_then[name]) for name in local)
-    assert _events(parts, "eval")[-1] == _events(config, "eval")[-1]
+    assert events_of(parts.out, "eval")[-1] == events_of(config.out, "eval")[-1]
     manifest = checkpoint.read_manifest(checkpoint.latest(checkpoint_folder(Path(parts.out))))
     assert [guard["num_skipped"] for guard in manifest.extra["guards"]] == [0, 0]
 

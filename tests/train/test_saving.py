@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from zeroshard import checkpoint
 from zeroshard.checkpoint import api
@@ -106,14 +105,6 @@ def _checkpoints(config, world_size):
     assert set(run_threads(rank_main, world_size)) == {0}
     folders = sorted((Path(config.out) / "checkpoints").glob("step-*"))
     return {folder.name: checkpoint.open_manifest(folder) for folder in folders}
-
-
-@pytest.fixture
-def process_group(tmp_path):
-    """This process alone, for those that stand on torch.distributed."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from live_bytes import LiveBytes
 from zeroshard import checkpoint
 from zeroshard.checkpoint import api
 from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
@@ -31,14 +28,6 @@ TORCHS = ("ddp", "fsdp2", "zero1-torch")
 
 
 @pytest.fixture
-def process_group(tmp_path):
-    """This process alone, for those that stand on torch.distributed."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture
 def drawn(monkeypatch):
     """What was drawn, in order: name, first element, number of elements."""
     parts, fill = [], decoder.fill_normal_
@@ -51,30 +40,9 @@ def drawn(monkeypatch):
     return parts
 
 
-class _LiveBytes(TorchDispatchMode):
-    """The most bytes of real storages that operations in this block have returned and that were alive at once.
-
-    Their sizes are asked for anew after each operation, because the engine frees weights by shrinking their storages.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.peak, self._storages = 0, {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
-                storage = leaf.untyped_storage()
-                self._storages[storage._cdata] = weakref.ref(storage)
-        live = [storage for ref in self._storages.values() if (storage := ref()) is not None]
-        self.peak = max(self.peak, sum({storage._cdata: storage.nbytes() for storage in live}.values()))
-        return result
-
-
 def _peak_bytes(work):
     """The most bytes that were alive at once of what ``work`` allocated, and its result."""
-    with _LiveBytes() as live:
+    with LiveBytes() as live:
         result = work()
     return live.peak, result
 
