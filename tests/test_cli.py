@@ -338,7 +338,7 @@ def test_doctor_reports_versions_and_what_would_be_used(capsys):
     rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert rows["zeroshard"] == zeroshard.__version__
     assert {"python", "torch", "numpy", "os", "cpus", "memory", "gloo", "nccl"} <= set(rows)
-    assert re.fullmatch(r"auto +(\w+: (reference|triton)(, |$)){9}", rows["kernels"])
+    assert re.fullmatch(r"auto +(\w+: (reference|triton)(, |$)){5,}", rows["kernels"])
 
 
 def test_doctor_lists_extras_and_what_the_others_lack(capsys, monkeypatch):
