@@ -169,7 +169,7 @@ def _of_100_ids(hf):
             "pytorch_model.bin: is a pickle, and those are never read",
         ),
         (
-            lambda hf: (hf / "model.safetensors.index.json").write_text('{"weight_map": {"x": "../model.safetensors"}}'),
+            lambda hf: (hf / "model.safetensors.index.json").write_text('{"weight_map": {"x": "../a"}}'),
             "index.json: has no weight_map of files beside it",
         ),
         (
