@@ -57,6 +57,7 @@ LEFT = [
     r"--oversubscription",
     r"--pod-nodes",
     r"no-master-weights",
+    r"largest-model",
     r"dry[-_]run[-_]values",
     r"data/bulk",
     r"data/parts",

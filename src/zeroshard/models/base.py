@@ -70,7 +70,6 @@ class LanguageModel(nn.Module, ABC):
         keeps_examples_apart: whether attention is known to stay inside the examples of a row; else a run checks it.
         traces_on_meta: whether forward and backward depend on the device by their kernels alone, so that a trace on the
             meta device shows what they do elsewhere.
-        scales: whether other values of ``n_layer`` and ``n_embd`` in its configuration make a model of that size.
         takes_loss_options: whether the model's loss takes the `loss_options`.
         balances_experts: whether the loss has a load-balancing term of experts, which depends on all tokens of a batch.
         label_smoothing, z_loss: options of the loss in training mode, as in `zeroshard.kernels.cross_entropy`; in
@@ -89,7 +88,6 @@ class LanguageModel(nn.Module, ABC):
     takes_positions: ClassVar[bool] = False
     keeps_examples_apart: ClassVar[bool] = False
     traces_on_meta: ClassVar[bool] = False
-    scales: ClassVar[bool] = False
     takes_loss_options: bool = False
     balances_experts: bool = False
     eos_id: int | None = None

@@ -81,7 +81,6 @@ class Decoder(LanguageModel, Generic[C]):
     takes_loss_options = True
     keeps_examples_apart = True
     traces_on_meta = True
-    scales = True
 
     def __init__(self, config: C, seed: int = 0, kernels: Choice = "auto") -> None:
         super().__init__()

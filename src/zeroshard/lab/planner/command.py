@@ -19,7 +19,6 @@ from zeroshard.lab.planner.inverse import (
     crossover,
     fewest,
     largest_micro_batch,
-    largest_model,
     lowest_bandwidth,
 )
 from zeroshard.lab.planner.plan import check_node_copy, check_wire_nodes, micro_batches, plan
@@ -92,7 +91,7 @@ def _asked_planner(config: PlanConfig, given: dict[str, Any]) -> Planner:
     planner = planner_for(**given)
     check_node_copy(planner, 3, config.shard_size or None)
     check_wire_nodes(planner)
-    if config.ask in ("largest-model", "lowest-bandwidth", "crossover"):
+    if config.ask in ("lowest-bandwidth", "crossover"):
         micro_batches(planner, config.micro_batch or 1)  # raises if the global batch is no multiple of it
     return planner
 
@@ -189,8 +188,6 @@ def ask(config: PlanConfig, planner: Planner) -> Answer:
     stages = tuple(STAGES) if config.stage == "all" else (int(config.stage),)
     stage = stages[-1]
     micro_batch = config.micro_batch or 1
-    if config.ask == "largest-model":
-        return largest_model(planner, stage, micro_batch)
     if config.ask == "largest-micro-batch":
         return largest_micro_batch(planner, stage)
     if config.ask == "fewest-gpus":

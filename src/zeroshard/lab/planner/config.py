@@ -17,7 +17,6 @@ from zeroshard.zero import rules
 
 Question = Literal[
     "none",
-    "largest-model",
     "largest-micro-batch",
     "fewest-gpus",
     "lowest-bandwidth",

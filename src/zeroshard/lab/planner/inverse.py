@@ -1,20 +1,18 @@
-"""Answers inverse questions by bisection over plans: the largest model or micro-batch that fits, the fewest GPUs, the
-lowest bandwidth that is enough, and the bandwidth at which one stage overtakes another.
+"""Answers inverse questions by bisection over plans: the largest micro-batch that fits, the fewest GPUs, the lowest
+bandwidth that is enough, and the bandwidth at which one stage overtakes another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 from zeroshard.errors import UserError
 from zeroshard.lab.planner.advice import describe, sentence_case
 from zeroshard.lab.planner.changes import fewest_gpus
 from zeroshard.lab.planner.plan_rows import Row
 from zeroshard.lab.planner.planner import Planner
-from zeroshard.lab.predict.workload import Workload
-from zeroshard.models import LanguageModel
 
 MOST_SEQUENCES = 2**20  # the largest micro-batch that the search considers
 KEEPS = 0.9  # share of the speed on an infinitely fast network that a stage must keep
@@ -44,37 +42,6 @@ def largest_micro_batch(planner: Planner, stage: int) -> Answer:
     least = "at least " if found == MOST_SEQUENCES else ""  # the search stops there
     return Answer(
         found, "sequences", f"The largest micro-batch at {name} is {least}{found} x {planner.workload.seq_len} tokens."
-    )
-
-
-def largest_model(planner: Planner, stage: int, micro_batch: int) -> Answer:
-    """The largest model of the workload's kind that fits: width and depth grow together, with n_layer = n_embd / 128.
-
-    Raises:
-        UserError: the model is not one of ours.
-    """
-    _require_ours(planner.workload)
-    config = cast(LanguageModel, planner.workload.model).config
-    head = config.n_embd // config.n_head
-
-    def scaled(layers: int) -> Planner:
-        heads = max(1, layers * 128 // head)
-        sizes: dict[str, object] = {"n_layer": layers, "n_head": heads, "n_embd": heads * head}
-        if hasattr(config, "n_kv_head"):
-            sizes |= {"n_kv_head": heads, "ffn_hidden": 0}
-        return planner.on(workload=planner.workload.changed(sizes))
-
-    found = most(lambda layers: scaled(layers).row(stage, micro_batch).fits, 512)
-    where = f"stage {stage} on {planner.cluster.world_size:,} x {planner.device.name}, micro-batch {micro_batch}"
-    if not found:
-        return Answer(None, "parameters", f"Not even one layer 128 wide fits at {where}.")
-    workload = scaled(found).workload
-    width = cast(LanguageModel, workload.model).config.n_embd
-    return Answer(
-        workload.num_params,
-        "parameters",
-        f"The largest model like {planner.workload.name} at {where} has {workload.num_params / 1e9:.2f}B parameters: "
-        f"{found} layers {width} wide.",
     )
 
 
@@ -191,11 +158,6 @@ def require_network(planner: Planner) -> None:
     """Raise UserError if there is only one GPU."""
     if planner.cluster.world_size == 1:
         raise UserError("gpus", "1 sends nothing, at any stage", "give 2 or more")
-
-
-def _require_ours(workload: Workload) -> None:
-    if not (isinstance(workload.model, LanguageModel) and workload.model.scales):
-        raise UserError("model", f"{workload.name} cannot be built larger", "ask it of a preset")
 
 
 def _gbit(bytes_per_s: float) -> str:

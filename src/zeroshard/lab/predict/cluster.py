@@ -261,8 +261,7 @@ class Cluster:
         It is that of the node with the fewest ranks: each of NCCL's rings uses a link of every node, so there are only
         as many rings as that node has links.
         """
-        share = self.between.share * max(1 - self.between.falloff * math.log2(group.num_nodes), 0.1)
-        return group.fewest * self.between.bytes_per_s * share
+        return group.fewest * self.between.bytes_per_s * self.between.share
 
     def _switched_bytes_per_s(self, in_node: int) -> float:
         """Bytes of a buffer that the switches reduce per second: each rank sends all of it, and its part of the sum."""

@@ -18,27 +18,10 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from zeroshard.errors import UserError, shown
-from zeroshard.profiling.devices import DEVICES, GIGA, Device, device_by_driver_name
+from zeroshard.profiling.devices import DEVICES, GIGA, Device
 from zeroshard.regular_files import read_text
-from zeroshard.train.config.sizes import parse_bandwidth, parse_duration, parse_size
+from zeroshard.train.config.sizes import parse_bandwidth
 from zeroshard.train.config.validate import nearest
-
-__all__ = [
-    "DEVICES",
-    "LINKS",
-    "Calibration",
-    "Device",
-    "Link",
-    "device_by_driver_name",
-    "find_device",
-    "find_link",
-    "parse_bandwidth",
-    "parse_duration",
-    "parse_size",
-    "read_calibration",
-    "this_machine",
-    "write_calibration",
-]
 
 FORMAT = "zeroshard device 1"
 # Bounds on what a file of measurements may have: no measurement lies outside, and sums would overflow a double.
@@ -108,7 +91,6 @@ class Link:
         source: the data sheet, or how it was measured.
         call_s: seconds that every collective takes, however few bytes it sends.
         share: share of ``bytes_per_s`` that collectives reach; 1.0 if they were measured.
-        falloff: the part that this share loses per doubling of the nodes, if a fabric has fewer links higher up.
         in_switch: share of ``bytes_per_s`` that reducing switches reach (NVLS); 0: there are none.
         protocols: protocols for small messages; empty if the backend is not NCCL, or NCCL uses sockets.
         tree_steps: latency of a level of a tree over nodes, in units of ``latency_s``.
@@ -125,7 +107,6 @@ class Link:
     source: str
     call_s: float = CALL_S
     share: float = BANDWIDTH_SHARE
-    falloff: float = 0.0
     in_switch: float = 0.0
     protocols: tuple[Protocol, ...] = ()
     tree_steps: float = TREE_STEPS
@@ -287,7 +268,7 @@ def read_calibration(path: str | Path, field: str = "gpu") -> Calibration:
     facts += [device.matmul_share, device.attention_share, device.memory_share, device.in_step]
     times = [device.kernel_s, device.gelu_s, device.hook_s, *itertools.chain.from_iterable(device.conversions.values())]
     if link is not None:
-        facts += [link.bytes_per_s, link.share, 1 - link.falloff]
+        facts += [link.bytes_per_s, link.share]
         costs = (cost for table in (link.collectives, link.beside) for cost in table.values())
         times += [link.latency_s, link.call_s, *itertools.chain.from_iterable(costs)]
     if not all(0 <= time <= LONGEST_S for time in times):
