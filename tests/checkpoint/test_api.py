@@ -1,5 +1,3 @@
-import json
-
 import pytest
 import torch
 
@@ -117,19 +115,6 @@ def test_a_load_that_fails_for_the_last_tensor_has_changed_none(tmp_path, stage)
         return all(torch.equal(value, before[name]) for name, value in zero.state_dict().items())
 
     assert all(run_threads(on_rank, 2))
-
-
-def test_the_manifest_is_json_that_a_stranger_can_read(tmp_path, evenly_sharded, some_tensors):
-    _save(tmp_path / "c", evenly_sharded, some_tensors, 2, step=5)
-    body = json.loads((tmp_path / "c" / "manifest.json").read_text())
-    assert (body["format"], body["version"], body["step"], body["world_size"]) == (
-        "zeroshard-checkpoint",
-        4,
-        5,
-        2,
-    )
-    entry = next(e for e in body["tensors"] if (e["name"], e["kind"]) == ("block.weight", "exp_avg"))
-    assert (entry["dtype"], entry["shape"]) == ("F64", [7, 3])
 
 
 class WithBuffer(Net):

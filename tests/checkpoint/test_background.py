@@ -10,6 +10,7 @@ import torch
 
 from zeroshard import checkpoint
 from zeroshard.checkpoint import BackgroundSaver, Keep, background, store
+from zeroshard.checkpoint.copy_on_write import CopyOnWrite
 from zeroshard.comm import LocalCommunicator, run_threads
 
 
@@ -104,6 +105,33 @@ def test_lent_state_is_saved_as_it_was_and_copied_only_where_the_update_comes_fi
     loaded = _reload(tmp_path / "step-1", evenly_sharded, some_tensors)
     for key, expected in before.items():
         assert torch.equal(loaded[key], expected), key
+
+
+def test_an_update_waits_for_what_is_being_read():
+    tensor, reading, read, seen = torch.ones(4), threading.Event(), threading.Event(), []
+    lent = CopyOnWrite([(tensor, torch.empty(4))])
+
+    def write():
+        with lent.reading(tensor) as content:
+            reading.set()
+            assert read.wait(600)
+            seen.append(content.clone())
+
+    def update():
+        lent.settle()
+        tensor.zero_()
+
+    writer, updater = threading.Thread(target=write), threading.Thread(target=update)
+    writer.start()
+    assert reading.wait(600)
+    updater.start()
+    updater.join(0.1)
+    assert updater.is_alive()
+    read.set()
+    writer.join(20)
+    updater.join(20)
+    assert torch.equal(seen[0], torch.ones(4))
+    assert torch.equal(tensor, torch.zeros(4))
 
 
 def test_a_second_save_waits_for_the_first_and_tells_of_it(tmp_path, evenly_sharded, some_tensors, gate):

@@ -25,14 +25,6 @@ def test_operations_run_in_issue_order_on_another_thread(worker):
     assert seen == [(i, "test") for i in range(20)]
 
 
-def test_submit_does_not_wait(worker):
-    go = threading.Event()
-    work = worker.submit(lambda: go.wait(10) or pytest.fail("never told to go"))
-    go.set()
-    work.wait()
-    work.wait()
-
-
 def test_an_error_is_raised_in_wait_and_by_all_that_follows(worker):
     works = [worker.submit(lambda: None), worker.submit(lambda: 1 / 0), worker.submit(lambda: pytest.fail("ran"))]
     works[0].wait()
@@ -56,13 +48,6 @@ def test_close_finishes_what_was_submitted_and_ends_the_thread():
     assert "closing" not in [thread.name for thread in threading.enumerate()]
     with pytest.raises(RuntimeError, match="the communicator is closed"):
         worker.submit(lambda: None)
-
-
-def test_a_worker_that_is_forgotten_ends_its_thread():
-    worker = Worker("forgotten")
-    worker.submit(lambda: None).wait()
-    del worker
-    assert "forgotten" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_who_asks_is_told_of_the_end_on_the_workers_thread_or_at_once(worker):
