@@ -66,7 +66,7 @@ LORA = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "plain": {
         "row": STAGED,
-        "world_size": (1, 2, 3, 5, 8),
+        "world_size": (1, 3, 8),
         "name": tuple(MODELS),
         "precision": tuple(PRECISIONS),
         "accumulate": SUMS,
@@ -85,7 +85,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "recomputed": {
         "row": (*STAGED, "3, weights kept"),
         "name": tuple(MODELS),
-        "recomputed": ("full", "selective", "selective:2", "every:3"),
+        "recomputed": ("full", "selective:2", "every:3"),
         "world_size": (3,),
         "precision": ("bf16",),
         "num_micro": (3,),
@@ -133,7 +133,7 @@ def _settings():
             yield pytest.param(family, settings, id=f"{family}-{'-'.join(varied)}")
 
 
-def _model(name, recomputed="none", num_layers=4, lora=""):
+def _model(name, recomputed="none", num_layers=3, lora=""):
     overrides = {**MODELS[name], "n_layer": num_layers, "activation_checkpointing": recomputed}
     return build_model(name, vocab_size=61, seq_len=SEQ_LEN, overrides=overrides, lora=LORA.get(lora))
 
@@ -200,8 +200,7 @@ def test_a_step_sends_and_holds_what_was_planned(family, settings, monkeypatch):
         assert gathers == {settings["shard_size"] or 8, 2}
 
 
-@pytest.mark.parametrize("rank", [0, 39])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "rank"), [(0, 0), (1, 39), (2, 0), (3, 39)])
 def test_whole_tensors_that_few_of_many_ranks_own_are_planned_too(stage, rank):
     model, policy, world_size = _model("llama-tiny"), PRECISIONS["bf16"], 40
     matrices = [param for param in model.blocks.parameters() if param.dim() == 2]
@@ -257,8 +256,7 @@ class _Net(torch.nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "world_size"), [(0, 1), (1, 3), (2, 3), (3, 3)])
 def test_a_module_of_the_user_s_own_is_planned_within_five_per_cent(stage, world_size):
     def inputs(rows):
         return (torch.zeros(rows, 8),)

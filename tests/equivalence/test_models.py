@@ -24,7 +24,7 @@ from zeroshard.comm.shm.shm import DIRECT_BYTES
 from zeroshard.models import build_model
 from zeroshard.zero import STAGES, MixedPrecision, ShardingStrategy, Zero
 
-VOCAB, SEQ_LEN, MICRO_BATCH, NUM_STEPS, MAX_NORM, WIDTH = 31, 8, 2, 3, 0.5, 96
+VOCAB, SEQ_LEN, MICRO_BATCH, NUM_STEPS, MAX_NORM, WIDTH = 31, 8, 2, 2, 0.5, 96
 assert 12 * WIDTH**2 * 4 > DIRECT_BYTES, "shared memory reads large blocks where they lie"
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2-tied": ("gpt2-demo", {"n_layer": 2, "n_head": 3, "n_embd": 9}),
