@@ -159,11 +159,13 @@ class _Watch:
         return sorted({0, *(rank % self.world_size for rank in near)} - {self.rank})
 
     def _let_others_hear(self) -> None:
-        """Post that this rank has the verdict. Rank 0, whose end may end the board, waits a bit for the others."""
+        """Post that this rank has the verdict. Rank 0, whose end may end the board, waits a bit for those that live."""
+        limit_s = self._lost_after_s or LOST_AFTER_S
+        silent = {rank for rank, (_, seen_s) in self._last_pulse.items() if time.monotonic() - seen_s > limit_s}
         with contextlib.suppress(RuntimeError, OSError):
             self._board.post(f"heard{self.rank}", b"1")
             for _ in range(NAMING_PULSES if self.rank == 0 else 0):
-                if all(self._board.read(f"heard{rank}") for rank in range(self.world_size)):
+                if all(self._board.read(f"heard{rank}") for rank in range(self.world_size) if rank not in silent):
                     break
                 time.sleep(PULSE_S)
 
