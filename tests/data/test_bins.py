@@ -1,13 +1,9 @@
-import os
-
 import numpy as np
 import pytest
 
-from zeroshard.data import RowBatches, TextRows
-from zeroshard.data.bins import TokenBins
 from zeroshard.data.meta import read_meta
 from zeroshard.data.prepare import DataSpec, prepare
-from zeroshard.data.tokens import TokenDataset, verify
+from zeroshard.data.tokens import TokenDataset
 from zeroshard.errors import UserError
 
 
@@ -39,44 +35,7 @@ def test_nanogpts_files_are_taken_as_they_are(tmp_path):
     assert (meta.tokenizer, meta.vocab_size, meta.dtype, meta.eos_id) == ("gpt2", 50_257, "uint16", 50_256)
 
 
-def test_ids_as_wide_as_a_folder_s_are_read_where_they_lie(tmp_path):
-    """Of nanoGPT's files nothing is copied: the same batches, and the same sha256 as of a copy."""
-    files, spec = _nanogpt(tmp_path), DataSpec("bin", (str(tmp_path / "set"),), "gpt2", max_tokens=900)
-    out = prepare(spec, tmp_path / "out", shard_tokens=300)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(TokenBins, "can_be_mapped", lambda self, dtype: False)
-        copied = prepare(spec, tmp_path / "copied", shard_tokens=300)
-    assert [path.name for path in out.rglob("*")] == ["meta.json"]
-    assert read_meta(out).tokens_sha256 == read_meta(copied).tokens_sha256
-    assert [len(each.shards) for each in read_meta(out).splits.values()] == [3, 1]
-    for split in ("train", "val"):
-        ours, theirs = (RowBatches(TextRows(TokenDataset.open(folder, split), 8), 4) for folder in (out, copied))
-        assert all((a == b).all() for step in range(5) for a, b in zip(ours(step, 0), theirs(step, 0), strict=True))
-    verify(out)
-    assert files[0].stat().st_size == 2000
-
-
-def test_a_mapped_file_is_held_to_what_was_prepared(tmp_path):
-    train, _ = _nanogpt(tmp_path)
-    out = prepare(DataSpec("bin", (str(tmp_path / "set"),), "gpt2"), tmp_path / "out")
-    os.utime(train, ns=(1, 1))
-    TokenDataset.open(out)  # touched, and the same
-    content = train.read_bytes()
-    train.write_bytes(content[:500] + b"\1" + content[501:])
-    for look in (TokenDataset.open, verify):
-        with pytest.raises(
-            UserError, match=r"data\.dir: .*train\.bin was changed since its tokens were prepared; delete"
-        ):
-            look(out)
-    train.write_bytes(content[:-2])
-    with pytest.raises(UserError, match=r"train\.bin has 1,998 bytes where 2,000 were written"):
-        TokenDataset.open(out)
-    train.unlink()
-    with pytest.raises(UserError, match=r"train\.bin is missing"):
-        TokenDataset.open(out)
-
-
-def test_ids_of_another_width_are_copied(tmp_path):
+def test_ids_are_as_wide_as_the_vocabulary_needs(tmp_path):
     llm_c(tmp_path / "train.bin", [1, 2, 3], 20240801, 7, "<u4")
     out = prepare(DataSpec("bin", (str(tmp_path / "train.bin"),), "none", 0.0), tmp_path / "out")
     assert read_meta(out).dtype == "uint16"

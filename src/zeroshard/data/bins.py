@@ -3,8 +3,7 @@
 nanoGPT: uint16 ids without a header. llm.c: 256 int32 (magic, version, number of tokens, zeros), then uint16 ids
 (20240520, version 1: GPT-2's) or uint32 ids (20240801, version 7: Llama 3's). Both are little-endian. A file belongs to
 the validation split if its name has ``val``, ``valid`` or ``validation`` as a word: ``val.bin``, ``edu_val_000.bin``,
-not ``retrieval.bin``. If the ids have the width of a prepared folder's, the files are memory-mapped in place and not
-copied.
+not ``retrieval.bin``.
 
 https://github.com/karpathy/nanoGPT/tree/master/data,
 https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py
@@ -14,21 +13,17 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zeroshard.data.files import FileFacts, Fingerprint, facts_of
-from zeroshard.data.meta import SPLITS, MappedMeta, ShardMeta, SplitMeta
 from zeroshard.data.tables import corpus_identity
-from zeroshard.data.tokens import sha256_of
 from zeroshard.errors import UserError
 from zeroshard.regular_files import open_binary
 
@@ -46,7 +41,6 @@ class _Bin:
     facts: FileFacts
     dtype: str
     offset_bytes: int
-    modified_ns: int
 
     @property
     def validates(self) -> bool:
@@ -54,12 +48,6 @@ class _Bin:
 
     def ids(self) -> NDArray[np.unsignedinteger]:
         return np.memmap(self.facts.path, dtype=self.dtype, mode="r", offset=self.offset_bytes)
-
-    def mapped_from(self, start: int) -> MappedMeta:
-        """Return where the tokens from ``start`` on lie, for a mapped shard."""
-        path = os.path.abspath(self.facts.path)
-        begin = self.offset_bytes + start * np.dtype(self.dtype).itemsize
-        return MappedMeta(path, begin, self.facts.num_bytes, self.modified_ns)
 
 
 class TokenBins:
@@ -102,35 +90,6 @@ class TokenBins:
             for block in _blocks(file.ids()[start:stop]):
                 yield split, block
 
-    def can_be_mapped(self, dtype: np.dtype[Any]) -> bool:
-        """Whether every file's ids have ``dtype``, that of the prepared folder."""
-        return all(np.dtype(file.dtype) == dtype for file in self._files)
-
-    def mapped(
-        self,
-        val_fraction: float,
-        limits: Mapping[str, int | None],
-        shard_tokens: int,
-    ) -> dict[str, SplitMeta]:
-        """Describe the splits as shards that stay in their files: the same tokens as a copy would have.
-
-        Args:
-            val_fraction: as for `split`.
-            limits: maximum number of tokens per split; None: no limit.
-            shard_tokens: tokens per shard; the last shard of a file may have fewer.
-        """
-        found: dict[str, list[ShardMeta]] = {split: [] for split in SPLITS}
-        num_tokens = dict.fromkeys(SPLITS, 0)
-        for split, file, start, end in self._ranges(val_fraction):
-            limit = limits[split]
-            stop = end if limit is None else min(end, start + limit - num_tokens[split])
-            num_tokens[split] += stop - start
-            for first in range(start, stop, shard_tokens):
-                name = f"{split}/tokens-{len(found[split]):05d}.bin"
-                ids = file.ids()[first : min(first + shard_tokens, stop)]
-                found[split].append(ShardMeta(name, ids.size, sha256_of(ids), file.mapped_from(first)))
-        return {split: SplitMeta(num_tokens[split], tuple(found[split])) for split in SPLITS}
-
     def _ranges(self, val_fraction: float) -> Iterator[tuple[str, _Bin, int, int]]:
         """Yield, in order, split, file, and the range of tokens ``[start, stop)`` in it."""
         sizes = [file.ids().size for file in self._files]
@@ -166,7 +125,6 @@ def _files_of(path: str) -> list[Path]:
 
 def _look_at(facts: FileFacts) -> _Bin:
     with open_binary(facts.path) as file:
-        modified_ns = os.fstat(file.fileno()).st_mtime_ns
         start = file.read(4 * _HEADER_INTS)
     header = np.frombuffer(start, dtype="<i4") if len(start) == 4 * _HEADER_INTS else np.zeros(1, "<i4")
     if int(header[0]) in (magic for magic, _ in _LLM_C):
@@ -178,7 +136,7 @@ def _look_at(facts: FileFacts) -> _Bin:
         if facts.num_bytes != expected:
             what = f"{facts.path} has {facts.num_bytes:,} bytes where its header says {expected:,}"
             raise UserError("data.path", what, "copy it again")
-        return _Bin(facts, dtype, header.nbytes, modified_ns)
+        return _Bin(facts, dtype, header.nbytes)
     if facts.num_bytes % 2:
         raise UserError("data.path", f"{facts.path} has an odd number of bytes, and ids have two", "copy it again")
-    return _Bin(facts, "<u2", 0, modified_ns)
+    return _Bin(facts, "<u2", 0)

@@ -4,8 +4,7 @@
     DIR/train/tokens-00000.bin    token ids, little-endian uint16 (uint32 above 65,536 ids), nothing else
     DIR/val/tokens-00000.bin
     DIR/tokenizer.json            only if the tokenizer was trained on this source, or was read from a file
-    (if the source's own files have such ids already, as nanoGPT's: no copies; the description points to them)
-    DIR/train/counts.bin, ends.bin, DIR/chat_template.jinja   of examples, see `zeroshard.data.examples`
+        DIR/train/counts.bin, ends.bin, DIR/chat_template.jinja   of examples, see `zeroshard.data.examples`
 
 The folder appears under its name in one rename, `meta.json` included, so a folder that has one is complete.
 """
@@ -34,32 +33,13 @@ DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtyp
 
 
 @dataclass(frozen=True)
-class MappedMeta:
-    """The place of a shard's tokens in a user's own file, which is mapped in place and not copied.
-
-    Attributes:
-        path: absolute path of the file.
-        offset_bytes: where the shard's tokens begin in it.
-        num_bytes, modified_ns: the file's size and modification time when its tokens were read; see
-            `zeroshard.data.tokens.check_mapped`.
-    """
-
-    __pydantic_config__: ClassVar[ConfigDict] = _KNOWN
-    path: str
-    offset_bytes: Count
-    num_bytes: Count
-    modified_ns: int
-
-
-@dataclass(frozen=True)
 class ShardMeta:
-    """One file of tokens: its path under the folder and its expected content; ``mapped``: the tokens are elsewhere."""
+    """One file of tokens: its path under the folder and its expected content."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _KNOWN
     file: str
     num_tokens: Count
     sha256: str
-    mapped: MappedMeta | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +97,7 @@ class DataMeta:
 
     @property
     def tokens_sha256(self) -> str:
-        """A hash of the tokens of all splits, wherever they lie: if it is equal, training reads the same data."""
+        """A hash of the tokens of all splits: if it is equal, training reads the same data."""
         digests = [f"{name} {shard.sha256}" for name in SPLITS for shard in self.splits[name].shards]
         digests += [f"{name} {each.counts_sha256} {each.ends_sha256}" for name, each in self.examples.items()]
         return hashlib.sha256("\n".join(digests).encode()).hexdigest()
@@ -133,9 +113,6 @@ def write_meta(folder: Path, meta: DataMeta) -> None:
     facts = asdict(meta)
     if not meta.examples:
         del facts["examples"]  # so that earlier versions can read folders of plain text
-    for shard in (shard for split in facts["splits"].values() for shard in split["shards"]):
-        if shard["mapped"] is None:
-            del shard["mapped"]
     (folder / META_NAME).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 

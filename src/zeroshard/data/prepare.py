@@ -302,19 +302,15 @@ def _write_synthetic(source: SyntheticTokens, job: _Job) -> _Written:
 
 
 def _write_bins(source: TokenBins, job: _Job) -> _Written:
-    """Describe ids in place if they are as wide as a prepared folder's, else copy them."""
-    spec, dtype = job.spec, dtype_for(source.vocab_size)
+    """Copy ids that another program wrote."""
+    spec = job.spec
     name = "json" if spec.tokenizer.startswith("json:") else spec.tokenizer
     tokenizer = read_tokenizer(Path(spec.tokenizer[5:])) if name == "json" else None
-    if source.can_be_mapped(DTYPES[dtype]):
-        job.draft.mkdir(exist_ok=True)
-        splits = source.mapped(spec.val_fraction, token_limits(spec.max_tokens, spec.val_fraction), job.shard_tokens)
-    else:
-        with ExitStack() as stack:
-            writers = job.writers(dtype, stack)
-            for split, ids in source.split(spec.val_fraction):
-                writers[split].write(ids)
-            splits = {split: writer.finish() for split, writer in writers.items()}
+    with ExitStack() as stack:
+        writers = job.writers(dtype_for(source.vocab_size), stack)
+        for split, ids in source.split(spec.val_fraction):
+            writers[split].write(ids)
+        splits = {split: writer.finish() for split, writer in writers.items()}
     return _Written(splits, BIN_SPLIT, tokenizer, name, source.vocab_size, job.fingerprint.num_documents)
 
 

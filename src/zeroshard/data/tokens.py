@@ -22,7 +22,6 @@ from zeroshard.errors import UserError
 from zeroshard.regular_files import open_binary
 
 DEFAULT_SHARD_TOKENS = 100_000_000
-_BLOCK = 1 << 22
 
 
 class TokenDataset:
@@ -45,8 +44,8 @@ class TokenDataset:
         """Map the files of one split of a prepared folder.
 
         Raises:
-            UserError: the folder is not a prepared one, a file is missing or has another size than ``meta.json`` gives,
-                or a mapped file was changed; the message names the file.
+            UserError: the folder is not a prepared one, or a file is missing or has another size than ``meta.json``
+                gives; the message names the file.
             ValueError: a split that is neither ``train`` nor ``val``.
         """
         if split not in SPLITS:
@@ -55,11 +54,6 @@ class TokenDataset:
         dtype = DTYPES[meta.dtype]
         shards: list[NDArray[np.unsignedinteger]] = []
         for shard in meta.splits[split].shards:
-            if shard.mapped is not None:
-                check_mapped(shard, dtype.itemsize)
-                path, begin = shard.mapped.path, shard.mapped.offset_bytes
-                shards.append(np.memmap(path, dtype, "r", begin, (shard.num_tokens,)))
-                continue
             path = Path(folder) / shard.file
             check_size(path, shard.num_tokens * dtype.itemsize)
             shards.append(np.memmap(path, dtype=dtype, mode="r"))
@@ -240,9 +234,6 @@ def verify(folder: Path | str) -> None:
     itemsize = DTYPES[meta.dtype].itemsize
     for split in meta.splits.values():
         for shard in split.shards:
-            if shard.mapped is not None:
-                check_mapped(shard, itemsize, read=True)
-                continue
             check_size(Path(folder) / shard.file, shard.num_tokens * itemsize)
             check_sha256(Path(folder) / shard.file, shard.sha256)
     for name, examples in meta.examples.items():
@@ -250,33 +241,6 @@ def verify(folder: Path | str) -> None:
         check_sha256(Path(folder) / name / "ends.bin", examples.ends_sha256)
     if meta.tokenizer_sha256:
         check_sha256(Path(folder) / "tokenizer.json", meta.tokenizer_sha256)
-
-
-def check_mapped(shard: ShardMeta, itemsize: int, *, read: bool = False) -> None:
-    """Check that a mapped shard still has the tokens that were prepared; else raise a UserError that names the file.
-
-    Args:
-        shard: a shard with ``mapped``.
-        itemsize: bytes per id.
-        read: True reads and hashes the tokens always; False only if the file was modified since.
-    """
-    mapped = shard.mapped
-    assert mapped is not None
-    path = Path(mapped.path)
-    check_size(path, mapped.num_bytes)
-    if not read and path.stat().st_mtime_ns == mapped.modified_ns:
-        return
-    ids = np.memmap(path, np.uint8, "r", mapped.offset_bytes, (shard.num_tokens * itemsize,))
-    if sha256_of(ids) != shard.sha256:
-        raise _broken(path, "was changed since its tokens were prepared")
-
-
-def sha256_of(ids: NDArray[np.generic]) -> str:
-    """Return the sha256 of a 1-D array's bytes, hashed block by block."""
-    digest = hashlib.sha256()
-    for start in range(0, ids.size, _BLOCK):
-        digest.update(np.ascontiguousarray(ids[start : start + _BLOCK]).tobytes())
-    return digest.hexdigest()
 
 
 def check_sha256(path: Path, wanted: str) -> None:
