@@ -152,11 +152,7 @@ REFUSALS = [
     (["--data.template", "chatml"], "data.template: is given, and data.format is text; .* --data.format chat"),
     (["--data.format", "chat", "--data.prompt", "x"], "data.prompt: is given, and data.format is chat"),
     (["--data.too-long", "drop"], "data.too_long: is given, and data.format is text"),
-    (["--data.packing", "--data.streaming"], "data.packing: is given, and a stream is not packed"),
-    (
-        ["--data.packing", "--data.document-mask"],
-        "data.document_mask: is given, and data.packing keeps documents apart",
-    ),
+    (["--data.packing"], "data.packing: is given, and data.format is text; .* --data.format chat or prompt"),
     (["--data.format", "talk"], "data.format: 'talk' is not a choice"),
     (["--data.format", "chat", "--data.template", "chatml", "--data.messages", "talk"], "no column 'talk'"),
     (["--data.format", "prompt"], "has no column 'prompt'"),

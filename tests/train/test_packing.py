@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -141,17 +138,3 @@ def test_a_model_that_takes_no_positions_is_refused(packed_config, tmp_path):
     with pytest.raises(UserError, match=r"data\.packing: .* does not take positions for documents"):
         built(packed_config(f"hf:{folder}", {"tokenizer": "bytes"}))
     assert hugging_face.HuggingFaceModel.takes_positions
-
-
-def test_text_is_packed_by_whole_documents(tiny_config, tmp_path):
-    text = [{"text": f"document {i}. " + "word " * (i % 9)} for i in range(300)]
-    path = chats.write_rows(tmp_path / "rows.jsonl", text)
-    data = {"source": "text", "path": (str(path),), "packing": True, "dir": str(tmp_path / "tokens")}
-    run = built(tiny_config(data={**data, "tokenizer": "bpe:270"}, seq_len=32, eval_interval=0))
-    _, targets, positions = run.batches(0, 0)
-    assert ((positions == 0).sum(1) > 1).any()
-    assert (targets != -100).float().mean() > 0.5
-    assert run.strategy.model.eos_id is not None  # what is written later stays inside a document too
-    with pytest.raises(UserError, match=r"data\.packing: the tokenizer .* has no id that ends a document"):
-        built(tiny_config(data={**data, "dir": str(tmp_path / "bytes")}, seq_len=32, out=str(tmp_path / "other")))
-    assert json.loads((Path(run.folder) / "metrics.jsonl").read_text() or "{}") == {}

@@ -7,7 +7,6 @@ encode     the text as token ids, and which of them count in the loss
 store      examples in a prepared folder: ids, which of them count, where each example ends
 prepare    all of these steps, one after the other
 packing    which examples share a row
-plain      documents of plain text as examples, so that they can be packed
 row_plan   which examples make up which row of ``seq_len`` tokens: one each, or packed
 batches    rows as batches, a pure function of (step, micro_step)
 """

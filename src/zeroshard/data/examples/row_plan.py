@@ -18,10 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from zeroshard.data.examples.packing import pack
-from zeroshard.data.examples.plain import Documents
 from zeroshard.data.examples.store import Examples
-from zeroshard.data.meta import read_meta
-from zeroshard.data.tokens import TokenDataset
 from zeroshard.errors import UserError
 
 IGNORED = -100  # the default ignore_index of torch's cross_entropy
@@ -43,7 +40,7 @@ class ExampleRows:
         packed: whether rows come with positions, so that attention stays inside each example.
     """
 
-    examples: Examples | Documents
+    examples: Examples
     seq_len: int
     first: NDArray[np.int64]
     members: NDArray[np.int64]
@@ -87,11 +84,8 @@ class ExampleRows:
                 length = min(int(examples.ends[example]) - begin - 1, self.seq_len - at)
                 ids = examples.tokens.window(begin, length + 1).astype(np.int64)
                 tokens[index, at : at + length] = ids[:-1]
-                if examples.counts is None:
-                    targets[index, at : at + length] = ids[1:]
-                else:
-                    counts = examples.counts[begin + 1 : begin + 1 + length] != 0
-                    targets[index, at : at + length][counts] = ids[1:][counts]
+                counts = examples.counts[begin + 1 : begin + 1 + length] != 0
+                targets[index, at : at + length][counts] = ids[1:][counts]
                 at += length
                 positions[index, at:] -= positions[index, at] if at < self.seq_len else 0
         found = (torch.from_numpy(tokens), torch.from_numpy(targets))
@@ -106,8 +100,8 @@ class ExampleRows:
 
     def in_words(self) -> str:
         """Return such as ``1,200 examples in 321 rows, 96.1 % full``; the rest of the rows is padding."""
-        kind, rows = ("pieces of documents" if self.examples.counts is None else "examples"), self.num_rows
-        return f"{self.members.size:,} {kind} in {rows:,} rows, {self.share_filled:.1%} full".replace("%", " %")
+        rows = self.num_rows
+        return f"{self.members.size:,} examples in {rows:,} rows, {self.share_filled:.1%} full".replace("%", " %")
 
     def said(self, split: str) -> str:
         """Return a line about examples that are cut or left out; empty if there are none."""
@@ -121,7 +115,7 @@ class ExampleRows:
 def rows_in(
     folder: Path, split: str, seq_len: int, *, named: str = "", cut: bool = True, packed: bool = False
 ) -> ExampleRows:
-    """Return the rows of a prepared folder: of its examples, or of documents of plain text, which are packed.
+    """Return the rows of a prepared folder of examples.
 
     Args:
         folder, split: the folder and split of prepared data.
@@ -129,20 +123,13 @@ def rows_in(
         seq_len, cut, packed: as for `rows_of_length`.
 
     Raises:
-        UserError: as there; or no id ends the documents.
+        UserError: as there; or the folder has plain text.
     """
-    meta = read_meta(folder)
-    if meta.examples:
-        return rows_of_length(Examples(folder, split), seq_len, split=named or split, cut=cut, packed=packed)
-    if meta.eos_id is None:
-        what = f"the tokenizer of {folder} ({meta.tokenizer}) has no id that ends a document"
-        raise UserError("data.packing", what, "use one that has, as gpt2 or bpe:N, or leave it out")
-    documents = Documents(TokenDataset.open(folder, split), meta.eos_id, seq_len)
-    return rows_of_length(documents, seq_len, split=named or split, packed=packed)
+    return rows_of_length(Examples(folder, split), seq_len, split=named or split, cut=cut, packed=packed)
 
 
 def rows_of_length(
-    examples: Examples | Documents, seq_len: int, *, split: str, cut: bool = True, packed: bool = False
+    examples: Examples, seq_len: int, *, split: str, cut: bool = True, packed: bool = False
 ) -> ExampleRows:
     """Return the rows of a split; the same on every rank.
 
@@ -176,10 +163,8 @@ def rows_of_length(
     )
 
 
-def _num_targets(examples: Examples | Documents, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+def _num_targets(examples: Examples, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return for each example, cut to ``lengths`` inputs, how many of its targets count."""
-    if examples.counts is None:
-        return lengths
     if not examples.num_examples:
         return np.zeros(0, np.int64)
     begin = examples.begins + 1  # the first token is no target

@@ -55,7 +55,7 @@ class DataConfig(Config):
     document_mask: bool = Field(False, description="Attention stays inside a document; the tokenizer must end them.")
     packing: bool = Field(
         False,
-        description="Rows of seq_len tokens hold several examples, or documents of text; attention stays inside each.",
+        description="chat, prompt: rows of seq_len tokens hold several examples; attention stays inside each.",
     )
     format: Literal["text", "chat", "prompt"] = Field(
         "text",
@@ -147,16 +147,6 @@ class DataConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _can_be_packed(self) -> Self:
-        if self.packing and self.streaming:
-            todo = "leave it out, or prepare the data: without data.streaming"
-            raise UserError("data.packing", "is given, and a stream is not packed", todo)
-        if self.packing and self.document_mask:
-            what = "is given, and data.packing keeps documents apart by itself"
-            raise UserError("data.document_mask", what, "leave one of the two out")
-        return self
-
-    @model_validator(mode="after")
     def _fits_its_format(self) -> Self:
         fields = type(self).model_fields
         given = {name for name in fields if getattr(self, name) != fields[name].default}
@@ -175,7 +165,7 @@ _OF_FORMATS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("column", "max_tokens", "streaming", "document_mask"), ("text",)),
     **dict.fromkeys(("template", "messages"), ("chat",)),
     **dict.fromkeys(("prompt", "completion"), ("prompt",)),
-    "too_long": ("chat", "prompt"),
+    **dict.fromkeys(("too_long", "packing"), ("chat", "prompt")),
 }
 
 

@@ -125,12 +125,12 @@ def separating_id(config: TrainConfig, eos_id: int | None) -> int | None:
     Raises:
         UserError: attention must stay inside documents, but the tokenizer has no id that ends them.
     """
-    if not attention_boundary_setting(config) or config.data.format != "text":
+    if not config.data.document_mask:
         return None
     if eos_id is None:
         todo = "use one that has, as gpt2 or bpe:N"
         what = f"the tokenizer {config.data.tokenizer} has no id that ends a document"
-        raise UserError(attention_boundary_setting(config), what, todo)
+        raise UserError("data.document_mask", what, todo)
     return eos_id
 
 

@@ -64,7 +64,7 @@ def open_corpus(config: TrainConfig, comm: Communicator, grad_accum_steps: int) 
     Raises:
         UserError: the data is not available, differs between ranks, or is too little.
     """
-    if config.data.format != "text" or config.data.packing or config.data.mix:
+    if config.data.format != "text" or config.data.mix:
         return _in_rows(config, comm, grad_accum_steps)
     return (_streamed if config.data.streaming else _prepared)(config, comm, grad_accum_steps)
 
@@ -92,7 +92,7 @@ def _prepared(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
 
 
 def _in_rows(config: TrainConfig, comm: Communicator, grad_accum_steps: int) -> Corpus:
-    """Open data that is read as rows: examples, packed documents of text, or several mixed sources of these or text."""
+    """Open data that is read as rows: examples, or several mixed sources of these or of text."""
     data, sources = config.data, sources_of(config.data)
     folders, metas = _prepared_alike(sources, comm)
     parts = {split: [_rows(config, *each, split) for each in zip(sources, folders, strict=True)] for split in SPLITS}
@@ -145,11 +145,10 @@ def _prepared_alike(sources: Sequence[Source], comm: Communicator) -> tuple[list
 
 def _rows(config: TrainConfig, source: Source, folder: Path, split: str) -> Rows:
     named = f"{source.name} {split}".strip()
-    if config.data.format == "text":
-        require_plain(folder, read_meta(folder))
-    if config.data.format != "text" or config.data.packing:
+    if config.data.format != "text":
         cut = config.data.too_long == "cut"
         return rows_in(folder, split, config.seq_len, named=named, cut=cut, packed=config.data.packing)
+    require_plain(folder, read_meta(folder))
     tokens = TokenDataset.open(folder, split)
     require_enough(tokens, config.seq_len, 1, split=named)
     return TextRows(tokens, config.seq_len)
@@ -199,7 +198,7 @@ def _named_evals(config: TrainConfig, folder: Path, comm: Communicator) -> dict[
         first_rank_does(comm, partial(prepare_data, data))
         own = read_meta(where)
         agree_on(comm, {f"{name}: {fact}": value for fact, value in data_facts(own).items()})
-        if own.examples or data.packing:
+        if own.examples:
             cut = data.too_long == "cut"
             rows: Rows = rows_in(where, "train", config.seq_len, named=name, cut=cut, packed=data.packing)
         else:
