@@ -14,13 +14,11 @@ from zeroshard.comm.shm.mapped import LOST, Segment
 
 
 @pytest.fixture
-def segments(tmp_path, monkeypatch):
+def segments():
     """A segment as its owner and as another rank have it."""
-    monkeypatch.setattr(mapped, "folder", lambda: tmp_path)
     own = Segment.create(0, LOST + 1, 4096)
     other = Segment.attach(own.path, 0, LOST + 1)
     yield own, other
-    own.unlink()
     own.close()
     other.close()
 

@@ -1,5 +1,8 @@
 """Shared memory between the ranks of one host, and counters in it to wait on.
 
+The memory is a file without a name (``memfd_create``, Linux): other processes of this user open it through the owner's
+``/proc/PID/fd``, it needs no room in ``/dev/shm``, and it is gone with the last process that maps it.
+
 [Note: what the counters rely on] A counter is an aligned 8-byte word with one writer, and it only grows. Its writer
 first writes the data that it announces, then the counter; a reader sees the counter, then reads the data. On x86-64
 stores become visible in program order, and loads are executed in program order. On arm64 neither is guaranteed, so both
@@ -23,10 +26,8 @@ import mmap
 import os
 import platform
 import sys
-import tempfile
 import threading
 import time
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -39,9 +40,8 @@ LOST = 0  # the counter in which a rank reports a lost peer: that peer's number 
 _LINE_BYTES = 64  # each counter has a cache line of its own: writing one does not slow down readers of another
 NOTE_WORDS = _LINE_BYTES // 8
 _PAGE_BYTES = 4096
-_KIND = "zeroshard-shm-"
-_PREFIX = _KIND
-_STALE_S = 60.0  # a file this old that still has its hidden, temporary name was left by a process that died
+CAN_SHARE = hasattr(os, "memfd_create")  # whether this system has what `Segment.create` needs
+_NAME = "zeroshard-shm"
 _NAP_S = 50e-6  # polling interval on systems without futexes
 _LOOK_S = 0.5  # how often a waiting rank tries the peer's lock
 # Number of the system call. It waits on 4 bytes: a counter's low half, which comes first on little-endian machines.
@@ -60,19 +60,19 @@ class Segment:
 
     Args:
         fd: the open file.
-        path: path of the file.
         rank: the rank that owns the segment.
         num_counters: how many counters the segment has; the first is `LOST`.
 
     Attributes:
+        path: where other processes of this host open the file.
         counters: the counters, in order.
         note: eight words in which the owner describes what it announces in a counter.
         data: the bytes after the counters and the note, uint8 ``[data_bytes]``.
     """
 
-    def __init__(self, fd: int, path: Path, rank: int, num_counters: int) -> None:
+    def __init__(self, fd: int, rank: int, num_counters: int) -> None:
         self.rank = rank
-        self.path = path
+        self.path = f"/proc/{os.getpid()}/fd/{fd}"
         self._fd = fd
         memory = mmap.mmap(fd, 0)
         words = memoryview(memory).cast("Q")
@@ -85,39 +85,37 @@ class Segment:
 
     @classmethod
     def create(cls, rank: int, num_counters: int, data_bytes: int) -> Segment:
-        """Make this rank's segment, filled with zeros. Call `unlink` as soon as all ranks have attached to it.
+        """Make this rank's segment, filled with zeros.
 
         Raises:
-            UserError: there is not enough shared memory (or disk, where `folder` is not in memory).
+            UserError: there is not enough memory, or this system has no such files.
         """
-        place = folder()
-        _sweep(place)
+        if not CAN_SHARE:
+            raise UserError("comm", "shared memory needs Linux", "use ring")
         num_bytes = _header_bytes(num_counters) + data_bytes
-        fd, name = tempfile.mkstemp(prefix=f".{_PREFIX}{os.getpid()}-", dir=place)
+        fd = os.memfd_create(_NAME)
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX)  # [Note: the dead are noticed]
-            visible = os.path.join(place, os.path.basename(name)[1:])
-            os.rename(name, visible)  # under this name the file is locked for as long as this process lives
-            name = visible
             _reserve(fd, 0, num_bytes)
-            return cls(fd, Path(name), rank, num_counters)
+            return cls(fd, rank, num_counters)
         except OSError as error:
             os.close(fd)
-            os.unlink(name)
-            what = f"{num_bytes} bytes of shared memory cannot be allocated in {place} ({error.strerror})"
-            raise UserError("comm", what, "make room there, or use ring") from None
+            what = f"{num_bytes} bytes of shared memory cannot be allocated ({error.strerror})"
+            raise UserError("comm", what, "make room, or use ring") from None
 
     @classmethod
-    def attach(cls, path: Path, rank: int, num_counters: int) -> Segment:
-        """Map rank ``rank``'s segment from its file, whose path that rank has told us.
+    def attach(cls, path: str, rank: int, num_counters: int) -> Segment:
+        """Map rank ``rank``'s segment from its `path`, which that rank has told us.
 
         Raises:
-            OSError: the file cannot be opened, or does not look like a segment that a process of this user has made.
+            OSError: the file cannot be opened, or is no segment that a process of this user has made.
         """
-        fd = open_regular(path, os.O_RDWR, follow=False)
+        fd = open_regular(path, os.O_RDWR)
         try:
-            _require_segment(fd, path, num_counters)
-            return cls(fd, path, rank, num_counters)
+            facts, name = os.fstat(fd), os.readlink(f"/proc/self/fd/{fd}")
+            if (name, facts.st_uid) != (f"/memfd:{_NAME} (deleted)", os.geteuid()):
+                raise OSError(errno.EINVAL, "it is no shared memory of this user's ranks", path)
+            return cls(fd, rank, num_counters)
         except BaseException:
             os.close(fd)
             raise
@@ -143,10 +141,6 @@ class Segment:
     def map(self, start: int, num_bytes: int) -> mmap.mmap:
         """Map ``num_bytes`` of the file from ``start``, which an `extend` has added."""
         return mmap.mmap(self._fd, num_bytes, offset=start)
-
-    def unlink(self) -> None:
-        """Remove the file; the memory lives until the last rank has unmapped it. May be called twice."""
-        self.path.unlink(missing_ok=True)
 
     def owner_lives(self) -> bool:
         """Return whether the process that owns this segment still runs; only for segments of other processes."""
@@ -220,41 +214,12 @@ class PeerLost(PeerError):
         self.rank = rank
 
 
-def folder() -> Path:
-    """Return the folder of the segments' files: ``/dev/shm``, or the folder for temporary files if there is none."""
-    shm = Path("/dev/shm")
-    return shm if shm.is_dir() and os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
-
-
 def _header_bytes(num_counters: int) -> int:
     return -(-(num_counters + 1) * _LINE_BYTES // _PAGE_BYTES) * _PAGE_BYTES
 
 
-def _require_segment(fd: int, path: Path, num_counters: int) -> None:
-    """Raise OSError unless the file looks like one that `Segment.create` has made for this user."""
-    facts = os.fstat(fd)
-    why = (
-        "it is not called as a segment is"
-        if not path.name.startswith(_KIND)
-        else "it belongs to another user"
-        if facts.st_uid != os.geteuid()
-        else "others than its owner may write to it"
-        if facts.st_mode & 0o077
-        else "it has another name, too"
-        if facts.st_nlink != 1
-        else f"it has {facts.st_size} bytes"
-        if facts.st_size <= _header_bytes(num_counters)
-        else ""
-    )
-    if why:
-        raise OSError(errno.EINVAL, why, str(path))
-
-
 def _reserve(fd: int, start: int, num_bytes: int) -> None:
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(fd, start, num_bytes)  # else memory that runs out later is a bus error
-    else:
-        os.ftruncate(fd, max(os.fstat(fd).st_size, start + num_bytes))
+    os.posix_fallocate(fd, start, num_bytes)  # else memory that runs out later is a bus error
 
 
 def _is_locked(fd: int) -> bool:
@@ -265,26 +230,6 @@ def _is_locked(fd: int) -> bool:
         return True
     fcntl.lockf(fd, fcntl.LOCK_UN)
     return False
-
-
-def _sweep(place: Path) -> None:
-    """Remove the files of this user's segments whose owners died before they could remove them.
-
-    This process's own files are not even opened: closing any descriptor of a file drops the process's locks on it.
-    """
-    own = f"{_PREFIX}{os.getpid()}-"
-    for path in (*place.glob(f"{_PREFIX}*"), *place.glob(f".{_PREFIX}*")):
-        if path.name.removeprefix(".").startswith(own):
-            continue
-        try:
-            fd = open_regular(path, os.O_RDWR, follow=False)
-        except OSError:  # somebody else's, or just gone
-            continue
-        facts = os.fstat(fd)
-        stale = not path.name.startswith(".") or time.time() - facts.st_mtime > _STALE_S
-        if stale and facts.st_uid == os.geteuid() and not _is_locked(fd):
-            path.unlink(missing_ok=True)
-        os.close(fd)
 
 
 _lock = threading.Lock()

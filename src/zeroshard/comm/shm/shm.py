@@ -42,8 +42,7 @@ class SharedMemoryCommunicator(QueuedCommunicator):
     """The CPU ranks of one host; tensors of any dtype.
 
     Operations run in issue order on the communicator's own thread. Its constructor is collective over ``group``. It
-    maps ``NUM_SLOTS * SLOT_BYTES`` for each rank, and the memory that `empty` returns; the files of these mappings are
-    removed before the constructor returns.
+    maps ``NUM_SLOTS * SLOT_BYTES`` for each rank, and the memory that `empty` returns.
 
     Args:
         group: a process group that this rank belongs to; None: the default group.
@@ -52,7 +51,7 @@ class SharedMemoryCommunicator(QueuedCommunicator):
 
     Raises:
         RuntimeError: `torch.distributed` is not initialised, or this rank is outside ``group``.
-        UserError: the ranks are not all on one host, or the host has too little shared memory.
+        UserError: the ranks are not all on one host, or it has too little memory, or another system than Linux.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 600.0) -> None:
@@ -245,24 +244,20 @@ def _combine_in_order(combine: Combine, parts: list[Tensor], target: Tensor, own
 
 def ranks_share_host(group: dist.ProcessGroup | None = None) -> bool:
     """Return whether all ranks of ``group`` (None: the default group) run on one host. Collective."""
-    return len(set(hosts_of_ranks(group))) == 1
-
-
-def hosts_of_ranks(group: dist.ProcessGroup | None = None) -> list[str]:
-    """Return a name of the host of each rank of ``group`` (None: the default group), by rank. Collective."""
     parent, rank, world_size = members(group)
-    return _tell_all(own_store(parent), "host", rank, world_size, _host())
+    return len(set(_tell_all(own_store(parent), "host", rank, world_size, _host()))) == 1
 
 
 def _host() -> str:
-    """Return a unique name for this host: host name (a container has its own), boot id, and network namespace.
+    """Return a unique name for this host: host name (a container has its own), boot id, and namespaces.
 
-    Nodes that the launcher makes on one machine (``--link.mode netns``) differ only in the network namespace.
+    Nodes that the launcher makes on one machine (``--link.mode netns``) differ only in the network namespace. Processes
+    of two process namespaces cannot open each other's memory.
     """
-    boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
+    boot = Path("/proc/sys/kernel/random/boot_id")
     words = [socket.gethostname(), boot.read_text().strip() if boot.exists() else ""]
     with contextlib.suppress(OSError):  # not on Linux, or not allowed to look
-        words.append(os.readlink(network))
+        words += [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid")]
     return " ".join(filter(None, words))
 
 
@@ -273,7 +268,7 @@ def _tell_all(store: dist.Store, what: str, rank: int, world_size: int, word: st
 
 
 def _map_segments(store: dist.Store, rank: int, names: Sequence[int]) -> list[Segment]:
-    """Map and return all ranks' segments; their files are removed. If one rank cannot take part, all raise."""
+    """Map and return all ranks' segments. If one rank cannot take part, all raise."""
     world_size = len(names)
     hosts = _tell_all(store, "host", rank, world_size, _host())
     for name, host in zip(names, hosts, strict=True):
@@ -285,21 +280,23 @@ def _map_segments(store: dist.Store, rank: int, names: Sequence[int]) -> list[Se
     try:
         try:
             own = Segment.create(names[rank], NUM_COUNTERS, NUM_SLOTS * SLOT_BYTES)
-            found = str(own.path)
+            found = own.path
         except UserError as error:
             found = f"{_FAILED}{error.what}"
         paths = _agreed(_tell_all(store, "path", rank, world_size, found))
         try:
             for other, path in enumerate(paths):
                 is_own = other == rank and own is not None
-                segments.append(own if is_own else Segment.attach(Path(path), names[other], NUM_COUNTERS))
+                segments.append(own if is_own else Segment.attach(path, names[other], NUM_COUNTERS))
             state = "mapped"
         except OSError as error:
             state = f"{_FAILED}rank {names[rank]} cannot open another rank's memory ({error})"
         _agreed(_tell_all(store, "state", rank, world_size, state))
-    finally:
-        if own is not None:
-            own.unlink()
+    except BaseException:
+        for segment in (own, *segments):
+            if segment is not None:
+                segment.close()
+        raise
     return segments
 
 

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from zeroshard.comm import BlockingCommunicator, Communicator, LocalCommunicator, PeerError
 from zeroshard.comm.registry import COMMUNICATORS, comm_entry
-from zeroshard.comm.shm.shm import hosts_of_ranks
+from zeroshard.comm.shm.mapped import CAN_SHARE
+from zeroshard.comm.shm.shm import ranks_share_host
 from zeroshard.comm.wrappers.sentinel import SentinelCommunicator, StoreBoard
 from zeroshard.errors import UserError
 from zeroshard.launch.environment import World
@@ -109,4 +110,4 @@ def choose(strategy: str, device: torch.device) -> str:
     """Return the communicator that ``auto`` means in an initialised world of several ranks. Collective."""
     if device.type != "cpu" or strategy_entry(strategy).over_torch:
         return "torch"
-    return "shm" if len(set(hosts_of_ranks())) == 1 else "ring"
+    return "shm" if CAN_SHARE and ranks_share_host() else "ring"
