@@ -65,11 +65,6 @@ def forget_empty_variables() -> None:
         del os.environ["TORCH_LOGS"]
 
 
-def interpret_kernels() -> None:
-    """Let Triton interpret our kernels, for a machine without a GPU; call it before `zeroshard.kernels` is imported."""
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-
 def allocator_settings() -> str:
     """The settings of torch's GPU allocator in the environment; empty if there are none."""
     return os.environ.get(ALLOCATOR) or os.environ.get(ALLOCATOR_BEFORE, "")

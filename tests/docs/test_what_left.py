@@ -61,6 +61,7 @@ LEFT = [
     r"dry[-_]run[-_]values",
     r"data/bulk",
     r"data/parts",
+    r"bench (memory|collectives|kernels)\b",
 ]
 # The history of the project may name it.
 HISTORY = {"CHANGELOG.md", "log.md"}
