@@ -59,6 +59,7 @@ LEFT = [
     r"no-master-weights",
     r"largest-model",
     r"dry[-_]run[-_]values",
+    r"predict[./]dry_run",
     r"data/bulk",
     r"data/parts",
     r"bench (memory|collectives|kernels)\b",
