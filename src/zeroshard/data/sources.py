@@ -4,7 +4,7 @@ python-stdlib    the running interpreter's own standard library, read in place: 
 python-docs      the text of Python's `help()` on its topics: half a megabyte of English
 text             the user's files: a file, a folder, a glob, or several
 tinyshakespeare  1.1 MB of plays, downloaded or from a local file, checked by sha256
-synthetic        seeded token ids with a known entropy: no text, no tokenizer
+synthetic        seeded token ids that a model can learn: no text, no tokenizer
 bin              token files written by nanoGPT or llm.c
 fineweb-edu, openwebtext, OWNER/NAME[:CONFIGURATION][@SPLIT]   data sets of the Hugging Face hub
 
@@ -15,7 +15,6 @@ For ``text``, files with one text per row (``.parquet``, ``.jsonl``, ``.json``, 
 from __future__ import annotations
 
 import hashlib
-import math
 import platform
 import sys
 import sysconfig
@@ -200,7 +199,7 @@ class TinyShakespeare:
 
 
 class SyntheticTokens:
-    """Seeded token ids that a model can learn and whose lowest possible loss is known: a random walk on a circle.
+    """Seeded token ids that a model can learn: a random walk on a circle.
 
         token[t + 1] = (token[t] + offset[k]) mod vocab_size        k = 0, 1, 2, 3 with probability 1/2, 1/4, 1/8, 1/8
 
@@ -218,14 +217,6 @@ class SyntheticTokens:
         distinct = list(dict.fromkeys(bits % vocab_size for bits in raw))
         spare = [id_ for id_ in range(min(vocab_size, 8)) if id_ not in distinct]
         self.offsets = np.resize(np.array((distinct + spare)[:4], dtype=np.int64), 4)
-
-    @property
-    def entropy(self) -> float:
-        """The lowest mean loss that any model can reach, in nats per token."""
-        odds: dict[int, float] = {}
-        for offset, chance in zip(self.offsets.tolist(), (0.5, 0.25, 0.125, 0.125), strict=True):
-            odds[offset] = odds.get(offset, 0.0) + chance
-        return -sum(chance * math.log(chance) for chance in odds.values())
 
     def fingerprint(self) -> Fingerprint:
         """Return the fingerprint of the settings that decide the tokens; ``num_bytes`` is 0 for lack of text."""
