@@ -151,7 +151,6 @@ def _module(path: str) -> Any:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Taken over by the tests' conftest."""
     parser.addoption("--exits", type=int, default=5, help="how often four ranks are started and ended (default: 5)")
-    parser.addoption("--fuzz-cases", type=int, default=0, help="command lines tried (default: 100; --soak 5000)")
     parser.addoption("--kills", type=int, default=2, help="how often a run is killed and goes on (default: 2)")
 
 

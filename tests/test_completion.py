@@ -69,12 +69,6 @@ def test_every_flag_is_known_to_every_shell(written):
                 assert (f"-l {flag[2:]} " if shell == "fish" else flag) in text
 
 
-def test_zsh_reads_its_script(written):
-    path = written("zsh")
-    defined = _run("zsh", "-f", "-c", f"autoload -U compinit; compinit -u -D; . {path}; print $_comps[zeroshard]")
-    assert defined == "_shtab_zeroshard\n"
-
-
 @pytest.mark.parametrize(
     ("words", "completed"), [("train --strat", "train --strategy"), ("checkpoint sh", "checkpoint show")]
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import re
-import textwrap
 from collections.abc import Sequence
 from importlib import metadata
 from importlib.util import find_spec
@@ -14,11 +13,17 @@ import psutil
 
 import zeroshard
 from zeroshard.columns import columns
-from zeroshard.comm.variables import VARIABLES
 from zeroshard.launch.environment import variable, world_from_env
 from zeroshard.process import ALLOCATOR, allocator_settings, num_cpus
 
 GIB = 2**30
+# Environment variables that decide over which network ranks communicate, and how.
+VARIABLES = (
+    *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX"),
+    *("NCCL_NET_GDR_LEVEL", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_ALGO", "NCCL_DEBUG"),
+    *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_TRACE_BUFFER_SIZE", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES"),
+    *("OMP_NUM_THREADS", "TORCH_CPP_LOG_LEVEL"),
+)
 _OF_DEVELOPERS = ("dev", "docs", "notebook")  # extras for those who change zeroshard
 
 
@@ -41,16 +46,6 @@ def report() -> str:
     rows.append(("world", "none" if world is None else f"rank {world.rank} of {world.world_size}"))
     rows += [(name, variable(name)) for name in VARIABLES if variable(name)]
     return "\n".join(columns(rows))
-
-
-def environment() -> str:
-    """The environment variables that affect the network between ranks: their values here, and what each does."""
-    paragraphs = [
-        f"{name} {'= ' + variable(name) if variable(name) else '(not set)'}\n"
-        + textwrap.fill(meaning, 100, initial_indent="    ", subsequent_indent="    ")
-        for name, meaning in VARIABLES.items()
-    ]
-    return "\n".join(paragraphs)
 
 
 def optimizers(specs: Sequence[str] = ()) -> str:

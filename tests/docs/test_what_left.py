@@ -37,6 +37,7 @@ LEFT = [
     r"inside[-_](bandwidth|latency)",
     r"link[._]device\b",
     r"cursor_given_back",
+    r"doctor --environment",
     r"int4-delta",
     r"common_copy",
     r"character_meta",

@@ -8,7 +8,6 @@ import shutil
 import pytest
 
 from forged_manifests import CHECKPOINT, DATA, OURS, TRAIN, make_run
-from zeroshard import checkpoint
 from zeroshard.checkpoint import store
 from zeroshard.cli import main
 
@@ -85,57 +84,6 @@ def test_runs_resume_that_have_a_lock_or_a_checkpoint_alone(folder):
 def incomplete(path):
     path.mkdir(parents=True)
     (path / "rank-00000-of-00001.safetensors").write_bytes(b"left")
-
-
-def test_what_a_killed_deletion_left_goes_with_the_next(folder):
-    kept = folder / "many"
-    for step in (2, 3, 4):
-        shutil.copytree(folder / "run" / CHECKPOINT, kept / f"step-{step:08d}")
-    incomplete(kept / ".step-00000001.tmp")
-    checkpoint.prune(kept, 2, 0)
-    assert sorted(path.name for path in kept.iterdir()) == ["step-00000003", "step-00000004"]
-
-
-def test_a_deletion_that_is_killed_at_any_moment_leaves_what_the_next_one_deletes(folder, monkeypatch):
-    """Each of its calls to the kernel is the last in turn."""
-    kept = folder / "many"
-
-    class Killed(BaseException):
-        pass
-
-    for moment in range(1, 20):
-        shutil.rmtree(kept, ignore_errors=True)
-        for step in (1, 2):
-            shutil.copytree(folder / "run" / CHECKPOINT, kept / f"step-{step:08d}")
-        left = moment
-
-        def last(call, *args, **kwargs):
-            nonlocal left
-            left -= 1
-            if not left:
-                raise Killed
-            return call(*args, **kwargs)
-
-        with monkeypatch.context() as patched:
-            for name in ("unlink", "rmdir", "rename"):
-                call = getattr(os, name)
-                patched.setattr(os, name, lambda *args, call=call, **kwargs: last(call, *args, **kwargs))
-            try:
-                checkpoint.prune(kept, 1, 0)
-            except Killed:
-                pass
-            else:
-                break
-        assert checkpoint.latest(kept) == kept / "step-00000002"
-        checkpoint.prune(kept, 1, 0)
-        assert [path.name for path in kept.iterdir()] == ["step-00000002"]
-    assert moment > 3
-
-
-def test_an_incomplete_checkpoint_newer_than_the_others_is_not_deleted(folder):
-    incomplete(folder / "run/checkpoints/step-00000009")
-    checkpoint.prune(folder / "run/checkpoints", 1, 0)
-    assert (folder / "run/checkpoints/step-00000009").is_dir()
 
 
 @pytest.mark.parametrize(

@@ -126,17 +126,6 @@ def test_accumulation_over_micro_batches_is_one_large_batch(tiny_config, tmp_pat
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
 
 
-def test_ranks_train_on_the_global_batch_of_one_process(tiny_config, tmp_path):
-    alone = tiny_config(micro_batch_size=4, out=str(tmp_path / "alone"))
-    run_training(alone)
-    shared = tiny_config(micro_batch_size=2, eval_batches=6, out=str(tmp_path / "shared"))
-    assert _train_as_threads(shared, 2) == [ExitStatus.OK] * 2
-    for name in ("step", "eval"):
-        for one, other in zip(events_of(alone.out, name), events_of(shared.out, name), strict=True):
-            assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
-            assert one.get("tokens") == other.get("tokens")
-
-
 def test_the_traffic_of_each_step_is_the_strategys_and_no_evaluations(tiny_config, tmp_path):
     config = tiny_config(strategy="zero2", eval_interval=2)
     _train_as_threads(config, 2)

@@ -85,17 +85,6 @@ def test_a_tracker_that_fails_is_told_of_once_and_left_alone(fails_in, capsys):
     assert tracker.calls[-1][0] == fails_in
 
 
-def test_a_run_outlives_its_tracker(tiny_config, monkeypatch, capsys):
-    from zeroshard.train.records import trackers as module
-
-    monkeypatch.setattr(module, "TensorBoardTracker", lambda folder: Recorder("log"))
-    config = tiny_config(track={"to": ["tensorboard"]})
-    assert run_training(config) == 0
-    assert "warning: tensorboard failed (no network at all)" in capsys.readouterr().err
-    lines = [json.loads(line) for line in (Path(config.out) / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if line["event"] == "step"] == [1, 2, 3, 4, 5, 6]
-
-
 def test_tensorboard_has_the_numbers_of_the_log(tiny_config):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

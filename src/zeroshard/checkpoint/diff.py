@@ -30,33 +30,23 @@ def differences(first: tuple[Path, Manifest], second: tuple[Path, Manifest]) -> 
         first: a checkpoint's folder and its manifest, as `open_manifest` returns them.
         second: the same of the checkpoint to compare with.
     """
-    yield from differences_of_facts(first[1], second[1])
-    yield from (line for _, line in differences_of_tensors(first, second))
-
-
-def differences_of_facts(a: Manifest, b: Manifest) -> Iterator[str]:
-    """Yield one line for each difference in step, ``extra``, param groups and tied names."""
+    (folder_a, a), (folder_b, b) = first, second
     facts = [{"step": m.step, "extra": m.extra, "param_groups": list(m.param_groups), "tied": m.tied} for m in (a, b)]
     yield from _differences_of_facts("", *facts)
-
-
-def differences_of_tensors(first: tuple[Path, Manifest], second: tuple[Path, Manifest]) -> Iterator[tuple[str, str]]:
-    """Yield (kind, line) for each tensor that differs or is in one checkpoint alone; arguments as `differences`."""
-    (folder_a, a), (folder_b, b) = first, second
     ours, theirs = (_by_key(manifest) for manifest in (a, b))
     with CheckpointReader(folder_a, a) as reader_a, CheckpointReader(folder_b, b) as reader_b:
         for key in sorted(ours.keys() | theirs.keys()):
             what = f"{key[1]} of {key[0]}"
             one, other = ours.get(key), theirs.get(key)
             if one is None or other is None:
-                yield key[1], f"{what}: only in the {'second' if one is None else 'first'}"
+                yield f"{what}: only in the {'second' if one is None else 'first'}"
             elif (one.shape, one.dtype) != (other.shape, other.dtype):
-                yield key[1], f"{what}: {one.dtype} {list(one.shape)} and {other.dtype} {list(other.shape)}"
+                yield f"{what}: {one.dtype} {list(one.shape)} and {other.dtype} {list(other.shape)}"
             else:
                 count, largest = _compare(reader_a, reader_b, one)
                 if count:
                     total = prod(one.shape)
-                    yield key[1], f"{what}: {count:,} of {total:,} elements differ, by {largest:.3g} at the most"
+                    yield f"{what}: {count:,} of {total:,} elements differ, by {largest:.3g} at the most"
 
 
 def _by_key(manifest: Manifest) -> dict[tuple[str, str], TensorEntry]:

@@ -42,10 +42,8 @@ def look_around(config: None, words: Sequence[str]) -> int:
         print(doctor.report())
     elif words[0] == "--optimizers":
         print(doctor.optimizers(words[1:]))
-    elif list(words) == ["--environment"]:
-        print(doctor.environment())
     else:
-        raise UserError(words[0], "`zeroshard doctor` does not know it", "ask for --optimizers or --environment")
+        raise UserError(words[0], "`zeroshard doctor` does not know it", "ask for --optimizers, or nothing")
     return ExitStatus.OK
 
 
@@ -108,11 +106,10 @@ VERBS: dict[str, Verb] = {
     "doctor": Verb(
         "Say what is installed, what is found, and what would be used; for bug reports. With --optimizers: which "
         "optimizers of torch, and classes of your own, may be sharded, and what difference sharding makes; a "
-        "module:Class that you name is imported, so that its code runs: name what you trust. With --environment: the "
-        "variables that steer NCCL and gloo, and what each does.",
+        "module:Class that you name is imported, so that its code runs: name what you trust.",
         look_around,
-        usage="[--optimizers [module:Class ...] | --environment]",
-        words=("--optimizers", "--environment"),
+        usage="[--optimizers [module:Class ...]]",
+        words=("--optimizers",),
     ),
     "submit": Verb(
         "Queue a training run on a SLURM cluster, and again whenever it is pre-empted: submit [FLAGS] train [FLAGS].",

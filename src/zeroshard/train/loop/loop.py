@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gc
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -199,13 +198,11 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Aliv
 
 
 def _how_to_go_on(run: Run, step: int) -> str:
-    """Return how the user continues a run that was asked to stop; on a narrow terminal the command has its own line."""
+    """Return how the user continues a run that was asked to stop."""
     if world_from_env() is not None and not has_launcher():
         return f"stopped at step {step}, saved; continue with the same command and --resume auto"
-    said = f"stopped at step {step}, saved; continue with:"
     command = f"zeroshard train --config {shlex.quote(str(run.folder / 'config.toml'))} --resume auto"
-    narrow = sys.stdout.isatty() and shutil.get_terminal_size().columns < len(said) + 1 + len(command)
-    return f"{said}{chr(10) if narrow else ' '}{command}"
+    return f"stopped at step {step}, saved; continue with: {command}"
 
 
 def _is_done(run: Run) -> bool:
