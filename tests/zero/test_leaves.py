@@ -1,24 +1,29 @@
-"""The same bits on any number of ranks: `Zero(..., leaves=)`."""
+"""The same bits on any number of ranks, `Zero(..., leaves=)`: what else may be done then, and what is refused."""
 
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
+from fractions import Fraction
 
 import pytest
 import torch
 from torch import nn
 
+import zeroshard
 from zeroshard import MixedPrecision, Zero
-from zeroshard.comm import run_threads
+from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
+from zeroshard.zero import LocalSteps
+from zeroshard.zero.buffers.leaves import ExactSum
 
 LEAVES = 8
 STEPS = 3
 
 
 class Model(nn.Module):
-    """Blocks, a tied matrix, a parameter of one element and an odd number of elements in all."""
+    """A tied matrix, a block that is called twice, and parts that some micro-batches, or all of them, leave out."""
 
-    def __init__(self, dtype=torch.float32):
+    def __init__(self, dtype):
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(13, 24, dtype=dtype)
@@ -26,11 +31,16 @@ class Model(nn.Module):
             nn.Sequential(nn.Linear(24, 31, dtype=dtype), nn.Tanh(), nn.Linear(31, 24, dtype=dtype)) for _ in range(3)
         )
         self.scale = nn.Parameter(torch.ones(1, dtype=dtype))
+        self.odd = nn.Parameter(torch.ones(3, dtype=dtype))
+        self.never = nn.Parameter(torch.ones(2, dtype=dtype))
 
-    def forward(self, tokens):
+    def forward(self, tokens, leaf):
         x = self.embed(tokens)
-        for block in self.blocks:
-            x = x + block(x)
+        x = x + self.blocks[0](x + self.blocks[0](x))
+        if leaf % 2:
+            x = x + self.blocks[1](x) * self.odd.sum()
+        if leaf < 5:
+            x = x + self.blocks[2](x)
         return nn.functional.cross_entropy(
             (x @ self.embed.weight.T * self.scale)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
         )
@@ -50,42 +60,68 @@ def shuffled(rank, world_size, step):
     return order[rank::world_size]
 
 
+TOLD = {
+    "micro_batch": lambda zero, last: zero.micro_batch(last=last),
+    "no_sync": lambda zero, last: nullcontext() if last else zero.no_sync(),
+    "nothing": lambda zero, last: nullcontext(),
+}
+
+
 def train(
     world_size,
     stage,
     optimizer_cls=torch.optim.AdamW,
+    *,
+    steps=STEPS,
     dealt=contiguous,
+    told="micro_batch",
     clip="ours",
     precision=None,
-    dtype=None,
-    **kwargs,
+    dtype=torch.float32,
+    inside=None,
+    between=None,
+    path="",
+    resumed="",
 ):
-    """Losses by leaf, norms, weights and the optimizer's whole state."""
-    generator = torch.Generator().manual_seed(7)
-    tokens = torch.randint(13, (STEPS, LEAVES, 2, 9), generator=generator)
+    """Losses by leaf, norms, weights, averages and the optimizer's whole state.
 
-    start = Model(dtype or torch.float32)
+    Hooks of a test are given (zero, leaf) after a backward, and (zero, step) after a step. Where it ends it is saved to
+    ``path``, and it goes on from ``resumed``.
+    """
+    tokens = torch.randint(13, (STEPS, LEAVES, 2, 9), generator=torch.Generator().manual_seed(7))
+    start = Model(dtype)
 
     def on_rank(comm):
         model = copy.deepcopy(start)  # threads share one generator
-        zero = Zero(model, stage, model.blocks, comm, precision, leaves=LEAVES, **kwargs)
+        zero = Zero(model, stage, model.blocks, comm, precision, leaves=LEAVES)
         params = [p for p in model.parameters() if p.ndim == 2] if optimizer_cls is torch.optim.Muon else None
         optimizer = zero.optimizer(optimizer_cls, params, lr=0.05)
-        losses, norms = {}, []
-        for step in range(STEPS):
+        ema = zero.ema(0.9)
+        first = zeroshard.load(resumed, zero)["step"] if resumed else 0
+        losses, norms = {}, {}
+        for step in range(first, first + steps):
             mine = list(dealt(comm.rank, comm.world_size, step))
             for place, leaf in enumerate(mine):
-                with zero.micro_batch(last=place == len(mine) - 1):
-                    loss = model(tokens[step, leaf])
+                with TOLD[told](zero, place == len(mine) - 1):
+                    loss = model(tokens[step, leaf], leaf)
                     (loss / len(mine)).backward()
                 losses[step, leaf] = loss.item()
+                if inside:
+                    inside(zero, leaf)
             if clip == "ours":
-                norms.append(float(zero.clip_grad_norm_(0.5)))
+                norms[step] = float(zero.clip_grad_norm_(0.5))
             else:
-                norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+                norms[step] = float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
             optimizer.step()
-            optimizer.zero_grad()
-        return losses, norms, zero.state_dict(), zero.optim_state_dict()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            ema.update()
+            if between:
+                between(zero, step)
+        if path:
+            zeroshard.save(path, zero, step=first + steps)
+        with ema.weights():
+            average = zero.state_dict()
+        return losses, norms, zero.state_dict(), average, zero.optim_state_dict()
 
     results = run_threads(on_rank, world_size)
     losses = {key: value for result in results for key, value in result[0].items()}
@@ -93,15 +129,18 @@ def train(
     return losses, *results[0][1:]
 
 
-def assert_same(one, other):
-    assert one[0] == other[0]
-    assert one[1] == other[1]
-    for name, weight in one[2].items():
-        assert torch.equal(weight, other[2][name]), name
-    assert one[3]["param_groups"] == other[3]["param_groups"]
-    for index, kinds in one[3]["state"].items():
+def assert_same(ours, other):
+    """``ours`` may be the last steps of ``other``."""
+    for found, expected in zip(ours[:2], other[:2], strict=True):
+        assert found == {key: value for key, value in expected.items() if key in found}
+    for found, expected in zip(ours[2:4], other[2:4], strict=True):
+        for name, weight in found.items():
+            assert torch.equal(weight, expected[name]), name
+    assert ours[4]["param_groups"] == other[4]["param_groups"]
+    assert ours[4]["state"].keys() == other[4]["state"].keys()
+    for index, kinds in ours[4]["state"].items():
         for kind, value in kinds.items():
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other[3]["state"][index][kind])), (index, kind)
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other[4]["state"][index][kind])), (index, kind)
 
 
 @pytest.fixture(scope="module")
@@ -109,16 +148,27 @@ def one_rank():
     return train(1, 0)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
-def test_the_bits_are_those_of_one_rank(stage, world_size, one_rank):
-    assert_same(train(world_size, stage), one_rank)
-
-
-@pytest.mark.parametrize("dealt", [strided, shuffled])
-@pytest.mark.parametrize(("stage", "world_size"), [(0, 2), (1, 4), (2, 1), (3, 2)])
-def test_it_does_not_matter_which_rank_computes_which_micro_batch(dealt, stage, world_size, one_rank):
-    assert_same(train(world_size, stage, dealt=dealt), one_rank)
+@pytest.mark.parametrize(
+    ("world_size", "stage", "dealt", "told"),
+    [
+        (1, 3, shuffled, "micro_batch"),
+        (1, 2, contiguous, "nothing"),
+        (2, 0, contiguous, "no_sync"),
+        (2, 1, shuffled, "micro_batch"),
+        (2, 3, strided, "nothing"),
+        (4, 0, strided, "nothing"),
+        (4, 1, contiguous, "no_sync"),
+        (4, 2, shuffled, "micro_batch"),
+        (4, 3, shuffled, "no_sync"),
+        (8, 0, contiguous, "micro_batch"),
+        (8, 2, strided, "no_sync"),
+        (8, 3, contiguous, "micro_batch"),
+    ],
+)
+def test_the_bits_are_those_of_one_rank_whoever_computes_which_micro_batch(world_size, stage, dealt, told, one_rank):
+    found = train(world_size, stage, dealt=dealt, told=told)
+    assert_same(found, one_rank)
+    assert torch.equal(found[2]["never"], torch.ones(2))
 
 
 @pytest.mark.parametrize(
@@ -131,23 +181,191 @@ def test_other_optimizers(optimizer_cls, stage):
         assert_same(train(world_size, stage, optimizer_cls), one)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize(
-    "precision",
-    [MixedPrecision(torch.bfloat16), MixedPrecision(torch.bfloat16, torch.bfloat16)],
-    ids=["bf16", "bf16-reduced"],
+    "settings",
+    [
+        {"precision": MixedPrecision(torch.bfloat16)},
+        {"precision": MixedPrecision(torch.bfloat16, torch.bfloat16)},
+        {"dtype": torch.float64},
+        {"clip": "torch"},
+    ],
+    ids=["bf16", "bf16-reduced", "float64", "torch's clipping"],
 )
-def test_narrower_dtypes(stage, precision):
-    one = train(1, stage, precision=precision)
-    for world_size in (2, 8):
-        assert_same(train(world_size, stage, precision=precision), one)
+def test_other_dtypes_and_clipping(settings):
+    one = train(1, 0, **settings)
+    for world_size, stage in ((2, 3), (8, 1)):
+        assert_same(train(world_size, stage, **settings), one)
 
 
-def test_float64():
-    assert_same(train(4, 2, dtype=torch.float64), train(1, 1, dtype=torch.float64))
+def test_stages_may_change_in_mid_run_and_gradients_be_read_between_micro_batches(one_rank):
+    def moves(zero, step):
+        zero.zero_grad()
+        zero.restage((3, 1, 2)[step])
+
+    def reads(zero, leaf):
+        zero.full_grads()
+        nn.utils.get_total_norm([p.grad for p in zero.model.parameters() if p.grad is not None])
+
+    assert_same(train(2, 0, told="nothing", between=moves, inside=reads), one_rank)
 
 
-def test_torch_own_clipping():
-    one = train(1, 0, clip="torch")
-    assert_same(train(2, 3, clip="torch"), one)
-    assert_same(train(4, 1, clip="torch"), one)
+@pytest.mark.parametrize(("worlds", "stages"), [((4, 1), (3, 0)), ((2, 4), (0, 3))])
+def test_a_checkpoint_goes_on_at_another_number_of_ranks(worlds, stages, one_rank, tmp_path):
+    train(worlds[0], stages[0], steps=1, path=tmp_path / "saved")
+    assert_same(train(worlds[1], stages[1], steps=2, resumed=tmp_path / "saved"), one_rank)
+
+
+def test_what_is_written_into_gradients_counts(one_rank):
+    def halves(zero, leaf):
+        for param in zero.model.parameters():
+            if param.grad is not None and leaf == 3:
+                param.grad.mul_(0.5)
+
+    one = train(1, 1, told="nothing", inside=halves)
+    assert_same(train(1, 3, told="nothing", inside=halves), one)
+    assert not torch.equal(one[2]["odd"], one_rank[2]["odd"])
+
+
+def test_what_is_written_between_micro_batches_counts():
+    model = nn.Linear(2, 1, bias=False)
+    zero = Zero(model, 1, (), LocalCommunicator(), leaves=2)
+    model(torch.ones(1, 2)).sum().backward()
+    model.weight.grad.mul_(3.0)
+    model(torch.ones(1, 2)).sum().backward()
+    assert torch.equal(zero.full_grads()["weight"], torch.full((1, 2), 4.0))
+    model.weight.grad = torch.full((1, 2), 5.0)
+    model(torch.ones(1, 2)).sum().backward()
+    assert torch.equal(zero.full_grads()["weight"], torch.full((1, 2), 6.0))
+    zero.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    assert torch.equal(zero.full_grads()["weight"], torch.ones(1, 2))
+
+
+@pytest.mark.parametrize(("world_size", "value"), [(1, float("nan")), (2, float("-inf")), (4, float("inf"))])
+def test_what_is_not_finite_stays_so(world_size, value):
+    def on_rank(comm):
+        model = nn.Linear(2, 2, bias=False)
+        zero = Zero(model, 2, (), comm, leaves=4)
+        for leaf in range(comm.rank, 4, comm.world_size):
+            factor = torch.tensor([[value if leaf == 1 else 1.0, 1.0]])
+            (model(torch.ones(1, 2)) * factor).sum().backward()
+        return zero.full_grads()["weight"], zero.clip_grad_norm_(1e9)
+
+    grad, norm = run_threads(on_rank, world_size)[0]
+    assert torch.equal(grad[0].isnan(), torch.full((2,), value != value))
+    assert value != value or bool((grad[0] == value).all())
+    assert bool(grad[1].isfinite().all())
+    assert not bool(norm.isfinite())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_sum_is_rounded_once_whatever_the_order(dtype):
+    generator = torch.Generator().manual_seed(11)
+    exponents = torch.randint(-20, 5, (16, 400), generator=generator).to(torch.float64)
+    terms = torch.randn(16, 400, generator=generator, dtype=torch.float64).mul(exponents.exp2()).to(dtype)
+    terms[3], terms[9] = -terms[1], -terms[2] * 2  # cancels
+    wanted = [sum((Fraction(float(x)) for x in column), Fraction(0)) for column in terms.T.to(torch.float64)]
+    results = []
+    for order in (torch.arange(16), torch.arange(16).flip(0), torch.randperm(16, generator=generator)):
+        exact = ExactSum(400, dtype, torch.device("cpu"), 64)
+        for part in terms[order].split([5, 1, 10]):
+            exact.add(part)
+        target = torch.empty(400, dtype=dtype)
+        exact.write(target)
+        results.append(target)
+        assert [Fraction(float(h)) + Fraction(float(x)) for h, x in zip(exact.high, exact.low, strict=True)] == wanted
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_another_number_of_micro_batches_is_refused():
+    def on_rank(comm):
+        model = nn.Linear(2, 2)
+        optimizer = Zero(model, 1, (), comm, leaves=8).optimizer(torch.optim.SGD, lr=0.1)
+        for _ in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"step: 3 backwards on each of 2 ranks .* leaves=8; have 4, or a mult"):
+            optimizer.step()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        for _ in range(4):
+            model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    run_threads(on_rank, 2)
+
+
+@pytest.mark.parametrize(("stage", "leaves"), [(0, 4), (3, None)])
+def test_ranks_that_step_after_different_numbers_of_micro_batches_are_refused(stage, leaves):
+    def on_rank(comm):
+        model = nn.Linear(2, 2)
+        optimizer = Zero(model, stage, (), comm, leaves=leaves).optimizer(torch.optim.SGD, lr=0.1)
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+        if comm.rank:
+            optimizer.step()
+            optimizer.zero_grad()
+        loss = model(torch.ones(1, 2)).sum()
+        with pytest.raises(RuntimeError, match="backward: ranks ran a different number of backwards before a step"):
+            loss.backward()
+
+    run_threads(on_rank, 3 if leaves is None else 2)
+
+
+def test_a_closure_of_too_few_micro_batches_is_refused():
+    model = nn.Linear(2, 2)
+    optimizer = Zero(model, 1, (), LocalCommunicator(), leaves=4).optimizer(torch.optim.SGD, lr=0.1)
+
+    def closure(num_backwards):
+        optimizer.zero_grad()
+        for _ in range(num_backwards):
+            loss = model(torch.ones(1, 2)).sum()
+            loss.backward()
+        return loss
+
+    with pytest.raises(RuntimeError, match="step: 1 backwards on each of 1 ranks"):
+        optimizer.step(lambda: closure(1))
+    optimizer.step(lambda: closure(4))
+
+
+def test_running_statistics_are_refused():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    Zero(model, 1, (), LocalCommunicator(), leaves=2, buffers="keep")
+    with pytest.raises(RuntimeError, match="buffers: forward updates those of a BatchNorm1d from each rank's rows"):
+        model(torch.randn(4, 2)).sum().backward()
+
+
+class _WithoutExchange(NullCommunicator):
+    """A communicator of before there was an exchange."""
+
+    def __getattribute__(self, name):
+        if name == "all_to_all":
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"leaves": 3}, "leaves: 3 is no power of two"),
+        ({"leaves": True}, "leaves: True is no power of two"),
+        ({"leaves": "8"}, "leaves: '8' is no power of two"),
+        ({"leaves": 2, "accumulate": "local"}, "leaves: 2 is given, and accumulate adds up on each rank"),
+        ({"leaves": 2, "shard_size": 1}, "leaves: 2 is given, and shard_size adds up over two levels"),
+        ({"leaves": 2, "precision": MixedPrecision(reduce="int8")}, "leaves: 2 is given, and precision.reduce rounds"),
+        ({"leaves": 2, "shard_size": 1, "replicas": LocalSteps(every=2)}, "leaves: 2 is given, and replicas take"),
+        ({"leaves": 2, "comm": _WithoutExchange(2)}, "comm: leaves are exchanged, and a _WithoutExchange has no all_"),
+    ],
+)
+def test_what_rounds_in_between_is_refused(given, said):
+    with pytest.raises(ValueError, match="^" + said.replace("(", r"\(")):
+        Zero(nn.Linear(2, 2), 1, (), **{"comm": LocalCommunicator(), **given})
+
+
+def test_a_number_of_ranks_that_cannot_share_is_refused():
+    def on_rank(comm):
+        with pytest.raises(ValueError, match=r"leaves: 4 micro-batches cannot be shared .* to 3 ranks; use 1, 2, 4 "):
+            Zero(nn.Linear(2, 2), 1, (), comm, leaves=4)
+
+    run_threads(on_rank, 3)
