@@ -66,6 +66,7 @@ class _Watch:
     ) -> None:
         self.rank, self.world_size = comm.rank, comm.world_size
         self.fault = ""  # what was found, by this rank or another
+        self._named = ""  # what this rank has posted because a collective failed
         self._lost_after_s, self.raised = lost_after_s, raised
         self.log, self.under_way = OperationLog(REMEMBERED), InFlight()
         self._board, self._on_fault, self._stall_s = board, on_fault, stall_s
@@ -127,7 +128,7 @@ class _Watch:
         self._post()
         verdict = self._board.read(_VERDICT)
         if verdict is not None:
-            return verdict.decode(), False
+            return verdict.decode(), verdict.decode() == self._named
         fault = self._divergence([0]) if self.rank else None
         since = self._stalled_since()
         waited_s = 0.0 if since is None else time.monotonic() - since
@@ -219,7 +220,9 @@ class _Watch:
             silent = [rank for rank, pulse in self._heard_of(near).items() if pulse == before[rank]]
             if silent:
                 fault = self._line_of_lost(silent[0])
-                self._board.post(_VERDICT, fault.encode())  # for ranks that do not look at the silent one
+                if self.world_size > FULL_LOOK:  # for ranks that do not look at the silent one
+                    self._named = fault
+                    self._board.post(_VERDICT, fault.encode())
                 return fault
             for _ in range(NAMING_PULSES if self.world_size > FULL_LOOK else 0):  # one that looks there may tell
                 time.sleep(PULSE_S)
