@@ -63,6 +63,7 @@ LEFT = [
     r"predict[./]dry_run",
     r"data/bulk",
     r"data/parts",
+    r"fit[-_]memory",
     r"bench (memory|collectives|kernels)\b",
 ]
 # The history of the project may name it.

@@ -44,8 +44,7 @@ for step in range(1, 5):
     time.sleep(0.005)
     facts = dict(event="step", step=step, loss=1.0, grad_norm=1.0, lr=1.0, step_s=2.0, tokens=step, tokens_per_s=9.0)
     print(json.dumps(facts), file=log)
-peak = {"bytes": 1000 + 100 * config["micro_batch_size"]}
-(out / "unfinished").write_text(json.dumps({"status": "ok", "token": uuid.uuid4().hex, "memory_peak": peak}))
+(out / "unfinished").write_text(json.dumps({"status": "ok", "token": uuid.uuid4().hex}))
 (out / "unfinished").replace(out / "summary.json")
 """
 
@@ -207,23 +206,3 @@ def test_a_dry_run_says_what_would_run(tmp_path, stand_in):
     assert run_sweep(config, command=stand_in, stream=stream) == 0
     assert [line.split("  ")[1] for line in said(stream)] == ["seed 1", "seed 2"]
     assert not (tmp_path / "sweep" / "cases").exists()
-
-
-def test_the_largest_micro_batch_that_fits_is_found_by_running(tmp_path, stand_in):
-    config = sweep(tmp_path, axes={"seed": [1]}, fit_memory="2KB")
-    guesses = []
-
-    def guess(train_config, num_bytes):
-        guesses.append((train_config.seed, num_bytes))
-        return 7
-
-    assert run_sweep(config, command=stand_in, largest_micro_batch=guess, stream=io.StringIO()) == 0
-    assert guesses == [(1, 2000)]
-    (case,) = read_sweep(tmp_path / "sweep").cases
-    assert case.runs[0].setting("micro_batch_size") == 10  # 1,000 + 100 each
-    tried = sorted(path.name for path in (tmp_path / "sweep" / "cases" / case.name).glob("fit-*[0-9]"))
-    assert {"fit-7", "fit-10", "fit-11"} <= set(tried)
-    stream = io.StringIO()
-    small = sweep(tmp_path, axes={"seed": [1]}, fit_memory="1KB")
-    assert run_sweep(small, command=stand_in, stream=stream) == 1
-    assert "refused: not one sequence fits into 1KB" in stream.getvalue()

@@ -6,7 +6,6 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from pydantic import BaseModel
 
@@ -70,11 +69,6 @@ def sweep(config: None, words: Sequence[str]) -> int:
     from zeroshard.lab.sweep.cases import SweepConfig, require_asked_cases
     from zeroshard.lab.sweep.sweep import run_sweep
 
-    def predicted(*asked: Any) -> int:
-        from zeroshard.lab.planner.micro_batch_size import largest_micro_batch  # imports torch; other sweeps need none
-
-        return largest_micro_batch(*asked)
-
     path, others = take_option(words, "--config")
     raw = read_toml(path) if path else {}
     if not raw and not others:
@@ -93,7 +87,7 @@ def sweep(config: None, words: Sequence[str]) -> int:
     asked = validate(SweepConfig, merge(raw, given))
     if path:
         require_asked_cases(asked, given, path)
-    return written(asked.out, lambda: run_sweep(asked, largest_micro_batch=predicted))
+    return written(asked.out, lambda: run_sweep(asked))
 
 
 def _sweep_help(kind: type[BaseModel]) -> str:

@@ -28,10 +28,6 @@ class SweepProgress:
         if self._stream.isatty():
             self.say(f"{'':9}{_named(case)}  run {repeat + 1}, since {time.strftime('%H:%M:%S')}")
 
-    def tries(self, case: Case, what: str) -> None:
-        """Say that a short trial run begins, which only tests whether a micro-batch fits."""
-        self.say(f"{'':9}{_named(case)}  tries {what}")
-
     def ended(self, case: Case, repeat: int, run: RunResult, *, seconds: float | None, failure: str = "") -> None:
         """Say that a run has ended; ``seconds`` None: it had ended before this sweep started."""
         self._num_ended += 1
@@ -42,9 +38,9 @@ class SweepProgress:
         count = f"[{self._num_ended:{len(str(self.num_all))}}/{self.num_all}]"
         self.say(f"{count} {_named(case)}  run {repeat + 1}  {fate}{self._left()}")
 
-    def refused(self, case: Case, why: str = "") -> None:
+    def refused(self, case: Case) -> None:
         """Say that a case cannot run, and why."""
-        self.say(f"{_named(case)}  refused: {why or case.refusal}")
+        self.say(f"{_named(case)}  refused: {case.refusal}")
 
     def list_cases(self, cases: Sequence[Case]) -> None:
         """Print the cases that would run."""

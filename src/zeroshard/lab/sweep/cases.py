@@ -34,7 +34,6 @@ from zeroshard.lab.sweep import remedies
 from zeroshard.train.config.config import TrainConfig, merge
 from zeroshard.train.config.named_code import require_asked
 from zeroshard.train.config.sections import SHORTHANDS, Config
-from zeroshard.train.config.sizes import parse_size
 from zeroshard.train.config.validate import by_dotted_name, fields_by_name, nearest, validate
 
 CHANGES_NO_RESULT = (
@@ -54,7 +53,6 @@ class SweepConfig(Config):
     dry_run: bool = Field(False, description="Say what would run, and run nothing.")
     timeout_s: float = Field(0.0, ge=0, allow_inf_nan=False, description="Seconds that a run may take; 0: no limit.")
     checkpoints: bool = Field(False, description="Keep the checkpoint that each run ends with.")
-    fit_memory: str = Field("", description="Take the largest micro-batch that fits, as 8GiB a rank; empty: as given.")
     remedies: tuple[str, ...] = Field(
         (),
         description="Ways to send less, tried one after another: none, int8 (weights and gradients), int8,int4, "
@@ -66,8 +64,6 @@ class SweepConfig(Config):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        if self.fit_memory:
-            parse_size("fit_memory", self.fit_memory)
         self._agree_on_remedies()
         if "out" in self.axes:
             what = "a sweep gives each run a folder of its own"
@@ -121,7 +117,7 @@ def cases_of(sweep: SweepConfig) -> list[Case]:
         axes[REMEDY] = [*sweep.remedies]
     found: dict[str, Case] = {}
     for values in itertools.product(*axes.values()):
-        case = make_case(sweep.base, dict(zip(axes, values, strict=True)), sweep.fit_memory)
+        case = make_case(sweep.base, dict(zip(axes, values, strict=True)))
         found.setdefault(case.name, case)
     if all(case.config is None for case in found.values()):
         first = next(iter(found.values())).refusal
@@ -129,8 +125,8 @@ def cases_of(sweep: SweepConfig) -> list[Case]:
     return list(found.values())
 
 
-def make_case(base: Mapping[str, Any], axes: Mapping[str, Any], fit_memory: str = "") -> Case:
-    """The case of ``base`` with the settings of ``axes`` merged over it; its name also depends on ``fit_memory``."""
+def make_case(base: Mapping[str, Any], axes: Mapping[str, Any]) -> Case:
+    """The case of ``base`` with the settings of ``axes`` merged over it."""
     raw: dict[str, Any] = {"checkpoint_interval": 0}  # what is timed writes none on the way, unless it is asked to
     settings = {name: value for name, value in axes.items() if name != REMEDY}
     for table in (base, *(_nested(name, value) for name, value in settings.items())):
@@ -141,7 +137,7 @@ def make_case(base: Mapping[str, Any], axes: Mapping[str, Any], fit_memory: str 
         config = validate(TrainConfig, raw)
     except UserError as error:
         return Case(_hash(raw), dict(axes), None, str(error))
-    return Case(case_name(config, fit_memory), dict(axes), config)
+    return Case(case_name(config), dict(axes), config)
 
 
 def require_asked_cases(sweep: SweepConfig, asked: Mapping[str, Any], where: object) -> None:
@@ -158,10 +154,10 @@ def require_asked_cases(sweep: SweepConfig, asked: Mapping[str, Any], where: obj
             require_asked(case.config, of_flags, where)
 
 
-def case_name(config: TrainConfig, fit_memory: str = "") -> str:
+def case_name(config: TrainConfig) -> str:
     """The hash of all settings that a run's result depends on."""
     facts = {name: value for name, value in config.model_dump(mode="json").items() if name not in CHANGES_NO_RESULT}
-    return _hash({**facts, "fit_memory": fit_memory} if fit_memory else facts)
+    return _hash(facts)
 
 
 def flat_axes(axes: Mapping[str, Any], prefix: str = "") -> dict[str, list[Any]]:

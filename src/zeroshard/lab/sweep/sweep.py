@@ -21,10 +21,10 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.lab.run_folders import METRICS, RunResult, read_run
@@ -32,24 +32,19 @@ from zeroshard.lab.sweep import remedies
 from zeroshard.lab.sweep.board import SweepProgress
 from zeroshard.lab.sweep.cases import Case, SweepConfig, cases_of, in_words
 from zeroshard.lab.sweep.results import SWEEP, SWEEP_FORMAT, failure_file, read_failure, read_sweep, run_folder
-from zeroshard.lab.sweep.search import largest_that_fits
 from zeroshard.launch.start_ranks import start_child
 from zeroshard.regular_files import open_binary, open_regular
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.named_code import flags_for_code
-from zeroshard.train.config.sizes import parse_size
 from zeroshard.train.config.toml import all_settings
 
 TRAIN = (sys.executable, "-m", "zeroshard", "train")
-LargestMicroBatch = Callable[[TrainConfig, int], int]  # predicts the micro-batch that fits into a rank's bytes
-_TRIAL_STEPS = 3
 _GRACE_S = 5.0  # from asking a run to stop to SIGKILL
 
 
 def run_sweep(
     sweep: SweepConfig,
     *,
-    largest_micro_batch: LargestMicroBatch | None = None,
     command: Sequence[str] = TRAIN,
     stream: TextIO | None = None,
 ) -> int:
@@ -57,7 +52,6 @@ def run_sweep(
 
     Args:
         sweep: settings of the sweep.
-        largest_micro_batch: predicts where the search of ``fit_memory`` starts; None: it starts with one sequence.
         command: the command that trains, to which ``--config FILE`` is appended.
         stream: where progress is printed; None: stdout.
 
@@ -75,9 +69,7 @@ def run_sweep(
             board.list_cases(cases)
             return ExitStatus.OK
         _tell_of_others(folder, cases, board)
-        guess = largest_micro_batch or (lambda config, num_bytes: 1)
-        fitted = (lambda case: runner.fitted(case, guess)) if sweep.fit_memory else None
-        runner.run(cases, fitted)
+        runner.run(cases)
         board.say_results(folder)
         return ExitStatus.FAILED if runner.num_failed else ExitStatus.OK
 
@@ -90,30 +82,20 @@ class Runner:
         self.num_failed = 0
         self._listed: dict[str, Case] = {}
 
-    def run(self, cases: Sequence[Case], fitted: Callable[[Case], TrainConfig | None] | None = None) -> None:
-        """Run each case as often as the sweep repeats; all cases run once before any runs again.
-
-        Args:
-            cases: the cases, in the order in which they run.
-            fitted: chooses the configuration of a case before its first run; returns None if the case cannot run.
-        """
+    def run(self, cases: Sequence[Case]) -> None:
+        """Run each case as often as the sweep repeats; all cases run once before any runs again."""
         self._list(cases)
-        able = []
+        able: list[tuple[Case, TrainConfig]] = []
         for case in cases:
             if case.config is None:
                 self.num_failed += 1
                 self.board.refused(case)
             else:
-                able.append(case)
+                able.append((case, case.config))
         self.board.num_all = len(able) * self.sweep.repeats
-        configs: dict[str, TrainConfig | None] = {}
         for repeat in range(self.sweep.repeats):
-            for case in able:
-                if case.name not in configs:
-                    configs[case.name] = fitted(case) if fitted else case.config
-                config = configs[case.name]
-                if config is not None:
-                    self.run_once(case, config, repeat)
+            for case, config in able:
+                self.run_once(case, config, repeat)
 
     def run_once(self, case: Case, config: TrainConfig, repeat: int) -> RunResult:
         """Run one repeat of a case unless it is done or has failed before; returns the contents of its run folder."""
@@ -141,34 +123,6 @@ class Runner:
             named["group"] = self.folder.name
         given = {name: value for name, value in named.items() if not getattr(config.track, name)}
         return config.model_copy(update={"track": config.track.model_copy(update=given)}) if config.track.to else config
-
-    def fitted(self, case: Case, guess: LargestMicroBatch) -> TrainConfig | None:
-        """``case``'s configuration with the largest micro-batch whose measured peak fits; None if not even 1 fits."""
-        assert case.config is not None
-        config, budget = case.config, parse_size("fit_memory", self.sweep.fit_memory)
-        trial = {"max_steps": _TRIAL_STEPS, "warmup_steps": 0, "eval_interval": 0}
-
-        def peak_bytes(micro_batch_size: int) -> int | None:
-            """The measured peak of a short run in bytes; None if the run failed."""
-            short = _watching_memory(config, {**trial, "micro_batch_size": micro_batch_size})
-            target = run_folder(self.folder, case.name, 0).with_name(f"fit-{micro_batch_size}")
-            failure = target.with_name(f"{target.name}.failed.json")
-            if read_run(target).state != "done" and (self.sweep.retry or not failure.exists()):
-                self.board.tries(case, f"micro_batch_size {micro_batch_size}")
-                self._attempt(short, target, failure)
-            found = read_run(target)
-            if found.state == "done" and found.peak_bytes is None:
-                raise UserError(
-                    "fit_memory", "the runs do not record their peak of memory", "set profile.memory = true"
-                )
-            return found.peak_bytes if found.state == "done" else None
-
-        largest = largest_that_fits(guess(config, budget), peak_bytes, budget)
-        if largest is None:
-            self.num_failed += 1
-            self.board.refused(case, f"not one sequence fits into {self.sweep.fit_memory}")
-            return None
-        return _watching_memory(config, {"micro_batch_size": largest})
 
     def _attempt(self, config: TrainConfig, target: Path, failure: Path) -> str:
         """Run ``config`` in ``target``; returns why it failed, in a line, or an empty string."""
@@ -257,13 +211,6 @@ def _locked_folder(folder: Path) -> Generator[Path]:
         yield folder
     finally:
         os.close(descriptor)
-
-
-def _watching_memory(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
-    """``config`` with other values, and with ``profile.memory`` on, so that the run records its peak memory."""
-    values = {**config.model_dump(), **changes}
-    values["profile"] = {**values["profile"], "memory": True}
-    return TrainConfig.model_validate(values)
 
 
 def _end(child: subprocess.Popen[bytes]) -> int:
