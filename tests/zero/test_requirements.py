@@ -442,7 +442,7 @@ class Later(Own):
     """After some steps it divides by the RMS of the tensor, or of all; where it counts them, its subclasses say."""
 
     def __init__(self, params, lr=0.1, over="tensor", **settings):
-        self.steps_done, self.clock, self.seen = 0, {"now": 0}, []
+        self.steps_done, self.clock = 0, {"now": 0}
         super().__init__(params, lr, over=over, **settings)
 
     def began(self, group):
@@ -511,6 +511,10 @@ class CountsInADict(Later):
 
 
 class CountsByALength(Later):
+    def __init__(self, params, **settings):
+        super().__init__(params, **settings)
+        self.seen = []
+
     def count(self):
         self.seen.append(1.0)
 

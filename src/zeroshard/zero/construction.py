@@ -7,16 +7,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator, scope
+from zeroshard.comm import Communicator, scope
 from zeroshard.comm.agree import agreement
 from zeroshard.zero.buffers.partition import Init, UnitSpec, materialise, partition
 from zeroshard.zero.buffers.unit import FlatGroup, Unit, build_groups
 from zeroshard.zero.buffers.unit_choice import UnitChoice, told
-from zeroshard.zero.levels import Levels, check_levels, check_wire, watched
+from zeroshard.zero.levels import Levels, check_wire
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.runtime.module_buffers import BufferSync, check_sync
 from zeroshard.zero.runtime.module_methods import has_engine
@@ -74,31 +73,6 @@ def check_arguments(
     if accumulate not in (None, "local", "sharded"):
         raise ValueError(f"accumulate: {accumulate!r} is unknown; choose 'local' or 'sharded'")
     check_sync(buffers)
-
-
-def communicator(given: Communicator | None) -> Communicator:
-    """Return the engine's communicator, watched for ranks that diverge: `zeroshard.comm.wrappers.library_watch`.
-
-    None stands for that of `torch.distributed` if it is initialised, else one of a single process. Collective.
-    """
-    if given is None:
-        given = TorchCommunicator() if dist.is_available() and dist.is_initialized() else LocalCommunicator()
-    return watched(given)
-
-
-def levels_of(
-    comm: Communicator,
-    strategy: ShardingStrategy,
-    shard_size: int | None,
-    precision: MixedPrecision,
-    *,
-    local_steps: bool,
-    leaves: int | None,
-    accumulate: str | None,
-) -> Levels:
-    """Return the levels of an engine with these arguments of `zeroshard.Zero`, once they are checked. Collective."""
-    check_levels(strategy, shard_size, precision, local_steps=local_steps, leaves=leaves, accumulate=accumulate)
-    return Levels.of(comm, shard_size, strategy.secondary_shard_size, precision.node_size, leaves)
 
 
 def build_units(

@@ -23,7 +23,7 @@ from zeroshard.zero.buffers.initial import loaded_later
 from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.buffers.unit_choice import UnitChoice
-from zeroshard.zero.levels import check_change
+from zeroshard.zero.levels import Levels, check_change, check_levels, communicator
 from zeroshard.zero.optimizers import adoption
 from zeroshard.zero.optimizers.ema import Ema
 from zeroshard.zero.optimizers.state_dict import whole_state
@@ -112,15 +112,17 @@ class Zero:
         leaves: int | None = None,
     ) -> None:
         self.model = model
-        self.comm: Communicator = construction.communicator(comm)
-        checked = {"local_steps": replicas is not None, "leaves": leaves, "accumulate": accumulate}
+        self.comm: Communicator = communicator(comm)
+        checked: dict[str, Any] = {"local_steps": replicas is not None, "leaves": leaves, "accumulate": accumulate}
         with construction.same_on_every_rank(self.comm) as told:
             self.strategy = resolve_strategy(stage, secondary_shard_size)
             self.precision = precision or MixedPrecision()
             construction.check_arguments(model, prefetch, accumulate, self.precision, buffers)
             told += construction.described(model, self.strategy, self.precision, prefetch, shard_size, buffers, checked)
         self._accumulate = accumulate if leaves is None else "sharded"
-        self.levels = construction.levels_of(self.comm, self.strategy, shard_size, self.precision, **checked)
+        check_levels(self.strategy, shard_size, self.precision, **checked)
+        groups = self.strategy.secondary_shard_size, self.precision.node_size
+        self.levels = Levels.of(self.comm, shard_size, *groups, leaves)
 
         on_meta = [param for param in model.parameters() if param.is_meta]
         levels = self.levels if replicas is None else self.levels.inside
@@ -134,7 +136,7 @@ class Zero:
         self._handles = [h for unit in (root, *others) for h in attach(unit, self._runtime, casts.get(unit))]
         self._guard = Guard(model, self._runtime, self._stepping)
         adoption.replaced(on_meta)
-        adoption.register_params(model.parameters(), self._stepping)
+        adoption.register_params(model.parameters(), self._stepping.adopt)
         self._stepping.show_what_travels()
         if self.replicas is not None and init is not loaded_later:
             self.replicas.begin_alike()

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from zeroshard.comm import Communicator, LocalCommunicator, split
+from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator, split
 from zeroshard.zero import rules
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
@@ -176,10 +176,17 @@ def _stage(strategy: ShardingStrategy) -> int:
     return int(strategy.optim is SHARD)
 
 
-def watched(comm: Communicator) -> Communicator:
-    """Return ``comm``, watched for ranks that diverge if they are processes: `wrappers.library_watch`. Collective."""
-    if comm.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
-        return comm
+def communicator(given: Communicator | None, process_group: dist.ProcessGroup | None = None) -> Communicator:
+    """Return the ranks that train together, watched for ranks that diverge: `zeroshard.comm.wrappers.library_watch`.
+
+    None stands for those of ``process_group`` or, without it, for `torch.distributed`'s if it is initialised, else for
+    this process alone. Collective.
+    """
+    if given is None:
+        among_several = process_group is not None or (dist.is_available() and dist.is_initialized())
+        given = TorchCommunicator(process_group) if among_several else LocalCommunicator()
+    if given.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
+        return given
     from zeroshard.comm.wrappers import library_watch  # the library is imported without it
 
-    return library_watch.watched(comm)
+    return library_watch.watched(given)

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -23,19 +23,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zeroshard.zero.optimizers.methods import is_known
 from zeroshard.zero.uncompiled import uncompiled
 
-if TYPE_CHECKING:
-    from zeroshard.zero.optimizers.stepping import Stepping
-
-_owners: Any = WeakTensorKeyDictionary()  # parameter -> weak reference to its engine's adopter
+_owners: Any = WeakTensorKeyDictionary()  # parameter -> weak reference to its engine's `Stepping.adopt`
 _replaced: Any = WeakTensorKeyDictionary()  # parameters on the meta device that `Zero` has replaced by others
 _lock = threading.Lock()
 _watching = False
 
 
-def register_params(params: Iterable[Tensor], adopter: Stepping) -> None:
-    """From now on ``adopter`` takes over optimizers of these parameters."""
+def register_params(params: Iterable[Tensor], adopt: Callable[..., None]) -> None:
+    """From now on the method ``adopt`` takes over optimizers of these parameters."""
     global _watching
-    reference = weakref.ref(adopter)
+    reference = weakref.WeakMethod(adopt)
     with _lock:
         for param in params:
             _owners[param] = reference
@@ -87,12 +84,12 @@ def take_over(optimizer: Optimizer, *, may_move: bool = False) -> None:
     owners = [reference() for param in params if (reference := _owners.get(param)) is not None]
     if not owners:
         return
-    if len(owners) < len(params) or any(owner is not owners[0] for owner in owners):
+    if len(owners) < len(params) or any(owner != owners[0] for owner in owners):
         raise ValueError(
             f"step: {name} holds parameters of an engine's model beside others; give each an optimizer of its own"
         )
     if owners[0] is not None:
-        owners[0].adopt(optimizer, may_move=may_move)
+        owners[0](optimizer, may_move=may_move)
 
 
 def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -5,14 +5,13 @@ step on. A trial of a few steps would not see it. So the trial puts the clocks f
 around each whole number among the settings, and far beyond any warm-up.
 
 A clock is a number that grew by one in every step so far, wherever the class keeps it: in its param groups, in the
-state of its parameters, in an attribute. A class that keeps anything else than plain values and tensors in attributes
-may have clocks that nobody finds (`Clocks.hidden`).
+state of its parameters, in an attribute or a dict there. A class that keeps anything else in attributes than plain
+values, tensors and containers of them may have clocks that nobody finds (`Clocks.hidden`).
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, MutableMapping, Sized
+from collections.abc import Iterable, Iterator, MutableMapping
 from itertools import pairwise
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -25,8 +24,9 @@ FAR = (1_000, 1_000_000)  # steps beyond the warm-up that a class has without a 
 AROUND = 2  # how many steps before a setting's number the clocks are put
 MOST = 10_000_000  # a larger whole number is no number of steps
 MOST_SETTINGS = 8
-_DEPTH = 3  # of dicts and objects in attributes
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, Tensor)
+_LISTS = (list, tuple, set, frozenset)
+_DEPTH = 3  # of dicts, lists and objects in attributes
 _TORCHS = frozenset({"defaults", "state", "param_groups"})
 _OF_TORCH = ("_optimizer_", "_zero_grad_profile", "_warned_capturable")  # attributes that `Optimizer` sets itself
 
@@ -53,7 +53,7 @@ class Clocks:
     def __init__(self) -> None:
         self._last: dict[tuple[str, str], list[float]] = {}
         self._counting: dict[tuple[str, str], bool] = {}
-        self._lengths: list[list[int]] = []  # of the lists in attributes, after each step
+        self._lengths: list[list[int]] = []  # of the containers in attributes, after each step
 
     def tick(self, optimizer: Optimizer) -> None:
         """Look at the numbers after a step."""
@@ -66,7 +66,7 @@ class Clocks:
                 grew = all(new - old == 1 for new, old in zip(values, before, strict=True))
                 self._counting[where] = self._counting.get(where, True) and grew
         self._last = now
-        self._lengths.append([len(each) for _, value in _attributes(optimizer) for each in _lists(value, _DEPTH)])
+        self._lengths.append([len(value) for _, value in _attributes(optimizer) if isinstance(value, (*_LISTS, dict))])
 
     @property
     def found(self) -> bool:
@@ -74,10 +74,10 @@ class Clocks:
         return any(self._counting.values())
 
     def hidden(self, optimizer: Optimizer) -> bool:
-        """Whether there may be others: an attribute is no plain value, or a list that has become longer and longer."""
+        """Whether there may be others: an attribute is not plain, or a container that becomes longer and longer."""
         alike = [lengths for lengths in self._lengths if len(lengths) == len(self._lengths[-1])]
         longer = any(all(a < b for a, b in pairwise(column)) for column in zip(*alike, strict=True))
-        return longer or any(not _is_plain(value, _DEPTH) for _, value in _attributes(optimizer))
+        return longer or not all(_is_plain(value, _DEPTH) for _, value in _attributes(optimizer))
 
     def settings(self, optimizer: Optimizer) -> list[int]:
         """Return the whole numbers among the optimizer's settings and attributes that may be numbers of steps."""
@@ -141,24 +141,9 @@ def _is_whole(number: _Number) -> bool:
 def _is_plain(value: Any, depth: int) -> bool:
     if isinstance(value, _PLAIN):
         return True
-    inside = _inside(value)
-    return bool(depth) and inside is not None and all(_is_plain(each, depth - 1) for each in inside)
-
-
-def _lists(value: Any, depth: int) -> Iterator[Sized]:
-    """The containers in ``value``, itself included, that may become longer."""
-    if isinstance(value, list | set | deque | MutableMapping):
-        yield value
-    for each in (_inside(value) or ()) if depth else ():
-        yield from _lists(each, depth - 1)
-
-
-def _inside(value: Any) -> Iterable[Any] | None:
-    """What a container, or an object of a class in Python, holds; None for anything else."""
-    if isinstance(value, list | tuple | set | frozenset | deque):
-        return list(value)
     entries = _entries(value)
-    return None if entries is None else list(entries.values())
+    inside = value if isinstance(value, _LISTS) else None if entries is None else entries.values()
+    return bool(depth) and inside is not None and all(_is_plain(each, depth - 1) for each in inside)
 
 
 def _entries(value: Any) -> MutableMapping[Any, Any] | None:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from functools import partial
 from inspect import signature
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,6 @@ from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.optimizers.kept_states import ParamFacts
 from zeroshard.zero.optimizers.requirements import Scope, classify
 from zeroshard.zero.optimizers.scope import no_class
-
-if TYPE_CHECKING:
-    from zeroshard.zero.optimizers.stepping import Stepping
 
 # States that torch keeps as one number per parameter, not one per element.
 SCALAR_STATES = frozenset({"step", "eta", "mu", "mu_product"})
@@ -48,6 +45,28 @@ class SavesPasses(Protocol):
     def write_copies(self, copies: Mapping[Tensor, Tensor]) -> None:
         """From now on, copy each updated parameter that is a key of ``copies`` to its value, in that tensor's dtype."""
         ...
+
+
+class StepListener(Protocol):
+    """What the engine does around an optimizer's step: see `zeroshard.zero.optimizers.stepping.Stepping`."""
+
+    def keep_whole(self, params: set[nn.Parameter]) -> None:
+        """Lay these parameters out as whole tensors."""
+
+    def after_joining(self, optimizer: Optimizer, members: set[nn.Parameter]) -> None:
+        """Note that this optimizer updates exactly ``members`` from now on."""
+
+    def before_update(self, optimizer: Optimizer | None) -> Tensor | None:
+        """Prepare gradients; return the factor by which the optimizer multiplies them as it reads them, if any."""
+
+    def after_update(self, optimizer: Optimizer) -> None:
+        """Note that a step of this optimizer has changed the master weights of its parameters."""
+
+    def weights_changed(self, members: set[nn.Parameter]) -> None:
+        """Note that the master weights of these parameters have changed, whether they had gradients or not."""
+
+    def clear_grads(self, params: set[nn.Parameter] | None, *, set_to_none: bool) -> None:
+        """Clear the gradients of ``params`` (None: of all), or set them to zero."""
 
 
 class ShardedParams:
@@ -148,7 +167,7 @@ class PiecewiseOptimizer:
         params: Iterable[Any],
         kwargs: dict[str, Any],
         sharded: ShardedParams,
-        listener: Stepping,
+        listener: StepListener,
     ) -> None:
         if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
             raise TypeError(no_class(optimizer_cls))
@@ -178,7 +197,7 @@ class PiecewiseOptimizer:
 
     @classmethod
     def adopted(
-        cls, optimizer: Optimizer, sharded: ShardedParams, listener: Stepping, *, may_move: bool
+        cls, optimizer: Optimizer, sharded: ShardedParams, listener: StepListener, *, may_move: bool
     ) -> PiecewiseOptimizer:
         """Wrap an optimizer that the user has made over the model's parameters; the caller cuts its states into pieces.
 

@@ -25,9 +25,7 @@ A class that runs on GPUs only cannot be tried: it must declare its scope.
 from __future__ import annotations
 
 import copy
-import random
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -36,6 +34,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.zero.optimizers.clocks import AROUND, FAR, Clocks
+from zeroshard.zero.optimizers.random_generators import borrowed_generators, seed_generators
 from zeroshard.zero.optimizers.scope import OptimizerKind, Scope
 
 NUM_STEPS = 6
@@ -70,21 +69,24 @@ class _Trial:
     clocks: Clocks
 
 
+@dataclass
 class _Subject:
     """One class with its settings, in one dtype, on the CPU in place of ``device``."""
 
-    def __init__(
-        self,
-        optimizer_cls: type[Optimizer],
-        settings: Mapping[str, Any],
-        group: Mapping[str, Any],
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        self.optimizer_cls, self.settings, self.group = optimizer_cls, settings, group
-        self.elsewhere, self.dtype = device.type != "cpu", dtype
-        self.with_closure, self.rate = False, LEARNING_RATE
-        self.num_first, self.later = NUM_STEPS, tuple[int, ...]()
+    optimizer_cls: type[Optimizer]
+    settings: Mapping[str, Any]
+    group: Mapping[str, Any]
+    device: torch.device
+    dtype: torch.dtype
+    rate: float = LEARNING_RATE
+    num_first: int = NUM_STEPS
+    later: tuple[int, ...] = ()
+    with_closure: bool = False
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether its parameters are on another device."""
+        return self.device.type != "cpu"
 
     @property
     def num_steps(self) -> int:
@@ -124,7 +126,7 @@ class _Subject:
                 rate.fill_(self.rate)
             elif isinstance(rate, int | float):
                 given["lr"] = self.rate
-        _seed(seed)
+        seed_generators(seed)
         closure_calls, clocks = 0, Clocks()
         for step in range(1, 1 + self.num_steps):
             which, since = divmod(step - 1 - self.num_first, NUM_LATER)
@@ -166,8 +168,8 @@ def weights_kept(
         for group in groups:
             options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             options |= {key: value for key, value in plain.items() if key in options}
-            subject = _Subject(optimizer_cls, settings, options, torch.device("cpu"), torch.float32)
-            subject.num_first, subject.rate = NUM_SHIFTED, LOW_RATE
+            cpu = torch.device("cpu")
+            subject = _Subject(optimizer_cls, settings, options, cpu, torch.float32, LOW_RATE, NUM_SHIFTED)
             histories = [subject.history([4] * min(param.dim(), 2) or [4], 1) for param in group["params"][:1]]
             near, far = (subject.run(histories, shift=shift) for shift in (0.0, SHIFT))
             for one, other in zip(near.optimizer.state.values(), far.optimizer.state.values(), strict=True):
@@ -268,31 +270,48 @@ def _watch(subject: _Subject, alone: dict[tuple[int, ...], _Trial]) -> tuple[Sco
         )
     histories = [subject.history(shape, len(shape)) for shape in alone]
     expected = [trial.weights[0] for trial in alone.values()]
-    starts = [history[0] for history in histories]
-    if all(torch.equal(weight, start) for weight, start in zip(expected, starts, strict=True)):
+    if all(torch.equal(weight, history[0]) for weight, history in zip(expected, histories, strict=True)):
         return Scope.UNUSABLE, f"it moves no weight in {NUM_STEPS} steps, so what it would do cannot be told"
 
-    def as_alone(found: Sequence[Tensor]) -> bool:
-        return all(subject.same(*three) for three in zip(found, expected, starts, strict=True))
+    def again() -> list[Tensor]:
+        return [subject.run([history], seed=3).weights[0] for history in histories]
 
-    partners = [subject.history(tuple(size + 1 for size in shape), 9, scale=1000.0) for shape in alone]
-    together = (
-        lambda: subject.run([*histories, *partners], seed=1).weights[: len(histories)],
-        lambda: subject.run([*partners, *histories], seed=2).weights[len(partners) :],
-    )
-    for trial in together:
-        found = _or_none(trial)
-        if found is None or not as_alone(found):
-            if not as_alone([subject.run([history], seed=3).weights[0] for history in histories]):
-                return Scope.RANDOM, "it draws random numbers, which differ between ranks and between layouts"
-            return (
-                Scope.CROSS_TENSOR,
-                "it lets the gradients of one tensor change the update of another, and no rank has all of them",
-            )
+    try:
+        influence = _influence(subject, histories, expected, again)
+    except _TrialError:  # the class accepts such tensors only one at a time
+        influence = Scope.CROSS_TENSOR
+    if influence is not None:
+        return influence, f"it {_INFLUENCES[influence]}"
     reason = _not_element_wise(subject, alone)
     if reason:
         return Scope.PER_TENSOR, reason
     return Scope.ELEMENT_WISE, "it updates each element from that element's own history"
+
+
+_INFLUENCES = {
+    Scope.RANDOM: "draws random numbers, which differ between ranks and between layouts",
+    Scope.CROSS_TENSOR: "lets the gradients of one tensor change the update of another, and no rank has all of them",
+}
+
+
+def _influence(
+    subject: _Subject, histories: list[Tensor], expected: list[Tensor], again: Callable[[], list[Tensor]]
+) -> Scope | None:
+    """Return whether tensors in front or behind change weights, or random numbers do; None: neither does.
+
+    ``again``: runs the trial of ``expected`` again, with another random seed.
+    """
+
+    def as_expected(found: Sequence[Tensor]) -> bool:
+        triples = zip(found, expected, histories, strict=True)
+        return all(subject.same(one, other, history[0]) for one, other, history in triples)
+
+    shapes = [history.shape[1:] for history in histories if history.shape[1:] != LARGE]
+    partners = [subject.history(tuple(size + 1 for size in shape), 9, scale=1000.0) for shape in shapes]
+    found = subject.run([*partners, *histories, *partners], seed=1).weights
+    if as_expected(found[len(partners) : -len(partners)]):
+        return None
+    return Scope.CROSS_TENSOR if as_expected(again()) else Scope.RANDOM
 
 
 def _watch_later(
@@ -306,37 +325,21 @@ def _watch_later(
         return scope, reason
     around = (step - AROUND for step in trial.clocks.settings(trial.optimizer))
     subject.num_first, subject.later = NUM_FIRST, tuple(sorted({*around, *FAR} - {*range(NUM_FIRST)}))
+    shapes = [*alone, *([LARGE] if (5, 7) in alone else [])]
+    histories = [subject.history(shape, len(shape)) for shape in shapes]
     try:
-        return _compared_later(subject, [*alone, *([LARGE] if (5, 7) in alone else [])], scope, reason)
+        expected = subject.run(histories).weights
+        influence = _influence(subject, histories, expected, lambda: subject.run(histories, seed=3).weights)
+        if influence is not None:
+            return influence, f"from a later step on it {_INFLUENCES[influence]}"
+        whole = dict(zip(shapes, zip(histories, expected, strict=True), strict=True))
+        if scope is Scope.PER_TENSOR or _pieces_do(subject, whole):
+            return scope, reason
+        return Scope.PER_TENSOR, "from a later step on it updates pieces of a tensor differently from the whole tensor"
     except _TrialError as error:
         if scope is Scope.PER_TENSOR:
             return scope, reason
         return Scope.PER_TENSOR, f"its later steps could not be tried: {error}"
-
-
-def _compared_later(
-    subject: _Subject, shapes: Sequence[tuple[int, ...]], scope: Scope, reason: str
-) -> tuple[Scope, str]:
-    histories = [subject.history(shape, len(shape)) for shape in shapes]
-    expected = subject.run(histories).weights
-    starts = [history[0] for history in histories]
-
-    def as_expected(found: Sequence[Tensor]) -> bool:
-        return all(subject.same(*three) for three in zip(found, expected, starts, strict=True))
-
-    partners = [subject.history(tuple(size + 1 for size in shape), 9, scale=1000.0) for shape in shapes[: len(SHAPES)]]
-    if not as_expected(subject.run([*histories, *partners], seed=1).weights[: len(shapes)]):
-        if not as_expected(subject.run(histories, seed=3).weights):
-            return Scope.RANDOM, "from a later step on it draws random numbers, which differ between ranks"
-        return (
-            Scope.CROSS_TENSOR,
-            "from a later step on it lets the gradients of one tensor change the update of another, and no rank has "
-            "all of them",
-        )
-    whole = dict(zip(shapes, zip(histories, expected, strict=True), strict=True))
-    if scope is Scope.ELEMENT_WISE and not _pieces_do(subject, whole):
-        return Scope.PER_TENSOR, "from a later step on it updates pieces of a tensor differently from the whole tensor"
-    return scope, reason
 
 
 def _not_element_wise(subject: _Subject, alone: dict[tuple[int, ...], _Trial]) -> str:
@@ -377,41 +380,3 @@ def _pieces_do(subject: _Subject, expected: Mapping[tuple[int, ...], tuple[Tenso
         if not subject.same(found.view_as(whole), whole, history[0]):
             return False
     return True
-
-
-def _or_none(run: Callable[[], list[Tensor]]) -> list[Tensor] | None:
-    """The weights of a trial; None if it fails, because the class accepts such tensors only one at a time."""
-    try:
-        return run()
-    except _TrialError:
-        return None
-
-
-@contextmanager
-def borrowed_generators() -> Generator[None]:
-    """After this block, restore every random generator that an optimizer may draw from."""
-    numpy = _numpy_random()
-    python_state, numpy_state = random.getstate(), numpy.get_state() if numpy else None
-    try:
-        with torch.random.fork_rng([]):
-            yield
-    finally:
-        random.setstate(python_state)
-        if numpy:
-            numpy.set_state(numpy_state)
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    numpy = _numpy_random()
-    if numpy:
-        numpy.seed(seed)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every device
-
-
-def _numpy_random() -> Any:
-    try:
-        import numpy
-    except ImportError:  # torch runs without numpy
-        return None
-    return numpy.random

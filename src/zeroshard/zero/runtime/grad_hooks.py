@@ -14,18 +14,16 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _foreach_utils
 
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
-from zeroshard.zero.runtime.sharded_grad import GradHome, ShardedGrad, held
+from zeroshard.zero.runtime.grad_home import GradHome, GradTaker
+from zeroshard.zero.runtime.sharded_grad import ShardedGrad, held
 from zeroshard.zero.uncompiled import uncompiled
-
-if TYPE_CHECKING:
-    from zeroshard.zero.runtime.runtime import Runtime
 
 
 class GradHooks:
@@ -35,7 +33,7 @@ class GradHooks:
         taker: the engine, which is told of each gradient.
     """
 
-    def __init__(self, taker: Runtime) -> None:
+    def __init__(self, taker: GradTaker) -> None:
         self._taker = weakref.ref(taker)
         self._frozen: list[_Shown] = []
         self._hooked: list[_Shown] = []
@@ -166,7 +164,7 @@ class _Shown:
         self.show()
 
 
-def _hook(taker_ref: weakref.ref[Runtime], shown: _Shown) -> Callable[[Tensor], None]:
+def _hook(taker_ref: weakref.ref[GradTaker], shown: _Shown) -> Callable[[Tensor], None]:
     # Weak references: the garbage collector cannot follow a parameter's hooks. The module's hooks keep us alive.
     shown_ref = weakref.ref(shown)
 

@@ -15,21 +15,16 @@ do the same ones in the same order.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from zeroshard.comm import CONTROL, scope
-from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.optimizers.grad_norm import norm_of, norms_of_partials
-
-if TYPE_CHECKING:
-    from zeroshard.zero.runtime.runtime import Runtime
+from zeroshard.zero.runtime.grad_home import GradHome
 
 aten = torch.ops.aten
 View = Callable[[Tensor], Tensor]
@@ -40,54 +35,6 @@ _ELEMENT_WISE = frozenset(
     | {"fill_", "floor_", "lerp_", "log_", "masked_fill_", "mul_", "nan_to_num_", "neg_", "pow_", "reciprocal_"}
     | {"round_", "rsqrt_", "sign_", "sqrt_", "square_", "sub_", "tanh_", "trunc_"}
 )
-
-
-class GradHome:
-    """Where the gradient of one parameter is stored, until gradients are cleared.
-
-    The reference to the group is weak, because the garbage collector cannot follow a parameter's gradient.
-
-    Attributes:
-        comm, device: the ranks that hold its parts; its device.
-        sharded: whether each rank holds one part of the gradient; if False, each rank holds all of it.
-        shape: the parameter's shape.
-        gone: whether the gradient was cleared.
-    """
-
-    def __init__(self, taker: weakref.ref[Runtime], group: FlatGroup, slot: int, name: str) -> None:
-        self.taker, self.group, self.slot, self.name = taker, weakref.ref(group), slot, name
-        grads, layout = group.grads, group.params.layout
-        self.comm, self.device = grads.comm, grads.device
-        self.sharded = grads.shard_optim and grads.comm.world_size > 1
-        self.shape = layout.slots[slot].shape
-        self.layout = layout
-        self.gone = False
-
-    @cached_property
-    def intervals(self) -> list[tuple[int, int]]:
-        """``[start, stop)`` of the part that each rank holds, in the flattened gradient; computed at first use."""
-        return [self.layout.part(rank, self.slot) for rank in range(self.layout.world_size)]
-
-    def cuts(self, rank: int) -> list[tuple[int, int]]:
-        """``[start, stop)`` of each stretch of the rank's part that has a partial norm of its own (see `norms`)."""
-        return self.layout.cut(rank, self.slot)
-
-    def local(self) -> Tensor:
-        """1-D: the part that this rank holds; raises RuntimeError if the gradient cannot be read now."""
-        taker, group = self.taker(), self.group()
-        what = f"{self.name}.grad"
-        if taker is None or group is None:
-            raise RuntimeError(f"{what}: its engine is gone; take a copy with full_tensor() before")
-        taker.require_shown(what)
-        if self.gone or not group.grads.used[self.slot] or group.grads.reduced is None:
-            raise RuntimeError(f"{what}: gradients were cleared; take a copy with full_tensor() before")
-        return group.grads.of_slot(self.slot)
-
-    def zero(self) -> None:
-        """Set the gradient to zero, whether it is reduced already or not."""
-        group = self.group()
-        if group is not None and not self.gone:
-            group.grads.zero({self.slot})
 
 
 class ShardedGrad(Tensor):
@@ -127,7 +74,8 @@ class ShardedGrad(Tensor):
         kwargs = kwargs or {}
         first = args[0] if args else None
         adds = func in (aten.add_.Tensor, aten.add.Tensor) and isinstance(first, cls) and isinstance(args[1], Tensor)
-        if adds and _accumulates():
+        # In a backward autograd alone may add to an existing gradient.
+        if adds and torch._C._current_graph_task_id() != -1:
             return first._arrives(func, args[1])
         special = _SPECIAL.get(func.overloadpacket)
         if special is not None:
@@ -208,11 +156,6 @@ def _through(views: Iterable[View], whole: Tensor) -> Tensor:
     for view in views:
         whole = view(whole)
     return whole
-
-
-def _accumulates() -> bool:
-    """Whether a backward is running: only then does autograd add to an existing gradient, and nobody else may."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def gather(home: GradHome) -> Tensor:

@@ -32,9 +32,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroshard.comm import CONTROL, Communicator, LocalCommunicator, TorchCommunicator, scope
+from zeroshard.comm import CONTROL, Communicator, scope
 from zeroshard.comm.agree import agreement, both_ends, digest_of, require_same
-from zeroshard.zero.levels import watched
+from zeroshard.zero.levels import communicator
 from zeroshard.zero.optimizers.description import described
 from zeroshard.zero.optimizers.kept_states import require_numbered
 from zeroshard.zero.sharded_optimizer.acceptance import PER_RANK, check_class, check_param, check_reach, describe
@@ -90,7 +90,9 @@ class ShardedOptimizer(Optimizer):
             )
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes: {bucket_bytes} bytes hold nothing; give at least 1")
-        self.comm, self.bucket_bytes = watched(_communicator(process_group, comm)), bucket_bytes
+        if comm is not None and process_group is not None:
+            raise ValueError("comm: process_group is given too, and both name the ranks; give one of the two")
+        self.comm, self.bucket_bytes = communicator(comm, process_group), bucket_bytes
         self.optim: Optimizer
         self._owners: dict[Tensor, int] = {}
         self._loads = [0] * self.comm.world_size
@@ -302,7 +304,7 @@ class ShardedOptimizer(Optimizer):
         return f"state_dict: each rank has a part of the state, not consolidated since it last changed; {todo}"
 
     def _state_has_changed(self) -> None:
-        self._whole_state, self._consolidated_to = None, None
+        self._whole_state = self._consolidated_to = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the settings, and copies of the states that this rank owns. Not collective: every rank loads the dict.
@@ -363,16 +365,6 @@ class ShardedOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self.optim).__name__} on rank {self.comm.rank} of {self.comm.world_size}: {super().__repr__()}"
-
-
-def _communicator(process_group: dist.ProcessGroup | None, comm: Communicator | None) -> Communicator:
-    if comm is not None:
-        if process_group is not None:
-            raise ValueError("comm: process_group is given too, and both name the ranks; give one of the two")
-        return comm
-    if process_group is None and not (dist.is_available() and dist.is_initialized()):
-        return LocalCommunicator()
-    return TorchCommunicator(process_group)
 
 
 def _devices(params: list[Tensor]) -> list[int]:

@@ -1,0 +1,72 @@
+"""`GradHome`: where the gradient of one parameter is stored in an engine's flat buffers."""
+
+from __future__ import annotations
+
+import weakref
+from functools import cached_property
+from typing import Protocol
+
+from torch import Tensor
+
+from zeroshard.zero.buffers.unit import FlatGroup
+
+
+class GradTaker(Protocol):
+    """The engine, which is told of each gradient."""
+
+    def expect_grad(self, group: FlatGroup) -> None:
+        """Begin a backward pass, if none runs, because a gradient of the group is about to arrive."""
+
+    def require_shown(self, what: str) -> None:
+        """Raise RuntimeError if gradients are not reduced yet, or lack an autograd graph that they would need."""
+
+    def clear_slots(self, group: FlatGroup, slots: set[int]) -> None:
+        """Clear the gradients of the group's parameters in these slots."""
+
+
+class GradHome:
+    """Where the gradient of one parameter is stored, until gradients are cleared.
+
+    The reference to the group is weak, because the garbage collector cannot follow a parameter's gradient.
+
+    Attributes:
+        comm, device: the ranks that hold its parts; its device.
+        sharded: whether each rank holds one part of the gradient; if False, each rank holds all of it.
+        shape: the parameter's shape.
+        gone: whether the gradient was cleared.
+    """
+
+    def __init__(self, taker: weakref.ref[GradTaker], group: FlatGroup, slot: int, name: str) -> None:
+        self.taker, self.group, self.slot, self.name = taker, weakref.ref(group), slot, name
+        grads, layout = group.grads, group.params.layout
+        self.comm, self.device = grads.comm, grads.device
+        self.sharded = grads.shard_optim and grads.comm.world_size > 1
+        self.shape = layout.slots[slot].shape
+        self.layout = layout
+        self.gone = False
+
+    @cached_property
+    def intervals(self) -> list[tuple[int, int]]:
+        """``[start, stop)`` of the part that each rank holds, in the flattened gradient; computed at first use."""
+        return [self.layout.part(rank, self.slot) for rank in range(self.layout.world_size)]
+
+    def cuts(self, rank: int) -> list[tuple[int, int]]:
+        """``[start, stop)`` of each stretch of the rank's part that has a partial norm of its own (see `norms`)."""
+        return self.layout.cut(rank, self.slot)
+
+    def local(self) -> Tensor:
+        """1-D: the part that this rank holds; raises RuntimeError if the gradient cannot be read now."""
+        taker, group = self.taker(), self.group()
+        what = f"{self.name}.grad"
+        if taker is None or group is None:
+            raise RuntimeError(f"{what}: its engine is gone; take a copy with full_tensor() before")
+        taker.require_shown(what)
+        if self.gone or not group.grads.used[self.slot] or group.grads.reduced is None:
+            raise RuntimeError(f"{what}: gradients were cleared; take a copy with full_tensor() before")
+        return group.grads.of_slot(self.slot)
+
+    def zero(self) -> None:
+        """Set the gradient to zero, whether it is reduced already or not."""
+        group = self.group()
+        if group is not None and not self.gone:
+            group.grads.zero({self.slot})
