@@ -9,7 +9,6 @@ import chats
 from zeroshard.data.batches import EvalBatches, RowBatches, require_rows
 from zeroshard.data.examples.row_plan import rows_of_length
 from zeroshard.data.examples.store import Examples
-from zeroshard.data.mixing import JoinedRows
 from zeroshard.data.prepare import prepare
 from zeroshard.data.spec import DataSpec
 from zeroshard.errors import UserError
@@ -45,23 +44,6 @@ def test_each_row_is_read_once_an_epoch(rows):
     batches = RowBatches(rows, 1)
     seen = [tuple(batches(step, 0)[0][0].tolist()) for step in range(rows.num_rows)]
     assert len(set(seen)) == rows.num_rows
-
-
-def test_ids_of_the_next_rows_are_fetched_from_their_sources(rows, monkeypatch):
-    asked = []
-    told = lambda starts, lengths: asked.extend(zip(starts.tolist(), lengths.tolist(), strict=True))  # noqa: E731
-    monkeypatch.setattr(rows.examples.tokens, "read_ahead", told)
-    batches, examples = RowBatches(JoinedRows([rows, rows]), 3), rows.examples
-    batches(0, 0)
-    del asked[:]
-    batches(1, 0)
-    wanted = [
-        (int(examples.begins[member]), int(examples.ends[member] - examples.begins[member]))
-        for row in batches._rows(2, 0) % rows.num_rows
-        for member in rows.members[rows.first[row] : rows.first[row + 1]]
-    ]
-    assert sorted(asked) == sorted(wanted)
-    assert wanted
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

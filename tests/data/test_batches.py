@@ -52,29 +52,6 @@ def test_steps_continue_one_stream_that_visits_each_row_once_an_epoch():
     assert stream[:30] != stream[30:]
 
 
-@pytest.mark.parametrize("grad_accum_steps", [1, 2])
-def test_rows_are_fetched_while_the_batch_before_them_is_trained_on(grad_accum_steps):
-    asked, tokens = [], corpus(403)
-    tokens.read_ahead = lambda starts, lengths: asked.extend((starts // SEQ_LEN).tolist())
-    batches = RowBatches(TextRows(tokens, SEQ_LEN), 5, grad_accum_steps, rank=1, world_size=2)
-    read = []
-    for step, micro in [(3, micro) for micro in range(grad_accum_steps)] + [(4, 0)]:
-        read += rows_of(batches(step, micro)[0])
-        assert asked[: len(read)] == read
-        assert len(asked) == len(read) + 5
-    del asked[:]
-    rows = rows_of(batches(20, 0)[0])  # a step that nobody foresaw
-    assert asked[:5] == rows
-    assert len(asked) == 10
-
-
-def test_a_stream_need_not_know_how_to_read_ahead():
-    class Plain:
-        num_tokens, gather = 403, corpus(403).gather
-
-    assert torch.equal(*(RowBatches(TextRows(tokens, SEQ_LEN), 5)(3, 0)[0] for tokens in (Plain(), corpus(403))))
-
-
 def test_wrong_sizes_are_refused():
     with pytest.raises(ValueError, match="micro_batch_size must be at least 1"):
         RowBatches(TextRows(corpus(41), SEQ_LEN), 0)

@@ -47,17 +47,18 @@ def test_the_pages_that_a_window_lies_in_are_told_of_and_no_others(mapped, fails
             assert min(told.bytes) > begin - mmap.PAGESIZE
 
 
-def test_a_window_of_a_data_set_is_read_ahead_in_its_own_file(mapped):
+def test_a_batch_asks_for_its_windows_in_their_own_files(mapped):
     dataset = TokenDataset([np.arange(10, dtype=np.uint16), mapped, mapped], 2**16)
     tolds = [Told(len(mapped._mmap)) for _ in range(2)]
     for pages, told in zip(dataset._pages[1:], tolds, strict=True):
         pages._pages = told
-    dataset.read_ahead(np.array([0, 3]), 5)  # which lie in memory
+    dataset.gather([0, 3], 5)  # which lie in memory
     assert not tolds[0].begins + tolds[1].begins
-    dataset.read_ahead(np.array([10 + 5000, 10 + mapped.size + 20]), np.array([4, 2]))
+    dataset.gather([10 + 5000, 10 + mapped.size + 20], 4)
     assert [told.begins for told in tolds] == [[(14 + 10000) // mmap.PAGESIZE * mmap.PAGESIZE], [0]]
-    dataset.read_ahead(np.array([10 + mapped.size - 1]), 100)  # goes on in the next file, of which nothing is told
+    dataset.gather([10 + mapped.size - 1], 100)  # continues in the next file, of which nothing is told
     assert [len(told.begins) for told in tolds] == [2, 1]
+    assert dataset.gather([10 + mapped.size - 1], 2).tolist() == [[mapped[-1], mapped[0]]]
 
 
 def test_advice_is_taken_where_there_is_any_and_left_out_where_not(mapped, monkeypatch):

@@ -38,11 +38,7 @@ class Batches(Protocol):
 
 
 class Tokens(Protocol):
-    """A stream of token ids with random access: the part of a corpus that batches depend on.
-
-    A stream on a disk may also have a method ``read_ahead(starts, lengths)``, which begins to fetch these windows and
-    returns at once.
-    """
+    """A stream of token ids with random access: the part of a corpus that batches depend on."""
 
     @property
     def num_tokens(self) -> int:
@@ -72,10 +68,6 @@ class Rows(Protocol):
 
     def read(self, wanted: NDArray[np.int64]) -> tuple[Tensor, ...]:
         """Return ``(tokens_BT, targets_BT)``, int64; for packed rows also ``positions_BT``."""
-        ...
-
-    def read_ahead(self, wanted: NDArray[np.int64]) -> None:
-        """Begin to fetch rows that will be read soon; return at once."""
         ...
 
 
@@ -110,12 +102,6 @@ class TextRows:
         """Return ``(tokens_BT, targets_BT)``, int64."""
         window = self.tokens.gather(wanted * self.seq_len, self.seq_len + 1)  # [B, T + 1]
         return torch.from_numpy(window[:, :-1].astype(np.int64)), torch.from_numpy(window[:, 1:].astype(np.int64))
-
-    def read_ahead(self, wanted: NDArray[np.int64]) -> None:
-        """Begin to fetch these rows, if the stream can; return at once."""
-        read_ahead = getattr(self.tokens, "read_ahead", None)
-        if read_ahead is not None:
-            read_ahead(wanted * self.seq_len, self.seq_len + 1)
 
 
 def num_rows(tokens: Tokens, seq_len: int) -> int:

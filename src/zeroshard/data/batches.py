@@ -36,38 +36,6 @@ from zeroshard.errors import UserError
 RowsAt = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 
 
-class _ReadAhead:
-    """Computes the rows of each micro-batch and prefetches the next one's from disk, while this one is trained on.
-
-    Args:
-        rows: returns the rows of (step, micro_step); a pure function.
-        grad_accum_steps: micro-steps per step.
-        read_ahead: begins to fetch rows, and returns at once.
-    """
-
-    def __init__(
-        self,
-        rows: Callable[[int, int], NDArray[np.int64]],
-        grad_accum_steps: int,
-        read_ahead: Callable[[NDArray[np.int64]], None],
-    ) -> None:
-        self._rows, self._grad_accum_steps, self._read_ahead = rows, grad_accum_steps, read_ahead
-        self._known: dict[tuple[int, int], NDArray[np.int64]] = {}  # rows whose fetch has begun
-
-    def __call__(self, step: int, micro_step: int) -> NDArray[np.int64]:
-        """Return the rows; begin to fetch them and the next micro-batch's, unless that has begun."""
-        wraps = micro_step + 1 == self._grad_accum_steps
-        following = (step + 1, 0) if wraps else (step, micro_step + 1)
-        before, self._known = self._known, {}
-        for place in ((step, micro_step), following):
-            rows = before.get(place)
-            if rows is None:
-                rows = self._rows(*place)
-                self._read_ahead(rows)
-            self._known[place] = rows
-        return self._known[step, micro_step]
-
-
 class RowBatches:
     """Shuffled training batches of one rank; implements `zeroshard.data.Batches`.
 
@@ -98,7 +66,6 @@ class RowBatches:
         self.rows, self._rows_at = rows, rows_at or partial(order.rows, seed, num_rows=rows.num_rows)
         self.micro_batch_size, self.grad_accum_steps = micro_batch_size, grad_accum_steps
         self.rank, self.world_size = rank, world_size
-        self._ahead = _ReadAhead(self._rows, grad_accum_steps, rows.read_ahead)
 
     @property
     def num_micro_batches(self) -> int:
@@ -108,7 +75,7 @@ class RowBatches:
     def __call__(self, step: int, micro_step: int) -> tuple[Tensor, ...]:
         """Return a batch as `zeroshard.data.Batches` does; ValueError if ``micro_step`` is out of range."""
         self._check(micro_step)
-        return self.rows.read(self._ahead(step, micro_step))
+        return self.rows.read(self._rows(step, micro_step))
 
     def weight(self, step: int, micro_step: int) -> float:
         """Return the factor for this rank's loss: [Note: The mean over what counts]."""
@@ -188,7 +155,6 @@ class EvalBatches:
             batch = turn * self.world_size + self.rank
             first = min(batch, self.num_batches - 1) * self.micro_batch_size
             rows = self._rows[first : first + self.micro_batch_size]
-            self.rows.read_ahead(rows)  # fetch all rows at once; reading waits for each in turn
             tokens_BT, targets_BT, *positions = self.rows.read(rows)
             weight = rows.size if isinstance(self.rows, TextRows) else int(self.rows.targets_in(rows).sum())
             yield tokens_BT, targets_BT, weight if batch < self.num_batches else 0, *positions

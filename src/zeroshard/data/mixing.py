@@ -65,11 +65,6 @@ class JoinedRows:
                 whole[torch.from_numpy(mine)] = each
         return tuple(found)
 
-    def read_ahead(self, wanted: NDArray[np.int64]) -> None:
-        """Begin to fetch these rows; return at once."""
-        for part, _, local in self._shared_out(wanted):
-            part.read_ahead(local)
-
     def _shared_out(self, rows: NDArray[np.int64]) -> list[tuple[Rows, NDArray[np.bool_], NDArray[np.int64]]]:
         """Return for each part that has some of ``rows``: a mask of those rows, and their numbers within the part."""
         part_of = np.searchsorted(self.firsts, rows, side="right") - 1

@@ -87,6 +87,7 @@ class TokenDataset:
         first = np.asarray(starts, dtype=np.int64)
         if length < 1 or (first.size and (first.min() < 0 or first.max() + length > self.num_tokens)):
             raise ValueError(f"a window of {length} tokens is outside [0, {self.num_tokens})")
+        self.read_ahead(first, length)
         if len(self._shards) == 1:
             return self._windows(0, length)[first]
         out = np.empty((first.size, length), self._shards[0].dtype)

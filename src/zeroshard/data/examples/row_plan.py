@@ -77,6 +77,8 @@ class ExampleRows:
         tokens, targets = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
         positions = np.tile(np.arange(self.seq_len), (wanted.size, 1))
         examples, begins = self.examples, self.examples.begins
+        chosen = np.concatenate([self.members[self.first[row] : self.first[row + 1]] for row in wanted.tolist()])
+        examples.tokens.read_ahead(begins[chosen], examples.ends[chosen] - begins[chosen])
         for index, row in enumerate(wanted.tolist()):
             at = 0
             for example in self.members[self.first[row] : self.first[row + 1]].tolist():
@@ -90,13 +92,6 @@ class ExampleRows:
                 positions[index, at:] -= positions[index, at] if at < self.seq_len else 0
         found = (torch.from_numpy(tokens), torch.from_numpy(targets))
         return (*found, torch.from_numpy(positions)) if self.packed else found
-
-    def read_ahead(self, wanted: NDArray[np.int64]) -> None:
-        """Begin to fetch the ids of these rows' members; return at once."""
-        members = [self.members[self.first[row] : self.first[row + 1]] for row in wanted.tolist()]
-        chosen = np.concatenate([np.empty(0, np.int64), *members])
-        begins = self.examples.begins[chosen]
-        self.examples.tokens.read_ahead(begins, self.examples.ends[chosen] - begins)
 
     def in_words(self) -> str:
         """Return such as ``1,200 examples in 321 rows, 96.1 % full``; the rest of the rows is padding."""
