@@ -107,6 +107,7 @@ FEATURES: dict[str, Feature] = {
     "recomputed": Feature("activation checkpointing of one block, reentrant of the other", form=True),
     "called again": Feature("blocks share a weight, and both run a second time", form=True),
     "skipped": Feature("rank 1 skips a block; only rank 0 uses a layer inside the other one", form=True),
+    "recomputed apart": Feature("rank 0 recomputes one block and skips the other, which other ranks run", form=True),
     "reordered": Feature(
         "blocks run in another order than they were registered, and from step 3 in this one", form=True
     ),
@@ -180,7 +181,7 @@ def _has_form(strategy: str, optimizer: str, feature: str) -> bool:
         return True
     # The references of these two have weights that stay the same ones, and rounded weights, which are not recomputed.
     # Local steps are compared on ordinary gradients, which diverge under SGD where blocks are called again.
-    beyond = {LOCAL: ("thawing", "joining", "called again"), WIRE: ("recomputed",)}
+    beyond = {LOCAL: ("thawing", "joining", "called again"), WIRE: ("recomputed", "recomputed apart")}
     return optimizer in ELEMENT_WISE and strategy in ENGINE and feature not in beyond.get(strategy, ())
 
 
@@ -412,6 +413,9 @@ class Net(nn.Module):
         if self.feature == "recomputed":
             x = cast("Any", checkpoint(first, x, use_reentrant=False, preserve_rng_state=False))
             x = cast("Any", checkpoint(second, x, use_reentrant=True, preserve_rng_state=False))
+        elif self.feature == "recomputed apart":
+            here = partial(checkpoint, first, use_reentrant=True, preserve_rng_state=False) if rank == 0 else second
+            x = cast("Any", here(x))
         elif self.feature == "structures":
             x = first(x, wrap=lambda y: {"y": [y], "n": 1})["y"][0]
             x = second(x, wrap=Hidden).open()
