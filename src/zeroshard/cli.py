@@ -6,16 +6,14 @@ tenth of a second. Torch and the layers below are imported inside the verbs.
 
 from __future__ import annotations
 
-import _thread
 import os
-import re
 import select
 import signal
 import sys
 import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import zeroshard
 from zeroshard import gc_frequency, process
@@ -34,7 +32,6 @@ _NEEDS_LESS = (
     "--seq-len; `zeroshard plan` says how much memory that needs"
 )
 _NAME_WIDTH = 15  # columns for a verb's name in the overview
-_AGAIN_S = 0.05  # seconds after which a swallowed signal is sent again
 _NEEDS_OTHERS_LESS = "end other programs, or use a machine with more"
 _NEEDS_HIGHER_LIMITS = "raise the limits on memory and processes (`ulimit -v`, `ulimit -u`), or start fewer ranks"
 
@@ -42,11 +39,11 @@ _NEEDS_HIGHER_LIMITS = "raise the limits on memory and processes (`ulimit -v`, `
 class _TerminatedError(BaseException):
     """SIGTERM, SIGHUP or SIGUSR1 arrived. Like KeyboardInterrupt no Exception: ``except Exception`` does not catch it.
 
-    ``status`` is the exit status, ``number`` the signal's number.
+    ``status`` is the exit status.
     """
 
-    def __init__(self, status: ExitStatus, number: int) -> None:
-        self.status, self.number = status, number
+    def __init__(self, status: ExitStatus) -> None:
+        self.status = status
         super().__init__(status)
 
 
@@ -87,12 +84,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         todo = _NEEDS_LESS if argv[:1] == ["train"] else _NEEDS_OTHERS_LESS
         say(f"memory: {error}; raise that limit" if limited else memory_line(error, todo))
         return ExitStatus.FAILED
-    except ValueError as error:
-        found = re.match(r"\s*Invalid log settings: (.*?), must be", str(error))  # raised by the import of torch
-        if found is None:
-            raise
-        say(f"TORCH_LOGS: torch has no such log as {found[1]!r} names; TORCH_LOGS=help lists them")
-        return ExitStatus.USAGE
     except KeyboardInterrupt:
         return ExitStatus.INTERRUPTED
     except _TerminatedError as stop:
@@ -112,7 +103,6 @@ def _stdout_is_gone() -> bool:
 
 def _dispatch(argv: list[str]) -> int:
     refuse_no_text(argv)
-    process.forget_empty_variables()
     word = argv[0] if argv else "--help"
     if word in ("--help", "-h"):
         print(_overview())
@@ -185,44 +175,12 @@ def _stop_signals_exit() -> Generator[None]:
     }
 
     def leave(signum: int, frame: object) -> NoReturn:
-        raise _TerminatedError(statuses[signal.Signals(signum)], signum)
+        raise _TerminatedError(statuses[signal.Signals(signum)])
 
     heard = (number for number in statuses if signal.getsignal(number) != signal.SIG_IGN)
     before = {number: signal.signal(number, leave) for number in heard}
     try:
-        with _no_stop_is_swallowed():
-            yield
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def _no_stop_is_swallowed() -> Generator[None]:
-    """Send a signal again, a moment later, if it arrived during a finaliser or the callback of a weak reference.
-
-    Python only prints an exception that the signal's handler raises there, so the run would continue.
-    """
-    before = sys.unraisablehook
-    over = threading.Event()
-
-    def come_again(number: int) -> None:
-        if not over.wait(_AGAIN_S):
-            os.kill(os.getpid(), number)
-
-    def hook(unraisable: Any) -> None:
-        error = unraisable.exc_value
-        if not isinstance(error, _TerminatedError | KeyboardInterrupt):
-            before(unraisable)
-            return
-        number = error.number if isinstance(error, _TerminatedError) else signal.SIGINT
-        # In a thread, because an exception that is raised in this hook would be swallowed too. `Thread.start` would
-        # wait for its start, and the signal could come again meanwhile.
-        _thread.start_new_thread(come_again, (number,))
-
-    sys.unraisablehook = hook
-    try:
-        yield
-    finally:
-        over.set()
-        sys.unraisablehook = before

@@ -29,7 +29,8 @@ _OF_DEVELOPERS = ("dev", "docs", "notebook")  # extras for those who change zero
 
 def report() -> str:
     """The complete report, with one ``name  value`` per line."""
-    required = _requirements()
+    lines = _requires()
+    required = [re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in lines if "extra ==" not in line]
     how = "" if required else " (run from its source, not installed)"
     rows = [("zeroshard", zeroshard.__version__ + how), ("python", platform.python_version())]
     rows += [(name, _version(name)) for name in required or ("torch", "numpy")]
@@ -41,7 +42,7 @@ def report() -> str:
     memory = psutil.virtual_memory()
     rows.append(("memory", f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f} GiB"))
     rows += _devices()
-    rows += _extras()
+    rows += _extras(lines)
     world = world_from_env()
     rows.append(("world", "none" if world is None else f"rank {world.rank} of {world.world_size}"))
     rows += [(name, variable(name)) for name in VARIABLES if variable(name)]
@@ -94,23 +95,20 @@ def _kernels(device: Any) -> str:
     return ", ".join(f"{operation}: {backend}" for operation, backend in served.items())
 
 
-def _requirements() -> list[str]:
-    """The names of the packages that zeroshard requires, without those of its extras; empty if it is not installed."""
+def _requires() -> list[str]:
+    """What zeroshard's metadata say that it requires, one package a line; empty if it is not installed."""
     try:
-        required = metadata.requires("zeroshard") or []
+        return metadata.requires("zeroshard") or []
     except metadata.PackageNotFoundError:
         return []
-    return [re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in required if "extra ==" not in line]
 
 
-def _extras() -> list[tuple[str, str]]:
+def _extras(lines: Sequence[str]) -> list[tuple[str, str]]:
     """Which extras have all of their packages here, and which packages the others lack; empty if not installed."""
-    try:
-        required = metadata.requires("zeroshard") or []
-    except metadata.PackageNotFoundError:
+    if not lines:
         return []
     needed: dict[str, list[str]] = {}
-    for line in required:
+    for line in lines:
         found = re.match(r"([\w.-]+).*extra == ['\"]([\w-]+)['\"]", line)
         if found and found[2] not in _OF_DEVELOPERS:
             needed.setdefault(found[2], []).append(found[1])

@@ -59,12 +59,6 @@ def num_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def forget_empty_variables() -> None:
-    """Remove ``TORCH_LOGS`` if it is empty, because torch's import would then end in an AttributeError."""
-    if os.environ.get("TORCH_LOGS") == "":
-        del os.environ["TORCH_LOGS"]
-
-
 def allocator_settings() -> str:
     """The settings of torch's GPU allocator in the environment; empty if there are none."""
     return os.environ.get(ALLOCATOR) or os.environ.get(ALLOCATOR_BEFORE, "")

@@ -46,7 +46,7 @@ def test_each_event_is_a_line_that_is_there_before_the_next_one(tmp_path):
             {"event": "checkpoint", "step": 10, "path": "c", "stall_s": 0.5},
         ),
         (
-            lambda: writer.on_checkpoint_failed(20, Path("c"), "full"),
+            lambda: writer.on_checkpoint(20, Path("c"), {"error": "full"}),
             {"event": "checkpoint", "step": 20, "path": "c", "error": "full"},
         ),
         (lambda: writer.on_end({"loss": 1.0}), {"event": "end", "loss": 1.0}),

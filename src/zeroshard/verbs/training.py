@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import os
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -211,16 +209,10 @@ def written(out: str, write: Callable[[], int]) -> int:
 
 def look_at_checkpoints(config: None, words: Sequence[str]) -> int:
     """Run `zeroshard checkpoint`: prints the output of `zeroshard.train.state.checkpoint_command`."""
-    try:
-        with working("reading"):
-            from zeroshard.train.state.checkpoint_command import run_checkpoint
+    with working("reading"):
+        from zeroshard.train.state.checkpoint_command import run_checkpoint
 
-            status = run_checkpoint(words)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader stopped early, as `head` does: discard the rest of the output
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitStatus.OK
-    return status
+        return run_checkpoint(words)
 
 
 def import_config(config: None, words: Sequence[str]) -> int:

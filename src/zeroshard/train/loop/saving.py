@@ -117,7 +117,7 @@ class Saving:
             kept = f"step {self.saved_at} is the last good one" if self.saved_at else "there is none yet"
             self._say(f"warning: step {saved.step}: checkpoint not written: {saved.error}; {kept}, the run continues")
             for observer in self._run.observers:
-                observer.on_checkpoint_failed(saved.step, saved.path, saved.error)
+                observer.on_checkpoint(saved.step, saved.path, {"error": saved.error})
             return
         self.saved_at = saved.step
         self._name_best()

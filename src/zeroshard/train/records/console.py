@@ -61,11 +61,9 @@ class ConsoleRecorder:
         self._print(f"step {step}", f"val_loss {loss:.4f}", *average, *more)
 
     def on_checkpoint(self, step: int, path: Path, facts: Mapping[str, Any] | None = None) -> None:
-        """Print the checkpoint's path."""
-        self._print(f"step {step}", f"checkpoint {path}")
-
-    def on_checkpoint_failed(self, step: int, path: Path, error: str) -> None:
-        """Do nothing: `Saving` reports the error on stderr."""
+        """Print the checkpoint's path; `Saving` reports one that could not be written."""
+        if "error" not in (facts or {}):
+            self._print(f"step {step}", f"checkpoint {path}")
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
         """Print the summary in one line; tables are only in ``summary.json``."""

@@ -64,10 +64,6 @@ class LogFiles:
         """Write a ``checkpoint`` line."""
         self._write("checkpoint", {"step": step, "path": str(path), **(facts or {})})
 
-    def on_checkpoint_failed(self, step: int, path: Path, error: str) -> None:
-        """Write a ``checkpoint`` line with an ``error`` in it."""
-        self._write("checkpoint", {"step": step, "path": str(path), "error": error})
-
     def on_end(self, summary: Mapping[str, Any]) -> None:
         """Write an ``end`` line, and replace ``summary.json`` atomically.
 

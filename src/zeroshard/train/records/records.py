@@ -68,11 +68,10 @@ class Observer(Protocol):
         ...
 
     def on_checkpoint(self, step: int, path: Path, facts: Mapping[str, Any] | None = None) -> None:
-        """The checkpoint of ``step`` is complete; ``facts``: its bytes, and the seconds that it took."""
-        ...
+        """The checkpoint of ``step`` is complete, or could not be written, and the run continues.
 
-    def on_checkpoint_failed(self, step: int, path: Path, error: str) -> None:
-        """The checkpoint of ``step`` could not be written; the run continues."""
+        ``facts``: its bytes, and the seconds that it took; or why it was not written, as ``error``.
+        """
         ...
 
     def on_end(self, summary: Mapping[str, Any]) -> None:

@@ -172,9 +172,6 @@ class TrackedRun:
     def on_checkpoint(self, step: int, path: Path, facts: Mapping[str, Any] | None = None) -> None:
         """Do nothing: checkpoints stay in the run folder."""
 
-    def on_checkpoint_failed(self, step: int, path: Path, error: str) -> None:
-        """Do nothing: the failure is reported on stderr."""
-
     def on_end(self, summary: Mapping[str, Any]) -> None:
         """Keep the scalar values of the summary until `close` passes them on."""
         self._summary = {key: value for key, value in summary.items() if isinstance(value, str | int | float)}
