@@ -38,7 +38,6 @@ from zeroshard.kernels.adamw import Pieces  # noqa: E402
 from zeroshard.lab.bench.report import environment  # noqa: E402
 from zeroshard.models import LanguageModel, build_model  # noqa: E402
 from zeroshard.models.base import materialize  # noqa: E402
-from zeroshard.optim import FusedAdamW  # noqa: E402
 from zeroshard.zero import MixedPrecision, Zero  # noqa: E402
 
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
@@ -311,10 +310,7 @@ def _contestant(who: str, how: str, micro: int) -> Callable[[int], Tensor]:
         clip = lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # noqa: E731
     else:
         zero = Zero(model, 1, units=model.units, comm=LocalCommunicator(), precision=BF16)
-        if "kernels" in who:
-            optimizer = zero.optimizer(FusedAdamW, **ADAMW)
-        else:
-            optimizer = zero.optimizer(torch.optim.AdamW, **ADAMW, fused=True)
+        optimizer = zero.optimizer(torch.optim.AdamW, **ADAMW, fused=True)
         micro_batch, clip = zero.micro_batch, lambda: zero.clip_grad_norm_(1.0)
 
     def step(num_micro: int) -> Tensor:

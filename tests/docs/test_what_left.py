@@ -25,6 +25,8 @@ LEFT = [
     r"[Gg]eglu",
     r"stochastic_rounding=",
     r"sum_of_squares",
+    r"FusedAdamW",
+    r"SavesPasses",
     r"[Dd]ashboard",
     r"\bwerkzeug\b",
     r"two_level",

@@ -7,7 +7,6 @@ Forward, loss, clipping, the message of a step and the update are the trainer's 
 from __future__ import annotations
 
 from collections import Counter
-from importlib import import_module
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from fake_cuda import CUDA, Peers, Waits, backward_events, device, guarded, reads  # noqa: F401 -- fixtures
 from zeroshard.comm import ObservedCommunicator
 from zeroshard.kernels.launch import traced
-from zeroshard.optim import FusedAdamW
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.loop.run import Run, Schedule
 from zeroshard.train.loop.step import take_step
@@ -110,8 +108,6 @@ def test_a_step_of_the_trainer_on_a_gpu_reads_one_message(
     stage, name, dtype, kernels, num_micro, taking, host, monkeypatch
 ):
     launched = []
-    module = import_module("zeroshard.kernels.adamw")  # its launcher reads addresses, which is no node of a graph
-    monkeypatch.setattr(module, "_launch", lambda pieces, given, *rest: launched.append(("adamw", given[0] + given[1])))
     with FakeTensorMode(), traced(lambda kernel, args: launched.append((kernel, args))), Waits() as waits:
         run = taking(
             strategy=f"zero{stage}", model=MODELS[name], dtype=dtype, kernels=kernels, grad_accum_steps=num_micro
@@ -130,7 +126,6 @@ def test_a_step_of_the_trainer_on_a_gpu_reads_one_message(
                 seen.clear()
             record, _ = take_step(run, step, lambda: 0)
         optimizer = run.strategy.optimizer
-        assert isinstance(optimizer, FusedAdamW) == (kernels == "triton")
         state = [value for each in optimizer.state.values() for value in each.values() if value.dim()]
     assert [(loss.device, loss.dtype) for loss in losses] == [(CUDA, torch.float32)] * num_micro
     assert all(tensor.device == CUDA and tensor.dtype == torch.float32 for tensor in state)
@@ -138,5 +133,5 @@ def test_a_step_of_the_trainer_on_a_gpu_reads_one_message(
     assert waits.seen == []
     assert Counter(host.moved) == {("cpu to cuda", True, True): 2 * num_micro + 1}  # batches, and the wishes
     assert all(each.device == CUDA for _, args in launched for each in args if isinstance(each, torch.Tensor))
-    assert {"adamw", "linear_cross_entropy"} <= {kernel for kernel, _ in launched} or kernels == "reference"
+    assert "linear_cross_entropy" in {kernel for kernel, _ in launched} or kernels == "reference"
     assert (record.loss, record.grad_norm) == (1.0, 0.5)  # of four ranks

@@ -13,7 +13,6 @@ import zeroshard
 from zeroshard import Zero
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import UserError
-from zeroshard.optim import FusedAdamW
 from zeroshard.parallel import Setup, build_strategy
 from zeroshard.zero import NamedShard
 
@@ -228,26 +227,21 @@ def test_a_class_may_begin_to_keep_a_state_later(num_steps):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-@pytest.mark.parametrize("cls", [optim.AdamW, FusedAdamW])
-def test_an_optimizers_own_load_refuses_what_it_does_not_keep(stage, cls):
+def test_an_optimizers_own_load_refuses_what_it_does_not_keep(stage):
     net = _net()
     zero = Zero(net, stage=stage, comm=LocalCommunicator())
-    optimizer = zero.optimizer(cls, lr=0.01)
+    optimizer = zero.optimizer(optim.AdamW, lr=0.01)
     _steps(net, optimizer, zero.comm, range(2))
     good = zero.optim_state_dict()
     for kind, value in (("exp_avg", torch.zeros(())), ("exp_avg", torch.zeros(3)), ("step", torch.zeros(2))):
         state = copy.deepcopy(good)
         state["state"][0][kind] = value
-        with pytest.raises(
-            UserError, match=rf"^state_dict: {kind} of 0.weight has the shape .*, and {cls.__name__} keeps "
-        ):
+        with pytest.raises(UserError, match=rf"^state_dict: {kind} of 0.weight has the shape .*, and AdamW keeps "):
             optimizer.load_state_dict(state)
     one = _net()
     momentum = optim.SGD(one.parameters(), 0.1, momentum=0.9)
     _steps(one, momentum, zero.comm, range(1))
-    with pytest.raises(
-        UserError, match=rf"{cls.__name__} keeps exp_avg, exp_avg_sq and step of 0.weight, and saved are mom"
-    ):
+    with pytest.raises(UserError, match=r"AdamW keeps exp_avg, exp_avg_sq and step of 0.weight, and saved are mom"):
         optimizer.load_state_dict(momentum.state_dict())
     optimizer.load_state_dict(good)
 

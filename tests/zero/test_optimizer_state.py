@@ -13,14 +13,12 @@ import zeroshard
 from nets import Net, rows
 from zeroshard.checkpoint import api
 from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
-from zeroshard.optim import FusedAdamW
 from zeroshard.zero import STAGES, MixedPrecision, Zero
 
 CLASSES = {
     "AdamW": (torch.optim.AdamW, {}),
     "SGD": (torch.optim.SGD, {"momentum": 0.9}),
     "Adafactor": (torch.optim.Adafactor, {}),
-    "FusedAdamW": (FusedAdamW, {}),
 }
 
 

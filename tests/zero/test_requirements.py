@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeroshard.comm import NullCommunicator
-from zeroshard.optim import FusedAdamW
 from zeroshard.zero import OptimizerKind, Zero
 from zeroshard.zero.optimizers import requirements
 from zeroshard.zero.optimizers.requirements import OF_TORCH, Scope, classify
@@ -378,12 +377,6 @@ def test_the_engine_takes_a_class_at_its_word():
     assert shapes("element-wise") == [1]
     with pytest.raises(ValueError, match="Declared cannot be sharded: it is declared cross-tensor by its zero_scope"):
         shapes("cross-tensor")
-
-
-def test_our_fused_optimizer_declares_what_the_experiment_finds():
-    assert classify(FusedAdamW, {"kernels": "triton"}, device="cuda").scope is Scope.ELEMENT_WISE
-    found = probe(FusedAdamW, {}, {}, CPU)
-    assert (found.scope, found.ndims) == (classify(FusedAdamW).scope, classify(FusedAdamW).ndims)
 
 
 # -- parameters on a GPU: unknown classes are tried on the CPU ----------------------------------------------------

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from nets import Net, rows
 from zeroshard.comm import run_threads
-from zeroshard.optim import FusedAdamW
 from zeroshard.zero import STAGES, MixedPrecision, Zero
 from zeroshard.zero.runtime.sharded_grad import ShardedGrad
 
@@ -189,22 +188,6 @@ def test_what_is_assigned_to_its_data_leaves_it_a_gradient_without_a_graph():
 
     for found in on_ranks(use, 2):
         assert not found.any()
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_clipping_works_with_a_factor_left_to_the_optimizer(stage):
-    def use(net, zero, optim):
-        zero.clip_grad_norm_(0.05)
-        seen = nn.utils.get_total_norm([param.grad for param in net.parameters()])
-        zero.clip_grad_norm_(0.04)
-        nn.utils.clip_grad_norm_(net.parameters(), 0.03)
-        return seen, grads_of(net)
-
-    plain = plain_net()
-    nn.utils.clip_grad_norm_(plain.parameters(), 0.03)
-    for seen, found in on_ranks(use, stage, optimizer=FusedAdamW):
-        torch.testing.assert_close(seen, torch.tensor(0.05), rtol=1e-4, atol=0)
-        assert_close(found, grads_of(plain))
 
 
 @pytest.mark.parametrize("stage", STAGES)

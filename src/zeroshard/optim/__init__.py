@@ -1,9 +1,8 @@
 """Optimizers, and what a training loop needs beside one: param groups, learning-rate schedule, loss scaling."""
 
-from zeroshard.optim.fused_adamw import FusedAdamW
 from zeroshard.optim.groups import decay_groups
 from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.muon import MuonAdamW, muon_groups
 from zeroshard.optim.schedule import Decay, learning_rate
 
-__all__ = ["Decay", "FusedAdamW", "LossScaler", "MuonAdamW", "decay_groups", "learning_rate", "muon_groups"]
+__all__ = ["Decay", "LossScaler", "MuonAdamW", "decay_groups", "learning_rate", "muon_groups"]

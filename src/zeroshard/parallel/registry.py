@@ -33,8 +33,8 @@ class StrategyEntry:
         from_meta: whether it allocates the parameters of a model on the meta device; if not, it must be given a model
             on a real device.
         frees_weights: whether it can free unsharded weights between forward and backward (``reshard_after_forward``).
-        our_optimizers: whether `FusedAdamW` and `MuonAdamW` work with it. They need plain tensors, the param groups as
-            given, and matrices that are unsharded or owned by our engine.
+        our_optimizers: whether `MuonAdamW` works with it. It needs plain tensors, the param groups as given, and
+            matrices that are unsharded or owned by our engine.
         evaluates: whether `zeroshard eval` accepts it.
     """
 

@@ -186,8 +186,6 @@ class Zero:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients so that their global norm is at most ``max_norm``. Collective.
 
-        A `SavesPasses` optimizer applies the factor as it reads gradients; until its step ``grad`` is unscaled.
-
         Args:
             max_norm: the bound; as in torch, gradients are multiplied by ``max_norm / (norm + 1e-6)`` if that is < 1.
             norm_type: p of the p-norm; a positive number or inf.

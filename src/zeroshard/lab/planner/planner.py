@@ -173,7 +173,6 @@ class Planner:
         self, strategy: ShardingStrategy, micro_batch: int, num_shards: int, *, alone: bool = False
     ) -> Settings:
         workload, on_cuda = self.workload, self.device.device_type == "cuda"
-        casts = any(workload.precision.compute_dtype(p.dtype) != p.dtype for p in workload.model.parameters())
         over_nodes = num_shards == self.cluster.world_size  # replicas already sum within a node
         return Settings(
             strategy=strategy,
@@ -184,7 +183,6 @@ class Planner:
             num_replicas=1 if alone else self.cluster.world_size // num_shards,
             uniform_order=not on_cuda,
             device_type=self.device.device_type,
-            fused_copies=on_cuda and casts and workload.optimizer == "AdamW" and workload.kernels != "reference",
             leaves=self.leaves or None,
         )
 

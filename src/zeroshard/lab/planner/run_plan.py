@@ -69,7 +69,6 @@ def _settings(job: Job) -> Settings:
         num_replicas=job.world_size // job.shard_size if job.local_steps is None else 1,
         uniform_order=job.uniform_order,
         device_type=job.device_type,
-        fused_copies=job.saves_passes and job.compute_dtype != torch.float32,
         rank=job.rank % job.shard_size,
         agrees=True,
         leaves=job.leaves,

@@ -152,7 +152,6 @@ class Settings:
         num_replicas: the world size divided by the ``shard_size``.
         uniform_order: the communicator's `zeroshard.comm.Communicator.uniform_order`.
         device_type: ``"cpu"`` or ``"cuda"``.
-        fused_copies: whether the optimizer's kernel also writes the 16-bit weights, as `FusedAdamW` does.
         rank: this rank's number among those that shard together.
         clips: whether gradients are clipped by their norm before the optimizer's step.
         agrees: whether ranks exchange the loss, and whether to continue, in a control message, as the trainer's do.
@@ -167,7 +166,6 @@ class Settings:
     num_replicas: int = 1
     uniform_order: bool = True
     device_type: str = "cpu"
-    fused_copies: bool = False
     rank: int = 0
     clips: bool = True
     agrees: bool = False

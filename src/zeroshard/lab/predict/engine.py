@@ -323,7 +323,7 @@ class _Engine:
         """Tell the engine that the optimizer has stepped, and clear gradients."""
         for group in self._runtime.groups():
             if group.trained:
-                group.params.mark_stale(copied=self._settings.fused_copies)
+                group.params.mark_stale()
         self._runtime.clear_grads()
 
     def _take(self) -> list[EngineAction | tuple[int, int]]:

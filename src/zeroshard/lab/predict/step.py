@@ -193,9 +193,7 @@ _PHASES: dict[str, Phase] = {"forward_begins": "forward", "backward_begins": "ba
 
 
 def _widened_bytes(buffers: Sequence[Buffer], settings: Settings) -> int:
-    """Bytes of the largest buffer's gradients copied to the master's dtype; 0 if no optimizer needs such a copy."""
-    if settings.fused_copies:
-        return 0
+    """Bytes of the largest buffer's gradients copied to the master's dtype; 0 if they have it."""
     largest = 0
     for buffer, numel in _seen(buffers, settings):
         if settings.precision.reduced_dtype(buffer.dtype) != buffer.dtype:
@@ -228,15 +226,13 @@ def _update(buffers: Sequence[Buffer], optimizer: OptimizerState, settings: Sett
         yield from passes(1)
         if seen and shard_optim:
             yield from _control(-2, "all_gather", 8 * (settings.leaves or num_shards), num_shards)
-    if settings.clips and not settings.fused_copies:  # scaling gradients is a separate pass
         yield from passes(2)
     # The update reads gradient, master and states, and writes all but the gradient.
     for buffer, numel in seen:
         master, reduced = buffer.dtype.itemsize, precision.reduced_dtype(buffer.dtype).itemsize
         each = reduced + 2 * (master + optimizer.num_per_element * master)
-        if reduced != master and not settings.fused_copies:  # a wide copy is written, and read
+        if reduced != master:  # a wide copy is written, and read
             each += 2 * master
-        each += settings.fused_copies * precision.compute_dtype(buffer.dtype).itemsize
         yield _updating(Work(0, round(each * numel), dtype_name(buffer.dtype)))
 
 

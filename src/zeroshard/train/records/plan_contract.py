@@ -43,7 +43,6 @@ class Job:
     uniform_order: bool  # `Communicator.uniform_order` of the run's communicator
     device_type: str
     keeps_ema: bool = False  # whether there is a moving average of the weights
-    saves_passes: bool = False  # whether the optimizer writes 16-bit weights with the master weights (`FusedAdamW`)
     calibration: str = ""  # path of a file from `zeroshard bench device`
     estimates: bool = True  # peak memory and time too: a trace of about a second, which one rank does for all
     links: Links | None = None  # slowed links, which the device's calibration does not include

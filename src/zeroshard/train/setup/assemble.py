@@ -13,7 +13,7 @@ from torch import nn
 
 from zeroshard.comm import Communicator
 from zeroshard.errors import UserError
-from zeroshard.kernels import choose, describe
+from zeroshard.kernels import describe
 from zeroshard.models import (
     GPT2Config,
     InitialValues,
@@ -27,7 +27,7 @@ from zeroshard.models.adapters import Lora
 from zeroshard.models.base import place_buffers
 from zeroshard.models.float8 import float8_layers, use_float8
 from zeroshard.models.presets import model_config
-from zeroshard.optim import FusedAdamW, MuonAdamW, decay_groups, muon_groups
+from zeroshard.optim import MuonAdamW, decay_groups, muon_groups
 from zeroshard.parallel import Setup, Strategy, build_strategy, strategy_entry
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.replica_settings import ReplicasConfig, check_num_replicas
@@ -175,7 +175,7 @@ def sharded(
         compile_blocks(model.blocks, config.compile_backend, device)
 
     agree_on(comm, model_facts(model))
-    optimizer_cls, optimizer_kwargs = _optimizer(config, device)
+    optimizer_cls, optimizer_kwargs = _optimizer(config)
     setup = Setup(
         model=model,
         units=model.units,
@@ -247,25 +247,16 @@ def wire(config: TrainConfig) -> dict[str, Any]:
     return {**config.wire.as_precision(DTYPES), "rounding_seed": config.seed}
 
 
-def _optimizer(config: TrainConfig, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The optimizer's class and arguments: Muon, or AdamW by our Triton kernel if it can be used, else torch's AdamW.
-
-    The kernel needs Triton and a strategy that gives our optimizers plain tensors. Both AdamWs have the same states.
-    """
+def _optimizer(config: TrainConfig) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The optimizer's class and arguments."""
     kwargs: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.optim.eps}
     if config.optimizer == "muon":
         return MuonAdamW, {**kwargs, "momentum": config.momentum, "fused": config.fused}
-    ours = config.fused and strategy_entry(config.strategy).our_optimizers
-    if ours and choose("adamw", device, config.kernels) == "triton":
-        return FusedAdamW, {**kwargs, "kernels": "triton"}
     return torch.optim.AdamW, {**kwargs, "fused": config.fused}
 
 
-def serving(config: TrainConfig, model: LanguageModel, strategy: Strategy, device: torch.device) -> dict[str, str]:
+def serving(config: TrainConfig, model: LanguageModel, device: torch.device) -> dict[str, str]:
     """The implementation (Triton or PyTorch) that serves each operation of this run, by operation."""
-    optimizer = ("adamw",) if isinstance(strategy.optimizer, FusedAdamW) else ()
-    served: dict[str, str] = dict(describe(device, config.kernels, (*model.operations, *optimizer)))
-    if optimizer:
-        return served
+    served = describe(device, config.kernels, model.operations)
     adamw = "torch fused" if config.fused else "torch"
     return {**served, **({"Muon": "torch"} if config.optimizer == "muon" else {}), "AdamW": adamw}

@@ -24,7 +24,7 @@ from zeroshard.errors import UserError
 from zeroshard.kernels import describe
 from zeroshard.launch.environment import World, num_restarts, world_from_env
 from zeroshard.models import LanguageModel
-from zeroshard.optim import FusedAdamW, LossScaler, learning_rate
+from zeroshard.optim import LossScaler, learning_rate
 from zeroshard.parallel import Strategy
 from zeroshard.parallel.zero import ZeroStrategy
 from zeroshard.profiling.clock import Clock
@@ -237,15 +237,14 @@ def _with_records(
     strategy, device, num_micro = run.strategy, run.device, run.schedule.grad_accum_steps
     shapes = _shapes(config, corpus.vocab_size, separating_id(config, corpus.eos_id))
     chosen = run.stage is not None
-    saves = isinstance(strategy.optimizer, FusedAdamW)
     run = replace(
         run,
         num_flops_per_token=model.num_flops_per_token(config.seq_len),
         num_recomputed_flops_per_token=model.num_recomputed_flops_per_token(config.seq_len),
         peak_flops_per_s=_peak_flops_per_s(config.dtype, device),
-        kernels=serving(config, model, strategy, device),
+        kernels=serving(config, model, device),
         measures=Measures(config.profile, strategy, observed, _named_units(strategy), run.folder, device),
-        contract=contract_of(config, shapes, observed, device, num_micro, predict, saves),
+        contract=contract_of(config, shapes, observed, device, num_micro, predict),
         about=about_run(config, run.folder, shapes, corpus, comm, device, num_micro, run.first_step, chosen=chosen),
     )
     # Last, as a run that is refused leaves nothing behind.

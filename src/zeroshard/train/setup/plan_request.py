@@ -23,7 +23,6 @@ def contract_of(
     device: torch.device,
     grad_accum_steps: int,
     predict: Predict | None,
-    saves_passes: bool,
 ) -> Contract | None:
     """Return the contract of a run, with its plan from ``predict``; None if the run cannot be planned.
 
@@ -54,7 +53,6 @@ def contract_of(
         uniform_order=comm.uniform_order,
         device_type=device.type,
         keeps_ema=config.ema_decay > 0,
-        saves_passes=saves_passes,
         calibration=config.plan.device,
         estimates=comm.rank == 0,  # only rank 0 reports estimates
         links=Links.of(config.link),

@@ -53,8 +53,6 @@ class FlatGrads:
         used: for each slot, whether it has had a gradient since the last `clear`: on this rank, and once the ranks have
             agreed, on any rank.
         reduced: the mean over ranks of the gradients reduced so far; None before the first reduction.
-        factor: 0-dim fp32 by which ``reduced`` must still be multiplied; None if nothing is due. Clipping leaves the
-            multiplication to optimizers that do it as they read; any other reader calls `apply_factor` first.
         wire, rounding: the wire format of gradients (None: their own dtype), and how they are rounded to it.
         barred: gradients with which no optimizer may step.
         leaf_sum: the exact sum behind `reduced`, with leaves: [Note: Leaves]; else None.
@@ -86,7 +84,6 @@ class FlatGrads:
         self.used = [False] * len(layout.slots)
         self.barred = Barred()
         self.reduced: Tensor | None = None
-        self.factor: Tensor | None = None
         self._local = LocalGrads(layout, comm, reduce_dtype, device, levels.world.world_size)
         self._work: Work | None = None
         self._arriving: Tensor | None = None
@@ -138,7 +135,6 @@ class FlatGrads:
                 self._arriving = self._arriving.clone()
             return
         self.settle()
-        self.apply_factor()
         if self.reduced is not None and self.keep_local and not self.pending and self._local.contains(self.reduced):
             self.reduced = self.reduced.clone()
 
@@ -241,16 +237,14 @@ class FlatGrads:
         return view_of(self.reduced, piece.offset - self.offset, piece.shape)
 
     def of_slot(self, slot: int) -> Tensor:
-        """This rank's part of the reduced gradient of a slot: a 1-D view, with `factor` applied."""
+        """This rank's part of the reduced gradient of a slot: a 1-D view."""
         assert self.reduced is not None
-        self.apply_factor()
         start, stop = self._held_of(slot)
         return self.reduced[start:stop]
 
     def put(self, slot: int, part: Tensor) -> None:
         """Replace this rank's part of the gradient of ``slot`` by ``part``."""
         self.settle()
-        self.apply_factor()
         self._local.copy_in()
         if self.reduced is None:
             numel = self._held.stop - self._held.start
@@ -272,18 +266,11 @@ class FlatGrads:
             return [self.reduced[slice(*self.layout.interval(rank))] for rank in range(self.comm.world_size)]
         return list(self.reduced.split(self.layout.part_numel)) if self.layout.part_numel else []
 
-    def apply_factor(self) -> None:
-        """Multiply `reduced` by `factor`, if one is due."""
-        if self.factor is not None and self.reduced is not None:
-            self.reduced.mul_(self.factor)
-        self.factor = None
-
     def zero(self, slots: set[int]) -> None:
         """Fill the gradients of ``slots`` with zeros, reduced or not; a slot without a gradient still has none."""
         self.settle()
         self.rounding.end_step()
         self.barred.cleared(slots)
-        self.apply_factor()  # now: a NaN or Inf factor would turn the zeros into NaN
         self._local.copy_in()
         if slots >= {slot for slot, used in enumerate(self.used) if used}:
             self.num_backwards = 0
@@ -302,7 +289,7 @@ class FlatGrads:
         for slot in slots:
             self._local.written[slot] = self.used[slot] = False
         if not any(self.used):
-            self.reduced = self.factor = None
+            self.reduced = None
             self.num_backwards = 0
             self._local.clear()
             if self.leaf_sum is not None:

@@ -98,7 +98,6 @@ class FlatParams:
         self._own = own
         self.wire = precision.weights_format(self.dtype) if self.shard_optim else None
         self._aliased = same and not self.shard_params and self.wire is None
-        self._thawed = False
         rounded = self.wire is not None or (not same and compute_dtype.itemsize < self.dtype.itemsize)
         self._always_compared = rounded and not self.shard_params
         self.full = initial if compute_dtype == self.dtype else initial.to(compute_dtype)
@@ -125,21 +124,12 @@ class FlatParams:
             return False
         self.take_changes()
         self.master = empty_for(self.comm, self.master.numel(), self.dtype, self.master.device).copy_(self.master)
-        self._aliased, self._thawed, self._written_at = False, True, self._streams.mark()
+        self._aliased, self._written_at = False, self._streams.mark()
         return True
 
     def piece_of_master(self, piece: Piece) -> Tensor:
         """Return a view of the master, in the piece's shape."""
         return view_of(self.master, piece.offset - self.master_offset, piece.shape)
-
-    def place_in_full(self, piece: Piece) -> Tensor | None:
-        """Return a view of ``full``, in the piece's shape, for an optimizer that writes to it as well as to the master.
-
-        None if it must not: the master is a view of ``full``, or weights are sharded or have a wire format.
-        """
-        if self._aliased or self.shard_params or self.wire is not None:
-            return None
-        return view_of(self.full, piece.offset, piece.shape)
 
     def gather(self, *, again: bool = False) -> None:
         """Issue the all-gather that makes ``full`` unsharded and current, unless one is in flight.
@@ -230,18 +220,14 @@ class FlatParams:
         if not self._aliased:
             self._is_exposed, self._exposed_bits = True, bit_sums(self.full)
 
-    def mark_stale(self, *, copied: bool = False) -> None:
-        """Record that the master has changed, so that the next `gather` refreshes ``full``.
-
-        ``copied``: whether this rank's part of ``full`` was updated too; see `place_in_full`.
-        """
+    def mark_stale(self) -> None:
+        """Record that the master has changed, so that the next `gather` refreshes ``full``."""
         self.shown.drop_assigned()  # the assigned tensor is older than the master
         self.shown.accept()  # writes into weights that are stale now are dropped
         self.release()
         self.node_copy.current = False
-        copied = copied and not self._thawed  # the optimizer does not know the new master
-        self._copy_due = self._copy_due or not copied
-        if self.whole and (self.shard_optim or (not self._aliased and not copied)):
+        self._copy_due = True
+        if self.whole and (self.shard_optim or not self._aliased):
             self.stale = True
             if not self._aliased and self.shown.visible:
                 self.shown.hide()

@@ -86,11 +86,8 @@ def _add(partials: Tensor, norms: Tensor, norm_type: float) -> Tensor:
     return partials + norms**norm_type
 
 
-def clip_(grads: Sequence[FlatGrads], norm: Tensor, max_norm: float, *, lazily: bool = False) -> None:
-    """Scale gradients by ``max_norm / (norm + 1e-6)`` if that is below 1, as torch does; a NaN norm makes them NaN.
-
-    ``lazily``: store the factor in `FlatGrads.factor` only; the next reader of the gradients applies it.
-    """
+def clip_(grads: Sequence[FlatGrads], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients by ``max_norm / (norm + 1e-6)`` if that is below 1, as torch does; a NaN norm makes them NaN."""
     coefficient = max_norm / (norm + 1e-6)
     if coefficient.device.type == "cpu":
         if coefficient >= 1.0:
@@ -98,11 +95,6 @@ def clip_(grads: Sequence[FlatGrads], norm: Tensor, max_norm: float, *, lazily: 
         factor: Tensor | float = float(coefficient)
     else:
         factor = coefficient.clamp(max=1.0)  # reading it here would block the host until the device is done
-    if lazily:
-        due = torch.as_tensor(factor, dtype=torch.float32, device=norm.device)
-        for buffer in grads:
-            buffer.factor = due
-        return
     for buffer in grads:
         if buffer.reduced is not None:
             buffer.reduced.mul_(factor)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer, SavesPasses
+from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 from zeroshard.zero.optimizers.state_dict import cut_into_pieces, whole_here
 from zeroshard.zero.optimizers.step_hooks import surrounding_ids
 from zeroshard.zero.uncompiled import uncompiled
@@ -78,7 +78,7 @@ def _tell_where_states_are(piecewise: PiecewiseOptimizer) -> None:
 def _wrap_own_methods(piecewise: PiecewiseOptimizer) -> None:
     """Have methods beyond torch's interface (``eval()`` of schedule-free optimizers, say) run on pieces."""
     optimizer = piecewise.optimizer
-    if type(optimizer).__module__.startswith("torch.optim.") or isinstance(optimizer, SavesPasses):
+    if type(optimizer).__module__.startswith("torch.optim."):
         return
     for cls in type(optimizer).__mro__:
         if cls is Optimizer:

@@ -1,9 +1,8 @@
 """Widens gradients that are narrower than the weights that they update, for optimizers that need one dtype for both.
 
-With ``MixedPrecision(reduce_dtype=torch.bfloat16)`` reduced gradients stay in bfloat16 until the optimizer steps. An
-optimizer that `SavesPasses` reads them as they are. Any other is shown copies in its pieces' own dtype while it steps.
-A class of `torch.optim` steps unit by unit, so that only one unit's copies are resident at a time. A class from
-elsewhere may count its steps, so it steps once on all copies.
+With ``MixedPrecision(reduce_dtype=torch.bfloat16)`` reduced gradients stay in bfloat16 until the optimizer steps, which
+is shown copies in its pieces' own dtype. A class of `torch.optim` steps unit by unit, so that only one unit's copies
+are resident at a time. A class from elsewhere may count its steps, so it steps once on all copies.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zeroshard.zero.buffers.unit import FlatGroup
-from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer, SavesPasses
+from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 
 Lists = list[list[nn.Parameter]]  # pieces, for each param group
 
@@ -31,8 +30,6 @@ class NarrowGrads:
 
         ``by_unit``: run the class's step here for all units but the last; the groups then hold only that one's pieces.
         """
-        if isinstance(self._piecewise.optimizer, SavesPasses):
-            return
         if not any(_is_narrow(piece) for pieces in self._piecewise.pieces for piece in pieces):
             return
         step = _own_step(self._piecewise.optimizer) if by_unit else None

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from functools import partial
 from inspect import signature
 from itertools import zip_longest
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,30 +34,14 @@ from zeroshard.zero.optimizers.scope import no_class
 SCALAR_STATES = frozenset({"step", "eta", "mu", "mu_product"})
 
 
-@runtime_checkable
-class SavesPasses(Protocol):
-    """An optimizer that does further work in its own pass over memory, which would otherwise take more passes.
-
-    `zeroshard.optim.FusedAdamW` is one. Its ``step`` takes ``grad_scale``: a 0-dim fp32 tensor by which it multiplies
-    gradients as it reads them.
-    """
-
-    def write_copies(self, copies: Mapping[Tensor, Tensor]) -> None:
-        """From now on, copy each updated parameter that is a key of ``copies`` to its value, in that tensor's dtype."""
-        ...
-
-
 class StepListener(Protocol):
     """What the engine does around an optimizer's step: see `zeroshard.zero.optimizers.stepping.Stepping`."""
 
     def keep_whole(self, params: set[nn.Parameter]) -> None:
         """Lay these parameters out as whole tensors."""
 
-    def after_joining(self, optimizer: Optimizer, members: set[nn.Parameter]) -> None:
-        """Note that this optimizer updates exactly ``members`` from now on."""
-
-    def before_update(self, optimizer: Optimizer | None) -> Tensor | None:
-        """Prepare gradients; return the factor by which the optimizer multiplies them as it reads them, if any."""
+    def before_update(self, optimizer: Optimizer | None) -> None:
+        """Refuse a step of this optimizer (None: of one with a closure) that would be wrong."""
 
     def after_update(self, optimizer: Optimizer) -> None:
         """Note that a step of this optimizer has changed the master weights of its parameters."""
@@ -192,7 +176,6 @@ class PiecewiseOptimizer:
             self.optimizer = self.make(
                 [{**group, "params": pieces} for group, pieces in zip(groups, self.pieces, strict=True)]
             )
-        listener.after_joining(self.optimizer, self.members)
         self.show_params()
 
     @classmethod
@@ -291,16 +274,10 @@ class PiecewiseOptimizer:
         fresh = self.make([{**group, "params": pieces} for group, pieces in groups])
         self.optimizer.state.clear()
         self.optimizer.state.update(fresh.state)
-        self._join()
 
     def hold_pieces(self) -> None:
         """Take the pieces in the current groups, by which its states are already."""
         self.pieces = [self.sharded.pieces(chosen) for chosen in self.by_group]
-        self._join()
-
-    def _join(self) -> None:
-        with self.at_pieces():
-            self.listener.after_joining(self.optimizer, self.members)
 
     def add_param_group(self, add_group: Callable[[dict[str, Any]], None], given: dict[str, Any]) -> None:
         """Add a group of the model's parameters; ``add_group``: the class's own method."""
@@ -318,7 +295,6 @@ class PiecewiseOptimizer:
                 self.pieces.append(pieces)
             finally:
                 self.show_params()
-        self._join()
 
 
 def _are(found: Iterable[Any], expected: Sequence[Any]) -> bool:

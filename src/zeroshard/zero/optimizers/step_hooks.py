@@ -87,7 +87,7 @@ class _Steps:
             self._piecewise.show_params()
 
     def begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        """Before the class's own code: show pieces, and pass clipping's factor on; a closure does so after backward."""
+        """Before the class's own code: show pieces; a closure does so after backward."""
         self._depth += 1
         if self._depth > 1:
             self._piecewise.show_pieces()
@@ -97,13 +97,10 @@ class _Steps:
         itself, *given = args  # torch passes the optimizer first
         closure = given[0] if given else kwargs.get("closure")
         if closure is None:
-            factor = self._piecewise.listener.before_update(optimizer)
+            self._piecewise.listener.before_update(optimizer)
             self._piecewise.show_pieces()
             self._grads.widen(by_unit=True)
-            if factor is None:
-                return None
-            own = kwargs.get("grad_scale")
-            return args, {**kwargs, "grad_scale": factor if own is None else own * factor}
+            return None
         wrapped = self._once(closure)
         self._piecewise.show_pieces()
         return ((itself, wrapped, *given[1:]), kwargs) if given else (args, {**kwargs, "closure": wrapped})

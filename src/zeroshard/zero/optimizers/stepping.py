@@ -1,8 +1,8 @@
 """`Stepping`: the optimizers of an engine, and what the engine does around their steps.
 
 An optimizer is given pieces of parameters and knows nothing of ranks. Whatever concerns several ranks or buffers is
-here: the global norm and clipping, whose factor an optimizer may apply as it reads gradients; weights that a step
-leaves stale; the layout for an optimizer that needs whole tensors; averages, which no step may change.
+here: the global norm and clipping; weights that a step leaves stale; the layout for an optimizer that needs whole
+tensors; averages, which no step may change.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zeroshard.zero.optimizers import grad_norm
 from zeroshard.zero.optimizers.description import described
 from zeroshard.zero.optimizers.ema import EMA, Ema
 from zeroshard.zero.optimizers.methods import install_methods
-from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer, SavesPasses, ShardedParams
+from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer, ShardedParams
 from zeroshard.zero.optimizers.scope_probe import weights_kept
 from zeroshard.zero.optimizers.state_dict import Stateful, cut_states
 from zeroshard.zero.replicas import saved as of_replicas
@@ -86,7 +86,7 @@ class Stepping:
 
     def _require_local(self, piecewise: PiecewiseOptimizer) -> None:
         """Raise ValueError, if replicas take local steps, for an optimizer that keeps weights in its state."""
-        if self.replicas is None or isinstance(piecewise.optimizer, SavesPasses):
+        if self.replicas is None:
             return
         kind, make = type(piecewise.optimizer), piecewise.make
         try:
@@ -231,12 +231,8 @@ class Stepping:
         exact = any(
             group.params.dtype == torch.float64 for group in self._runtime.groups() if group.grads.reduced is not None
         )
-        savers = [optimizer for optimizer in self.optimizers if isinstance(optimizer, SavesPasses)]
-        saves = len(savers) == len(self._known) > 0 and not exact
-        for buffer in buffers:
-            buffer.apply_factor()
         norm = grad_norm.global_norm(buffers, self._levels.shard, norm_type, device)
-        grad_norm.clip_(buffers, norm, float(max_norm), lazily=saves)
+        grad_norm.clip_(buffers, norm, float(max_norm))
         return norm if exact else norm.to(torch.float32)
 
     # -- what an optimizer calls -------------------------------------------------------------
@@ -280,23 +276,8 @@ class Stepping:
                 stacklevel=5,
             )
 
-    def after_joining(self, optimizer: Optimizer, members: set[nn.Parameter]) -> None:
-        """If compute and master dtype differ, let an optimizer that can (`SavesPasses`) write weights in both."""
-        if not isinstance(optimizer, SavesPasses):
-            return
-        copies: dict[Tensor, Tensor] = {}
-        for group in self._runtime.groups():
-            for piece, shard in zip(group.params.pieces, group.shards, strict=True):
-                place = group.params.place_in_full(piece)
-                if place is not None and group.params.params[piece.slot] in members:
-                    copies[shard] = place
-        optimizer.write_copies(copies)
-
-    def before_update(self, optimizer: Optimizer | None) -> Tensor | None:
-        """Refuse a step that would drop gradients, or change averages or anchors instead of the weights.
-
-        Returns the factor by which ``optimizer`` must multiply gradients as it reads them; None: there is none.
-        """
+    def before_update(self, optimizer: Optimizer | None) -> None:
+        """Refuse a step that would drop gradients, or change averages or anchors instead of the weights."""
         self._runtime.require_reduced("step")
         self._runtime.require_unpinned("step")
         self.require_weights("step")
@@ -306,13 +287,6 @@ class Stepping:
         self._require_every_leaf(self._members(optimizer))
         if self.replicas is not None:
             self.replicas.begin_anchors()
-        buffers = self._reduced_buffers()
-        factors = {id(buffer.factor): buffer.factor for buffer in buffers}
-        if len(factors) == 1 and isinstance(optimizer, SavesPasses):
-            return buffers[0].factor
-        for buffer in buffers:
-            buffer.apply_factor()
-        return None
 
     def _require_own_grads(self, members: set[nn.Parameter]) -> None:
         """Raise RuntimeError if gradients of ``members`` were computed at other weights than a step would change."""
@@ -340,8 +314,7 @@ class Stepping:
         members = self._members(optimizer)
         if self.replicas is not None:
             self.replicas.after_update(optimizer, members)
-        copied = isinstance(optimizer, SavesPasses)
-        skips = copied or type(optimizer).__module__.startswith("torch.optim.")  # parameters without a gradient
+        skips = type(optimizer).__module__.startswith("torch.optim.")  # parameters without a gradient
         for group in self._runtime.groups():
             trained = [
                 param
@@ -351,7 +324,7 @@ class Stepping:
             moved = [param for param in trained if param in members]
             if moved:
                 torch.autograd.graph.increment_version(moved)  # a backward through an earlier graph must raise
-                group.params.mark_stale(copied=copied)
+                group.params.mark_stale()
 
     def _members(self, optimizer: Optimizer | None) -> set[nn.Parameter]:
         """The parameters that ``optimizer`` updates; empty for None."""

@@ -81,7 +81,6 @@ def full_grads(model: nn.Module, runtime: Runtime) -> dict[str, Tensor | None]:
         if group.grads.reduced is None:
             found.update(dict.fromkeys(params.params))
             continue
-        group.grads.apply_factor()
         views = params.layout.views(reduced_whole(group))
         for param, view, used in zip(params.params, views, group.grads.used, strict=True):
             found[param] = view if used else None
