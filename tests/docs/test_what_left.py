@@ -26,6 +26,7 @@ LEFT = [
     r"stochastic_rounding=",
     r"sum_of_squares",
     r"FusedAdamW",
+    r"cross_entropy\([^)]*inplace=",
     r"SavesPasses",
     r"[Dd]ashboard",
     r"\bwerkzeug\b",

@@ -75,9 +75,10 @@ def main():
     backward(kernels.rope(q, k, angles, angles, kernels="triton"), [q, k])
     backward([kernels.swiglu(x, residual, kernels="triton")], [x, residual])
     logits, targets = draw(2, 8192 + 700), torch.zeros(2, dtype=torch.int64)
-    for inplace in (False, True):
-        options = {"label_smoothing": 0.1, "z_loss": 0.1, "inplace": inplace, "kernels": "triton"}
-        backward([kernels.cross_entropy(logits * 1, targets, **options)], [logits])
+    options = {"label_smoothing": 0.1, "z_loss": 0.1, "kernels": "triton"}
+    backward([kernels.cross_entropy(logits, targets, **options)], [logits])
+    hidden, head = draw(2, 64), draw(8192 + 700, 64)
+    backward([kernels.linear_cross_entropy(hidden, head, targets, **options)], [hidden, head])
     for name in FORMATS:
         form, flat = BlockFormat(name), torch.zeros(5000)
         packed = torch.zeros(form.num_bytes(5000), dtype=torch.uint8)

@@ -34,21 +34,19 @@ def exact(logits, targets, ignore_index=-100, label_smoothing=0.0, z_loss=0.0, r
     return total / count if reduction == "mean" and count else total
 
 
-def ours(logits, targets, inplace=False, **options):
-    # A product by 1, because a leaf cannot be written over.
-    return cross_entropy(logits * 1 if inplace else logits, targets, inplace=inplace, kernels="triton", **options)
+def ours(logits, targets, **options):
+    return cross_entropy(logits, targets, kernels="triton", **options)
 
 
 def compare(logits, targets, upstream=1.0, **options):
     grad = [torch.full((), upstream, device=logits.device)]
     wanted = run(partial(exact, targets=targets, **options), [logits.double()], grad)
-    for inplace in (False, True):
-        function = partial(ours, targets=targets, inplace=inplace, **options)
-        got = run(function, [logits], grad)
-        for name, one, other in zip(("loss", "d_logits"), got, wanted, strict=True):
-            terms = float(logits.shape[-1] == 1)  # with a vocabulary of 1 the loss is a difference of equals
-            assert_near(one, other, terms=terms, what=f"{tuple(logits.shape)} {logits.dtype} {options} {name}")
-        assert_same_bits(got, run(function, [logits], grad))
+    function = partial(ours, targets=targets, **options)
+    got = run(function, [logits], grad)
+    for name, one, other in zip(("loss", "d_logits"), got, wanted, strict=True):
+        terms = float(logits.shape[-1] == 1)  # with a vocabulary of 1 the loss is a difference of equals
+        assert_near(one, other, terms=terms, what=f"{tuple(logits.shape)} {logits.dtype} {options} {name}")
+    assert_same_bits(got, run(function, [logits], grad))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -87,19 +85,16 @@ def test_large_shapes(shape, dtype, triton, random, device):
 def test_more_logits_than_a_32_bit_offset_can_name(triton, device):
     logits = torch.zeros(2**31 // 50304 + 5, 50304, dtype=torch.bfloat16, device=device, requires_grad=True)
     targets = torch.zeros(logits.shape[0], dtype=torch.int64, device=device)
-    loss = ours(logits, targets, inplace=True, reduction="sum")
+    loss = ours(logits, targets, reduction="sum")
     loss.backward()
     expected = torch.full((50304,), 1 / 50304, dtype=torch.float64)
     expected[0] -= 1
     assert_near(logits.grad[-1], expected)
 
 
-@pytest.mark.parametrize("inplace", [False, True])
-def test_leading_shapes_and_strides(inplace, triton, random, device):
+def test_leading_shapes_and_strides(triton, random, device):
     wide = random(2, 3, 40)
-    for logits in (wide[..., :33], wide[:, :1, :], wide.transpose(0, 1)) + (
-        () if inplace else (wide.mT, wide[..., ::2])
-    ):
+    for logits in (wide[..., :33], wide[:, :1, :], wide.transpose(0, 1), wide.mT, wide[..., ::2]):
         targets = draw_targets(logits.shape[:-1], logits.shape[-1], device, [1])
         wanted = run(partial(exact, targets=targets), [logits.double()])
         for one, other in zip(run(partial(ours, targets=targets), [logits]), wanted, strict=True):
@@ -113,10 +108,9 @@ def test_without_rows(triton, device):
         assert cross_entropy(logits, targets, reduction="sum", kernels=kernels) == 0
 
 
-@pytest.mark.parametrize("inplace", [False, True])
-def test_all_masked_is_nan_with_no_gradient(inplace, triton, random, device):
+def test_all_masked_is_nan_with_no_gradient(triton, random, device):
     targets = torch.full((3,), -100, device=device)
-    loss, grad = run(partial(ours, targets=targets, inplace=inplace), [random(3, 9)])
+    loss, grad = run(partial(ours, targets=targets), [random(3, 9)])
     assert loss.isnan()
     assert torch.equal(grad, torch.zeros_like(grad))
     reference = run(partial(cross_entropy, targets=targets, kernels="reference"), [random(3, 9)])
@@ -156,54 +150,7 @@ def test_the_reference_is_the_formula_and_torch_s(options, random, device):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_in_place_means_that_the_gradient_lies_where_the_logits_were(triton, random, device):
-    logits = random(3, 33).requires_grad_() * 1
-    grads = []
-    logits.register_hook(grads.append)
-    loss = cross_entropy(logits, draw_targets((3,), 33, device), inplace=True, kernels=triton)
-    loss.backward()
-    assert grads[0].data_ptr() == logits.data_ptr()
-
-
-def test_in_place_is_refused_where_it_would_be_wrong(triton, random, device):
-    targets = draw_targets((3,), 33, device)
-    leaf = random(3, 33).requires_grad_()
-    with pytest.raises(ValueError, match=r"^logits: a leaf"):
-        cross_entropy(leaf, targets, inplace=True, kernels=triton)
-    with pytest.raises(ValueError, match=r"^logits: strides"):
-        cross_entropy((leaf * 1).mT.contiguous().mT, targets, inplace=True, kernels=triton)
-    for shared in ((leaf * 1)[:1].expand(3, 33), (leaf * 1).flatten().unfold(0, 33, 20)[:3]):
-        with pytest.raises(ValueError, match=r"^logits: rows share memory"):
-            cross_entropy(shared, targets[: len(shared)], inplace=True, kernels=triton)
-    logits = leaf * 1
-    kept = logits.exp()  # autograd keeps the result, and not the logits
-    loss = cross_entropy(logits, targets, inplace=True, kernels=triton)
-    (loss + kept.sum()).backward()
-    logits = leaf * 1
-    kept = logits.square()  # autograd keeps the logits
-    loss = cross_entropy(logits, targets, inplace=True, kernels=triton)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        (loss + kept.sum()).backward()
-    loss = cross_entropy(leaf * 1, targets, inplace=True, kernels=triton)
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def test_without_a_gradient_nothing_is_written_over(triton, random, device):
-    logits = random(3, 33)
-    before = logits.clone()
-    cross_entropy(logits, draw_targets((3,), 33, device), inplace=True, kernels=triton)
-    with torch.no_grad():
-        cross_entropy(logits, draw_targets((3,), 33, device), inplace=True, kernels=triton)
-    assert torch.equal(logits, before)
-    kept = logits.requires_grad_() * 1
-    with torch.no_grad():  # of logits that somebody else's backward reads
-        cross_entropy(kept, draw_targets((3,), 33, device), inplace=True, kernels=triton)
-    assert torch.equal(kept, before)
-
-
-def test_backward_may_run_again_where_it_is_not_in_place(triton, random, device):
+def test_backward_may_run_again(triton, random, device):
     logits = random(3, 33).requires_grad_()
     loss = ours(logits, draw_targets((3,), 33, device))
     first = torch.autograd.grad(loss, logits, retain_graph=True)[0]
@@ -216,10 +163,9 @@ def test_a_target_outside_the_vocabulary_is_refused_or_not_a_number(target, trit
     for kernels in ("reference", triton):
         with pytest.raises(ValueError, match=f"^targets: {target} is outside 0..32"):
             cross_entropy(random(3, 33), targets, kernels=kernels)
-    for inplace in (False, True):
-        loss, grad = run(partial(ours, targets=targets, inplace=inplace, check_targets=False), [random(3, 33)])
-        assert loss.isnan()
-        assert grad[1].isnan().all()
+    loss, grad = run(partial(ours, targets=targets, check_targets=False), [random(3, 33)])
+    assert loss.isnan()
+    assert grad[1].isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -251,7 +197,7 @@ def test_compiled_without_a_break_in_the_graph(compiler, random, device):
     targets = draw_targets((3,), 33, device)
 
     def model(x):
-        return cross_entropy(x.sin(), targets, inplace=True, kernels="triton")
+        return cross_entropy(x.sin(), targets, kernels="triton")
 
     logits = random(3, 33)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from exactness import ROUNDING, assert_near, assert_same_bits, run
-from zeroshard.kernels import cross_entropy, linear_cross_entropy
+from zeroshard.kernels import linear_cross_entropy
 from zeroshard.kernels.cross_entropy import cross_entropy_reference
 from zeroshard.kernels.linear_cross_entropy import CHUNK_BYTES, linear_cross_entropy_reference, rows_at_once
 
@@ -77,17 +77,14 @@ def test_half_precision_rounds_the_logits_and_their_gradient_once(who, dtype, tr
         assert ((one.double() - wanted).abs() <= ROUNDING[dtype] * (wanted.abs() + terms)).all()
 
 
-@pytest.mark.parametrize("operation", ["reference", "triton", "in place"])
-def test_a_scaled_loss_keeps_small_gradients_in_fp16(operation, triton, random, device):
+@BOTH
+def test_a_scaled_loss_keeps_small_gradients_in_fp16(who, triton, random, device):
     """Probabilities of 2e-5, a mean over 64 rows, a loss scale of 2^16: 3e-7 has two bits in fp16, 0.02 has eleven."""
     targets = torch.zeros(64, dtype=torch.int64, device=device)
     logits = torch.zeros(64, 16, dtype=torch.float16, device=device)
     logits[:, 1:] = -11.0 + random(64, 15).half() / 8
-    if operation == "in place":
-        (got,) = run(lambda x: cross_entropy(x * 1, targets, inplace=True, kernels=triton) * 2.0**16, [logits])[1:]
-    else:
-        weight = torch.eye(16, dtype=torch.float16, device=device)
-        got = run(lambda x: by(operation, targets)(x, weight) * 2.0**16, [logits])[1]
+    weight = torch.eye(16, dtype=torch.float16, device=device)
+    got = run(lambda x: by(who, targets)(x, weight) * 2.0**16, [logits])[1]
     (wanted,) = run(lambda x: cross_entropy_reference(x, targets) * 2.0**16, [logits.double()])[1:]
     assert_near(got, wanted, slack=2)
 

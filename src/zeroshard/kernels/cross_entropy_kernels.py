@@ -1,10 +1,4 @@
-"""Triton kernels of cross-entropy, and their launchers; `zeroshard.kernels.cross_entropy` has the formulas.
-
-[Note: One more factor]
-    With ``inplace``, forward writes the gradient before the upstream gradient is known. Backward multiplies it by that
-    factor, in place, unless the factor is 1. The kernel compares on the device: a host that read the factor would wait
-    for all queued work.
-"""
+"""Triton kernels of cross-entropy, and their launchers; `zeroshard.kernels.cross_entropy` has the formulas."""
 
 from __future__ import annotations
 
@@ -154,17 +148,6 @@ def _gradient_kernel(
         )
 
 
-@jit
-def _scale_kernel(grad_ptr, factor_ptr, stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr):
-    factor = tl.load(factor_ptr)
-    if factor != 1.0:
-        grad_ptr += tl.program_id(0).to(tl.int64) * stride
-        for start in range(0, VOCAB, BLOCK):
-            cols = start + tl.arange(0, BLOCK)
-            grad = tl.load(grad_ptr + cols, mask=cols < VOCAB, other=0.0).to(ACC) * factor
-            tl.store(grad_ptr + cols, grad.to(grad_ptr.dtype.element_ty), mask=cols < VOCAB)
-
-
 # ---------------------------------------------------------------------------------------------------- launchers
 
 
@@ -250,14 +233,3 @@ def gradient_of_logits(
         ACC=accumulator(logits.dtype),
         num_warps=_num_warps(blocks),
     )
-
-
-@opaque("cross_entropy_scaling", "grad")
-def scale_in_place(grad: Tensor, factor: Tensor) -> None:
-    """grad [rows, vocab] *= factor (0-dim); if that is 1, nothing is read or written. See [Note: One more factor]."""
-    if grad.shape[0]:
-        block = min(BLOCK, next_power_of_2(grad.shape[1]))
-        acc = accumulator(grad.dtype)
-        _scale_kernel[(grad.shape[0],)](
-            grad, factor, grad.stride(0), VOCAB=grad.shape[1], BLOCK=block, ACC=acc, num_warps=max(1, block // 512)
-        )
