@@ -110,7 +110,7 @@ def _no_numbers(folder):
     """Bytes that are a list, in each of the places that hold numbers by name."""
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines()
-    for line, key in enumerate(("memory_bytes", "comm", "exposed_s", "spans_s"), start=1):
+    for line, key in enumerate(("memory_bytes", "exposed_s"), start=1):
         lines[line] = json.dumps(json.loads(lines[line]) | {key: {"params": [1]}})
     path.write_text("\n".join(lines) + "\n")
 
@@ -127,7 +127,7 @@ DAMAGES = {
     "torn": (_torn, "unfinished", ("metrics.jsonl: the last line is half-written",)),
     "broken line": (_broken_line, "damaged", ("metrics.jsonl: line 4 and 1 more cannot be read",)),
     "a step of infinity": (_endless_numbers, "damaged", ("metrics.jsonl: line 13 and 2 more cannot be read",)),
-    "a list for a number": (_no_numbers, "damaged", ("metrics.jsonl: line 2 and 3 more cannot be read",)),
+    "a list for a number": (_no_numbers, "damaged", ("metrics.jsonl: line 2 and 1 more cannot be read",)),
     "binary log": (
         lambda folder: (folder / "metrics.jsonl").write_bytes(b"\xff\x00\n" * 3),
         "damaged",
@@ -241,5 +241,4 @@ def test_a_folder_that_is_not_there_is_no_error(tmp_path):
 def test_a_spread_is_median_low_and_high_of_what_is_finite():
     found = spread([3.0, 1.0, math.nan, 2.0])
     assert (found.median, found.low, found.high, found.count) == (2.0, 1.0, 3.0, 3)
-    assert found.relative == 1.0
     assert spread([math.nan]) is None

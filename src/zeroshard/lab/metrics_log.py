@@ -20,7 +20,6 @@ class Step:
 
     Attributes:
         exposed_s: seconds for which rank 0 waited for communication, by kind ("weights/forward", ...).
-        comm_bytes: bytes of the collectives that rank 0 took part in, by operation.
     """
 
     step: int
@@ -32,9 +31,7 @@ class Step:
     tokens_per_s: float
     mfu: float
     memory_bytes: Mapping[str, int]
-    comm_bytes: Mapping[str, int]
     exposed_s: Mapping[str, float]
-    spans_s: Mapping[str, float]
     skipped: bool
 
 
@@ -60,7 +57,6 @@ class MetricsLog:
     Attributes:
         start: the last ``start`` event.
         steps, evaluations: records by step number.
-        checkpoints: the log entry of each save, including failed ones (which have ``error``), by step number.
         begun, last_at: time of day of the first and of the last event, as ISO 8601; empty if the log has no times.
         torn: whether the last line is incomplete, as it is if the run was killed while it wrote.
         problem: which lines cannot be parsed, or why the file cannot be read; empty if there is no problem.
@@ -69,7 +65,6 @@ class MetricsLog:
     start: dict[str, Any] = field(default_factory=dict)
     steps: dict[int, Step] = field(default_factory=dict)
     evaluations: dict[int, Evaluation] = field(default_factory=dict)
-    checkpoints: dict[int, dict[str, Any]] = field(default_factory=dict)
     begun: str = ""
     last_at: str = ""
     torn: bool = False
@@ -91,8 +86,6 @@ class MetricsLog:
                     self.steps[int(entry["step"])] = _step(entry)
                 case "eval":
                     self.evaluations[int(entry["step"])] = _evaluation(entry)
-                case "checkpoint":
-                    self.checkpoints[int(entry["step"])] = entry
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
             return False
         return True
@@ -129,9 +122,7 @@ def _step(entry: Mapping[str, Any]) -> Step:
         tokens_per_s=number_of(entry["tokens_per_s"]),
         mfu=number_of(entry.get("mfu")),
         memory_bytes=_numbers(entry.get("memory_bytes")),
-        comm_bytes=_numbers(entry.get("comm")),
         exposed_s=_numbers(entry.get("exposed_s")),
-        spans_s=_numbers(entry.get("spans_s")),
         skipped=bool(entry.get("skipped")),
     )
 

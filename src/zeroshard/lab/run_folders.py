@@ -54,11 +54,6 @@ class Spread:
     high: float
     count: int
 
-    @property
-    def relative(self) -> float:
-        """The range from the lowest to the highest value, divided by the median."""
-        return (self.high - self.low) / self.median if self.median else 0.0
-
     def text(self, scale: float, form: str, unit: str = "") -> str:
         """Format it: ``12.3``, or, of several measurements, with the lowest and highest ``12.3 (11.9 to 14.0)``."""
         middle = f"{self.median * scale:{form}}{unit}"
@@ -91,7 +86,6 @@ class RunResult:
         summary: the contents of ``summary.json``; empty if there is none.
         link: the link that the run slowed; None if it slowed none.
         problems: one line for each thing that could not be read.
-        checkpoints: the log entry of each checkpoint, in order of steps.
         begun, last_at: time of day of the first and of the last logged event, as ISO 8601; empty if not logged.
     """
 
@@ -104,7 +98,6 @@ class RunResult:
     summary: Mapping[str, Any]
     link: LinkFacts | None
     problems: tuple[str, ...]
-    checkpoints: tuple[Mapping[str, Any], ...] = ()
     begun: str = ""
     last_at: str = ""
     given: Mapping[str, Any] = field(default_factory=dict)
@@ -187,7 +180,6 @@ def read_run(folder: str | Path, held: frozenset[tuple[int, int, int]] | None = 
         summary=summary,
         link=_link(log.start.get("link") or summary.get("link"), problems),
         problems=tuple(problems),
-        checkpoints=tuple(log.checkpoints[step] for step in sorted(log.checkpoints)),
         begun=log.begun,
         last_at=log.last_at,
         given={name: value for name, value in raw.items() if name != RESOLVED},
