@@ -18,22 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils import _python_dispatch
 
-from zeroshard.comm.base import (
-    DONE,
-    Groups,
-    PeerError,
-    ReduceOp,
-    Work,
-    check_op,
-    check_parts,
-    check_rank,
-    check_shards,
-    fill,
-    is_own_slice,
-    kept_apart,
-    own_group,
-)
+from zeroshard.comm.base import DONE, Groups, PeerError, ReduceOp, Work, own_group
+from zeroshard.comm.flat import FlatCommunicator
 from zeroshard.comm.labels import current_scope
+from zeroshard.comm.queued.worker import Operation
 from zeroshard.comm.reductions import COMBINE
 
 T = TypeVar("T")
@@ -104,24 +92,37 @@ def _reduced(pieces: list[Tensor], op: str) -> Tensor:
     return total
 
 
-class ThreadCommunicator:
-    """One rank of a world of threads; made by `run_threads`."""
-
-    uniform_order = True
-    control_device = torch.device("cpu")
+class ThreadCommunicator(FlatCommunicator):
+    """One rank of a world of threads; made by `run_threads`. Every operation is done on return."""
 
     def __init__(self, rank: int, world_size: int, table: _Table) -> None:
         self.rank = rank
         self.world_size = world_size
         self._table = table
         self._num_splits = 0
+        self._call: tuple[object, ...] = ()
 
-    def _exchange(self, tensor: Tensor, *call: object) -> list[Tensor]:
-        """Every rank's tensor; raise on every rank if they did not all make the same call."""
-        table = self._table
-        call = (*call, current_scope())  # tensors of one size would pass for each other
+    def split(self, groups: Groups) -> ThreadCommunicator:
+        """Return the communicator of this rank's group, which has its own table."""
+        self._call = ("split", [list(ranks) for ranks in groups])
+        self._exchange(torch.empty(0))
+        self._leave()
+        index, ranks = own_group(groups, self.rank)
+        table = self._table.part((self._num_splits, index), len(ranks))
+        self._num_splits += 1
+        return ThreadCommunicator(ranks.index(self.rank), len(ranks), table)
+
+    def _submit(self, op: str, operation: Operation, *tensors: Tensor) -> Work:
+        # with the label, for tensors of one size would pass for each other
+        self._call = (op, *((each.numel(), each.dtype) for each in tensors[:1]), current_scope())
+        operation()
+        return DONE
+
+    def _exchange(self, tensor: Tensor) -> list[Tensor]:
+        """Return every rank's tensor; raise on every rank if they did not all make the same call."""
+        table, call = self._table, self._call
         _finish(tensor)
-        table.tensors[self.rank], table.calls[self.rank] = tensor.detach(), call
+        table.tensors[self.rank], table.calls[self.rank] = tensor, call
         table.meet()
         for rank, other in enumerate(table.differing):
             if other != call:
@@ -136,71 +137,36 @@ class ThreadCommunicator:
         self._table.meet()
         self._table.tensors[self.rank] = None
 
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        """Reduce in place; done on return."""
-        check_op(op)
-        pieces = self._exchange(tensor, "all_reduce", op, tensor.numel(), tensor.dtype)
-        total = _reduced(pieces, op)
+    def _all_reduce(self, flat: Tensor, op: ReduceOp) -> None:
+        total = _reduced(self._exchange(flat), op)
         self._leave()
-        fill(tensor, total)
-        return DONE
+        flat.copy_(total)
 
-    def reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
-        """Reduce and keep this rank's slice; done on return."""
-        check_op(op)
-        check_shards(input, output, self.world_size)
-        pieces = self._exchange(input, "reduce_scatter", op, input.numel(), input.dtype)
-        n = output.numel()
-        own = slice(self.rank * n, (self.rank + 1) * n)
-        total = _reduced([x.reshape(-1)[own] for x in pieces], op)
+    def _reduce_scatter(self, whole: Tensor, op: ReduceOp, shard: Tensor) -> None:
+        pieces = self._exchange(whole)
+        total = _reduced([piece.view(self.world_size, -1)[self.rank] for piece in pieces], op)
         self._leave()
-        fill(output, total)
-        return DONE
+        shard.copy_(total)
 
-    def all_gather(self, output: Tensor, input: Tensor) -> Work:
-        """Gather every rank's shard; done on return."""
-        check_shards(output, input, self.world_size)
-        input = kept_apart(input, output, in_place=is_own_slice(input, output, self.rank))
-        pieces = self._exchange(input, "all_gather", input.numel(), input.dtype)
-        if not output.is_contiguous():
-            fill(output, torch.cat([piece.reshape(-1) for piece in pieces]))
-            self._leave()
-            return DONE
-        for row, piece in zip(output.detach().view(self.world_size, -1), pieces, strict=True):
+    def _all_gather(self, whole: Tensor, shard: Tensor) -> None:
+        for row, piece in zip(whole.view(self.world_size, -1), self._exchange(shard), strict=True):
             if row.data_ptr() != piece.data_ptr():
-                row.copy_(piece.reshape(-1))
+                row.copy_(piece)
         self._leave()
-        return DONE
 
-    def all_to_all(self, output: Tensor, input: Tensor) -> Work:
-        """Take every rank's part for this one; done on return."""
-        check_parts(output, input, self.world_size)
-        tensors = self._exchange(input, "all_to_all", input.numel(), input.dtype)
-        fill(output, torch.cat([theirs.reshape(self.world_size, -1)[self.rank] for theirs in tensors]))
+    def _all_to_all(self, whole: Tensor, parts: Tensor) -> None:
+        for row, theirs in zip(whole.view(self.world_size, -1), self._exchange(parts), strict=True):
+            row.copy_(theirs.view(self.world_size, -1)[self.rank])
         self._leave()
-        return DONE
 
-    def broadcast(self, tensor: Tensor, src: int) -> Work:
-        """Take rank ``src``'s tensor; done on return."""
-        check_rank(src, self.world_size)
-        pieces = self._exchange(tensor, "broadcast", src, tensor.numel(), tensor.dtype)
+    def _broadcast(self, flat: Tensor, src: int) -> None:
+        pieces = self._exchange(flat)
         if self.rank != src:
-            fill(tensor, pieces[src])
+            flat.copy_(pieces[src])
         self._leave()
-        return DONE
 
-    def barrier(self) -> None:
-        """Return when every rank has called it."""
+    def _barrier(self) -> None:
         self._table.meet()
-
-    def split(self, groups: Groups) -> ThreadCommunicator:
-        """A communicator of the ranks of this rank's group, with their own table."""
-        self._exchange(torch.empty(0), "split", [list(ranks) for ranks in groups])
-        self._leave()
-        index, ranks = own_group(groups, self.rank)
-        table = self._table.part((self._num_splits, index), len(ranks))
-        self._num_splits += 1
-        return ThreadCommunicator(ranks.index(self.rank), len(ranks), table)
 
 
 # torch's flags that a dispatch mode is active. They belong to the process and not to a thread; the last one is mirrored
