@@ -14,7 +14,6 @@ DILOCO = LocalSteps(every=3, outer_lr=0.7, outer_momentum=0.9)
 STREAMING = LocalSteps(every=4, outer_lr=0.4, outer_momentum=0.9, fragments=2, overlap_steps=1, mixing=0.5)
 SOAK = pytest.mark.soak
 QUANTISED = LocalSteps(every=4, fragments=2, overlap_steps=1, wire="int4", block=32)
-KINDS = pytest.mark.parametrize("settings", [DILOCO, STREAMING], ids=["diloco", "streaming"])
 ALL_KINDS = pytest.mark.parametrize(
     "settings", [DILOCO, STREAMING, QUANTISED], ids=["diloco", "streaming", "quantised"]
 )

@@ -13,7 +13,6 @@ from replica_runs import (
     ALL_KINDS,
     AVERAGING,
     DILOCO,
-    KINDS,
     SOAK,
     STAGES,
     STREAMING,
@@ -72,7 +71,7 @@ def _by_hand(settings: LocalSteps, num_replicas: int, num_steps: int) -> tuple[d
     return ({n: p.detach() for n, p in params.items()}, {n: p.detach() for n, p in models[0].named_parameters()})
 
 
-@KINDS
+@pytest.mark.parametrize("settings", [AVERAGING, DILOCO, STREAMING], ids=["averaging", "diloco", "streaming"])
 def test_it_is_the_algorithm_of_the_paper(settings):
     def rank_main(comm):
         engine = engine_of(comm, 2, settings)
@@ -87,44 +86,13 @@ def test_it_is_the_algorithm_of_the_paper(settings):
     near(local, mine)
     assert same(ours, theirs)
     assert [meeting.num_replicas for meeting in met] == [2] * len(met)
-    expected = {DILOCO: [(3, 0), (6, 0), (9, 0)], STREAMING: [(2, 0), (4, 1), (6, 0), (8, 1)]}[settings]
-    assert [(meeting.step, meeting.fragment) for meeting in met] == expected
+    expected = {
+        AVERAGING: [(step, 0) for step in range(1, 10)],
+        DILOCO: [(3, 0), (6, 0), (9, 0)],
+        STREAMING: [(2, 0), (4, 1), (6, 0), (8, 1)],
+    }
+    assert [(meeting.step, meeting.fragment) for meeting in met] == expected[settings]
     assert all(meeting.difference_norm > 0 for meeting in met)
-
-
-def test_meeting_at_each_step_with_sgd_is_plain_data_parallel_training():
-    def rank_main(comm):
-        engine = engine_of(comm, 2, AVERAGING, cls=torch.optim.SGD)
-        train(comm, engine, range(4))
-        net = Net()
-        zero = Zero(net, 2, comm=comm)
-        optim = zero.optimizer(torch.optim.SGD, lr=0.03)
-        for step in range(4):
-            loss_of(net, step, comm.rank, comm.world_size).backward()
-            optim.step()
-            optim.zero_grad()
-        return engine[1].state_dict(), zero.state_dict()
-
-    for ours, plain in run_threads(rank_main, 2):
-        near(plain, ours)
-
-
-def test_meeting_at_each_step_averages_weights():
-    def rank_main(comm):
-        net, zero, optim = engine = engine_of(comm, 1, AVERAGING)
-        for step in range(3):
-            loss_of(net, step, comm.rank, comm.world_size).backward()
-            optim.step()
-            optim.zero_grad()
-            local = zero.state_dict()
-            zero.replicas.step()
-            for name, tensor in zero.state_dict().items():
-                mean = local[name].clone()
-                comm.all_reduce(mean).wait()
-                torch.testing.assert_close(tensor, mean / comm.world_size, rtol=1e-6, atol=1e-7)
-        return engine is not None
-
-    assert all(run_threads(rank_main, 2))
 
 
 @pytest.mark.parametrize("delivery", ["late", pytest.param("on_time", marks=SOAK)])

@@ -6,18 +6,8 @@ import math
 
 import pytest
 import torch
-from torch import nn
 
-from replica_runs import (
-    DILOCO,
-    STREAMING,
-    Net,
-    both,
-    engine_of,
-    loss_of,
-    same,
-    train,
-)
+from replica_runs import DILOCO, STREAMING, Net, both, engine_of, loss_of, same, train
 from zeroshard.comm import LocalCommunicator, ObservedCommunicator, run_threads
 from zeroshard.zero import LocalSteps, Zero
 
@@ -97,40 +87,25 @@ def test_whole_tensors_and_parameters_that_are_trained_later(stage):
     assert not same({"w": first["blocks.0.weight"]}, {"w": Net().blocks[0].weight.detach()})
 
 
-def test_statistics_of_modules_are_made_alike_at_meetings():
+def test_loaded_weights_are_the_anchors_on_every_replica_also_what_each_had_alone():
     def rank_main(comm):
-        net = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
-        settings = LocalSteps(every=2)
-        zero = Zero(net, 2, comm=comm, shard_size=1, replicas=settings, buffers="average")
-        optim = zero.optimizer(torch.optim.AdamW, lr=0.01)
-        for step in range(2):
-            loss_of(net, step, comm.rank, comm.world_size).backward()
-            optim.step()
-            optim.zero_grad()
-            before = net[1].running_mean.clone()
-            zero.replicas.step()
-        return before, net[1].running_mean.clone()
-
-    (one, mean), (other, theirs) = run_threads(rank_main, 2)
-    assert not torch.equal(one, other)
-    assert torch.equal(mean, theirs)
-    torch.testing.assert_close(mean, (one + other) / 2)
-
-
-def test_loaded_weights_are_the_anchors_on_every_replica():
-    def rank_main(comm):
-        engine = engine_of(comm, 2, DILOCO)
+        _, zero, _ = engine = engine_of(comm, 2, DILOCO)
         train(comm, engine, range(2))
-        engine[1].load_state_dict(Net(5).state_dict())
-        anchors, local = both(engine[1])
-        assert same(anchors, local)
-        with engine[1].full_params(write_back=True):
+        mine = zero.state_dict()
+        zero.load_state_dict(mine)
+        after = mine, *both(zero)
+        with zero.full_params(write_back=True):
             engine[0].last.bias.data.zero_()
-        return both(engine[1])[0]
+        return after, both(zero)[0]
 
-    for anchors in run_threads(rank_main, 2):
-        assert not anchors.pop("last.bias").any()
-        assert same(anchors, Net(5).state_dict())
+    by_rank = run_threads(rank_main, 2)
+    first = by_rank[0][0][0]
+    assert not same(first, by_rank[1][0][0])
+    for (_, anchors, local), written in by_rank:
+        assert same(first, anchors)
+        assert same(first, local)
+        assert not written.pop("last.bias").any()
+        assert same(written, first)
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
@@ -151,6 +126,14 @@ def test_loaded_weights_are_the_anchors_on_every_replica():
         ({"every": 4, "wire": torch.int8}, "wire: torch.int8 is not a wire format"),
         ({"every": 4, "wire": "int7"}, "wire: 'int7' is not a wire format"),
         ({"every": 4, "wire": "int4", "block": 3}, "block: blocks of 3 elements do not pack"),
+        ({"every": 4, "wire": torch.float8_e4m3fn}, "wire: torch.float8_e4m3fn .* choose 'e4m3'"),
+        ({"every": 4, "fragments": 1.5}, "fragments: 1.5 is no whole number"),
+        ({"every": 4, "overlap_steps": 1.5}, "overlap_steps: 1.5 is no whole number"),
+        ({"every": 4, "overlap_steps": True}, "overlap_steps: True is no whole number"),
+        ({"every": 4, "rounding_seed": "x"}, "rounding_seed: 'x' is no whole number"),
+        ({"every": 4, "outer_lr": "0.7"}, "outer_lr: '0.7' is no number"),
+        ({"every": 4, "outer_momentum": None}, "outer_momentum: None is no number"),
+        ({"every": 4, "mixing": None}, "mixing: None is no number"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(given, words):
@@ -236,21 +219,6 @@ def test_what_is_trained_from_now_on_does_not_wait_for_a_difference_that_it_neve
     (steps, (anchors, _)), (_, (others, _)) = run_threads(rank_main, 2)
     assert steps == [4, 8]
     assert same(anchors, others)
-
-
-def test_loading_what_each_replica_has_alone_makes_the_first_ones_common():
-    def rank_main(comm):
-        _, zero, _ = engine = engine_of(comm, 2, DILOCO)
-        train(comm, engine, range(2))
-        mine = zero.state_dict()
-        zero.load_state_dict(mine)
-        return mine, *both(zero)
-
-    (first, anchors, _), (other, theirs, local) = run_threads(rank_main, 2)
-    assert not same(first, other)
-    assert same(first, anchors)
-    assert same(first, theirs)
-    assert same(first, local)
 
 
 def test_what_would_change_anchors_for_weights_is_refused():

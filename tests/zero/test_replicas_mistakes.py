@@ -83,24 +83,6 @@ def test_a_step_that_was_skipped_and_cleared_is_no_mistake(clear):
     assert run_threads(rank_main, 2) == [3, 3]
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"every": 4, "fragments": 1.5}, "fragments: 1.5 is no whole number"),
-        ({"every": 4, "overlap_steps": 1.5}, "overlap_steps: 1.5 is no whole number"),
-        ({"every": 4, "overlap_steps": True}, "overlap_steps: True is no whole number"),
-        ({"every": 4, "rounding_seed": "x"}, "rounding_seed: 'x' is no whole number"),
-        ({"every": 4, "outer_lr": "0.7"}, "outer_lr: '0.7' is no number"),
-        ({"every": 4, "outer_momentum": None}, "outer_momentum: None is no number"),
-        ({"every": 4, "mixing": None}, "mixing: None is no number"),
-        ({"every": 4, "wire": torch.float8_e4m3fn}, "wire: torch.float8_e4m3fn .* choose 'e4m3'"),
-    ],
-)
-def test_settings_of_another_type_are_refused_before_they_are_used(given, words):
-    with pytest.raises(ValueError, match=words):
-        LocalSteps(**given)
-
-
 @pytest.mark.parametrize("shared", [False, True], ids=["units apart", "in the same units"])
 def test_half_of_a_step_is_told_of(shared):
     """Two optimizers, and a meeting between their steps."""

@@ -19,7 +19,7 @@ from replica_runs import (
     train,
 )
 from zeroshard import checkpoint
-from zeroshard.comm import LocalCommunicator, run_threads
+from zeroshard.comm import run_threads
 from zeroshard.zero import LocalSteps, Zero
 
 
@@ -78,7 +78,7 @@ def test_another_number_of_replicas_begins_at_the_anchors(tmp_path):
     assert all(same(after, by_rank[0][2]) for _, _, after in by_rank)
 
 
-def test_statistics_of_modules_go_on_as_each_replica_had_them(tmp_path):
+def test_statistics_of_modules_go_on_as_each_replica_had_them_and_are_made_alike_at_meetings(tmp_path):
     def rank_main(comm, resumes):
         net = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
         zero = Zero(net, 2, comm=comm, shard_size=1, replicas=DILOCO, buffers="average")
@@ -89,14 +89,20 @@ def test_statistics_of_modules_go_on_as_each_replica_had_them(tmp_path):
             train(comm, engine, range(2))
             checkpoint.save(tmp_path / "c", zero, step=2)
         before = net[1].running_mean.clone()
-        train(comm, engine, range(2, 3))
-        return before, net[1].running_mean.clone()
+        loss_of(net, 2, comm.rank, comm.world_size).backward()
+        engine[2].step()
+        engine[2].zero_grad()
+        local = net[1].running_mean.clone()
+        zero.replicas.step()
+        return before, local, net[1].running_mean.clone()
 
     went_on, resumed = (run_threads(lambda comm, r=r: rank_main(comm, r), 2) for r in (False, True))
     for one, other in zip(went_on, resumed, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    assert not torch.equal(resumed[0][0], resumed[1][0])
-    assert torch.equal(resumed[0][1], resumed[1][1])
+    (one, _, mean), (other, _, theirs) = resumed
+    assert not torch.equal(one, other)
+    assert torch.equal(mean, theirs)
+    torch.testing.assert_close(mean, (resumed[0][1] + resumed[1][1]) / 2)
 
 
 def test_whoever_reads_weights_reads_the_anchors(tmp_path):
@@ -130,14 +136,16 @@ def test_whoever_reads_weights_reads_the_anchors(tmp_path):
     assert {kind for state in whole["optimizer"]["state"].values() for kind in state} == kinds
 
 
-def test_replicas_may_begin_at_a_checkpoint_that_knows_of_none(tmp_path):
+def test_replicas_may_begin_at_a_checkpoint_that_knows_of_none_and_meet_as_if_from_its_start(tmp_path):
+    """So that checkpoints, evaluations and the last step fall on the same multiples of ``every``."""
+
     def save(comm):
         net = Net()
         zero = Zero(net, 1, comm=comm)
         optim = zero.optimizer(torch.optim.AdamW, lr=0.03)
         loss_of(net, 0, comm.rank, comm.world_size).backward()
         optim.step()
-        checkpoint.save(tmp_path / "c", zero, step=1)
+        checkpoint.save(tmp_path / "c", zero, step=4)
         return zero.state_dict()
 
     def load(comm):
@@ -145,13 +153,13 @@ def test_replicas_may_begin_at_a_checkpoint_that_knows_of_none(tmp_path):
         train(comm, engine, range(4))
         checkpoint.load(tmp_path / "c", engine[1])
         found = both(engine[1])
-        return found, len(train(comm, engine, range(1, 4)))
+        return found, [meeting.step for meeting in train(comm, engine, range(4, 9))]
 
     expected = run_threads(save, 2)[0]
-    for (anchors, local), num_met in run_threads(load, 2):
+    for (anchors, local), met in run_threads(load, 2):
         assert same(expected, anchors)
         assert same(expected, local)
-        assert num_met == 1
+        assert met == [6, 9]
 
 
 @pytest.mark.parametrize(
@@ -177,14 +185,3 @@ def test_other_fragments_take_in_what_was_on_its_way(now, steps, tmp_path):
     (met, anchors), (_, others) = run_threads(rank_main, 2)
     assert met == steps
     assert same(anchors, others)
-
-
-def test_replicas_that_begin_in_a_run_meet_where_they_would_have_from_its_start(tmp_path):
-    """So that checkpoints, evaluations and the last step fall on the same multiples of ``every``."""
-    net = Net()
-    zero = Zero(net, 2, comm=LocalCommunicator())
-    zero.optimizer(torch.optim.AdamW, lr=0.03)
-    checkpoint.save(tmp_path / "run", zero, step=4)
-    engine = engine_of(LocalCommunicator(), 2, DILOCO)
-    checkpoint.load(tmp_path / "run", engine[1])
-    assert [meeting.step for meeting in train(engine[1].comm, engine, range(4, 9))] == [6, 9]
