@@ -40,12 +40,6 @@ def test_a_step_has_the_same_rows_and_weights_in_any_world(rows, micro, accumula
         assert whole.weight(step, 0) == 1.0
 
 
-def test_each_row_is_read_once_an_epoch(rows):
-    batches = RowBatches(rows, 1)
-    seen = [tuple(batches(step, 0)[0][0].tolist()) for step in range(rows.num_rows)]
-    assert len(set(seen)) == rows.num_rows
-
-
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_an_evaluation_weighs_its_batches_by_what_counts(rows, world):
     each = [EvalBatches(rows, 2, 7, rank, world) for rank in range(world)]

@@ -11,16 +11,11 @@ from zeroshard.errors import UserError
 
 
 def maker(kind):
-    return {"square": _square, "late": _late, "user": _user_error, "bug": _bug, "die": _die, "long": _long}[kind]
+    return {"square": _square, "user": _user_error, "bug": _bug, "die": _die}[kind]
 
 
 def _square(number):
     return number * number
-
-
-def _late(number):
-    time.sleep(0.05 if number % 3 == 0 else 0.0)
-    return number
 
 
 def _user_error(number):
@@ -29,12 +24,6 @@ def _user_error(number):
 
 def _bug(number):
     return 1 // 0
-
-
-def _long(task):
-    if task == "lasts":
-        time.sleep(600)
-    return os.getpid()
 
 
 def _die(number):
@@ -78,14 +67,6 @@ def test_what_a_task_raises_is_raised_here(workers):
 def test_a_worker_that_is_killed_is_told(workers):
     with pytest.raises(RuntimeError, match=r"ended from outside; if memory ran out, use fewer by --data\.workers"):
         list(workers("die").in_order(iter([0])))
-
-
-def test_close_ends_workers_in_the_middle_of_a_task(workers):
-    pool = workers("long")
-    results = pool.in_order(iter(["begins", "lasts"]))
-    pid = next(results)
-    pool.close()
-    assert not _lives(pid)
 
 
 def test_no_worker_outlives_a_killed_parent():

@@ -1,7 +1,6 @@
 import hashlib
 import json
 import math
-import os
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from zeroshard.data.split import validates
 from zeroshard.data.tokenizer import load_tokenizer
 from zeroshard.data.tokens import TokenDataset, verify
 from zeroshard.errors import UserError
-from zeroshard.process import num_cpus
 
 TEXT = "".join(f"line {i} of the text\n" for i in range(500))
 
@@ -102,15 +100,6 @@ def test_files_give_the_same_bytes_for_any_number_of_processes(many_files, one_f
     spec = DataSpec("text", (*many_files.paths, *one_file.paths), "bpe:270")
     ours = [files(prepare(spec, tmp_path / str(num), num_workers=num)) for num in (1, 2)]
     assert ours[0] == ours[1]
-
-
-@pytest.mark.parametrize("kind", ["txt", "jsonl"])
-def test_a_system_that_cannot_say_which_processors_are_ours_has_them_all(tmp_path, monkeypatch, kind):
-    monkeypatch.delattr(os, "sched_getaffinity", raising=False)  # as on macOS
-    assert num_cpus() == os.cpu_count()
-    path = tmp_path / f"a.{kind}"
-    path.write_text("\n".join(json.dumps({"text": f"line {i}\n"}) for i in range(100)))
-    verify(prepare(DataSpec("text", (str(path),), "bpe:260"), tmp_path / "data"))
 
 
 def test_a_tokenizer_is_trained_on_so_much_text_at_the_most(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from hf_models import make_model
 from zeroshard.cli import main
 from zeroshard.data.meta import read_meta
 from zeroshard.data.prepare import DataSpec, prepare
-from zeroshard.data.tokenizer import load_tokenizer, read_tokenizer, tokenizer_identity, write_tokenizer
+from zeroshard.data.tokenizer import load_tokenizer, read_tokenizer, tokenizer_identity
 from zeroshard.inference.chat import chat_of
 from zeroshard.inference.generate import load_for_text, options_of
 from zeroshard.train.config.command_settings import GenerateConfig
@@ -62,15 +62,6 @@ def alone(path):
     return shutil.copy(path, path.parent / "alone")
 
 
-def test_a_tokenizer_that_is_written_and_read_again_ends_alike(folder, tmp_path):
-    tokenizer = read_tokenizer(folder / "tokenizer.json")
-    assert (tokenizer.eos_token, tokenizer.stop_ids) == (END, (256, 258))
-    (tmp_path / "kept").mkdir()
-    write_tokenizer(tmp_path / "kept", tokenizer)
-    again = read_tokenizer(tmp_path / "kept" / "tokenizer.json")
-    assert (again.eos_token, again.stop_ids) == (END, (256, 258))
-
-
 @pytest.mark.parametrize(("kind", "workers"), [("jsonl", 1), ("txt", 2)])
 def test_documents_end_with_it_in_every_process(folder, tmp_path, kind, workers):
     texts = [f"text {number}" for number in range(90)]
@@ -90,15 +81,6 @@ def test_documents_end_with_it_in_every_process(folder, tmp_path, kind, workers)
     assert (ids == 258).sum() + (np.fromfile(out / meta.splits["val"].shards[0].file, "<u2") == 258).sum() == 90
     assert not (ids == 256).any()
     assert read_tokenizer(out / "tokenizer.json").eos_id == 258  # as a tokenizer of further validation sets
-
-
-def test_a_vocabulary_whose_end_is_said_anew_is_other_data(folder, tmp_path):
-    path = chats.write_rows(tmp_path / "a.jsonl", [{"text": f"text {number}"} for number in range(90)])
-    specs = []
-    for end in (END, "<|im_start|>", "<|endoftext|>"):
-        write(folder / "tokenizer_config.json", eos_token=end)
-        specs.append(DataSpec("text", (str(path),), f"json:{folder}/tokenizer.json", 0.1).identity())
-    assert len({json.dumps(spec) for spec in specs}) == 3
 
 
 def run_on(folder, tmp_path, *words, generation=(258, 256)):

@@ -218,14 +218,6 @@ def test_preparing_again_reads_no_text(folder, tmp_path, monkeypatch):
         prepare(spec, out)
 
 
-def test_a_worker_that_finds_bad_input_ends_it_in_one_line(folder, tmp_path):
-    with (folder / "1.jsonl").open("a") as file:
-        file.write("nothing\n")
-    with pytest.raises(UserError, match=r"the line at byte \d"):
-        prepare(DataSpec("text", (str(folder),)), tmp_path / "out", num_workers=2)
-    assert not (tmp_path / "out").exists()
-
-
 def test_progress_ends_at_one(folder, tmp_path, small_parts):
     told: list[Told] = []
     out = prepare(DataSpec("text", (str(folder),)), tmp_path / "out", num_workers=1, told=told.append)
@@ -244,17 +236,3 @@ def test_of_a_table_of_few_documents_the_end_of_each_validates(tmp_path, kind):
     texts = [bytes(side.window(0, side.num_tokens).astype(np.uint8)) for side in sides]
     assert texts == [b"x1\ny1\nz1\n", b"x2\nx3\ny2\ny3\nz2\nz3\n"]
     assert read_meta(out).spec["split"] == "tails-1"
-
-
-def test_a_table_and_files_hold_out_the_same_documents(tmp_path):
-    texts = [f"{text}\n" for text in made.documents(300)]
-    made.write_table(tmp_path / "table.parquet", texts)
-    (tmp_path / "files").mkdir()
-    for number, text in enumerate(texts):
-        (tmp_path / "files" / f"{number:03d}.txt").write_text(text)
-    found = []
-    for source in ("table.parquet", "files"):
-        out = prepare(DataSpec("text", (str(tmp_path / source),)), tmp_path / f"{source}-out", num_workers=1)
-        val = TokenDataset.open(out, "val")
-        found.append(bytes(val.window(0, val.num_tokens).astype(np.uint8)))
-    assert found[0] == found[1] != b""

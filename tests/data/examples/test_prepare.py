@@ -71,7 +71,8 @@ def test_rows_of_every_kind_of_table_give_the_same_tokens(prepared, tmp_path):
     with gzip.open(tmp_path / "rows.jsonl.gz", "wt") as file:
         file.writelines(json.dumps({"id": 7, **row}) + "\n\n" for row in rows)
     parquet.write_table(pyarrow.table({"messages": [row["messages"] for row in rows]}), tmp_path / "rows.parquet")
-    for name in ("rows.jsonl.gz", "rows.parquet"):
+    (tmp_path / "rows.json.gz").write_bytes(gzip.compress(json.dumps(rows, indent=1).encode()))
+    for name in ("rows.jsonl.gz", "rows.json.gz", "rows.parquet"):
         other = prepare(spec_of(tmp_path / name), tmp_path / name[5:])
         assert read_meta(other).tokens_sha256 == read_meta(prepared).tokens_sha256
 
@@ -161,22 +162,3 @@ def test_plain_text_has_no_rows(tmp_path):
     empty.write_text("\n\n")
     with pytest.raises(UserError, match="holds no example"):
         prepare(spec_of(empty), tmp_path / "out")
-
-
-@pytest.mark.parametrize("name", ["rows.json", "rows.json.gz"])
-def test_examples_may_be_one_json_list(name, tmp_path):
-    rows = [{"prompt": f"{number}", "completion": "x" * number} for number in range(1, 9)]
-    content = json.dumps(rows, indent=1).encode()
-    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    lines = chats.write_rows(tmp_path / "rows.jsonl", rows)
-    spec = {"format": "prompt", "template": ""}
-    listed = prepare(spec_of(tmp_path / name, **spec), tmp_path / "a")
-    assert read_meta(listed).tokens_sha256 == read_meta(prepare(spec_of(lines, **spec), tmp_path / "b")).tokens_sha256
-
-
-@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"{" + data])
-def test_a_damaged_archive_of_examples_is_refused_in_a_line(damage, tmp_path):
-    rows = "".join(json.dumps({"prompt": f"{number}", "completion": "x"}) + "\n" for number in range(99))
-    (tmp_path / "a.jsonl.gz").write_bytes(damage(gzip.compress(rows.encode())))
-    with pytest.raises(UserError, match=r"data: .*a\.jsonl\.gz failed .*the file is damaged"):
-        prepare(spec_of(tmp_path / "a.jsonl.gz", format="prompt", template=""), tmp_path / "out")
