@@ -46,15 +46,12 @@ def test_lines_are_rows_whatever_the_case_of_the_suffix(tmp_path, name):
         assert texts_of(opened(path, column="body")) == [row["body"] for row in ROWS]
 
 
-def test_a_named_column_is_read_beside_texts(tmp_path):
+def test_tables_beside_texts_and_a_column_that_nothing_has_are_refused(tmp_path):
     text, table = write(tmp_path / "a.txt", "plain\n"), write(tmp_path / "b.JSONL", LINES)
-    assert texts_of(opened(text, table, column="body")) == ["plain\n", *(row["body"] for row in ROWS)]
-    assert texts_of(opened(table, text)) == [*TEXTS, "plain\n"]
-    with pytest.raises(UserError, match="has no key 'none'"):
-        texts_of(opened(text, table, column="none"))
-
-
-def test_a_column_that_nothing_has_is_refused(tmp_path):
+    with pytest.raises(
+        UserError, match=r"b\.JSONL has a text in each row and .*a\.txt has not; mix them"
+    ):
+        opened(text, table)
     with pytest.raises(UserError, match=r"data\.column: 'body' is asked for, and .*a\.txt has no columns"):
         opened(write(tmp_path / "a.txt", "plain\n"), column="body")
     with pytest.raises(
@@ -90,7 +87,7 @@ def test_a_folder_says_what_it_leaves_out(tmp_path):
     assert isinstance(source, TextFiles)
     assert source.left_out == (
         f"{tmp_path}/in: 4 files left out (2 .csv, 1 without suffix, 1 .json): "
-        ".txt .md .py .jsonl are read; name others to read them",
+        ".txt .md .py are read; name others to read them",
     )
     write(tmp_path / "in" / "rows.jsonl", LINES)
     source = opened(tmp_path / "in")
@@ -107,13 +104,13 @@ def test_rows_of_json_are_named_for_a_folder_may_hold_settings(tmp_path):
 
 def test_a_glob_sorts_each_file_by_its_own_suffix_and_names_folders_that_it_leaves_out(tmp_path):
     write(tmp_path / "a.txt", "plain\n")
-    write(tmp_path / "b.jsonl", LINES)
+    write(tmp_path / "b.rst", "more\n")
     write(tmp_path / "sub" / "c.txt", "deeper\n")
     source = opened(f"{tmp_path}/*")
-    assert texts_of(source) == ["plain\n", *TEXTS]
+    assert texts_of(source) == ["plain\n", "more\n"]
     assert source.left_out == (f"{tmp_path}/*: 1 folder that it matches left out; name them to read them",)
     everything = opened(f"{tmp_path}/**")
-    assert texts_of(everything) == ["plain\n", *TEXTS, "deeper\n"]
+    assert texts_of(everything) == ["plain\n", "more\n", "deeper\n"]
     assert not everything.left_out
 
 

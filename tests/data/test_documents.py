@@ -1,9 +1,7 @@
-import json
-
 import pytest
 
 from zeroshard.data import documents
-from zeroshard.data.documents import documents_of, fingerprint_of, read_chunks
+from zeroshard.data.documents import fingerprint_of, read_chunks
 from zeroshard.errors import UserError
 
 
@@ -15,10 +13,6 @@ def small_chunks(monkeypatch):
 def write(path, content):
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return path
-
-
-def lines(*objects):
-    return "".join(json.dumps(each) + "\n" for each in objects)
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -53,27 +47,11 @@ def test_binary_content_is_named_with_file_and_offset(tmp_path, content, what):
     assert str(caught.value) == (f"data.path: {path} is not UTF-8 text: {what}; convert it to UTF-8 or leave it out")
 
 
-def test_each_json_line_is_a_document(tmp_path):
-    path = write(tmp_path / "a.jsonl", lines({"text": "é"}, {"text": "two\n", "id": 7}) + "\n")
-    assert [(each.num_bytes, "".join(each.chunks())) for each in documents_of([path])] == [(2, "é"), (4, "two\n")]
-
-
-def test_a_bad_json_line_is_named(tmp_path):
-    path = write(tmp_path / "a.jsonl", lines({"text": "fine"}) + lines({"body": "x"}))
-    with pytest.raises(UserError, match=r"line .*a\.jsonl:2 has no key 'text'"):
-        list(documents_of([path]))
-
-
 def test_the_fingerprint_knows_where_one_file_ends(tmp_path):
     one = [write(tmp_path / "1.txt", "ab"), write(tmp_path / "2.txt", "c")]
     other = [write(tmp_path / "3.txt", "a"), write(tmp_path / "4.txt", "bc")]
     assert fingerprint_of(one).num_bytes == fingerprint_of(other).num_bytes == 3
     assert fingerprint_of(one) != fingerprint_of(other)
-
-
-def test_the_fingerprint_counts_json_lines(tmp_path):
-    path = write(tmp_path / "a.jsonl", lines({"text": "1"}, {"text": "2"}) + "\n" + lines({"text": "3"}))
-    assert fingerprint_of([path]).num_documents == 3
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):

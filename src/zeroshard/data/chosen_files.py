@@ -22,7 +22,7 @@ from zeroshard.data.files import is_address, suffix_of
 from zeroshard.data.tables import TABLE_SUFFIXES, is_table
 from zeroshard.errors import UserError
 
-TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl")
+TEXT_SUFFIXES = (".txt", ".md", ".py")
 _COLUMNS = (".csv", ".tsv", ".arrow", ".feather", ".orc", ".avro", ".xlsx")
 _PACKED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz", ".7z")
 _MOST_NAMED = 3  # suffixes that a line about files which are left out names
@@ -51,19 +51,18 @@ class Chosen:
         return [file for file in self.files if not is_table(file)]
 
 
-def choose(paths: Sequence[str], *, tables_first: bool = True) -> Chosen:
+def choose(paths: Sequence[str]) -> Chosen:
     """Return the files that ``paths`` name.
 
     Args:
         paths: files, folders, globs and addresses.
-        tables_first: whether a folder that has tables gives these alone; otherwise it gives its `TEXT_SUFFIXES` files.
 
     Raises:
         UserError: a path is missing or empty, a folder has nothing to read, or a file is of a kind that is not read.
     """
     chosen, identities = Chosen(), set()
     for path in paths:
-        for file in _named_by(path, tables_first, chosen.left_out):
+        for file in _named_by(path, chosen.left_out):
             identity = file if is_address(file) else os.path.realpath(file)
             if identity not in identities:
                 identities.add(identity)
@@ -96,7 +95,7 @@ def walk(folder: Path, *, skipped: frozenset[str] = frozenset(), follow: bool = 
             yield Path(where, name)
 
 
-def _named_by(path: str, tables_first: bool, left_out: list[str]) -> Iterator[str]:
+def _named_by(path: str, left_out: list[str]) -> Iterator[str]:
     if is_address(path):
         if not is_table(path):
             todo = "download other files first"
@@ -105,7 +104,7 @@ def _named_by(path: str, tables_first: bool, left_out: list[str]) -> Iterator[st
         return
     found = Path(path).expanduser()
     if found.is_dir():
-        yield from _of_folder(found, path, tables_first, left_out)
+        yield from _of_folder(found, path, left_out)
         return
     files = [found] if found.is_file() else [Path(match) for match in sorted(glob.glob(str(found), recursive=True))]
     folders = [file for file in files if file.is_dir()]
@@ -121,7 +120,7 @@ def _named_by(path: str, tables_first: bool, left_out: list[str]) -> Iterator[st
         yield _readable(file)
 
 
-def _of_folder(folder: Path, named: str, tables_first: bool, left_out: list[str]) -> list[str]:
+def _of_folder(folder: Path, named: str, left_out: list[str]) -> list[str]:
     """Return a folder's tables, else its texts, and describe its other files in ``left_out``."""
     tables, texts, others = [], [], []
     for file in walk(folder, skipped=frozenset({"__pycache__"})):
@@ -130,12 +129,12 @@ def _of_folder(folder: Path, named: str, tables_first: bool, left_out: list[str]
             others.append(file)
         elif not file.stat().st_size:
             continue
-        elif tables_first and is_table(str(file)) and suffix != ".json":
+        elif is_table(str(file)) and suffix != ".json":
             tables.append(str(file))
         else:
             (texts if suffix in TEXT_SUFFIXES else others).append(file)
     if not tables and not texts:
-        suffixes = " ".join(TEXT_SUFFIXES)
+        suffixes = " ".join((*TEXT_SUFFIXES, ".jsonl", ".parquet"))
         raise UserError("data.path", f"{named} holds no file with text ({suffixes})", "name the files or a glob")
     rest = [*texts, *others] if tables else others
     if rest:

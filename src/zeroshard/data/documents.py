@@ -1,7 +1,4 @@
-"""Read documents from files, chunk by chunk: strict UTF-8, errors that name the file and the byte, bounded memory.
-
-A text file is one document; of a table of lines (``.jsonl``) each line is one.
-"""
+"""Read documents from files, chunk by chunk: strict UTF-8, errors that name the file and the byte, bounded memory."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from zeroshard.data.files import Fingerprint
-from zeroshard.data.tables import has_lines, text_of_line
 from zeroshard.errors import UserError
 from zeroshard.regular_files import open_binary
 
@@ -37,36 +33,26 @@ def text_document(text: str, name: str) -> Document:
     return Document(name, len(text.encode()), lambda: iter((text,)))
 
 
-def documents_of(files: Sequence[Path], column: str = "text") -> Iterator[Document]:
-    """Yield the documents of files, in order; those of lines are under the key ``column``.
-
-    Raises:
-        UserError: raised while files are read: not UTF-8, a NUL byte, a line that is not JSON or has no ``column``.
-    """
+def documents_of(files: Sequence[Path]) -> Iterator[Document]:
+    """Yield one document per file, in order; a UserError while a file is read that is not UTF-8 or has a NUL byte."""
     for path in files:
-        if has_lines(str(path)):
-            yield from _json_lines(path, column)
-        else:
-            yield Document(str(path), path.stat().st_size, lambda path=path: read_chunks(path))
+        yield Document(str(path), path.stat().st_size, lambda path=path: read_chunks(path))
 
 
 def fingerprint_of(files: Sequence[Path]) -> Fingerprint:
     """Read files block by block and fingerprint their bytes; raise UserError if one cannot be read."""
-    sums, num_bytes, num_documents = [], 0, 0
+    sums, num_bytes = [], 0
     for path in files:
         digest = hashlib.sha256()
-        is_lines = has_lines(str(path))
         with _open(path) as file:
-            for block in file if is_lines else iter(lambda file=file: file.read(CHUNK_BYTES), b""):
+            while block := file.read(CHUNK_BYTES):
                 digest.update(block)
                 num_bytes += len(block)
-                num_documents += is_lines and not block.isspace()
-        num_documents += not is_lines
         sums.append(digest.hexdigest())
     if len(sums) == 1:
-        return Fingerprint(num_bytes, num_documents, sums[0])
+        return Fingerprint(num_bytes, 1, sums[0])
     total = hashlib.sha256("".join(f"{each}\n" for each in sums).encode())
-    return Fingerprint(num_bytes, num_documents, total.hexdigest())
+    return Fingerprint(num_bytes, len(sums), total.hexdigest())
 
 
 def read_chunks(path: Path) -> Iterator[str]:
@@ -96,13 +82,6 @@ def read_chunks(path: Path) -> Iterator[str]:
                 yield text[:cut]
     if text:
         yield text
-
-
-def _json_lines(path: Path, column: str) -> Iterator[Document]:
-    with _open(path) as file:
-        for number, line in enumerate(file, start=1):
-            if not line.isspace() and (text := text_of_line(line, column, f"line {path}:{number}")):
-                yield text_document(text, f"{path}:{number}")
 
 
 def _open(path: Path) -> BinaryIO:

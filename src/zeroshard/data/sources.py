@@ -37,7 +37,7 @@ from zeroshard.data.files import Fingerprint, facts_of
 from zeroshard.data.hub import parse_hub_name
 from zeroshard.data.names import unknown_name
 from zeroshard.data.registry import SOURCES, SourceRequest, SyntheticSize, is_hub_name, source_entry
-from zeroshard.data.tables import Tables, has_lines
+from zeroshard.data.tables import Tables
 from zeroshard.errors import UserError
 from zeroshard.lazily import is_address as is_module_address
 
@@ -60,35 +60,24 @@ class TextSource(Protocol):
 
 
 class TextFiles:
-    """Files, folders and globs: one document per text file, and one per line of a table of lines (``.jsonl``).
+    """Text files, one document each.
 
     Args:
-        paths: the paths; a folder gives its `TEXT_SUFFIXES` files in sorted order.
-        column: key of the text in the lines.
-        description: see `TextSource`; None: the paths.
+        files: the files.
+        description: see `TextSource`.
         left_out: lines for the user about files that are not read.
-
-    Raises:
-        UserError: no path, or as `choose`.
     """
 
-    def __init__(
-        self, paths: Sequence[str], column: str = "text", description: str | None = None, left_out: Sequence[str] = ()
-    ) -> None:
-        if not paths:
-            raise UserError("data.path", "the source text needs at least one path", "pass --data.path FILE")
-        chosen = choose(paths, tables_first=False)
-        self.description = ", ".join(paths) if description is None else description
-        self.files, self.column = [Path(file) for file in chosen.files], column
-        self.left_out = (*left_out, *chosen.left_out)
+    def __init__(self, files: Sequence[str], description: str, left_out: Sequence[str] = ()) -> None:
+        self.files, self.description, self.left_out = [Path(file) for file in files], description, tuple(left_out)
 
     def fingerprint(self) -> Fingerprint:
         """Return the fingerprint of the bytes of all files."""
         return fingerprint_of(self.files)
 
     def documents(self) -> Iterator[Document]:
-        """Yield one document per text file, and one per line of a table of lines."""
-        return documents_of(self.files, self.column)
+        """Yield one document per file."""
+        return documents_of(self.files)
 
 
 class PythonStdlib:
@@ -301,8 +290,7 @@ def text_or_tables(asked: SourceRequest) -> Tables | TextFiles:
     """Return the source ``text``: tables if all files are tables, otherwise documents.
 
     Raises:
-        UserError: as `choose`; a column is named and no file has columns; or a table whose rows are no lines is beside
-            texts.
+        UserError: as `choose`; a column is named and no file has columns; or a table is beside texts.
     """
     chosen = choose(asked.paths)
     tables, texts = chosen.tables, chosen.texts
@@ -311,10 +299,10 @@ def text_or_tables(asked: SourceRequest) -> Tables | TextFiles:
     if asked.column != "text" and not tables:
         what = f"{asked.column!r} is asked for, and {texts[0]} has no columns"
         raise UserError("data.column", what, "leave it out, or name .jsonl or .parquet files")
-    alone = next((file for file in tables if not has_lines(file)), None)
-    if alone is not None:
-        raise UserError("data.path", f"{alone} has a text in each row and {texts[0]} has not", "prepare them apart")
-    return TextFiles(chosen.files, asked.column, ", ".join(asked.paths), chosen.left_out)
+    if tables:
+        what = f"{tables[0]} has a text in each row and {texts[0]} has not"
+        raise UserError("data.path", what, "mix them by --data.mix, or prepare them apart")
+    return TextFiles(texts, ", ".join(asked.paths), chosen.left_out)
 
 
 def tiny_shakespeare(asked: SourceRequest) -> TinyShakespeare:

@@ -64,11 +64,6 @@ def is_table(path: str) -> bool:
     return name.endswith(TABLE_SUFFIXES)
 
 
-def has_lines(path: str) -> bool:
-    """Whether a table is read line by line as it lies on the disk, so that it can be beside texts."""
-    return suffix_of(path) in (".jsonl", ".ndjson")
-
-
 @dataclass(frozen=True)
 class Tables:
     """A corpus of files in a stable order.
