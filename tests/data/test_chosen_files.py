@@ -48,9 +48,7 @@ def test_lines_are_rows_whatever_the_case_of_the_suffix(tmp_path, name):
 
 def test_tables_beside_texts_and_a_column_that_nothing_has_are_refused(tmp_path):
     text, table = write(tmp_path / "a.txt", "plain\n"), write(tmp_path / "b.JSONL", LINES)
-    with pytest.raises(
-        UserError, match=r"b\.JSONL has a text in each row and .*a\.txt has not; mix them"
-    ):
+    with pytest.raises(UserError, match=r"b\.JSONL has a text in each row and .*a\.txt has not; mix them"):
         opened(text, table)
     with pytest.raises(UserError, match=r"data\.column: 'body' is asked for, and .*a\.txt has no columns"):
         opened(write(tmp_path / "a.txt", "plain\n"), column="body")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from zeroshard.data import order
 from zeroshard.data.base import TextRows
 from zeroshard.data.mixing import JoinedRows, Mixture
 from zeroshard.data.tokens import TokenDataset
@@ -68,12 +67,3 @@ def test_an_evaluation_has_rows_of_each_source_by_its_weight(num_rows, counts):
     source_of = np.searchsorted(np.cumsum(SIZES), chosen, side="right")
     assert np.bincount(source_of).tolist() == counts
     assert np.unique(chosen).size == chosen.size
-
-
-def test_numbers_are_uniform_and_not_those_of_the_shuffle():
-    numbers = order.uniform(7, np.arange(100_000))
-    assert numbers.min() >= 0
-    assert numbers.max() < 1
-    assert np.histogram(numbers, 10, (0, 1))[0] == pytest.approx(np.full(10, 10_000), rel=0.05)
-    assert abs(np.corrcoef(numbers[1:], numbers[:-1])[0, 1]) < 0.02
-    assert not np.array_equal(numbers, order.uniform(8, np.arange(100_000)))
