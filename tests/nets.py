@@ -46,6 +46,32 @@ class Net(nn.Module):
         return self.last(self.path(self, self.first(x), **kwargs))
 
 
+class LiveWeights(nn.Module):
+    """A block that calls ``look`` while it runs, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+        self.look: Callable[[], None] = lambda: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.look()
+        y = self.linear(x)
+        if y.requires_grad:
+            y.register_hook(lambda grad: self.look())
+        return y
+
+
+def units_with_weights(net: nn.Module, zero: Zero) -> list[int]:
+    """Count, while each of the net's `LiveWeights` runs, the units but the root that hold unsharded weights."""
+    seen: list[int] = []
+    for block in net.blocks:
+        block.look = lambda: seen.append(
+            sum(group.params.full_bytes > 0 for unit in zero.units[1:] for group in unit.groups)
+        )
+    return seen
+
+
 def set_values(module: nn.Module, seed: int = 0) -> None:
     """Parameters from their place alone: thread ranks share torch's generator."""
     with torch.no_grad():

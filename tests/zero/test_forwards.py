@@ -4,30 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nets import NOTHING_RANDOM, Net, Turn, assert_every_stage_equals_one_process, linear, rows
+from nets import NOTHING_RANDOM, LiveWeights, Net, Turn, assert_every_stage_equals_one_process, rows, units_with_weights
 from zeroshard.comm import NullCommunicator, run_threads, scope
 from zeroshard.zero import STAGES, ShardingStrategy, Zero
 
 KEEP_WEIGHTS = ShardingStrategy("shard", "shard", "shard", reshard_after_forward=False)
-
-
-class LiveWeights(nn.Module):
-    """A block that looks how many units hold full weights while it runs, forward and backward."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = linear()
-        self.look = lambda: None
-
-    def forward(self, x):
-        self.look()
-        y = self.linear(x)
-        if y.requires_grad:
-            y.register_hook(lambda grad: self.look())
-        return y
 
 
 def both_at_once(net):
@@ -96,13 +79,7 @@ TURNS = [
 def test_weights_are_gathered_and_freed_for_each_call(turn, prefetch):
     net = Net(8, block=LiveWeights)
     zero = Zero(net, stage=3, comm=NullCommunicator(2), prefetch=prefetch)
-    seen = []
-
-    def look():
-        seen.append(sum(group.params.full_bytes > 0 for unit in zero.units[1:] for group in unit.groups))
-
-    for block in net.blocks:
-        block.look = look
+    seen = units_with_weights(net, zero)
     for _ in range(2):
         turn(net)
         zero.zero_grad()

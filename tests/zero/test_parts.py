@@ -74,16 +74,6 @@ def test_parts_of_a_unit_may_be_called_in_its_place(stage, path, prefetch):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
-def test_parts_may_be_called_where_another_dtype_computes():
-    kwargs = {"precision": MixedPrecision(torch.bfloat16)}
-    take_turn = lambda turn: turn.loss().float().backward()  # noqa: E731
-    build = lambda: Net(block=Block, path=by_parts)  # noqa: E731
-    for found in run_threads(lambda comm: every_stage_late(comm, build, take_turn, kwargs), 2):
-        for weights in found:
-            assert all(torch.equal(weights[name], found[0][name]) for name in weights)
-            assert not any(value.isnan().any() for value in weights.values())
-
-
 def test_weights_of_units_whose_parts_were_called_are_freed_after_backward_and_after_an_evaluation():
     net = Net(block=Block, path=by_parts)
     zero = Zero(net, 3, comm=NullCommunicator(2))

@@ -10,11 +10,12 @@ from torch.utils.checkpoint import checkpoint
 from nets import (
     NOTHING_RANDOM,
     WIDTH,
+    LiveWeights,
     Net,
     Turn,
     assert_every_stage_equals_one_process,
-    linear,
     rows,
+    units_with_weights,
 )
 from zeroshard.comm import CONTROL, NullCommunicator, ObservedCommunicator, run_threads
 from zeroshard.zero import STAGES, Zero
@@ -24,12 +25,6 @@ def skipping(net, x, skip=()):
     for place, block in enumerate(net.blocks):
         if place not in skip:
             x = torch.tanh(block(x))
-    return x
-
-
-def reordered(net, x, order=None):
-    for place in order or range(len(net.blocks)):
-        x = torch.tanh(net.blocks[place](x))
     return x
 
 
@@ -67,17 +62,6 @@ def test_a_frozen_unit_that_one_rank_skips_lets_gradients_through_on_the_other()
         turn.loss(skip={1} if turn.rank == 1 else ()).backward()
 
     assert_every_stage_equals_one_process(build, take_turn)
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_the_order_of_execution_may_differ_from_registration_and_change(prefetch):
-    orders = [(2, 0, 1), (0, 1, 2), (1, 2, 0), (2, 1, 0)]
-
-    def take_turn(turn: Turn) -> None:
-        turn.loss(order=orders[turn.step % 4]).backward()
-
-    kwargs = {"prefetch": prefetch}
-    assert_every_stage_equals_one_process(lambda: Net(path=reordered), take_turn, num_steps=5, zero_kwargs=kwargs)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
@@ -165,24 +149,6 @@ def test_a_backward_may_be_differentiated():
     assert_every_stage_equals_one_process(Net, keeps_graph)
 
 
-def test_evaluation_may_come_at_any_time():
-    def take_turn(turn: Turn) -> None:
-        turn.model.eval()
-        with torch.no_grad():
-            turn.loss()
-        with torch.inference_mode():
-            turn.loss()
-        turn.model.train()
-        loss = turn.loss()
-        with torch.no_grad():
-            turn.loss()
-        loss.backward()
-        with torch.no_grad():
-            turn.loss()
-
-    assert_every_stage_equals_one_process(Net, take_turn)
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_forgotten_last_backward_is_an_error(stage):
     net = Net()
@@ -213,34 +179,12 @@ CHECKPOINTED = {
 }
 
 
-class LiveWeights(nn.Module):
-    """A block that notes how many units hold full weights while it runs, forward and backward."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = linear()
-        self.look = lambda: None
-
-    def forward(self, x):
-        self.look()
-        y = self.linear(x)
-        if y.requires_grad:
-            y.register_hook(lambda grad: self.look())
-        return y
-
-
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 @pytest.mark.parametrize("path", ["plain", "reentrant", "not reentrant", "not reentrant, to the end"])
 def test_stage_three_holds_the_root_and_as_many_units_as_it_looks_ahead(path, prefetch):
     net = Net(8, block=LiveWeights, **({} if path == "plain" else {"path": CHECKPOINTED[path]}))
     zero = Zero(net, stage=3, comm=NullCommunicator(2), prefetch=prefetch)
-    seen = []
-
-    def look():
-        seen.append(sum(group.params.full_bytes > 0 for unit in zero.units[1:] for group in unit.groups))
-
-    for block in net.blocks:
-        block.look = look
+    seen = units_with_weights(net, zero)
     for _ in range(2):
         net(rows(0)).sum().backward()
     assert max(seen) == prefetch + 1

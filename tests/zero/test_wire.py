@@ -8,9 +8,7 @@ from torch import nn
 from late import late
 from zeroshard import checkpoint
 from zeroshard.comm import NullCommunicator, ThreadCommunicator, run_threads
-from zeroshard.wire_formats import BlockFormat
 from zeroshard.zero import MixedPrecision, Zero
-from zeroshard.zero.buffers.wire import quantise_roundtrip
 from zeroshard.zero.buffers.written_weights import fingerprint
 
 INT8 = MixedPrecision(gather="int8", reduce="int8", block=64)
@@ -88,11 +86,11 @@ def _same(one, other):
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("world_size", "shard_size"), [(2, None), (3, None), (4, 1), (4, 2)])
 @pytest.mark.parametrize("accumulate", [None, "local", "sharded"])
 @pytest.mark.parametrize("is_late", [False, True])
-def test_stages_have_the_same_bits_under_any_wire(wire, world_size, accumulate, is_late):
-    settings = {"num_micro": 1 if accumulate is None else 2, "accumulate": accumulate}
+def test_stages_have_the_same_bits_under_any_wire(wire, world_size, shard_size, accumulate, is_late):
+    settings = {"num_micro": 1 if accumulate is None else 2, "accumulate": accumulate, "shard_size": shard_size}
     wrap = late if is_late else lambda comm: comm
     by_stage = [
         run_threads(lambda comm, stage=stage: _train(wrap(comm), stage, WIRES[wire], **settings), world_size)
@@ -103,23 +101,6 @@ def test_stages_have_the_same_bits_under_any_wire(wire, world_size, accumulate, 
         for one, other in zip(ranks, by_stage[0], strict=True):
             assert _same(one, other)
         assert all(torch.equal(ranks[0][2][name], each[2][name]) for each in ranks for name in each[2])
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("shard_size", [1, 2])
-@pytest.mark.parametrize("wire", ["int8", "int4", "bf16"])
-@pytest.mark.parametrize("accumulate", ["local", "sharded"])
-def test_replicas_that_exchange_in_a_wire_format_have_the_same_bits(shard_size, wire, accumulate):
-    settings = {"shard_size": shard_size, "num_micro": 2, "accumulate": accumulate}
-    by_stage = [
-        run_threads(lambda comm, stage=stage: _train(late(comm), stage, WIRES[wire], **settings), 4)
-        for stage in (1, 2, 3)
-    ]
-    for ranks in by_stage:
-        for one, other in zip(ranks, by_stage[0], strict=True):
-            assert _same(one, other)
-        for name, weight in ranks[0][2].items():
-            assert all(torch.equal(weight, each[2][name]) for each in ranks)
 
 
 def test_an_optimizer_of_whole_tensors_begins_with_what_travels():
@@ -285,13 +266,6 @@ def test_a_fingerprint_sees_each_element_and_signs_that_change_together(dtype, n
             found.append(fingerprint(changed))
         found.append(fingerprint(values.flip(0)))
     assert len(set(found)) == len(found)
-
-
-def test_there_and_back_is_what_every_rank_has():
-    values = torch.randn(1000)
-    back = quantise_roundtrip(values, BlockFormat("int8"), torch.float32)
-    assert torch.equal(quantise_roundtrip(back, BlockFormat("int8"), torch.float32).sign(), back.sign())
-    assert (back - values).abs().max() < values.abs().max() / 127
 
 
 def test_bad_wires_are_named():

@@ -345,21 +345,9 @@ class ShardedOptimizer(Optimizer):
 
     # -- copies -----------------------------------------------------------------------------------------------
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedOptimizer:
-        """A copy over copies of the parameters, among the same ranks; as with any optimizer, hooks are not copied."""
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        twin.comm, twin.bucket_bytes, twin._kwargs = self.comm, self.bucket_bytes, self._kwargs
-        twin.optim = deepcopy(self.optim, memo)
-        twin._owners, twin._loads = deepcopy(self._owners, memo), list(self._loads)
-        twin._state_has_changed()
-        groups = deepcopy(self.param_groups, memo)
-        twin.__setstate__({"defaults": twin.optim.defaults, "state": twin.optim.state, "param_groups": groups})
-        return twin
-
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
-            "a ShardedOptimizer holds a process group and one rank's state, and cannot be pickled; "
+            "a ShardedOptimizer holds a process group and one rank's state, and cannot be copied; "
             "call consolidate_state_dict() on every rank and save state_dict()"
         )
 
