@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import json
 import random
 import signal
 import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
 
@@ -174,30 +174,16 @@ def test_a_sweep_killed_at_random_moments_loses_nothing_and_runs_nothing_twice(t
     assert not any(case.failures for case in result.cases)
 
 
-def test_one_process_runs_a_sweep(tmp_path, stand_in):
-    config = sweep(tmp_path, axes={"seed": [777]})
-    (tmp_path / "config.json").write_text(config.model_dump_json())
-    code = (
-        "from zeroshard.lab.sweep.cases import SweepConfig; from zeroshard.lab.sweep.sweep import run_sweep\n"
-        f"config = SweepConfig.model_validate_json(open({str(tmp_path / 'config.json')!r}).read())\n"
-        f"run_sweep(config, command={stand_in!r})"
-    )
-    process = forked.Popen([sys.executable, "-c", code])
-    try:
-        while not list((tmp_path / "sweep").glob("cases/*/0/metrics.jsonl")):
-            time.sleep(0.02)
+def test_one_process_runs_a_sweep_and_not_in_the_folder_of_a_run(tmp_path, stand_in):
+    config, folder = sweep(tmp_path, axes={"seed": [1]}), tmp_path / "sweep"
+    folder.mkdir()
+    with (folder / "sweep.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(UserError, match="out: another process is running"):
-            run_sweep(config, command=stand_in)
-    finally:
-        process.kill()
-        process.wait()
-
-
-def test_a_sweep_does_not_begin_in_the_folder_of_a_run(tmp_path, stand_in):
-    (tmp_path / "sweep").mkdir()
-    (tmp_path / "sweep" / "metrics.jsonl").touch()
+            run_sweep(config, command=stand_in, stream=io.StringIO())
+    (folder / "metrics.jsonl").touch()
     with pytest.raises(UserError, match=r"^out: .*sweep holds a run; choose another folder"):
-        run_sweep(sweep(tmp_path, axes={"seed": [1]}), command=stand_in, stream=io.StringIO())
+        run_sweep(config, command=stand_in, stream=io.StringIO())
 
 
 def test_a_dry_run_says_what_would_run(tmp_path, stand_in):

@@ -148,31 +148,21 @@ def wandb(monkeypatch):
     return module
 
 
-def test_a_run_that_goes_back_is_drawn_over_its_steps(tiny_config, wandb):
+def test_going_on_is_the_same_run_and_going_back_another_one(tiny_config, wandb):
     """W&B counts what is logged by itself, and drops what is said to be of an earlier step."""
-    config = tiny_config(track="wandb", checkpoint_interval=2, max_steps=4, eval_interval=0)
+    track = {"to": ["wandb"], "group": "widths", "tags": ["demo", "small"]}
+    config = tiny_config(track=track, checkpoint_interval=2, max_steps=4, eval_interval=0)
     assert run_training(config) == 0
-    ((_, rows, axes),) = wandb.runs
+    ((told, rows, axes),) = wandb.runs
+    assert (told["group"], told["tags"]) == ("widths", ["demo", "small"])
     assert axes["*"] == {"step_metric": "step"}
     assert [values["step"] for values, _ in rows if "train/loss" in values] == [1, 2, 3, 4]
     assert {step for _, step in rows} == {None}
-
-
-def test_going_on_is_the_same_run_and_going_back_another_one(tiny_config, wandb):
-    config = tiny_config(track="wandb", checkpoint_interval=2, max_steps=4, eval_interval=0)
-    assert run_training(config) == 0
     assert run_training(config.model_copy(update={"resume": "auto", "max_steps": 5})) == 0
     back = str(Path(config.out) / "checkpoints" / "step-00000002")
     assert run_training(config.model_copy(update={"resume": back})) == 0
     first, again, branch = (told["id"] for told, _, _ in wandb.runs)
     assert first == again != branch
-
-
-def test_wandb_is_told_of_group_and_tags(tiny_config, wandb):
-    track = {"to": ["wandb"], "group": "widths", "tags": ["demo", "small"]}
-    assert run_training(tiny_config(track=track, max_steps=1, warmup_steps=0)) == 0
-    ((told, _, _),) = wandb.runs
-    assert (told["group"], told["tags"]) == ("widths", ["demo", "small"])
 
 
 @pytest.mark.parametrize(

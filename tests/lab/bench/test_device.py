@@ -15,23 +15,17 @@ from zeroshard.wire_formats import FORMATS
 from zeroshard.zero import STAGES
 
 
-def test_a_constant_and_a_rate_are_fitted_to_sizes():
+def test_a_constant_and_a_rate_are_fitted_to_sizes_and_noise_does_not_bend_the_fit():
     sizes = [1e4, 1e5, 1e6, 1e7]
     constant, s_per_byte = device.fitted(sizes, [2e-4 + size * 3e-9 for size in sizes])
     assert constant == pytest.approx(2e-4)
     assert s_per_byte == pytest.approx(3e-9)
-
-
-def test_times_that_are_noise_do_not_bend_the_fit():
     assert device.fitted([1e3, 1e6], [0.0, 0.0]) == (0.0, 0.0)
     constant, s_per_byte = device.fitted([1e3, 1e5, 1e7], [0.0, 1e-6, 1e-1])
     assert constant == pytest.approx(0.0, abs=1e-4)
     assert s_per_byte == pytest.approx(1e-8, rel=0.25)
-
-
-def test_a_constant_is_never_negative():
     constant, s_per_byte = device.fitted([1e3, 1e6], [1e-7, 1e-3])
-    assert constant == 0.0
+    assert constant == 0.0  # never negative
     assert s_per_byte > 0
 
 

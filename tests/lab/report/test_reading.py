@@ -13,7 +13,6 @@ from run_folders import write_run, write_sweep
 pytest.importorskip("jinja2", reason="the extra `report` is not installed")
 
 from zeroshard.lab.report.entries import gather
-from zeroshard.lab.report.figure import Series
 from zeroshard.lab.report.figures import figures_of
 from zeroshard.lab.report.interactive import as_plotly
 from zeroshard.lab.report.page import PLOTLY_JS, PLOTLY_JS_SHA256, plotly_js, render
@@ -36,14 +35,6 @@ def _entries(*counts):
 )
 def test_a_figure_says_how_many_runs_are_behind_it(counts, note):
     assert note_of_repeats(_entries(*counts)) == note
-
-
-def test_lines_nearer_than_a_share_of_the_drawn_height_coincide():
-    lines = [
-        Series(name, "line", "#000000", (1.0, 2.0), (10.0, y), marker="circle")
-        for name, y in (("a", 20.0), ("b", 20.1), ("c", 21.0))
-    ]
-    assert [[line.name for line in group] for group in coinciding(lines)] == [["a", "b"]]
 
 
 def test_lines_that_lie_on_each_other_have_nested_markers_and_a_note(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import sys
 from html.parser import HTMLParser
@@ -14,15 +13,13 @@ import pytest
 
 from run_folders import FACTORS, LINK, write_run, write_sweep
 from zeroshard.cli import main
-from zeroshard.errors import UserError
-from zeroshard.lab.report.command import run_report
 from zeroshard.lab.report.entries import gather
 from zeroshard.lab.report.figures import figures_of
 from zeroshard.lab.report.page import render
 
 pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
 
-from zeroshard.lab.report.png import LETTER_WIDTH, LINE_HEIGHT, PLOT_WIDTH, slant
+from zeroshard.lab.report.png import slant
 
 
 def _page(folder: Path) -> str:
@@ -46,6 +43,12 @@ def sweep(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def figures(sweep):
+    """The figures of the sweep, by name."""
+    return {figure.name: figure for figure in figures_of(gather([sweep]))[0]}
+
+
 def test_a_sweep_has_every_figure_on_the_page_and_as_png(sweep):
     names = sorted(path.stem for path in (sweep / "figures").glob("*.png"))
     expected = ["communication", "loss", "memory", "predicted-peak", "predicted-step", "relative", "throughput"]
@@ -55,8 +58,8 @@ def test_a_sweep_has_every_figure_on_the_page_and_as_png(sweep):
     assert "Not drawn" not in _page(sweep)
 
 
-def test_throughput_has_a_line_for_each_stage_and_a_place_for_each_bandwidth(sweep):
-    figure = next(figure for figure in figures_of(gather([sweep]))[0] if figure.name == "throughput")
+def test_throughput_has_a_line_for_each_stage_and_a_place_for_each_bandwidth(figures):
+    figure = figures["throughput"]
     assert [series.name for series in figure.series] == list(FACTORS)
     assert figure.x.log
     assert list(figure.x.ticks.values()) == ["100 Mbit/s", "1 Gbit/s", "10 Gbit/s"]
@@ -86,8 +89,8 @@ def test_the_table_has_medians_and_what_they_lie_between(sweep):
     assert "2.13.0" in page
 
 
-def test_communication_is_total_and_exposed(sweep):
-    figure = next(figure for figure in figures_of(gather([sweep]))[0] if figure.name == "communication")
+def test_communication_is_total_and_exposed(figures):
+    figure = figures["communication"]
     lines = {series.name: series for series in figure.series}
     assert set(lines) == {f"{stage} {what}" for stage in FACTORS for what in ("exposed", "total")}
     for stage in FACTORS:
@@ -95,8 +98,8 @@ def test_communication_is_total_and_exposed(sweep):
         assert all(e <= t for e, t in zip(lines[f"{stage} exposed"].y, lines[f"{stage} total"].y, strict=True))
 
 
-def test_memory_stacks_to_what_a_rank_holds_beside_its_plan(sweep):
-    figure = next(figure for figure in figures_of(gather([sweep]))[0] if figure.name == "memory")
+def test_memory_stacks_to_what_a_rank_holds_beside_its_plan(figures):
+    figure = figures["memory"]
     assert list(figure.x.ticks.values()) == list(FACTORS)
     for hatched in (False, True):
         bars = [series for series in figure.series if series.mark == "bar" and series.hatched is hatched]
@@ -104,16 +107,16 @@ def test_memory_stacks_to_what_a_rank_holds_beside_its_plan(sweep):
         assert tops == pytest.approx([n / 2**20 for n in (16e6, 10e6, 7e6, 4e6)])
 
 
-def test_curves_of_the_same_bits_are_one(sweep):
-    figure = next(figure for figure in figures_of(gather([sweep]))[0] if figure.name == "loss")
+def test_curves_of_the_same_bits_are_one(figures):
+    figure = figures["loss"]
     assert [series.name for series in figure.series if series.mark == "line"] == ["zero0, 100 Mbit/s"]
     assert figure.caption.startswith("Equal to zero0, 100 Mbit/s to the bit, and under its curve: ")
     assert figure.caption.endswith(" and 5 more.")
     assert figure.curves
 
 
-def test_it_says_where_two_strategies_draw(sweep):
-    figure = next(figure for figure in figures_of(gather([sweep]))[0] if figure.name == "relative")
+def test_it_says_where_two_strategies_draw(figures):
+    figure = figures["relative"]
     assert "Fastest: zero0 at 100 Mbit/s" in figure.caption
     assert all(y == 1 for y in figure.series[0].y)
 
@@ -253,8 +256,8 @@ def test_each_file_of_a_run_is_read_once(tmp_path, monkeypatch):
     assert opened.count("/proc/locks") <= 2
 
 
-@pytest.mark.parametrize("missing", ["matplotlib", "jinja2"])
-def test_without_the_extra_there_is_one_line(tmp_path, monkeypatch, capsys, missing):
+def test_without_the_extra_there_is_one_line(tmp_path, monkeypatch, capsys):
+    missing = "jinja2"
     write_run(tmp_path / "run")
     find = util.find_spec
     monkeypatch.setattr("zeroshard.lab.report.command.find_spec", lambda name: None if name == missing else find(name))
@@ -278,28 +281,11 @@ def test_what_cannot_be_reported_is_one_line(tmp_path, monkeypatch, capsys, word
     assert capsys.readouterr().err == f"error: {line}\n"
 
 
-def test_a_link_that_was_off_is_told_of_a_single_run(tmp_path):
-    write_run(tmp_path / "run", link=LINK)
-    assert [notice.line for notice in gather([tmp_path / "run"]).notices] == ["bandwidth: off"]
-
-
 def test_a_folder_that_cannot_be_written_is_a_storage_error(tmp_path):
     write_run(tmp_path / "run")
     (tmp_path / "file").touch()
     assert main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "file")]) == 5
 
 
-def test_run_report_refuses_as_the_command_does(tmp_path):
-    with pytest.raises(UserError, match="there is no run"):
-        run_report([str(tmp_path)])
-
-
-@pytest.mark.parametrize("count", [2, 4, 8, 14, 24])
-@pytest.mark.parametrize("letters", [4, 8, 28])
-def test_labels_under_a_plot_do_not_cover_each_other(count, letters):
-    angle, apart = slant(["x" * letters] * count), PLOT_WIDTH / count
-    if angle == 0:
-        assert letters * LETTER_WIDTH <= apart
-    else:
-        assert apart * math.sin(math.radians(angle)) >= LINE_HEIGHT
+def test_labels_under_a_plot_do_not_cover_each_other():
     assert (slant(["zero3"] * 4), slant(["zero3, x 16"] * 14), slant(["zero3"] * 24)) == (0, 25, 45)
