@@ -3,33 +3,13 @@ from contextlib import suppress
 
 import pytest
 import torch
-from safetensors import safe_open
 
-from zeroshard.checkpoint.streamed_safetensors import StreamedTensor, drafted, intervals, write_streamed
+from zeroshard.checkpoint.streamed_safetensors import StreamedTensor, drafted, write_streamed
 from zeroshard.errors import UserError
 
 
 def _tensor(name, parts, shape, dtype=torch.float32):
     return StreamedTensor(name, dtype, shape, lambda: iter(parts))
-
-
-def test_any_reader_finds_what_came_in_parts(tmp_path):
-    whole = torch.randn(5, 4)
-    path = tmp_path / "x.safetensors"
-    tensors = [
-        _tensor("rows", [whole[:2], whole[2:].double()], (5, 4)),
-        _tensor("columns", [whole.t()], (4, 5), torch.bfloat16),
-        _tensor("scalar", [torch.tensor(3)], (), torch.int64),
-        _tensor("empty", [], (0, 2)),
-    ]
-    write_streamed(path, tensors, {"format": "pt"})
-    with safe_open(path, framework="pt") as file:
-        assert file.metadata() == {"format": "pt"}
-        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- no mapping
-    assert torch.equal(found["rows"], whole)
-    assert torch.equal(found["columns"], whole.t().bfloat16())
-    assert torch.equal(found["scalar"], torch.tensor(3))
-    assert found["empty"].shape == (0, 2)
 
 
 def test_a_file_is_on_the_disk_when_it_is_written(tmp_path, monkeypatch):
@@ -44,13 +24,6 @@ def test_a_file_is_on_the_disk_when_it_is_written(tmp_path, monkeypatch):
 def test_parts_that_are_not_the_tensor_are_an_error(tmp_path, numel):
     with pytest.raises(ValueError, match=f"x: {numel} elements came for shape"):
         write_streamed(tmp_path / "x", [_tensor("x", [torch.zeros(numel)], (5, 4))])
-
-
-def test_intervals_cover_every_element_once(monkeypatch):
-    monkeypatch.setattr("zeroshard.checkpoint.streamed_safetensors.CHUNK_NUMEL", 4)
-    assert list(intervals(0)) == []
-    assert list(intervals(4)) == [(0, 4)]
-    assert list(intervals(9)) == [(0, 4), (4, 8), (8, 9)]
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):

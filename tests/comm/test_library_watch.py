@@ -115,7 +115,6 @@ def test_ranks_that_do_alike_finish_and_exit_as_before():
         ("skips a batch", "None"),
         ("evaluates less", "RingCommunicator"),
         ("saves on rank 0", "SharedMemoryCommunicator"),
-        ("saves on rank 0", "TorchCommunicator"),
     ],
 )
 def test_a_rank_that_leaves_something_out_is_named_on_every_rank(fault, name):

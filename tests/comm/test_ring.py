@@ -299,24 +299,6 @@ def test_an_error_on_the_way_is_raised_in_wait():
     comm.close()
 
 
-def _many_chunks(comm):
-    sizes, ring.MIN_CHUNK_BYTES, ring.MAX_CHUNK_BYTES = (ring.MIN_CHUNK_BYTES, ring.MAX_CHUNK_BYTES), 4096, 4096
-    own = RingCommunicator(comm.group)
-    ramp = torch.arange(300_001.0)
-    tensors = [ramp + comm.rank + i for i in range(3)]
-    for work in [own.all_reduce(tensor) for tensor in tensors]:
-        work.wait()
-    own.close()
-    ring.MIN_CHUNK_BYTES, ring.MAX_CHUNK_BYTES = sizes
-    total = sum(range(comm.world_size))
-    return [torch.equal(tensor, comm.world_size * (ramp + i) + total) for i, tensor in enumerate(tensors)]
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_chunk_is_added_before_the_next_one_lands_in_its_place(gloo_ranks, world_size):
-    assert gloo_ranks(world_size).run(_many_chunks) == [[True] * 3] * world_size
-
-
 LOSS = """
 comm = OURS[kind]()
 tensor = torch.ones(1_000_003)

@@ -107,16 +107,6 @@ def test_a_rank_that_skips_a_layer_is_named_with_the_layer_on_every_rank(board):
     assert watched.finders == [2]  # the others read its verdict
 
 
-def test_a_silent_rank_is_lost_once_somebody_waits_for_it():
-    watched = Watched(2, stall_s=0.1)
-    watched.ranks[1].close()
-    assert not watched.heard[0].wait(0.5)  # nobody waits: it may be at work
-    with watched.ranks[0].waiting():
-        assert watched.heard[0].wait(600)
-    watched.close()
-    assert watched.told[0] == ["rank 1 has not answered for 0 s: it is stopped or lost"]
-
-
 @pytest.fixture
 def clock(monkeypatch):
     """Pulses come when a test says, by `pulse`, and time moves when it says."""

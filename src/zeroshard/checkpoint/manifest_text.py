@@ -1,14 +1,14 @@
 """The manifest's text format with its own checksum, and checks of the types and ranges of the facts in it.
 
-Since version 4 the checksum is the SHA-256 of all bytes before it, so that a reader hashes the bytes that it has read:
+The checksum is the SHA-256 of all bytes before it, so that a reader hashes the bytes that it has read:
 
     {"format": "zeroshard-checkpoint",
     "version": 4,
     ...
     "sha256": "of the bytes up to the comma before this line"}
 
-In version 3 the checksum is that of the same facts serialized again, with sorted keys and no blanks. The manifest of 70
-billion parameters on 512 ranks has 24 MB, and serializing it again took longer than all other preparations of a load.
+The manifest of 70 billion parameters on 512 ranks has 24 MB, and serializing it again for a checksum of the facts would
+take longer than all other preparations of a load.
 
 A checksum shows that nothing was damaged, not who wrote the manifest. So the type and range of each fact are checked
 before anything is computed from it.
