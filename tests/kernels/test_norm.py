@@ -231,15 +231,3 @@ def test_a_wrong_argument_is_named(wrong, message, kernels):
     given = {"x": torch.zeros(2, 4), "weight": torch.ones(4), "bias": torch.ones(4), "residual": None} | wrong
     with pytest.raises(ValueError, match=f"^{message}"):
         layer_norm(**given, kernels=kernels)
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_compiled_without_a_break_in_the_graph(compiler, random):
-    def model(x, weight, bias, residual):
-        y, h = rms_norm(x * 2, weight, residual=residual, kernels="triton")
-        return y.sin() + h, layer_norm(h, weight, bias, kernels="triton")
-
-    given, grads = [random(3, 24), random(24), random(24), random(3, 24)], [random(3, 24), random(3, 24)]
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for got, wanted in zip(run(compiled, given, grads), run(model, given, grads), strict=True):
-        assert_near(got, wanted.double())

@@ -115,16 +115,3 @@ def test_a_wrong_argument_is_named(wrong, message, kernels):
     given = {"q": torch.zeros(1, 2, 3, 8), "k": torch.zeros(1, 2, 3, 8), "cos": torch.ones(3, 4)}
     with pytest.raises(ValueError, match=f"^{message}"):
         rope(**given | {"sin": torch.zeros(3, 4)} | wrong, kernels=kernels)
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_compiled_without_a_break_in_the_graph(compiler, random, device):
-    cos, sin = tables(3, 8, device)
-
-    def model(q, k):
-        return rope(q.sin(), k.cos(), cos, sin, kernels="triton")
-
-    inputs = [random(1, 2, 3, 8), random(1, 1, 3, 8)]
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for got, wanted in zip(run(compiled, inputs), run(model, inputs), strict=True):
-        assert_near(got, wanted.double())

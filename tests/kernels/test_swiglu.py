@@ -73,14 +73,3 @@ def test_gradcheck_in_float64(triton, random):
 def test_a_wrong_argument_is_named(wrong, message, kernels):
     with pytest.raises(ValueError, match=f"^{message}"):
         swiglu(**{"gate": torch.zeros(2, 4), "up": torch.zeros(2, 4)} | wrong, kernels=kernels)
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_compiled_without_a_break_in_the_graph(compiler, random):
-    def model(gate, up):
-        return swiglu(gate * 2, up, kernels="triton").sin()
-
-    inputs = [random(3, 8), random(3, 8)]
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for got, wanted in zip(run(compiled, inputs), run(model, inputs), strict=True):
-        assert_near(got, wanted.double())

@@ -71,15 +71,3 @@ def test_a_compiled_block_is_one_graph_with_our_kernels_in_it(config, batch):
     torch.compiler.reset()
     got = loss_and_grads(config, batch, "triton", compiled=True)
     assert_close(got, loss_and_grads(config, batch, "triton"), 1e-6)
-
-
-def test_auto_is_the_reference_without_a_gpu(config, batch):
-    if DEVICE == "cuda":
-        pytest.skip("there is a GPU")
-    assert_same_bits(loss_and_grads(config, batch, "auto"), loss_and_grads(config, batch, "reference"))
-
-
-def test_a_target_outside_the_vocabulary_is_an_error_or_not_a_number(config, batch):
-    tokens, targets = batch
-    with pytest.raises((IndexError, ValueError)):
-        loss_and_grads(config, (tokens, torch.full_like(targets, 61)), "reference")

@@ -27,7 +27,7 @@ from zeroshard.data.examples.row_plan import rows_in
 from zeroshard.data.joining import num_text_bytes
 from zeroshard.data.prepared import rule_of, say
 from zeroshard.errors import ExitStatus, UserError
-from zeroshard.inference.generate import checkpoint_of, load_for_text, load_weights, nothing_in
+from zeroshard.inference.generate import checkpoint_of, load_for_text, load_weights, name_of, nothing_in
 from zeroshard.launch.environment import World, world_from_env
 from zeroshard.models import LanguageModel
 from zeroshard.models.hugging_face.folder import is_hugging_face
@@ -91,7 +91,7 @@ def score(config: EvalConfig, comm: Communicator, device: torch.device) -> Score
     """The scores of one split; the same on every rank. Collective."""
     folder = Path(config.run)
     trained = load_config(folder / "config.toml") if (folder / "config.toml").is_file() else None
-    if trained is None and not is_hugging_face(config.run) and not (folder / "config.json").is_file():
+    if trained is None and not is_hugging_face(name_of(config.run)):
         raise nothing_in(folder)
     if trained is not None:
         require_trust(trained.model, folder / "config.toml", trusted=config.model.trust_remote_code)
@@ -142,16 +142,13 @@ def _model(
 ) -> tuple[LanguageModel, int | None, int]:
     """The model with its weights, the step of the checkpoint (or None), and the sequence length to evaluate with."""
     folder, trusted = Path(config.run), config.model.trust_remote_code
-    if trained is None and is_hugging_face(config.run) and config.strategy != "none":
+    if trained is None and config.strategy != "none":
         _last_weights_alone(config)
-        named = {"name": config.run, "trust_remote_code": trusted}
+        named = {"name": name_of(config.run), "trust_remote_code": trusted}
         settings = {"model": named, "strategy": config.strategy, "dtype": config.dtype}
         model, _ = sharded(TrainConfig.model_validate(settings), 1, None, comm, device)
         return model, None, min(model.config.seq_len, 1024)
     if trained is None:
-        if config.strategy != "none":
-            todo = f"write it as hf:{folder}, or import it first: zeroshard import FOLDER RUN"
-            raise UserError("strategy", "a Hugging Face folder is loaded unsharded on each rank", todo)
         model, _ = load_for_text(folder, config.weights, config.dtype, trusted)
         return model, None, min(model.config.seq_len, 1024)
     path = checkpoint_of(folder, config.weights)

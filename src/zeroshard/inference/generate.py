@@ -24,7 +24,7 @@ from zeroshard.errors import ExitStatus, UserError
 from zeroshard.inference.chat import chat_of, until
 from zeroshard.models import LanguageModel, materialize, model_config
 from zeroshard.models.cache import KVCache
-from zeroshard.models.hugging_face.folder import ADAPTER_CONFIG, is_hugging_face, only_adapters
+from zeroshard.models.hugging_face.folder import ADAPTER_CONFIG, PREFIX, is_hugging_face, only_adapters
 from zeroshard.train.config.command_settings import GenerateConfig
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.named_code import require_trust
@@ -127,18 +127,15 @@ def load_for_text(
     Raises:
         UserError: as `run_generate`.
     """
-    if is_hugging_face(str(folder)):
-        _last_alone(folder, weights)
-        model = model_config(str(folder), overrides={"trust_remote_code": trust_remote_code})
+    name = name_of(str(folder))
+    if is_hugging_face(name):
+        if weights != "last":
+            what = f"{folder} holds one set of weights, and no {weights} beside it"
+            raise UserError("weights", what, "use --weights last")
+        model = model_config(name, overrides={"trust_remote_code": trust_remote_code})
         with choose_device("auto", 0):
-            return in_dtype(model.build().eval(), dtype), load_model_tokenizer(str(folder))
+            return in_dtype(model.build().eval(), dtype), load_model_tokenizer(name)
     if not (folder / "config.toml").is_file():
-        if (folder / "config.json").is_file():
-            _last_alone(folder, weights)
-            from zeroshard.interop.hf_import import load_hf  # readers of other formats, which a run does not need
-
-            model, tokenizer = load_hf(folder, choose_device("auto", 0))
-            return in_dtype(model, dtype), tokenizer
         raise nothing_in(folder)
     path = checkpoint_of(folder, weights)
     trained = load_config(folder / "config.toml")
@@ -152,10 +149,11 @@ def load_for_text(
     return model, tokenizer
 
 
-def _last_alone(folder: Path, weights: str) -> None:
-    if weights != "last":
-        what = f"{folder} holds one set of weights, and no {weights} beside it"
-        raise UserError("weights", what, "use --weights last")
+def name_of(run: str) -> str:
+    """Return ``hf:FOLDER`` for a ``run`` that is a folder with a model of `transformers`; any other as it is."""
+    folder = Path(run)
+    plain = (folder / "config.json").is_file() and not (folder / "config.toml").is_file()
+    return f"{PREFIX}{run}" if plain else run
 
 
 def checkpoint_of(folder: Path, weights: str) -> Path:

@@ -26,7 +26,6 @@ from zeroshard.data.examples.template import TEMPLATE_FILES
 from zeroshard.data.tokenizer import TOKENIZER_FILE, BpeTokenizer, keep_tokenizer, read_tokenizer
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.interop.nanogpt_weights import import_nanogpt, is_nanogpt
-from zeroshard.models import LanguageModel
 from zeroshard.models.hugging_face.folder import ADAPTER_CONFIG, only_adapters
 from zeroshard.models.hugging_face.gpt2_llama_conversion import OurConfig, embedding_of, find_weights, from_hf_config
 from zeroshard.regular_files import read_text, require_regular
@@ -81,29 +80,6 @@ def run_import(config: ImportConfig) -> int:
 
 def _next(out: Path) -> str:
     return f"to train on: zeroshard train --config {out}/config.toml --resume auto --data text --data.path FILES"
-
-
-def load_hf(folder: Path, device: torch.device) -> tuple[LanguageModel, BpeTokenizer]:
-    """Load the model and tokenizer of a Hugging Face folder: weights in float32, the model in evaluation mode.
-
-    Raises:
-        UserError: as `run_import`, or there is no tokenizer that we can read.
-    """
-    config = from_hf_config(_read_json(folder / "config.json"))
-    tokenizer = _tokenizer(folder)
-    if tokenizer is None:
-        raise UserError("run", f"{folder} has no tokenizer.json", "take the folder of a whole model")
-    with ExitStack() as stack, torch.no_grad():
-        weights = _Weights(config, _open_files(folder, stack))
-        with torch.device("meta"):
-            model = config.build()
-        model.to_empty(device=device)
-        params = dict(model.named_parameters(remove_duplicate=False))
-        for shard in weights.named_shards():
-            params[shard.name].copy_(shard.tensor.view(shard.shape))
-        for tied, name in weights.tied_names().items():  # to_empty made two parameters of a tied one
-            model.get_submodule(tied.rpartition(".")[0]).register_parameter("weight", model.get_parameter(name))
-    return model.eval(), tokenizer
 
 
 class _Weights:
