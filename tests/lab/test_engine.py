@@ -44,13 +44,6 @@ def _sum(told, category):
     return sum(e.num_bytes for _, done in told for e in done if isinstance(e, Change) and e.category == category)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_world_is_a_number(stage):
-    few, many = _told(stage, 4), _told(stage, 100_000)
-    assert _sent(few) == _sent(many)
-    assert {e.message.world_size for _, done in many for e in done if isinstance(e, Issue)} == {100_000}
-
-
 def test_weights_on_their_way_are_in_use_once_they_are_waited_for():
     told = _told(3, 4)
     begins, first = told[0], told[1]
@@ -59,21 +52,6 @@ def test_weights_on_their_way_are_in_use_once_they_are_waited_for():
     assert _sum([first], "prefetch") == BYTES - BYTES  # unit 0 has come, unit 1 sets out
     assert _sum([first], "unit_buffers") == BYTES
     assert _sum(told, "prefetch") == _sum(told, "unit_buffers") == 0  # all are freed in the end
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_replicas_add_up_what_this_rank_s_group_has_reduced(stage):
-    reductions = [each for each in _sent(_told(stage, 2, num_replicas=3)) if each[0] != "all_gather"]
-    assert reductions == [
-        ("reduce_scatter", "1", False),
-        ("reduce_scatter", "0", False),
-        ("all_reduce", "1", True),
-        ("reduce_scatter", "root", False),
-        ("all_reduce", "0", True),
-        ("all_reduce", "root", True),
-        ("all_reduce", "control", False),
-        *([("all_reduce", "control", False)]),  # the gathers' digest, of those that gather together
-    ]
 
 
 def test_each_collective_is_waited_for():

@@ -14,14 +14,11 @@ def _small_gpu(memory_bytes, **changes):
     return Device("small", memory_bytes, rates, 100e9, "invented", device_type="cpu", **link)
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_what_a_step_sends_is_explained_with_bytes_formulas_and_papers(stage):
+def test_what_a_step_sends_is_told_by_link():
     planner = planner_for("gpt2-demo", world_size=16, gpu=_small_gpu(10**9), overrides=SMALL)
-    row = planner.row(stage, 2)
-    told = explain(planner, row)
-    for word in (" of grads, ", "(W-1)/W P", "arXiv:1910.02054", "between nodes: 7 in a step", "Fullest in the"):
+    told = explain(planner, planner.row(2, 2))
+    for word in ("reduce_scatter among 16 ranks, between nodes: 7 in a step, buffers of", "Fullest in the"):
         assert word in told
-    assert ("of weights, " in told) == (stage > 0)
 
 
 @pytest.mark.parametrize(

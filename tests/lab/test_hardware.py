@@ -14,6 +14,7 @@ from zeroshard.lab.predict.hardware import (
     read_calibration,
     write_calibration,
 )
+from zeroshard.lab.predict.rates import SUSTAINED
 from zeroshard.profiling.devices import device_by_driver_name
 
 MEASURED = Calibration(
@@ -26,6 +27,7 @@ def test_every_row_is_positive_has_a_source_and_a_link_of_the_table():
     for device in DEVICES.values():
         assert device.source
         assert device.link in LINKS
+        assert device.sustained in ("", *SUSTAINED)
         assert 0 < device.matmul_share <= 1
         assert min(device.memory_bytes, device.bytes_per_s, *device.matmul_flops_per_s.values()) > 0
     for link in LINKS.values():
@@ -124,13 +126,3 @@ def test_a_driver_s_name_finds_the_row(reported, memory_gib):
 def test_a_board_of_a_name_like_a_known_one_is_not_that_one():
     for name in ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "NVIDIA H20-3e", "Tesla V100-PCIE-16GB"):
         assert device_by_driver_name(name) is None
-
-
-def test_an_h800_is_an_h100_with_fewer_links():
-    full, cut = DEVICES["h100-80gb"], DEVICES["h800-80gb"]
-    assert (cut.sustained, cut.matmul_flops_per_s, cut.bytes_per_s) == (
-        "h100",
-        full.matmul_flops_per_s,
-        full.bytes_per_s,
-    )
-    assert LINKS[cut.link].bytes_per_s == 200e9

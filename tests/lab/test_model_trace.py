@@ -95,43 +95,6 @@ def test_blocks_that_differ_are_not_repeated():
     assert repeat_blocks(trace, 6) is None
 
 
-def test_what_was_allocated_is_given_back_and_nothing_is_left():
-    trace = _whole(_model(), 2, FP32)
-    assert sum(span.kept + span.temporary for span in trace.spans) == 0
-    assert trace.input_bytes == 2 * 2 * SEQ_LEN * 8
-    assert trace.tokens == 2 * SEQ_LEN
-
-
-def test_recomputation_keeps_the_inputs_of_blocks_alone():
-    kept = {how: _whole(_model(activation_checkpointing=how), 4, FP32).activation_bytes for how in ("none", "full")}
-    stream = 4 * SEQ_LEN * 32 * 4  # bytes of the residual stream between two blocks
-    assert kept["full"] < kept["none"] / 2
-    per_block = kept["full"] - _whole(_model(activation_checkpointing="full", n_layer=2), 4, FP32).activation_bytes
-    assert per_block == stream
-
-
-def test_events_are_those_of_the_engine_in_their_order():
-    names = [(span.event.name, span.event.unit) for span in _whole(_model(n_layer=2), 1, FP32).spans]
-    told = [each for each in names if each[0] != "grad"]
-    assert told == [
-        ("start", -1),
-        ("forward_begins", -1),
-        *((name, unit) for unit in range(4) for name in ("forward_begins", "forward_ends")),
-        ("forward_ends", -1),
-        ("backward_begins", 3),
-        ("backward_begins", -1),
-        ("backward_ends", 3),
-        ("backward_begins", 2),
-        ("backward_begins", 1),
-        ("backward_ends", 2),
-        ("backward_begins", 0),
-        ("backward_ends", 1),
-        ("backward_over", -1),
-    ]
-    model = _model(n_layer=2)
-    assert len(names) - len(told) == len(list(model.parameters()))
-
-
 @pytest.mark.parametrize("name", ["gpt2-demo", "llama-tiny"])
 def test_flops_are_those_of_the_formula_but_for_the_mask(name):
     """The formula credits attention in full, 12 L d T a token; under the mask half of it is computed, 7 of 12 units

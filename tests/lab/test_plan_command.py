@@ -12,7 +12,7 @@ from zeroshard.lab.planner.command import answer_plan
 from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.planner.price import dollars, duration
 from zeroshard.lab.planner.request import Request
-from zeroshard.lab.predict.hardware import DEVICES, find_device, find_link
+from zeroshard.lab.predict.hardware import find_device, find_link
 from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.validate import validate
 
@@ -67,12 +67,6 @@ def test_a_thousand_million_micro_batches_are_counted_and_not_listed():
     assert many["messages"]["count"] > 10**9
 
 
-def test_a_plan_names_its_figures_in_units_that_show_them():
-    told = _answer("--model gpt2-demo --gpus 2 --gpus-per-node 1 --micro-batch 1 --stage 1")
-    assert told.startswith("gpt2-demo: 842k parameters, ")
-    assert "in a node" not in told
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -101,12 +95,6 @@ def test_a_measured_link_and_a_cpu_have_no_protocol_of_nccl_s():
     on_cpu = replace(found, device=replace(found.device, device_type="cpu"))
     assert Request(world_size=64).cluster(found).between == find_link("400Gbit/s")
     assert not Request(world_size=64).cluster(on_cpu).between.protocols
-
-
-def test_what_people_rent_is_a_row():
-    rented = "rtx-3090 rtx-4090 rtx-5090 rtx-a6000 l40s a10g v100-16gb v100-32gb b200 mi300x h100-80gb"
-    for name in f"{rented} h100-96gb-500w h100-pcie h100-nvl".split():
-        assert find_device(name).device in DEVICES.values()
 
 
 def test_a_price_is_for_all_gpus_and_all_tokens():

@@ -103,7 +103,7 @@ class PlanConfig(Config):
 
     json: bool = Field(False, description="Print JSON.")  # ty: ignore[incompatible-attribute-override]
     explain: bool = Field(
-        False, description="Print what --stage, else the row advised, sends and why, and each figure's source."
+        False, description="Print what --stage, else the row advised, sends, and each figure's source."
     )
     ask: Question = Field("none", description="Answer this question instead of printing the table.")
     against: Literal["0", "1", "2", "3"] = Field("0", description="Of crossover: the stage to compare --stage with.")

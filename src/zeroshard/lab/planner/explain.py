@@ -1,4 +1,7 @@
-"""Explains a row of a plan: what is sent and why, the rates that times come from, and memory, each with its source."""
+"""Explains a row of a plan: what is sent, the rates that times come from, and memory, each with its source.
+
+docs/accounting.md derives the bytes that a rank sends in each collective.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from zeroshard.lab.planner.advice import describe
 from zeroshard.lab.planner.plan_rows import Row
 from zeroshard.lab.planner.planner import Planner
 from zeroshard.lab.planner.show import seconds, size
-from zeroshard.lab.predict.actions import Issue
 from zeroshard.lab.predict.conversions import CONVERSIONS, FINGERPRINT
 from zeroshard.lab.predict.float8 import FP8_TIME
 from zeroshard.lab.predict.hardware import Protocol
@@ -18,29 +20,6 @@ from zeroshard.lab.predict.process_memory import SPREAD as MEMORY_SPREAD
 from zeroshard.lab.predict.rates import HOST_S, SPREAD_UNCALIBRATED, SUSTAINED, Software, Sustained
 from zeroshard.wire_formats import BlockFormat
 
-ZERO = "Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054"
-ZEROPP = "Wang et al. 2023, ZeRO++, arXiv:2306.10209"
-WHY = {
-    ("all_reduce", "grads"): ("the mean gradient on every rank", "2 (W-1)/W P g", f"{ZERO}, section 7.1"),
-    ("reduce_scatter", "grads"): ("each rank its shard of the mean gradient", "(W-1)/W P g", f"{ZERO}, section 7.2.1"),
-    ("all_gather", "grads"): ("the second half of an all-reduce", "(W-1)/W P g", f"{ZERO}, section 7.1"),
-    ("all_to_all", "grads"): ("quantised shards, each to its owner", "(W-1)/W P q", f"{ZEROPP}, section 3.3"),
-    ("broadcast", "weights"): ("whole tensors from who owns them", "B", "zeroshard.zero.buffers.shards"),
-    ("all_gather", "weights"): ("unsharded weights from the ranks' shards", "(W-1)/W P c", f"{ZERO}, section 7.2.2"),
-}
-ACROSS = (
-    "the shard's sum over replicas",
-    "2 (R-1)/R S g",
-    "Zhang et al. 2022, MiCS, arXiv:2205.00119, section 3",
-)
-BETWEEN = ("quantised sums of nodes, each to its owner", "(M-1)/M S N q", f"{ZEROPP}, section 3.3")
-INSIDE = ("each rank its part of the sum over its node", "(N-1)/N P g", "zeroshard.zero.buffers.node_reduce")
-NEAR = ("unsharded weights from the second copy in the node", "(C-1)/C P c, packed P q", f"{ZEROPP}, section 3.2")
-LEGEND = (
-    "P: elements of a unit's padded buffer, S = P / W of a shard; W ranks shard, R hold the same shard, "
-    "C of a node a second copy, M nodes of N ranks; "
-    "c, g, q: bytes of an element of weights that compute, of gradients on their way, of a wire format with its scales."
-)
 FITTED = "fitted to published runs on such devices"
 ONE_RUN = "one published run, of which not all is said"
 ATTENTION = "Shah et al. 2024, FlashAttention-3, arXiv:2407.08608; Dao 2023, FlashAttention-2, arXiv:2307.08691"
@@ -57,7 +36,6 @@ def explain(planner: Planner, row: Row) -> str:
         f"One step of {describe(row, planner.cluster.world_size)}: {seconds(took.step_s)}, of it "
         f"{seconds(took.compute_s)} computing and {seconds(took.exposed_s)} waiting; collectives run for "
         f"{seconds(took.comm_s)}.",
-        LEGEND,
         "",
         *_traffic(row),
         "",
@@ -71,30 +49,9 @@ def explain(planner: Planner, row: Row) -> str:
     return "\n".join([*lines, *(columns([("beside", "bytes", "from"), *told], right=(1,)) if told else [])])
 
 
-def _why(action: Issue, row: Row) -> tuple[str, str, str]:
-    """A collective's purpose, the formula of the bytes that each rank sends, and the paper."""
-    message = action.message
-    if action.replicas:
-        return BETWEEN if message.op == "all_to_all" and row.node_size else ACROSS
-    if message.op == "reduce_scatter" and row.node_size and message.world_size == row.node_size:
-        return INSIDE
-    if message.phase == "weights" and message.world_size == row.node_copy:
-        return NEAR
-    return WHY[(message.op, message.phase)]
-
-
 def _traffic(row: Row) -> list[str]:
-    """Lines on the bytes that a rank sends in each kind of collective, with the paper, and on the traffic of each link.
-
-    The bytes of a link are those of unsharded buffers, as communicators count them.
-    """
-    found: dict[tuple[str, str, str], str] = {}
-    for action in (*row.step.last, *row.step.update):
-        if isinstance(action, Issue) and not action.control and action.message.world_size > 1:
-            why = _why(action, row)
-            found.setdefault(why, f"{action.message.op} of {action.message.phase}, {why[0]}")
-    told = [f"{what}: {formula} bytes sent by each rank; {source}" for (_, formula, source), what in found.items()]
-    told += [
+    """Lines on the collectives of each link, with the bytes of unsharded buffers, as communicators count them."""
+    told = [
         f"{each.op} among {each.num_ranks:,} ranks, {each.link}: {each.count:,} in a step, buffers of "
         f"{size(each.num_bytes)}"
         for each in row.by_link

@@ -71,11 +71,6 @@ class Row:
         """The range in which four of five runs that nothing was fitted to would lie; a point if rates were measured."""
         return (self.tokens_per_s / self.spread[1], self.tokens_per_s / self.spread[0])
 
-    @property
-    def messages_bytes(self) -> dict[str, int]:
-        """Bytes of the collectives of a rank's step, by operation."""
-        return bytes_of_step(self.step)
-
     def as_dict(self) -> dict[str, Any]:
         """The row as a dict, for JSON."""
         return {
