@@ -44,6 +44,8 @@ LEFT = [
     r"int4-delta",
     r"common_copy",
     r"character_meta",
+    r"logit_comparison",
+    r"MappedMeta",
     r"nanogpt_statements",
     r"json_lists",
     r"own_weights",

@@ -79,7 +79,7 @@ class DataMeta:
 
     ``spec`` contains the choices that decide the tokens (source, tokenizer, val_fraction, ...): a folder is reused only
     for the same choices. ``tokenizer_sha256`` is the hash of ``tokenizer.json``, or empty if there is none. ``eos_id``
-    ends each document; it is None if no id does, or if an earlier version made the folder. ``examples`` is set if the
+    ends each document; it is None if no id does. ``examples`` is set if the
     splits contain fine-tuning examples instead of plain text.
     """
 
@@ -112,7 +112,7 @@ def write_meta(folder: Path, meta: DataMeta) -> None:
     """Write ``meta.json`` into ``folder``."""
     facts = asdict(meta)
     if not meta.examples:
-        del facts["examples"]  # so that earlier versions can read folders of plain text
+        del facts["examples"]
     (folder / META_NAME).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
