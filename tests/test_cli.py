@@ -522,28 +522,6 @@ def test_plan_where_nothing_fits_ends_with_status_3_and_the_nearest_change(capsy
     assert "GPUs would fit" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["--gpu", "h100-80bg"], "gpu: 'h100-80bg' is not a known device; did you mean h100-80gb?"),
-        (["--gpus", "0"], "gpus: 0 is below 1; give 1 or more"),
-        (
-            ["--network", "400"],
-            "network: '400' is not a bandwidth; write a number and a unit, as 400Gbit/s or 1.25GB/s",
-        ),
-        (["--model", "gpt2-demo", "--model.n-head", "3"], "model.n_head: 3 does not divide n_embd 128;"),
-        (["--model", "resnet"], "model: there is no preset 'resnet';"),
-        (["--ask", "crossover"], "ask: crossover needs two stages"),
-        (["--seq-len", "100000"], "seq_len: 100000 is above the model's 128;"),
-    ],
-)
-def test_nonsense_is_one_line_and_status_2(words, line, capsys):
-    assert main(["plan", *words]) == ExitStatus.USAGE
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: {line}")
-    assert said.count("\n") == 1
-
-
 def test_a_flag_that_is_called_otherwise_elsewhere_is_named():
     flags = flags_of(TrainConfig, SHORTHANDS)
     assert set(ELSEWHERE.values()) <= set(flags)

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from zeroshard.regular_files import json_of, open_regular, read_bytes, read_text, require_regular, toml_of
+from zeroshard.regular_files import json_of, open_regular, read_bytes, require_regular, toml_of
 
 
 def _fifo(path):
@@ -91,24 +91,6 @@ def test_no_more_is_read_than_the_limit(tmp_path, num_bytes):
     assert len(read_bytes("/proc/self/status", 1 << 20)) > 100  # it says that it has none
     with pytest.raises(OSError, match="it has more than 10 bytes"):
         read_bytes("/proc/self/status", 10)
-
-
-def test_text_has_one_kind_of_line_ends_as_python_reads_it(tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes("a\r\nb\rc\né".encode())
-    assert read_text(path) == path.read_text(encoding="utf-8") == "a\nb\nc\né"
-    path.write_bytes(b"\xff")
-    with pytest.raises(UnicodeDecodeError):
-        read_text(path)
-
-
-def test_nothing_is_left_open_by_a_refusal(tmp_path):
-    _fifo(tmp_path / "pipe")
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(3):
-        with pytest.raises(OSError, match="a named pipe"):
-            require_regular(tmp_path / "pipe")
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_json_that_nobody_can_use_is_as_bad_as_any_other_that_is_none():

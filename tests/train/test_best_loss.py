@@ -69,18 +69,11 @@ def test_a_better_one_takes_its_name_and_its_place(train_with):
     assert checkpoint.read_manifest(Path(config.out) / "checkpoints" / "best").step == 6
 
 
-def test_a_run_stops_when_the_best_is_long_ago(train_with):
-    config, summary = train_with(early_stop=3)
-    assert summary["step"] == 5  # 2.0 after step 2, and then three that were no lower
-    assert summary["stopped_early"]
-    assert summary["status"] == "ok"
-    assert kept(config) == [5, 2]
-
-
 def test_a_run_that_goes_on_knows_its_best(train_with):
     train_with(max_steps=3)
     config, summary = train_with(max_steps=7, resume="auto", early_stop=3)
     assert (summary["step"], summary["best_step"], summary["stopped_early"]) == (5, 2, True)
+    assert summary["status"] == "ok"
     assert kept(config) == [5, 2]
 
 

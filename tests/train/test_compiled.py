@@ -22,7 +22,7 @@ def losses_and_graphs(comm, config):
     run = build_run(config, comm, CPU)
     losses = [take_step(run, step, lambda: False)[0].loss for step in range(2)]
     with torch.no_grad():
-        tokens_BT, targets_BT = run.batches(9, 0)
+        tokens_BT, targets_BT = run.corpus.batches(9, 0)
         losses.append(float(run.strategy.model.eval()(tokens_BT, targets_BT)))
     run.close()
     return losses, counters["stats"]["unique_graphs"]

@@ -71,7 +71,7 @@ def test_a_stream_of_another_batch_goes_on_with_the_next_row(streamed, capsys):
     run_training(streamed(max_steps=3, eval_interval=0))
     config = streamed(max_steps=4, eval_interval=0, grad_accum_steps=3, resume="auto")
     run = build_run(config, LocalCommunicator(), torch.device("cpu"))
-    assert run.batches.position(4)["row"] == 3 * 2 + 3 * 2
+    assert run.corpus.batches.position(4)["row"] == 3 * 2 + 3 * 2
     run.close()
     line = "resume: a step had 32 tokens, now it has 96: data continue with the next row of the stream"
     assert line in capsys.readouterr().err

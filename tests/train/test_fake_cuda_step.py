@@ -20,6 +20,7 @@ from zeroshard.train.loop.run import Run, Schedule
 from zeroshard.train.loop.step import take_step
 from zeroshard.train.setup import assemble
 from zeroshard.train.setup.assemble import sharded
+from zeroshard.train.setup.corpus import Corpus
 
 VOCAB_SIZE, SEQ_LEN, ROWS = 64, 16, 2
 SHAPE = {"n_layer": 2, "n_embd": 32, "n_head": 2}
@@ -80,8 +81,7 @@ def taking(device, reads, host, monkeypatch):  # noqa: F811
         batch = [torch.zeros(ROWS, SEQ_LEN, dtype=torch.int64) for _ in range(2)]
         return Run(
             strategy=strategy,
-            batches=lambda step, micro_step: batch,
-            eval_batches=(),
+            corpus=Corpus(lambda step, micro_step: batch, (), VOCAB_SIZE, None, "", lambda kept: None),
             learning_rate=lambda step: 1e-3,
             schedule=schedule,
             observers=(),

@@ -87,7 +87,7 @@ def test_packed_rows_are_spread_and_gone_on_with_as_others_are_and_validate_alik
 def test_a_loss_is_that_of_the_answers_alone(chat_config):
     run = build_run(chat_config(micro_batch_size=4, model="gpt2-demo"), LocalCommunicator(), torch.device("cpu"))
     try:
-        tokens, targets = run.batches(0, 0)
+        tokens, targets = run.corpus.batches(0, 0)
         with torch.no_grad():
             logits = run.strategy.model(tokens)
         counts = targets != -100

@@ -42,7 +42,7 @@ def test_conversations_are_rendered_by_the_template_of_a_model_of_the_hub(hub, t
         config = tiny_config(model=model, data=data, seq_len=100, dtype="float32", out=str(tmp_path / out))
         run = build_run(config, LocalCommunicator(), torch.device("cpu"))
         run.close()
-        return run.batches(0, 0)
+        return run.corpus.batches(0, 0)
 
     local = first_batch(f"hf:{hub.folder}/org/name", "local")
     found = first_batch("hf:org/name", "found")

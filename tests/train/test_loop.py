@@ -126,16 +126,6 @@ def test_accumulation_over_micro_batches_is_one_large_batch(tiny_config, tmp_pat
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
 
 
-def test_the_traffic_of_each_step_is_the_strategys_and_no_evaluations(tiny_config, tmp_path):
-    config = tiny_config(strategy="zero2", eval_interval=2)
-    _train_as_threads(config, 2)
-    traffic = [event["comm"] for event in events_of(config.out, "step")]
-    assert set(traffic[-1]) == {"reduce_scatter", "all_gather"}
-    assert traffic[-1]["reduce_scatter"] == traffic[-1]["all_gather"]
-    assert traffic[3] == traffic[5]
-    assert set(traffic[4]) == {"reduce_scatter"}  # the evaluation before it had refreshed the weights
-
-
 def test_whole_gradients_travel_once_a_step_however_many_micro_batches_it_has(tiny_config, tmp_path):
     sent = []
     for num_micro in (1, 3):

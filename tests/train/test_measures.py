@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tiny_runs import events_of
 from zeroshard.comm import Link, LocalCommunicator, ThrottledCommunicator, run_threads
 from zeroshard.profiling.memory import POINTS
 from zeroshard.train.loop.loop import train
@@ -26,8 +27,8 @@ def _summary(config):
     return json.loads((Path(config.out) / "summary.json").read_text())
 
 
-def test_every_run_tells_memory_at_three_points(tiny_config):
-    config = tiny_config()
+def test_every_run_tells_memory_at_three_points_and_the_seconds_of_a_steps_parts(tiny_config):
+    config = tiny_config(grad_accum_steps=2)
     run_threads(lambda comm: _trained(comm, config), 2)
     points = _summary(config)["memory_points_bytes"]
     assert tuple(points) == POINTS
@@ -35,6 +36,9 @@ def test_every_run_tells_memory_at_three_points(tiny_config):
     assert points["after_step"]["optimizer"] > points["after_step"]["params"]
     assert not {"memory_peak", "overlap_s_per_step"} & _summary(config).keys()
     assert not (Path(config.out) / "trace").exists()
+    for step in events_of(config.out, "step"):
+        assert set(step["spans_s"]) == {"data", "forward", "backward", "clip", "update"}
+        assert 0 < sum(step["spans_s"].values()) <= step["step_s"]
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])
@@ -102,12 +106,3 @@ def test_ranks_of_processes_share_a_clock(tiny_config, gloo_ranks):
         for mine in by_rank.values()
     ]
     assert abs(ends[0] - ends[1]) < 200_000  # microseconds
-
-
-def test_a_steps_parts_are_in_its_record(tiny_config):
-    config = tiny_config(grad_accum_steps=2)
-    _trained(LocalCommunicator(), config)
-    steps = [json.loads(line) for line in (Path(config.out) / "metrics.jsonl").read_text().splitlines()]
-    for step in (each for each in steps if each["event"] == "step"):
-        assert set(step["spans_s"]) == {"data", "forward", "backward", "clip", "update"}
-        assert 0 < sum(step["spans_s"].values()) <= step["step_s"]

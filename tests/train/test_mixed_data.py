@@ -63,7 +63,7 @@ def test_it_is_told_how_much_of_each_source_a_run_takes(mixed, capsys):
     assert summary["tokens_by_source"] == {short: of_short["tokens"], long: of_long["tokens"]}
     run = build_run(mixed("again", max_steps=20), LocalCommunicator(), torch.device("cpu"))
     run.close()
-    counted = sum(int((run.batches(step, 0)[0] != 0).sum()) for step in range(20))  # ids of padding are 0
+    counted = sum(int((run.corpus.batches(step, 0)[0] != 0).sum()) for step in range(20))  # ids of padding are 0
     assert counted == of_short["tokens"] + of_long["tokens"]
     assert re.search(r"long\.jsonl \d\d\.\d % of tokens, [\d.]+ epochs", capsys.readouterr().out)
 
@@ -93,7 +93,7 @@ def test_a_source_of_weight_0_is_left_out_and_other_weights_are_another_run(mixe
     weights = (f"{tmp_path}/short.jsonl=1", f"{tmp_path}/nothing.jsonl=0")
     run = build_run(mixed("run", {"mix": weights}), LocalCommunicator(), torch.device("cpu"))
     run.close()
-    assert "mix" not in run.rows
+    assert "mix" not in run.corpus.facts
     trained(mixed("other", max_steps=2))
     changed = (f"{tmp_path}/short.jsonl=2", f"{tmp_path}/long.jsonl=1")
     resumed = mixed("other", {"mix": changed}, resume="auto")

@@ -81,15 +81,15 @@ def built(config):
 
 def test_a_run_says_how_full_its_rows_are(packed_config):
     run = built(packed_config())
-    tokens, _, positions = run.batches(0, 0)
+    tokens, _, positions = run.corpus.batches(0, 0)
     assert (positions == 0).sum() > 2 * len(tokens)
-    assert run.rows["filled"] > 0.8
-    assert run.rows["examples"] > 2 * run.rows["rows"]
+    assert run.corpus.facts["filled"] > 0.8
+    assert run.corpus.facts["examples"] > 2 * run.corpus.facts["rows"]
     assert "examples in" in run.about["data"]
-    assert f"{100 * run.rows['filled']:.1f} % full" in run.about["data"]
+    assert f"{100 * run.corpus.facts['filled']:.1f} % full" in run.about["data"]
     one_each = built(packed_config(data={"packing": False}, out="single"))
-    assert one_each.rows["filled"] < 0.5
-    assert one_each.rows["examples"] == one_each.rows["rows"]
+    assert one_each.corpus.facts["filled"] < 0.5
+    assert one_each.corpus.facts["examples"] == one_each.corpus.facts["rows"]
 
 
 CONV = {

@@ -39,7 +39,7 @@ def test_another_micro_batch_evaluates_on_the_rows_of_the_run(tiny_config, capsy
     changes = {"max_steps": 6, "micro_batch_size": 2, "grad_accum_steps": 2, "resume": "auto"}
     run = build_run(tiny_config(**changes), LocalCommunicator(), CPU)
     try:
-        assert (run.eval_batches.num_rows, run.eval_batches.micro_batch_size) == (12, 2)
+        assert (run.corpus.eval_batches.num_rows, run.corpus.eval_batches.micro_batch_size) == (12, 2)
         assert run.config["eval_rows"] == 12  # and so on, whatever the next one has
     finally:
         run.close()
@@ -47,7 +47,7 @@ def test_another_micro_batch_evaluates_on_the_rows_of_the_run(tiny_config, capsy
     for asked in ({"eval_rows": 5}, {"eval_batches": 4}):
         run = build_run(tiny_config(**changes, **asked), LocalCommunicator(), CPU)
         run.close()
-        rows = run.eval_batches.num_rows
+        rows = run.corpus.eval_batches.num_rows
         what = f"resume: an evaluation had 12 sequences, now it has {rows}: its losses are of another set"
         assert f"{what}; --eval-rows 12 keeps it" in capsys.readouterr().err
 
@@ -186,12 +186,6 @@ def test_the_manifest_has_configuration_versions_and_position(tiny_config):
     assert {name for group in manifest.param_groups for name in group["params"]} == names
 
 
-def test_old_checkpoints_are_thinned_out(tiny_config):
-    config = tiny_config(checkpoint_interval=1, max_steps=7, keep_checkpoints=2, keep_every=3, eval_interval=0)
-    run_training(config)
-    assert [found.step for found in checkpoint.find(Path(config.out) / "checkpoints")] == [7, 6, 3]
-
-
 def test_tokens_are_counted_on_where_a_step_has_another_number_of_them(tiny_config):
     config = tiny_config(max_steps=4, eval_interval=0)
     assert run_training(config) == 0
@@ -226,15 +220,6 @@ def test_a_run_that_goes_on_from_an_earlier_checkpoint_sets_the_later_ones_aside
     seen = read_run(Path(config.out))
     assert [step.step for step in seen.steps] == [1, 2, 3, 4, 5]
     assert seen.steps[-1].lr < 5.1e-4
-
-
-def test_what_is_set_aside_twice_is_there_twice(tmp_path):
-    for kept in ("", "more"):
-        made = tmp_path / "step-00000002"
-        made.mkdir()
-        (made / "manifest.json").write_text(kept)
-        checkpoint.set_aside(tmp_path, 1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002.aside", "step-00000002.aside2"]
 
 
 def test_tied_embeddings_that_were_asked_for_are_no_other_model(tiny_config):

@@ -18,7 +18,6 @@ from zeroshard.inference.generate import load_for_text
 from zeroshard.models import InitialValues, build_model, decoder
 from zeroshard.train.config.command_settings import EvalConfig
 from zeroshard.train.loop.loop import run_training
-from zeroshard.train.setup.assemble import sharded
 from zeroshard.train.setup.build import build_run
 from zeroshard.zero import STAGES, Zero, loaded_later
 
@@ -148,19 +147,6 @@ def test_what_is_loaded_later_is_nan_until_then_and_nothing_is_sent(stage):
         return len(sent), all(tensor.isnan().all() for tensor in zero.state_dict().values())
 
     assert run_threads(rank_main, 2) == [(0, True)] * 2
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "zero1-torch"])
-def test_ranks_that_keep_whole_weights_receive_them_too(tiny_config, drawn, monkeypatch, process_group, strategy):
-    """Another rank than 0 of DDP's, which takes rank 0's weights, is played by this process."""
-    config = tiny_config(strategy=strategy)
-
-    second = LocalCommunicator()
-    second.rank = 1
-    monkeypatch.setattr("zeroshard.train.setup.assemble.agree_on", lambda *args: None)
-    model, _ = sharded(config, 61, None, second, CPU)
-    assert drawn == []
-    assert all(param.isnan().all() for param in model.parameters())
 
 
 def test_eval_and_generate_draw_nothing_and_hold_one_model(text_config, drawn):

@@ -1,5 +1,4 @@
 import math
-import shutil
 import threading
 from types import SimpleNamespace
 
@@ -159,9 +158,3 @@ def test_what_hangs_outside_of_a_step_is_not_called_a_step(tmp_path, monkeypatch
         watch.alive(0.05)
         assert heard.event.wait(600)
     assert heard.lines[0][0].startswith("nothing has been computed or written for 0.05 s: the stacks of each rank")
-
-
-def test_a_folder_that_is_gone_leaves_nothing_to_clean(tmp_path):
-    with Watchdog(tmp_path / "run", 0, 50.0, Heard()) as watch:
-        watch.alive()
-        shutil.rmtree(tmp_path / "run")

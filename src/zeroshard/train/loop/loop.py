@@ -184,7 +184,7 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Aliv
         **({} if run.best.step is None else {"best_step": run.best.step, "best_val_loss": run.best.loss}),
         "stopped_early": run.best.exhausted and step < schedule.max_steps,
         "tokens": run.tokens_at(step),
-        **({"tokens_by_source": by_source} if (by_source := run.tokens_by_source(step)) else {}),
+        **({"tokens_by_source": by_source} if (by_source := run.corpus.tokens_by_source(step)) else {}),
         "num_skipped": run.guard.num_skipped,
         "last_checkpoint_step": saving.saved_at,
         "wall_s": perf_counter() - started,
@@ -238,16 +238,16 @@ def _evaluate(
     if run.replicas is not None:
         settle()
     with nullcontext() if run.replicas is None else run.replicas.anchors():
-        loss = evaluate(strategy.model, run.eval_batches, strategy.comm, run.device, alive)
+        loss = evaluate(strategy.model, run.corpus.eval_batches, strategy.comm, run.device, alive)
         named = {
             name: evaluate(strategy.model, batches, strategy.comm, run.device, alive)
-            for name, batches in run.named_evals.items()
+            for name, batches in run.corpus.named_evals.items()
         }
     ema_loss = None
     if strategy.ema is not None:
         settle()
         with strategy.ema.weights():
-            ema_loss = evaluate(strategy.model, run.eval_batches, strategy.comm, run.device, alive)
+            ema_loss = evaluate(strategy.model, run.corpus.eval_batches, strategy.comm, run.device, alive)
     more = (named,) if named else ()
     _tell(run, lambda observer: observer.on_eval(step, loss, ema_loss, *more))
     if run.contract:
@@ -294,7 +294,7 @@ def _start_info(run: Run) -> dict[str, Any]:
         "torch": torch.__version__,
         **origin(),
         "about": dict(run.about),
-        **({"rows": dict(run.rows)} if run.rows else {}),
+        **({"rows": dict(run.corpus.facts)} if run.corpus.facts else {}),
         "kernels": dict(run.kernels),
         **({"plan": run.contract.line()} if run.contract else {}),
         "link": dict(run.link),

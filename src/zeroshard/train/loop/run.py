@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,6 @@ from typing import Any
 import torch
 
 from zeroshard.comm import Communicator, ObservedCommunicator
-from zeroshard.data import Batches
-from zeroshard.data.base import EvalBatch
 from zeroshard.optim import LossScaler
 from zeroshard.parallel import Strategy
 from zeroshard.profiling.clock import Clock
@@ -23,6 +21,7 @@ from zeroshard.train.loop.measures import Measures
 from zeroshard.train.loop.step_guard import StepGuard
 from zeroshard.train.records.plan_contract import Contract
 from zeroshard.train.records.records import Observer
+from zeroshard.train.setup.corpus import Corpus
 from zeroshard.train.state.lock import RunLock
 from zeroshard.zero import Replicas
 
@@ -46,11 +45,10 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Run:
-    """A run, ready to be trained; one per rank. Batches are this rank's; only rank 0 has observers and a lock."""
+    """A run, ready to be trained; one per rank. Its data are this rank's; only rank 0 has observers and a lock."""
 
     strategy: Strategy
-    batches: Batches
-    eval_batches: Iterable[EvalBatch]
+    corpus: Corpus
     learning_rate: Callable[[int], float]  # of a step, counted from 0 without skipped ones
     schedule: Schedule
     observers: Sequence[Observer]
@@ -70,22 +68,12 @@ class Run:
     kernels: Mapping[str, str] = field(default_factory=dict)  # what serves each operation, as ``LayerNorm: triton``
     link: Mapping[str, Any] = field(default_factory=dict)  # the requested and the measured speed of a slowed link
     stage: int | None = None  # chosen by ``--strategy auto``
-    data_sha256: str = ""  # of the prepared tokens: a resumed run must train on the same ones
     lock: RunLock | None = None
     describe: Callable[[], None] = lambda: None  # writes ``config.toml`` and the tokenizer into the run folder
     clock: Clock = field(default_factory=lambda: Clock("cpu", enabled=False))
     measures: Measures | None = None
     contract: Contract | None = None  # the run's plan
-    release: Callable[[], None] = lambda: None  # frees data that was read ahead
     about: Mapping[str, str] = field(default_factory=dict)  # the run in words, by label: `about_run`
-    rows: Mapping[str, Any] = field(default_factory=dict)  # how full rows of examples are, and how sources are mixed
-    tokens_by_source: Callable[[int], Mapping[str, int]] = lambda steps: {}  # of mixed sources, after that many steps
-    # where a step's data begins, for a checkpoint; None if the step number alone says it
-    data_position: Callable[[int], dict[str, Any] | None] = lambda step: None
-    # factor of the loss of (step, micro_step), if not all targets count: see [Note: The mean over what counts] in
-    # `zeroshard.data.batches`
-    loss_weight: Callable[[int, int], float] | None = None
-    named_evals: Mapping[str, Iterable[EvalBatch]] = field(default_factory=dict)  # further validation sets
     replicas: Replicas | None = None  # if they take local steps
 
     @property
@@ -119,7 +107,7 @@ class Run:
 
     def close(self) -> None:
         """Release the data, close the observers (the log is complete, however the run ended) and unlock the folder."""
-        self.release()
+        self.corpus.close()
         for observer in self.observers:
             observer.close()
         if self.lock is not None:

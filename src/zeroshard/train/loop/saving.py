@@ -60,7 +60,7 @@ class Saving:
         extra = {
             "config": run.config or {},
             "position": position(run, step),
-            "data_sha256": run.data_sha256,
+            "data_sha256": run.corpus.sha256,
         }
         if run.scaler:
             extra["loss_scaler"] = run.scaler.state_dict()
@@ -164,7 +164,7 @@ def _bytes_of_all_ranks(path: Path) -> int | None:
 
 def position(run: Run, step: int) -> dict[str, Any]:
     """The run's position in its data, for a checkpoint: the step, and for a stream where to continue reading."""
-    stream = run.data_position(step)
+    stream = run.corpus.position(step)
     return {
         **({"stream": stream} if stream else {}),
         "step": step,

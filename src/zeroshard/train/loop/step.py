@@ -144,12 +144,12 @@ def backward(run: Run, step: int) -> Tensor:
         if run.schedule.reproducible:
             torch.manual_seed(step_seed(run.schedule.seed, step, micro_step * comm.world_size + comm.rank))
         with span("data"):
-            tokens_BT, targets_BT, *positions = (moved(x, run.device) for x in run.batches(step, micro_step))
+            tokens_BT, targets_BT, *positions = (moved(x, run.device) for x in run.corpus.batches(step, micro_step))
         with run.strategy.micro_batch(last=micro_step == num_micro - 1):
             with span("forward"):
                 loss = run.strategy.model(tokens_BT, targets_BT, **as_arguments(positions))
-                if run.loss_weight is not None:
-                    loss = loss * run.loss_weight(step, micro_step)
+                if run.corpus.loss_weight is not None:
+                    loss = loss * run.corpus.loss_weight(step, micro_step)
             with span("backward"):
                 if run.scaler:
                     loss_share = run.scaler.scale_loss(loss / (num_micro * run.scaler.divided_by))

@@ -166,13 +166,7 @@ def _build_in(
     scaler = _loss_scaler(config, observed) if config.dtype == "float16" else None
     run = Run(
         strategy=strategy,
-        batches=corpus.batches,
-        data_position=corpus.position,
-        loss_weight=corpus.loss_weight,
-        rows=corpus.facts,
-        tokens_by_source=corpus.tokens_by_source,
-        named_evals=corpus.named_evals,
-        eval_batches=corpus.eval_batches,
+        corpus=corpus,
         learning_rate=partial(learning_rate, **resume.schedule_of(config.model_dump())),
         schedule=schedule,
         observers=(),
@@ -185,11 +179,9 @@ def _build_in(
         config=config.model_dump(mode="json"),
         stage=stage,
         comm=observed,
-        data_sha256=corpus.sha256,
         lock=lock,
         describe=partial(describe_run, folder, as_given, corpus),
         clock=Clock(device),
-        release=corpus.close,
         replicas=strategy.zero.replicas if isinstance(strategy, ZeroStrategy) else None,
     )
     if resume_from is not None:

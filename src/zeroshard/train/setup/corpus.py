@@ -50,7 +50,9 @@ class Corpus:
     # ``restore_position(saved, step)`` restores what ``position`` returned; ``step`` is read next
     restore_position: Callable[[Mapping[str, Any] | None, int], None] = lambda saved, step: None
     num_tokens: int = 0  # to train on; 0 if they are streamed and so not counted
-    loss_weight: Callable[[int, int], float] | None = None  # factor of the loss of (step, micro_step)
+    # factor of the loss of (step, micro_step), if not all targets count: see [Note: The mean over what counts] in
+    # `zeroshard.data.batches`
+    loss_weight: Callable[[int, int], float] | None = None
     named_evals: Mapping[str, Iterable[EvalBatch]] = field(default_factory=dict)  # further validation sets
     said: str = ""  # how examples are packed into rows and sources mixed, in words
     facts: Mapping[str, Any] = field(default_factory=dict)  # the same as numbers, for the log
