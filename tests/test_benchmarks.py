@@ -11,7 +11,7 @@ import pytest
 import forked
 from zeroshard.kernels.launch import INTERPRETED
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks" / "claims"
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
 
 
@@ -23,10 +23,8 @@ def _run(*args):
 
 
 def test_kernels_measures_each_mode_of_each_contestant(tmp_path):
-    shown = _run(
-        *("-m", "zeroshard", "bench", "kernels", "--operations", "rms_norm", "adamw"),
-        *("--dtypes", "float32", "--json", tmp_path / "k.json"),
-    )
+    words = ("--operations", "rms_norm", "adamw", "--dtypes", "float32", "--json", tmp_path / "k.json")
+    shown = _run(BENCHMARKS / "gpu" / "kernel_times.py", *words)
     assert "toy sizes, no claims" in shown
     rows = json.loads((tmp_path / "k.json").read_text())["rows"]
     seen = {(row["operation"], row["mode"], row["contestant"]) for row in rows}
@@ -40,7 +38,7 @@ def test_kernels_measures_each_mode_of_each_contestant(tmp_path):
 @pytest.mark.soak  # its ranks are real starts, as it measures what a process holds
 def test_footprint_measures_what_a_rank_holds(tmp_path):
     _run(
-        BENCHMARKS / "footprint.py",
+        BENCHMARKS / "claims" / "footprint.py",
         "--shape",
         "tiny",
         "--steps",
@@ -59,7 +57,7 @@ def test_footprint_measures_what_a_rank_holds(tmp_path):
 @pytest.mark.soak  # a minute and more of the processor
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux")
 def test_sixty_four_ranks_of_one_host_take_a_quarter_of_a_gigabyte_each(tmp_path):
-    _run(BENCHMARKS / "many_ranks.py", "--json", tmp_path / "many.json")
+    _run(BENCHMARKS / "claims" / "many_ranks.py", "--json", tmp_path / "many.json")
     found = json.loads((tmp_path / "many.json").read_text())
     assert found["ranks_seen"] == 64
     assert found["largest_pss_bytes"] <= 250 * 2**20
