@@ -23,7 +23,7 @@ from nets import (
 )
 from zeroshard.comm import LocalCommunicator, NullCommunicator, TorchCommunicator, run_threads
 from zeroshard.models import build_model
-from zeroshard.zero import STAGES, ShardingStrategy, Zero
+from zeroshard.zero import STAGES, Zero
 
 MODELS = {
     "gpt2-demo": {"n_layer": 2, "n_head": 3, "n_embd": 9},
@@ -253,13 +253,6 @@ def test_arguments_that_make_no_sense_are_refused():
     Zero(net, comm=LocalCommunicator())
     with pytest.raises(ValueError, match="has an engine already"):
         Zero(net, comm=LocalCommunicator())
-
-
-def test_a_row_of_ones_own_trains_alike():
-    row = ShardingStrategy("shard", "shard", "shard", reshard_after_forward=False)
-    for prefetch in (0, 1, 3):
-        kwargs = {"stage": row, "prefetch": prefetch}
-        assert_every_stage_equals_one_process(Net, world_size=3, zero_kwargs=kwargs)
 
 
 @pytest.mark.parametrize("accumulate", ["local", "sharded", None])

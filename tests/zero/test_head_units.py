@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from nets import WIDTH, assert_every_stage_equals_one_process, rows, set_values
+from nets import WIDTH, rows, set_values
 from zeroshard.comm import CONTROL, NullCommunicator, ObservedCommunicator
 from zeroshard.lab.predict.buffers import buffers_of
 from zeroshard.lab.predict.traffic import messages
@@ -38,11 +38,6 @@ class LM(nn.Module):
 
 def with_head(model):
     return [model.embed, *model.blocks, model.head]
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_every_stage_has_the_numbers_of_one_process(tied):
-    assert_every_stage_equals_one_process(lambda: LM(tied=tied), zero_kwargs={"units": with_head})
 
 
 def test_what_is_tied_stays_in_the_root():
