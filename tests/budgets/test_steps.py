@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from dry_run import dry_run
 from pairwise import cover
 from soak import soaking
 from zeroshard.comm import CONTROL, NullCommunicator, ObservedCommunicator, run_threads
 from zeroshard.lab.predict.buffers import buffers_of
+from zeroshard.lab.predict.dry_run import dry_run
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES, state_bytes
 from zeroshard.lab.predict.model_trace import tokens_and_targets, trace_language_model, trace_model
 from zeroshard.lab.predict.step import Settings, step_of
@@ -168,6 +168,7 @@ def _both(*, row, name="llama-tiny", world_size=3, precision="bf16", recomputed=
         precision=policy,
         shard_size=shard_size,
         rank=rank,
+        num_steps=2,
         **given,
     )
     return predicted, listed, measured
@@ -225,8 +226,9 @@ def test_whole_tensors_that_few_of_many_ranks_own_are_planned_too(stage, rank):
         units=model.units,
         precision=policy,
         num_micro=2,
-        optimizers=optimizers,
+        optimizer=optimizers,
         rank=rank,
+        num_steps=2,
     )
     sent = [(r.op, r.num_bytes, r.scope, r.world_size) for r in measured.messages]
     assert [(m.op, m.num_bytes, f"{m.buffer}/{m.phase}", m.world_size) for m in predicted.messages()] == sent

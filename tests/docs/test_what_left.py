@@ -65,7 +65,6 @@ LEFT = [
     r"no-master-weights",
     r"largest-model",
     r"dry[-_]run[-_]values",
-    r"predict[./]dry_run",
     r"data/bulk",
     r"data/parts",
     r"fit[-_]memory",

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from dry_run import dry_run
 from zeroshard.lab.planner.lowest_stage import fitting_stage, num_free_bytes, stage_bytes
+from zeroshard.lab.predict.dry_run import dry_run
 from zeroshard.lab.predict.model_trace import tokens_and_targets
 from zeroshard.models import build_model
 from zeroshard.zero import STAGES

@@ -35,6 +35,8 @@ def _json(words):
         ("--gpu a100-80gb --dtype fp8", "dtype", "no products of 8-bit"),
         ("--dtype float32 --autocast", "autocast", "their own masters"),
         ("--compile --impl eager", "compile", "impl is eager"),
+        ("--dtype fp8 --dry-run", "dtype", "a dry run has"),
+        ("--autocast --dry-run", "autocast", "has no such setting"),
         ("--price 2.5", "price", "is no price"),
         ("--price 0/h", "price", "is no price of a GPU"),
         ("--gpu a100-80gb,l40s --price 1/h,2/h,3/h", "price", "3 prices for 2 GPUs"),

@@ -122,7 +122,7 @@ def test_a_plan_may_have_local_steps(planner):
     [
         ({"replicas": {"every": 8}}, r"replicas.every: 8 needs several replicas, and without a shard_size all"),
         ({"replicas": {"every": 8}, "shard_size": 4, "ask": "remedy"}, r"ask: answers of steps alone"),
-        ({"replicas": {"every": 8}, "shard_size": 4, "explain": True}, r"explain: answers of steps alone"),
+        ({"replicas": {"every": 8}, "shard_size": 4, "dry_run": True}, r"dry_run: answers of steps alone"),
     ],
 )
 def test_questions_that_make_no_sense_are_refused(given, words):

@@ -40,8 +40,9 @@ def test_the_command_takes_the_settings_of_a_run_and_explains_the_exchange():
     given = {"model": "gpt2-demo", "gpus": 2, "stage": "2", "micro_batch": 1, "explain": True}
     said = answer_plan(validate(PlanConfig, {**given, "wire": {"grads": "int4"}})).text
     assert "all_to_all among 2 ranks, within a node" in said
-    with pytest.raises(UserError, match=r"^wire.grads: .*stage 0 has no wire format"):
-        validate(PlanConfig, {**given, "stage": "0", "explain": False, "wire": {"grads": "int8"}})
+    for wrong in ({"stage": "0", "explain": False}, {"stage": "all", "explain": False, "dry_run": True}):
+        with pytest.raises(UserError, match=r"^wire.grads: .*stage 0 has no wire format"):
+            validate(PlanConfig, {**given, **wrong, "wire": {"grads": "int8"}})
 
 
 def test_rows_of_stage_zero_that_have_no_wire_format_say_so():

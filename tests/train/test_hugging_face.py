@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dry_run import dry_run
 from hf_models import ARCHITECTURES, SEQ_LEN, VOCAB_SIZE, hf_folder, make_model, require_transformers  # noqa: F401
 from live_bytes import LiveBytes
 from zeroshard import checkpoint
@@ -21,10 +20,9 @@ from zeroshard.data.tokenizer import train_bpe
 from zeroshard.inference.evaluation import local_score
 from zeroshard.inference.generate import load_for_text, sample
 from zeroshard.interop.hf_export import run_export
-from zeroshard.lab.planner.planner import planner_for
+from zeroshard.lab.planner.command import answer_plan
+from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.planner.run_plan import predict
-from zeroshard.lab.predict.hardware import this_machine
-from zeroshard.lab.predict.model_trace import tokens_and_targets
 from zeroshard.models import build_model
 from zeroshard.models.hugging_face import weights
 from zeroshard.train.config.command_settings import EvalConfig, ExportConfig
@@ -298,17 +296,13 @@ def test_a_run_goes_on_evaluates_writes_and_is_exported_without_the_folder_it_ca
 
 def test_a_plan_is_what_a_step_takes(hf_folder):  # noqa: F811
     """From ``config.json`` alone, of more blocks than are traced."""
-    name, overrides = f"hf:{hf_folder('qwen3')}", {"n_layer": 6, "from_config": True}
-    given = {"world_size": 2, "gpu": this_machine(2**40, "cpu"), "seq_len": 16, "dtype": "float32"}
-    predicted = planner_for(name, overrides=overrides, **given).row(3, 2).step
-    model = build_model(name, overrides=overrides)
-    inputs = tokens_and_targets(16)
-    measured = dry_run(model, inputs, world_size=2, strategy=3, micro_batch=2, units=model.units)
-    assert len(measured.messages) > 6
-    assert [each.num_bytes for each in measured.messages] == [each.num_bytes for each in predicted.messages()]
-    assert measured.peak_bytes == pytest.approx(predicted.peak.total, rel=0.01)
-    for category in ("params", "grads", "optimizer"):
-        assert measured.before_update[category] == predicted.before_update[category]
+    model = {"name": f"hf:{hf_folder('qwen3')}", "n_layer": 6, "from_config": True}
+    settings = {"gpu": "rtx-4090", "gpus": 2, "seq_len": 16, "micro_batch": 2, "dtype": "float32", "stage": "3"}
+    config = PlanConfig.model_validate({"model": model, **settings, "json": True, "dry_run": True})
+    compared = json.loads(answer_plan(config).text)["compared"]
+    assert compared["messages"]["measured"] > 6
+    for name in ("peak", "params", "grads", "optimizer", "messages", "message bytes"):
+        assert compared[name]["predicted"] == pytest.approx(compared[name]["measured"], rel=0.01), name
 
 
 def test_a_run_of_experts_in_float32_is_held_to_what_can_be_planned(hf_folder, tiny_config, caplog, capsys):  # noqa: F811

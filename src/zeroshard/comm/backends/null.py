@@ -1,4 +1,4 @@
-"""A world of any size in one process, with no peers and no traffic: for measurements.
+"""A world of any size in one process, with no peers and no traffic: for dry runs.
 
 It behaves as if every rank held the same tensors as this one: a sum multiplies by the world size, a gather repeats this
 rank's shard. So averages keep their size and no NaN/Inf appear; every buffer is really allocated and written; and one

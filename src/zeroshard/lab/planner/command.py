@@ -6,22 +6,33 @@ import json
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import torch
+
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.lab.planner import next_command
-from zeroshard.lab.planner.advice import recommended
+from zeroshard.lab.planner.advice import describe, recommended
 from zeroshard.lab.planner.compare_gpus import Comparison, Offer, Refusal
 from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.planner.explain import explain
-from zeroshard.lab.planner.inverse import Answer, crossover, fewest, largest_micro_batch, lowest_bandwidth
+from zeroshard.lab.planner.inverse import (
+    Answer,
+    crossover,
+    fewest,
+    largest_micro_batch,
+    lowest_bandwidth,
+)
 from zeroshard.lab.planner.plan import check_node_copy, check_wire_nodes, micro_batches, plan
 from zeroshard.lab.planner.plan_rows import Plan, Row
 from zeroshard.lab.planner.planner import Planner, planner_for
 from zeroshard.lab.planner.price import parse_prices
 from zeroshard.lab.planner.remedy import remedies
-from zeroshard.lab.planner.show import text
+from zeroshard.lab.planner.show import seconds, size, text
 from zeroshard.lab.predict.cluster import Cluster
-from zeroshard.lab.predict.hardware import find_device
+from zeroshard.lab.predict.dry_run import Measured, dry_run
+from zeroshard.lab.predict.hardware import find_device, this_machine
+from zeroshard.lab.predict.step import Step
 from zeroshard.lab.predict.workload import DTYPES
+from zeroshard.models import LanguageModel
 from zeroshard.train.setup.assemble import local_steps, lora_of, model_overrides
 from zeroshard.zero import STAGES
 
@@ -62,12 +73,18 @@ def _answer(config: PlanConfig, width: int) -> PlanAnswer:
             status, _printed(config, content, answer.sentence, _unused_network(config, [planner.cluster]))
         )
     found = _plan(config)
-    if config.explain:
-        told = explain(planner_for(**given), chosen_row(config, found))
-        said = _printed(config, found.as_dict(), told, _unused_network(config, [found.cluster]))
+    if config.explain or config.dry_run:
+        planner = planner_for(**given)
+        row = chosen_row(config, found)
+        unused = _unused_network(config, [found.cluster])
+        said = [_printed(config, found.as_dict(), explain(planner, row), unused)] if config.explain else []
+        if config.dry_run:
+            compared = compare(config, planner, row)
+            said.append(_printed(config, compared, _comparison_text(compared)))
+            return PlanAnswer(ExitStatus.OK, "\n".join(said))
     else:
-        said = _with_cost(config, found, width)
-    return PlanAnswer(ExitStatus.OK if found.fits else ExitStatus.CHECK_FAILED, said)
+        said = [_with_cost(config, found, width)]
+    return PlanAnswer(ExitStatus.OK if found.fits else ExitStatus.CHECK_FAILED, "\n".join(said))
 
 
 def _asked_planner(config: PlanConfig, given: dict[str, Any]) -> Planner:
@@ -125,7 +142,7 @@ def _dtype_on(gpu: str, dtype: str) -> str:
 
 
 def chosen_row(config: PlanConfig, found: Plan) -> Row:
-    """The row to explain: the recommended one of those requested, or if none fits, that with least memory.
+    """The row to explain or to run: the recommended one of those requested, or if none fits, that with least memory.
 
     If a stage is given without a ``shard_size``, only rows that shard over all GPUs count as requested.
     """
@@ -181,6 +198,88 @@ def ask(config: PlanConfig, planner: Planner) -> Answer:
         return remedies(planner, stages, config.micro_batch or None, config.shard_size or None)
     filled = config.ask == "crossover-filled"
     return crossover(planner, stage, int(config.against), None if filled else micro_batch)
+
+
+def compare(config: PlanConfig, planner: Planner, row: Row) -> dict[str, Any]:
+    """Run the row's step on this machine's device, and compare: predicted, measured, ratio.
+
+    Memory and collectives are predicted for that device. Time is only measured, because the plan's is for another one.
+    """
+    if planner.workload.optimizer != "AdamW":
+        raise UserError("dry_run", f"it runs AdamW, and optimizer is {config.optimizer}", "leave one of the two out")
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
+    here: dict[str, Any] = {"gpu": this_machine(2**62, kind), "within_node": config.network}
+    local = planner_for(**{**arguments(config), **here})
+    shard_size = None if row.shard_size == planner.cluster.world_size else row.shard_size
+    stage = row.stage if row.stage is not None else 3
+    again = local.row(stage, row.micro_batch, shard_size)
+    workload = local.workload
+    assert isinstance(workload.model, LanguageModel)
+    _require_memory(device, again.step.peak.total)
+    measured = dry_run(
+        workload.model,
+        workload.inputs,
+        world_size=planner.cluster.world_size,
+        strategy=local.strategy(stage, row.shard_size),
+        micro_batch=row.micro_batch,
+        units=workload.model.units,
+        precision=workload.precision,
+        num_micro=again.num_micro,
+        accumulate=local.accumulate,
+        prefetch=local.prefetch,
+        shard_size=shard_size,
+        leaves=local.leaves or None,
+        device=device,
+        record=device.type != "cuda",
+    )
+    return {
+        "row": describe(row, planner.cluster.world_size),
+        "device": str(device),
+        "compared": {
+            name: {"predicted": ours, "measured": theirs, "ratio": ours / theirs if theirs else None}
+            for name, (ours, theirs) in _predicted_and_measured(again.step, measured).items()
+        },
+        "step_s": min(measured.step_s),
+    }
+
+
+def _predicted_and_measured(step: Step, measured: Measured) -> dict[str, tuple[int, int]]:
+    """Pairs of a predicted and a measured value by name: bytes, and the number of collectives."""
+    lines = {"peak": (step.peak.total, measured.peak_bytes)}
+    for name in ("params", "master", "grads", "optimizer"):
+        lines[name] = (step.before_update[name], measured.before_update[name])
+    for name, num_bytes in measured.peak_by_category.items():
+        predicted = step.peak.by_category.get(name, 0)
+        if predicted or num_bytes:
+            lines[f"peak: {name}"] = (predicted, num_bytes)
+    messages = step.messages()
+    lines["messages"] = (len(messages), len(measured.messages))
+    lines["message bytes"] = (
+        sum(each.num_bytes for each in messages),
+        sum(each.num_bytes for each in measured.messages),
+    )
+    return lines
+
+
+def _require_memory(device: torch.device, num_bytes: int) -> None:
+    from zeroshard.lab.planner.lowest_stage import num_free_bytes
+
+    free = num_free_bytes(device, 1)
+    if num_bytes > free:
+        what = f"this step takes {size(num_bytes)} and {size(free)} are free here"
+        todo = "choose a smaller model or micro-batch, a higher stage, or more GPUs"
+        raise UserError("dry_run", what, todo)
+
+
+def _comparison_text(compared: dict[str, Any]) -> str:
+    lines = [f"{compared['row']}, one rank on {compared['device']}, no peers", ""]
+    lines.append(f"{'':<20} {'predicted':>12} {'measured':>12} {'ratio':>8}")
+    for name, each in compared["compared"].items():
+        shown = [str(each[k]) if name == "messages" else size(each[k]) for k in ("predicted", "measured")]
+        ratio = "" if each["ratio"] is None else f"{each['ratio']:.4f}"
+        lines.append(f"{name:<20} {shown[0]:>12} {shown[1]:>12} {ratio:>8}")
+    return "\n".join([*lines, "", f"A step takes {seconds(compared['step_s'])} here, with nothing sent."])
 
 
 def _unused_network(config: PlanConfig, clusters: Iterable[Cluster]) -> str:

@@ -105,6 +105,9 @@ class PlanConfig(Config):
     explain: bool = Field(
         False, description="Print what --stage, else the row advised, sends, and each figure's source."
     )
+    dry_run: bool = Field(
+        False, description="Run a rank's step of --stage here, else of the row advised; prediction beside measurement."
+    )
     ask: Question = Field("none", description="Answer this question instead of printing the table.")
     against: Literal["0", "1", "2", "3"] = Field("0", description="Of crossover: the stage to compare --stage with.")
 
@@ -120,11 +123,11 @@ class PlanConfig(Config):
         find_link(self.network)
         if self.replicas.on:
             rules.check_local_steps("replicas.every", self.replicas.every, self.shard_size)
-        if self.replicas.on and (self.explain or self.ask != "none"):
-            flag = "explain" if self.explain else "ask"
+        if self.replicas.on and (self.explain or self.dry_run or self.ask != "none"):
+            flag = "explain" if self.explain else "dry_run" if self.dry_run else "ask"
             what = "answers of steps alone, and with replicas.every some of them have a meeting"
             raise UserError(flag, what, "leave one of the two out")
-        if self.wire.given and self.stage == "0":
+        if self.wire.given and (self.stage == "0" or (self.dry_run and self.stage == "all")):
             rules.check_wire(f"wire.{self.wire.given}", getattr(self.wire, self.wire.given), 0)
         rules.check_node_sums("wire.node_size", self.wire.node_size, self.shard_size)
         if self.wire.node_size and self.ask == "fewest-gpus":
@@ -163,7 +166,7 @@ class PlanConfig(Config):
 
     def _asks_one_thing(self) -> None:
         """Raise UserError for settings that do not belong to the question that is asked."""
-        asked = "ask" if self.ask != "none" else "explain" if self.explain else ""
+        asked = "ask" if self.ask != "none" else "explain" if self.explain else "dry_run" if self.dry_run else ""
         if asked and len(self.gpu_names) > 1:
             raise UserError("gpu", f"{asked} is of one device, and {len(self.gpu_names)} are named", "name one")
         if asked and (self.price or self.tokens):
@@ -171,6 +174,11 @@ class PlanConfig(Config):
             raise UserError(
                 name, f"it belongs to the table, which {asked} takes the place of", "leave one of the two out"
             )
+        if self.dry_run and self.autocast:
+            what = "a dry run runs what zeroshard train does, and that has no such setting"
+            raise UserError("autocast", what, "leave one out")
+        if self.dry_run and self.dtype == "fp8":
+            raise UserError("dtype", "a dry run has no products in 8 bits", "use bfloat16, which keeps as much")
 
     def _asks_of_one_size(self) -> None:
         """Raise UserError for sizes that the question itself varies or does not use: they would change nothing."""

@@ -1,0 +1,168 @@
+"""Dry run: trains as one rank of a world of any size, alone on this machine, and measures its memory and traffic.
+
+The engine is the real one, over `NullCommunicator`: every buffer is allocated and written, forward and backward are
+computed, and no data is sent. Each operation's allocations are recorded (`zeroshard.profiling.memory`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+
+from zeroshard.comm import CONTROL, CommRecord, NullCommunicator, ObservedCommunicator
+from zeroshard.lab.predict.model_trace import Inputs
+from zeroshard.profiling.memory import AllocationRecorder
+from zeroshard.zero import MixedPrecision, ShardingStrategy, Zero, loaded_later
+from zeroshard.zero.engine import Accumulate
+
+NUM_STEPS = 2  # the first step creates optimizer states; the second starts with the gradient buffers of the first
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Measurements of one rank.
+
+    Attributes:
+        start: resident bytes by category before the first step.
+        before_update, after_update: resident bytes by category before and after the update of the last step.
+        peak_bytes: peak of live bytes: training state, activations and everything else.
+        peak_by_category: the peak by category; empty unless allocations were recorded.
+        messages: collectives of the last step in order, without control messages.
+        step_s: seconds of each step but the first, including the recorder's own time.
+    """
+
+    start: dict[str, int]
+    before_update: dict[str, int]
+    after_update: dict[str, int]
+    peak_bytes: int
+    peak_by_category: dict[str, int]
+    messages: list[CommRecord]
+    step_s: list[float] = field(default_factory=list)
+
+
+def dry_run(
+    model: nn.Module,
+    inputs: Inputs,
+    *,
+    world_size: int,
+    strategy: ShardingStrategy,
+    micro_batch: int,
+    units: Iterable[nn.Module] | None = None,
+    precision: MixedPrecision | None = None,
+    optimizer: Callable[[Zero], list[Optimizer]] | None = None,
+    num_micro: int = 1,
+    accumulate: Accumulate | None = None,
+    prefetch: int = 1,
+    shard_size: int | None = None,
+    leaves: int | None = None,
+    rank: int = 0,
+    device: torch.device | str = "cpu",
+    num_steps: int = NUM_STEPS + 1,
+    record: bool = True,
+) -> Measured:
+    """Train ``model`` as rank ``rank`` of ``world_size`` and measure it.
+
+    Args:
+        model: the model; it is sharded in place. Parameters on the meta device get small random values.
+        inputs: makes the arguments of a micro-batch.
+        world_size, rank: size of the simulated world, and this process's rank in it.
+        strategy, units, precision, accumulate, prefetch, shard_size, leaves: as `zeroshard.Zero` takes them.
+        micro_batch, num_micro: rows of a micro-batch, and micro-batches of a step.
+        optimizer: makes the optimizers; None: fused `torch.optim.AdamW` over all parameters.
+        device: where the rank runs.
+        num_steps: `NUM_STEPS` or more; all but the first are timed.
+        record: whether to record allocations; if not, ``peak_bytes`` is CUDA's own count, and 0 on a CPU.
+
+    Raises:
+        ValueError: ``num_steps`` is below `NUM_STEPS`.
+    """
+    device = torch.device(device)
+    if num_steps < NUM_STEPS:
+        raise ValueError(
+            f"num_steps: {num_steps} steps; give at least {NUM_STEPS}, as the first one is not like the rest"
+        )
+    comm = ObservedCommunicator(NullCommunicator(world_size, rank))
+    unset = any(param.is_meta for param in model.parameters())
+    zero = Zero(
+        model,
+        strategy,
+        comm=comm,
+        device=device,
+        init=loaded_later if unset else None,
+        units=units,
+        precision=precision,
+        prefetch=prefetch,
+        accumulate=accumulate,
+        shard_size=shard_size,
+        leaves=leaves,
+    )
+    if unset:
+        _fill(zero)
+    make = optimizer or (lambda zero: [zero.optimizer(torch.optim.AdamW, lr=1e-4, fused=True)])
+    optimizers = make(zero)
+    given = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, inputs(micro_batch))
+    recorder = None
+    if record:
+        recorder = AllocationRecorder(zero.holdings)
+        # what parameters show while their weights are hidden
+        recorder.ignore(group.params.shown.placeholder for unit in zero.units for group in unit.groups)
+        recorder.follow(model, optimizers[0])
+    start = before_update = after_update = zero.memory_bytes()
+    seconds: list[float] = []
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with recorder or nullcontext():
+        for _ in range(num_steps):
+            comm.drain()
+            began = time.perf_counter()
+            before_update, after_update = _take_step(zero, model, optimizers, given, num_micro)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - began)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    by_category: dict[str, int] = {}
+    if recorder is not None:
+        recorder.remove()
+        peak, by_category = recorder.peak.num_bytes, dict(recorder.peak.by_category)
+    sent = [each for each in comm.records if each.scope != CONTROL]
+    return Measured(start, before_update, after_update, peak, by_category, sent, seconds[1:])
+
+
+def _take_step(
+    zero: Zero, model: nn.Module, optimizers: list[Optimizer], given: tuple[Any, ...], num_micro: int
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Run forward, backward and update; returns the resident bytes before and after the update."""
+    for micro in range(num_micro):
+        with zero.micro_batch(last=micro == num_micro - 1):
+            _loss(model, given).backward()
+    zero.clip_grad_norm_(1.0)
+    before_update = zero.memory_bytes()
+    for each in optimizers:
+        each.step()
+    after_update = zero.memory_bytes()
+    for each in optimizers:
+        each.zero_grad()
+    return before_update, after_update
+
+
+def _loss(model: nn.Module, given: tuple[Any, ...]) -> Tensor:
+    output = model(*given)
+    loss = sum(leaf.sum() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad)
+    assert isinstance(loss, Tensor), "no output of the model takes gradients"
+    return loss
+
+
+def _fill(zero: Zero) -> None:
+    """Fill weights that were never initialised with small random values."""
+    with torch.no_grad():
+        for holding in zero.holdings():
+            if holding.tensor.untyped_storage().nbytes():  # otherwise it is freed until its next use
+                holding.tensor.normal_(0.0, 0.02)
