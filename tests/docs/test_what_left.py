@@ -68,7 +68,6 @@ LEFT = [
     r"data/bulk",
     r"data/parts",
     r"fit[-_]memory",
-    r"bench (memory|collectives|kernels)\b",
 ]
 # The history of the project may name it.
 HISTORY = {"CHANGELOG.md", "log.md"}

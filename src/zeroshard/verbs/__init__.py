@@ -90,10 +90,10 @@ VERBS: dict[str, Verb] = {
         words=("ls", "show", "verify", "diff"),
     ),
     "bench": Verb(
-        "Measure on this machine: the time of a step, the device for the planner; a table, a JSON file.",
+        "Measure on this machine: memory, step, collectives, device, kernels; a table, a JSON file.",
         bench,
-        usage="step | device [FLAGS]",
-        words=("step", "device"),
+        usage="memory | step | collectives | device | kernels [FLAGS]",
+        words=("memory", "step", "collectives", "device", "kernels"),
     ),
     "sweep": Verb(SWEEP, sweep),
     "report": Verb(

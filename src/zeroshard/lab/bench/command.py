@@ -7,9 +7,17 @@ from typing import Any
 
 import torch
 
+from zeroshard import process
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.lab.bench.report import Report
-from zeroshard.lab.bench.settings import DeviceBench, StepBench
+from zeroshard.lab.bench.settings import (
+    CollectivesBench,
+    DeviceBench,
+    KernelsBench,
+    MemoryBench,
+    StepBench,
+)
+from zeroshard.train.config.sizes import parse_size
 
 
 def run_bench(settings: Any, json_path: str = "") -> int:
@@ -29,6 +37,30 @@ def run_bench(settings: Any, json_path: str = "") -> int:
     if json_path:
         report.write(Path(json_path))
     return ExitStatus.OK
+
+
+def _memory(settings: MemoryBench) -> Report:
+    from zeroshard.lab.bench import memory
+    from zeroshard.models.presets import model_config
+    from zeroshard.zero import STAGES
+
+    for name in settings.models:
+        model_config(name)  # its error suggests the nearest preset
+    unknown = [stage for stage in settings.stages if stage not in STAGES]
+    if unknown:
+        raise UserError("stages", f"there is no stage {unknown[0]}", f"choose of {', '.join(map(str, STAGES))}")
+    if settings.rank >= settings.nproc:
+        raise UserError("rank", f"{settings.rank} is outside a world of {settings.nproc}", "ranks count from 0")
+    return memory.run(
+        settings.models,
+        settings.stages,
+        settings.nproc,
+        settings.dtype,
+        settings.seq_len,
+        settings.micro_batch_size,
+        _device(settings.device),
+        settings.rank,
+    )
 
 
 def _step(settings: StepBench) -> Report:
@@ -52,6 +84,21 @@ def _step(settings: StepBench) -> Report:
     )
 
 
+def _collectives(settings: CollectivesBench) -> Report:
+    from zeroshard.lab.bench import collectives
+
+    sizes = {size: parse_size("sizes", size) for size in settings.sizes}
+    device = _device(settings.device)
+    for world in settings.worlds:
+        if world < 2:
+            raise UserError("worlds", f"{world} ranks have nobody to talk to", "give 2 or more")
+        _check_ranks(world, device)
+    comms = [name for name in settings.comms if device == "cpu" or name == "torch"]
+    if len(comms) < len(settings.comms) and "comms" in settings.model_fields_set:
+        raise UserError("comms", "rings and shm move CPU tensors", "use torch, or --device cpu")
+    return collectives.run(settings.worlds, sizes, settings.dtypes, comms, settings.rounds, device)
+
+
 def _device_bench(settings: DeviceBench) -> Report:
     from zeroshard.lab.bench import device as bench
 
@@ -63,7 +110,30 @@ def _device_bench(settings: DeviceBench) -> Report:
     return report
 
 
-_BENCHES: dict[type, Any] = {StepBench: _step, DeviceBench: _device_bench}
+def _kernels(settings: KernelsBench) -> Report:
+    if not torch.cuda.is_available():
+        process.interpret_kernels()
+    from zeroshard.kernels.launch import HAS_TRITON
+    from zeroshard.lab.bench import kernels
+    from zeroshard.lab.bench.kernel_cases import CASES
+    from zeroshard.train.config.validate import nearest
+
+    if not HAS_TRITON:
+        raise UserError("bench", "Triton is not installed", 'pip install "zeroshard[kernels]"')
+    for name in settings.operations:
+        if name not in CASES:
+            choices = ", ".join(CASES)
+            raise UserError("operations", f"{name!r} is unknown", nearest(name, CASES, f"choose of {choices}"))
+    return kernels.run(settings.operations or list(CASES), settings.dtypes, settings.rounds)
+
+
+_BENCHES: dict[type, Any] = {
+    MemoryBench: _memory,
+    StepBench: _step,
+    CollectivesBench: _collectives,
+    DeviceBench: _device_bench,
+    KernelsBench: _kernels,
+}
 
 
 def _device(wanted: str) -> str:

@@ -104,9 +104,19 @@ def spread_of(values: Sequence[float]) -> dict[str, Any]:
 
 def milliseconds(seconds: Mapping[str, Any] | float) -> str:
     """Format seconds as milliseconds: ``12.345``, or with quartiles ``12.345 (12.100-13.002)``."""
-    if isinstance(seconds, Mapping):
-        return "{:.3f} ({:.3f}-{:.3f})".format(*(seconds[key] * 1e3 for key in ("median", "low", "high")))
-    return f"{seconds * 1e3:.3f}"
+    return _with_quartiles(seconds, 1e3, 3)
+
+
+def giga(value: Mapping[str, Any] | float) -> str:
+    """Format in units of 10^9: ``12.35``, or with quartiles ``12.35 (12.10-13.00)``."""
+    return _with_quartiles(value, 1e-9, 2)
+
+
+def _with_quartiles(value: Mapping[str, Any] | float, scale: float, digits: int) -> str:
+    if isinstance(value, Mapping):
+        low, high = (f"{value[key] * scale:.{digits}f}" for key in ("low", "high"))
+        return f"{value['median'] * scale:.{digits}f} ({low}-{high})"
+    return f"{value * scale:.{digits}f}"
 
 
 def environment() -> dict[str, Any]:

@@ -10,27 +10,20 @@ over a forward pass that was run before.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import os
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch._functorch.config
 from torch import Tensor
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when kernels are imported
-
-from kernel_cases import CASES, DEVICE, DTYPES, ON_GPU, Case
-
+from zeroshard.lab.bench.kernel_cases import CASES, DEVICE, ON_GPU, Case
 from zeroshard.lab.bench.report import Column, Report, environment, spread_of
 
 STREAM = torch.cuda.Stream() if ON_GPU else None  # of capture: a graph's backward runs on its forward's stream
@@ -55,6 +48,9 @@ class Row:
     peak_bytes: int | None
     captured: bool
     rounds: list[float] = field(default_factory=list)
+
+
+# ------------------------------------------------------------------------------------------------------- timing
 
 
 def outputs_of(result: Any) -> list[Tensor]:
@@ -196,26 +192,48 @@ def measure_case(case: Case, num_rounds: int, copy_rate: float, order: random.Ra
     return rows
 
 
-def main() -> None:
-    """Measure the operations that were asked for, print the table, and write the JSON file."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--operations", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--rounds", type=int, default=7 if ON_GPU else 1)
-    parser.add_argument("--json", type=Path, help="write all that was measured, with the environment")
-    asked = parser.parse_args()
+# ------------------------------------------------------------------------------------------------------- report
+
+
+def run(
+    operations: Sequence[str], dtypes: Sequence[str], num_rounds: int, *, seen: Callable[[Row], None] = lambda row: None
+) -> Report:
+    """Measure the operations in each dtype.
+
+    Args:
+        operations: keys of `kernel_cases.CASES`.
+        dtypes: keys of `kernel_cases.DTYPES`.
+        num_rounds: rounds; 0: 7 on a GPU, else 1.
+        seen: is called with each row once its case is measured.
+    """
     torch.manual_seed(0)
-    copy_rate, order = copy_bytes_per_s(), random.Random(0)
-    rows: list[Row] = []
     compiling: Any = torch._functorch.config
     # The compiled backward runs many times, so it may not donate its saved buffers.
     with compiling.patch(donated_buffer=False), torch.cuda.stream(STREAM) if STREAM else nullcontext():
-        for operation in asked.operations:
-            for dtype in asked.dtypes:
-                for case in CASES[operation](dtype):
-                    rows += measure_case(case, asked.rounds, copy_rate, order)
+        return _measured(operations, dtypes, num_rounds or (7 if ON_GPU else 1), seen)
+
+
+def _measured(operations: Sequence[str], dtypes: Sequence[str], num_rounds: int, seen: Callable[[Row], None]) -> Report:
+    copy_rate = copy_bytes_per_s()
+    rows: list[Row] = []
+    order = random.Random(0)
+    for operation in operations:
+        for dtype in dtypes:
+            for case in CASES[operation](dtype):
+                measured = measure_case(case, num_rounds, copy_rate, order)
+                rows += measured
+                for row in measured:
+                    seen(row)
+    facts = {
+        "device": environment()["gpu"] or "cpu, Triton's interpreter: toy sizes, no claims",
+        "copy_bytes_per_s": copy_rate,
+        "footprint_bytes": FOOTPRINT_BYTES,
+    }
     columns = [
-        *(Column(name, name) for name in ("operation", "shape", "dtype", "mode")),
+        Column("operation", "operation"),
+        Column("shape", "shape"),
+        Column("dtype", "dtype"),
+        Column("mode", "mode"),
         Column("contestant", ""),
         Column("seconds", "us", lambda seconds: f"{seconds * 1e6:.1f}"),
         Column("mark", ""),
@@ -224,17 +242,12 @@ def main() -> None:
         Column("times_eager", "x eager", lambda ratio: f"{ratio:.2f}"),
         Column("peak_bytes", "peak MiB", lambda num_bytes: f"{num_bytes / 2**20:.1f}"),
     ]
-    device = environment()["gpu"] or "cpu, Triton's interpreter: toy sizes, no claims"
-    facts = {"device": device, "copy_bytes_per_s": copy_rate, "footprint_bytes": FOOTPRINT_BYTES}
     found = [
-        {**asdict(row), "mark": "" if row.captured or not ON_GPU else "*", "time_s": spread_of(row.rounds)}
+        {
+            **asdict(row),
+            "mark": "" if row.captured or not ON_GPU else "*",
+            "time_s": spread_of(row.rounds),
+        }
         for row in rows
     ]
-    report = Report("kernels", found, columns, facts, [f"{device}; a copy: {copy_rate / 1e9:.1f} GB/s"])
-    print(report.text())
-    if asked.json:
-        report.write(asked.json)
-
-
-if __name__ == "__main__":
-    main()
+    return Report("kernels", found, columns, facts, [f"{facts['device']}; a copy: {copy_rate / 1e9:.1f} GB/s"])

@@ -1,0 +1,158 @@
+"""Bytes on a rank at three points, component by component, compared with the formula of `zeroshard.lab.predict.memory`.
+
+One process builds the real engine for one rank of a world of any size (`zeroshard.comm.NullCommunicator`), and takes
+two steps. The measured bytes are those of the engine's storages (`zeroshard.profiling.memory`); the predicted bytes
+follow from shapes alone. If the two are not equal to the byte, the line is marked. The peak is that of the second step:
+on the CPU the bench follows every operation, on CUDA it asks the allocator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zeroshard.comm import NullCommunicator
+from zeroshard.lab.bench.report import Column, Report, Row
+from zeroshard.lab.predict.buffers import buffers_of
+from zeroshard.lab.predict.memory import OPTIMIZER_STATES, state_bytes
+from zeroshard.models import LanguageModel, build_model
+from zeroshard.profiling.memory import POINTS, STATE, AllocationRecorder, ThreePoints, held_bytes
+from zeroshard.zero import STAGES, MixedPrecision, Zero
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MIB = 2**20
+
+
+def run(
+    models: Sequence[str],
+    stages: Sequence[int],
+    world: int,
+    dtype: str,
+    seq_len: int,
+    micro_batch_size: int,
+    device: str,
+    rank: int = 0,
+) -> Report:
+    """Measure each model at each stage.
+
+    Args:
+        models: names of presets.
+        stages: ZeRO stages.
+        world: number of ranks of the simulated world.
+        dtype: compute dtype, a key of `DTYPES`; master weights are fp32.
+        seq_len: tokens in a sequence, capped at the model's.
+        micro_batch_size: sequences in a forward pass.
+        device: ``cpu`` or ``cuda``.
+        rank: the rank that is built and measured.
+    """
+    args = (world, rank, DTYPES[dtype], seq_len, micro_batch_size, torch.device(device))
+    rows = [row for name in models for stage in stages for row in _rows(name, stage, *args)]
+    columns = [Column(name, name) for name in ("model", "stage", "point")]
+    columns += [Column(category, category, _beside) for category in (*STATE[:4], "all")]
+    columns.append(Column("note", ""))
+    facts = {"world": world, "rank": rank, "dtype": dtype, "seq_len": seq_len, "micro_batch_size": micro_batch_size}
+    points = [row for row in rows if row["point"] in POINTS]
+    exact = sum(not row["note"] for row in points)
+    note = f"MiB; {exact} of {len(points)} points as predicted, to the byte"
+    return Report("memory", rows, columns, facts, [note])
+
+
+def predicted_points(
+    model: LanguageModel, stage: int, world: int, rank: int, dtype: torch.dtype, device_type: str
+) -> dict[str, dict[str, int]]:
+    """Predicted bytes by point and category, from shapes alone; ``model`` may be on the meta device."""
+    buffers = buffers_of(model, world, model.units)
+    args = (buffers, STAGES[stage], rank, OPTIMIZER_STATES["AdamW"], precision_of(dtype))
+    full = state_bytes(*args, device_type=device_type)
+    before = {**full, "optimizer": 0}
+    return {"initialised": {**before, "grads": 0}, "before_step": before, "after_step": full}
+
+
+def precision_of(dtype: torch.dtype) -> MixedPrecision | None:
+    """The mixed-precision policy that the trainer uses for a compute dtype; None for fp32."""
+    return None if dtype == torch.float32 else MixedPrecision(param_dtype=dtype)
+
+
+def measured_points(
+    model: LanguageModel,
+    stage: int,
+    comm: NullCommunicator,
+    dtype: torch.dtype,
+    seq_len: int,
+    micro_batch_size: int,
+) -> tuple[dict[str, dict[str, int]], dict[str, int], int]:
+    """Take two steps; returns bytes by point and category, the peak by category (empty on CUDA), and the peak."""
+    device = next(model.parameters()).device
+    zero = Zero(model, stage, units=model.units, comm=comm, precision=precision_of(dtype))
+    optimizer = zero.optimizer(torch.optim.AdamW, lr=1e-4, fused=True)
+    points = ThreePoints(optimizer, lambda: held_bytes(zero.holdings()))
+    tokens = torch.zeros(micro_batch_size, seq_len, dtype=torch.int64, device=device)
+
+    def step() -> None:
+        model(tokens, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        torch.cuda.synchronize()
+        return points.bytes, {}, torch.cuda.max_memory_allocated(device)
+    recorder = AllocationRecorder(zero.holdings).follow(model, optimizer)
+    with recorder:
+        step()
+    recorder.remove()
+    return points.bytes, recorder.peak.by_category, recorder.peak.num_bytes
+
+
+def _rows(
+    name: str,
+    stage: int,
+    world: int,
+    rank: int,
+    dtype: torch.dtype,
+    seq_len: int,
+    micro_batch_size: int,
+    device: torch.device,
+) -> list[Row]:
+    with torch.device(device):
+        model = build_model(name)
+    seq_len = min(seq_len, model.config.seq_len)
+    predicted = predicted_points(model, stage, world, rank, dtype, device.type)
+    comm = NullCommunicator(world, rank)
+    points, peak, peak_bytes = measured_points(model, stage, comm, dtype, seq_len, micro_batch_size)
+    rows: list[Row] = []
+    for point in POINTS:
+        row: Row = {"model": name, "stage": stage, "point": point}
+        for category in predicted[point]:
+            row[category] = {"predicted": predicted[point][category], "measured": points[point].get(category, 0)}
+        row["all"] = {"predicted": sum(predicted[point].values()), "measured": sum(points[point].values())}
+        wanted = {category: num_bytes for category, num_bytes in predicted[point].items() if num_bytes}
+        rows.append({**row, "note": "" if wanted == points[point] else "differs"})
+    more = ", ".join(
+        f"{category} {num_bytes / MIB:.1f}" for category, num_bytes in peak.items() if category not in STATE
+    )
+    held = {category: {"measured": peak[category]} for category in STATE if category in peak}
+    rows.append(
+        {
+            "model": name,
+            "stage": stage,
+            "point": "peak",
+            **held,
+            "all": {"measured": peak_bytes},
+            "note": f"MiB: {more}" if more else "",
+            "by_category": peak,
+        }
+    )
+    return rows
+
+
+def _beside(value: Mapping[str, Any]) -> str:
+    """Format the measured MiB: ``12.30``, or with the prediction if that differs: ``12.30 (11.00)``."""
+    measured, predicted = value["measured"], value.get("predicted")
+    text = f"{measured / MIB:.2f}"
+    return text if predicted is None or predicted == measured else f"{text} ({predicted / MIB:.2f})"
