@@ -47,7 +47,8 @@ class Known:
         """Raise RuntimeError for a parameter that came later and is trained, or that was tied outside of its unit."""
         for module in self._model.modules():
             for key, param in module._parameters.items():
-                if param is not None and (module, param) not in self._owned:
+                # functional_call puts other tensors there for the length of a call
+                if isinstance(param, nn.Parameter) and (module, param) not in self._owned:
                     self._require_gathered(module, key, param)
 
     def _require_gathered(self, module: nn.Module, key: str, param: nn.Parameter) -> None:
