@@ -131,5 +131,5 @@ def test_a_plan_for_a_gpu_has_it_and_one_for_a_cpu_has_not():
 
 def test_eager_code_is_not_faster_than_its_host_issues_it():
     eager, fused = (planner_for("gpt2-demo", overrides=DEMO, impl=impl) for impl in ("eager", "kernels"))
-    assert eager.row(0, 1).timing.step_s > 2 * fused.row(0, 1).timing.step_s
+    assert eager.row(0, 1).timing.step_s > 1.9 * fused.row(0, 1).timing.step_s
     assert eager.row(0, 1).binds == "kernel launches"
