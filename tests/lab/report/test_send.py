@@ -73,3 +73,9 @@ def test_what_cannot_be_sent_is_one_line(tmp_path, monkeypatch, capsys, words, l
     monkeypatch.chdir(tmp_path)
     assert main(["report", *words]) == 2
     assert capsys.readouterr().err == f"error: {line}\n"
+
+
+def test_a_tracker_that_is_not_installed_is_named_by_the_flag_of_the_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["report", str(tmp_path), "--to", "trackio"]) == 2
+    assert capsys.readouterr().err == "error: to: trackio is not installed; pip install 'zeroshard[trackio]'\n"

@@ -23,7 +23,7 @@ def send_runs(folders: Sequence[str], to: str) -> int:
     """
     if to not in TRACKERS:
         raise UserError("to", f"{to!r} is not a tracker", nearest(to, TRACKERS, f"choose of {', '.join(TRACKERS)}"))
-    require_trackers(TrackConfig(to=(to,)))
+    require_trackers(TrackConfig(to=(to,)), field="to")
     num_sent = 0
     for entry in gather(folders).entries:
         for run in entry.case.runs:

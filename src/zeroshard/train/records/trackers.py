@@ -209,11 +209,11 @@ def make_tracker(name: str, config: TrackConfig, folder: Path) -> Tracker:
     return {"wandb": WandbTracker, "trackio": TrackioTracker}[name](folder, config)
 
 
-def require_trackers(config: TrackConfig) -> None:
-    """Raise UserError unless every tracker that was asked for is installed."""
+def require_trackers(config: TrackConfig, field: str = "track.to") -> None:
+    """Raise UserError about ``field`` unless every tracker that was asked for is installed."""
     for name in config.to:
         if importlib.util.find_spec(name) is None:
-            raise UserError("track.to", f"{name} is not installed", f"pip install 'zeroshard[{name}]'")
+            raise UserError(field, f"{name} is not installed", f"pip install 'zeroshard[{name}]'")
 
 
 def values_of(record: StepRecord) -> dict[str, float]:
