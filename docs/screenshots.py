@@ -33,7 +33,7 @@ SHOWN = "".join((Path(__file__).parent / page).read_text(encoding="utf-8") for p
 PLOT_ORDER = "train/loss,val/loss,speed/tokens_per_s,speed/*,exposed/*,memory/*"
 SWEEPS = (
     ["--out", "sweeps/stages", "--axes.strategy", "zero0", "zero1", "zero2", "zero3"],
-    ["--out", "sweeps/wires", "--base.strategy", "zero2", "--remedies", "bf16", "int8"],
+    ["--out", "sweeps/wires", "--base.strategy", "zero2", "--axes.wire.weights", "bfloat16", "int8"],
 )
 TRACKED = [
     *("--base.track", "trackio", "--base.data", "synthetic", "--base.nproc", "2", "--base.max-steps", "40"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from zeroshard.lab.sweep.remedies import settings_of
 from zeroshard.train.config.replica_settings import ReplicasConfig
 from zeroshard.train.config.wire_settings import WireConfig
 from zeroshard.wire_formats import BlockFormat
@@ -20,4 +19,3 @@ def test_fp8_is_another_name_of_e4m3():
     from_config = MixedPrecision(**WireConfig(weights="fp8", grads="fp8", block=64).as_precision({}))
     assert from_config.weights_format(torch.float32) == e4m3
     assert ReplicasConfig(every=4, wire="fp8").wire == "fp8"
-    assert settings_of("int8,fp8") == settings_of("int8,e4m3")

@@ -39,8 +39,7 @@ from zeroshard.lab.planner.planner import planner_for  # noqa: E402
 from zeroshard.lab.report import png  # noqa: E402
 from zeroshard.lab.report.figure import CYCLE, GREY, MARKERS, Axis, Figure, Series, bandwidth_in_words  # noqa: E402
 from zeroshard.lab.report.marks import bandwidth_ticks  # noqa: E402
-from zeroshard.lab.sweep.cases import REMEDY, SweepConfig, make_case  # noqa: E402
-from zeroshard.lab.sweep.remedies import settings_of  # noqa: E402
+from zeroshard.lab.sweep.cases import SweepConfig, make_case  # noqa: E402
 from zeroshard.lab.sweep.results import read_sweep  # noqa: E402
 from zeroshard.parallel.zero import ZeroStrategy  # noqa: E402
 from zeroshard.train.config.config import TrainConfig  # noqa: E402
@@ -86,6 +85,19 @@ SHOWN = (
     f"every=16,int8,{AVERAGED}",
     f"every=16,int4,{AVERAGED}",
 )
+FORMATS = {"bf16": "bfloat16"}
+NUMBERS = {"overlap": "overlap_steps", "outer-lr": "outer_lr", "outer-momentum": "outer_momentum"}
+
+
+def settings_of(remedy: str) -> dict[str, Any]:
+    """The settings of a remedy by its name: ``int8,int4`` (weights, gradients) or ``every=32,int8`` (local steps)."""
+    parts = [] if remedy == "none" else remedy.split(",")
+    numbers = dict(part.split("=") for part in parts if "=" in part)
+    formats = [FORMATS.get(part, part) for part in parts if "=" not in part]
+    if not numbers:
+        return {"wire.weights": formats[0], "wire.grads": formats[-1]} if formats else {}
+    settings = {f"replicas.{NUMBERS.get(key, key)}": int(number) for key, number in numbers.items()}
+    return {"shard_size": 1, **settings, **({"replicas.wire": formats[0]} if formats else {})}
 
 
 # -- steps on links ----------------------------------------------------------------------------------------------
@@ -96,7 +108,7 @@ class Contestant:
 
     def __init__(self, remedy: str, stage: int, comm: RingCommunicator) -> None:
         base = {**read_toml(str(SWEEP_FILE))["base"], "link": {}, "dtype": "float32"}
-        config = make_case(base, {"strategy": f"zero{stage}", REMEDY: remedy}).config
+        config = make_case(base, {"strategy": f"zero{stage}", "remedy": settings_of(remedy)}).config
         assert isinstance(config, TrainConfig)
         self.comm, self.seconds, self.cpu_s, self.sent_bytes = comm, [], [], []
         self.model, strategy = sharded(config, IDS, None, comm, torch.device("cpu"))
@@ -320,9 +332,10 @@ def _sorted(bandwidths: Iterable[str]) -> list[str]:
 def curves_of(folder: Path) -> dict[str, Any]:
     """Validation losses by step of each remedy of a sweep, and the target: the first one's after 80 % of its steps."""
     curves = {
-        str(case.axes[REMEDY]): [(each.step, each.loss) for each in case.done[0].evaluations if each.step]
+        name: [(each.step, each.loss) for each in case.done[0].evaluations if each.step]
         for case in read_sweep(folder).cases
-        if case.done
+        for name in SHOWN
+        if case.done and case.axes["remedy"] == settings_of(name)
     }
     if not curves:
         raise SystemExit(f"{folder} has no curves: give a sweep of remedies that has ended")

@@ -68,6 +68,8 @@ LEFT = [
     r"data/bulk",
     r"data/parts",
     r"fit[-_]memory",
+    r"--remedies (none|int8)",
+    r"sweep[./]remedies",
 ]
 # The history of the project may name it.
 HISTORY = {"CHANGELOG.md", "log.md"}

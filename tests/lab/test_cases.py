@@ -56,9 +56,10 @@ def test_axes_may_be_nested_and_values_may_be_tables():
     axes = {
         "link": {"bandwidth": ["1Gbit/s"]},
         "model": [{"n_layer": 1}, {"n_layer": 2}],
-        "size": [{"model.n_embd": 64, "micro_batch_size": 4}],
+        "size": [{}, {"model.n_embd": 64, "micro_batch_size": 4}],
     }
-    first, second = cases_of(sweep(base={"link": {"mode": "simulated"}}, axes=axes))
+    usual, first, _, second = cases_of(sweep(base={"link": {"mode": "simulated"}}, axes=axes))
+    assert in_words(usual.axes) == "link.bandwidth 1Gbit/s  n_layer 1  size as in base"
     assert (first.config.model.n_layer, second.config.model.n_layer) == (1, 2)
     assert (second.config.model.n_embd, second.config.micro_batch_size) == (64, 4)
     assert second.config.link.bandwidth == "1Gbit/s"

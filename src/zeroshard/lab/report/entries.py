@@ -171,7 +171,7 @@ def entries_of_cases(cases: Sequence[CaseResult]) -> list[Entry]:
     entries = []
     for case, each in zip(cases, axes, strict=True):
         apart = {name: value for name, value in each.items() if name in differing}
-        label = words_of(apart) or words_of(each) or case.name
+        label = words_of(apart) or words_of(each) or in_words(case.axes) or case.name
         entries.append(Entry(label, case, apart))
     return entries
 

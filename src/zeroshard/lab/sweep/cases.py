@@ -11,9 +11,6 @@
 An axis is a setting by its dotted name. If its values are tables, they set keys of the table of that name (``model``);
 if there is no such table, they are tables of settings (``{ "model.n_layer" = 4, micro_batch_size = 8 }``).
 
-``remedies = ["none", "int8", "every=32"]`` is also an axis, the last one; `zeroshard.lab.sweep.remedies` explains the
-names.
-
 A case's name is the hash of its resolved configuration, without the settings that change no result. A sweep whose file
 has changed therefore finds the runs that it shares with the sweep before.
 """
@@ -23,14 +20,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 from pydantic import Field, model_validator
 
 from zeroshard.errors import UserError
-from zeroshard.lab.sweep import remedies
 from zeroshard.train.config.config import TrainConfig, merge
 from zeroshard.train.config.named_code import require_asked
 from zeroshard.train.config.sections import SHORTHANDS, Config
@@ -41,7 +37,6 @@ CHANGES_NO_RESULT = (
     "step_timeout_s",
 )
 DIGITS = 12  # hexadecimal digits of a hash
-REMEDY = "remedy"  # name of the axis of remedies
 
 
 class SweepConfig(Config):
@@ -53,18 +48,12 @@ class SweepConfig(Config):
     dry_run: bool = Field(False, description="Say what would run, and run nothing.")
     timeout_s: float = Field(0.0, ge=0, allow_inf_nan=False, description="Seconds that a run may take; 0: no limit.")
     checkpoints: bool = Field(False, description="Keep the checkpoint that each run ends with.")
-    remedies: tuple[str, ...] = Field(
-        (),
-        description="Ways to send less, tried one after another: none, int8 (weights and gradients), int8,int4, "
-        "every=32 (local steps), every=32,int8, node-copy=2.",
-    )
 
     base: dict[str, Any] = Field({}, description="Settings of every run.")
     axes: dict[str, Any] = Field({}, description="Settings that are tried, each with its list of values.")
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        self._agree_on_remedies()
         if "out" in self.axes:
             what = "a sweep gives each run a folder of its own"
             raise UserError("axes.out", what, "leave it out, and name the sweep's by --out")
@@ -72,13 +61,6 @@ class SweepConfig(Config):
             if not values:
                 raise UserError(f"axes.{name}", "has no values", "give a list of at least one")
         return self
-
-    def _agree_on_remedies(self) -> None:
-        remedies.named(self.remedies)
-        if self.remedies:
-            remedies.check_alone("base", list(_dotted(self.base)))
-            of_tables = (key for values in flat_axes(self.axes).values() for each in values for key in _keys(each))
-            remedies.check_alone("axes", [*flat_axes(self.axes), *of_tables])
 
 
 @dataclass(frozen=True)
@@ -110,11 +92,7 @@ def cases_of(sweep: SweepConfig) -> list[Case]:
         tables = all(isinstance(value, Mapping) for value in values)
         if not tables and name not in known and name not in SHORTHANDS:
             todo = nearest(name, known, "see zeroshard train --help")
-            if name in (REMEDY, "remedies"):
-                todo = "write remedies beside the table [axes], or --remedies"
             raise UserError(f"axes.{name}", "there is no such setting", todo)
-    if sweep.remedies:
-        axes[REMEDY] = [*sweep.remedies]
     found: dict[str, Case] = {}
     for values in itertools.product(*axes.values()):
         case = make_case(sweep.base, dict(zip(axes, values, strict=True)))
@@ -128,12 +106,9 @@ def cases_of(sweep: SweepConfig) -> list[Case]:
 def make_case(base: Mapping[str, Any], axes: Mapping[str, Any]) -> Case:
     """The case of ``base`` with the settings of ``axes`` merged over it."""
     raw: dict[str, Any] = {"checkpoint_interval": 0}  # what is timed writes none on the way, unless it is asked to
-    settings = {name: value for name, value in axes.items() if name != REMEDY}
-    for table in (base, *(_nested(name, value) for name, value in settings.items())):
+    for table in (base, *(_nested(name, value) for name, value in axes.items())):
         raw = merge(raw, _spelled_out(table))
     try:
-        if REMEDY in axes:
-            raw = _with_remedy(raw, str(axes[REMEDY]))
         config = validate(TrainConfig, raw)
     except UserError as error:
         return Case(_hash(raw), dict(axes), None, str(error))
@@ -176,31 +151,8 @@ def in_words(axes: Mapping[str, Any]) -> str:
     words = []
     for name, value in axes.items():
         inner = " ".join(f"{key} {each}" for key, each in value.items()) if isinstance(value, Mapping) else ""
-        words.append(inner or (str(value) if name == REMEDY else f"{name} {value}"))
+        words.append(inner or f"{name} {'as in base' if value == {} else value}")
     return "  ".join(words)
-
-
-def _with_remedy(raw: dict[str, Any], name: str) -> dict[str, Any]:
-    """``raw`` with a remedy's settings. With local steps and no ``shard_size``, a replica gets the ranks of a node."""
-    for setting, value in remedies.settings_of(name).items():
-        raw = merge(raw, _nested(setting, value))
-    if isinstance(raw.get("replicas"), Mapping) and not raw.get("shard_size"):
-        link = raw.get("link")
-        raw = {**raw, "shard_size": link.get("node_size", 1) if isinstance(link, Mapping) else 1}
-    return raw
-
-
-def _dotted(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for name, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _dotted(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name
-
-
-def _keys(value: Any) -> Iterator[str]:
-    """Dotted names of the settings in an axis's value, if it is a table."""
-    return _dotted(value) if isinstance(value, Mapping) else iter(())
 
 
 def _nested(name: str, value: Any) -> dict[str, Any]:

@@ -28,7 +28,6 @@ from typing import TextIO
 
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.lab.run_folders import METRICS, RunResult, read_run
-from zeroshard.lab.sweep import remedies
 from zeroshard.lab.sweep.board import SweepProgress
 from zeroshard.lab.sweep.cases import Case, SweepConfig, cases_of, in_words
 from zeroshard.lab.sweep.results import SWEEP, SWEEP_FORMAT, failure_file, read_failure, read_sweep, run_folder
@@ -61,9 +60,6 @@ def run_sweep(
     cases = cases_of(sweep)
     with _locked_folder(Path(sweep.out)) as folder:
         board = SweepProgress(stream or sys.stdout)
-        for name, settings in remedies.named(sweep.remedies).items():
-            words = ", ".join(f"{key} = {value}" for key, value in settings.items())
-            board.say(f"remedy {name}: {words or 'nothing is set'}")
         runner = Runner(folder, sweep, command, board)
         if sweep.dry_run:
             board.list_cases(cases)
@@ -165,8 +161,7 @@ class Runner:
             {"name": case.name, "axes": case.axes, "repeats": self.sweep.repeats, "refusal": case.refusal}
             for case in self._listed.values()
         ]
-        asked = {**self.sweep.model_dump(mode="json"), "remedies": remedies.named(self.sweep.remedies)}
-        facts = {"format": SWEEP_FORMAT, **asked, "cases": entries}
+        facts = {"format": SWEEP_FORMAT, **self.sweep.model_dump(mode="json"), "cases": entries}
         write_atomically(self.folder / SWEEP, json.dumps(facts, indent=1, default=str) + "\n")
 
 
