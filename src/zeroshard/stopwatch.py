@@ -15,16 +15,17 @@ import torch
 
 
 class Stopwatch:
-    """Adds up the seconds of each label. Spans may be nested; nested seconds then count in both."""
+    """Adds up the seconds of each label, on ``device``. Spans may be nested; nested seconds then count in both."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._device = torch.device(device)
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._unread: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
-    def span(self, label: str, *, on_cuda: bool) -> Generator[None]:
-        """Add the time of this block to ``label``, even if the block raises an exception."""
-        if on_cuda:
+    def span(self, label: str, device: torch.device | None = None) -> Generator[None]:
+        """Add the time of this block to ``label``, even if it raises; ``device``: another than the stopwatch's."""
+        if (device or self._device).type == "cuda":
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             try:

@@ -35,10 +35,9 @@ class Exposed:
 
         ``issuing``: the block issues the operation rather than wait for it, which on CUDA costs no time on the device.
         """
-        on_cuda = device.type == "cuda"
-        if on_cuda and (issuing or is_on_side_stream()):
+        if device.type == "cuda" and (issuing or is_on_side_stream()):
             return nullcontext()
-        return self._watch.span(with_phase(label), on_cuda=on_cuda)
+        return self._watch.span(with_phase(label), device)
 
     def take(self) -> dict[str, float]:
         """Return the seconds by label since the last `take`, of spans that the device has passed; others come later."""

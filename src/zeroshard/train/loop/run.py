@@ -15,7 +15,7 @@ import torch
 from zeroshard.comm import Communicator, ObservedCommunicator
 from zeroshard.optim import LossScaler
 from zeroshard.parallel import Strategy
-from zeroshard.profiling.clock import Clock
+from zeroshard.stopwatch import Stopwatch
 from zeroshard.train.loop.best_loss import BestLoss
 from zeroshard.train.loop.measures import Measures
 from zeroshard.train.loop.step_guard import StepGuard
@@ -70,7 +70,7 @@ class Run:
     stage: int | None = None  # chosen by ``--strategy auto``
     lock: RunLock | None = None
     describe: Callable[[], None] = lambda: None  # writes ``config.toml`` and the tokenizer into the run folder
-    clock: Clock = field(default_factory=lambda: Clock("cpu", enabled=False))
+    clock: Stopwatch = field(default_factory=Stopwatch)
     measures: Measures | None = None
     contract: Contract | None = None  # the run's plan
     about: Mapping[str, str] = field(default_factory=dict)  # the run in words, by label: `about_run`

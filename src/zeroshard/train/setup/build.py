@@ -27,8 +27,8 @@ from zeroshard.models import LanguageModel
 from zeroshard.optim import LossScaler, learning_rate
 from zeroshard.parallel import Strategy
 from zeroshard.parallel.zero import ZeroStrategy
-from zeroshard.profiling.clock import Clock
 from zeroshard.profiling.flops import peak_bf16_flops_per_s
+from zeroshard.stopwatch import Stopwatch
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.replica_settings import early_momentum, unmet_steps
 from zeroshard.train.loop.best_loss import BestLoss
@@ -181,7 +181,7 @@ def _build_in(
         comm=observed,
         lock=lock,
         describe=partial(describe_run, folder, as_given, corpus),
-        clock=Clock(device),
+        clock=Stopwatch(device),
         replicas=strategy.zero.replicas if isinstance(strategy, ZeroStrategy) else None,
     )
     if resume_from is not None:

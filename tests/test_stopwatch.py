@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from zeroshard import stopwatch
-from zeroshard.profiling.clock import Clock
+from zeroshard.stopwatch import Stopwatch
 
 
 def test_spans_of_one_name_add_up_and_are_taken_once(monkeypatch):
     ticks = iter([0.0, 1.0, 10.0, 12.5, 20.0, 21.0])
     monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: next(ticks))
-    spans = Clock("cpu")
+    spans = Stopwatch("cpu")
     for name in ("forward", "backward", "forward"):
         with spans.span(name):
             pass
@@ -44,7 +44,7 @@ def test_what_the_device_has_not_passed_comes_with_a_later_take(monkeypatch):
         pass
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    spans = Clock("cuda")
+    spans = Stopwatch("cuda")
     with spans.span("forward"):
         pass
     Event.passed = time.perf_counter()
@@ -58,7 +58,7 @@ def test_what_the_device_has_not_passed_comes_with_a_later_take(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_span_on_cuda_is_the_devices_time():
-    spans = Clock("cuda")
+    spans = Stopwatch("cuda")
     x = torch.ones(4096, 4096, device="cuda")
     with spans.span("product"):
         for _ in range(10):
