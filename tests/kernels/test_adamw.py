@@ -197,38 +197,6 @@ def test_empty_tensors_and_no_tensors(kernels, triton, device):
     adamw(empty, empty, empty, empty, step=1, options=OPTIONS, kernels=kernels)
 
 
-# ----------------------------------------------------------------------------------------------------- bad input
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"params": torch.zeros(4).long()}, "params: torch.int64 is not supported"),
-        ({"params": torch.zeros(8)[::2]}, "params: strides"),
-        ({"params": [torch.zeros(4), torch.zeros(4).half()]}, "params: torch.float16 beside torch.float32"),
-        ({"grads": torch.zeros(5)}, r"grads: shape \(5,\) is not its parameter's"),
-        ({"grads": [torch.zeros(4)] * 2}, "grads: 2 tensors for 1 parameters"),
-        ({"exp_avgs": torch.zeros(4, device="meta")}, "exp_avgs: on meta"),
-        ({"exp_avg_sqs": torch.zeros(2, 2)}, "exp_avg_sqs: shape"),
-        ({"copies": torch.zeros(5).bfloat16()}, "copies: shape"),
-        ({"step": 0}, "step: 0 is below 1"),
-        ({"step": [1, 2]}, "step: 2 counts for 1 parameters"),
-        ({"grad_scale": torch.ones(2)}, "grad_scale: torch.float32 of shape"),
-        ({"grad_scale": torch.ones(()).double()}, "grad_scale: torch.float64"),
-        ({"grad_scale": torch.ones((), device="meta")}, "grad_scale: on meta"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-@pytest.mark.parametrize("kernels", ["reference", "triton"])
-def test_a_wrong_argument_is_named(wrong, message, kernels):
-    given = {name: torch.zeros(4) for name in ("params", "grads", "exp_avgs", "exp_avg_sqs")}
-    given |= {"step": 1, "options": OPTIONS} | wrong
-    if isinstance(given["params"], list):
-        given |= {name: [torch.zeros(4)] * 2 for name in ("grads", "exp_avgs", "exp_avg_sqs")}
-    with pytest.raises(ValueError, match=f"^{message}"):
-        adamw(**given, kernels=kernels)
-
-
 def test_fp64_is_refused_where_triton_was_asked_for(triton):
     columns = [torch.ones(4, dtype=torch.float64) for _ in range(4)]
     with pytest.raises(ValueError, match=r"^params: torch.float64 is not supported by triton"):

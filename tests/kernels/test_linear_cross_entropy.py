@@ -209,39 +209,3 @@ def test_chunks_are_of_one_size_and_small():
         assert rows * vocab * 2 <= CHUNK_BYTES + 128 * vocab * 2
     assert rows_at_once(16384, 50304, 2, on_cuda=False, triton=True) == 4096
     assert rows_at_once(4096, 50257, 4, on_cuda=False) == 320
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"hidden": torch.zeros(2, 4).int()}, "hidden: torch.int32 is not supported"),
-        ({"hidden": torch.zeros(2, 0)}, "hidden: shape"),
-        ({"weight": torch.zeros(7, 5)}, r"weight: shape \(7, 5\) is not \[vocab, 4\]"),
-        ({"weight": torch.zeros(7, 4).half()}, "weight: torch.float16 is not hidden's"),
-        ({"weight": torch.zeros(7, 4, device="meta")}, "weight: on meta"),
-        ({"targets": torch.zeros(3).long()}, r"targets: shape \(3,\)"),
-        ({"targets": torch.full((2,), 7)}, r"targets: 7 is outside 0\.\.6"),
-        ({"targets": torch.zeros(2, device="meta").long()}, "targets: on meta"),
-        ({"chunk_rows": 0}, "chunk_rows: 0 is below 1"),
-        ({"reduction": "none"}, "reduction: 'none'"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-@pytest.mark.parametrize("kernels", ["reference", "triton"])
-def test_a_wrong_argument_is_named(wrong, message, kernels):
-    given = {"hidden": torch.zeros(2, 4), "weight": torch.zeros(7, 4), "targets": torch.zeros(2).long()} | wrong
-    with pytest.raises(ValueError, match=f"^{message}"):
-        linear_cross_entropy(**given, kernels=kernels)
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_compiled_without_a_break_in_the_graph(compiler, random, device):
-    targets = draw_targets((3,), 33, device)
-
-    def model(hidden, weight):
-        return linear_cross_entropy(hidden.sin(), weight, targets, kernels="triton")
-
-    inputs = [random(3, 12), random(33, 12)]
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for got, wanted in zip(run(compiled, inputs), run(model, inputs), strict=True):
-        assert_near(got, wanted.double())

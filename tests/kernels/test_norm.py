@@ -207,27 +207,3 @@ def test_only_one_of_the_two_outputs_may_be_used(used, triton, random):
         assert (a is None) == (b is None)
         if a is not None:
             assert_near(a, b)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"x": torch.zeros(2, 4, dtype=torch.int64)}, "x: torch.int64 is not supported"),
-        ({"x": torch.zeros(())}, "x: a scalar"),
-        ({"x": torch.zeros(2, 65537)}, r"x: width 65537 is outside 1\.\.65536"),
-        ({"x": torch.zeros(2, 0)}, "x: width 0 is outside"),
-        ({"weight": torch.ones(5)}, r"weight: shape \(5,\) is not \[4\]"),
-        ({"weight": torch.ones(4, dtype=torch.float64)}, "weight: torch.float64 is neither"),
-        ({"weight": torch.ones(4, device="meta")}, "weight: on meta"),
-        ({"weight": None}, "bias: there is no weight"),
-        ({"bias": torch.ones(4, dtype=torch.float16)}, "bias: torch.float16 is neither"),
-        ({"residual": torch.ones(4)}, r"residual: shape \(4,\) is not x's"),
-        ({"residual": torch.ones(2, 4).half()}, "residual: torch.float16 is not x's"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-@pytest.mark.parametrize("kernels", ["reference", "triton"])
-def test_a_wrong_argument_is_named(wrong, message, kernels):
-    given = {"x": torch.zeros(2, 4), "weight": torch.ones(4), "bias": torch.ones(4), "residual": None} | wrong
-    with pytest.raises(ValueError, match=f"^{message}"):
-        layer_norm(**given, kernels=kernels)

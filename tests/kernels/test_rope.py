@@ -93,25 +93,3 @@ def test_gradcheck_in_float64(triton, random, device):
     cos, sin = tables(2, 4, device, torch.float64)
     inputs = [random(1, 1, 2, 4, dtype=torch.float64).requires_grad_() for _ in range(2)]
     assert torch.autograd.gradcheck(lambda q, k: rope(q, k, cos, sin, kernels=triton), inputs)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"q": torch.zeros(1, 2, 3, 8).int()}, "q: torch.int32 is not supported"),
-        ({"q": torch.zeros(2, 3, 8)}, "q: shape"),
-        ({"q": torch.zeros(1, 2, 3, 7)}, "q: a head of width 7"),
-        ({"k": torch.zeros(1, 2, 4, 8)}, "k: shape"),
-        ({"k": torch.zeros(1, 2, 3, 8).half()}, "k: torch.float16 is not q's"),
-        ({"k": torch.zeros(1, 2, 3, 8, device="meta")}, "k: on meta"),
-        ({"cos": torch.zeros(3, 8)}, r"cos: shape \(3, 8\) is not \[3, 4\]"),
-        ({"sin": torch.zeros(3, 4).int()}, "sin: torch.int32 is not supported"),
-        ({"sin": torch.zeros(3, 4, device="meta")}, "sin: on meta"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-@pytest.mark.parametrize("kernels", ["reference", "triton"])
-def test_a_wrong_argument_is_named(wrong, message, kernels):
-    given = {"q": torch.zeros(1, 2, 3, 8), "k": torch.zeros(1, 2, 3, 8), "cos": torch.ones(3, 4)}
-    with pytest.raises(ValueError, match=f"^{message}"):
-        rope(**given | {"sin": torch.zeros(3, 4)} | wrong, kernels=kernels)

@@ -55,21 +55,3 @@ def test_halves_of_one_projection_and_other_strides(triton, random):
 
 def test_gradcheck_in_float64(triton, random):
     assert torch.autograd.gradcheck(ours, [random(2, 5, dtype=torch.float64).requires_grad_() for _ in range(2)])
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"gate": torch.zeros(2, 4).long()}, "gate: torch.int64 is not supported"),
-        ({"gate": torch.zeros(())}, "gate: shape"),
-        ({"up": torch.zeros(4)}, r"up: shape \(4,\) is not gate's"),
-        ({"up": torch.zeros(2, 4).half()}, "up: torch.float16 is not gate's"),
-        ({"up": torch.zeros(2, 4, device="meta")}, "up: on meta"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-@pytest.mark.parametrize("kernels", ["reference", "triton"])
-def test_a_wrong_argument_is_named(wrong, message, kernels):
-    with pytest.raises(ValueError, match=f"^{message}"):
-        swiglu(**{"gate": torch.zeros(2, 4), "up": torch.zeros(2, 4)} | wrong, kernels=kernels)
