@@ -268,8 +268,8 @@ def one_process(cell: Cell, *, on_grid: bool, each_step: bool = False) -> list[S
         return {name: value.clone() for name, value in compared(cell, net, net.state_dict()).items()}
 
     def over(step: int) -> None:
-        if replicas is not None and (step + 1) % MEETINGS.every == 0:
-            replicas.meet()
+        if replicas is not None:
+            replicas.step()
 
     backwards = [partial(backward, *each) for each in zip(nets, optimizers, turns, strict=True)]
     return _steps(cell, optimizers, backwards, weights, each_step, over)

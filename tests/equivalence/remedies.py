@@ -68,26 +68,41 @@ class Rounded(torch.autograd.Function):
 
 
 class Replicas:
-    """Models that train apart and meet: the weights of all become the anchors.
+    """Models that train apart and meet, in one process: algorithm 1 of DiLoCo, and Streaming DiLoCo's.
 
     Args:
-        nets: alike when they begin; ``nets[0]`` has the anchors' names.
+        nets: alike when they begin; the anchors have the names of ``nets[0]``.
+        settings: when they meet, and the outer optimizer, which is torch's SGD.
+        fragments: how the names of each fragment's parameters begin.
     """
 
-    def __init__(self, nets: Sequence[nn.Module]) -> None:
-        self._nets = nets
-        trained = [param for param in nets[0].parameters() if param.requires_grad]
-        self._anchors = [param.detach().clone().requires_grad_() for param in trained]
-        lr, momentum = MEETINGS.outer_lr, MEETINGS.outer_momentum
-        self._outer = torch.optim.SGD(self._anchors, lr=lr, momentum=momentum, nesterov=True)
+    def __init__(
+        self, nets: Sequence[nn.Module], settings: LocalSteps = MEETINGS, fragments: Sequence[Sequence[str]] = (("",),)
+    ) -> None:
+        self._nets, self._settings, self._num_steps = nets, settings, 0
+        trained = {name: param for name, param in nets[0].named_parameters() if param.requires_grad}
+        self.anchors = {name: param.detach().clone().requires_grad_() for name, param in trained.items()}
+        self._members = [[name for name in trained if name.startswith(tuple(begin))] for begin in fragments]
+        lr, momentum = settings.outer_lr, settings.outer_momentum
+        self._outer = [
+            torch.optim.SGD([self.anchors[name] for name in names], lr=lr, momentum=momentum, nesterov=momentum > 0)
+            for names in self._members
+        ]
+        self._under_way: dict[int, tuple[int, dict[str, Tensor]]] = {}  # by fragment: when it arrives, what was sent
 
     @torch.no_grad()
-    def meet(self) -> None:
-        """One step of the outer optimizer with the mean difference, and everybody has the anchors."""
-        by_net = [[param for param in net.parameters() if param.requires_grad] for net in self._nets]
-        for anchor, *locals_ in zip(self._anchors, *by_net, strict=True):
-            anchor.grad = torch.stack([anchor - local for local in locals_]).sum(0) / len(locals_)
-        self._outer.step()
-        for anchor, *locals_ in zip(self._anchors, *by_net, strict=True):
-            for local in locals_:
-                local.copy_(anchor)
+    def step(self) -> None:
+        """Every net has taken a step: fragments whose turn it is are sent, those that have arrived are mixed in."""
+        self._num_steps += 1
+        every, by_net = self._settings.every, [dict(net.named_parameters()) for net in self._nets]
+        for f, names in enumerate(self._members):
+            if (self._num_steps - (f + 1) * every // self._settings.fragments) % every == 0:
+                apart = {n: torch.stack([self.anchors[n] - local[n] for local in by_net]) for n in names}
+                mean = {name: each.sum(0) / len(by_net) for name, each in apart.items()}
+                self._under_way[f] = self._num_steps + self._settings.overlap_steps, mean
+        for f in [f for f, (arrives, _) in self._under_way.items() if arrives == self._num_steps]:
+            for name, mean in self._under_way.pop(f)[1].items():
+                self.anchors[name].grad = mean
+            self._outer[f].step()
+            for name, local in ((name, local) for name in self._members[f] for local in by_net):
+                local[name].mul_(self._settings.stays).add_(self.anchors[name] * (1 - self._settings.stays))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 from torch import Tensor
 
+from equivalence.remedies import Replicas
 from late import late
 from replica_runs import (
     ALL_KINDS,
@@ -27,48 +26,19 @@ from zeroshard.comm import ObservedCommunicator, run_threads
 from zeroshard.zero import LocalSteps, MixedPrecision, Zero
 
 
-@functools.cache
 def _by_hand(settings: LocalSteps, num_replicas: int, num_steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Algorithm 1 of DiLoCo, and Streaming's: the anchors and the first replica's weights, in one process."""
+    """The anchors and the first replica's weights, in one process."""
     models = [Net() for _ in range(num_replicas)]
     inner = [torch.optim.AdamW(model.parameters(), lr=0.03) for model in models]
-    anchor = Net()
-    units = [["first", "last"], ["blocks.0"], ["blocks.1"]]
-    parts = [
-        [name for unit, names in enumerate(units) if unit % settings.fragments == f for name in names]
-        for f in range(settings.fragments)
-    ]
-    members = [[n for n, _ in anchor.named_parameters() if n.startswith(tuple(part))] for part in parts]
-    params = dict(anchor.named_parameters())
-    outer = [
-        torch.optim.SGD(
-            [params[name] for name in names],
-            lr=settings.outer_lr,
-            momentum=settings.outer_momentum,
-            nesterov=settings.outer_momentum > 0,
-        )
-        for names in members
-    ]
-    on_its_way: dict[int, tuple[int, dict[str, Tensor]]] = {}
+    fragments = {1: [("",)], 2: [("first", "last", "blocks.1"), ("blocks.0",)]}[settings.fragments]
+    replicas = Replicas(models, settings, fragments)
     for step in range(num_steps):
         for rank, (model, optim) in enumerate(zip(models, inner, strict=True)):
             loss_of(model, step, rank, num_replicas).backward()
             optim.step()
             optim.zero_grad()
-        with torch.no_grad():
-            local = [dict(model.named_parameters()) for model in models]
-            for f, names in enumerate(members):
-                if (step + 1 - (f + 1) * settings.every // settings.fragments) % settings.every == 0:
-                    mean = {n: sum(params[n] - each[n] for each in local) / num_replicas for n in names}
-                    on_its_way[f] = (step + 1 + settings.overlap_steps, mean)
-            for f in [f for f, (due, _) in on_its_way.items() if due == step + 1]:
-                for name, difference in on_its_way.pop(f)[1].items():
-                    params[name].grad = difference
-                outer[f].step()
-                for each in local:
-                    for name in members[f]:
-                        each[name].mul_(settings.stays).add_(params[name] * (1 - settings.stays))
-    return ({n: p.detach() for n, p in params.items()}, {n: p.detach() for n, p in models[0].named_parameters()})
+        replicas.step()
+    return replicas.anchors, dict(models[0].named_parameters())
 
 
 @pytest.mark.parametrize("settings", [AVERAGING, DILOCO, STREAMING], ids=["averaging", "diloco", "streaming"])
