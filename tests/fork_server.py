@@ -53,7 +53,6 @@ PRELOADED = [
     "zeroshard.parallel.zero_redundancy",
     "zeroshard.lab.planner.run_plan",
     "zeroshard.lab.planner.plan",
-    "zeroshard.lab.planner.lowest_stage",
     "zeroshard.lab.sweep.sweep",
     "zeroshard.doctor",
     "zeroshard.cli",

@@ -5,19 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zeroshard.comm import NullCommunicator
-from zeroshard.lab.planner.lowest_stage import fitting_stage, stage_bytes
 from zeroshard.lab.planner.planner import planner_for
+from zeroshard.lab.planner.run_plan import predict
 from zeroshard.lab.predict.buffers import buffers_of
 from zeroshard.lab.predict.dry_run import dry_run
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES
 from zeroshard.lab.predict.model_trace import tokens_and_targets, trace_language_model
 from zeroshard.lab.predict.step import Settings, step_of
 from zeroshard.models import build_model
-from zeroshard.zero import STAGES, MixedPrecision, Zero
+from zeroshard.train.records.plan_contract import Job
+from zeroshard.zero import STAGES, MixedPrecision
 
 SEQ_LEN, ROWS = 64, 2
-CPU = torch.device("cpu")
 SLACK_BYTES = 2048  # as in test_steps
 
 
@@ -51,38 +50,16 @@ def test_the_peak_of_a_step_with_masks_is_planned_to_the_byte(name, dtype, num_l
     assert abs(predicted.peak.total - measured.peak_bytes) <= SLACK_BYTES
 
 
-def test_strategy_auto_and_plan_reckon_with_masks():
-    shapes = {"micro_batch": ROWS, "seq_len": SEQ_LEN}
-    plain, masked = (stage_bytes(_model("gpt2-demo", mask), 3, torch.float32, CPU, **shapes) for mask in (False, True))
+def test_a_run_and_a_plan_reckon_with_masks():
+    def peak(stage, masked):
+        job = Job(_model("gpt2-demo", masked), STAGES[stage], 0, 3, 3, torch.float32, 2, ROWS, SEQ_LEN, True, "cpu")
+        return predict(job).peak_bytes
+
     # A float mask for each of two blocks, which its attention keeps for backward.
-    assert all(masked[stage] - plain[stage] >= 2 * ROWS * SEQ_LEN * SEQ_LEN * 4 for stage in STAGES)
+    assert all(peak(stage, True) - peak(stage, False) >= 2 * ROWS * SEQ_LEN * SEQ_LEN * 4 for stage in STAGES)
     given = {"seq_len": SEQ_LEN, "overrides": {"n_layer": 2, "n_head": 2, "n_embd": 16}, "world_size": 2}
     with_mask, without = (
         planner_for("gpt2-demo", document_mask=mask, **given).workload.trace(ROWS).activation_bytes
         for mask in (True, False)
     )
     assert with_mask - without >= 2 * ROWS * SEQ_LEN * SEQ_LEN
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_strategy_auto_reckons_with_an_average(stage):
-    model, given = _model("gpt2-demo", False), {"micro_batch": ROWS, "seq_len": SEQ_LEN}
-    plain, averaged = (
-        stage_bytes(model, 3, torch.float32, CPU, **given, keeps_ema=ema)[stage] for ema in (False, True)
-    )
-    zero = Zero(model, stage, units=model.units, comm=NullCommunicator(3, 0))
-    zero.optimizer(torch.optim.AdamW)
-    zero.ema()
-    assert averaged - plain == zero.memory_bytes()["ema"] > 0
-
-
-def test_strategy_auto_reckons_with_weights_that_stay_after_forward():
-    model, given = _model("gpt2-demo", False, 4), {"micro_batch": ROWS, "seq_len": SEQ_LEN}
-    freed, kept = (
-        stage_bytes(model, 3, torch.float32, CPU, **given, reshard_after_forward=reshard) for reshard in (True, False)
-    )
-    assert {stage for stage in STAGES if kept[stage] > freed[stage]} == {3}
-    room = int(freed[3] / 0.9) + 8
-    stage, why = fitting_stage(model, 3, torch.float32, CPU, ROWS, SEQ_LEN, False, False, free_bytes=room)
-    assert stage == 3
-    assert "does not fit either" in why

@@ -12,8 +12,10 @@ import torch
 
 import forked
 from zeroshard.comm import LocalCommunicator, run_threads
-from zeroshard.train.setup.auto import lowest_stage, move_up
+from zeroshard.train.records.plan_contract import Job, Planned
+from zeroshard.train.setup.auto import fitting_stage, lowest_stage, move_up, num_free_bytes
 from zeroshard.train.setup.build import build_run
+from zeroshard.zero import STAGES
 
 CPU = torch.device("cpu")
 
@@ -35,6 +37,36 @@ def short_of_memory(run, step, stop_wanted):
 loop.take_step = short_of_memory  # and in the ranks, which are forked
 sys.exit(cli.main(["train", "--nproc", "2", *sys.argv[1:]]))
 """
+
+
+JOBS = {
+    stage: Job(torch.nn.Module(), row, 0, 2, 2, torch.float32, 1, 1, 8, uniform_order=True, device_type="cpu")
+    for stage, row in STAGES.items()
+}
+
+
+def _needing(*peaks):
+    """A planner by which a step of each stage needs so many bytes."""
+    stage_of = {(row.params, row.grads, row.optim): stage for stage, row in STAGES.items()}
+    return lambda job: Planned({}, [], peaks[stage_of[job.row.params, job.row.grads, job.row.optim]])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_lowest_stage_whose_peak_leaves_a_tenth_free_is_chosen(stage):
+    peaks = (400, 300, 200, 100)
+    chosen, why = fitting_stage(JOBS, _needing(*peaks), int(peaks[stage] / 0.9) + 1)
+    assert chosen == stage
+    assert "does not fit" not in why
+    assert fitting_stage(JOBS, _needing(*peaks), peaks[stage])[0] == min(stage + 1, 3)
+
+
+def test_where_nothing_fits_the_highest_stage_is_tried_and_what_is_not_known_is_said():
+    chosen, why = fitting_stage(JOBS, _needing(9, 9, 9, 9), 1)
+    assert chosen == 3
+    assert "does not fit either" in why
+    unknown = fitting_stage(JOBS, lambda job: Planned({}, [], why_no_peak="its forward reads values"), 1)
+    assert unknown == (0, "no memory prediction is available (its forward reads values)")
+    assert 0 < num_free_bytes(CPU, 4) < num_free_bytes(CPU, 1)
 
 
 def test_the_lowest_stage_that_fits_on_every_rank_is_taken(tmp_path):
@@ -67,7 +99,7 @@ def test_where_no_stage_can_help_none_is_tried(tiny_config, tmp_path):
 
 def test_the_chosen_stage_is_what_is_built_and_the_wish_what_is_kept(tiny_config):
     config = tiny_config(strategy="auto")
-    run = build_run(config, LocalCommunicator(), CPU, lambda *facts: (2, "said so"))
+    run = build_run(config, LocalCommunicator(), CPU, _needing(1 << 62, 1 << 62, 1, 1))
     run.close()
     assert run.stage == 2
     assert run.config["strategy"] == "zero2"

@@ -83,7 +83,7 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
             from zeroshard.train.loop.loop import run_training
 
         try:
-            return run_training(config, _choose_stage if config.strategy == "auto" else None, _predict)
+            return run_training(config, _predict)
         except PeerError as error:
             lost_first = str(error).startswith("rank 0")
             why = "; if that is nothing, it was killed, perhaps for its memory" if _ASKS in str(error) else ""
@@ -122,12 +122,6 @@ def _nodes(config: TrainConfig) -> AbstractContextManager[NetnsNodes | None]:
         parse_duration("link.latency", link.latency or "0s"),
         parse_size("link.burst", link.burst) if link.burst else 0,
     )
-
-
-def _choose_stage(*facts: Any) -> tuple[int, str]:
-    from zeroshard.lab.planner.lowest_stage import fitting_stage
-
-    return fitting_stage(*facts)
 
 
 def _predict(job: Any) -> Any:

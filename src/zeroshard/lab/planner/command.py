@@ -34,6 +34,7 @@ from zeroshard.lab.predict.step import Step
 from zeroshard.lab.predict.workload import DTYPES
 from zeroshard.models import LanguageModel
 from zeroshard.train.setup.assemble import local_steps, lora_of, model_overrides
+from zeroshard.train.setup.auto import num_free_bytes
 from zeroshard.zero import STAGES
 
 
@@ -263,8 +264,6 @@ def _predicted_and_measured(step: Step, measured: Measured) -> dict[str, tuple[i
 
 
 def _require_memory(device: torch.device, num_bytes: int) -> None:
-    from zeroshard.lab.planner.lowest_stage import num_free_bytes
-
     free = num_free_bytes(device, 1)
     if num_bytes > free:
         what = f"this step takes {size(num_bytes)} and {size(free)} are free here"

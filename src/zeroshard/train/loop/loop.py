@@ -40,19 +40,19 @@ from zeroshard.train.loop.watchdog import PATIENCE_S, Alive, Watchdog
 from zeroshard.train.records.origin import origin
 from zeroshard.train.records.plan_contract import Contract, Predict
 from zeroshard.train.records.records import Observer, StepRecord
-from zeroshard.train.setup.auto import ChooseStage, move_up
+from zeroshard.train.setup.auto import move_up
 from zeroshard.train.setup.build import built
 from zeroshard.zero import ReplicaDivergedError
 
 TIME_TO_SPEAK_S = 1.0
 
 
-def run_training(config: TrainConfig, choose_stage: ChooseStage | None = None, predict: Predict | None = None) -> int:
+def run_training(config: TrainConfig, predict: Predict | None = None) -> int:
     """Build the run that ``config`` describes, train it and clean up; returns the exit status. Each rank calls it once.
 
     A failing disk or folder is reported in one line on stderr and gives `ExitStatus.STORAGE`.
 
-    ``choose_stage`` finds the lowest stage that fits, for the strategy ``auto``; ``predict`` makes the run's plan.
+    ``predict`` makes the run's plan, and those by which the strategy ``auto`` chooses a stage.
 
     Raises:
         UserError: the configuration cannot be satisfied here; raised on every rank.
@@ -62,7 +62,7 @@ def run_training(config: TrainConfig, choose_stage: ChooseStage | None = None, p
     world = world_from_env() or World()
     try:
         with (
-            built(config, choose_stage, predict) as run,
+            built(config, predict) as run,
             stop_signals_noted(speaks=world.rank == 0) as stop_wanted,
             Watchdog(run.folder, world.rank, config.step_timeout_s, end_as_peer_lost, _asking(run)) as watchdog,
         ):

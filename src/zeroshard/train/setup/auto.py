@@ -1,8 +1,8 @@
 """``--strategy auto``: starts at the lowest stage whose step fits in memory, and moves a stage up after each OOM.
 
-Lower stages communicate less, higher ones need less memory. The lowest stage that fits is predicted before the run by
-`zeroshard.lab.planner.lowest_stage`, which the command line passes in. The prediction ignores fragmentation and other
-processes, so a rank may still run out of memory. That may happen on one rank alone, in the middle of a collective, when
+Lower stages communicate less, higher ones need less memory. The lowest stage that fits is predicted before the run, by
+the planner that makes the run's plan. The prediction ignores fragmentation and other processes, so a rank may still run
+out of memory. That may happen on one rank alone, in the middle of a collective, when
 the ranks cannot agree on anything any more. So that rank writes the next stage into ``auto-stage.json`` in the run
 folder and ends. The next start, which our launcher makes at once, resumes from the last checkpoint one stage higher;
 checkpoints do not depend on the stage.
@@ -11,9 +11,11 @@ checkpoints do not depend on the stage.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import torch
 
 from zeroshard.comm import Communicator
@@ -22,17 +24,13 @@ from zeroshard.errors import UserError
 from zeroshard.models import LanguageModel
 from zeroshard.regular_files import json_of, read_text
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.setup.assemble import compute_dtype, reduce_dtype
+from zeroshard.train.records.plan_contract import Job, Predict
+from zeroshard.train.setup.plan_request import job_of
+from zeroshard.zero import STAGES
 
 HIGHEST_STAGE = 3
-# A function that returns the stage and why. Its arguments: the model on the meta device, the number of ranks, the
-# compute dtype, the device, sequences in a micro-batch, tokens in a sequence, whether there is a moving average of the
-# weights, whether stage 3 frees weights after forward, the reduce dtype (None: fp32), and the number of leaves of
-# ``reproducible`` (None: off).
-ChooseStage = Callable[
-    [LanguageModel, int, torch.dtype, torch.device, int, int, bool, bool, torch.dtype | None, int | None],
-    tuple[int, str],
-]
+HEADROOM = 0.1  # share of free memory that must stay free: other processes, fragments, communicators' buffers
+GIB = 2**30
 
 
 def automatic_stage(
@@ -40,18 +38,44 @@ def automatic_stage(
     model: LanguageModel,
     comm: Communicator,
     device: torch.device,
-    choose_stage: ChooseStage | None,
+    grad_accum_steps: int,
+    predict: Predict | None,
 ) -> int:
-    """Return the stage to start at and print it on rank 0; ``choose_stage`` finds what fits this rank. Collective."""
+    """Return the stage to start at and print it on rank 0; ``predict`` says what fits this rank. Collective."""
     chosen = 0, "no memory prediction is available"
-    if choose_stage is not None:
-        shapes = config.micro_batch_size, config.seq_len
-        kept = config.ema_decay > 0, config.reshard_after_forward, reduce_dtype(config), config.reproducible or None
-        chosen = choose_stage(model, comm.world_size, compute_dtype(config), device, *shapes, *kept)
+    if predict is not None:
+        jobs = {stage: job_of(config, stage, model, comm, device, grad_accum_steps) for stage in STAGES}
+        chosen = fitting_stage(jobs, predict, num_free_bytes(device, comm.world_size))
     stage, why = lowest_stage(chosen, comm, Path(config.out), resuming=config.resume != "none")
     if comm.rank == 0:
         print(f"strategy auto: zero{stage}: {why}")
     return stage
+
+
+def fitting_stage(jobs: Mapping[int, Job], predict: Predict, free_bytes: int) -> tuple[int, str]:
+    """Return the lowest stage that fits, or the highest if none does, and a phrase with the reason.
+
+    Args:
+        jobs: this rank's part of the run, by stage.
+        predict: predicts the peak of a step, with AdamW and activations.
+        free_bytes: bytes that this rank may use.
+    """
+    free, step = f"{free_bytes / GIB:.2f}GiB free, {HEADROOM:.0%} to spare", ""
+    for stage, job in jobs.items():
+        planned = predict(replace(job, calibration="", estimates=True))  # of memory alone, on every rank
+        if planned.peak_bytes is None:
+            return 0, f"no memory prediction is available ({planned.why_no_peak})"
+        step = f"a step of {planned.peak_bytes / GIB:.2f}GiB"
+        if planned.peak_bytes <= free_bytes * (1 - HEADROOM):
+            return stage, f"{step} in {free}"
+    return max(jobs), f"{step}, which does not fit either in {free}"
+
+
+def num_free_bytes(device: torch.device, num_ranks: int) -> int:
+    """Return the bytes that this rank may still allocate: the device's free memory, on CPUs over ``num_ranks``."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available // num_ranks
 
 
 def lowest_stage(chosen: tuple[int, str], comm: Communicator, folder: Path, *, resuming: bool) -> tuple[int, str]:

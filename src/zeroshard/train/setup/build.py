@@ -54,7 +54,7 @@ from zeroshard.train.setup.assemble import (
     serving,
     sharded,
 )
-from zeroshard.train.setup.auto import ChooseStage, automatic_stage
+from zeroshard.train.setup.auto import automatic_stage
 from zeroshard.train.setup.corpus import Corpus, open_corpus
 from zeroshard.train.setup.hugging_face import with_model_files
 from zeroshard.train.setup.links import Links
@@ -73,9 +73,7 @@ KEPT_AT_EVALUATIONS = 2  # of the checkpoints that are written at evaluations, b
 
 
 @contextmanager
-def built(
-    config: TrainConfig, choose_stage: ChooseStage | None = None, predict: Predict | None = None
-) -> Generator[Run]:
+def built(config: TrainConfig, predict: Predict | None = None) -> Generator[Run]:
     """Connect the ranks, build this rank's run, yield it, and clean up in any case; arguments as for `build_run`.
 
     Raises:
@@ -93,22 +91,16 @@ def built(
         joined = join(world, config.comm, config.strategy, device, stack, facts, links, overlap=config.overlap)
         if largest(joined.comm, num_restarts()):  # the largest, because a machine that joined later counts fewer
             config = after_restart(config)
-        run = replace(build_run(config, joined.comm, device, choose_stage, predict), link=joined.link)
+        run = replace(build_run(config, joined.comm, device, predict), link=joined.link)
         stack.callback(run.close)
         yield run
 
 
-def build_run(
-    config: TrainConfig,
-    comm: Communicator,
-    device: torch.device,
-    choose_stage: ChooseStage | None = None,
-    predict: Predict | None = None,
-) -> Run:
+def build_run(config: TrainConfig, comm: Communicator, device: torch.device, predict: Predict | None = None) -> Run:
     """Build one rank's part of a run; collective.
 
-    ``choose_stage`` finds the lowest stage that fits, for the strategy ``auto``; None: it starts at stage 0.
-    ``predict`` makes the plan that the run is compared with; None: there is no plan.
+    ``predict`` makes the plan that the run is compared with, and those by which the strategy ``auto`` chooses a stage;
+    None: there is no plan, and ``auto`` starts at stage 0.
 
     Raises:
         UserError: as `built`.
@@ -131,7 +123,7 @@ def build_run(
         first_rank_does(comm, lambda: claimed.append(ClaimedFolder(folder, resuming=resuming)))
         lock = claimed[0].lock if claimed else None
         with checkpoint.parsed_once():
-            run = _build_in(folder, config, comm, device, lock, choose_stage, predict)
+            run = _build_in(folder, config, comm, device, lock, predict)
         undo.pop_all()
     return run
 
@@ -142,7 +134,6 @@ def _build_in(
     comm: Communicator,
     device: torch.device,
     lock: RunLock | None,
-    choose_stage: ChooseStage | None,
     predict: Predict | None,
 ) -> Run:
     """Build this rank's part of the run, once ``folder`` is locked for it. Collective."""
@@ -158,7 +149,8 @@ def _build_in(
     if comm.rank == 0:
         _warn_of_local_steps(config, draw=draw)
     if config.strategy == "auto":
-        stage = automatic_stage(config, _shapes(config, corpus.vocab_size, eos_id), comm, device, choose_stage)
+        shapes = _shapes(config, corpus.vocab_size, eos_id)
+        stage = automatic_stage(config, shapes, comm, device, schedule.grad_accum_steps, predict)
         config = config.model_copy(update={"strategy": f"zero{stage}"})
     model, strategy = sharded(config, corpus.vocab_size, eos_id, observed, device, draw=draw)
     if resume_from is None:

@@ -1,4 +1,4 @@
-"""Builds a run's `Contract`: asks the planner for the plan of this run, with which the run is then compared."""
+"""Asks the planner for the plan of a run, with which the run is then compared: its `Contract`."""
 
 from __future__ import annotations
 
@@ -31,10 +31,22 @@ def contract_of(
     entry = strategy_entry(config.strategy)
     if predict is None or not entry.planned or config.optimizer != "adamw":
         return None
-    job = Job(
+    return Contract(predict(job_of(config, entry.stage, model, comm, device, grad_accum_steps)), config.plan.enforce)
+
+
+def job_of(
+    config: TrainConfig,
+    stage: int,
+    model: LanguageModel,
+    comm: Communicator,
+    device: torch.device,
+    grad_accum_steps: int,
+) -> Job:
+    """Return what a planner needs to know about this rank's part of a run at ``stage``."""
+    return Job(
         model=model,
         row=replace(
-            STAGES[entry.stage],
+            STAGES[stage],
             reshard_after_forward=config.reshard_after_forward,
             secondary_shard_size=config.node_copy or None,
         ),
@@ -59,4 +71,3 @@ def contract_of(
         local_steps=local_steps(config.replicas, len(model.units)),
         leaves=config.reproducible or None,
     )
-    return Contract(predict(job), config.plan.enforce)
