@@ -11,11 +11,11 @@ from zeroshard.zero import LocalSteps, Zero
 STAGES = (0, 1, 2, 3)
 AVERAGING = LocalSteps(every=1, outer_lr=1.0, outer_momentum=0.0)
 DILOCO = LocalSteps(every=3, outer_lr=0.7, outer_momentum=0.9)
-STREAMING = LocalSteps(every=4, outer_lr=0.4, outer_momentum=0.9, fragments=2, overlap_steps=1, mixing=0.5)
+FRAGMENTS = LocalSteps(every=4, outer_lr=0.4, outer_momentum=0.9, fragments=2)
 SOAK = pytest.mark.soak
-QUANTISED = LocalSteps(every=4, fragments=2, overlap_steps=1, wire="int4", block=32)
+QUANTISED = LocalSteps(every=4, fragments=2, wire="int4", block=32)
 ALL_KINDS = pytest.mark.parametrize(
-    "settings", [DILOCO, STREAMING, QUANTISED], ids=["diloco", "streaming", "quantised"]
+    "settings", [DILOCO, FRAGMENTS, QUANTISED], ids=["diloco", "fragments", "quantised"]
 )
 
 

@@ -8,8 +8,7 @@
 
 All but the last write into docs/study.json, each its own part. ``links`` takes turns: in each round every remedy takes
 its steps, so that what else the machine does meets all alike. At a step without a meeting replicas send nothing, so a
-round of H steps is H - 1 of these and one meeting: both are measured, with a meeting every second step. Streaming takes
-a quarter of its round in each turn, from a fragment's arrival to the next one's, and four turns are the round.
+round of H steps is H - 1 of these and one meeting: both are measured, with a meeting every second step.
 """
 
 from __future__ import annotations
@@ -54,11 +53,10 @@ FACTS, IMAGES = ROOT / "docs" / "study.json", ROOT / "docs" / "images"
 SWEEP_FILE = ROOT / "configs" / "sweeps" / "study-remedies.toml"
 LINKS = ("10Mbit/s", "30Mbit/s", "100Mbit/s", "300Mbit/s", "1Gbit/s")
 SHARE_OF_STEPS = 0.8  # of the first remedy's, after which its loss is the target
-ROUNDS = 4  # after one that warms up; a multiple of four, for whole rounds of streaming
+ROUNDS = 4  # after one that warms up
 IDS = 1024  # of the tokenizer
 PORT = 29518  # in namespaces of its own
 WIRES = ("none", "bf16", "int8", "int8,int4", "int4")
-STREAMING = "every=32,fragments=4,overlap=4"
 # Who takes turns, and its steps in a turn. Meetings do not depend on the stage where a replica is one rank.
 CONTESTANTS = {
     **{
@@ -68,7 +66,6 @@ CONTESTANTS = {
         if stage == 2 or "-" not in wire
     },
     **{every: (every, 2, 2) for every in ("every=2", "every=2,int8", "every=2,int4")},
-    STREAMING: (STREAMING, 2, 8),
 }
 AVERAGED = "outer-lr=1,outer-momentum=0"
 SHOWN = (
@@ -77,8 +74,6 @@ SHOWN = (
     "every=32",
     "every=128",
     "every=32,int8",
-    STREAMING,
-    f"{STREAMING},{AVERAGED}",
     f"every=8,{AVERAGED}",
     f"every=32,{AVERAGED}",
     f"every=8,int8,{AVERAGED}",
@@ -86,7 +81,7 @@ SHOWN = (
     f"every=16,int4,{AVERAGED}",
 )
 FORMATS = {"bf16": "bfloat16"}
-NUMBERS = {"overlap": "overlap_steps", "outer-lr": "outer_lr", "outer-momentum": "outer_momentum"}
+NUMBERS = {"outer-lr": "outer_lr", "outer-momentum": "outer_momentum"}
 
 
 def settings_of(remedy: str) -> dict[str, Any]:
@@ -117,21 +112,16 @@ class Contestant:
         shape = (config.micro_batch_size, config.seq_len + 1)
         self.tokens = torch.randint(IDS, shape, generator=torch.Generator().manual_seed(comm.rank))
 
-    def turn(self, num_steps: int, *, apart: bool = True) -> None:
-        """``num_steps`` steps as the trainer takes them, each for itself if ``apart``; ranks begin and end together.
-
-        Otherwise their mean is noted: a word among ranks after each would wait for what travels meanwhile.
-        """
-        for _ in range(num_steps if apart else 1):
+    def turn(self, num_steps: int) -> None:
+        """``num_steps`` steps as the trainer takes them, each of which ranks begin and end together."""
+        for _ in range(num_steps):
             self.comm.barrier()
             sent, start, cpu = sent_so_far(), time.perf_counter(), time.process_time()
-            count = 1 if apart else num_steps
-            for _ in range(count):
-                self._step()
+            self._step()
             self.comm.barrier()
-            self.seconds.append((time.perf_counter() - start) / count)
-            self.cpu_s.append((time.process_time() - cpu) / count)
-            self.sent_bytes.append((sent_so_far() - sent) / count)
+            self.seconds.append(time.perf_counter() - start)
+            self.cpu_s.append(time.process_time() - cpu)
+            self.sent_bytes.append(sent_so_far() - sent)
 
     def _step(self) -> None:
         self.model(self.tokens[:, :-1], self.tokens[:, 1:]).backward()
@@ -153,12 +143,12 @@ def rank_main(address: str, rank: int, names: list[str]) -> None:
     dist.init_process_group("gloo", f"tcp://{address}:{PORT}", rank=rank, world_size=2, timeout=timedelta(seconds=600))
     comm = RingCommunicator()
     contestants = {name: Contestant(*CONTESTANTS[name][:2], comm) for name in names}
-    for name, contestant in contestants.items():  # warms up; streaming stops where a fragment arrives
-        contestant.turn(4 if name == STREAMING else CONTESTANTS[name][2])
+    for name, contestant in contestants.items():  # warms up
+        contestant.turn(CONTESTANTS[name][2])
         contestant.forget()
     for _ in range(ROUNDS):
         for name, contestant in contestants.items():
-            contestant.turn(CONTESTANTS[name][2], apart=name != STREAMING)
+            contestant.turn(CONTESTANTS[name][2])
     if rank == 0:
         found = {
             name: {"s": _rounded(each.seconds), "cpu_s": _rounded(each.cpu_s), "sent_bytes": each.sent_bytes}
@@ -183,7 +173,7 @@ def measured(bandwidth: str, names: list[str]) -> dict[str, Any]:
 def per_step(link: dict[str, Any], remedy: str, stage: int) -> tuple[float, float]:
     """Mean seconds and bytes of a step of ``remedy`` over a whole round, from the turns that were measured.
 
-    Of steps that repeat the median is taken, of streaming the mean of its round.
+    Of steps that repeat the median is taken.
     """
     contestant = _turns(remedy, stage)
     found = []
@@ -191,8 +181,6 @@ def per_step(link: dict[str, Any], remedy: str, stage: int) -> tuple[float, floa
         turns = link[contestant][what]
         if remedy in WIRES:
             found.append(statistics.median(turns))
-        elif contestant == STREAMING:
-            found.append(statistics.fmean(turns))
         else:
             every = settings_of(remedy)["replicas.every"]
             alone, meeting = (statistics.median(turns[first::2]) for first in (0, 1))
@@ -204,8 +192,6 @@ def _turns(remedy: str, stage: int) -> str:
     """The contestant whose turns say how long the remedy's steps are."""
     if remedy in WIRES:
         return f"{remedy} at stage {stage}"
-    if remedy.startswith(STREAMING):  # outer numbers change no time
-        return STREAMING
     wire = settings_of(remedy).get("replicas.wire")
     return "every=2" + (f",{wire}" if wire else "")
 

@@ -70,6 +70,9 @@ LEFT = [
     r"fit[-_]memory",
     r"--remedies (none|int8)",
     r"sweep[./]remedies",
+    r"overlap[-_]steps",
+    r"replicas[._]mixing",
+    r"outer_difference",
 ]
 # The history of the project may name it.
 HISTORY = {"CHANGELOG.md", "log.md"}

@@ -68,7 +68,7 @@ class Rounded(torch.autograd.Function):
 
 
 class Replicas:
-    """Models that train apart and meet, in one process: algorithm 1 of DiLoCo, and Streaming DiLoCo's.
+    """Models that train apart and meet, in one process: algorithm 1 of DiLoCo, by fragments.
 
     Args:
         nets: alike when they begin; the anchors have the names of ``nets[0]``.
@@ -88,21 +88,17 @@ class Replicas:
             torch.optim.SGD([self.anchors[name] for name in names], lr=lr, momentum=momentum, nesterov=momentum > 0)
             for names in self._members
         ]
-        self._under_way: dict[int, tuple[int, dict[str, Tensor]]] = {}  # by fragment: when it arrives, what was sent
 
     @torch.no_grad()
     def step(self) -> None:
-        """Every net has taken a step: fragments whose turn it is are sent, those that have arrived are mixed in."""
+        """Every net has taken a step: the fragment whose turn it is meets."""
         self._num_steps += 1
         every, by_net = self._settings.every, [dict(net.named_parameters()) for net in self._nets]
         for f, names in enumerate(self._members):
             if (self._num_steps - (f + 1) * every // self._settings.fragments) % every == 0:
-                apart = {n: torch.stack([self.anchors[n] - local[n] for local in by_net]) for n in names}
-                mean = {name: each.sum(0) / len(by_net) for name, each in apart.items()}
-                self._under_way[f] = self._num_steps + self._settings.overlap_steps, mean
-        for f in [f for f, (arrives, _) in self._under_way.items() if arrives == self._num_steps]:
-            for name, mean in self._under_way.pop(f)[1].items():
-                self.anchors[name].grad = mean
-            self._outer[f].step()
-            for name, local in ((name, local) for name in self._members[f] for local in by_net):
-                local[name].mul_(self._settings.stays).add_(self.anchors[name] * (1 - self._settings.stays))
+                for name in names:
+                    apart = torch.stack([self.anchors[name] - local[name] for local in by_net])
+                    self.anchors[name].grad = apart.sum(0) / len(by_net)
+                self._outer[f].step()
+                for name, local in ((name, local) for name in names for local in by_net):
+                    local[name].copy_(self.anchors[name])

@@ -12,9 +12,9 @@ from replica_runs import (
     ALL_KINDS,
     AVERAGING,
     DILOCO,
+    FRAGMENTS,
     SOAK,
     STAGES,
-    STREAMING,
     Net,
     engine_of,
     loss_of,
@@ -41,7 +41,7 @@ def _by_hand(settings: LocalSteps, num_replicas: int, num_steps: int) -> tuple[d
     return replicas.anchors, dict(models[0].named_parameters())
 
 
-@pytest.mark.parametrize("settings", [AVERAGING, DILOCO, STREAMING], ids=["averaging", "diloco", "streaming"])
+@pytest.mark.parametrize("settings", [AVERAGING, DILOCO, FRAGMENTS], ids=["averaging", "diloco", "fragments"])
 def test_it_is_the_algorithm_of_the_paper(settings):
     def rank_main(comm):
         engine = engine_of(comm, 2, settings)
@@ -59,7 +59,7 @@ def test_it_is_the_algorithm_of_the_paper(settings):
     expected = {
         AVERAGING: [(step, 0) for step in range(1, 10)],
         DILOCO: [(3, 0), (6, 0), (9, 0)],
-        STREAMING: [(2, 0), (4, 1), (6, 0), (8, 1)],
+        FRAGMENTS: [(2, 0), (4, 1), (6, 0), (8, 1)],
     }
     assert [(meeting.step, meeting.fragment) for meeting in met] == expected[settings]
     assert all(meeting.difference_norm > 0 for meeting in met)

@@ -10,7 +10,6 @@ from replica_runs import (
     ALL_KINDS,
     DILOCO,
     SOAK,
-    STREAMING,
     Net,
     both,
     engine_of,
@@ -20,7 +19,7 @@ from replica_runs import (
 )
 from zeroshard import checkpoint
 from zeroshard.comm import run_threads
-from zeroshard.zero import LocalSteps, Zero
+from zeroshard.zero import Zero
 
 
 def _saved(path, settings, at, stage=2, shard_size=1, world_size=2):
@@ -40,7 +39,7 @@ def _saved(path, settings, at, stage=2, shard_size=1, world_size=2):
 @pytest.mark.parametrize("at", [2, 3, pytest.param(0, marks=SOAK), pytest.param(4, marks=SOAK)])
 @ALL_KINDS
 def test_a_restart_has_the_same_bits_at_any_stage(settings, at, now, tmp_path):
-    """Saved before all steps, between meetings, at one, and with a difference on its way (streaming: 2 and 4)."""
+    """Saved before all steps, between meetings, and at one."""
 
     def rank_main(comm):
         engine = engine_of(comm, now, settings)
@@ -160,28 +159,3 @@ def test_replicas_may_begin_at_a_checkpoint_that_knows_of_none_and_meet_as_if_fr
         assert same(expected, anchors)
         assert same(expected, local)
         assert met == [6, 9]
-
-
-@pytest.mark.parametrize(
-    ("now", "steps"),
-    [
-        (LocalSteps(every=4), [2, 4, 8]),
-        (LocalSteps(every=4, fragments=3, overlap_steps=1), [2, 2, 4, 5, 6, 8]),
-        (LocalSteps(every=3, overlap_steps=2), [2, 3, 6]),
-    ],
-    ids=["one", "three", "later"],
-)
-def test_other_fragments_take_in_what_was_on_its_way(now, steps, tmp_path):
-    def rank_main(comm):
-        before = engine_of(comm, 2, STREAMING)
-        train(comm, before, range(2))
-        checkpoint.save(tmp_path / "run", before[1], step=2)
-        engine = engine_of(comm, 2, now)
-        checkpoint.load(tmp_path / "run", engine[1])
-        assert all(same(*pair) for pair in zip(both(engine[1]), both(before[1]), strict=True))
-        met = train(comm, engine, range(2, 9))
-        return [meeting.step for meeting in met], both(engine[1])[0]
-
-    (met, anchors), (_, others) = run_threads(rank_main, 2)
-    assert met == steps
-    assert same(anchors, others)

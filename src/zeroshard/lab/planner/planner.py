@@ -82,11 +82,11 @@ class Planner:
         timing = simulate(step, self.device, self.cluster, software=self.software)
         meetings = Meetings()
         if local_steps is not None:
-            meetings = meetings_of(buffers, local_steps, strategy, self.cluster, timing.step_s, self.device)
+            meetings = meetings_of(buffers, local_steps, strategy, self.cluster, self.device)
             timing = meetings.added_to(timing)
         node_size = self._settings(strategy, micro_batch, shards).nodes_of(shards) or 0
         process = self._process_memory(step, strategy, micro_batch, shards, node_size)
-        needed = step.peak.total + process.total + meetings.held_bytes
+        needed = step.peak.total + process.total + meetings.outer_bytes
         left = self.device.memory_bytes - needed
         fits = left >= self.headroom * self.device.memory_bytes
         tokens_per_s = step.tokens * world_size / timing.step_s if timing.step_s else 0.0

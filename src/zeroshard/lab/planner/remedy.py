@@ -141,13 +141,12 @@ def _wire_in_words(precision: MixedPrecision, stage: int) -> str:
 
 
 def _local(planner: Planner, stages: Sequence[int], rows: int, alone: int, bound: float) -> Iterator[tuple[str, Row]]:
-    """Yield remedies with local steps, at the lowest stage that fits: in several wire formats, and overlapped."""
+    """Yield remedies with local steps, at the lowest stage that fits: in several wire formats."""
     kinds = {
         "local steps": LocalSteps(MOST_STEPS),
         "local steps, wire in bfloat16": LocalSteps(MOST_STEPS, wire=torch.bfloat16),
         "local steps, wire in int8": LocalSteps(MOST_STEPS, wire="int8"),
         "local steps, wire in int4": LocalSteps(MOST_STEPS, wire="int4"),
-        "local steps, one step of overlap": LocalSteps(MOST_STEPS, overlap_steps=1),
     }
     for name, settings in kinds.items():
         lowest = next((stage for stage in sorted(stages) if planner.row(stage, rows, alone, settings).fits), None)

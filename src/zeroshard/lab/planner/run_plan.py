@@ -52,7 +52,7 @@ def predict(job: Job) -> Planned:
             raise
         return replace(planned, why_no_peak=error.what)
     beside = planned.memory_bytes.get("ema", 0) + planned.memory_bytes.get("outer", 0)
-    step_s = None if calibration is None else _step_s(job, buffers, step, planned.leaving, calibration)
+    step_s = None if calibration is None else _step_s(job, buffers, step, planned.meetings, calibration)
     return replace(planned, peak_bytes=step.peak.total + beside, step_s=step_s)
 
 
@@ -103,19 +103,18 @@ def _exact(job: Job, buffers: list[Buffer], settings: Settings) -> Planned:
         flows=None if job.model.lora is None else flows_of(buffers),
         leaves=job.leaves,
     )
-    leaving, arriving = _meetings(job, buffers)
-    return Planned(resident, _sent(job, found), leaving=leaving, arriving=arriving)
+    return Planned(resident, _sent(job, found), meetings=_meetings(job, buffers))
 
 
 def _step_s(
-    job: Job, buffers: list[Buffer], step: Step, leaving: Mapping[int, Sequence[Sent]], calibration: Calibration
+    job: Job, buffers: list[Buffer], step: Step, meetings: Mapping[int, Sequence[Sent]], calibration: Calibration
 ) -> float:
     """Seconds of a step on the measured device; with local steps, including the step's share of a meeting."""
     if calibration.link is not None and job.links is not None:
         calibration = replace(calibration, link=behind(calibration.link, job.links))
     if job.local_steps is None:
         return _timing(step, calibration, job.world_size).step_s
-    meeting_s = _meeting_s(job, buffers, leaving, calibration)
+    meeting_s = _meeting_s(job, buffers, meetings, calibration)
     return _timing(step, calibration, job.shard_size).step_s + meeting_s / job.local_steps.every
 
 
@@ -127,37 +126,30 @@ def _sent(job: Job, found: Iterable[Message]) -> list[Sent]:
     ]
 
 
-def _meetings(job: Job, buffers: list[Buffer]) -> tuple[dict[int, list[Sent]], dict[int, list[Sent]]]:
-    """By fragment, the collectives that send its difference, and those that complete it; empty without local steps."""
-    leaving: dict[int, list[Sent]] = {}
-    arriving: dict[int, list[Sent]] = {}
+def _meetings(job: Job, buffers: list[Buffer]) -> dict[int, list[Sent]]:
+    """By fragment, the collectives of its meeting; empty without local steps."""
+    found: dict[int, list[Sent]] = {}
     for fragment in range(0 if job.local_steps is None else job.local_steps.fragments):
         assert job.local_steps is not None
         whole = job.row.optim is not SHARD and job.shard_size > 1
         num_replicas = job.world_size // job.shard_size
-        there, here = meeting_messages(buffers, job.local_steps, fragment, num_replicas, whole_masters=whole)
-        leaving[fragment], arriving[fragment] = (
-            [Sent(m.op, m.num_bytes, f"{m.buffer}/{m.phase}", m.world_size) for m in each if m.world_size > 1]
-            for each in (there, here)
-        )
-    return leaving, arriving
+        sent = meeting_messages(buffers, job.local_steps, fragment, num_replicas, whole_masters=whole)
+        found[fragment] = [
+            Sent(m.op, m.num_bytes, f"{m.buffer}/{m.phase}", m.world_size) for m in sent if m.world_size > 1
+        ]
+    return found
 
 
 def _meeting_s(
-    job: Job, buffers: list[Buffer], leaving: Mapping[int, Sequence[Sent]], calibration: Calibration
+    job: Job, buffers: list[Buffer], meetings: Mapping[int, Sequence[Sent]], calibration: Calibration
 ) -> float:
-    """Seconds of exposed communication of all fragments' differences, and of their quantisation.
-
-    If fragments overlap with steps, their communication counts as completely overlapped.
-    """
+    """Seconds of the communication of all fragments' differences, and of their quantisation."""
     if job.local_steps is None:
         return 0.0
     quantise_s = quantising_s(buffers, job.local_steps, job.world_size // job.shard_size, calibration.device)
-    if job.local_steps.overlap_steps:
-        return quantise_s
     link = calibration.link or NOBODY
     cluster = Cluster(job.world_size, 1, link, link)
-    sent = [message for each in leaving.values() for message in each]
+    sent = [message for each in meetings.values() for message in each if message.scope.endswith("/difference")]
     sent_s = sum(cluster.collective_s(m.op, m.num_bytes, m.world_size, replicas=True) for m in sent)
     return quantise_s + sent_s
 

@@ -39,36 +39,28 @@ class Meetings:
     Attributes:
         every: steps from one meeting to the next.
         outer_bytes: resident bytes of anchor and outer momentum.
-        message_bytes: bytes of the largest fragment's difference in flight; 0 without overlap.
         crossing_bytes: bytes that a rank gives to the all-reduces over replicas, or to the all-to-alls if differences
             have a block format, in ``every`` steps.
-        comm_s: seconds of these collectives and of those inside the replica that follow, in ``every`` steps.
+        comm_s: seconds of these collectives and of those that follow, for all of which computation waits, in ``every``
+            steps.
         quantise_s: seconds in which the rank quantises and dequantises differences, in ``every`` steps.
-        exposed_s: seconds of ``comm_s`` for which computation waits.
     """
 
     every: int = 1
     outer_bytes: int = 0
-    message_bytes: int = 0
     crossing_bytes: int = 0
     comm_s: float = 0.0
-    exposed_s: float = 0.0
     quantise_s: float = 0.0
-
-    @property
-    def held_bytes(self) -> int:
-        """Peak bytes for meetings: with overlap, a difference is in flight while a step runs."""
-        return self.outer_bytes + self.message_bytes
 
     def added_to(self, timing: Timing) -> Timing:
         """``timing`` of a step plus the step's share of the meetings."""
         return replace(
             timing,
-            step_s=timing.step_s + (self.exposed_s + self.quantise_s) / self.every,
+            step_s=timing.step_s + (self.comm_s + self.quantise_s) / self.every,
             compute_s=timing.compute_s + self.quantise_s / self.every,
             wire_s=timing.wire_s + self.quantise_s / self.every,
             comm_s=timing.comm_s + self.comm_s / self.every,
-            exposed_s=timing.exposed_s + self.exposed_s / self.every,
+            exposed_s=timing.exposed_s + self.comm_s / self.every,
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -81,37 +73,31 @@ def meetings_of(
     settings: LocalSteps,
     strategy: ShardingStrategy,
     cluster: Cluster,
-    step_s: float,
     device: Device,
 ) -> Meetings:
-    """The cost of meetings in ``settings.every`` steps of ``step_s`` seconds each.
-
-    A fragment's collectives overlap with the computation of ``overlap_steps`` steps; computation waits for the rest.
+    """The cost of meetings in ``settings.every`` steps.
 
     Args:
         buffers: the model's flat buffers, root first, laid out for the ``shard_size``.
         settings: when and how replicas meet.
         strategy: the row of the stage table inside a replica.
         cluster: the ranks and the links between them.
-        step_s: seconds of a step without a meeting.
         device: the rank's device, which quantises differences if they have a wire format.
     """
     shard_size = buffers[0].layout.world_size
     num_replicas = cluster.world_size // shard_size
     whole = strategy.optim is not SHARD and shard_size > 1
-    comm_s = exposed_s = 0.0
-    num_bytes: list[int] = []
-    for fragment in range(settings.fragments):
-        leaving, arriving = meeting_messages(buffers, settings, fragment, num_replicas, whole_masters=whole)
-        crossing = [*leaving, *(m for m in arriving if m.phase == "difference")]
-        across_s = sum(cluster.collective_s(m.op, m.num_bytes, num_replicas, replicas=True) for m in crossing)
-        inside_s = sum(cluster.collective_s(m.op, m.num_bytes, shard_size) for m in arriving if m.phase == "anchor")
-        comm_s += across_s + inside_s
-        exposed_s += max(across_s - settings.overlap_steps * step_s, 0.0) + inside_s
-        num_bytes.append(sum(m.num_bytes for m in leaving))
-    at_once = max(num_bytes) if settings.overlap_steps else 0
+    found = [
+        message
+        for fragment in range(settings.fragments)
+        for message in meeting_messages(buffers, settings, fragment, num_replicas, whole_masters=whole)
+    ]
+    crossing = [message for message in found if message.phase == "difference"]
+    comm_s = sum(cluster.collective_s(m.op, m.num_bytes, num_replicas, replicas=True) for m in crossing)
+    comm_s += sum(cluster.collective_s(m.op, m.num_bytes, shard_size) for m in found if m.phase == "anchor")
+    num_bytes = sum(message.num_bytes for message in crossing if message.op != "all_gather")
     quantise_s = quantising_s(buffers, settings, num_replicas, device)
-    return Meetings(settings.every, outer_bytes(buffers), at_once, sum(num_bytes), comm_s, exposed_s, quantise_s)
+    return Meetings(settings.every, outer_bytes(buffers), num_bytes, comm_s, quantise_s)
 
 
 def quantising_s(buffers: Sequence[Buffer], settings: LocalSteps, num_replicas: int, device: Device) -> float:
@@ -131,10 +117,8 @@ def outer_bytes(buffers: Sequence[Buffer]) -> int:
 
 def meeting_messages(
     buffers: Sequence[Buffer], settings: LocalSteps, fragment: int, num_replicas: int, *, whole_masters: bool
-) -> tuple[list[Message], list[Message]]:
-    """The collectives that send a fragment's difference, and those that complete it when it is due, in order.
-
-    In a block format, pieces are exchanged when the difference is sent, and their sums gathered when it is due.
+) -> list[Message]:
+    """The collectives of a fragment's meeting, in order. In a block format pieces are exchanged, and sums gathered.
 
     Args:
         buffers: the model's flat buffers, root first, laid out for the ``shard_size``.
@@ -144,8 +128,8 @@ def meeting_messages(
         whole_masters: whether each rank holds unsharded master weights (stage 0) in a replica of several ranks.
     """
     units = list(dict.fromkeys(["root", *(buffer.unit for buffer in buffers)]))
-    leaving: list[Message] = []
-    arriving: list[Message] = []
+    differences: list[Message] = []
+    sums: list[Message] = []
     anchors: list[Message] = []
     for buffer in _trained(buffers):
         if settings.fragment_of(units.index(buffer.unit)) != fragment:
@@ -153,15 +137,15 @@ def meeting_messages(
         layout, name, form = buffer.layout, buffer.name, settings.form
         if form is not None and layout.shard_numel:
             num_bytes = num_replicas * form.num_bytes(-(-layout.shard_numel // num_replicas))
-            leaving.append(Message("all_to_all", num_bytes, name, "difference", num_replicas))
-            arriving.append(Message("all_gather", num_bytes, name, "difference", num_replicas))
+            differences.append(Message("all_to_all", num_bytes, name, "difference", num_replicas))
+            sums.append(Message("all_gather", num_bytes, name, "difference", num_replicas))
         else:
             num_bytes = layout.shard_numel * (settings.dtype or _wide(buffer.dtype)).itemsize
-            leaving.append(Message("all_reduce", num_bytes, name, "difference", num_replicas))
+            differences.append(Message("all_reduce", num_bytes, name, "difference", num_replicas))
         if whole_masters:
             num_bytes = layout.padded_numel * buffer.dtype.itemsize
             anchors.append(Message("all_gather", num_bytes, name, "anchor", layout.world_size))
-    return leaving, [*arriving, *anchors]
+    return [*differences, *sums, *anchors]
 
 
 def _trained(buffers: Sequence[Buffer]) -> list[Buffer]:

@@ -36,12 +36,6 @@ class ReplicasConfig(Config):
     fragments: int = Field(
         1, ge=1, description="Parts of the model that meet at different steps, each after `every` of them."
     )
-    overlap_steps: int = Field(
-        0, ge=0, description="Steps that replicas compute while a difference is in flight; 0: the meeting waits for it."
-    )
-    mixing: float = Field(
-        0.5, ge=0, lt=1, description="With overlap_steps: share of a replica's own weights that stays at a meeting."
-    )
     wire: Literal["float32", "bfloat16", "e4m3", "fp8", "int8", "int4"] = Field(
         "float32", description="Wire format of differences: a type, or numbers that share a scale by blocks of 256."
     )
@@ -61,14 +55,6 @@ class ReplicasConfig(Config):
         if self.fragments > self.every:
             what = f"{self.fragments} fragments cannot meet at different steps of {self.every} (replicas.every)"
             raise UserError("replicas.fragments", what, f"give at most {self.every}")
-        if self.overlap_steps >= self.every > 1:
-            what = (
-                f"{self.overlap_steps} is not below replicas.every = {self.every}: it must arrive before the next one"
-            )
-            raise UserError("replicas.overlap_steps", what, f"give at most {self.every - 1}")
-        if self.mixing != fields["mixing"].default and not self.overlap_steps:
-            what = f"{self.mixing} is given, and without overlap a meeting replaces all of a replica's weights"
-            raise UserError("replicas.mixing", what, "add --replicas.overlap-steps 1, or leave it out")
         return self
 
 
@@ -143,7 +129,7 @@ def early_momentum(replicas: ReplicasConfig) -> str:
 
 
 def _missed(replicas: ReplicasConfig, max_steps: int) -> int:
-    """Steps that a fragment takes after its last completed meeting; the largest such number over all fragments."""
-    every, arrived = replicas.every, max_steps - replicas.overlap_steps
+    """Steps that a fragment takes after its last meeting; the largest such number over all fragments."""
+    every = replicas.every
     offsets = [(fragment + 1) * every // replicas.fragments for fragment in range(replicas.fragments)]
-    return max(replicas.overlap_steps + (arrived - offset) % every for offset in offsets)
+    return max((max_steps - offset) % every for offset in offsets)

@@ -34,7 +34,7 @@ from zeroshard.comm import CONTROL, scope
 from zeroshard.data.base import as_arguments
 from zeroshard.errors import ExitStatus
 from zeroshard.profiling.flops import hardware_flops_utilisation, model_flops_utilisation
-from zeroshard.train.loop.meetings import meet, moves
+from zeroshard.train.loop.meetings import fragments_that_met, meet
 from zeroshard.train.loop.run import Run
 from zeroshard.train.loop.stopping import as_numbers, wish_of_all
 from zeroshard.train.records.records import StepRecord
@@ -116,7 +116,7 @@ def _communicated(
     exposed_s = run.comm.exposed.take() if run.comm and run.comm.world_size > 1 else {}
     records = run.comm.drain() if run.comm else []
     if run.contract:
-        run.contract.see(step + 1, records, memory_bytes, taken=taken, moves=moves(run))
+        run.contract.see(step + 1, records, memory_bytes, taken=taken, fragments=fragments_that_met(run))
     if run.measures:
         run.measures.see(records, exposed_s)
     return traffic, exposed_s

@@ -55,13 +55,6 @@ class Job:
     leaves: int | None = None
 
 
-class Moves(NamedTuple):
-    """The fragments (with local steps) whose differences were sent, and those taken in, at a step."""
-
-    left: tuple[int, ...]
-    arrived: tuple[int, ...]
-
-
 class Sent(NamedTuple):
     """One collective, in the form in which planned and issued collectives are compared."""
 
@@ -83,19 +76,12 @@ class Planned:
     peak_bytes: int | None = None
     step_s: float | None = None
     why_no_peak: str = ""  # why the peak could not be predicted
-    # with local steps, for each fragment: the collectives with which its difference is sent, and those that complete it
-    # when it is taken in (at stage 0 also the gather of the anchors among a replica's ranks)
-    leaving: Mapping[int, Sequence[Sent]] = field(default_factory=dict)
-    arriving: Mapping[int, Sequence[Sent]] = field(default_factory=dict)
+    # with local steps: the collectives of each fragment's meeting
+    meetings: Mapping[int, Sequence[Sent]] = field(default_factory=dict)
 
-    def at(self, moves: Moves | None) -> Sequence[Sent]:
-        """Return a step's collectives, including those of a meeting, in order; ``moves``: what the meeting moves."""
-        if moves is None:
-            return self.messages
-        left = [message for fragment in moves.left for message in self.leaving[fragment]]
-        arrived = [message for fragment in moves.arrived for message in self.arriving[fragment]]
-        at_once = moves.left == moves.arrived  # without overlap: sent first, then taken in at the same step
-        return [*self.messages, *left, *arrived] if at_once else [*self.messages, *arrived, *left]
+    def at(self, fragments: Sequence[int]) -> Sequence[Sent]:
+        """Return the collectives of a step after which these fragments meet, in order."""
+        return [*self.messages, *(message for fragment in fragments for message in self.meetings[fragment])]
 
 
 Predict = Callable[[Job], Planned]
@@ -122,18 +108,19 @@ class Contract:
         memory_bytes: Mapping[str, int],
         *,
         taken: bool,
-        moves: Moves | None = None,
+        fragments: Sequence[int] = (),
     ) -> None:
         """Compare step number ``step``, counted from 1, with the plan; a skipped step is not, nor the one after it.
 
-        ``records`` are this rank's collectives, ``memory_bytes`` its resident bytes before ``zero_grad``.
+        ``records`` are this rank's collectives, ``memory_bytes`` its resident bytes before ``zero_grad``,
+        ``fragments`` those that met after the step.
         """
         follows, self._follows = self._follows, taken
         if not (follows and taken):
             return
         self.memory_bytes = dict(memory_bytes)
         self.messages = [Sent(r.op, r.num_bytes, r.scope, r.world_size) for r in records if r.scope != CONTROL]
-        self.expected = self.planned.at(moves)
+        self.expected = self.planned.at(fragments)
         self.num_checked += 1
         found = memory_difference(self.planned.memory_bytes, self.memory_bytes) or message_difference(
             self.expected, self.messages

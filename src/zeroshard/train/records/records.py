@@ -38,8 +38,8 @@ class StepRecord:
     # seconds of this rank's step by part: "data", "forward", "backward", "clip", "update", "meeting"
     spans_s: Mapping[str, float] = field(default_factory=dict)
     hfu: float | None = None  # as ``mfu``, with the FLOPs that activation checkpointing recomputes
-    # if differences of replicas were sent or taken in: ``sent`` and ``arrived`` (fragments), ``num_bytes`` and
-    # ``difference_norm`` of those that arrived, ``num_replicas``, and the mean ``loss`` over all replicas
+    # if replicas met: the fragments whose differences ``arrived``, ``num_bytes`` and ``difference_norm`` of these,
+    # ``num_replicas``, and the mean ``loss`` over all replicas
     meeting: Mapping[str, Any] = field(default_factory=dict)
 
 

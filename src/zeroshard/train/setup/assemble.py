@@ -236,8 +236,6 @@ def local_steps(given: ReplicasConfig, num_units: int) -> LocalSteps | None:
         outer_lr=given.outer_lr,
         outer_momentum=given.outer_momentum,
         fragments=given.fragments,
-        overlap_steps=given.overlap_steps,
-        mixing=given.mixing,
         wire=wire,
     )
 

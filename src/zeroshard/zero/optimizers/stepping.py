@@ -197,7 +197,6 @@ class Stepping:
         self._runtime.require_unpinned("load_named_shards")
         own = reader
         if self.replicas is not None:
-            self.replicas.drop_in_flight()
             own = of_replicas.ReplicaReader(reader, self.replicas.comm.rank)
         self.missed = training_state.load_named_shards(model, self._runtime, self._known, own)
         if self.ema is not None:

@@ -11,16 +11,14 @@ It updates the *anchor*, the last weights that all replicas had in common::
 Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models",
 https://arxiv.org/abs/2311.08105, algorithm 1; its numbers are the defaults here.
 
-With ``fragments`` the units of the model meet at different steps, each every ``every`` steps. With ``overlap_steps`` a
-fragment's difference is reduced over replicas while the next steps compute::
+With ``fragments`` the units of the model meet at different steps, each every ``every`` steps::
 
     step        1   2   3   4   5   6   7   8
-    fragment 0  .   S   a   .   .   S   a   .       every=4, fragments=2, overlap_steps=1: sent at S, applied at a
-    fragment 1  .   .   .   S   a   .   .   S
+    fragment 0  .   M   .   .   .   M   .   .       every=4, fragments=2
+    fragment 1  .   .   .   M   .   .   .   M
 
-Unit i (the root is unit 0) is in fragment ``i % fragments``, the paper's strided pattern. Until a difference arrives
-the local weights have moved on, so they are mixed: ``local <- mixing * local + (1 - mixing) * anchor``. Douillard et
-al. 2025, "Streaming DiLoCo with overlapping communication", https://arxiv.org/abs/2501.18512, algorithm 2.
+Unit i (the root is unit 0) is in fragment ``i % fragments``, the strided pattern of Douillard et al. 2025, "Streaming
+DiLoCo with overlapping communication", https://arxiv.org/abs/2501.18512, section 2.
 """
 
 from __future__ import annotations
@@ -43,9 +41,6 @@ class LocalSteps:
         outer_lr: learning rate of the outer SGD; 1.0 with no momentum averages weights.
         outer_momentum: its Nesterov momentum, in [0, 1); 0.0: none.
         fragments: number of parts into which the units are divided; the parts meet at different steps.
-        overlap_steps: steps for which a difference may be in flight; 0: the meeting waits for it.
-        mixing: share of the local weights that is kept when a difference arrives ``overlap_steps`` late, in [0, 1). Not
-            used without overlap: the local weights become the anchor.
         wire: format in which differences travel: a dtype, in which they are also summed, or a block format (``"int8"``,
             ``"int4"``, ``"e4m3"`` or ``"fp8"``), which is summed in fp32; None: the anchor's dtype, usually fp32.
         block: elements that share a scale in a block format.
@@ -59,8 +54,6 @@ class LocalSteps:
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     fragments: int = 1
-    overlap_steps: int = 0
-    mixing: float = 0.5
     wire: torch.dtype | str | None = None
     block: int = BLOCK
     rounding_seed: int = 0
@@ -78,13 +71,6 @@ class LocalSteps:
                 f"fragments: {self.fragments} fragments cannot meet at different steps of {self.every}; "
                 f"give 1 to {self.every}"
             )
-        if not 0 <= self.overlap_steps < self.every:
-            raise ValueError(
-                f"overlap_steps: {self.overlap_steps} is outside 0 to {self.every - 1}: a fragment's difference must "
-                "have arrived before its next one leaves"
-            )
-        if not 0 <= self.mixing < 1:
-            raise ValueError(f"mixing: {self.mixing} is outside [0, 1); 0.5 is Streaming DiLoCo's")
         is_dtype = isinstance(self.wire, torch.dtype) and self.wire.is_floating_point
         check_has_range("wire", self.wire)
         if self.wire is not None and not is_dtype and self.wire not in (*FORMATS, *SAME_AS):
@@ -95,8 +81,8 @@ class LocalSteps:
 
     def _check_types(self) -> None:
         for fields, kinds, what in (
-            (("fragments", "overlap_steps", "rounding_seed"), int, "whole number"),
-            (("outer_lr", "outer_momentum", "mixing"), (int, float), "number"),
+            (("fragments", "rounding_seed"), int, "whole number"),
+            (("outer_lr", "outer_momentum"), (int, float), "number"),
         ):
             for field in fields:
                 value = getattr(self, field)
@@ -113,13 +99,8 @@ class LocalSteps:
         """The dtype in which differences travel, if ``wire`` is one; None for a block format or the anchor's dtype."""
         return self.wire if isinstance(self.wire, torch.dtype) else None
 
-    @property
-    def stays(self) -> float:
-        """The share of the local weights that a meeting keeps: 0.0 without overlap."""
-        return self.mixing if self.overlap_steps else 0.0
-
-    def leaving(self, num_steps: int) -> list[int]:
-        """The fragments whose differences are sent once ``num_steps`` steps are done."""
+    def fragments_at(self, num_steps: int) -> list[int]:
+        """The fragments that meet once ``num_steps`` steps are done; at most one."""
         return [
             fragment
             for fragment in range(self.fragments)

@@ -2,18 +2,18 @@
 
 Inside a replica the engine works as in a world of ``shard_size`` ranks, at any stage: gradients, norms and control
 collectives stay inside. All communication between replicas is here: of initial weights, differences, and statistics of
-modules. Replicas *meet* when a difference is applied: see `zeroshard.zero.replicas.local_steps`.
+modules. See `zeroshard.zero.replicas.local_steps`.
 
 [Note: The same order everywhere]
-    Which differences are sent and applied depends on the number of steps alone, so every rank issues the same
-    collectives at the same step. A replica that skips an update (its loss was NaN) still calls ``step(taken=False)``:
+    Which fragments meet depends on the number of steps alone, so every rank issues the same collectives at the same
+    step. A replica that skips an update (its loss was NaN) still calls ``step(taken=False)``:
     it marks its weights stale, as an update would have done, so that its next forward issues the others' gathers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ from zeroshard.zero.buffers.barred import bar
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.replicas.local_steps import LocalSteps
-from zeroshard.zero.replicas.outer import Outer
+from zeroshard.zero.replicas.outer import Difference, Outer
 from zeroshard.zero.replicas.step_order import StepOrder
 from zeroshard.zero.runtime.module_buffers import ModuleBuffers
 from zeroshard.zero.runtime.runtime import Runtime
@@ -39,9 +39,9 @@ class Meeting:
     """A meeting of one fragment: its mean difference was applied to the anchor.
 
     Attributes:
-        step: steps done when the difference was sent; with overlap it is applied later.
+        step: steps done.
         fragment: the number of the fragment.
-        num_bytes: bytes that this rank gave to the all-reduce over replicas.
+        num_bytes: bytes that this rank gave to the all-reduce over replicas, in a block format to the all-to-all.
         difference_norm: L2 norm of the mean difference, over all ranks of a replica; the same on every rank.
         num_replicas: number of replicas over which the mean was taken.
     """
@@ -69,7 +69,6 @@ class Replicas:
     Attributes:
         comm: the ranks that hold the same shard, one of each replica.
         shard: the ranks of this replica.
-        left: the fragments whose differences were sent at the last `step`.
         num_steps: steps done, including skipped ones.
         applied: whether anchors are in the place of the local weights.
         before_change: called before a meeting changes weights and anchors, which a save may still be reading.
@@ -82,10 +81,8 @@ class Replicas:
         self.settings, self.comm, self.shard, self._world = settings, levels.replicas, levels.shard, levels.world
         self._runtime, self._buffers = runtime, buffers
         self._outer: dict[tuple[Unit, int], Outer] = {}
-        self._sent: dict[int, tuple[int, int]] = {}  # by fragment in flight: steps done when it was sent, bytes
         self.order = StepOrder()
         self.num_steps = 0
-        self.left: list[int] = []
         self.applied = False
         self.at_anchor = True  # whether local weights are the anchors and need not be saved beside them
         self.before_change: Callable[[], None] = lambda: None
@@ -125,23 +122,15 @@ class Replicas:
         for key, group in self.groups():
             if key in self._outer:
                 self._outer[key].restart_from_first(group)
-        self._sent.clear()
         self.at_anchor = True
 
     def keep_anchors(self) -> None:
         """Make the anchors the weights for good. Collective."""
-        self.drop_in_flight()
         with torch.no_grad():
             for _, group, outer in [] if self.at_anchor else list(self.by_group()):
                 outer.show(group)
         self._runtime.refresh_after_replacement()
         self.at_anchor = True
-
-    def drop_in_flight(self) -> None:
-        """Wait for differences in flight, and drop them. Collective."""
-        for _, group, outer in self.by_group():
-            outer.drop(group)
-        self._sent.clear()
 
     def require_local(self, what: str) -> None:
         """Raise RuntimeError about ``what`` while anchors are in the place of the local weights."""
@@ -167,7 +156,7 @@ class Replicas:
     # -- the step -----------------------------------------------------------------------------------------------
 
     def step(self, *, taken: bool = True) -> list[Meeting]:
-        """Count one more step of all optimizers together, and meet if it is due. Collective.
+        """Count one more step of all optimizers together, and have the fragments meet that are due. Collective.
 
         Call it after each step of the optimizer, even one that a `GradScaler` has skipped, but not after each backward.
 
@@ -175,7 +164,7 @@ class Replicas:
             taken: False if this replica skipped its update; even then this must be called.
 
         Returns:
-            The meetings of the fragments whose differences were applied now; usually none.
+            The meetings; usually none.
 
         Raises:
             RuntimeError: a difference has NaN/Inf, on every rank; or inside `anchors` or `Zero.full_params`.
@@ -187,87 +176,59 @@ class Replicas:
         self.num_steps += 1
         if not taken:
             self._mark_stale(group for _, group in self.groups())
-        met = self._take_in([each for each in self._sent if self._due(each) <= self.num_steps])
-        self.left = leaving = self.settings.leaving(self.num_steps)
-        if leaving:
-            met += self._take_in([each for each in leaving if each in self._sent])  # sent in a run with another `every`
-            self._send(leaving)
-            if not self.settings.overlap_steps:
-                met += self._take_in(leaving)
-                self.at_anchor = self.settings.fragments == 1
+        fragments = self.settings.fragments_at(self.num_steps)
+        if not fragments:
+            return []
+        met = self._meet(fragments)
+        self.at_anchor = self.settings.fragments == 1
         return met
 
     def meet(self) -> list[Meeting]:
-        """Have all fragments meet now, without overlap, as at the end of training. Collective.
-
-        Differences in flight are applied first. Afterwards every replica has the same weights, the anchors.
-        """
+        """Have all fragments meet now, as at the end of training: then all replicas have the anchors. Collective."""
         self.require_local("replicas.meet")
         self._runtime.require_unpinned("replicas.meet")
-        met = self._take_in(list(self._sent))
-        everything = list(range(self.settings.fragments))
-        self._send(everything)
-        met += self._take_in(everything, stays=0.0)
+        met = self._meet(list(range(self.settings.fragments)))
         self.at_anchor = True
         return met
 
-    def meets(self, num_steps: int) -> bool:
-        """Whether replicas communicate once ``num_steps`` steps are done: differences are sent or applied."""
-        settings = self.settings
-        return bool(settings.leaving(num_steps)) or self.takes_in(num_steps)
-
-    def takes_in(self, num_steps: int) -> bool:
-        """Whether differences are due once ``num_steps`` steps are done: `step` waits for them and applies them."""
-        return bool(self.settings.leaving(num_steps - self.settings.overlap_steps))
-
-    def _send(self, fragments: list[int]) -> None:
+    def _meet(self, fragments: list[int]) -> list[Meeting]:
         with torch.no_grad():
-            for fragment in fragments:
-                num_bytes = sum(
-                    outer.send(group, self.comm, self.settings, self.num_steps) for group, outer in self._in(fragment)
-                )
-                self._sent[fragment] = (self.num_steps, num_bytes)
-        self._sync_buffers()
-
-    def _take_in(self, fragments: list[int], stays: float | None = None) -> list[Meeting]:
-        if not fragments:
-            return []
-        stays = self.settings.stays if stays is None else stays
-        self.arrive(fragments)
-        norms = self._norms(fragments)
+            sent = {
+                fragment: [
+                    (group, outer, Difference(outer, group, self.comm, self.settings, self.num_steps))
+                    for (unit, _), group, outer in self.by_group()
+                    if self.settings.fragment_of(self._runtime.all_units().index(unit)) == fragment
+                ]
+                for fragment in fragments
+            }
+            self._sync_buffers()
+            for parts in sent.values():
+                for _, _, difference in parts:
+                    difference.issue_gather()
+            norms = self._norms([[difference.mean() for _, _, difference in parts] for parts in sent.values()])
         for fragment, norm in zip(fragments, norms, strict=True):
             if not math.isfinite(norm):
                 raise ReplicaDivergedError(
-                    f"replicas: after step {self._sent[fragment][0]} the difference of fragment {fragment} has norm "
-                    f"{norm}: the weights of a replica have diverged; lower lr, or resume from the last checkpoint"
+                    f"replicas: after step {self.num_steps} the difference of fragment {fragment} has norm {norm}: "
+                    "the weights of a replica have diverged; lower lr, or resume from the last checkpoint"
                 )
         self.before_change()
         met = []
         with torch.no_grad():
-            for fragment, norm in zip(fragments, norms, strict=True):
-                for group, outer in self._under_way(fragment):
-                    outer.step(self.settings)
-                    outer.show(group, stays)
+            for (fragment, parts), norm in zip(sent.items(), norms, strict=True):
+                for group, outer, difference in parts:
+                    outer.step(difference.mean(), self.settings)
+                    outer.show(group)
                     self._mark_stale([group])
-                step, num_bytes = self._sent.pop(fragment)
-                met.append(Meeting(step, fragment, num_bytes, norm, self.comm.world_size))
+                num_bytes = sum(difference.num_bytes for _, _, difference in parts)
+                met.append(Meeting(self.num_steps, fragment, num_bytes, norm, self.comm.world_size))
         return met
 
-    def arrive(self, fragments: list[int] | None = None) -> None:
-        """Issue the remaining collectives of these fragments' differences, None: of all in flight. Collective.
-
-        Only a block format has a second collective; it is issued here at the latest. `Outer.difference` waits for it.
-        """
-        for fragment in list(self._sent) if fragments is None else fragments:
-            for group, outer in self._in(fragment):
-                outer.issue_gather(group)
-
-    def _norms(self, fragments: list[int]) -> list[float]:
+    def _norms(self, means: Iterable[list[Tensor]]) -> list[float]:
         """The norm of each fragment's mean difference, over a replica's ranks. Collective."""
         sums = []
-        for fragment in fragments:
-            arrived = [outer.difference() for _, outer in self._in(fragment)]
-            norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in arrived if each is not None]
+        for fragment in means:
+            norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in fragment]
             sums.append(torch.stack(norms).square().sum().cpu() if norms else torch.zeros((), dtype=torch.float64))
         message = torch.stack(sums).to(self.shard.control_device)
         if self.shard.world_size > 1:
@@ -345,7 +306,7 @@ class Replicas:
 
     @property
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """``(unit's name, tensor)`` of all resident tensors: anchors, momentum, differences in flight."""
+        """``(unit's name, tensor)`` of all resident tensors: anchors and momentum."""
         return [(unit.name, tensor) for (unit, _), outer in self._outer.items() for tensor in outer.tensors]
 
     def by_group(self) -> Iterator[tuple[tuple[Unit, int], FlatGroup, Outer]]:
@@ -354,9 +315,9 @@ class Replicas:
             if key in self._outer:
                 yield key, group, self._outer[key]
 
-    def loaded(self, num_steps: int, sent: dict[int, tuple[int, int]], *, at_anchor: bool) -> None:
+    def loaded(self, num_steps: int, *, at_anchor: bool) -> None:
         """Resume from a checkpoint, whose anchors are loaded already."""
-        self.num_steps, self._sent, self.at_anchor = num_steps, sent, at_anchor
+        self.num_steps, self.at_anchor = num_steps, at_anchor
         self.order.forget()
 
     def outer_of(self, key: tuple[Unit, int], group: FlatGroup) -> Outer:
@@ -364,25 +325,6 @@ class Replicas:
         if key not in self._outer:
             self._outer[key] = Outer(group, self.settings, self._world.rank)
         return self._outer[key]
-
-    def fragment_of(self, unit: Unit) -> int:
-        """The fragment that a unit is in."""
-        return self.settings.fragment_of(self._runtime.all_units().index(unit))
-
-    def left_at(self, fragment: int) -> int | None:
-        """The number of steps done when the difference in flight was sent; None if none is in flight."""
-        return self._sent[fragment][0] if fragment in self._sent else None
-
-    def _due(self, fragment: int) -> int:
-        dues = [outer.due for _, outer in self._under_way(fragment) if outer.due is not None]
-        return max(dues, default=self.num_steps)
-
-    def _in(self, fragment: int) -> list[tuple[FlatGroup, Outer]]:
-        return [(group, outer) for (unit, _), group, outer in self.by_group() if self.fragment_of(unit) == fragment]
-
-    def _under_way(self, fragment: int) -> list[tuple[FlatGroup, Outer]]:
-        """The groups of a fragment with a difference in flight; others were first trained after it was sent."""
-        return [(group, outer) for group, outer in self._in(fragment) if outer.due is not None]
 
     def groups(self) -> Iterator[tuple[tuple[Unit, int], FlatGroup]]:
         """``((unit, index in the unit), group)`` of every group of floating-point parameters."""

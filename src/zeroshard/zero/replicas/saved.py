@@ -1,8 +1,7 @@
 """Saves replicas that take local steps to a checkpoint, and loads them.
 
 State that all replicas share is saved once, under the ordinary names: the anchor in place of the weights (kind
-``"param"``), ``"outer_momentum"``, ``"outer_steps"``, and, if a fragment's difference is in flight, its mean once that
-has arrived, ``"outer_difference"`` with ``"outer_due"``. So any reader of weights reads the anchors, the last weights
+``"param"``), ``"outer_momentum"`` and ``"outer_steps"``. So any reader of weights reads the anchors, the last weights
 that all replicas had in common.
 
 State that replicas do not share is saved for each of them: the states of its inner optimizer, and between meetings its
@@ -39,7 +38,6 @@ LOCAL = "local"
 def named_shards(replicas: Replicas, written: Iterator[NamedShard]) -> Iterator[NamedShard]:
     """Yield the shards that this rank writes; ``written``: those that it would write if its replica were the world."""
     number = replicas.comm.rank
-    replicas.arrive()
     at_anchor = replicas.still_at_anchor()
     anchors = {
         (slot, piece.interval): (group, outer, piece)
@@ -74,20 +72,8 @@ def _common(
     if anchor.dtype != shard.tensor.dtype:
         yield replace(shard, kind="anchor", tensor=anchor)
     yield replace(shard, kind="outer_momentum", tensor=outer.momentum[cut])
-    difference = outer.difference()
-    if difference is not None:
-        yield replace(shard, kind="outer_difference", tensor=difference[cut])
     if shard.interval[0] == 0:
-        unit = next(key[0] for key, _, each in replicas.by_group() if each is outer)
-        left = replicas.left_at(replicas.fragment_of(unit))
-        yield _number(shard, "outer_steps", replicas.num_steps)
-        if difference is not None and outer.due is not None and left is not None:
-            yield _number(shard, "outer_due", outer.due)
-            yield _number(shard, "outer_left", left)
-
-
-def _number(shard: NamedShard, kind: str, value: int) -> NamedShard:
-    return NamedShard(shard.name, kind, (), (0, 1), torch.tensor([value]))
+        yield NamedShard(shard.name, "outer_steps", (), (0, 1), torch.tensor([replicas.num_steps]))
 
 
 def _cut(group: FlatGroup, piece: Piece) -> slice:
@@ -130,9 +116,8 @@ class ReplicaReader:
 
 
 def load(replicas: Replicas, reader: ShardReader) -> None:
-    """Load anchors, momentum and differences in flight from ``reader``; the weights must be loaded already."""
+    """Load anchors and momentum from ``reader``; the weights must be loaded already."""
     num_steps, at_anchor = 0, True
-    sent: dict[int, tuple[int, int]] = {}
     for key, group in replicas.groups():
         slots = [slot.name for slot in group.params.layout.slots]
         facts = next((name for name in slots if "outer_steps" in reader.kinds(name)), None)
@@ -140,28 +125,13 @@ def load(replicas: Replicas, reader: ShardReader) -> None:
             continue
         outer = replicas.outer_of(key, group)
         outer.restart_from_first(group)
-        arrived = _read_into(group, outer, replicas.settings.dtype, reader)
-        if facts is None:
-            continue
-        num_steps = int(reader.read(facts, "outer_steps", (0, 1)))
-        at_anchor = at_anchor and LOCAL not in reader.kinds(of_replica(facts, 0))
-        if "outer_due" in reader.kinds(facts):
-            due, left = (int(reader.read(facts, kind, (0, 1))) for kind in ("outer_due", "outer_left"))
-            fragment = replicas.fragment_of(key[0])
-            sent[fragment] = (left, sent.get(fragment, (left, 0))[1] + arrived.nbytes)
-            outer.resume_difference(arrived, due)
-    replicas.loaded(num_steps, sent, at_anchor=at_anchor)
-
-
-def _read_into(group: FlatGroup, outer: Outer, wire: torch.dtype | None, reader: ShardReader) -> Tensor:
-    """Read this rank's shard of anchor and momentum; returns its shard of the difference in flight, zeros if none."""
-    arrived = torch.zeros_like(outer.anchor, dtype=wire)
-    for name, piece in _owned(group):
-        kinds, cut = reader.kinds(name), _cut(group, piece)
-        outer.anchor[cut] = reader.read(name, "anchor" if "anchor" in kinds else "param", piece.interval).to(
-            outer.anchor
-        )
-        for kind, place in (("outer_momentum", outer.momentum), ("outer_difference", arrived)):
-            if kind in kinds:
-                place[cut] = reader.read(name, kind, piece.interval).to(place)
-    return arrived
+        for name, piece in _owned(group):
+            kinds, cut = reader.kinds(name), _cut(group, piece)
+            anchor = reader.read(name, "anchor" if "anchor" in kinds else "param", piece.interval)
+            outer.anchor[cut] = anchor.to(outer.anchor)
+            if "outer_momentum" in kinds:
+                outer.momentum[cut] = reader.read(name, "outer_momentum", piece.interval).to(outer.momentum)
+        if facts is not None:
+            num_steps = int(reader.read(facts, "outer_steps", (0, 1)))
+            at_anchor = at_anchor and LOCAL not in reader.kinds(of_replica(facts, 0))
+    replicas.loaded(num_steps, at_anchor=at_anchor)

@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 from zeroshard.errors import UserError
 
 # Kinds of state that replicas with local steps have beside their weights: see `zeroshard.zero.replicas.saved`.
-OUTER_KINDS = frozenset({"anchor", "outer_momentum", "outer_difference", "outer_steps", "outer_due", "outer_left"})
+OUTER_KINDS = frozenset({"anchor", "outer_momentum", "outer_steps"})
 ROUNDING = "rounding_step"  # the step for which gradients in a wire format are rounded next
 # Every other kind is a state of an optimizer.
 MODEL_KINDS = frozenset({"param", "buffer", "ema", ROUNDING}) | OUTER_KINDS
-SCALAR_KINDS = frozenset({ROUNDING, "outer_steps", "outer_due", "outer_left"})  # those of `MODEL_KINDS` of one number
+SCALAR_KINDS = frozenset({ROUNDING, "outer_steps"})  # those of `MODEL_KINDS` of one number
 _REPLICA = "@replica"  # part of the name of state that only one replica has
 
 
