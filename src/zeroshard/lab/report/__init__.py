@@ -3,7 +3,6 @@
     entries.py      run folders and sweeps -> entries, one for each configuration, and notices about problems
     figure.py       a figure as data: axes with their units, and marks
     figures.py      entries -> figures, or the reason why a figure is missing
-    reading_notes.py how many runs are behind a figure, and which of its lines coincide
     single_run.py   header and curves of a report of one run
     interactive.py  a figure in plotly's format
     png.py          the same figure drawn by matplotlib

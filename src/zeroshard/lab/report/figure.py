@@ -49,7 +49,6 @@ class Series:
         base: the beginning of each bar; empty: all begin at 0.
         width: thickness of a bar, in units of its axis.
         marker: one of `MARKERS`; empty: a line without markers.
-        marker_size: size of markers in pixels.
         dashed: whether a line is dashed.
         hatched: whether bars are hatched.
         hollow: whether each point is drawn hollow, because it is not comparable with others; empty: none is.
@@ -66,7 +65,6 @@ class Series:
     base: tuple[float, ...] = ()
     width: float = 0.8
     marker: str = ""
-    marker_size: float = 9.0
     dashed: bool = False
     hatched: bool = False
     hollow: tuple[bool, ...] = ()

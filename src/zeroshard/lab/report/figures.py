@@ -9,12 +9,12 @@ from dataclasses import replace
 from zeroshard.lab.report.entries import Entry, ReportContents
 from zeroshard.lab.report.figure import Figure
 from zeroshard.lab.report.marks import LeftOutError
-from zeroshard.lab.report.reading_notes import with_notes
 from zeroshard.lab.report.run_figures import loss, memory, predictions
 from zeroshard.lab.report.single_run import curves_of, memory_of
 from zeroshard.lab.report.speed import communication, relative, throughput
 from zeroshard.lab.run_folders import RunResult
 
+_COMPARED = ("throughput", "scaling", "communication", "relative")  # figures in which readers compare lines or bars
 _LOG_FROM = 5.0  # least ratio of the largest to the smallest value for which a logarithmic axis is kept
 Drawn = tuple[list[Figure], list[str]]  # figures, and a line for each kind that could not be drawn
 
@@ -38,7 +38,7 @@ def figures_of(material: ReportContents) -> Drawn:
     missing: list[str] = []
     for kind, draw in kinds.items():
         try:
-            figures += [with_notes(_rightly_scaled(figure), entries) for figure in draw()]
+            figures += [_with_note(_rightly_scaled(figure), entries) for figure in draw()]
         except LeftOutError as why:
             missing.append(f"{kind}: {why}")
     return figures, missing
@@ -67,3 +67,16 @@ def _rightly_scaled(figure: Figure) -> Figure:
         return figure
     from_zero = not figure.name.startswith("relative")
     return replace(figure, y=replace(figure.y, log=False, from_zero=from_zero))
+
+
+def _with_note(figure: Figure, entries: Sequence[Entry]) -> Figure:
+    """Say in the caption of a comparison how many repeats are behind it, so that nobody concludes from noise."""
+    counts = [len(entry.case.done) for entry in entries if entry.case.done]
+    if not figure.name.startswith(_COMPARED) or not counts:
+        return figure
+    note, single = "Whiskers: from the lowest to the highest repeat.", counts.count(1)
+    if single == len(counts):
+        note = "One run each: do not conclude from small differences."
+    elif single:
+        note = f"Whiskers: lowest to highest repeat. {single} of {len(counts)} ran once: do not conclude from those."
+    return replace(figure, caption=f"{figure.caption} {note}".strip())

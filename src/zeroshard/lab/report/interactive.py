@@ -106,7 +106,7 @@ def _trace(series: Series) -> dict[str, Any]:
         trace |= {
             "type": "scatter",
             "mode": mode,
-            "marker": {"symbol": symbols, "size": series.marker_size, "color": series.colour},
+            "marker": {"symbol": symbols, "size": 9, "color": series.colour},
         }
         trace["line"] = {"color": series.colour, "width": 2, "dash": "dash" if series.dashed else "solid"}
     if series.low and any(low != high for low, high in zip(series.low, series.high, strict=True)):

@@ -75,7 +75,7 @@ def _mark(axes: Any, series: Series) -> None:
         errors,
         linestyle=line,
         marker=marker,
-        markersize=series.marker_size * 2 / 3,
+        markersize=6,
         color=series.colour,
         label=name,
         capsize=2,

@@ -188,8 +188,7 @@ def hf_config(config: OurConfig, *, dtype: str, eos_id: int | None = None, bos_i
         "head_dim": config.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
-        # Releases before 5 read the first of these; later ones write the second.
-        "rope_theta": config.rope_theta,
+        "rope_theta": config.rope_theta,  # read by programs that know no `rope_parameters`
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "attention_bias": False,
         "mlp_bias": False,

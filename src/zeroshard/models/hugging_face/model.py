@@ -192,7 +192,7 @@ class HuggingFaceModel(LanguageModel):
         modelling = sys.modules[type(self.hf).__module__]
         base: Any = self.hf.base_model
         asked = inspect.signature(base.forward).parameters
-        if "position_ids" not in asked or not hasattr(modelling, "create_causal_mask") or not _finds_documents():
+        if "position_ids" not in asked or not hasattr(modelling, "create_causal_mask"):
             what = f"{self._config.source} does not take positions for documents in this transformers"
             raise UserError(setting, what, "leave it out")
 
@@ -295,9 +295,7 @@ _is_one: ContextVar[bool] = ContextVar("is_one", default=False)
 @contextmanager
 def _one_document(is_one: bool) -> Generator[None]:
     """In this block, if ``is_one``, `transformers` does not search positions for documents: that would synchronize."""
-    if not _finds_documents():
-        yield
-        return
+    _obey()
     token = _is_one.set(is_one)
     try:
         yield
@@ -305,17 +303,13 @@ def _one_document(is_one: bool) -> Generator[None]:
         _is_one.reset(token)
 
 
-def _finds_documents() -> bool:
-    """Return whether `transformers` finds documents by positions; patch its function to obey `_one_document`."""
+@cached
+def _obey() -> None:
+    """Make the function by which `transformers` finds documents in positions obey `_one_document`."""
     masking: Any = quiet_import("transformers.masking_utils")
-    finds = getattr(masking, "find_packed_sequence_indices", None)
-    if finds is None:
-        return False
-    if not getattr(finds, "asks", False):
+    finds = masking.find_packed_sequence_indices
 
-        def asked(position_ids: Tensor) -> Tensor | None:
-            return None if _is_one.get() else finds(position_ids)
+    def asked(position_ids: Tensor) -> Tensor | None:
+        return None if _is_one.get() else finds(position_ids)
 
-        asked.asks = True  # ty: ignore[missing-attribute]
-        masking.find_packed_sequence_indices = asked
-    return True
+    masking.find_packed_sequence_indices = asked

@@ -296,16 +296,8 @@ def _renamed(
     prefix = getattr(model, "base_model_prefix", "")
     found: dict[str, dict[str, list[str]]] = {}
     operations: dict[str, Any] = {}
-    try:
-        loading: Any = quiet_import("transformers.core_model_loading")
-        mapping: Any = quiet_import("transformers.conversion_mapping")
-    except ImportError:  # before release 5
-        for key in shapes:
-            name = key
-            for pattern, replacement in (getattr(model, "_checkpoint_conversion_mapping", None) or {}).items():
-                name = re.sub(pattern, replacement, name)
-            found.setdefault(_with_prefix(name, prefix, state), {}).setdefault(name, []).append(key)
-        return found, operations
+    loading: Any = quiet_import("transformers.core_model_loading")
+    mapping: Any = quiet_import("transformers.conversion_mapping")
     transforms = mapping.get_model_conversion_mapping(model)
     renamings = [each for each in transforms if isinstance(each, loading.WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, loading.WeightConverter)]
@@ -318,13 +310,6 @@ def _renamed(
             operations[name] = by_pattern[pattern]
         found.setdefault(name, {}).setdefault(pattern or key, []).append(key)
     return found, operations
-
-
-def _with_prefix(name: str, prefix: str, state: Mapping[str, Tensor]) -> str:
-    if name in state or not prefix:
-        return name
-    shorter = name.removeprefix(f"{prefix}.")
-    return shorter if shorter in state else f"{prefix}.{name}" if f"{prefix}.{name}" in state else name
 
 
 def _in_order(target: str, by_pattern: Mapping[str, list[str]], converter: Any) -> list[str]:
@@ -370,12 +355,8 @@ def file_layout(model: nn.Module) -> list[FilePart]:
     """
     state = _state(model)
     meta = {name: torch.empty(state[name].shape, device="meta") for name in _names(state)}
-    try:
-        revert: Any = quiet_import("transformers.core_model_loading").revert_weight_conversion
-    except ImportError:  # before release 5: names are the model's
-        written: Mapping[str, Tensor] = meta
-    else:
-        written = revert(model, dict(meta))
+    loading: Any = quiet_import("transformers.core_model_loading")
+    written: Mapping[str, Tensor] = loading.revert_weight_conversion(model, dict(meta))
     shapes = {name: tuple(tensor.shape) for name, tensor in written.items()}
     parts = []
     for source, keys in match(model, shapes).items():
