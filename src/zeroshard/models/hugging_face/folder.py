@@ -102,8 +102,8 @@ def tokenizer_file(source: str) -> Path | None:
     return next((path for path in text_files(source) if path.name == "tokenizer.json"), None)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file.
+def read_json(path: Path, field: str = "model") -> dict[str, Any]:
+    """Read a JSON object from a file; ``field`` names the setting that led to it, for error messages.
 
     Raises:
         UserError: the file cannot be read, or does not contain a JSON object.
@@ -111,11 +111,11 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(read_text(path))
     except OSError as error:
-        raise UserError("model", f"{path} cannot be read ({error.strerror})", "check the folder") from None
+        raise UserError(field, f"{path} cannot be read ({error.strerror})", "check the folder") from None
     except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):
-        raise UserError("model", f"{path} is not a JSON object", "fetch it again")
+        raise UserError(field, f"{path} is not a JSON object", "fetch it again")
     return content
 
 

@@ -20,6 +20,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -62,35 +63,37 @@ class FileTensor:
         return prod(self.shape)
 
 
-def find_tensors(folder: Path) -> dict[str, FileTensor]:
+def find_tensors(folder: Path, field: str = "model") -> dict[str, FileTensor]:
     """Return every tensor in a folder's safetensors files, by name; only headers are read.
+
+    ``field`` names the setting that gave the folder, for error messages.
 
     Raises:
         UserError: there are no such files, or one of them is missing, truncated or damaged.
     """
     found: dict[str, FileTensor] = {}
     if (folder / INDEX).is_file():
-        places = read_json(folder / INDEX).get("weight_map")
+        places = read_json(folder / INDEX, field).get("weight_map")
         if not isinstance(places, dict) or any(Path(str(file)).name != file for file in places.values()):
-            raise UserError("model", f"{folder / INDEX} has no weight_map of files beside it", _WHOLE_MODEL)
+            raise UserError(field, f"{folder / INDEX} has no weight_map of files beside it", _WHOLE_MODEL)
         for file in sorted(set(places.values())):
-            found |= _tensors_of(folder / file)
+            found |= _tensors_of(folder / file, field)
         lost = next((name for name in places if name not in found), None)
         if lost is not None:
-            raise UserError("model", f"{lost} is in none of the files of {folder}", _WHOLE_MODEL)
+            raise UserError(field, f"{lost} is in none of the files of {folder}", _WHOLE_MODEL)
         return found
     if (folder / "model.safetensors").is_file():
-        return _tensors_of(folder / "model.safetensors")
+        return _tensors_of(folder / "model.safetensors", field)
     pickled = next(iter(sorted(folder.glob("*.bin"))), None)
     if pickled is not None:
         todo = "save the model with save_pretrained of transformers, which writes safetensors"
-        raise UserError("model", f"{pickled} is a pickle, and those are never read", todo)
-    todo = "give the folder of a whole model, or add --model.from-config to train from scratch"
-    raise UserError("model", f"{folder} holds no model.safetensors", todo)
+        raise UserError(field, f"{pickled} is a pickle, and those are never read", todo)
+    todo = _WHOLE_MODEL + (", or add --model.from-config to train from scratch" if field == "model" else "")
+    raise UserError(field, f"{folder} holds no model.safetensors", todo)
 
 
-def _tensors_of(path: Path) -> dict[str, FileTensor]:
-    damaged = UserError("model", f"{path} is no whole safetensors file", "fetch it again")
+def _tensors_of(path: Path, field: str) -> dict[str, FileTensor]:
+    damaged = UserError(field, f"{path} is no whole safetensors file", "fetch it again")
     try:
         with open_binary(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -99,9 +102,9 @@ def _tensors_of(path: Path) -> dict[str, FileTensor]:
                 raise damaged
             header = json.loads(file.read(length))
     except FileNotFoundError:
-        raise UserError("model", f"{path} is missing", _WHOLE_MODEL) from None
+        raise UserError(field, f"{path} is missing", _WHOLE_MODEL) from None
     except OSError as error:
-        raise UserError("model", f"{path} cannot be read ({error.strerror})", "check the folder") from None
+        raise UserError(field, f"{path} cannot be read ({error.strerror})", "check the folder") from None
     except (ValueError, RecursionError) as error:
         raise damaged from error
     try:
@@ -120,6 +123,13 @@ def _tensors_of(path: Path) -> dict[str, FileTensor]:
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise error if error is damaged else damaged from error
     return found
+
+
+def mapped(tensor: FileTensor) -> Tensor:
+    """Return the tensor as a memory map, in its own dtype: its pages are read when they are used."""
+    dtype = DTYPES[tensor.dtype]
+    content = np.memmap(tensor.path, np.uint8, "c", tensor.offset, (tensor.numel * dtype.itemsize,))
+    return torch.from_numpy(content).view(dtype).view(tensor.shape)
 
 
 @torch.no_grad()

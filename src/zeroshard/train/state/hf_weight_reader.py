@@ -43,7 +43,28 @@ def reader_of(folder: Path, model: LanguageModel) -> ShardReader:
     if not isinstance(model.config, OurConfig):
         what = f"{folder} is a Hugging Face folder, whose names a {type(model).__name__} does not have"
         raise UserError("init_from", what, "give a run or a checkpoint of that model")
-    return _OfOurs(model.config, find_tensors(folder))
+    return _OfOurs(tensors_of(model.config, find_tensors(folder)))
+
+
+def tensors_of(config: OurConfig, tensors: Mapping[str, FileTensor]) -> dict[str, tuple[FileTensor, HFWeight]]:
+    """Return by our name of each parameter of a GPT-2 or LLaMA its tensor in files, and how that differs from ours.
+
+    Raises:
+        UserError: as `find_weights`; or a tensor is quantised; or a tied head is there and differs from the embedding.
+    """
+    found = find_weights(config, {name: tensor.shape for name, tensor in tensors.items()})
+    for name in found:
+        if tensors[name].dtype not in DTYPES:
+            raise UserError(name, f"is of dtype {tensors[name].dtype}", "take a model that is not quantised")
+    head = found.pop("lm_head.weight", None) if config.tie_embeddings else None
+    ours = {weight.name: (tensors[name], weight) for name, weight in found.items() if weight.name is not None}
+    if head is not None:
+        assert head.name is not None
+        embedding = ours[head.name][0]
+        if not are_equal(tensors["lm_head.weight"], embedding):
+            what = f"is tied to {embedding.name} and differs from it"
+            raise UserError("lm_head.weight", what, "correct tie_word_embeddings in config.json")
+    return ours
 
 
 class _OfTransformers:
@@ -73,21 +94,8 @@ class _OfTransformers:
 class _OfOurs:
     """Reads weights for our GPT-2 or LLaMA, as float32."""
 
-    def __init__(self, config: OurConfig, tensors: Mapping[str, FileTensor]) -> None:
-        found = find_weights(config, {name: tensor.shape for name, tensor in tensors.items()})
-        for name in found:
-            if tensors[name].dtype not in DTYPES:
-                raise UserError(name, f"is of dtype {tensors[name].dtype}", "take a model that is not quantised")
-        head = found.pop("lm_head.weight", None) if config.tie_embeddings else None
-        self._found: dict[str, tuple[FileTensor, HFWeight]] = {
-            weight.name: (tensors[name], weight) for name, weight in found.items() if weight.name is not None
-        }
-        if head is not None:
-            assert head.name is not None
-            embedding = self._found[head.name][0]
-            if not are_equal(tensors["lm_head.weight"], embedding):
-                what = f"is tied to {embedding.name} and differs from it"
-                raise UserError("lm_head.weight", what, "correct tie_word_embeddings in config.json")
+    def __init__(self, found: Mapping[str, tuple[FileTensor, HFWeight]]) -> None:
+        self._found = found
 
     def kinds(self, name: str) -> Mapping[str, tuple[int, ...]]:
         return {"param": self._found[name][1].shape} if name in self._found else {}
