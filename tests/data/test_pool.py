@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from zeroshard.data.pool import Workers
+from zeroshard.data.pool import in_order
 from zeroshard.errors import UserError
 
 
@@ -30,20 +30,11 @@ def _die(number):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.fixture
-def workers():
-    made = []
-
-    def make(kind, num=2):
-        made.append(Workers(maker, (kind,), num))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
+def results(kind, tasks):
+    return in_order(maker, (kind,), tasks, 2)
 
 
-def test_tasks_are_taken_only_so_far_ahead(workers):
+def test_tasks_are_taken_only_so_far_ahead():
     taken = []
 
     def tasks():
@@ -51,32 +42,29 @@ def test_tasks_are_taken_only_so_far_ahead(workers):
             taken.append(number)
             yield number
 
-    results = workers("square").in_order(tasks())
-    assert next(results) == 0
+    found = results("square", tasks())
+    assert next(found) == 0
     assert len(taken) < 12
-    assert list(results) == [number * number for number in range(1, 100)]
+    assert list(found) == [number * number for number in range(1, 100)]
 
 
-def test_what_a_task_raises_is_raised_here(workers):
+def test_what_a_task_raises_is_raised_here_and_a_killed_worker_is_told():
     with pytest.raises(UserError, match="field: 0 is wrong; mend it"):
-        list(workers("user").in_order(iter([0])))
+        list(results("user", [0]))
     with pytest.raises(RuntimeError, match=r"a worker process failed:\n(.|\n)*ZeroDivisionError"):
-        list(workers("bug").in_order(iter([0])))
-
-
-def test_a_worker_that_is_killed_is_told(workers):
+        list(results("bug", [0]))
     with pytest.raises(RuntimeError, match=r"ended from outside; if memory ran out, use fewer by --data\.workers"):
-        list(workers("die").in_order(iter([0])))
+        list(results("die", [0]))
 
 
 def test_no_worker_outlives_a_killed_parent():
     code = (
-        "import os, time; from zeroshard.data.pool import Workers\n"
+        "import os, time; from zeroshard.data.pool import in_order\n"
         "if __name__ == '__main__':\n"
         '    task = \'lambda number: (__import__("time").sleep(0.2), __import__("os").getpid())\'\n'
-        "    workers = Workers(eval, (task,), 2)\n"
-        "    print(*{pid for _, pid in workers.in_order(range(8))}, flush=True)\n"
-        "    list(workers.in_order(range(10_000)))\n"
+        "    results = in_order(eval, (task,), range(10_000), 2)\n"
+        "    print(*{next(results)[1] for _ in range(8)}, flush=True)\n"
+        "    list(results)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     pids = [int(word) for word in parent.stdout.readline().split()]

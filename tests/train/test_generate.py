@@ -10,7 +10,7 @@ from zeroshard.cli import main
 from zeroshard.data.tokenizer import ByteTokenizer
 from zeroshard.errors import UserError
 from zeroshard.inference import generate
-from zeroshard.inference.generate import decoded, load_for_text, run_generate, sample, samples
+from zeroshard.inference.generate import decoded, load_for_text, run_generate, sample
 from zeroshard.inference.generate import draw as _draw_one
 from zeroshard.models import build_model
 from zeroshard.models.cache import KVCache
@@ -197,28 +197,6 @@ def test_a_configuration_that_is_not_the_checkpoints_is_told_in_a_line(text_conf
         UserError, match=r": saved with shape \(.*\), the model's is \(.*\); load it into the model that"
     ):
         run_generate(GenerateConfig(run=config.out, prompt="a"))
-
-
-def _generators(*seeds):
-    return [torch.Generator().manual_seed(seed) for seed in seeds]
-
-
-@pytest.mark.parametrize("num_tokens", [5, 40])  # within what the model sees, and beyond
-@pytest.mark.parametrize("eos_id", [None, 3])
-def test_texts_that_are_drawn_side_by_side_are_those_of_their_seeds(model, num_tokens, eos_id):
-    model.eos_id = eos_id
-    model.double()
-    alone = [_draw(model, num_tokens, seed=seed, temperature=5.0) for seed in (4, 5, 6)]
-    found = samples(model, torch.tensor([7]), num_tokens, _generators(4, 5, 6), temperature=5.0)
-    assert found == alone
-    assert len({tuple(text) for text in found}) == 3
-
-
-def test_a_text_that_has_ended_waits_for_the_others(model):
-    stop = _draw(model, 3, seed=1, temperature=5.0)[2]
-    found = samples(model, torch.tensor([7]), 12, _generators(1, 2), temperature=5.0, stop=stop)
-    assert found == [_draw(model, 12, seed=seed, temperature=5.0, stop=stop) for seed in (1, 2)]
-    assert len(found[0]) <= 3
 
 
 def test_the_command_prints_each_text_below_its_seed(text_config, capsys):

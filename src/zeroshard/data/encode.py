@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from zeroshard.data.files import patiently
 from zeroshard.data.joining import begin_ids, document_ids, end_ids
 from zeroshard.data.meta import DTYPES, SPLITS
-from zeroshard.data.pool import Workers
+from zeroshard.data.pool import in_order
 from zeroshard.data.sources import TextSource
 from zeroshard.data.split import Holdout
 from zeroshard.data.tables import Part, PartReader, Tables
@@ -127,9 +127,7 @@ def encoded(tasks: Iterable[Task], encoder: tuple[Path, str, str, Holdout, str],
         with closing(Encoder(*encoder)) as own:
             yield from map(own, tasks)
     else:
-        workers: Workers[Task, Encoded] = Workers(Encoder, encoder, num)
-        with closing(workers):
-            yield from workers.in_order(tasks)
+        yield from in_order(Encoder, encoder, tasks, num)
 
 
 def tasks_of(source: TextSource, holdout: Holdout, writers: dict[str, TokenWriter]) -> Iterator[list[Piece]]:

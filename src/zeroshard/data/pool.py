@@ -1,4 +1,4 @@
-"""Worker processes that return results in the order of their tasks; only a bounded number of tasks is submitted ahead.
+"""Worker processes that return results in the order of their tasks.
 
 No worker outlives this process, which `concurrent.futures` alone does not guarantee: a thread of each worker waits on a
 pipe whose other end closes when this process ends, however it ends. Workers are spawned rather than forked, because the
@@ -13,13 +13,12 @@ import signal
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache
-from itertools import islice
 from multiprocessing.connection import Connection, wait
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from zeroshard.errors import UserError
 
@@ -27,46 +26,40 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 
-class Workers(Generic[Task, Result]):
-    """``num`` processes. Each calls ``make(*args)`` once, and then calls the result with each task.
+def in_order(
+    make: Callable[..., Callable[[Task], Result]], args: tuple[Any, ...], tasks: Iterable[Task], num: int
+) -> Generator[Result]:
+    """Yield the results of ``num`` processes in the order of tasks; at most four tasks per process are in flight.
+
+    Closing the generator ends the processes, even in the middle of a task.
 
     Args:
-        make: a module-level function that returns a callable which takes a task.
+        make: a module-level function; each process calls it once, and the callable that it returns with each task.
         args: picklable arguments of ``make``.
+        tasks: picklable tasks.
         num: number of processes.
+
+    Raises:
+        UserError: a task raised it.
+        RuntimeError: a task failed otherwise (with the worker's traceback), or a worker was killed.
     """
-
-    def __init__(self, make: Callable[..., Callable[[Task], Result]], args: tuple[Any, ...], num: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        theirs, self._lifeline = context.Pipe(duplex=False)
-        self._executor = ProcessPoolExecutor(num, context, _begin, (theirs, make, args))
-        self._num_ahead = 4 * num
-
-    def in_order(self, tasks: Iterable[Task]) -> Iterator[Result]:
-        """Yield the results in the order of tasks; at most four tasks per process are in flight.
-
-        Raises:
-            UserError: a task raised it.
-            RuntimeError: a task failed otherwise (with the worker's traceback), or a worker was killed.
-        """
-        source = iter(tasks)
-        ahead: deque[Future[Result]] = deque()
-        while True:
-            try:
-                for task in islice(source, self._num_ahead - len(ahead)):
-                    ahead.append(self._executor.submit(_work, task))
-                if not ahead:
-                    return
-                result = ahead.popleft().result()
-            except BrokenProcessPool:
-                what = "a worker process was ended from outside; if memory ran out, use fewer by --data.workers"
-                raise RuntimeError(what) from None
-            yield result
-
-    def close(self) -> None:
-        """End the processes, even in the middle of a task."""
-        self._lifeline.close()
-        self._executor.shutdown(cancel_futures=True)
+    context = multiprocessing.get_context("spawn")
+    theirs, lifeline = context.Pipe(duplex=False)
+    executor = ProcessPoolExecutor(num, context, _begin, (theirs, make, args))
+    ahead: deque[Future[Result]] = deque()
+    try:
+        for task in tasks:
+            ahead.append(executor.submit(_work, task))
+            if len(ahead) == 4 * num:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+    except BrokenProcessPool:
+        what = "a worker process was ended from outside; if memory ran out, use fewer by --data.workers"
+        raise RuntimeError(what) from None
+    finally:
+        lifeline.close()
+        executor.shutdown(cancel_futures=True)
 
 
 _make: Callable[[], Callable[[Any], Any]]  # in a worker: returns the callable for tasks

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
@@ -102,16 +102,21 @@ class Tables:
         return Fingerprint(self.num_bytes, 0, hashlib.sha256(corpus_identity(self.files).encode()).hexdigest())
 
 
-@dataclass
 class PartReader:
-    """Reads parts. Reading them in order is fastest, because the file of the last part stays open."""
+    """Reads parts. Reading them in order is fastest, because the file of the last part stays open.
 
-    column: str = "text"
-    _path: str = ""
-    _stack: ExitStack = field(default_factory=ExitStack)
-    _table: Any = None  # pyarrow's ParquetFile
-    _raw: BinaryIO | None = None  # the file that _lines read, still compressed if it is
-    _lines: _Lines | None = None
+    Args:
+        columns: the columns that are read; the first is that of `texts`. None: ``text``.
+        numbered: whether messages name lines by number, for parts that are whole files; else by their first byte.
+    """
+
+    def __init__(self, *columns: str, numbered: bool = False) -> None:
+        self.columns, self.numbered = columns or ("text",), numbered
+        self._path = ""
+        self._stack = ExitStack()
+        self._table: Any = None  # pyarrow's ParquetFile
+        self._raw: BinaryIO | None = None  # the file that _lines read, still compressed if it is
+        self._lines: _Lines | None = None
 
     def texts(self, part: Part) -> Iterator[str]:
         """Yield the documents of a part.
@@ -120,14 +125,28 @@ class PartReader:
             UserError: a row cannot be read, or is not text.
             OSError: the file failed.
         """
-        if part.file.path != self._path:
+        for where, row in self.rows(part):
+            if text := text_of_row(row, self.columns[0], where):
+                yield text
+
+    def rows(self, part: Part) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the rows of a part, each with a description of its place; a row may lack columns or have others too.
+
+        Raises:
+            UserError: a row cannot be read, or is no object.
+            OSError: the file failed.
+        """
+        path = part.file.path
+        if path != self._path:
             self.close()
-        if suffix_of(part.file.path) == ".parquet":
-            yield from self._rows(part)
-        elif part.is_list:
-            yield from self._of_list(part)
-        else:
-            yield from self._json_lines(part)
+        if suffix_of(path) == ".parquet":
+            yield from self._of_parquet(part)
+            return
+        for where, row in self._of_list(path) if part.is_list else self._of_lines(part):
+            if not isinstance(row, dict):
+                what = f"{where} cannot be read (a {type(row).__name__} is not an object)"
+                raise UserError("data.path", what, _ONE_A_LINE)
+            yield where, row
 
     def close(self) -> None:
         """Close the file."""
@@ -140,68 +159,71 @@ class PartReader:
             return part.file.num_bytes * part.end // self._table.metadata.num_row_groups
         return min(self._raw.tell(), part.file.num_bytes) if self._raw is not None else 0
 
-    def _rows(self, part: Part) -> Iterator[str]:
+    def _of_parquet(self, part: Part) -> Iterator[tuple[str, dict[str, Any]]]:
+        path = part.file.path
         if self._table is None:
-            self._table, self._path = self._stack.enter_context(open_parquet(part.file.path)), part.file.path
-        groups = range(part.begin, part.end)
-        for batch in self._table.iter_batches(ROW_BATCH, row_groups=groups, columns=[self.column], use_threads=False):
-            yield from (text for text in batch.column(0).to_pylist() if text)
+            self._table, self._path = self._stack.enter_context(open_parquet(path)), path
+        meta = self._table.metadata
+        groups = range(part.begin, meta.num_row_groups if part.end < 0 else part.end)
+        number = sum(meta.row_group(group).num_rows for group in range(part.begin))
+        has_all = set(self.columns) <= set(self._table.schema_arrow.names)
+        columns = list(self.columns) if has_all else None
+        for batch in self._table.iter_batches(ROW_BATCH, row_groups=groups, columns=columns, use_threads=False):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"row {number} of {path}", row
 
-    def _json_lines(self, part: Part) -> Iterator[str]:
+    def _of_lines(self, part: Part) -> Iterator[tuple[str, Any]]:
         path = part.file.path
         if self._lines is not None and not self._lines.can_reach(part.begin):
             self.close()
         if self._lines is None:
             self._raw, self._path = self._stack.enter_context(open_binary(path)), path
             self._lines = _Lines(uncompressed(path, self._raw, self._stack))
-        for position, line in self._lines.within(part.begin, part.end):
-            if not line.isspace():
-                text = text_of_line(line, self.column, f"the line at byte {position:,} of {path}")
-                if text:
-                    yield text
+        for number, (position, line) in enumerate(self._lines.within(part.begin, part.end), start=1):
+            if line.isspace():
+                continue
+            where = f"line {number}" if self.numbered else f"the line at byte {position:,}"
+            try:
+                row = json_of(line)
+            except ValueError as error:
+                what = f"{where} of {path} cannot be read ({error})"
+                raise UserError("data.path", what, _ONE_A_LINE) from None
+            yield f"{where} of {path}", row
 
-    def _of_list(self, part: Part) -> Iterator[str]:
+    def _of_list(self, path: str) -> Iterator[tuple[str, Any]]:
+        """Yield the values of the JSON list in a file, which is read as a whole."""
         self.close()
-        path = part.file.path
         self._raw = self._stack.enter_context(open_binary(path))
-        for where, row in rows_of_list(path, uncompressed(path, self._raw, self._stack)):
-            if text := text_of_row(row, self.column, where):
-                yield text
+        try:
+            rows = json_of(uncompressed(path, self._raw, self._stack).read())
+        except ValueError as error:
+            raise UserError("data.path", f"{path} cannot be read ({error})", "write it again, or as lines") from None
+        for number, row in enumerate(rows, start=1):
+            yield f"row {number:,} of {path}", row
 
 
-def text_of_line(line: bytes, column: str, where: str) -> str | None:
-    """Return the text of a line of JSON, as `text_of_row`; ``where`` names the line.
+def text_of_row(row: Mapping[str, Any], column: str, where: str) -> str | None:
+    """Return a row's text, None if it is null; ``where`` names the row.
 
     Raises:
-        UserError: the line is no JSON object, lacks the column, or has something else than text in it.
+        UserError: the row lacks the column, or has something else than text in it.
     """
+    todo = 'write each row as {"text": "..."}, or name its key by --data.column'
+    if column not in row:
+        raise UserError("data.path", f"{where} has no key {column!r}", todo)
+    text = row[column]
     try:
-        row = json_of(line)
-    except ValueError as error:
-        raise UserError("data.path", f"{where} cannot be read ({error})", _TODO) from None
-    return text_of_row(row, column, where)
-
-
-def text_of_row(row: Any, column: str, where: str) -> str | None:
-    """Return a row's text, None if it is null; raises UserError as `text_of_line`."""
-    try:
-        if not isinstance(row, dict):
-            raise TypeError(f"a {type(row).__name__} is not an object")
-        text = row[column]
         if not isinstance(text, str | None):
             raise TypeError(f"{column} is {type(text).__name__}, not a string")
         if text and not text.isascii():
             text.encode()  # refuse half of a surrogate pair
-    except KeyError:
-        raise UserError("data.path", f"{where} has no key {column!r}", _TODO) from None
     except (ValueError, TypeError) as error:
-        raise UserError("data.path", f"{where} cannot be read ({error})", _TODO) from None
+        raise UserError("data.path", f"{where} cannot be read ({error})", todo) from None
     return text
 
 
-_TODO = (
-    'write each line as {"text": "..."}, or name its key by --data.column, or rename a file that has no rows to .txt'
-)
+_ONE_A_LINE = "write one JSON object a line, or rename a file that has no rows to .txt"
 
 
 def is_list(path: str) -> bool:
@@ -213,7 +235,7 @@ def is_list(path: str) -> bool:
 
     def ask() -> bool:
         with ExitStack() as stack:
-            file = opened(path, stack)
+            file = uncompressed(path, stack.enter_context(open_binary(path)), stack)
             while block := file.read(1 << 12):
                 if text := block.lstrip(b" \t\n\r\xef\xbb\xbf"):
                     return text.startswith(b"[")
@@ -221,25 +243,6 @@ def is_list(path: str) -> bool:
 
     name = urlsplit(path).path if is_address(path) else path
     return name.lower().endswith((".json", ".json.gz", ".json.zst")) and patiently(ask, path, "try again")
-
-
-def rows_of_list(path: str, file: BinaryIO) -> Iterator[tuple[str, Any]]:
-    """Yield the values of the JSON list in ``file``, which is read as a whole, each with a description of its place.
-
-    Raises:
-        UserError: it is no JSON.
-    """
-    try:
-        rows = json_of(file.read())
-    except ValueError as error:
-        raise UserError("data.path", f"{path} cannot be read ({error})", "write it again, or as lines") from None
-    for number, row in enumerate(rows, start=1):
-        yield f"row {number:,} of {path}", row
-
-
-def opened(path: str, stack: ExitStack) -> BinaryIO:
-    """Open a file for reading its uncompressed content; ``stack`` closes it."""
-    return uncompressed(path, stack.enter_context(open_binary(path)), stack)
 
 
 class _Lines:

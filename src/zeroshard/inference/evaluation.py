@@ -21,9 +21,9 @@ import torch
 
 from zeroshard import checkpoint
 from zeroshard.comm import Communicator, LocalCommunicator
-from zeroshard.data import EvalBatches, TextRows, TokenDataset, Tokenizer, load_tokenizer, read_meta, require_enough
-from zeroshard.data.base import EvalBatch, Rows
-from zeroshard.data.examples.row_plan import rows_in
+from zeroshard.data import EvalBatches, Tokenizer, load_tokenizer, read_meta
+from zeroshard.data.base import EvalBatch
+from zeroshard.data.examples.row_plan import rows_of_folder
 from zeroshard.data.joining import num_text_bytes
 from zeroshard.data.prepared import rule_of, say
 from zeroshard.errors import ExitStatus, UserError
@@ -106,14 +106,9 @@ def score(config: EvalConfig, comm: Communicator, device: torch.device) -> Score
     seq_len = config.seq_len or seq_len
     model.check_seq_len(seq_len)
     most_rows = config.rows or config.batches * config.micro_batch_size
-    if meta.examples:
-        cut = trained is None or trained.data.too_long == "cut"
-        packed = trained is not None and trained.data.packing
-        rows: Rows = rows_in(tokens_folder, config.split, seq_len, cut=cut, packed=packed)
-    else:
-        tokens = TokenDataset.open(tokens_folder, config.split)
-        require_enough(tokens, seq_len, 1, split=config.split)
-        rows = TextRows(tokens, seq_len)
+    cut = trained is None or trained.data.too_long == "cut"
+    packed = trained is not None and trained.data.packing
+    rows = rows_of_folder(tokens_folder, config.split, seq_len, cut=cut, packed=packed)
     sizes = config.micro_batch_size, most_rows or rows.num_rows
     batches = EvalBatches(rows, *sizes, comm.rank, comm.world_size)
     num_tokens = batches.num_targets

@@ -1,14 +1,12 @@
 """Generates text with a trained run or a Hugging Face folder: one process, token by token, printed as it is drawn.
 
-Several continuations of one prompt are a batch: one forward pass for all of them, not one for each.
-
 Top-k sampling: Fan et al., "Hierarchical Neural Story Generation", 2018, https://arxiv.org/abs/1805.04833.
 Top-p: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2019, https://arxiv.org/abs/1904.09751.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -42,19 +40,17 @@ from zeroshard.zero.state.named_shards import NamedShard, ShardReader, read_whol
 def run_generate(config: GenerateConfig, loaded: Callable[[], None] = lambda: None) -> int:
     """Print the prompt and up to ``max_new_tokens`` further tokens as they are drawn; returns the exit status.
 
-    With several ``samples``, each text follows a line that names its seed, once all are drawn.
+    With several ``samples``, each text follows a line that names its seed.
 
     Args:
         config: settings of `zeroshard generate`.
-        loaded: called before anything is printed: once the model is loaded, or all of several texts are drawn.
+        loaded: called once the model is loaded, before anything is printed.
 
     Raises:
         UserError: there is no run and no Hugging Face model, no complete checkpoint or no tokenizer, or the checkpoint
             is damaged or does not have the weights that were asked for.
     """
     model, tokenizer, ids, end = load_with_prompt(config)
-    seeds = range(config.seed, config.seed + config.samples)
-    generators = [torch.Generator(ids.device).manual_seed(seed) for seed in seeds]
     options = options_of(config, tokenizer)
 
     def text(tokens: Iterable[int]) -> Iterator[str]:
@@ -62,19 +58,15 @@ def run_generate(config: GenerateConfig, loaded: Callable[[], None] = lambda: No
         answer = takewhile(lambda token: token not in options["stop"], tokens) if config.message else tokens
         return until(decoded(tokenizer, answer), end)
 
-    if config.samples == 1:
-        tokens = sample(model, ids, config.max_new_tokens, generator=generators[0], **options)
-        loaded()
+    loaded()
+    for seed in range(config.seed, config.seed + config.samples):
+        generator = torch.Generator(ids.device).manual_seed(seed)
+        if config.samples > 1:
+            print(f"--- seed {seed}")
         print(config.prompt, end="", flush=True)
-        for piece in text(tokens):
+        for piece in text(sample(model, ids, config.max_new_tokens, generator=generator, **options)):
             print(piece, end="", flush=True)
         print()
-    else:
-        drawn = samples(model, ids, config.max_new_tokens, generators, **options)
-        loaded()
-        for seed, tokens in zip(seeds, drawn, strict=True):
-            print(f"--- seed {seed}")
-            print(config.prompt + "".join(text(tokens)))
     return int(ExitStatus.OK)
 
 
@@ -199,6 +191,7 @@ def load_weights(
     return in_dtype(model, dtype).eval()
 
 
+@torch.no_grad()
 def sample(
     model: LanguageModel,
     prompt_T: Tensor,
@@ -229,88 +222,29 @@ def sample(
     Raises:
         ValueError: an empty prompt.
     """
-    stops = _ids_of(stop)
-    options: Any = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "num_ids": num_ids}
-    for tokens in _steps(model, prompt_T, num_tokens, [generator], use_cache=use_cache, **options):
-        yield int(tokens[0])
-        if int(tokens[0]) in stops:
-            return
-
-
-def samples(
-    model: LanguageModel,
-    prompt_T: Tensor,
-    num_tokens: int,
-    generators: Sequence[torch.Generator],
-    *,
-    stop: int | Collection[int] | None = None,
-    **options: Any,
-) -> list[list[int]]:
-    """The tokens of each text, in the order of ``generators``: the same that `sample` draws with that generator.
-
-    A text that has ended stays in the batch until all have ended; its further tokens are discarded. If the model's
-    attention stays inside documents, texts begin new documents at different positions, so they are drawn one by one.
-
-    Args:
-        model, prompt_T, num_tokens, stop: as in `sample`.
-        generators: random generators, one for each text, on the model's device.
-        options: ``temperature``, ``top_k``, ``top_p`` and ``num_ids`` of `sample`.
-
-    Raises:
-        ValueError: an empty prompt.
-    """
-    if model.eos_id is not None:
-        each = (sample(model, prompt_T, num_tokens, generator=g, stop=stop, **options) for g in generators)
-        return [list(tokens) for tokens in each]
-    stops, drawn = _ids_of(stop), [[] for _ in generators]
-    for tokens in _steps(model, prompt_T, num_tokens, generators, **options):
-        for text, token in zip(drawn, tokens.tolist(), strict=True):
-            if not text or text[-1] not in stops:
-                text.append(token)
-        if all(text[-1] in stops for text in drawn):
-            break
-    return drawn
-
-
-@torch.no_grad()
-def _steps(
-    model: LanguageModel,
-    prompt_T: Tensor,
-    num_tokens: int,
-    generators: Sequence[torch.Generator | None],
-    *,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    num_ids: int | None = None,
-    use_cache: bool = True,
-) -> Iterator[Tensor]:
-    """Yield the next token of each text, [B]; arguments as in `sample` and `samples`."""
     if prompt_T.numel() == 0:
         raise ValueError("prompt: it has no tokens; give at least one")
+    stops = frozenset(() if stop is None else (stop,) if isinstance(stop, int) else stop)
     model.eval()
-    context_BT = _document(prompt_T, model.eos_id).expand(len(generators), -1)
+    context_1T = _document(prompt_T, model.eos_id)[None]
     cache: KVCache | None = None
     for _ in range(num_tokens):
-        context_BT = context_BT[:, -model.config.seq_len :]
-        if cache is None and use_cache and context_BT.shape[1] < model.config.seq_len:
+        context_1T = context_1T[:, -model.config.seq_len :]
+        if cache is None and use_cache and context_1T.shape[1] < model.config.seq_len:
             cache = model.new_cache()
         # Once the context window slides, every token's position changes, so the cache is useless.
-        if cache is not None and cache.num_tokens < context_BT.shape[1]:
-            logits_BV = model(context_BT[:, cache.num_tokens :], cache=cache)[:, -1]
+        if cache is not None and cache.num_tokens < context_1T.shape[1]:
+            logits_V = model(context_1T[:, cache.num_tokens :], cache=cache)[0, -1]
         else:
             cache, use_cache = None, False
-            logits_BV = model(context_BT)[:, -1]
-        rows = zip(logits_BV[:, :num_ids].float(), generators, strict=True)
-        tokens_B = torch.cat([draw(row, temperature, top_k, top_p, generator) for row, generator in rows])
-        context_BT = torch.cat([context_BT, tokens_B[:, None]], dim=1)
-        yield tokens_B
-        if model.eos_id is not None and int(tokens_B[0]) == model.eos_id:  # a document begins, of the only text
-            context_BT, cache = tokens_B[:, None], None
-
-
-def _ids_of(stop: int | Collection[int] | None) -> frozenset[int]:
-    return frozenset(() if stop is None else (stop,) if isinstance(stop, int) else stop)
+            logits_V = model(context_1T)[0, -1]
+        token_1 = draw(logits_V[:num_ids].float(), temperature, top_k, top_p, generator)
+        context_1T = torch.cat([context_1T, token_1[None]], dim=1)
+        yield int(token_1)
+        if int(token_1) in stops:
+            return
+        if int(token_1) == model.eos_id:  # a document begins
+            context_1T, cache = token_1[None], None
 
 
 def _document(tokens_T: Tensor, eos_id: int | None) -> Tensor:

@@ -138,7 +138,7 @@ def prepare(config: PrepareConfig, argv: Sequence[str]) -> int:
 
 
 def generate(config: GenerateConfig, argv: Sequence[str]) -> int:
-    """Run `zeroshard generate`: prints text as it is drawn; several samples once all are drawn."""
+    """Run `zeroshard generate`: prints text as it is drawn."""
     with ExitStack() as stack:
         stack.enter_context(working("loading the model"))
         from zeroshard.inference.generate import run_generate

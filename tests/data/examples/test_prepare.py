@@ -126,7 +126,7 @@ BAD_ROWS = {
         {"conversation": []},
         "data.messages: line 1 .* has no column 'messages'; name one of its own",
     ),
-    "list": ([1], "is list, not an object"),
+    "list": ([1], r"\(a list is not an object\)"),
     "surrogate": ({"messages": [{"role": "assistant", "content": "\ud800"}]}, "half of a surrogate pair"),
 }
 BAD_PAIRS = {

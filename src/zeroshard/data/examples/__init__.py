@@ -1,6 +1,5 @@
 """Fine-tuning data: conversations, and pairs of prompt and completion; only the model's answers count in the loss.
 
-rows       rows of .jsonl and .parquet, as dicts
 template   a chat template: found, compiled in Jinja2's sandbox, rendered
 texts      a row as text, and which of its characters the model is to write
 encode     the text as token ids, and which of them count in the loss

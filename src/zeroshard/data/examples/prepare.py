@@ -10,21 +10,21 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from itertools import islice
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 from zeroshard.data.examples.encode import ExampleEncoder
-from zeroshard.data.examples.rows import rows_of
 from zeroshard.data.examples.store import ExampleWriter
 from zeroshard.data.examples.template import ChatTemplate, find_template, keep_template
 from zeroshard.data.examples.texts import ExampleText, TextOf, text_of_chat, text_of_pair
+from zeroshard.data.files import in_one_line
 from zeroshard.data.meta import SPLITS, DataMeta, SourceMeta, dtype_for
 from zeroshard.data.spec import DataSpec
 from zeroshard.data.split import MANY_DOCUMENTS
-from zeroshard.data.tables import Tables
+from zeroshard.data.tables import Part, PartReader, Tables, is_list
 from zeroshard.data.tokenizer import BpeTokenizer, make_tokenizer, write_tokenizer
 from zeroshard.errors import UserError
 
@@ -88,8 +88,16 @@ def _texts(
 
 
 def _rows(spec: DataSpec, tables: Tables) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the columns of all rows in order, each with a description of its place."""
     settings = ("data.messages",) if spec.format == "chat" else ("data.prompt", "data.completion")
-    return rows_of(tables, spec.columns, settings)
+    for file in tables.files:
+        with in_one_line(file.path), closing(PartReader(*spec.columns, numbered=True)) as reader:
+            for where, row in reader.rows(Part(0, file, 0, 0, -1, is_list(file.path))):
+                for column, setting in zip(spec.columns, settings, strict=True):
+                    if column not in row:
+                        names = ", ".join(list(row)[:10]) or "it has none"
+                        raise UserError(setting, f"{where} has no column {column!r}", f"name one of its own: {names}")
+                yield where, {column: row[column] for column in spec.columns}
 
 
 def _validating(spec: DataSpec, tables: Tables) -> tuple[Callable[[int], bool], int]:

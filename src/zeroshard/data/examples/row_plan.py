@@ -17,8 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from zeroshard.data.base import Rows, TextRows, require_enough
 from zeroshard.data.examples.packing import pack
-from zeroshard.data.examples.store import Examples
+from zeroshard.data.examples.store import Examples, require_plain
+from zeroshard.data.meta import read_meta
+from zeroshard.data.tokens import TokenDataset
 from zeroshard.errors import UserError
 
 IGNORED = -100  # the default ignore_index of torch's cross_entropy
@@ -107,20 +110,34 @@ class ExampleRows:
         return f"data: of the {self.examples.num_examples:,} examples of the {split} split {cut} and {left_out}"
 
 
-def rows_in(
-    folder: Path, split: str, seq_len: int, *, named: str = "", cut: bool = True, packed: bool = False
-) -> ExampleRows:
-    """Return the rows of a prepared folder of examples.
+def rows_of_folder(
+    folder: Path,
+    split: str,
+    seq_len: int,
+    *,
+    named: str = "",
+    cut: bool = True,
+    packed: bool = False,
+    of_examples: bool | None = None,
+) -> Rows:
+    """Return the rows of a prepared folder, of examples or of plain text; the same on every rank.
 
     Args:
         folder, split: the folder and split of prepared data.
-        named: how error messages name the split, if ``split`` alone is not clear.
         seq_len, cut, packed: as for `rows_of_length`.
+        named: how error messages name the split, if ``split`` alone is not clear.
+        of_examples: whether the folder must have examples, or must have none; None: whichever it has.
 
     Raises:
-        UserError: as there; or the folder has plain text.
+        UserError: it has something else, no example is left, or the text is shorter than a row.
     """
-    return rows_of_length(Examples(folder, split), seq_len, split=named or split, cut=cut, packed=packed)
+    if of_examples is False:
+        require_plain(folder, read_meta(folder))
+    if of_examples or (of_examples is None and read_meta(folder).examples):
+        return rows_of_length(Examples(folder, split), seq_len, split=named or split, cut=cut, packed=packed)
+    tokens = TokenDataset.open(folder, split)
+    require_enough(tokens, seq_len, 1, split=named or split)
+    return TextRows(tokens, seq_len)
 
 
 def rows_of_length(

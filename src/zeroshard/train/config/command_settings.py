@@ -111,9 +111,7 @@ class GenerateConfig(Config):
     template: str = Field(
         "", description="message: chat template, a file in Jinja2 or chatml; empty: that of the run or the model."
     )
-    samples: int = Field(
-        1, ge=1, description="Texts to write, drawn side by side; the N-th has the draws of --seed SEED+N-1."
-    )
+    samples: int = Field(1, ge=1, description="Texts to write; the N-th has the draws of --seed SEED+N-1.")
     max_new_tokens: int = Field(200, ge=1, description="Tokens to write.")
     temperature: float = Field(0.8, ge=0, allow_inf_nan=False, description="0: always the likeliest token.")
     top_k: int = Field(0, ge=0, description="Draw from the k likeliest; 0: from all.")

@@ -16,7 +16,7 @@ from zeroshard.comm.agree import first_rank_does, gather_bytes
 from zeroshard.data import Batches, EvalBatches, RowBatches, TextRows, TokenDataset, require_enough
 from zeroshard.data.base import EvalBatch, Rows
 from zeroshard.data.batches import require_rows
-from zeroshard.data.examples.row_plan import ExampleRows, rows_in
+from zeroshard.data.examples.row_plan import ExampleRows, rows_of_folder
 from zeroshard.data.examples.store import require_plain
 from zeroshard.data.examples.template import TEMPLATE_FILES, find_template, has_template, keep_template
 from zeroshard.data.lanes import open_stream
@@ -146,14 +146,9 @@ def _prepared_alike(sources: Sequence[Source], comm: Communicator) -> tuple[list
 
 
 def _rows(config: TrainConfig, source: Source, folder: Path, split: str) -> Rows:
-    named = f"{source.name} {split}".strip()
-    if config.data.format != "text":
-        cut = config.data.too_long == "cut"
-        return rows_in(folder, split, config.seq_len, named=named, cut=cut, packed=config.data.packing)
-    require_plain(folder, read_meta(folder))
-    tokens = TokenDataset.open(folder, split)
-    require_enough(tokens, config.seq_len, 1, split=named)
-    return TextRows(tokens, config.seq_len)
+    named, data = f"{source.name} {split}".strip(), config.data
+    options = {"cut": data.too_long == "cut", "packed": data.packing, "of_examples": data.format != "text"}
+    return rows_of_folder(folder, split, config.seq_len, named=named, **options)
 
 
 def _joined(parts: Sequence[Rows]) -> Rows:
@@ -200,13 +195,8 @@ def _named_evals(config: TrainConfig, folder: Path, comm: Communicator) -> dict[
         first_rank_does(comm, partial(prepare_data, data))
         own = read_meta(where)
         agree_on(comm, {f"{name}: {fact}": value for fact, value in data_facts(own).items()})
-        if own.examples:
-            cut = data.too_long == "cut"
-            rows: Rows = rows_in(where, "train", config.seq_len, named=name, cut=cut, packed=data.packing)
-        else:
-            tokens = TokenDataset.open(where, "train")
-            require_enough(tokens, config.seq_len, 1, split=name)
-            rows = TextRows(tokens, config.seq_len)
+        cut = data.too_long == "cut"
+        rows = rows_of_folder(where, "train", config.seq_len, named=name, cut=cut, packed=data.packing)
         found[name] = EvalBatches(rows, size, most, comm.rank, comm.world_size)
     return found
 
