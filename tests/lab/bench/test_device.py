@@ -9,7 +9,7 @@ import torch
 from zeroshard.errors import UserError
 from zeroshard.lab.bench import conversions, device, step, whole_step
 from zeroshard.lab.planner.run_plan import predicted_step
-from zeroshard.lab.predict.conversions import CONVERSIONS, FINGERPRINT
+from zeroshard.lab.predict.conversions import CONVERSIONS
 from zeroshard.lab.predict.hardware import Calibration, Device, Link, read_calibration
 from zeroshard.wire_formats import FORMATS
 from zeroshard.zero import STAGES
@@ -75,8 +75,7 @@ def test_one_rank_measures_and_the_planner_reads_the_file(tmp_path, monkeypatch)
     }
     device.write(report, calibration, tmp_path / "device.json")
     assert read_calibration(tmp_path / "device.json") == calibration
-    quantising = {f"{form} {kind}" for form in FORMATS for kind in CONVERSIONS}
-    assert set(calibration.device.conversions) == {*quantising, FINGERPRINT}
+    assert set(calibration.device.conversions) == {f"{form} {kind}" for form in FORMATS for kind in CONVERSIONS}
     content = json.loads((tmp_path / "device.json").read_text())
     content["device"]["conversions"]["int8 sum"] = [0.0, -1.0]
     (tmp_path / "damaged.json").write_text(json.dumps(content))

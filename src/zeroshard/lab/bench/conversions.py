@@ -4,7 +4,6 @@
     quantise, stochastically    the same with random rounding, as gradients are sent
     dequantise                  codes to fp32 numbers
     sum                         received pieces added to a rank's own in fp32
-    fingerprint                 on a CPU, a hash of a shard of weights that outlive a step: it shows writes to them
 
 The implementation is the one that the engine uses on that device: PyTorch on a CPU, Triton kernels on a GPU. Blocks
 have the default size, `zeroshard.wire_formats.BLOCK`.
@@ -20,9 +19,8 @@ import torch
 from torch import Tensor
 
 from zeroshard.kernels import dequantise, dequantised_sum, quantise
-from zeroshard.lab.predict.conversions import CONVERSIONS, FINGERPRINT, Conversion
+from zeroshard.lab.predict.conversions import CONVERSIONS, Conversion
 from zeroshard.wire_formats import FORMATS, BlockFormat, rounding_key
-from zeroshard.zero.buffers.written_weights import fingerprint
 
 SIZES = {"cpu": (1 << 14, 1 << 20), "cuda": (1 << 18, 1 << 26)}  # elements of a small buffer, and of a unit's buffer
 NUM_RECEIVED = 2  # pieces that are added to a rank's own
@@ -41,9 +39,6 @@ def cases(device: torch.device) -> Iterator[tuple[str, int, Callable[[], object]
             for kind in CONVERSIONS:
                 times = NUM_RECEIVED if kind == "sum" else 1
                 yield f"wire {name} {kind} {numel}", times * numel, _call(BlockFormat(name), kind, pool)
-        if device.type == "cpu":
-            turns = itertools.cycle([values for values, _, _ in pool])
-            yield f"wire {FINGERPRINT} {numel}", numel, lambda turns=turns: fingerprint(next(turns))
 
 
 def _pool(form: BlockFormat, numel: int, whole: Tensor, back: Tensor) -> list[Buffers]:

@@ -1,9 +1,9 @@
 """Bytes on a rank at three points, component by component, compared with the formula of `zeroshard.lab.predict.memory`.
 
-One process builds the real engine for one rank of a world of any size (`zeroshard.comm.NullCommunicator`), and takes
-two steps. The measured bytes are those of the engine's storages (`zeroshard.profiling.memory`); the predicted bytes
-follow from shapes alone. If the two are not equal to the byte, the line is marked. The peak is that of the second step:
-on the CPU the bench follows every operation, on CUDA it asks the allocator.
+One process takes two steps as one rank of a world of any size (`zeroshard.lab.predict.dry_run`). The measured bytes are
+those of the engine's storages (`zeroshard.profiling.memory`); the predicted bytes follow from shapes alone. If the two
+are not equal to the byte, the line is marked. On the CPU the peak is found by following every operation, on CUDA by
+asking the allocator.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
-from zeroshard.comm import NullCommunicator
 from zeroshard.lab.bench.report import Column, Report, Row
 from zeroshard.lab.predict.buffers import buffers_of
+from zeroshard.lab.predict.dry_run import dry_run
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES, state_bytes
+from zeroshard.lab.predict.model_trace import tokens_and_targets
 from zeroshard.models import LanguageModel, build_model
-from zeroshard.profiling.memory import POINTS, STATE, AllocationRecorder, ThreePoints, held_bytes
-from zeroshard.zero import STAGES, MixedPrecision, Zero
+from zeroshard.profiling.memory import POINTS, STATE
+from zeroshard.zero import STAGES, MixedPrecision
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MIB = 2**20
@@ -75,40 +76,6 @@ def precision_of(dtype: torch.dtype) -> MixedPrecision | None:
     return None if dtype == torch.float32 else MixedPrecision(param_dtype=dtype)
 
 
-def measured_points(
-    model: LanguageModel,
-    stage: int,
-    comm: NullCommunicator,
-    dtype: torch.dtype,
-    seq_len: int,
-    micro_batch_size: int,
-) -> tuple[dict[str, dict[str, int]], dict[str, int], int]:
-    """Take two steps; returns bytes by point and category, the peak by category (empty on CUDA), and the peak."""
-    device = next(model.parameters()).device
-    zero = Zero(model, stage, units=model.units, comm=comm, precision=precision_of(dtype))
-    optimizer = zero.optimizer(torch.optim.AdamW, lr=1e-4, fused=True)
-    points = ThreePoints(optimizer, lambda: held_bytes(zero.holdings()))
-    tokens = torch.zeros(micro_batch_size, seq_len, dtype=torch.int64, device=device)
-
-    def step() -> None:
-        model(tokens, tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats(device)
-        step()
-        torch.cuda.synchronize()
-        return points.bytes, {}, torch.cuda.max_memory_allocated(device)
-    recorder = AllocationRecorder(zero.holdings).follow(model, optimizer)
-    with recorder:
-        step()
-    recorder.remove()
-    return points.bytes, recorder.peak.by_category, recorder.peak.num_bytes
-
-
 def _rows(
     name: str,
     stage: int,
@@ -119,12 +86,25 @@ def _rows(
     micro_batch_size: int,
     device: torch.device,
 ) -> list[Row]:
-    with torch.device(device):
+    with torch.device("meta"):
         model = build_model(name)
-    seq_len = min(seq_len, model.config.seq_len)
     predicted = predicted_points(model, stage, world, rank, dtype, device.type)
-    comm = NullCommunicator(world, rank)
-    points, peak, peak_bytes = measured_points(model, stage, comm, dtype, seq_len, micro_batch_size)
+    measured = dry_run(
+        model,
+        tokens_and_targets(min(seq_len, model.config.seq_len)),
+        world_size=world,
+        rank=rank,
+        strategy=STAGES[stage],
+        micro_batch=micro_batch_size,
+        units=model.units,
+        precision=precision_of(dtype),
+        device=device,
+        num_steps=2,
+        record=device.type != "cuda",
+    )
+    points = dict(zip(POINTS, (measured.start, *measured.updates[0]), strict=True))
+    points = {point: {category: n for category, n in held.items() if n} for point, held in points.items()}
+    peak, peak_bytes = measured.peak_by_category, measured.peak_bytes
     rows: list[Row] = []
     for point in POINTS:
         row: Row = {"model": name, "stage": stage, "point": point}

@@ -150,6 +150,4 @@ def _any_fits(planner: Planner, stages: Stages) -> bool:
 
 
 def _fits(planner: Planner, stage: int | ShardingStrategy, micro_batch: int) -> bool:
-    if planner.num_micro(micro_batch) == 0 or planner.cannot_fit(stage, micro_batch):
-        return False
-    return planner.row(stage, micro_batch).fits
+    return planner.num_micro(micro_batch) > 0 and planner.row(stage, micro_batch).fits

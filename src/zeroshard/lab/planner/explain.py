@@ -12,7 +12,7 @@ from zeroshard.lab.planner.advice import describe
 from zeroshard.lab.planner.plan_rows import Row
 from zeroshard.lab.planner.planner import Planner
 from zeroshard.lab.planner.show import seconds, size
-from zeroshard.lab.predict.conversions import CONVERSIONS, FINGERPRINT
+from zeroshard.lab.predict.conversions import CONVERSIONS
 from zeroshard.lab.predict.float8 import FP8_TIME
 from zeroshard.lab.predict.hardware import Protocol
 from zeroshard.lab.predict.process_memory import SOURCES
@@ -88,7 +88,6 @@ def _quantising(plan: Planner) -> list[tuple[str, str, str]]:
     forms = dict.fromkeys((precision.weights_format(torch.float32), precision.gradients_format(torch.float32)))
     told = []
     names = [f"{form.name} {kind}" for form in forms if isinstance(form, BlockFormat) for kind in CONVERSIONS]
-    names += [FINGERPRINT] if FINGERPRINT in device.conversions and precision.gather is not None else []
     for name in names:
         measured = device.conversions.get(name)
         if measured is None:

@@ -18,7 +18,7 @@ from zeroshard.lab.predict.hardware import Device
 from zeroshard.lab.predict.meetings import Meetings, meetings_of
 from zeroshard.lab.predict.process_memory import Process, ProcessMemory, process_memory
 from zeroshard.lab.predict.rates import SPREAD_UNCALIBRATED, Software, spread
-from zeroshard.lab.predict.step import least_bytes, step_of
+from zeroshard.lab.predict.step import step_of
 from zeroshard.lab.predict.timeline import simulate
 from zeroshard.lab.predict.traffic import bytes_by_link
 from zeroshard.lab.predict.workload import Workload
@@ -157,17 +157,6 @@ class Planner:
         buffers = workload.buffers(num_shards, replicated=num_shards < self.cluster.world_size, leaves=self.leaves)
         step = step_of(trace, buffers, state, settings, whole_state)
         return in_float8(step, workload.vocab_size) if self.fp8 else step
-
-    def cannot_fit(self, stage: int | ShardingStrategy, micro_batch: int) -> bool:
-        """Whether weights, states and activations alone exceed memory: a quick check for a row over all ranks."""
-        workload, num_shards = self.workload, self.cluster.world_size
-        strategy = self.strategy(stage, num_shards)
-        settings = self._settings(strategy, micro_batch, num_shards)
-        trace = workload.trace(micro_batch, self.device.device_type)
-        state, whole_state = workload.states
-        least = least_bytes(trace, workload.buffers(num_shards, leaves=self.leaves), state, settings, whole_state)
-        least -= workload.unread_bytes(micro_batch)  # compiled code does not keep these
-        return least > (1 - self.headroom) * self.device.memory_bytes
 
     def _settings(
         self, strategy: ShardingStrategy, micro_batch: int, num_shards: int, *, alone: bool = False

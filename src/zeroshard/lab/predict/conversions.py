@@ -4,7 +4,7 @@ With n elements of a rank's shard, W ranks that shard and R that hold the same s
 computes::
 
     weights     before the all-gather   quantise n, to the nearest
-                after it                dequantise W n; at stages 1 and 2 on a CPU also two fingerprints of n
+                after it                dequantise W n
                 from a second copy      dequantise W n
     gradients   before the all-to-all   quantise (W - 1) n, stochastically
                 after it                sum W - 1 received pieces of n
@@ -34,7 +34,6 @@ from zeroshard.profiling.devices import Device
 from zeroshard.wire_formats import BlockFormat, Format
 
 Conversion = Literal["quantise", "quantise stochastically", "dequantise", "sum"]
-FINGERPRINT = "fingerprint"
 CONVERSIONS: tuple[Conversion, ...] = ("quantise", "quantise stochastically", "dequantise", "sum")
 WIDE = 4  # bytes of an fp32 number, the dtype that is quantised and summed
 
@@ -48,7 +47,6 @@ class BufferFormats:
             they accumulate in.
         shard_numel, num_shards: elements of this rank's shard, and the number of shards.
         compute: the dtype that weights are dequantised to.
-        compared: whether the engine takes fingerprints to detect writes into unsharded weights.
     """
 
     weights: Format | None
@@ -56,7 +54,6 @@ class BufferFormats:
     shard_numel: int
     num_shards: int
     compute: torch.dtype
-    compared: bool = False
 
     def beside(
         self, op: str, phase: str, num_ranks: int, *, replicas: bool
@@ -82,11 +79,8 @@ class BufferFormats:
     def _of_weights(self, num_ranks: int) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
         form, numel, whole, itemsize = self.weights, self.shard_numel, self.num_shards, self.compute.itemsize
         assert form is not None
-        after = [converted("dequantise", form, whole * numel, whole, itemsize)]
-        if self.compared:
-            after.append(fingerprinted(numel, itemsize, 2))
-        before = [converted("quantise", form, numel)] if num_ranks == whole else []
-        return tuple(before), tuple(after)
+        before = (converted("quantise", form, numel),) if num_ranks == whole else ()
+        return before, (converted("dequantise", form, whole * numel, whole, itemsize),)
 
 
 def across_replicas(
@@ -109,15 +103,6 @@ def converted(kind: Conversion, form: Format, numel: int, num_calls: int = 1, it
     wide = {"dequantise": itemsize, "sum": 4 * WIDE}.get(kind, WIDE) * numel
     name = f"{form.name} {kind}" if isinstance(form, BlockFormat) else f"{dtype_name(form.dtype)} {kind}"
     return Work(0, narrow + wide, "float32", conversion=name, numel=numel, num_calls=num_calls)
-
-
-def fingerprinted(numel: int, itemsize: int, times: int) -> Work:
-    """The `Work` of ``times`` fingerprints of ``numel`` weights, by which the engine detects writes into them.
-
-    A rank takes one of its own shard after an all-gather and one before the next.
-    """
-    numel *= times
-    return Work(0, numel * itemsize, "float32", conversion=FINGERPRINT, numel=numel, num_calls=times)
 
 
 def conversion_s(work: Work, device: Device) -> float:

@@ -32,7 +32,7 @@ class Measured:
 
     Attributes:
         start: resident bytes by category before the first step.
-        before_update, after_update: resident bytes by category before and after the update of the last step.
+        updates: resident bytes by category before and after the update of each step.
         peak_bytes: peak of live bytes: training state, activations and everything else.
         peak_by_category: the peak by category; empty unless allocations were recorded.
         messages: collectives of the last step in order, without control messages.
@@ -40,12 +40,16 @@ class Measured:
     """
 
     start: dict[str, int]
-    before_update: dict[str, int]
-    after_update: dict[str, int]
+    updates: list[tuple[dict[str, int], dict[str, int]]]
     peak_bytes: int
     peak_by_category: dict[str, int]
     messages: list[CommRecord]
     step_s: list[float] = field(default_factory=list)
+
+    @property
+    def before_update(self) -> dict[str, int]:
+        """Resident bytes by category before the update of the last step."""
+        return self.updates[-1][0]
 
 
 def dry_run(
@@ -115,7 +119,7 @@ def dry_run(
         # what parameters show while their weights are hidden
         recorder.ignore(group.params.shown.placeholder for unit in zero.units for group in unit.groups)
         recorder.follow(model, optimizers[0])
-    start = before_update = after_update = zero.memory_bytes()
+    start, updates = zero.memory_bytes(), []
     seconds: list[float] = []
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -123,7 +127,7 @@ def dry_run(
         for _ in range(num_steps):
             comm.drain()
             began = time.perf_counter()
-            before_update, after_update = _take_step(zero, model, optimizers, given, num_micro)
+            updates.append(_take_step(zero, model, optimizers, given, num_micro))
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             seconds.append(time.perf_counter() - began)
@@ -133,7 +137,7 @@ def dry_run(
         recorder.remove()
         peak, by_category = recorder.peak.num_bytes, dict(recorder.peak.by_category)
     sent = [each for each in comm.records if each.scope != CONTROL]
-    return Measured(start, before_update, after_update, peak, by_category, sent, seconds[1:])
+    return Measured(start, updates, peak, by_category, sent, seconds[1:])
 
 
 def _take_step(

@@ -360,9 +360,8 @@ def _wires(buffer: Buffer, group: FlatGroup, settings: Settings) -> BufferFormat
     reduced = buffer.trained and not buffer.exact and settings.strategy.optim is SHARD
     grads = settings.precision.gradients_format(buffer.dtype) if reduced else None
     params = group.params
-    compared = settings.device_type == "cpu" and not params.shard_params and params.full.element_size() in (2, 4)
     shards = buffer.layout.own_numel(params.comm.rank), params.comm.world_size
-    return BufferFormats(params.wire, grads, *shards, params.full.dtype, compared)
+    return BufferFormats(params.wire, grads, *shards, params.full.dtype)
 
 
 class _Backward(torch.autograd.Function):

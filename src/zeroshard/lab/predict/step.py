@@ -55,7 +55,17 @@ def step_of(
         settings: the engine's settings.
         whole_optimizer: as `zeroshard.lab.predict.memory.state_bytes` takes it.
     """
-    resident = _resident(buffers, optimizer, settings, whole_optimizer)
+    resident = state_bytes(
+        buffers,
+        settings.strategy,
+        settings.rank,
+        optimizer,
+        settings.precision,
+        whole_optimizer=whole_optimizer,
+        num_reductions=settings.num_reductions,
+        leaves=settings.leaves is not None,
+        device_type=settings.device_type,
+    )
     num_taken = min(settings.num_micro, 3)
     syncs = tuple(settings.reduces_each_backward or micro == num_taken - 1 for micro in range(num_taken))
     events = tuple(span.event for span in trace.spans)
@@ -75,45 +85,6 @@ def step_of(
         after_update=resident,
         tokens=trace.tokens * settings.num_micro,
         at_loss=ledger.at_loss,
-    )
-
-
-def least_bytes(
-    trace: Trace,
-    buffers: Sequence[Buffer],
-    optimizer: OptimizerState,
-    settings: Settings,
-    whole_optimizer: OptimizerState | None = None,
-) -> int:
-    """A lower bound of that step's peak memory, without running the engine; arguments as for `step_of`.
-
-    Counts weights, master weights, optimizer states and activations; gathered weights and gradients come on top.
-    """
-    resident = _resident(buffers, optimizer, settings, whole_optimizer)
-    live = fullest = 0
-    for span in trace.spans:
-        fullest = max(fullest, live + span.peak_kept + span.peak_temporary)
-        live += span.kept + span.temporary
-    return resident["params"] + resident["master"] + resident["optimizer"] + trace.input_bytes + fullest
-
-
-def _resident(
-    buffers: Sequence[Buffer],
-    optimizer: OptimizerState,
-    settings: Settings,
-    whole_optimizer: OptimizerState | None,
-) -> dict[str, int]:
-    """Bytes that stay resident between steps, by category."""
-    return state_bytes(
-        buffers,
-        settings.strategy,
-        settings.rank,
-        optimizer,
-        settings.precision,
-        whole_optimizer=whole_optimizer,
-        num_reductions=settings.num_reductions,
-        leaves=settings.leaves is not None,
-        device_type=settings.device_type,
     )
 
 
