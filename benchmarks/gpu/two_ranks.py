@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from datetime import timedelta
@@ -13,7 +15,6 @@ from pathlib import Path
 import rows
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator
 from zeroshard.zero import STAGES, MixedPrecision, Zero
@@ -24,7 +25,10 @@ MAX_NORM = 0.1  # it clips
 def digests_of_two_ranks() -> dict[str, dict[str, str]]:
     """By case: sha256 of the weights after three clipped steps of two micro-batches, by stage or kind of world."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_main, args=(folder,), nprocs=2, start_method="spawn")
+        ranks = [subprocess.Popen([sys.executable, __file__, str(rank), folder]) for rank in range(2)]
+        ends = [rank.wait() for rank in ranks]
+        if any(ends):
+            raise RuntimeError(f"ranks ended with statuses {ends}; their words are above")
         one, other = (json.loads(Path(folder, f"rank-{rank}.json").read_text(encoding="utf-8")) for rank in range(2))
     return {case: {**one[case], **{f"{kind} on rank 1": found for kind, found in other[case].items()}} for case in one}
 
@@ -80,3 +84,7 @@ def _seeds(comm: Communicator, step: int, leaves: int | None) -> Iterator[tuple[
     own = range(comm.rank, num, comm.world_size)
     for micro in own:
         yield micro == own[-1], 100 * step + micro
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]), sys.argv[2])
