@@ -35,7 +35,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-3}),
     "sgd-momentum": (torch.optim.SGD, {"lr": 1e-1, "momentum": 0.9}),
-    "adam-fused": (torch.optim.Adam, {"lr": 1e-3, "fused": True}),
 }
 BF16 = MixedPrecision(param_dtype=torch.bfloat16)
 BF16_ALL_THE_WAY = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -148,7 +147,7 @@ NAMES = ("world_size", "model_name", "optimizer", "dial")
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize(NAMES, [cell for cell in CELLS if cell[1] != "gpt2-wide"])
+@pytest.mark.parametrize(NAMES, [cell for cell in CELLS if cell[0] in (1, 4) and cell[1] != "gpt2-wide"])
 def test_thread_ranks_equal_one_process_and_stages_each_other(world_size, model_name, optimizer, dial):
     check(
         run_threads(lambda comm: every_stage(comm, model_name, optimizer, dial), world_size),
