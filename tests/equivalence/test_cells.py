@@ -1,7 +1,8 @@
 """Every cell of the table (strategy x optimizer x world size x feature) that is ours: exact, or refused by name.
 
 Every two values of two axes meet on thread ranks, and every feature over each transport between processes; with
-``--soak`` all of them. `benchmarks/claims/conformance.py` shows the cells of torch's strategies beside ours.
+``--soak`` all of them. torch's strategies train every feature with AdamW; `benchmarks/claims/conformance.py` shows what
+they make of the other optimizers.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from equivalence.cells import (
     NUM_STEPS,
     OPTIMIZERS,
     SHARDED_OPTIMIZER,
+    THEIRS,
+    WORLD_SIZES,
     BuildError,
     Cell,
     Net,
@@ -98,7 +101,7 @@ def test_the_engine_is_exact_or_refuses(strategy, optimizer, world_size, feature
 
 
 def _among_processes():
-    """Each feature over each transport at some strategy, the others with ``--soak``; and the sharded optimizer."""
+    """Each feature over each transport at some strategy, the others with ``--soak``; the sharded optimizer; theirs."""
     strategies = itertools.cycle(ENGINE)
     for transport in ("gloo", *TRANSPORTS):
         for feature in FEATURES:
@@ -114,6 +117,11 @@ def _among_processes():
             if cell.optimizer == optimizer:
                 soak = [] if (cell.feature, cell.world_size) == (named, 3) else [pytest.mark.soak]
                 yield pytest.param("gloo", *astuple(cell), marks=soak)
+    for cell in cells(THEIRS):
+        needs_all_ranks = cell.strategy.startswith("fsdp2") and cell.feature == "one rank"
+        if cell.optimizer == "AdamW" and not needs_all_ranks:
+            named = WORLD_SIZES[list(FEATURES).index(cell.feature) % len(WORLD_SIZES)]
+            yield pytest.param("gloo", *astuple(cell), marks=[] if cell.world_size == named else [pytest.mark.soak])
 
 
 @pytest.mark.parametrize(("transport", "strategy", "optimizer", "world_size", "feature"), list(_among_processes()))

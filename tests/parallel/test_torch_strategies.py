@@ -1,4 +1,7 @@
-"""PyTorch's strategies behind our interface, on gloo ranks: they train alike, and their state goes anywhere."""
+"""PyTorch's strategies behind our interface, on gloo ranks: how they begin, averages, what is resident, refusals.
+
+That they train as one process does is in tests/equivalence, and what they save in tests/checkpoint/test_matrix.py.
+"""
 
 from __future__ import annotations
 
@@ -72,62 +75,10 @@ def _steps(strategy, steps):
     return norms
 
 
-@pytest.fixture(scope="module")
-def one_process():
-    strategy = build_strategy("ddp", _setup(LocalCommunicator()))
-    return _steps(strategy, range(4)), strategy.state_dict()
-
-
-def trained(comm, name, changes):
-    strategy = build_strategy(name, _setup(comm, **changes))
-    return _steps(strategy, range(4)), dict(strategy.state_dict())
-
-
 def _assert_close(state, expected):
     assert list(state) == list(expected)
     for name, tensor in expected.items():
         torch.testing.assert_close(state[name], tensor, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("name", THEIRS)
-def test_their_strategies_train_as_one_process(name, world_size, one_process, gloo_ranks):
-    norms, weights = one_process
-    for their_norms, state in gloo_ranks(world_size).run(trained, name, {}):
-        assert their_norms == pytest.approx(norms, rel=1e-5)
-        _assert_close(state, weights)
-
-
-@pytest.mark.parametrize("name", ["fsdp2", "zero3"])
-def test_weights_that_are_kept_after_forward_train_alike(name, one_process, gloo_ranks):
-    for norms, state in gloo_ranks(2).run(trained, name, {"reshard_after_forward": False}):
-        assert norms == pytest.approx(one_process[0], rel=1e-5)
-        _assert_close(state, one_process[1])
-
-
-class _WithSpare(Net):
-    """The same weights, and a layer that takes part in nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.spare = nn.Linear(2, 2)
-
-
-def trained_with_a_spare(comm, name):
-    torch.manual_seed(0)
-    model = _WithSpare()
-    before = model.spare.weight.detach().clone()
-    strategy = build_strategy(name, _setup(comm, model, find_unused_parameters=True))
-    _steps(strategy, range(4))
-    return before, dict(strategy.state_dict())
-
-
-@pytest.mark.parametrize("name", THEIRS)
-def test_parameters_may_be_unused_where_they_are_looked_for(name, one_process, gloo_ranks):
-    for before, state in gloo_ranks(2).run(trained_with_a_spare, name):
-        assert torch.equal(state.pop("spare.weight"), before)  # no decay either
-        del state["spare.bias"]
-        _assert_close(state, one_process[1])
 
 
 def started_from_rank_zero(comm, name):
@@ -170,72 +121,32 @@ def saved(comm, name, path):
     return dict(strategy.state_dict())
 
 
-def loaded_and_saved(comm, name, path, again):
-    strategy = build_strategy(name, _setup(comm, _net(seed=1)))
-    _steps(strategy, [9])
-    assert checkpoint.load(path, strategy)["step"] == 2
-    checkpoint.save(again, strategy, step=2)
-    return dict(strategy.state_dict())
-
-
-def _tensors(path):
-    with checkpoint.CheckpointReader(*checkpoint.open_manifest(path)) as reader:
-        return {
-            (name, kind): (shape, reader.read(name, kind, (0, max(1, torch.Size(shape).numel()))))
-            for name in reader.names()
-            for kind, shape in reader.kinds(name).items()
-        }
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (("fsdp2", 3), ("zero1-torch", 2)),
-        (("zero1-torch", 3), ("fsdp2", 2)),
-        (("zero3", 2), ("fsdp2", 3)),
-        (("fsdp2", 2), ("zero2", 3)),
-        (("ddp", 2), ("zero1-torch", 3)),
-        (("zero1-torch", 2), ("zero3", 3)),
-        (("fsdp2", 1), ("fsdp2", 2)),
-        (("zero1-torch", 2), ("ddp", 1)),
-    ],
-    ids=lambda case: f"{case[0]}@{case[1]}",
-)
-def test_state_goes_from_any_strategy_and_world_to_any_other_to_the_bit(first, second, gloo_ranks, tmp_path):
-    weights = gloo_ranks(first[1]).run(saved, first[0], tmp_path / "c")[0]
-    for state in gloo_ranks(second[1]).run(loaded_and_saved, second[0], tmp_path / "c", tmp_path / "again"):
-        assert all(torch.equal(state[name], tensor) for name, tensor in weights.items())
+@pytest.mark.parametrize("name", THEIRS)
+def test_a_tied_tensor_is_in_a_checkpoint_under_all_of_its_names(name, gloo_ranks, tmp_path):
+    weights = gloo_ranks(3).run(saved, name, tmp_path / "c")[0]
     whole = checkpoint.consolidate(tmp_path / "c")
-    assert whole["model"].keys() == weights.keys()  # tied ones under all of their names
-    assert all(torch.equal(whole["model"][name], tensor) for name, tensor in weights.items())
+    assert whole["model"].keys() == weights.keys()
+    assert all(torch.equal(whole["model"][key], tensor) for key, tensor in weights.items())
     (group,) = whole["optimizer"]["param_groups"]
     assert set(group["params"]) == set(whole["optimizer"]["state"])
-    before, after = _tensors(tmp_path / "c"), _tensors(tmp_path / "again")
-    assert before.keys() == after.keys()
-    assert {kind for _, kind in before} == {"param", "buffer", "exp_avg", "exp_avg_sq", "step"}
-    for key, (shape, tensor) in before.items():
-        assert after[key][0] == shape
-        assert torch.equal(after[key][1], tensor), key
 
 
-def goes_on(comm, name, path):
-    strategy = build_strategy(name, _setup(comm))
-    _steps(strategy, range(2))
-    checkpoint.save(path, strategy, step=2)
-    whole_norms, whole = _steps(strategy, range(2, 4)), dict(strategy.state_dict())
-    other = build_strategy(name, _setup(comm, _net(seed=1)))
+def loaded_after_an_evaluation(comm, path):
+    other = build_strategy("fsdp2", _setup(comm, _net(seed=1)))
     other.model.eval()
     with torch.no_grad():
-        other.model(_rows(0)[0])  # FSDP2 keeps the root's weights after it, and they must not survive the loading
-    other.model.train()
-    checkpoint.load(path, other)
-    norms, state = _steps(other, range(2, 4)), dict(other.state_dict())
-    return norms == whole_norms and all(torch.equal(state[key], tensor) for key, tensor in whole.items())
+        other.model(_rows(0)[0])
+        checkpoint.load(path, other)
+        return dict(other.state_dict()), float(other.model(_rows(0)[0]))
 
 
-@pytest.mark.parametrize("name", THEIRS)
-def test_a_loaded_strategy_goes_on_to_the_bit(name, gloo_ranks, tmp_path):
-    assert gloo_ranks(2).run(goes_on, name, tmp_path / "c") == [True, True]
+def test_fsdp2_does_not_go_on_with_weights_that_it_kept_after_an_evaluation(gloo_ranks, tmp_path):
+    weights = gloo_ranks(2).run(saved, "fsdp2", tmp_path / "c")[0]
+    model = _net()
+    model.load_state_dict(weights)
+    for state, loss in gloo_ranks(2).run(loaded_after_an_evaluation, tmp_path / "c"):
+        assert all(torch.equal(state[name], tensor) for name, tensor in weights.items())
+        assert loss == pytest.approx(float(model(_rows(0)[0]).detach()), rel=1e-6)
 
 
 EMA_DECAY = 0.75
@@ -246,19 +157,10 @@ def _average(strategy):
         return dict(strategy.state_dict())
 
 
-def averaged(comm, name, path, resumed):
-    """Four steps with an average, its validation loss, and a checkpoint in the middle that others may start from."""
-    strategy = build_strategy(name, _setup(comm, _net(seed=1 if resumed else 0), ema_decay=EMA_DECAY))
-    if resumed:
-        checkpoint.load(path, strategy)
-        start = _average(strategy)
-    else:
-        for step in range(2):
-            _steps(strategy, [step])
-            strategy.ema.update()
-        checkpoint.save(path, strategy, step=2)
-        start = _average(strategy)
-    for step in range(2, 4):
+def averaged(comm, name):
+    """Four steps with an average, and the loss of that."""
+    strategy = build_strategy(name, _setup(comm, ema_decay=EMA_DECAY))
+    for step in range(4):
         _steps(strategy, [step])
         strategy.ema.update()
     weights, average = dict(strategy.state_dict()), _average(strategy)
@@ -275,50 +177,32 @@ def averaged(comm, name, path, resumed):
             strategy.load_named_shards(None)
     assert all(torch.equal(strategy.state_dict()[key], tensor) for key, tensor in weights.items())
     strategy.model(_rows(4)[0]).backward()  # with the weights, not with the average
-    norm = float(strategy.clip_grad_norm_(1e9))
-    return {"start": start, "average": average, "loss": loss, "norm": norm}, strategy.memory_bytes()["ema"]
+    return average, loss, float(strategy.clip_grad_norm_(1e9)), strategy.memory_bytes()["ema"]
 
 
 @pytest.fixture(scope="module")
 def average_by_hand():
-    """Of one process, by torch's own average: after two steps and after four, and its loss."""
-    strategy, found = build_strategy("ddp", _setup(LocalCommunicator())), {}
+    """Of one process, by torch's own average: the weights, their loss, and the gradient's norm after it."""
+    strategy = build_strategy("ddp", _setup(LocalCommunicator()))
     swa = torch.optim.swa_utils
     average = swa.AveragedModel(strategy.model, multi_avg_fn=swa.get_ema_multi_avg_fn(EMA_DECAY))
     average.update_parameters(strategy.model)
     for step in range(4):
         _steps(strategy, [step])
         average.update_parameters(strategy.model)
-        found["start" if step == 1 else "average"] = {k: v.clone() for k, v in average.module.state_dict().items()}
     with torch.no_grad():
-        return {**found, "loss": float(average.module(_rows(9)[0]))}
+        loss = float(average.module(_rows(9)[0]))
+    strategy.model(_rows(4)[0]).backward()
+    return average.module.state_dict(), loss, float(strategy.clip_grad_norm_(1e9))
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (("fsdp2", 3), ("fsdp2", 2)),
-        (("fsdp2", 2), ("zero3", 3)),
-        (("zero3", 2), ("zero1-torch", 3)),
-        (("zero1-torch", 2), ("ddp", 3)),
-        (("ddp", 3), ("zero2", 2)),
-        (("zero0", 2), ("fsdp2", 3)),
-    ],
-    ids=lambda case: f"{case[0]}@{case[1]}",
-)
-def test_an_average_is_torchs_and_goes_on_at_any_strategy_and_world(
-    first, second, average_by_hand, gloo_ranks, tmp_path
-):
-    whole = gloo_ranks(first[1]).run(averaged, first[0], tmp_path / "c", False)
-    parts = gloo_ranks(second[1]).run(averaged, second[0], tmp_path / "c", True)
-    for found, num_bytes in whole + parts:
-        _assert_close(found["start"], average_by_hand["start"])
-        _assert_close(found["average"], average_by_hand["average"])
-        assert found["loss"] == pytest.approx(average_by_hand["loss"], rel=1e-5)
-        assert found["norm"] == pytest.approx(whole[0][0]["norm"], rel=1e-5)
-        assert num_bytes > 0
-    for found, _ in parts:
-        assert all(torch.equal(found["start"][key], tensor) for key, tensor in whole[0][0]["start"].items())
+@pytest.mark.parametrize(("name", "world_size"), [("ddp", 3), ("fsdp2", 3), ("zero1-torch", 2), ("zero3", 2)])
+def test_an_average_is_torchs(name, world_size, average_by_hand, gloo_ranks):
+    weights, loss, norm = average_by_hand
+    for found in gloo_ranks(world_size).run(averaged, name):
+        _assert_close(found[0], weights)
+        assert found[1:3] == (pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-5))
+        assert found[3] > 0
 
 
 def whole_inside(comm, name):
@@ -341,22 +225,6 @@ def whole_inside(comm, name):
 def test_weights_are_whole_inside_full_params(name, gloo_ranks):
     for found in gloo_ranks(2).run(whole_inside, name):
         assert found == [True, True]
-
-
-def accumulated(comm, name):
-    strategies = [build_strategy(name, _setup(comm)) for _ in range(2)]
-    rows = [rows.chunk(comm.world_size)[comm.rank] for rows in _rows(0)]
-    for strategy, context in zip(strategies, ("no_sync", "micro_batch"), strict=True):
-        with strategy.no_sync() if context == "no_sync" else strategy.micro_batch(last=False):
-            strategy.model(rows[0]).backward()
-        strategy.model(rows[1]).backward()
-    return [float(strategy.clip_grad_norm_(1e9)) for strategy in strategies]
-
-
-@pytest.mark.parametrize("name", THEIRS)
-def test_gradients_without_sync_add_up_to_the_same(name, gloo_ranks):
-    for without, each in gloo_ranks(2).run(accumulated, name):
-        assert without == pytest.approx(each, rel=1e-6)
 
 
 def resident(comm, name, dtype):
