@@ -9,8 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +23,6 @@ from zeroshard.launch import elastic
 from zeroshard.launch.elastic import SAVING_GRACE_S, STOP_S, _Agent, _ending
 from zeroshard.launch.ending import Ending, root_cause
 from zeroshard.launch.environment import World, tell_launcher, world_from_env
-from zeroshard.launch.leftovers import owned_folder
 from zeroshard.launch.process_group import init_process_group, meet, shutdown
 from zeroshard.launch.start_ranks import launch_workers, require_free_port
 
@@ -278,13 +275,3 @@ def test_ranks_of_one_machine_talk_over_the_loopback_interface_where_nobody_says
         launch_workers(["train"], 2)
     assert [each["GLOO_SOCKET_IFNAME"] for each in seen] == [used]
     assert seen[0]["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
-
-
-def test_what_a_killed_launcher_left_is_removed_by_the_next_and_what_is_in_use_is_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (tmp_path / "x-left" / "attempt_0").mkdir(parents=True)
-    (tmp_path / "x-file").touch()
-    (tmp_path / "x-link").symlink_to(tmp_path)
-    with owned_folder("x-") as one, owned_folder("x-") as other:
-        assert {path.name for path in tmp_path.iterdir()} == {"x-file", "x-link", Path(one).name, Path(other).name}
-    assert {path.name for path in tmp_path.iterdir()} == {"x-file", "x-link"}

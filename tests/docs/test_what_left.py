@@ -41,6 +41,8 @@ LEFT = [
     r"link[._]device\b",
     r"cursor_given_back",
     r"doctor --environment",
+    r"track\.(tags|mode)\b",
+    r"owned_folder",
     r"int4-delta",
     r"common_copy",
     r"character_meta",

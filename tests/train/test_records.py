@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from zeroshard.train.records.console import GIB, ConsoleRecorder, bytes_in_words, facts_of, link_in_words, start_lines
+from zeroshard.train.records.console import GIB, ConsoleRecorder, bytes_in_words, facts_of, link_in_words
 from zeroshard.train.records.log_files import LogFiles, finite_or_null
 from zeroshard.train.records.records import StepRecord
 
@@ -172,7 +172,6 @@ def test_a_link_is_told_in_the_units_of_networks():
         "simulated between nodes of 2 ranks, unlimited, 1 ms; measured 199.2 Mbit/s, 1.02 ms; not comparable: too slow"
     )
     assert link_in_words(unlimited) == told
-    assert start_lines({"link": {}}) == []
 
 
 def test_a_log_that_was_removed_is_made_anew(tmp_path):

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from zeroshard.comm import Communicator, TorchCommunicator
 from zeroshard.parallel.base import Setup
-from zeroshard.parallel.replica import is_grouped, require_group
+from zeroshard.parallel.replica import is_grouped, load_average, require_group
 from zeroshard.zero.buffers.initial import loaded_later
 from zeroshard.zero.buffers.partition import DrawsParts
 from zeroshard.zero.optimizers.ema import EMA, Ema
@@ -202,14 +202,7 @@ class Fsdp2:
                     buffer.copy_(read_whole(reader, name, "buffer", tuple(buffer.shape)))
         self._masters_replaced()
         if self.ema is not None:
-            names = {id(param): name for name, param in self._params.items()}
-
-            def read(param: Tensor) -> Tensor | None:
-                assert isinstance(param, DTensor)
-                name = names[id(param)]
-                return self._read(reader, name, EMA, param) if EMA in reader.kinds(name) else None
-
-            self.ema.load(read)
+            load_average(self.ema, self._params.items(), reader, lambda n: self._read(reader, n, EMA, self._params[n]))
         members = [param for group in self.optimizer.param_groups for param in group["params"]]
         state = {index: states[param] for index, param in enumerate(members) if states[param]}
         self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})

@@ -8,7 +8,7 @@ https://arxiv.org/abs/2006.15704
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -162,13 +162,8 @@ class Replica:
             for name, kind, tensor in self._tensors():
                 tensor.copy_(read_whole(reader, name, kind, tuple(tensor.shape)))
         if self.ema is not None:
-            names = {id(param): name for name, param in self.module.named_parameters()}
-
-            def read(param: Tensor) -> Tensor | None:
-                name = names[id(param)]
-                return read_whole(reader, name, EMA, tuple(param.shape)) if EMA in reader.kinds(name) else None
-
-            self.ema.load(read)
+            named = self.module.named_parameters()
+            load_average(self.ema, named, reader, lambda n: read_whole(reader, n, EMA, tuple(reader.kinds(n)[EMA])))
         self._load_states(reader, self._local_optimizer, kept)
 
     def _load_states(self, reader: ShardReader, optimizer: Optimizer, kept: Mapping[str, Kept]) -> None:
@@ -197,6 +192,14 @@ class Replica:
     def _tensors(self) -> Iterator[tuple[str, str, Tensor]]:
         yield from ((name, "param", param) for name, param in self.module.named_parameters())
         yield from ((name, "buffer", buffer) for name, buffer in persistent_buffers(self.module).items())
+
+
+def load_average(
+    ema: Ema, named: Iterable[tuple[str, Tensor]], reader: ShardReader, read: Callable[[str], Tensor]
+) -> None:
+    """Load ``read(name)``, the saved average of each parameter; one that was not saved starts from the weights."""
+    names = {id(param): name for name, param in named}
+    ema.load(lambda param: read(names[id(param)]) if EMA in reader.kinds(names[id(param)]) else None)
 
 
 def is_grouped() -> bool:

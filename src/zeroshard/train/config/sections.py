@@ -250,8 +250,6 @@ class TrackConfig(Config):
     group: str = Field(
         "", description="wandb, trackio: what this run is shown with; empty: nothing, in a sweep the sweep."
     )
-    tags: tuple[str, ...] = Field((), description="wandb: words to find the run by.")
-    mode: Literal["online", "offline"] = Field("online", description="wandb: send, or write into the run folder.")
 
     @model_validator(mode="before")
     @classmethod
@@ -267,8 +265,6 @@ class TrackConfig(Config):
         for name in self.to:
             if name not in TRACKERS:
                 raise UserError("track.to", f"{name!r} is not a tracker", f"choose of {', '.join(TRACKERS)}")
-        for field, having in (("group", {"wandb", "trackio"}), ("tags", {"wandb"})):
-            if getattr(self, field) and not having & set(self.to):
-                what = f"{' and '.join(sorted(having, reverse=True))} alone {'have' if len(having) > 1 else 'has'} such"
-                raise UserError(f"track.{field}", what, "add --track wandb, or leave it out")
+        if self.group and not {"wandb", "trackio"} & set(self.to):
+            raise UserError("track.group", "wandb and trackio alone have such", "add --track wandb, or leave it out")
         return self

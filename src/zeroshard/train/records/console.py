@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TextIO
 
+from zeroshard.columns import columns
 from zeroshard.train.config.sizes import bandwidth_in_words, duration_in_words
 from zeroshard.train.records.records import StepRecord, warn
 
@@ -38,10 +39,11 @@ class ConsoleRecorder:
 
     def on_start(self, info: Mapping[str, Any]) -> None:
         """Print the description of the run, each line with a label and a text."""
-        lines = start_lines(info)
-        labels = max((len(name) for name, _ in lines), default=0)
-        for name, text in lines:
-            self._print(f"{name:<{labels}}", text)
+        kernels = ", ".join(f"{operation}: {served}" for operation, served in info.get("kernels", {}).items())
+        link = link_in_words(info["link"]) if info.get("link") else ""
+        lines = {**info.get("about", {}), "kernels": kernels, "plan": info.get("plan", ""), "link": link}
+        for line in columns([(name, text) for name, text in lines.items() if text]):
+            self._print(line)
 
     def on_step(self, record: StepRecord) -> None:
         """Print a line at the first, the last and every `log_interval`-th step, with the time that is left."""
@@ -88,22 +90,12 @@ class ConsoleRecorder:
                     os.dup2(nowhere.fileno(), sys.stdout.fileno())  # so that flushing the rest of the buffer succeeds
 
 
-def start_lines(info: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return labels and texts of a run's first lines, from the argument of `Observer.on_start`."""
-    kernels = ", ".join(f"{operation}: {served}" for operation, served in info.get("kernels", {}).items())
-    link = link_in_words(info["link"]) if info.get("link") else ""
-    others = {"kernels": kernels, "plan": info.get("plan", ""), "link": link}
-    return [*info.get("about", {}).items(), *((name, text) for name, text in others.items() if text)]
-
-
 def link_in_words(link: Mapping[str, Any]) -> str:
     """Describe a link: ``simulated between nodes of 1 rank, 200 Mbit/s, 1 ms; measured 199.2 Mbit/s, 1.02 ms``."""
-    size, why = link["node_size"], link.get("why_not_comparable")
-    speeds = []
+    size, why, speeds = link["node_size"], link.get("why_not_comparable"), []
     for which in ("asked", "achieved"):
-        rate = link[f"{which}_bytes_per_s"]  # null in a log if unlimited
-        rate, latency_s = math.inf if rate is None else rate, link[f"{which}_latency_s"]
-        speeds.append(f"{bandwidth_in_words(rate)}, {duration_in_words(latency_s)}")
+        rate = link[f"{which}_bytes_per_s"] or math.inf  # null in a log if unlimited
+        speeds.append(f"{bandwidth_in_words(rate)}, {duration_in_words(link[f'{which}_latency_s'])}")
     said = f"{link['mode']} between nodes of {size} rank{'s' if size > 1 else ''}, {'; measured '.join(speeds)}"
     return said + (f"; not comparable: {why}" if why else "")
 
@@ -123,10 +115,7 @@ def facts_of(record: StepRecord) -> list[str]:
     """
     facts = [f"loss {record.loss:.4f}", f"grad_norm {record.grad_norm:.2f}", f"lr {record.lr:.1e}"]
     facts.append(f"{record.tokens_per_s:,.0f} tok/s")
-    if record.mfu is not None:
-        facts.append(f"mfu {record.mfu:.1%}")
-    if record.hfu is not None:
-        facts.append(f"hfu {record.hfu:.1%}")
+    facts += [f"{name} {share:.1%}" for name in ("mfu", "hfu") if (share := getattr(record, name)) is not None]
     if record.loss_scale is not None:
         facts.append(f"scale {record.loss_scale:g}")
     if record.loss_scale is not None or record.num_skipped:

@@ -68,7 +68,7 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """Logs to Weights & Biases; offline it writes into ``FOLDER/wandb``, which ``wandb sync`` uploads later.
+    """Logs to Weights & Biases, and leaves to its variables what we have no setting for (WANDB_MODE, WANDB_TAGS).
 
     A run folder stays one W&B run however often it is resumed. Only if it is resumed from an earlier checkpoint than
     its newest does it become a new W&B run (`forget_run`). The step is logged as a metric of its own, over which the
@@ -86,11 +86,9 @@ class WandbTracker:
             name=self._config.name or self._folder.name,
             id=_run_id(self._folder),
             group=self._config.group or None,
-            tags=list(self._config.tags) or None,
-            resume="allow" if self._config.mode == "online" else None,
+            resume="allow",
             dir=str(self._folder),
             config=dict(facts),
-            mode=self._config.mode,
             settings=wandb.Settings(silent=True, init_timeout=60),
         )
         self._run.define_metric("step", hidden=True)

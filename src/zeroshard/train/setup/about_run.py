@@ -18,8 +18,8 @@ from zeroshard.models import LanguageModel
 from zeroshard.models.float8 import float8_layers
 from zeroshard.parallel import strategy_entry
 from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.loop.run import Run
 from zeroshard.train.setup.assemble import FP8
-from zeroshard.train.setup.corpus import Corpus
 from zeroshard.zero import STAGES
 
 _TORCH_STRATEGIES = {
@@ -36,28 +36,15 @@ _COMMUNICATORS = {
 _KINDS = (("optim", "optimizer states"), ("grads", "gradients"), ("params", "parameters"))
 
 
-def about_run(
-    config: TrainConfig,
-    folder: Path,
-    model: LanguageModel,
-    corpus: Corpus,
-    comm: Communicator,
-    device: torch.device,
-    grad_accum_steps: int,
-    first_step: int,
-    *,
-    chosen: bool = False,
-) -> dict[str, str]:
+def about_run(run: Run, config: TrainConfig, model: LanguageModel) -> dict[str, str]:
     """Return the lines that describe a run, by label, in the order in which they are printed.
 
-    ``config`` has a resolved strategy, not ``auto``; ``chosen``: whether that was chosen by ``auto``. ``model`` is the
-    unsharded one, and may be on the meta device. ``first_step``: steps already completed.
+    ``config`` has a resolved strategy, not ``auto``. ``model`` is the unsharded one, and may be on the meta device.
     """
-    world_size, micro, every = comm.world_size, config.micro_batch_size, config.replicas.every
-    tokens = micro * grad_accum_steps * world_size * config.seq_len
-    micro_batches = "1 micro-batch" if grad_accum_steps == 1 else f"{grad_accum_steps:,} micro-batches"
-    resumed = f", resumed after step {first_step:,}" if first_step else ""
-    strategy = strategy_in_words(config.strategy, world_size, config.shard_size, chosen=chosen, every=every)
+    comm, corpus, accum, every = run.strategy.comm, run.corpus, run.schedule.grad_accum_steps, config.replicas.every
+    micro_batches = "1 micro-batch" if accum == 1 else f"{accum:,} micro-batches"
+    resumed = f", resumed after step {run.first_step:,}" if run.first_step else ""
+    sizes = {"world_size": comm.world_size, "shard_size": config.shard_size, "every": every}
     alike = f", with the same bits on any number up to {config.reproducible}" if config.reproducible else ""
     size = f"{corpus.num_tokens:,} tokens to train on" if corpus.num_tokens else "streamed"
     rows = f", {corpus.said}" if corpus.said else ""
@@ -69,14 +56,14 @@ def about_run(
     num_trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
     adapters = f", of which {num_trained:,} of adapters are trained" if model.lora is not None else ""
     return {
-        "run": f"{folder}, {config.max_steps:,} step{'s' if config.max_steps > 1 else ''}{resumed}",
-        "strategy": strategy + alike,
+        "run": f"{run.folder}, {config.max_steps:,} step{'s' if config.max_steps > 1 else ''}{resumed}",
+        "strategy": strategy_in_words(config.strategy, chosen=run.stage is not None, **sizes) + alike,
         "comm": communicator_in_words(comm, config.strategy),
         "model": f"{config.model.name}, {num_params:,} parameters{adapters}",
         "data": f"{config.data.source}, {size}, tokenizer {config.data.tokenizer} of {corpus.vocab_size:,} ids{rows}",
-        "batch": f"{micro:,} sequences x {micro_batches} x {_ranks(world_size)} x {config.seq_len:,} tokens = "
-        f"{tokens:,} tokens a step",
-        "compute": f"{dtype} on {device}{', compiled' if config.compile else ''}, {config.optimizer} with lr "
+        "batch": f"{config.micro_batch_size:,} sequences x {micro_batches} x {_ranks(comm.world_size)} x "
+        f"{config.seq_len:,} tokens = {run.tokens_per_step:,} tokens a step",
+        "compute": f"{dtype} on {run.device}{', compiled' if config.compile else ''}, {config.optimizer} with lr "
         f"{config.lr:g}, torch {torch.__version__}",
     }
 

@@ -220,7 +220,6 @@ def _with_records(
 
     strategy, device, num_micro = run.strategy, run.device, run.schedule.grad_accum_steps
     shapes = _shapes(config, corpus.vocab_size, separating_id(config, corpus.eos_id))
-    chosen = run.stage is not None
     run = replace(
         run,
         num_flops_per_token=model.num_flops_per_token(config.seq_len),
@@ -229,7 +228,7 @@ def _with_records(
         kernels=serving(config, model, device),
         measures=Measures(config.profile, strategy, observed, _named_units(strategy), run.folder, device),
         contract=contract_of(config, shapes, observed, device, num_micro, predict),
-        about=about_run(config, run.folder, shapes, corpus, comm, device, num_micro, run.first_step, chosen=chosen),
+        about=about_run(run, config, shapes),
     )
     # Last, as a run that is refused leaves nothing behind.
     first_rank_does(comm, run.describe)

@@ -37,7 +37,7 @@ FREE = frozenset(
         *("accumulate", "prefetch"),
         *("compile", "compile_backend", "eval_interval", "eval_batches", "eval_rows", "log_interval"),
         *("checkpoint_interval", "checkpoint_async", "keep_checkpoints", "keep_every", "keep_best", "early_stop"),
-        *("track.to", "track.project", "track.name", "track.mode", "track.group", "track.tags"),
+        *("track.to", "track.project", "track.name", "track.group"),
         *("data.dir", "data.path", "model.activation_checkpointing", "init_from"),
     }
 )
