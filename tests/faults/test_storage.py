@@ -161,14 +161,13 @@ def test_a_log_that_cannot_be_written_ends_no_run_and_keeps_whole_lines(config, 
     assert "2 lines are missing" in err
 
 
-def test_a_folder_that_is_removed_in_mid_run_is_made_again_with_a_word(config, capsys):
+def test_a_folder_that_is_removed_in_mid_run_is_told_of_at_each_save_and_at_the_end(config, capsys):
     made = config(checkpoint_async=False)
-    assert _train(made, {3: lambda: shutil.rmtree(made.out)}) == ExitStatus.OK
-    assert "was removed; it is made again" in capsys.readouterr().err
-    assert _steps(made.out) == [6, 4]
-    assert {"config.toml", "metrics.jsonl", "summary.json", "tokenizer"} <= {e.name for e in Path(made.out).iterdir()}
-    again = made.model_copy(update={"resume": "auto", "max_steps": 8})
-    assert _train(again) == ExitStatus.OK
+    assert _train(made, {3: lambda: shutil.rmtree(made.out)}) == ExitStatus.STORAGE
+    said = _said(capsys, "")
+    assert len([line for line in said if "was removed while the run was writing there" in line]) == 2
+    assert said[-1].startswith(f"error: {made.out}: it was removed while the run wrote there")
+    assert _steps(made.out) == _leftovers(made.out) == []
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -1,15 +1,11 @@
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from terminal import Screen
-from zeroshard.cli import main
 from zeroshard.data.tokenizer import ByteTokenizer
 from zeroshard.errors import UserError
-from zeroshard.inference import generate
 from zeroshard.inference.generate import decoded, load_for_text, run_generate, sample
 from zeroshard.inference.generate import draw as _draw_one
 from zeroshard.models import build_model
@@ -109,23 +105,6 @@ def test_a_trained_run_writes_what_it_learned(text_config, capsys, tmp_path, str
     assert capsys.readouterr().out == "abcd\nabcd\n\n"
     assert run_generate(GenerateConfig(run=config.out, max_new_tokens=4, temperature=0.0)) == 0
     assert capsys.readouterr().out == "abcd\n"
-
-
-def test_a_terminal_sees_that_the_model_is_loaded_and_then_the_text_alone(text_config, monkeypatch):
-    config, screen, seen = text_config(max_steps=2, eval_interval=0), Screen(), list[str]()
-    run_training(config)
-    for stream in ("stdout", "stderr"):
-        monkeypatch.setattr(sys, stream, screen)
-
-    def load(*args):
-        seen.extend(screen.shown)
-        return load_for_text(*args)
-
-    monkeypatch.setattr(generate, "load_for_text", load)
-    assert main(["generate", config.out, "--prompt", "ab", "--max-new-tokens", "3"]) == 0
-    assert "loading the model" in seen[0]
-    assert screen.shown[0].startswith("ab")
-    assert "loading" not in "".join(screen.shown)
 
 
 def test_a_folder_without_a_run_or_a_checkpoint_is_refused(tiny_config, tmp_path):

@@ -174,17 +174,6 @@ def test_a_link_is_told_in_the_units_of_networks():
     assert link_in_words(unlimited) == told
 
 
-def test_a_log_that_was_removed_is_made_anew(tmp_path):
-    path = tmp_path / "run" / "metrics.jsonl"
-    writer = LogFiles(path.parent)
-    writer.on_eval(1, 2.5)
-    path.unlink()
-    path.parent.rmdir()
-    writer.on_eval(2, 2.5)
-    writer.close()
-    assert [line["step"] for line in read_lines(path)] == [2]
-
-
 @pytest.mark.parametrize("fails", ["flush", "write"])
 def test_a_console_that_nobody_reads_ends_no_run(fails, capsys):
     def broken(*args: object) -> None:

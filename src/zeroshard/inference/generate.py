@@ -6,7 +6,7 @@ Top-p: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2019, ht
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -37,14 +37,10 @@ from zeroshard.zero.optimizers.ema import EMA
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader, read_whole
 
 
-def run_generate(config: GenerateConfig, loaded: Callable[[], None] = lambda: None) -> int:
+def run_generate(config: GenerateConfig) -> int:
     """Print the prompt and up to ``max_new_tokens`` further tokens as they are drawn; returns the exit status.
 
     With several ``samples``, each text follows a line that names its seed.
-
-    Args:
-        config: settings of `zeroshard generate`.
-        loaded: called once the model is loaded, before anything is printed.
 
     Raises:
         UserError: there is no run and no Hugging Face model, no complete checkpoint or no tokenizer, or the checkpoint
@@ -58,7 +54,6 @@ def run_generate(config: GenerateConfig, loaded: Callable[[], None] = lambda: No
         answer = takewhile(lambda token: token not in options["stop"], tokens) if config.message else tokens
         return until(decoded(tokenizer, answer), end)
 
-    loaded()
     for seed in range(config.seed, config.seed + config.samples):
         generator = torch.Generator(ids.device).manual_seed(seed)
         if config.samples > 1:

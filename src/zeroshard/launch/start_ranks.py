@@ -11,7 +11,6 @@ import os
 import socket
 import subprocess
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import IO
 
 from zeroshard.errors import UserError
@@ -32,7 +31,6 @@ def launch_workers(
     meeting: RendezvousAddress | None = None,
     nodes: NetnsNodes | None = None,
     imports: Sequence[str] = (),
-    while_importing: AbstractContextManager[None] | None = None,
 ) -> Ending:
     """Run ``python -m zeroshard ARGV`` as `nproc` ranks on this machine and wait for them all.
 
@@ -48,7 +46,6 @@ def launch_workers(
         nodes: network namespaces that the ranks enter by `enter_node`; None: they stay in this one.
         imports: modules that every rank will import; with one machine they are imported here, once, and ranks are
             forked afterwards.
-        while_importing: a context that is entered during these imports; it must leave no thread behind.
 
     Raises:
         UserError: the port is in use.
@@ -61,12 +58,11 @@ def launch_workers(
     # with one machine it is the loopback interface, which other machines cannot reach
     interface = meeting.interface if nodes is None else ""
     set_for_workers(nproc, nodes=nodes, interface=interface)
-    with while_importing or nullcontext():
-        from zeroshard.launch.elastic import run_elastic
-        from zeroshard.launch.forked import import_all
+    from zeroshard.launch.elastic import run_elastic
+    from zeroshard.launch.forked import import_all
 
-        if alone:
-            import_all(imports)
+    if alone:
+        import_all(imports)
     _silence_elastic_loggers()
     return run_elastic(
         argv,

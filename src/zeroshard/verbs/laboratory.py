@@ -20,7 +20,6 @@ from zeroshard.train.config.validate import nearest, validate
 from zeroshard.verbs.base import Verb
 from zeroshard.verbs.help import default_in_words, help_of, named, usage, values_in_words, wrapped
 from zeroshard.verbs.training import written
-from zeroshard.verbs.working import working
 
 SWEEP = "Train once for each combination of settings, and compare."
 
@@ -28,10 +27,9 @@ SWEEP = "Train once for each combination of settings, and compare."
 def plan(config: PlanConfig, argv: Sequence[str]) -> int:
     """Run `zeroshard plan`: prints the predictions of `zeroshard.lab.planner.plan`."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
-    with working("planning"):
-        from zeroshard.lab.planner.command import answer_plan  # imports torch
+    from zeroshard.lab.planner.command import answer_plan  # imports torch
 
-        answer = answer_plan(config, width)
+    answer = answer_plan(config, width)
     print(answer.text if config.json else columns.wrapped(answer.text, width))
     return answer.status
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -28,13 +28,11 @@ from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.sizes import parse_nnodes
 from zeroshard.train.config.validate import by_dotted_name, validate
 from zeroshard.verbs.base import read_file, say
-from zeroshard.verbs.working import working
 
 if TYPE_CHECKING:
     from zeroshard.launch.environment import NetnsNodes
 
 NUM_STAGES = 4
-STARTING = "importing PyTorch"
 # Modules that each rank imports in any case. torch's optimizers import torch._dynamo at their first step: seconds.
 TRAINS = ("zeroshard.train.loop.loop", "torch._dynamo")
 _ASKS = "see what it printed"  # how a lost rank's line ends, see `zeroshard.comm`
@@ -65,7 +63,6 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
                 meeting=meeting,
                 nodes=nodes,
                 imports=(*TRAINS, *_of_strategy(config.strategy)),
-                while_importing=working(STARTING),
             )
         if ending.line:
             say(ending.line)
@@ -78,9 +75,8 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
         )
     faulthandler.enable(2)  # a crash in C code, such as reading a truncated mapped file, at least prints a traceback
     with rank_exit.ended_with_launcher():
-        with working(STARTING) if world is None else nullcontext():
-            from zeroshard.comm import PeerError
-            from zeroshard.train.loop.loop import run_training
+        from zeroshard.comm import PeerError
+        from zeroshard.train.loop.loop import run_training
 
         try:
             return run_training(config, _predict)
@@ -139,11 +135,9 @@ def prepare(config: PrepareConfig, argv: Sequence[str]) -> int:
 
 def generate(config: GenerateConfig, argv: Sequence[str]) -> int:
     """Run `zeroshard generate`: prints text as it is drawn."""
-    with ExitStack() as stack:
-        stack.enter_context(working("loading the model"))
-        from zeroshard.inference.generate import run_generate
+    from zeroshard.inference.generate import run_generate
 
-        return run_generate(config, loaded=stack.close)
+    return run_generate(config)
 
 
 def evaluate(config: EvalConfig, argv: Sequence[str]) -> int:
@@ -158,34 +152,28 @@ def evaluate(config: EvalConfig, argv: Sequence[str]) -> int:
             config.nproc,
             config.port,
             imports=("zeroshard.inference.evaluation",),
-            while_importing=working("evaluating"),
         )
         if ending.line:
             say(ending.line)
         return ending.status
     with rank_exit.ended_with_launcher():
-        world = environment.world_from_env()
-        shows = world is None or (world.rank == 0 and environment.has_launcher())
-        with working("evaluating") if shows else nullcontext():
-            from zeroshard.inference.evaluation import run_eval
+        from zeroshard.inference.evaluation import run_eval
 
-            return run_eval(config)
+        return run_eval(config)
 
 
 def export(config: ExportConfig, argv: Sequence[str]) -> int:
     """Run `zeroshard export`: writes a Hugging Face folder from a run."""
-    with working("exporting"):
-        from zeroshard.interop.hf_export import run_export
+    from zeroshard.interop.hf_export import run_export
 
-        return written(config.out, lambda: run_export(config))
+    return written(config.out, lambda: run_export(config))
 
 
 def import_model(config: ImportConfig, argv: Sequence[str]) -> int:
     """Run `zeroshard import`: makes a run from a Hugging Face or nanoGPT model."""
-    with working("importing"):
-        from zeroshard.interop.hf_import import run_import
+    from zeroshard.interop.hf_import import run_import
 
-        return written(config.out, lambda: run_import(config))
+    return written(config.out, lambda: run_import(config))
 
 
 def written(out: str, write: Callable[[], int]) -> int:
@@ -203,10 +191,9 @@ def written(out: str, write: Callable[[], int]) -> int:
 
 def look_at_checkpoints(config: None, words: Sequence[str]) -> int:
     """Run `zeroshard checkpoint`: prints the output of `zeroshard.train.state.checkpoint_command`."""
-    with working("reading"):
-        from zeroshard.train.state.checkpoint_command import run_checkpoint
+    from zeroshard.train.state.checkpoint_command import run_checkpoint
 
-        return run_checkpoint(words)
+    return run_checkpoint(words)
 
 
 def import_config(config: None, words: Sequence[str]) -> int:

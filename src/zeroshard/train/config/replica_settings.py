@@ -96,19 +96,17 @@ def check_num_replicas(replicas: ReplicasConfig, shard_size: int, world_size: in
 def unmet_steps(replicas: ReplicasConfig, max_steps: int) -> str:
     """Return a warning if another ``max_steps`` would leave fewer final steps without a meeting; else "".
 
-    Steps after the last meeting are missing from the common weights, which are what evaluation and export read.
+    Steps after the last meeting are missing from the common weights, which are what evaluation and export read. With
+    ``fragments`` one of them meets every ``every / fragments`` steps, and the others have met earlier.
     """
-    if not replicas.on:
+    between = replicas.every // replicas.fragments
+    late = max_steps % between
+    if not replicas.on or not late:
         return ""
-    near = range(max(1, max_steps - replicas.every), max_steps + replicas.every)
-    missed = {steps: _missed(replicas, steps) for steps in near}
-    best = [steps for steps in near if missed[steps] == min(missed.values())]
-    if max_steps in best:
-        return ""
-    below, above = ([steps for steps in best if (steps > max_steps) == up] for up in (False, True))
-    choice = " or ".join(map(str, (*below[-1:], *above[:1])))
-    what = f"at max_steps = {max_steps} what is saved misses up to {missed[max_steps]} of the last steps"
-    return f"replicas.every: {what}; with {choice} it misses {min(missed.values())}"
+    least = replicas.every - between
+    what = f"at max_steps = {max_steps} what is saved misses up to {least + late} of the last steps"
+    choices = [steps for steps in (max_steps - late, max_steps - late + between) if steps]
+    return f"replicas.every: {what}; with {' or '.join(map(str, choices))} it misses {least}"
 
 
 def early_momentum(replicas: ReplicasConfig) -> str:
@@ -126,10 +124,3 @@ def early_momentum(replicas: ReplicasConfig) -> str:
     )
     todo = "train the first tenth or fifth without --replicas.every and resume with it by --resume auto, or give 0.5"
     return f"replicas.outer_momentum: {what}; {todo}"
-
-
-def _missed(replicas: ReplicasConfig, max_steps: int) -> int:
-    """Steps that a fragment takes after its last meeting; the largest such number over all fragments."""
-    every = replicas.every
-    offsets = [(fragment + 1) * every // replicas.fragments for fragment in range(replicas.fragments)]
-    return max((max_steps - offset) % every for offset in offsets)

@@ -69,7 +69,6 @@ class Run:
     link: Mapping[str, Any] = field(default_factory=dict)  # the requested and the measured speed of a slowed link
     stage: int | None = None  # chosen by ``--strategy auto``
     lock: RunLock | None = None
-    describe: Callable[[], None] = lambda: None  # writes ``config.toml`` and the tokenizer into the run folder
     clock: Stopwatch = field(default_factory=Stopwatch)
     measures: Measures | None = None
     contract: Contract | None = None  # the run's plan
@@ -93,17 +92,6 @@ class Run:
         """
         if self.lock is not None:
             self.lock.require()
-
-    def renew_folder(self) -> bool:
-        """Recreate the run folder if it was removed; returns whether it was. Rank 0 calls it before a checkpoint.
-
-        Raises:
-            OSError: the folder cannot be created, or belongs to another run now.
-        """
-        if self.lock is None or not self.lock.renew():
-            return False
-        self.describe()
-        return True
 
     def close(self) -> None:
         """Release the data, close the observers (the log is complete, however the run ended) and unlock the folder."""

@@ -69,8 +69,6 @@ class Saving:
             extra["guards"] = guards_of_replicas(run.strategy.comm, run.together, run.guard)
         extra["best"] = run.best.state_dict()
         path = self._folder / step_name(step)
-        if self._renewed():
-            self._say(f"warning: step {step}: {run.folder} was removed; it is made again, without what was in it")
         self._hear(self._saver.start(path, run.strategy, step=step, extra=extra))
         self._wanted_at = step
         self.alive()
@@ -142,12 +140,6 @@ class Saving:
             name_best(self._folder, step)
         except OSError as error:
             self._say(f"warning: {self._folder / BEST} cannot name step {step}, which may be deleted: {error.strerror}")
-
-    def _renewed(self) -> bool:
-        try:
-            return self._run.renew_folder()
-        except OSError:
-            return False  # the save itself will fail for the same reason, and reports it to every rank
 
     def _say(self, line: str) -> None:
         if self._run.strategy.comm.rank == 0:

@@ -24,8 +24,7 @@ class LogFiles:
     """Writes ``metrics.jsonl``, one JSON object per line, at once (a resumed run appends), and ``summary.json``.
 
     A log that cannot be written does not stop a run: the first lost line is reported on stderr, and the number of lost
-    lines once lines can be written again. A line is written completely or not at all. A file that was removed is
-    created again.
+    lines once lines can be written again. A line is written completely or not at all.
 
     Args:
         folder: the run folder.
@@ -36,7 +35,7 @@ class LogFiles:
         folder.mkdir(parents=True, exist_ok=True)
         self._path, self._summary, self._clock = folder / "metrics.jsonl", folder / "summary.json", clock
         _drop_torn_line(self._path)
-        self._file = _for_appending(self._path)
+        self._file = FileIO(self._path, "ab", opener=open_regular)
         self._num_lost = self._num_steps = 0
         self._exposed_s: defaultdict[str, float] = defaultdict(float)
 
@@ -100,10 +99,6 @@ class LogFiles:
 
     def _append(self, line: bytes) -> None:
         """Write a line completely, or raise OSError and leave the file as it was."""
-        if not os.fstat(self._file.fileno()).st_nlink:  # the file was removed during the run
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file.close()
-            self._file = _for_appending(self._path)
         before, written = os.fstat(self._file.fileno()).st_size, 0
         try:
             while written < len(line):
@@ -133,7 +128,3 @@ def _drop_torn_line(path: Path) -> None:
     if end != len(whole):
         with path.open("r+b") as file:
             file.truncate(end)
-
-
-def _for_appending(path: Path) -> FileIO:
-    return FileIO(path, "ab", opener=open_regular)

@@ -172,13 +172,12 @@ def _build_in(
         stage=stage,
         comm=observed,
         lock=lock,
-        describe=partial(describe_run, folder, as_given, corpus),
         clock=Stopwatch(device),
         replicas=strategy.zero.replicas if isinstance(strategy, ZeroStrategy) else None,
     )
     if resume_from is not None:
         run = _resumed(run, resume_from, config, corpus, comm)
-    return _with_records(run, config, corpus, model, comm, predict)
+    return _with_records(run, config, as_given, model, comm, predict)
 
 
 def _warn_of_local_steps(config: TrainConfig, *, draw: bool) -> None:
@@ -208,13 +207,16 @@ def _begin(
 def _with_records(
     run: Run,
     config: TrainConfig,
-    corpus: Corpus,
+    as_given: TrainConfig,
     model: LanguageModel,
     comm: Communicator,
     predict: Predict | None,
 ) -> Run:
-    """Return ``run`` with observers, measurements and plan; writes its configuration into the folder. Collective."""
-    observed = run.comm
+    """Return ``run`` with observers, measurements and plan; writes its configuration into the folder. Collective.
+
+    ``as_given``: the configuration whose strategy may be ``auto``.
+    """
+    observed, corpus = run.comm, run.corpus
     assert observed is not None
     observed.drain()
 
@@ -231,7 +233,7 @@ def _with_records(
         about=about_run(run, config, shapes),
     )
     # Last, as a run that is refused leaves nothing behind.
-    first_rank_does(comm, run.describe)
+    first_rank_does(comm, partial(describe_run, run.folder, as_given, corpus))
     observers: list[Observer] = []  # filled on rank 0 alone
     first_rank_does(comm, lambda: observers.extend(_observers(config, run.folder)))
     return replace(run, observers=observers)

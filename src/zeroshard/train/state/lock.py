@@ -76,25 +76,6 @@ class RunLock:
                 f"attempt {found.get('attempt')}: this run, attempt {self.attempt}, writes there no more"
             )
 
-    def renew(self) -> bool:
-        """Recreate the folder and its lock if they were removed; returns whether they were.
-
-        Raises:
-            OSError: the folder cannot be created, or another run has locked it since.
-        """
-        try:
-            self.require()
-        except FileNotFoundError:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self.close()
-            self._descriptor = _open(self._path)
-            try:
-                self._hold()
-            except UserError as error:
-                raise OSError(str(error)) from None
-            return True
-        return False
-
     def discard(self) -> None:
         """Release the lock of a run that never began, and remove the file if this run made it."""
         if self._is_new and self._descriptor >= 0:
