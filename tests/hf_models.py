@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -84,3 +85,60 @@ def hf_folder(tmp_path_factory):
         return root / kind
 
     return folder_of
+
+
+@pytest.fixture
+def text_model(tmp_path):
+    """A folder of a model with a tokenizer and a chat template, and a text beside it."""
+    from zeroshard.data.tokenizer import train_bpe
+
+    folder, text = tmp_path / "model", "the quick brown fox jumps over the lazy dog\n"
+    make_model("llama", vocab_size=300).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(train_bpe(270, [text * 20]).to_json())
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (tmp_path / "text.txt").write_text(text * 200)
+    return folder
+
+
+def batches(num_steps: int):
+    """Tokens and targets [4, SEQ_LEN] of each step; some positions have no target, as many in each row."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(num_steps):
+        tokens, targets = (torch.randint(3, VOCAB_SIZE, (4, SEQ_LEN), generator=generator) for _ in range(2))
+        targets[:, 2:4] = -100
+        yield tokens, targets
+
+
+def trained(comm: Any, config: Any, num_steps: int, max_norm: float = math.inf):
+    """Mean loss over ranks and norm of each step, the model and its strategy; ranks share out the rows."""
+    from zeroshard.train.setup.assemble import sharded
+
+    model, strategy = sharded(config, VOCAB_SIZE, None, comm, torch.device("cpu"))
+    strategy.model.train()
+    found = []
+    for tokens, targets in batches(num_steps):
+        rows = slice(comm.rank * 4 // comm.world_size, (comm.rank + 1) * 4 // comm.world_size)
+        loss = strategy.model(tokens[rows], targets[rows])
+        loss.backward()
+        norm = float(strategy.clip_grad_norm_(max_norm))
+        strategy.optimizer.step()
+        strategy.optimizer.zero_grad()
+        mean = loss.detach().clone()
+        comm.all_reduce(mean).wait()
+        found.append((float(mean) / comm.world_size, norm))
+    return found, model, strategy
+
+
+def trained_alone(model: Any, optimizer: torch.optim.Optimizer, num_steps: int, max_norm: float = math.inf):
+    """Loss and norm of each step of one process with `transformers`' own model and loss, and torch's optimizer."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    found = []
+    for tokens, targets in batches(num_steps):
+        loss = model(input_ids=tokens, labels=targets, shift_labels=targets).loss
+        loss.backward()
+        norm = float(torch.nn.utils.clip_grad_norm_(params, max_norm))
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((float(loss.detach()), norm))
+    return found

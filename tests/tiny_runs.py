@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
@@ -65,6 +67,24 @@ def process_group(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def train_on(comm, config, *, until=None, predict=None, **told):
+    """Train ``config`` on a rank, or ``until`` a step: the exit status, and the run, which is closed then."""
+    from zeroshard.train.loop.loop import train
+    from zeroshard.train.setup.build import build_run
+
+    run = build_run(config, comm, torch.device("cpu"), predict=predict)
+    try:
+        end = run if until is None else replace(run, schedule=replace(run.schedule, max_steps=until))
+        return train(end, **told), run
+    finally:
+        run.close()
+
+
+def summary_of(folder):
+    """What ``summary.json`` of a run says."""
+    return json.loads((Path(folder) / "summary.json").read_text())
 
 
 def events_of(folder, kind=None):

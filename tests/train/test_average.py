@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from tiny_runs import events_of
+from tiny_runs import events_of, train_on
 from zeroshard.comm import LocalCommunicator
 from zeroshard.errors import UserError
 from zeroshard.inference.generate import load_for_text, run_generate
 from zeroshard.parallel import STRATEGIES
 from zeroshard.train.config.command_settings import GenerateConfig
-from zeroshard.train.loop.loop import take_step, train
+from zeroshard.train.loop.loop import take_step
 from zeroshard.train.loop.saving import Saving
 from zeroshard.train.setup.build import build_run
 from zeroshard.zero.optimizers.ema import Ema
@@ -23,11 +22,7 @@ CPU = torch.device("cpu")
 
 
 def trained(comm, config, until=None):
-    run = build_run(config, comm, CPU)
-    if until is not None:
-        run = replace(run, schedule=replace(run.schedule, max_steps=until))
-    train(run)
-    run.close()
+    _, run = train_on(comm, config, until=until)
     if run.strategy.ema is None:
         return run.strategy.state_dict(), None
     with run.strategy.ema.weights():
@@ -79,9 +74,7 @@ def test_a_save_under_way_has_its_own_copy_before_the_average_is_shown(tiny_conf
     settle, swap = Saving.settle, Ema._swap
     monkeypatch.setattr(Saving, "settle", lambda self: (heard.append("settle"), settle(self))[1])
     monkeypatch.setattr(Ema, "_swap", lambda self: (heard.append("swap"), swap(self))[1])
-    run = build_run(tiny_config(ema_decay=0.5, eval_interval=1), LocalCommunicator(), CPU)
-    train(run)
-    run.close()
+    train_on(LocalCommunicator(), tiny_config(ema_decay=0.5, eval_interval=1))
     shown = [place for place, word in enumerate(heard) if word == "swap"][::2]  # and back
     assert len(shown) == 7
     assert all(heard[place - 1] == "settle" for place in shown)

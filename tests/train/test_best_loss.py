@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from tiny_runs import summary_of, train_on
 from zeroshard import checkpoint
-from zeroshard.comm import LocalCommunicator, run_threads
+from zeroshard.comm import run_threads
 from zeroshard.errors import UserError
 from zeroshard.inference.generate import checkpoint_of
 from zeroshard.train.loop import loop
 from zeroshard.train.loop.best_loss import BestLoss
-from zeroshard.train.loop.loop import train
-from zeroshard.train.setup.build import build_run
 
 LOSSES = [9.0, 3.0, 2.0, 2.5, 2.0, float("nan"), 1.0, 4.0]  # of the evaluations, the one before the first step too
 
@@ -28,23 +26,14 @@ def train_with(tiny_config, monkeypatch):
         settings = {"max_steps": 7, "eval_interval": 1, "keep_best": True, "keep_checkpoints": 1} | changes
         config = tiny_config(**settings)
 
-        def rank_main(comm):
-            run = build_run(config, comm, torch.device("cpu"))
-            try:
-                return train(run)
-            finally:
-                run.close()
-
         def told(run, step, settle, alive=lambda: None):
             return losses[step], None, {}
 
         monkeypatch.setattr(loop, "_evaluate", told)
         with torch.random.fork_rng():
-            if world_size == 1:
-                assert rank_main(LocalCommunicator()) == 0
-            else:
-                assert run_threads(rank_main, world_size) == [0] * world_size
-        return config, json.loads((Path(config.out) / "summary.json").read_text())
+            found = run_threads(lambda comm: train_on(comm, config), world_size)
+        assert [status for status, _ in found] == [0] * world_size
+        return config, summary_of(config.out)
 
     return go
 

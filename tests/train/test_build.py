@@ -1,9 +1,9 @@
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from tiny_runs import events_of
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import UserError
 from zeroshard.kernels import dispatch
@@ -144,7 +144,7 @@ def test_kernels_that_cannot_be_had_are_refused_before_anything_is_made(tiny_con
 def test_the_log_names_who_serves_each_operation(tiny_config):
     config = tiny_config(max_steps=1, warmup_steps=0, fused=False)
     assert run_training(config) == 0
-    start = json.loads((Path(config.out) / "metrics.jsonl").read_text().splitlines()[0])
+    (start,) = events_of(config.out, "start")
     assert start["kernels"] == {"LayerNorm": "reference", "LinearCrossEntropy": "reference", "AdamW": "torch"}
 
 
@@ -167,7 +167,7 @@ def test_a_run_on_our_kernels_gives_the_losses_of_one_without(strategy, tiny_con
             out=str(tmp_path / kernels),
         )
         assert run_training(config) == 0
-        lines = [json.loads(line) for line in (tmp_path / kernels / "metrics.jsonl").read_text().splitlines()]
+        lines = events_of(tmp_path / kernels)
         losses[kernels] = [line["loss"] for line in lines if line["event"] in ("step", "eval")]
         served = set(lines[0]["kernels"].values())
         assert served == {kernels, "torch fused"}

@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import chats
+from tiny_runs import events_of, summary_of
 from watched_runs import trained
 from zeroshard.cli import main
 from zeroshard.comm import LocalCommunicator
@@ -75,7 +76,7 @@ def test_packed_rows_are_spread_and_gone_on_with_as_others_are_and_validate_alik
     alone = config("half", resume="auto", max_steps=5, data={"packing": False})
     with pytest.raises(UserError, match=r"data\.packing: the prepared tokens are not those"):
         build_run(alone, LocalCommunicator(), torch.device("cpu"))
-    start = json.loads((tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()[0])
+    (start,) = events_of(tmp_path / "whole", "start")
     assert start["rows"]["filled"] > 0.7
     assert start["rows"]["examples"] > start["rows"]["rows"]
     no_change = {"max_steps": 1, "lr": 1e-9, "min_lr": 1e-9, "warmup_steps": 0}
@@ -124,12 +125,11 @@ def test_each_validation_set_is_logged_by_its_name(chat_config, tmp_path):
     sets = tuple(f"{name}={tmp_path}/{name}.jsonl" for name in "ab")
     config = chat_config({"val_path": sets, "tokenizer": "bpe:260"}, eval_interval=2, eval_rows=100)
     trained(config, 2)
-    lines = [json.loads(line) for line in (Path(config.out) / "metrics.jsonl").read_text().splitlines()]
-    evals = [line for line in lines if line.get("kind", line.get("event")) == "eval"]
+    evals = events_of(config.out, "eval")
     assert [line["step"] for line in evals] == [0, 2, 3]
     assert all({"loss", "val_loss/a", "val_loss/b"} <= line.keys() for line in evals)
     assert len({evals[-1][key] for key in ("loss", "val_loss/a", "val_loss/b")}) == 3
-    summary = json.loads((Path(config.out) / "summary.json").read_text())
+    summary = summary_of(config.out)
     assert {key: summary[key] for key in ("val_loss/a", "val_loss/b")} == {
         key: evals[-1][key] for key in ("val_loss/a", "val_loss/b")
     }

@@ -6,17 +6,28 @@ import itertools
 import json
 import logging
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_models import ARCHITECTURES, SEQ_LEN, VOCAB_SIZE, hf_folder, make_model, require_transformers  # noqa: F401
+from hf_models import (
+    ARCHITECTURES,
+    SEQ_LEN,
+    VOCAB_SIZE,
+    batches,
+    hf_folder,  # noqa: F401 -- a fixture
+    make_model,
+    require_transformers,
+    text_model,  # noqa: F401 -- a fixture
+    trained,
+    trained_alone,
+)
 from live_bytes import LiveBytes
+from soak import soaking
+from tiny_runs import events_of, summary_of
 from zeroshard import checkpoint
 from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
-from zeroshard.data.tokenizer import train_bpe
 from zeroshard.inference.evaluation import local_score
 from zeroshard.inference.generate import load_for_text, sample
 from zeroshard.interop.hf_export import run_export
@@ -37,32 +48,16 @@ CPU = torch.device("cpu")
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
-def batches(num_rows=2 * WORLD_SIZE):
-    """Tokens and targets of each step; some positions have no target, as many in each row."""
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(NUM_STEPS):
-        tokens, targets = (torch.randint(3, VOCAB_SIZE, (num_rows, SEQ_LEN), generator=generator) for _ in range(2))
-        targets[:, 2:4] = -100
-        yield tokens, targets
-
-
 def trained_by_transformers(folder):
-    """Losses and logits of one process with `transformers`' own model and loss."""
+    """Losses and norms, and logits, of one process with `transformers`' own model and loss."""
     transformers = require_transformers()
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     decayed = [param for param in model.parameters() if param.dim() > 1]
     rest = [param for param in model.parameters() if param.dim() <= 1]
     groups = [{"params": decayed}, {"params": rest, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, **ADAMW)
-    losses = []
-    for tokens, targets in batches():
-        loss = model(input_ids=tokens, labels=targets, shift_labels=targets).loss
-        loss.backward()
-        losses.append(float(loss.detach()))
-        optimizer.step()
-        optimizer.zero_grad()
+    found = trained_alone(model, torch.optim.AdamW(groups, **ADAMW), NUM_STEPS)
     with torch.no_grad():
-        return losses, model.eval()(input_ids=tokens).logits, model
+        return found, model.eval()(input_ids=list(batches(NUM_STEPS))[-1][0]).logits, model
 
 
 def run_config(folder, strategy="zero3", **changes):
@@ -73,23 +68,6 @@ def run_config(folder, strategy="zero3", **changes):
     return TrainConfig.model_validate({"model": model, "data": data, **settings, **changes})
 
 
-def trained(comm, config, num_steps=NUM_STEPS):
-    """Losses averaged over ranks, the model and its strategy; each rank takes its rows."""
-    model, strategy = sharded(config, VOCAB_SIZE, None, comm, CPU)
-    model.train()
-    losses = []
-    for _, (tokens, targets) in zip(range(num_steps), batches(), strict=False):
-        rows = slice(comm.rank * 2, comm.rank * 2 + 2)
-        loss = strategy.model(tokens[rows], targets[rows])
-        loss.backward()
-        strategy.optimizer.step()
-        strategy.optimizer.zero_grad()
-        mean = loss.detach().clone()
-        comm.all_reduce(mean).wait()
-        losses.append(float(mean) / comm.world_size)
-    return losses, model, strategy
-
-
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_each_architecture_trains_at_each_stage_as_one_process_and_is_exported_whole(
     hf_folder,  # noqa: F811
@@ -98,20 +76,20 @@ def test_each_architecture_trains_at_each_stage_as_one_process_and_is_exported_w
 ):
     folder = hf_folder(kind)
     expected, logits, model = trained_by_transformers(folder)
-    tokens = list(batches())[-1][0]
+    tokens = list(batches(NUM_STEPS))[-1][0]
     saved = tmp_path / "step-00000005"
 
     def rank_main(comm, stage):
         config = with_model_files(run_config(folder, f"zero{stage}"))
-        losses, model, strategy = trained(comm, config)
+        losses, model, strategy = trained(comm, config, NUM_STEPS)
         if stage == 3:
             checkpoint.save(saved, strategy, step=5, extra={"config": config.model_dump(mode="json")})
         with strategy.full_params(), torch.no_grad():
             return losses, model.eval()(tokens)
 
-    for stage in (1, 2, 3):
+    for stage in (1, 2, 3) if kind in ("llama", "mixtral") or soaking() else (3,):
         for losses, found in run_threads(lambda comm, stage=stage: rank_main(comm, stage), WORLD_SIZE):
-            torch.testing.assert_close(losses, expected, rtol=0, atol=1e-5)
+            torch.testing.assert_close([loss for loss, _ in losses], [loss for loss, _ in expected], rtol=0, atol=1e-5)
             torch.testing.assert_close(found, logits, rtol=0, atol=2e-4)
     run_export(ExportConfig(source=str(saved), out=str(tmp_path / "exported")))
     again, report = type(model).from_pretrained(tmp_path / "exported", output_loading_info=True)
@@ -126,7 +104,7 @@ def test_each_architecture_trains_at_each_stage_as_one_process_and_is_exported_w
 def test_the_training_loss_is_smoothed(hf_folder, kind):  # noqa: F811
     model = build_model(f"hf:{hf_folder(kind)}")
     model.take_loss_options(0.1, 1e-2)
-    tokens, targets = next(batches())
+    tokens, targets = next(batches(1))
     logits, flat = model.eval()(tokens).flatten(0, 1), targets.flatten()
     smoothed = torch.nn.functional.cross_entropy(logits, flat, label_smoothing=0.1)
     smoothed += 1e-2 * logits[flat != -100].logsumexp(-1).square().mean()
@@ -174,9 +152,9 @@ def test_a_rank_reads_the_bytes_of_its_shard_and_holds_a_unit_beside_it(tmp_path
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_every_strategy_trains_alike(hf_folder, process_group, kind):  # noqa: F811
-    expected = trained(LocalCommunicator(), run_config(hf_folder(kind), "zero0"))[0]
+    expected = trained(LocalCommunicator(), run_config(hf_folder(kind), "zero0"), 3)[0]
     for strategy in ("ddp", "fsdp2", "zero1-torch"):
-        losses = trained(LocalCommunicator(), run_config(hf_folder(kind), strategy))[0]
+        losses = trained(LocalCommunicator(), run_config(hf_folder(kind), strategy), 3)[0]
         torch.testing.assert_close(losses, expected, rtol=0, atol=1e-5)
 
 
@@ -211,7 +189,7 @@ def test_initial_values_from_a_configuration_are_those_of_every_world(hf_folder,
 @pytest.mark.parametrize("how", ["full", "selective"])
 def test_a_recomputed_block_draws_the_same_noise_without_a_module_for_it(how, tmp_path):
     make_model("mixtral", router_jitter_noise=0.3).save_pretrained(tmp_path)
-    tokens, targets = next(batches())
+    tokens, targets = next(batches(1))
     found = []
     for again in ("none", how):
         model = build_model(f"hf:{tmp_path}", overrides={"activation_checkpointing": again}).train()
@@ -236,21 +214,10 @@ def test_a_document_sees_nothing_of_those_before_it(hf_folder, kind):  # noqa: F
         )
 
 
-@pytest.fixture
-def text_model(hf_folder, tmp_path):  # noqa: F811
-    """A folder with a tokenizer and a chat template, and a text."""
-    folder = tmp_path / "model"
-    make_model("llama", vocab_size=300).save_pretrained(folder)
-    tokenizer = train_bpe(270, ["the quick brown fox jumps over the lazy dog\n" * 20])
-    (folder / "tokenizer.json").write_text(tokenizer.to_json())
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
-    return folder
-
-
 def test_a_run_goes_on_evaluates_writes_and_is_exported_without_the_folder_it_came_from(
-    text_model, tiny_config, tmp_path
+    text_model,  # noqa: F811
+    tiny_config,
+    tmp_path,
 ):
     text = {"source": "text", "path": (str(tmp_path / "text.txt"),), "dir": str(tmp_path / "tokens")}
 
@@ -266,15 +233,8 @@ def test_a_run_goes_on_evaluates_writes_and_is_exported_without_the_folder_it_ca
     assert '"rope_type":"llama3"' in saved.read_text().replace("\\", "")
     again = load_config(saved).model_copy(update={"max_steps": 4, "resume": "auto"})
     assert run_training(again) == 0
-    losses = [
-        [
-            record["loss"]
-            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-            if "loss" in (record := json.loads(line))
-        ]
-        for name in ("whole", "cut")
-    ]
-    assert losses[0][-1] == losses[1][-1]
+    whole, cut = (events_of(tmp_path / name, "step") for name in ("whole", "cut"))
+    assert whole[-1]["loss"] == cut[-1]["loss"]
     after = local_score(EvalConfig(run=str(tmp_path / "cut")))
     assert after.loss < before.loss
     run_export(ExportConfig(source=str(tmp_path / "cut"), out=str(tmp_path / "exported"), dtype="bfloat16"))
@@ -317,6 +277,6 @@ def test_a_run_of_experts_in_float32_is_held_to_what_can_be_planned(hf_folder, t
         record for record in caplog.records if record.levelno > logging.INFO
     ]  # torch logs a traceback otherwise
     assert "peak not predicted: its forward " in capsys.readouterr().out
-    summary = json.loads((Path(config.out) / "summary.json").read_text())
+    summary = summary_of(config.out)
     assert summary["status"] == "ok"
     assert "plan" in str(summary)

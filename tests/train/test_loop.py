@@ -1,4 +1,3 @@
-import json
 import math
 import os
 import signal
@@ -8,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiny_runs import events_of
+from tiny_runs import events_of, summary_of, train_on
 from zeroshard import checkpoint, cli
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import ExitStatus
@@ -47,10 +46,8 @@ def _train_as_threads(config, world_size, stop_wanted=lambda rank: False):
     """Each rank's exit status."""
 
     def rank_main(comm):
-        run = build_run(config, comm, CPU)
+        status, run = train_on(comm, config, stop_wanted=lambda: stop_wanted(comm.rank))
         assert bool(run.observers) == (comm.rank == 0)
-        status = train(run, lambda: stop_wanted(comm.rank))
-        run.close()
         return status
 
     return run_threads(rank_main, world_size)
@@ -72,7 +69,7 @@ def test_a_run_leaves_its_log_its_summary_and_a_checkpoint(tiny_config):
     assert [event["tokens"] for event in steps] == [32 * step for step in range(1, 7)]
     assert steps[0]["lr"] == config.lr / 2
     assert all(event["mfu"] is None for event in steps)  # no peak is known for this device
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = summary_of(folder)
     assert summary["status"] == "ok"
     assert summary["step"] == 6
     assert summary["loss"] == steps[-1]["loss"]
@@ -101,7 +98,7 @@ def test_what_communication_costs_is_told_by_unit_kind_and_phase(tiny_config):
     for event in events_of(config.out, "step"):
         assert set(event["exposed_s"]) == {"weights/forward", "weights/backward", "grads/backward", "control"}
         assert 0 < sum(event["exposed_s"].values()) < event["step_s"]
-    exposed = json.loads((Path(config.out) / "summary.json").read_text())["exposed_s_per_step"]
+    exposed = summary_of(config.out)["exposed_s_per_step"]
     units = {"root", "blocks.0", "blocks.1"}
     assert {f"{unit}/{kind}" for unit in units for kind in ("weights/forward", "grads/backward")} <= set(exposed)
     assert "blocks.0/weights/backward" in exposed

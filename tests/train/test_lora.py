@@ -8,11 +8,21 @@ import re
 import pytest
 import torch
 
-from hf_models import SEQ_LEN, VOCAB_SIZE, hf_folder, make_model, require_transformers  # noqa: F401
+from hf_models import (
+    SEQ_LEN,
+    VOCAB_SIZE,
+    batches,
+    hf_folder,  # noqa: F401 -- a fixture
+    make_model,
+    require_transformers,
+    text_model,  # noqa: F401 -- a fixture
+    trained,
+    trained_alone,
+)
+from tiny_runs import train_on
 from zeroshard import checkpoint
 from zeroshard.cli import main
 from zeroshard.comm import LocalCommunicator, run_threads
-from zeroshard.data.tokenizer import train_bpe
 from zeroshard.errors import UserError
 from zeroshard.inference.evaluation import local_score
 from zeroshard.inference.generate import load_for_text
@@ -23,27 +33,18 @@ from zeroshard.models.adapters import Lora, base_name, is_adapter
 from zeroshard.train.config.command_settings import EvalConfig, ExportConfig
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.loop.loop import run_training, train
-from zeroshard.train.setup.assemble import sharded
 from zeroshard.train.setup.build import build_run
 from zeroshard.train.setup.hugging_face import with_model_files
 
 pytest.importorskip("peft")
-CPU, WORLD_SIZE, RANK = torch.device("cpu"), 2, 4
+CPU, WORLD_SIZE, RANK, NUM_STEPS, MAX_NORM = torch.device("cpu"), 2, 4, 4, 1.0
 OURS = {
     "gpt2-demo": {"n_layer": 2, "n_embd": 16, "n_head": 2, "seq_len": 16},
     "llama-tiny": {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_kv_head": 1, "seq_len": 16},
 }
 
 
-def batches(num_steps=4):
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(num_steps):
-        tokens, targets = (torch.randint(3, VOCAB_SIZE, (4, SEQ_LEN), generator=generator) for _ in range(2))
-        targets[:, 2:4] = -100
-        yield tokens, targets
-
-
-TOKENS = next(batches())[0]
+TOKENS = next(batches(1))[0]
 
 
 @pytest.fixture(scope="module")
@@ -61,24 +62,6 @@ def config_of(model, strategy="zero3", **changes):
     return with_model_files(TrainConfig.model_validate(found))
 
 
-def trained(comm, config, steps=4):
-    """Losses and norms of steps, and the strategy."""
-    _, strategy = sharded(config, VOCAB_SIZE, None, comm, CPU)
-    strategy.model.train()
-    found = []
-    for tokens, targets in batches(steps):
-        rows = slice(comm.rank * 4 // comm.world_size, (comm.rank + 1) * 4 // comm.world_size)
-        loss = strategy.model(tokens[rows], targets[rows])
-        loss.backward()
-        norm = float(strategy.clip_grad_norm_(1.0))
-        strategy.optimizer.step()
-        strategy.optimizer.zero_grad()
-        mean = loss.detach().clone()
-        comm.all_reduce(mean).wait()
-        found.append((float(mean) / comm.world_size, norm))
-    return found, strategy
-
-
 def trained_by_peft(folder):
     """Losses and norms of one process with `transformers`, `peft` and torch alone."""
     import peft
@@ -91,15 +74,7 @@ def trained_by_peft(folder):
     assert not unexpected
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
-    found = []
-    for tokens, targets in batches():
-        loss = model(input_ids=tokens, labels=targets, shift_labels=targets).loss
-        loss.backward()
-        norm = float(torch.nn.utils.clip_grad_norm_(params, 1.0))
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append((float(loss.detach()), norm))
-    return found
+    return trained_alone(model, optimizer, NUM_STEPS, MAX_NORM)
 
 
 def test_every_stage_trains_adapters_to_the_same_bits_and_as_peft_does_in_one_process(hf_folder):  # noqa: F811
@@ -111,7 +86,7 @@ def test_every_stage_trains_adapters_to_the_same_bits_and_as_peft_does_in_one_pr
         config = config_of(f"hf:{folder}", f"zero{stage}")
 
         def rank_main(comm, config=config):
-            found, strategy = trained(comm, config)
+            found, _, strategy = trained(comm, config, NUM_STEPS, MAX_NORM)
             return found, strategy.state_dict(), strategy.memory_bytes()
 
         (found, state, held), _ = run_threads(rank_main, WORLD_SIZE)
@@ -126,46 +101,14 @@ def test_every_stage_trains_adapters_to_the_same_bits_and_as_peft_does_in_one_pr
         assert all(torch.equal(value, by_stage[0][1][name]) for name, value in state.items())
 
 
-def test_every_strategy_trains_adapters_alike(hf_folder, process_group):  # noqa: F811
-    expected = trained(LocalCommunicator(), config_of(f"hf:{hf_folder('llama')}", "zero0"), 3)[0]
-    for strategy in ("ddp", "fsdp2", "zero1-torch"):
-        found = trained(LocalCommunicator(), config_of(f"hf:{hf_folder('llama')}", strategy), 3)[0]
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("recomputed", ["full", pytest.param("selective", marks=pytest.mark.soak)])
 def test_dropout_of_adapters_is_drawn_again_where_blocks_run_again(hf_folder, recomputed):  # noqa: F811
     found = []
     for how in ("none", recomputed):
         model = {"name": f"hf:{hf_folder('llama')}", "activation_checkpointing": how}
         torch.manual_seed(3)
-        found.append(trained(LocalCommunicator(), config_of(model, lora={"dropout": 0.5}), 3)[0])
+        found.append(trained(LocalCommunicator(), config_of(model, lora={"dropout": 0.5}), 3, MAX_NORM)[0])
     assert found[0] == found[1]
-
-
-def test_a_checkpoint_goes_on_at_another_stage_and_world(hf_folder, tmp_path):  # noqa: F811
-    name = f"hf:{hf_folder('llama')}"
-
-    def save(comm):
-        _, strategy = trained(comm, config_of(name, "zero3"))
-        checkpoint.save(tmp_path / "saved", strategy, step=4)
-        return strategy.state_dict()
-
-    def load(comm):
-        _, strategy = sharded(config_of(name, "zero1"), VOCAB_SIZE, None, comm, CPU, draw=False)
-        checkpoint.load(tmp_path / "saved", strategy)
-        checkpoint.save(tmp_path / f"again-{comm.world_size}", strategy, step=4)
-        return strategy.state_dict()
-
-    expected = run_threads(save, WORLD_SIZE)[0]
-    for world_size in (1, 3):  # fewer ranks, and more
-        found = run_threads(load, world_size)[0]
-        assert all(torch.equal(found[key], value) for key, value in expected.items())
-        states = [checkpoint.consolidate(tmp_path / each)["optimizer"] for each in ("saved", f"again-{world_size}")]
-        assert states[0]["state"].keys() == states[1]["state"].keys()
-        for key, state in states[0]["state"].items():
-            assert is_adapter(key)
-            assert all(torch.equal(value, states[1]["state"][key][kind]) for kind, value in state.items())
 
 
 def save_gpt2(folder):
@@ -192,7 +135,7 @@ def test_peft_opens_the_adapters_and_transformers_the_merged_model(hf_folder, tm
     config = config_of(f"hf:{folder}", lora={"targets": targets})
 
     def rank_main(comm):
-        _, strategy = trained(comm, config, 2)
+        _, _, strategy = trained(comm, config, 2, MAX_NORM)
         checkpoint.save(tmp_path / "saved", strategy, step=2, extra={"config": config.model_dump(mode="json")})
         with strategy.full_params(), torch.no_grad():
             return strategy.model.eval()(TOKENS)
@@ -218,13 +161,13 @@ def test_our_own_models_take_adapters_and_are_exported_merged(tmp_path, name):
     config = config_of({"name": name, **OURS[name]}, lora={"targets": ["all-linear"]})
 
     def rank_main(comm):
-        found, strategy = trained(comm, config, 2)
+        found, _, strategy = trained(comm, config, 2, MAX_NORM)
         checkpoint.save(tmp_path / "saved", strategy, step=2, extra={"config": config.model_dump(mode="json")})
         with strategy.full_params(), torch.no_grad():
             return found, strategy.model.eval()(TOKENS)
 
     found, logits = run_threads(rank_main, WORLD_SIZE)[0]
-    alone = trained(LocalCommunicator(), config.model_copy(update={"strategy": "zero0"}), 2)[0]
+    alone = trained(LocalCommunicator(), config.model_copy(update={"strategy": "zero0"}), 2, MAX_NORM)[0]
     torch.testing.assert_close(found, alone, rtol=0, atol=1e-5)
     run_export(ExportConfig(source=str(tmp_path / "saved"), out=str(tmp_path / "merged"), merged=True))
     opened = require_transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
@@ -232,17 +175,7 @@ def test_our_own_models_take_adapters_and_are_exported_merged(tmp_path, name):
         torch.testing.assert_close(opened.eval()(TOKENS).logits, logits, rtol=0, atol=1e-5)
 
 
-@pytest.fixture
-def text_model(tmp_path):
-    """A folder with a tokenizer, and a text."""
-    folder = tmp_path / "model"
-    make_model("llama", vocab_size=300).save_pretrained(folder)
-    (folder / "tokenizer.json").write_text(train_bpe(270, ["the quick brown fox jumps over\n" * 20]).to_json())
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over\n" * 300)
-    return folder
-
-
-def test_a_run_of_adapters_evaluates_writes_and_is_begun_from(text_model, tiny_config, tmp_path):
+def test_a_run_of_adapters_evaluates_writes_and_is_begun_from(text_model, tiny_config, tmp_path):  # noqa: F811
     text = {"source": "text", "path": (str(tmp_path / "text.txt"),), "dir": str(tmp_path / "tokens")}
     common = {"data": text, "seq_len": 12, "max_steps": 4, "strategy": "zero3", "plan": {"enforce": True}}
     first = {"model": {"name": f"hf:{text_model}"}, "lora": {"rank": RANK, "dropout": 0.1}, "lr": 1e-2, **common}
@@ -278,9 +211,7 @@ def test_a_run_holds_and_sends_what_was_planned(byte_model, tiny_config, tmp_pat
 
     def rank_main(comm):
         config = tiny_config(**changes, data=data, max_steps=4, eval_interval=0, plan={"enforce": True})
-        run = build_run(config, comm, CPU, predict=predict)
-        status = train(run)
-        run.close()
+        status, run = train_on(comm, config, predict=predict)
         return status, run.contract.num_checked, run.contract.num_broken, run.contract.difference
 
     for found in run_threads(rank_main, WORLD_SIZE):

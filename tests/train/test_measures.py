@@ -4,37 +4,20 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
-from tiny_runs import events_of
+from tiny_runs import events_of, summary_of, train_on
 from zeroshard.comm import Link, LocalCommunicator, ThrottledCommunicator, run_threads
 from zeroshard.profiling.memory import POINTS
-from zeroshard.train.loop.loop import train
-from zeroshard.train.setup.build import build_run
-
-CPU = torch.device("cpu")
-
-
-def _trained(comm, config):
-    run = build_run(config, comm, CPU)
-    try:
-        return train(run)
-    finally:
-        run.close()
-
-
-def _summary(config):
-    return json.loads((Path(config.out) / "summary.json").read_text())
 
 
 def test_every_run_tells_memory_at_three_points_and_the_seconds_of_a_steps_parts(tiny_config):
     config = tiny_config(grad_accum_steps=2)
-    run_threads(lambda comm: _trained(comm, config), 2)
-    points = _summary(config)["memory_points_bytes"]
+    run_threads(lambda comm: train_on(comm, config), 2)
+    points = summary_of(config.out)["memory_points_bytes"]
     assert tuple(points) == POINTS
     assert points["initialised"]["grads"] == points["before_step"]["optimizer"] == 0
     assert points["after_step"]["optimizer"] > points["after_step"]["params"]
-    assert not {"memory_peak", "overlap_s_per_step"} & _summary(config).keys()
+    assert not {"memory_peak", "overlap_s_per_step"} & summary_of(config.out).keys()
     assert not (Path(config.out) / "trace").exists()
     for step in events_of(config.out, "step"):
         assert set(step["spans_s"]) == {"data", "forward", "backward", "clip", "update"}
@@ -44,11 +27,11 @@ def test_every_run_tells_memory_at_three_points_and_the_seconds_of_a_steps_parts
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])
 def test_the_peak_is_found_in_the_second_step(tiny_config, strategy):
     config = tiny_config(strategy=strategy, profile={"memory": True})
-    _trained(LocalCommunicator(), config)
-    peak = _summary(config)["memory_peak"]
+    train_on(LocalCommunicator(), config)
+    peak = summary_of(config.out)["memory_peak"]
     assert peak["bytes"] == sum(peak["by_category"].values())
     assert peak["phase"] in ("forward", "backward", "update")
-    held = sum(_summary(config)["memory_points_bytes"]["initialised"].values())
+    held = sum(summary_of(config.out)["memory_points_bytes"]["initialised"].values())
     assert peak["bytes"] > 3 * held  # states, and activations
 
 
@@ -56,17 +39,16 @@ def test_a_recorded_step_has_the_same_bits(tiny_config):
     losses = []
     for name, memory in (("plain", False), ("recorded", True)):
         config = tiny_config(profile={"memory": memory}, out=f"{tiny_config().out}-{name}")
-        _trained(LocalCommunicator(), config)
-        lines = (Path(config.out) / "metrics.jsonl").read_text().splitlines()
-        losses.append([json.loads(line)["loss"] for line in lines if '"step"' in line[:20]])
+        train_on(LocalCommunicator(), config)
+        losses.append([step["loss"] for step in events_of(config.out, "step")])
     assert losses[0] == losses[1]
 
 
 def test_over_simulated_links_a_units_messages_are_under_way_for_as_long_as_these_take(tiny_config):
     config = tiny_config(strategy="zero3", profile={"overlap": True})
     link = Link(latency_s=5e-3)
-    run_threads(lambda comm: _trained(ThrottledCommunicator(comm, link), config), 2)
-    found = _summary(config)["overlap_s_per_step"]
+    run_threads(lambda comm: train_on(ThrottledCommunicator(comm, link), config), 2)
+    found = summary_of(config.out)["overlap_s_per_step"]
     for label in ("blocks.0/weights/forward", "blocks.0/grads/backward"):
         assert found[label]["total"] > 0.99 * link.latency_s  # two clocks are read, some nanoseconds apart
         assert found[label]["exposed"] > 0
@@ -75,7 +57,7 @@ def test_over_simulated_links_a_units_messages_are_under_way_for_as_long_as_thes
 @pytest.mark.parametrize(("trace_steps", "max_steps"), [(2, 6), (9, 4)])
 def test_a_trace_is_one_file_with_every_rank_and_its_units(tiny_config, trace_steps, max_steps):
     config = tiny_config(strategy="zero3", profile={"trace_steps": trace_steps}, max_steps=max_steps)
-    _trained(LocalCommunicator(), config)
+    train_on(LocalCommunicator(), config)
     folder = Path(config.out) / "trace"
     assert [path.name for path in folder.iterdir()] == ["trace.json"]
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
@@ -88,7 +70,7 @@ def test_a_trace_is_one_file_with_every_rank_and_its_units(tiny_config, trace_st
 
 
 def _traced_rank(comm, config):
-    _trained(comm, config)
+    train_on(comm, config)
 
 
 def test_ranks_of_processes_share_a_clock(tiny_config, gloo_ranks):

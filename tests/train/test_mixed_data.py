@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 import chats
+from tiny_runs import events_of, summary_of
 from watched_runs import trained
 from zeroshard.cli import main
 from zeroshard.comm import LocalCommunicator
@@ -53,8 +53,7 @@ def test_a_mixed_run_is_the_same_however_it_is_spread_and_resumed(mixed, packing
 def test_it_is_told_how_much_of_each_source_a_run_takes(mixed, capsys):
     config = mixed("run", max_steps=20)
     trained(config)
-    start = json.loads((Path(config.out) / "metrics.jsonl").read_text().splitlines()[0])
-    summary = json.loads((Path(config.out) / "summary.json").read_text())
+    (start,), summary = events_of(config.out, "start"), summary_of(config.out)
     (short, of_short), (long, of_long) = start["rows"]["mix"].items()
     assert (Path(short).name, Path(long).name) == ("short.jsonl", "long.jsonl")
     assert of_short["rows"] + of_long["rows"] == 20 * 8

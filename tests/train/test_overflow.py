@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
+from tiny_runs import events_of
 from zeroshard.comm import LocalCommunicator
 from zeroshard.errors import ExitStatus
 from zeroshard.parallel import STRATEGIES
@@ -120,8 +119,7 @@ def test_a_skip_is_in_the_log_and_endless_overflow_ends_the_run(tiny_config, cap
     run.strategy.model.register_forward_hook(lambda module, args, loss: loss * 1e12)
     assert train(run) == ExitStatus.NOT_FINITE
     run.close()
-    events = [json.loads(line) for line in (Path(config.out) / "metrics.jsonl").read_text().splitlines()]
-    steps = [event for event in events if event["event"] == "step"]
+    steps = events_of(config.out, "step")
     assert [(step["loss_scale"], step["num_skipped"], step["skipped"]) for step in steps] == [
         (4.0, 1, True),
         (2.0, 2, True),

@@ -1,20 +1,16 @@
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
+from tiny_runs import summary_of, train_on
 from zeroshard.comm import CONTROL, CommRecord, LocalCommunicator, run_threads
 from zeroshard.errors import ExitStatus
 from zeroshard.lab.planner.run_plan import predict
-from zeroshard.train.loop.loop import train
 from zeroshard.train.records.plan_contract import Contract, Planned, Sent, message_difference
-from zeroshard.train.setup.build import build_run
 
-CPU = torch.device("cpu")
 GATHER = Sent("all_gather", 32, "root/weights", 2)
 REDUCE = Sent("reduce_scatter", 32, "root/grads", 2)
 PLANNED = Planned({"params": 8, "grads": 4}, [GATHER, REDUCE], peak_bytes=100, step_s=0.5)
@@ -95,11 +91,8 @@ def test_the_line_has_bytes_messages_peak_and_time():
 
 def _trained(comm, config, planner=predict):
     with torch.random.fork_rng():
-        run = build_run(config, comm, CPU, predict=planner)
-    try:
-        return train(run), run.contract
-    finally:
-        run.close()
+        status, run = train_on(comm, config, predict=planner)
+    return status, run.contract
 
 
 CHANGES = [
@@ -122,7 +115,7 @@ def test_a_run_keeps_its_plan(tiny_config, strategy, changes):
         assert status == ExitStatus.OK
         assert contract.difference == ""
         assert contract.num_checked == 4  # of 6: not the first, and not the one after the evaluation
-    summary = json.loads((Path(config.out) / "summary.json").read_text())["plan"]
+    summary = summary_of(config.out)["plan"]
     assert summary["num_broken"] == 0
     assert summary["peak_bytes"]["predicted"] > sum(p["predicted"] for p in summary["memory_bytes"].values())
     assert all(pair["ratio"] in (1.0, None) for pair in summary["memory_bytes"].values())
@@ -141,8 +134,7 @@ def test_a_plan_that_is_not_kept_ends_the_run_where_it_is_enforced(tiny_config, 
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
     assert len(lines) == 1
     assert lines[0].startswith("error: plan: rank 1, step 2: grads has")
-    summary = json.loads((Path(config.out) / "summary.json").read_text())
-    assert summary["status"] == "check_failed"
+    assert summary_of(config.out)["status"] == "check_failed"
 
 
 def test_elsewhere_it_is_only_reported(tiny_config):
@@ -150,7 +142,7 @@ def test_elsewhere_it_is_only_reported(tiny_config):
     status, contract = _trained(LocalCommunicator(), config, lambda job: PLANNED)
     assert status == ExitStatus.OK
     assert contract.num_broken == contract.num_checked == 4  # not the first, and not the one after the evaluation
-    assert json.loads((Path(config.out) / "summary.json").read_text())["plan"]["difference"].startswith("step 2: ")
+    assert summary_of(config.out)["plan"]["difference"].startswith("step 2: ")
 
 
 def test_a_strategy_without_a_plan_cannot_be_held_to_it(tiny_config):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from tiny_runs import events_of
+from tiny_runs import events_of, train_on
 from zeroshard import checkpoint
 from zeroshard.comm import run_threads
 from zeroshard.errors import ExitStatus, UserError
@@ -27,11 +26,7 @@ FRAGMENTS = {"every": 3, "fragments": 2, "outer_lr": 0.4}
 
 
 def _trained(comm, config, until=None, planned=False):
-    run = build_run(config, comm, CPU, predict=predict if planned else None)
-    if until is not None:
-        run = replace(run, schedule=replace(run.schedule, max_steps=until))
-    status = train(run)
-    run.close()
+    status, run = train_on(comm, config, until=until, predict=predict if planned else None)
     with run.replicas.anchors():
         anchors = run.strategy.state_dict()
     return status, anchors, run.strategy.state_dict(), run.contract
@@ -87,9 +82,7 @@ def test_ranks_stop_together_where_replicas_meet(tiny_config):
     config = tiny_config(strategy="zero1", shard_size=1, replicas={"every": 4}, eval_interval=0, max_steps=8)
 
     def go(comm):
-        run = build_run(config, comm, CPU)
-        status = train(run, lambda: comm.rank == 1)
-        run.close()
+        status, run = train_on(comm, config, stop_wanted=lambda: comm.rank == 1)
         return status, run.replicas.num_steps
 
     assert run_threads(go, 2) == [(ExitStatus.TERMINATED, 4)] * 2

@@ -1,19 +1,19 @@
 """What may change between a save and a resume, what is named in a line, and what is refused."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tiny_runs import summary_of, train_on
 from zeroshard import checkpoint
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import UserError
 from zeroshard.lab.run_folders import read_run
 from zeroshard.models.presets import PRESETS
 from zeroshard.optim import learning_rate
-from zeroshard.train.loop.loop import run_training, train
+from zeroshard.train.loop.loop import run_training
 from zeroshard.train.setup.build import build_run
 from zeroshard.train.state import saved_run
 from zeroshard.train.state.resume import FREE, check_changes, schedule_of
@@ -174,9 +174,7 @@ def test_auto_starts_afresh_where_nothing_was_ever_completed_and_refuses_where_a
 
 def test_the_manifest_has_configuration_versions_and_position(tiny_config):
     config = tiny_config(max_steps=3)
-    run = build_run(config, LocalCommunicator(), CPU)
-    train(run)
-    run.close()
+    train_on(LocalCommunicator(), config)
     manifest = checkpoint.read_manifest(Path(config.out) / "checkpoints" / "step-00000003")
     assert manifest.extra["config"] == config.model_dump(mode="json")
     assert manifest.extra["position"] == {"step": 3, "tokens": 96, "tokens_per_step": 32, "seed": 0}
@@ -192,7 +190,7 @@ def test_tokens_are_counted_on_where_a_step_has_another_number_of_them(tiny_conf
     assert run_training(tiny_config(max_steps=6, eval_interval=0, micro_batch_size=1, resume="auto")) == 0
     tokens = 4 * 2 * 16 + 2 * 1 * 16
     folder = Path(config.out)
-    assert json.loads((folder / "summary.json").read_text())["tokens"] == tokens
+    assert summary_of(folder)["tokens"] == tokens
     newest = checkpoint.latest(folder / "checkpoints")
     assert newest is not None
     assert checkpoint.read_manifest(newest).extra["position"]["tokens"] == tokens

@@ -10,8 +10,8 @@ from operator import ge
 from pathlib import Path
 
 import pytest
-import torch
 
+from tiny_runs import train_on
 from zeroshard import checkpoint
 from zeroshard.checkpoint import api
 from zeroshard.checkpoint.diff import differences
@@ -20,11 +20,8 @@ from zeroshard.errors import UserError
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.validate import validate
 from zeroshard.train.loop import loop
-from zeroshard.train.loop.loop import train
 from zeroshard.train.loop.watchdog import PATIENCE_S
-from zeroshard.train.setup.build import build_run
 
-CPU = torch.device("cpu")
 NUM_STEPS = 5
 
 
@@ -50,14 +47,8 @@ class _Heard:
             assert self._changed.wait_for(lambda: all(map(ge, map(len, self.words), more)), 60)
 
     def train(self, config):
-        def rank_main(comm):
-            run = build_run(config, comm, CPU)
-            try:
-                return train(run, alive=partial(self.tell, comm.rank))
-            finally:
-                run.close()
-
-        assert run_threads(rank_main, 2) == [0, 0]
+        told = run_threads(lambda comm: train_on(comm, config, alive=partial(self.tell, comm.rank))[0], 2)
+        assert told == [0, 0]
 
 
 def test_every_rank_hears_that_one_of_them_gets_on_with_the_last_save(tiny_config, monkeypatch):
@@ -82,26 +73,14 @@ def test_every_rank_hears_that_one_of_them_gets_on_with_the_last_save(tiny_confi
 def test_a_batch_of_an_evaluation_is_progress(tiny_config):
     heard = []
     config = tiny_config(max_steps=2, eval_interval=1, ema_decay=0.9)
-    run = build_run(config, LocalCommunicator(), CPU)
-    try:
-        assert train(run, alive=heard.append) == 0
-    finally:
-        run.close()
+    assert train_on(LocalCommunicator(), config, alive=heard.append)[0] == 0
     # A step; three batches for the weights and three for their average; what comes after them.
     assert heard[:8] == [0.0] * 8
 
 
 def _checkpoints(config, world_size):
     """Of each step that was saved: its folder and manifest."""
-
-    def rank_main(comm):
-        run = build_run(config, comm, CPU)
-        try:
-            return loop.train(run)
-        finally:
-            run.close()
-
-    assert set(run_threads(rank_main, world_size)) == {0}
+    assert {status for status, _ in run_threads(lambda comm: train_on(comm, config), world_size)} == {0}
     folders = sorted((Path(config.out) / "checkpoints").glob("step-*"))
     return {folder.name: checkpoint.open_manifest(folder) for folder in folders}
 
@@ -158,11 +137,8 @@ def test_updates_that_come_before_it_is_written_are_not_in_it(
 )
 def test_which_checkpoints_a_run_leaves(tiny_config, settings, steps):
     config = tiny_config(**{"max_steps": 6, "eval_interval": 2, **settings})
-    run = build_run(config, LocalCommunicator(), CPU)
-    try:
-        assert train(run) == 0
-    finally:
-        run.close()
+    status, run = train_on(LocalCommunicator(), config)
+    assert status == 0
     assert sorted(found.step for found in checkpoint.find(run.folder / "checkpoints")) == steps
 
 

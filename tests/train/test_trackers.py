@@ -1,4 +1,3 @@
-import json
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -6,6 +5,7 @@ from types import ModuleType
 
 import pytest
 
+from tiny_runs import events_of
 from zeroshard.errors import UserError
 from zeroshard.train.config.config import TrainConfig, merge
 from zeroshard.train.config.sections import TrackConfig
@@ -93,8 +93,7 @@ def test_tensorboard_has_the_numbers_of_the_log(tiny_config):
     assert run_training(config) == 0
     events = EventAccumulator(str(Path(config.out) / "tensorboard"))
     events.Reload()
-    lines = [json.loads(line) for line in (Path(config.out) / "metrics.jsonl").read_text().splitlines()]
-    losses = {line["step"]: line["loss"] for line in lines if line["event"] == "step"}
+    losses = {line["step"]: line["loss"] for line in events_of(config.out, "step")}
     assert {event.step: event.value for event in events.Scalars("train/loss")} == pytest.approx(losses)
     assert [event.step for event in events.Scalars("val/loss")] == [0, 3, 6]
 

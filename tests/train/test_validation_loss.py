@@ -1,9 +1,8 @@
-import json
-
 import pytest
 import torch
 from torch import nn
 
+from tiny_runs import events_of
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import UserError
 from zeroshard.train.config.config import TrainConfig
@@ -74,7 +73,6 @@ def test_the_validation_loss_is_the_same_with_any_micro_batch(tiny_config, tmp_p
     for size in (1, 2, 4):
         config = tiny_config(micro_batch_size=size, global_batch_size=4, eval_rows=7, out=str(tmp_path / str(size)))
         run_training(config)
-        lines = (tmp_path / str(size) / "metrics.jsonl").read_text().splitlines()
-        losses.append([event["loss"] for event in map(json.loads, lines) if event["event"] == "eval"])
+        losses.append([event["loss"] for event in events_of(config.out, "eval")])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert losses[0] == pytest.approx(losses[2], rel=1e-5)
