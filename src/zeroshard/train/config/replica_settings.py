@@ -96,17 +96,20 @@ def check_num_replicas(replicas: ReplicasConfig, shard_size: int, world_size: in
 def unmet_steps(replicas: ReplicasConfig, max_steps: int) -> str:
     """Return a warning if another ``max_steps`` would leave fewer final steps without a meeting; else "".
 
-    Steps after the last meeting are missing from the common weights, which are what evaluation and export read. With
-    ``fragments`` one of them meets every ``every / fragments`` steps, and the others have met earlier.
+    Steps after the last meeting are missing from the common weights, which are what evaluation and export read.
     """
-    between = replicas.every // replicas.fragments
-    late = max_steps % between
-    if not replicas.on or not late:
+    every, fragments = replicas.every, replicas.fragments
+
+    def missed(steps: int) -> int:  # by the fragment that has met longest ago
+        return max((steps - (fragment + 1) * every // fragments) % every for fragment in range(fragments))
+
+    near = range(max(1, max_steps - every), max_steps + every)
+    least = min(map(missed, near))
+    if not replicas.on or missed(max_steps) == least:
         return ""
-    least = replicas.every - between
-    what = f"at max_steps = {max_steps} what is saved misses up to {least + late} of the last steps"
-    choices = [steps for steps in (max_steps - late, max_steps - late + between) if steps]
-    return f"replicas.every: {what}; with {' or '.join(map(str, choices))} it misses {least}"
+    nearest = sorted((steps for steps in near if missed(steps) == least), key=lambda steps: abs(steps - max_steps))
+    what = f"at max_steps = {max_steps} what is saved misses up to {missed(max_steps)} of the last steps"
+    return f"replicas.every: {what}; with {' or '.join(map(str, sorted(nearest[:2])))} it misses {least}"
 
 
 def early_momentum(replicas: ReplicasConfig) -> str:
