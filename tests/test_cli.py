@@ -516,23 +516,10 @@ def test_a_reader_that_stops_reading_ends_the_command_in_silence():
 
 # -- plan ------------------------------------------------------------------------------------------------------------
 
-SMALL_PLAN = ["plan", "--model", "gpt2-demo", "--gpus", "16", "--micro-batch", "2"]
-
 
 def test_plan_where_nothing_fits_ends_with_status_3_and_the_nearest_change(capsys):
     assert main(["plan", "--model", "llama-7b", "--gpu", "t4-16gb", "--dtype", "float16"]) == ExitStatus.CHECK_FAILED
     assert "GPUs would fit" in capsys.readouterr().out
-
-
-def test_a_dry_run_stands_beside_its_prediction(capsys):
-    asked = [*SMALL_PLAN, "--dry-run", "--stage", "3", "--dtype", "float32", "--seq-len", "64", "--json"]
-    assert main(asked) == ExitStatus.OK
-    found = json.loads(capsys.readouterr().out)
-    for name in ("params", "grads", "optimizer", "messages", "message bytes"):
-        assert found["compared"][name]["ratio"] == 1.0
-    assert found["compared"]["peak"]["ratio"] == pytest.approx(1.0, abs=1e-3)
-    assert found["device"] == "cpu"
-    assert found["step_s"] > 0
 
 
 def test_a_flag_that_is_called_otherwise_elsewhere_is_named():

@@ -12,7 +12,6 @@ from zeroshard import checkpoint
 from zeroshard.cli import main
 from zeroshard.comm import LocalCommunicator
 from zeroshard.errors import ExitStatus, UserError
-from zeroshard.lab.predict.hardware import read_calibration
 from zeroshard.lab.run_folders import read_run
 from zeroshard.zero.state.named_shards import NamedShard
 
@@ -58,18 +57,6 @@ def test_settings_that_are_no_file_are_refused(one_line, pipe, command):
         assert what in line
 
 
-def test_measurements_of_a_machine_that_are_no_file_are_refused(pipe):
-    with pytest.raises(UserError, match=PIPE):
-        read_calibration(pipe)
-
-
-def test_settings_larger_than_any_are_refused_before_they_are_read(one_line, tmp_path):
-    path = tmp_path / "large.toml"
-    with path.open("wb") as file:
-        file.truncate(1 << 40)  # takes no room on the disk
-    assert "it has more than 16,777,216 bytes" in one_line(["train", "--config", str(path)])
-
-
 class Weights:
     comm = LocalCommunicator()
 
@@ -103,14 +90,6 @@ def test_a_checkpoint_with_a_pipe_for_a_file_is_damaged(one_line, capsys, tmp_pa
     assert main(["checkpoint", "verify", str(path)]) == ExitStatus.CHECK_FAILED
     assert capsys.readouterr().out == f"{path / RANK_FILE}: cannot be read ({what})\n"
     assert what in one_line(["checkpoint", "diff", str(path), str(path)])
-
-
-def test_a_pipe_for_a_manifest_is_no_complete_checkpoint(one_line, tmp_path):
-    path = tmp_path / "step-00000001"
-    checkpoint.save(path, Weights(), step=1)
-    (path / "manifest.json").unlink()
-    os.mkfifo(path / "manifest.json")
-    assert "is not a complete checkpoint" in one_line(["checkpoint", "verify", str(path)])
 
 
 @pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl", "summary.json"])

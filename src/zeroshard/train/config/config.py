@@ -318,14 +318,6 @@ class TrainConfig(Config):
             object.__setattr__(self, "out", f"runs/{name}")
         return self
 
-    @property
-    def shortened_warmup(self) -> str:
-        """A line saying that the default warm-up was shortened, being longer than the run; empty if it was not."""
-        if "warmup_steps" in self.model_fields_set or self.warmup_steps == WARMUP_STEPS:
-            return ""
-        what = f"{WARMUP_STEPS}, the default, is above max_steps = {self.max_steps}"
-        return f"warmup_steps: {what}; it is {self.warmup_steps} in this run"
-
     def _strategy_has_them(self) -> None:
         """Check the settings that only some strategies have."""
         name, entry, fields = self.strategy, strategy_entry(self.strategy), type(self).model_fields

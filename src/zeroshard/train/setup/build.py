@@ -113,8 +113,6 @@ def build_run(config: TrainConfig, comm: Communicator, device: torch.device, pre
     check_shard_size(config, comm.world_size)
     describe(device, config.kernels)  # raises if the kernels asked for are not available here
     accumulation_steps(config, comm.world_size)  # raises if the batch does not divide
-    if comm.rank == 0 and config.shortened_warmup:
-        print(config.shortened_warmup, file=sys.stderr, flush=True)
     folder = Path(config.out)
     claimed: list[ClaimedFolder] = []  # filled on rank 0 alone
     with ExitStack() as undo:
