@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from tiny_runs import train_on
 from zeroshard.comm import run_threads
 from zeroshard.errors import UserError
 from zeroshard.lab.planner.run_plan import predict
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.validate import validate
-from zeroshard.train.loop.loop import train
 from zeroshard.train.setup.assemble import check_shard_size
-from zeroshard.train.setup.build import build_run
 
 CPU = torch.device("cpu")
 INT8 = {"weights": "int8", "grads": "int8", "block": 64}
 
 
 def _trained(comm, config, until=None):
-    run = build_run(config, comm, CPU, predict=predict)
-    if until is not None:
-        run = replace(run, schedule=replace(run.schedule, max_steps=until))
-    status = train(run)
-    run.close()
+    status, run = train_on(comm, config, until=until, predict=predict)
     return status, run.strategy.state_dict(), run.contract
 
 

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from zeroshard.errors import UserError
 from zeroshard.regular_files import read_text, toml_of
 from zeroshard.train.config.config import TrainConfig, merge
-from zeroshard.train.config.validate import validate
+from zeroshard.train.config.validate import by_path, nested, validate
 
 RESOLVED = "resolved"
 _ABOUT_GIVEN = "What was given for this run. `zeroshard train --config THIS_FILE` starts from these settings."
@@ -70,9 +70,12 @@ def read_given(path: str) -> dict[str, Any]:
     resolved = raw.get(RESOLVED)
     if not isinstance(resolved, Mapping):
         return raw
-    given = _given(raw)
-    others = {key: value for key, value in resolved.items() if key not in DERIVED}
-    return _with_no_defaults(given, others, validate(TrainConfig, given).model_dump(mode="json"))
+    given = by_path(_given(raw))
+    others = by_path({key: value for key, value in resolved.items() if key not in DERIVED})
+    now = by_path(validate(TrainConfig, nested(given)).model_dump(mode="json"))
+    changed = {path: value for path, value in others.items() if value != now.get(path) and now.get(path) != "auto"}
+    # A given name may stand for a table, as model = "gpt2-124m", and a given table for a list, as [data.mix].
+    return nested(given | {path: changed[path] for path in changed if not any(_overlap(path, each) for each in given)})
 
 
 def all_settings(config: TrainConfig) -> str:
@@ -83,10 +86,10 @@ def all_settings(config: TrainConfig) -> str:
 
 def dump_toml(config: BaseModel) -> str:
     """Return ``config`` as TOML text: what was given, then what the rest became; `load_config` reads an equal one."""
-    given = config.model_dump(exclude_unset=True)
-    rest = _without(config.model_dump(), given)
+    given = by_path(config.model_dump(exclude_unset=True))
+    rest = nested({path: value for path, value in by_path(config.model_dump()).items() if path not in given})
     resolved = f"\n# {_ABOUT_RESOLVED}\n{tomli_w.dumps({RESOLVED: rest})}" if rest else ""
-    return f"# {_ABOUT_GIVEN}\n{tomli_w.dumps(given)}{resolved}"
+    return f"# {_ABOUT_GIVEN}\n{tomli_w.dumps(nested(given))}{resolved}"
 
 
 def as_resolved(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,26 +101,7 @@ def _given(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in raw.items() if key != RESOLVED}
 
 
-def _without(table: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of ``table`` that ``given`` has not, at any depth."""
-    found: dict[str, Any] = {}
-    for key, value in table.items():
-        if key not in given:
-            found[key] = value
-        elif isinstance(value, Mapping) and isinstance(given[key], Mapping):
-            inner = _without(value, given[key])
-            found |= {key: inner} if inner else {}
-    return found
-
-
-def _with_no_defaults(given: Mapping[str, Any], others: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """``given`` with those of ``others`` that it has not and that differ from ``now``, at any depth."""
-    found = dict(given)
-    for key, value in others.items():
-        if isinstance(value, Mapping) and isinstance(now.get(key), Mapping):
-            if isinstance(found.get(key, {}), Mapping):  # not a name in place of a table, as model = "gpt2-124m"
-                inner = _with_no_defaults(found.get(key, {}), value, now[key])
-                found |= {key: inner} if inner else {}
-        elif key not in found and value != now.get(key) and now.get(key) != "auto":
-            found[key] = value
-    return found
+def _overlap(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
+    """Whether two settings are the same one, or one of them is a table that has the other."""
+    both = min(len(one), len(other))
+    return one[:both] == other[:both]

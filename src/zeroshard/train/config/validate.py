@@ -71,12 +71,28 @@ def fields_by_name(kind: type[BaseModel], prefix: str = "") -> dict[str, FieldIn
     return found
 
 
-def by_dotted_name(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested tables into dotted names: ``{"data": {"dir": 1}}`` becomes ``{"data.dir": 1}``."""
-    found: dict[str, Any] = {}
+def by_path(table: Mapping[str, Any], start: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    """Flatten nested tables: ``{"data": {"dir": 1}}`` becomes ``{("data", "dir"): 1}``."""
+    found: dict[tuple[str, ...], Any] = {}
     for key, value in table.items():
-        found |= by_dotted_name(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+        found |= by_path(value, (*start, key)) if isinstance(value, Mapping) else {(*start, key): value}
     return found
+
+
+def nested(values: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+    """Return the tables that `by_path` has flattened."""
+    found: dict[str, Any] = {}
+    for (*tables, key), value in values.items():
+        table = found
+        for name in tables:
+            table = table.setdefault(name, {})
+        table[key] = value
+    return found
+
+
+def by_dotted_name(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Flatten nested tables into dotted names: ``{"data": {"dir": 1}}`` becomes ``{"data.dir": 1}``."""
+    return {".".join(map(str, path)): value for path, value in by_path(table).items()}
 
 
 def nearest(name: str, known: Iterable[str], otherwise: str) -> str:

@@ -19,9 +19,8 @@ All randomness of a step is a pure function of (seed, step, rank), so a resumed 
 from __future__ import annotations
 
 import hashlib
-import math
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 from time import perf_counter
@@ -37,6 +36,7 @@ from zeroshard.profiling.flops import hardware_flops_utilisation, model_flops_ut
 from zeroshard.train.loop.meetings import fragments_that_met, meet
 from zeroshard.train.loop.run import Run
 from zeroshard.train.loop.stopping import as_numbers, wish_of_all
+from zeroshard.train.loop.validation_loss import sum_in_any_order
 from zeroshard.train.records.records import StepRecord
 
 
@@ -185,7 +185,8 @@ def _agree(run: Run, losses: Tensor, grad_norm: Tensor, stop: int) -> _Health:
         *told, norm = torch.cat([report.view(-1), norm]).tolist()
         rows = [told[start : start + len(own)] for start in range(0, len(told), len(own))]
         wanted = [sum(row[place] for row in rows) for place in (0, 1)]
-        mean_loss = _mean([loss for row in rows for loss in row[2:]])
+        told_losses = [loss for row in rows for loss in row[2:]]
+        mean_loss = sum_in_any_order(told_losses) / len(told_losses)
     else:
         report = torch.cat([losses.mean().view(1), moved(wishes, losses.device), norm])
         with scope(CONTROL):
@@ -193,12 +194,6 @@ def _agree(run: Run, losses: Tensor, grad_norm: Tensor, stop: int) -> _Health:
         *sums, norm = report.tolist()
         mean_loss, wanted = sums[0] / comm.world_size, sums[1:]
     return _Health(mean_loss, norm, wish_of_all(*wanted))
-
-
-def _mean(values: Sequence[float]) -> float:
-    """The mean, from the exact sum, which does not depend on the order; NaN or infinite if a plain sum is."""
-    finite = all(map(math.isfinite, values))
-    return (math.fsum(values) if finite else sum(values)) / len(values)
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:

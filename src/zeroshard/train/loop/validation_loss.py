@@ -6,7 +6,7 @@ Sums over batches are rounded only once, so that the loss does not depend on the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -44,9 +44,9 @@ def evaluate(
     with scope(CONTROL):
         comm.all_gather(everybodys, own).wait()
     losses, weights = everybodys.view(-1, 2).unbind(1)
-    return _sum(losses) / _sum(weights)
+    return sum_in_any_order(losses.tolist()) / sum_in_any_order(weights.tolist())
 
 
-def _sum(values: Tensor) -> float:
+def sum_in_any_order(values: Sequence[float]) -> float:
     """The sum, rounded once, so that it does not depend on the order; NaN or infinite if a plain sum is."""
-    return math.fsum(values.tolist()) if bool(values.isfinite().all()) else float(values.sum())
+    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)

@@ -67,20 +67,17 @@ def join(
     close = getattr(comm, "close", None)
     if close is not None:
         stack.callback(close)
-    comm, found = (comm, {}) if links is None else _slowed(comm, links, device)
+    found: Mapping[str, Any] = {}
+    if links is not None:
+        comm = links.slow(comm, device)
+        # The probe issues different collectives on the ranks of a node, so it must run before the sentinel watches.
+        found = links.probed(comm)
     if world.world_size > 1:
         comm = SentinelCommunicator(comm, StoreBoard(store), end_as_peer_lost)
         stack.callback(comm.close)
     if not overlap:
         comm = BlockingCommunicator(comm)
     return Joined(comm, found)
-
-
-def _slowed(comm: Communicator, links: Links, device: torch.device) -> tuple[Communicator, Mapping[str, Any]]:
-    """Return the communicator behind the requested links, and the measured speed of these. Collective."""
-    comm = links.slow(comm, device)
-    # The probe issues different collectives on the ranks of a node, so it must run before the sentinel watches them.
-    return comm, links.probed(comm)
 
 
 def _met(world: World, facts: Mapping[str, object] | None) -> dist.Store:

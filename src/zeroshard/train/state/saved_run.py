@@ -19,7 +19,7 @@ from zeroshard.columns import printable
 from zeroshard.errors import UserError
 from zeroshard.optim.loss_scale import SMALLEST_SCALE
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.validate import validate
+from zeroshard.train.config.validate import by_path, nested, validate
 
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -113,7 +113,8 @@ def _settings(path: Path, saved: Mapping[str, Any]) -> dict[str, Any]:
     except UserError as error:
         what = f"{path} says extra.config.{error.field} is wrong: {error.what}"
         raise UserError("resume", what, _TODO) from None
-    return _of_these(known, checked)
+    given = by_path(known)  # and no defaults of this version, which are not what the run had
+    return nested({path: value for path, value in by_path(checked).items() if path in given})
 
 
 def _known(saved: Mapping[str, Any], kind: type[BaseModel], prefix: str = "") -> dict[str, Any]:
@@ -126,11 +127,3 @@ def _known(saved: Mapping[str, Any], kind: type[BaseModel], prefix: str = "") ->
             value = _known(value, inner, f"{prefix}{name}.")
         found[name] = value
     return found
-
-
-def _of_these(names: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of ``values`` that ``names`` has; defaults of this version are not what the run had."""
-    return {
-        name: _of_these(inner, values[name]) if isinstance(inner, Mapping) else values[name]
-        for name, inner in names.items()
-    }
