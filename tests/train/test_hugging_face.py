@@ -272,7 +272,7 @@ def test_a_run_of_experts_in_float32_is_held_to_what_can_be_planned(hf_folder, t
     model = {"name": f"hf:{folder}", "vocab_size": 300, "from_config": True}
     plan = {"enforce": True}
     config = tiny_config(model=model, strategy="zero3", plan=plan, max_steps=4, eval_interval=0)
-    assert run_training(config, None, predict) == 0
+    assert run_training(config, predict) == 0
     assert not [
         record for record in caplog.records if record.levelno > logging.INFO
     ]  # torch logs a traceback otherwise
