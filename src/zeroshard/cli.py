@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from typing import NoReturn
 
 import zeroshard
-from zeroshard import gc_frequency, process
+from zeroshard import gc_frequency
 from zeroshard.errors import ExitStatus, UserError, is_out_of_memory, is_out_of_threads, memory_line, path_line
 from zeroshard.flags import flags_of, read_flags, refuse_no_text, take_option
 from zeroshard.train.config.config import merge
@@ -74,15 +74,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         status, line = refused or (ExitStatus.FAILED, memory_line(error, _NEEDS_OTHERS_LESS))
         say(line)
         return status
-    except (RuntimeError, MemoryError, ImportError, SystemError) as error:
+    except (RuntimeError, MemoryError, ImportError) as error:
         if is_out_of_threads(error):
             say(f"threads: no more can be started; {_NEEDS_HIGHER_LIMITS}")
             return ExitStatus.FAILED
         if not is_out_of_memory(error):
             raise
-        limited = str(error).startswith("`ulimit -v`")
         todo = _NEEDS_LESS if argv[:1] == ["train"] else _NEEDS_OTHERS_LESS
-        say(f"memory: {error}; raise that limit" if limited else memory_line(error, todo))
+        say(memory_line(error, todo))
         return ExitStatus.FAILED
     except KeyboardInterrupt:
         return ExitStatus.INTERRUPTED
@@ -136,7 +135,6 @@ def _dispatch(argv: list[str]) -> int:
         return ExitStatus.OK
     given = read_flags(words, flags_of(verb.config, SHORTHANDS, verb.positionals), verb.positionals)
     config = validate(verb.config, merge(raw, given))
-    process.require_address_space()
     if path:
         require_asked(config, by_dotted_name(given), path)
     return verb.run(config, argv)

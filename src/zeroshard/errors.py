@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import re
-import resource
 import socket
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -49,8 +48,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     names = {kind.__name__ for kind in type(error).__mro__}
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
-    if isinstance(error, SystemError) and resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
-        return True  # under `ulimit -v` extension modules fail to allocate and set no exception
     # the last one is the message of the loader if a library does not fit into memory
     said = ("can't allocate memory", "annot allocate memory", "failed to map segment")
     return not names.isdisjoint({"OutOfMemoryError", "MemoryError"}) or any(text in str(error) for text in said)

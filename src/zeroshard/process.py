@@ -18,13 +18,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-import resource
 import sys
 
 # variable -> (option of `mallopt`, bytes). Trim: bytes that may be free at the heap's end before they are returned to
 # the kernel. Mmap: blocks of this size and more are mapped one by one; malloc would raise it itself to at most this.
 _THRESHOLDS = {"MALLOC_TRIM_THRESHOLD_": (-1, 1 << 30), "MALLOC_MMAP_THRESHOLD_": (-3, 32 << 20)}
-LEAST_ADDRESS_SPACE_BYTES = 800 << 20  # of a process with torch 2.13 for CPUs and our training loop: 0.81 GiB
 _TUNABLES = "GLIBC_TUNABLES"
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
 ALLOCATOR_BEFORE = "PYTORCH_CUDA_ALLOC_CONF"  # its older name, which torch still reads
@@ -44,14 +42,6 @@ def prepare_torch() -> None:
     if ALLOCATOR_BEFORE not in os.environ:
         os.environ.setdefault(ALLOCATOR, "expandable_segments:True")
     _keep_freed_memory()
-
-
-def require_address_space() -> None:
-    """Raise MemoryError if ``ulimit -v`` leaves no room for torch, whose import may then abort the process."""
-    allowed = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if allowed != resource.RLIM_INFINITY and allowed < LEAST_ADDRESS_SPACE_BYTES:
-        have, need = (num_bytes / 2**30 for num_bytes in (allowed, LEAST_ADDRESS_SPACE_BYTES))
-        raise MemoryError(f"`ulimit -v` allows {have:.2f} GiB of address space, and torch alone takes {need:.2f} GiB")
 
 
 def num_cpus() -> int:
