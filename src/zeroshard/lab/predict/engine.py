@@ -32,7 +32,7 @@ from zeroshard.lab.predict.recorder import StorageEvents
 from zeroshard.lab.predict.work import Work, work_of
 from zeroshard.zero import loaded_later
 from zeroshard.zero.buffers.holdings import holdings
-from zeroshard.zero.buffers.leaves import CHUNK_NUMEL, OTHER_CHUNK_NUMEL
+from zeroshard.zero.buffers.leaves import CHUNK_NUMEL, OTHER_CHUNK_NUMEL, ExactReducer
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.runtime.module_buffers import ModuleBuffers
@@ -258,8 +258,8 @@ class _Engine:
             assert buffer.unit in groups, f"a unit that the trace does not know: {buffer.unit}"
             group = _group(buffer, settings, levels)
             groups[buffer.unit].append(group)
-            if group.grads.leaf_sum is not None:
-                group.grads.leaf_sum.chunk_numel = CHUNK_NUMEL.get(settings.device_type, OTHER_CHUNK_NUMEL)
+            if isinstance(group.grads.reducer, ExactReducer):
+                group.grads.reducer.chunk_numel = CHUNK_NUMEL.get(settings.device_type, OTHER_CHUNK_NUMEL)
             compute = settings.precision.compute_dtype(buffer.dtype)
             log.wires[buffer.name] = _wires(buffer, group, settings)
             for index, slot in enumerate(buffer.layout.slots):

@@ -12,15 +12,12 @@ outlives a backward:
 Both are freed when gradients are cleared (``zero_grad()``); ``zero_grad(set_to_none=False)`` fills them with zeros.
 
 [Note: Two levels]
-    With replicas (see `levels`) the reduce-scatter in this rank's group is followed by an all-reduce of the shard over
-    the replicas; with a wire format over nodes, the sum inside a node is followed by an exchange between nodes
-    (`node_reduce`). The second collective is issued when the first is done, at the same place in every rank's order:
-    the code that walks the schedule calls `reduce_across` there. If another gradient arrives between the two, the
-    first sum is copied out of the local buffer.
-
-[Note: Leaves]
-    With leaves (see `leaves`) every backward is reduced, at every stage, into an exact sum, and *reduced* is that sum,
-    rounded. If the user writes into *reduced*, the sum continues from the written values.
+    How the local buffer becomes the reduced shard is the business of a `GradientReducer`. A reduction may take several
+    collectives: with replicas (see `levels`) the reduce-scatter in this rank's group is followed by an all-reduce of
+    the shard over the replicas. Each is issued when the one before it is done, at the same place in every rank's order:
+    the code that walks the schedule calls `reduce_across` there. If another gradient arrives between two of them, the
+    first sum is copied out of the local buffer. A reducer may accumulate (`ExactReducer`): then every backward is
+    reduced, at every stage, and *reduced* is its sum.
 
 [Note: Unused parameters]
     A parameter without a gradient on this rank contributes zeros. Ranks agree once per backward which parameters had a
@@ -33,14 +30,10 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm import Work, empty_for, scope
-from zeroshard.wire_formats import Format
 from zeroshard.zero.buffers.barred import Barred
 from zeroshard.zero.buffers.layout import FlatLayout, Piece, view_of
-from zeroshard.zero.buffers.leaves import LeafReduce, LeafSum
 from zeroshard.zero.buffers.local_grads import LocalGrads
-from zeroshard.zero.buffers.node_reduce import NodeReduce, packed_reduce
-from zeroshard.zero.buffers.shards import reduce_shards
-from zeroshard.zero.buffers.wire import AcrossReplicas, PackedReduce, Rounding
+from zeroshard.zero.buffers.reduction import GradientReducer, GradientReduction
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
 from zeroshard.zero.streams import NO_STREAMS, Streams
@@ -53,9 +46,8 @@ class FlatGrads:
         used: for each slot, whether it has had a gradient since the last `clear`: on this rank, and once the ranks have
             agreed, on any rank.
         reduced: the mean over ranks of the gradients reduced so far; None before the first reduction.
-        wire, rounding: the wire format of gradients (None: their own dtype), and how they are rounded to it.
         barred: gradients with which no optimizer may step.
-        leaf_sum: the exact sum behind `reduced`, with leaves: [Note: Leaves]; else None.
+        reducer: begins the reductions.
         num_backwards: backwards reduced since gradients were cleared.
     """
 
@@ -69,17 +61,16 @@ class FlatGrads:
         device: torch.device,
         reduced_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
-        wire: Format | None = None,
-        rounding_seed: int = 0,
+        reducer: GradientReducer | None = None,
     ) -> None:
         self.name = name
         self.layout = layout
         self.comm = comm = levels.shard
-        self.replicas, self._nodes = levels.replicas, levels.nodes
         self.shard_optim = strategy.optim is SHARD
         self.num_backwards = 0
-        self.leaf_sum = None if levels.leaves is None else LeafSum(layout, comm, reduce_dtype, device)
-        self.keep_local = (strategy.grads is not SHARD or comm.world_size == 1) and self.leaf_sum is None
+        plain = GradientReducer(comm, levels.replicas, layout, everywhere=not self.shard_optim)
+        self.reducer = plain if reducer is None else reducer
+        self.keep_local = (strategy.grads is not SHARD or comm.world_size == 1) and not self.reducer.accumulates
         self.device, self.reduced_dtype, self.reduce_dtype = device, reduced_dtype, reduce_dtype
         self.used = [False] * len(layout.slots)
         self.barred = Barred()
@@ -87,11 +78,8 @@ class FlatGrads:
         self._local = LocalGrads(layout, comm, reduce_dtype, device, levels.world.world_size)
         self._work: Work | None = None
         self._arriving: Tensor | None = None
-        self._across = 0  # collectives over replicas, or between nodes, that are still to be issued
+        self._reduction: GradientReduction | None = None  # the one in flight
         self._streams: Streams = NO_STREAMS
-        self.wire = wire if self.shard_optim else None
-        self._packed: PackedReduce | NodeReduce | AcrossReplicas | LeafReduce | None = None
-        self.rounding = Rounding(rounding_seed, name, levels.world.rank)
         start, stop = layout.interval(comm.rank)
         self._held = slice(start, stop) if self.shard_optim else slice(0, layout.padded_numel)
         self.offset = self._held.start  # of `reduced` in the flat buffer
@@ -127,7 +115,7 @@ class FlatGrads:
         """Before the local buffer is written: move reduced gradients, or a reduction in flight, out of it."""
         if self._work is None and self.reduced is None:
             return
-        if self._across:  # [Note: Two levels]
+        if self.has_collectives_left:  # [Note: Two levels]
             assert self._work is not None
             assert self._arriving is not None
             self._work.wait()
@@ -145,67 +133,40 @@ class FlatGrads:
         self._go_across()
         self._vacate_local()
         local = self._local.complete()
-        target = local[self._held]
-        if self.leaf_sum is not None:
-            target = self.leaf_sum.target(self.reduced, self._held, self.reduced_dtype)
-        elif self.reduced is None and not self.keep_local and self.reduce_dtype == self.reduced_dtype:
-            # The shard outlives the local buffer, so it gets its own memory.
-            target = empty_for(self.replicas, target.numel(), target.dtype, target.device)
-        self._arriving = target
+        self._arriving = target = self.reducer.target(self.reduced, lambda: self._target(local))
         with scope(f"{self.name}/grads"), self._streams.on("reduce", self._streams.mark()):
-            self._work = self._streams.issued(self._collective(target, local))
-        self._across = self._num_across()
+            self._reduction = self.reducer.begin(local)
+            self._work = self._streams.issued(self._reduction.issue(target))
 
-    def _num_across(self) -> int:
-        if self.replicas.world_size > 1:
-            return 1 if self.wire is None else 2
-        return 0 if self._packed is None else self._packed.num_left
+    def _target(self, local: Tensor) -> Tensor:
+        """Where the mean of the part of ``local`` that this rank's optimizer sees is to be written."""
+        part = local[self._held]
+        if self.reducer.accumulates or (
+            self.reduced is None and not self.keep_local and self.reduce_dtype == self.reduced_dtype
+        ):
+            # It outlives the local buffer, so it gets its own memory.
+            comm = self.comm if self.reducer.accumulates else self.reducer.replicas
+            return empty_for(comm, part.numel(), self.reduced_dtype, part.device)
+        return part
 
     @property
-    def has_replica_collectives(self) -> bool:
-        """Whether `reduce_across` still has collectives to issue."""
-        return self._across > 0
+    def has_collectives_left(self) -> bool:
+        """Whether the reduction in flight still has collectives to issue, by `reduce_across`."""
+        return self._reduction is not None and self._reduction.num_left > 0
 
     def _go_across(self) -> None:
-        while self._across:
+        while self.has_collectives_left:
             self.reduce_across()
 
     def reduce_across(self) -> None:
-        """Issue the next collective that adds up replicas' shards, or nodes' sums: [Note: Two levels]. Collective."""
-        if not self._across:
+        """Issue the next collective of the reduction in flight, if one is left: [Note: Two levels]. Collective."""
+        if self._reduction is None or not self._reduction.num_left:
             return
         assert self._work is not None
         assert self._arriving is not None
         with scope(f"{self.name}/grads"), self._streams.on("replicas"):
             self._work.wait()
-            self._work = self._streams.issued(self._collective_across(self._arriving))
-        self._across -= 1
-
-    def _collective_across(self, shard: Tensor) -> Work:
-        if isinstance(self._packed, LeafReduce):
-            return self._packed.issue(shard)
-        if self.wire is None:
-            return self.replicas.all_reduce(shard)
-        if self._packed is None:
-            self._packed = AcrossReplicas(self.replicas, self.wire, shard, self.rounding)
-        return self._packed.issue()
-
-    def _collective(self, target: Tensor, local: Tensor) -> Work:
-        if self.leaf_sum is not None:
-            self._packed = LeafReduce(self.leaf_sum, local, everywhere=not self.shard_optim)
-            return self._packed.issue(target)
-        if self.wire is not None and self.comm.world_size > 1 and self.replicas.world_size == 1:
-            self._packed = packed_reduce(self.comm, self._nodes, self.wire, local, self.rounding)
-            return self._packed.issue()
-        if self.shard_optim:
-            return reduce_shards(self.comm, self.layout, target, local)
-        if self.comm.uniform_order or self.layout.owners is not None:
-            return self.comm.all_reduce(local)
-        # This backend's all-reduce adds in another order than its reduce-scatter. Reduce-scatter and all-gather, so
-        # that stage 0 has the bits of the other stages.
-        start, stop = self.layout.interval(self.comm.rank)
-        self.comm.reduce_scatter(local[start:stop], local).wait()
-        return self.comm.all_gather(local, local[start:stop])
+            self._work = self._streams.issued(self._reduction.issue(self._arriving))
 
     def settle(self) -> None:
         """Finish the reduction in flight, if any, and add its result to `reduced`."""
@@ -214,11 +175,11 @@ class FlatGrads:
         self._go_across()
         self._work.wait()
         arrived, self._work, self._arriving = self._arriving, None, None
+        reduction, self._reduction = self._reduction, None
         assert arrived is not None
-        if self._packed is not None:
-            self._packed.deliver(arrived)
-            self._packed = None
-        if self.leaf_sum is not None:
+        assert reduction is not None
+        reduction.deliver(arrived)
+        if self.reducer.accumulates:
             self.reduced = arrived
         elif self.reduced is not None:
             self.reduced.add_(arrived)
@@ -269,7 +230,7 @@ class FlatGrads:
     def zero(self, slots: set[int]) -> None:
         """Fill the gradients of ``slots`` with zeros, reduced or not; a slot without a gradient still has none."""
         self.settle()
-        self.rounding.end_step()
+        self.reducer.end_step()
         self.barred.cleared(slots)
         self._local.copy_in()
         if slots >= {slot for slot, used in enumerate(self.used) if used}:
@@ -284,7 +245,7 @@ class FlatGrads:
     def clear(self, slots: set[int]) -> None:
         """Drop the gradients of ``slots``; when no slot has one, free all buffers."""
         self.settle()
-        self.rounding.end_step()
+        self.reducer.end_step()
         self.barred.cleared(slots)
         for slot in slots:
             self._local.written[slot] = self.used[slot] = False
@@ -292,8 +253,7 @@ class FlatGrads:
             self.reduced = None
             self.num_backwards = 0
             self._local.clear()
-            if self.leaf_sum is not None:
-                self.leaf_sum.clear()
+            self.reducer.clear()
             return
         self.zero(slots)
 
@@ -308,12 +268,12 @@ class FlatGrads:
 
     @property
     def packed(self) -> Tensor | None:
-        """The buffer of gradients received in a wire format, until they have been added up."""
-        return None if self._packed is None else self._packed.packed
+        """The buffer of gradients that arrive elsewhere than in their target, until they have been added up."""
+        return None if self._reduction is None else self._reduction.packed
 
     @property
     def resident_bytes(self) -> int:
         """Bytes of all gradient buffers now."""
         storages = (tensor.untyped_storage() for tensor in self.buffers if tensor is not None)
         held = sum({each._cdata: each.nbytes() for each in storages}.values())  # on meta all addresses are equal
-        return held + (0 if self.leaf_sum is None else self.leaf_sum.num_bytes)
+        return held + sum(tensor.nbytes for tensor in self.reducer.tensors)

@@ -97,6 +97,5 @@ def _grads(unit: str, grads: FlatGrads) -> Iterator[Holding]:
         yield Holding("grads" if grads.keep_local else "unit_buffers", unit, local)
     if grads.packed is not None:
         yield Holding("unit_buffers", unit, grads.packed)
-    if grads.leaf_sum is not None:
-        yield from (Holding("grads", unit, tensor) for tensor in grads.leaf_sum.tensors)
+    yield from (Holding("grads", unit, tensor) for tensor in grads.reducer.tensors)
     yield from (Holding("grads", unit, tensor) for tensor in (reduced, arriving) if tensor is not None)

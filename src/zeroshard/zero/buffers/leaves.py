@@ -21,12 +21,15 @@ Summation", https://doi.org/10.1109/TC.2014.2345391, explain why parallel sums n
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from zeroshard.comm import Communicator, Work, all_to_all, empty_for
 from zeroshard.comm.base import DONE
 from zeroshard.zero.buffers.layout import FlatLayout
+from zeroshard.zero.buffers.reduction import GradientReducer
 
 CHUNK_NUMEL = {"cpu": 1 << 15}
 """Elements that are added at a time, by type of device: on a CPU five operands in float64 fit into a core's cache."""
@@ -114,38 +117,55 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor).flatten(-2) if tensor.is_complex() else tensor
 
 
-class LeafSum:
-    """The exact sum of one shard's gradients since they were cleared; the optimizer sees this sum rounded.
+class ExactReducer(GradientReducer):
+    """Adds the gradients of every backward to one exact sum; the optimizer sees this sum rounded.
 
     Args:
-        layout: layout of the flat buffer.
-        comm: the ranks that hold the shards.
+        comm, replicas, layout, everywhere: as `GradientReducer`; there is one replica.
         dtype: dtype in which gradients are sent.
         device: device of the gradients.
 
     Attributes:
-        exact: the sum; None before the first addition.
+        exact: the sum of this rank's shard since gradients were cleared; None before the first addition.
         chunk_numel: see `ExactSum`; a memory plan sets it to that of the device for which it plans.
     """
 
-    def __init__(self, layout: FlatLayout, comm: Communicator, dtype: torch.dtype, device: torch.device) -> None:
-        self.comm, self.interval = comm, slice(*layout.interval(comm.rank))
+    accumulates = True
+    needs_even_shards = True
+
+    def __init__(
+        self,
+        comm: Communicator,
+        replicas: Communicator,
+        layout: FlatLayout,
+        *,
+        everywhere: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(comm, replicas, layout, everywhere=everywhere)
+        self._interval = slice(*layout.interval(comm.rank))
         self._dtype, self._device = dtype, device
         self.chunk_numel = CHUNK_NUMEL.get(device.type, OTHER_CHUNK_NUMEL)
         self.exact: ExactSum | None = None
 
-    def target(self, reduced: Tensor | None, held: slice, dtype: torch.dtype) -> Tensor:
-        """Return the tensor that the next rounded sum is written to: ``reduced``, or a new one if it is None.
+    def begin(self, local: Tensor) -> LeafReduce:
+        """Return a reduction of ``local [padded_numel]`` that adds to the sum."""
+        assert self.exact is not None
+        return LeafReduce(self.comm, self._interval, self.exact, local, everywhere=self.everywhere)
 
-        ``reduced``: the gradients so far; elements that a user has written into it replace the sum's. ``held``: the
-        part of the flat buffer that it covers.
+    def target(self, reduced: Tensor | None, fresh: Callable[[], Tensor]) -> Tensor:
+        """Return the tensor that the next rounded sum is written to: ``reduced``, or if it is None a fresh one.
+
+        Elements that a user has written into ``reduced``, the gradients so far, replace the sum's.
         """
-        own = slice(self.interval.start - held.start, self.interval.stop - held.start)
         if self.exact is None:
-            self.exact = ExactSum(own.stop - own.start, self._dtype, self._device, self.chunk_numel)
-        if reduced is not None:
-            self.exact.follow(reduced[own])
-        return empty_for(self.comm, held.stop - held.start, dtype, self._device) if reduced is None else reduced
+            numel = self._interval.stop - self._interval.start
+            self.exact = ExactSum(numel, self._dtype, self._device, self.chunk_numel)
+        if reduced is None:
+            return fresh()
+        self.exact.follow(reduced[self._interval] if self.everywhere else reduced)
+        return reduced
 
     def clear(self) -> None:
         """Drop the sum."""
@@ -156,17 +176,14 @@ class LeafSum:
         """The tensors that are resident now."""
         return [] if self.exact is None else [self.exact.high, self.exact.low]
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that are resident now."""
-        return sum(tensor.nbytes for tensor in self.tensors)
-
 
 class LeafReduce:
-    """A reduce-scatter of one micro-batch's gradients into a `LeafSum`; an all-reduce if all ranks need the sum.
+    """A reduce-scatter of one micro-batch's gradients into an exact sum; an all-reduce if all ranks need the sum.
 
     Args:
-        total: the sum to which the gradients are added.
+        comm: the ranks that hold the shards.
+        own: this rank's shard in the buffer.
+        exact: the sum to which the gradients are added.
         local: ``[padded_numel]``: this rank's gradients; read until `deliver`.
         everywhere: whether the rounded sums of all shards are gathered on every rank.
 
@@ -175,9 +192,8 @@ class LeafReduce:
         num_left: number of collectives that are still to be issued.
     """
 
-    def __init__(self, total: LeafSum, local: Tensor, *, everywhere: bool) -> None:
-        assert total.exact is not None
-        self._comm, self._own, self._exact, self._local = total.comm, total.interval, total.exact, local
+    def __init__(self, comm: Communicator, own: slice, exact: ExactSum, local: Tensor, *, everywhere: bool) -> None:
+        self._comm, self._own, self._exact, self._local = comm, own, exact, local
         alone = self._comm.world_size == 1
         self.packed = None if alone else empty_for(self._comm, local.numel(), local.dtype, local.device)
         self._gathers = everywhere and not alone

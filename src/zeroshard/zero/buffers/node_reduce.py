@@ -21,19 +21,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zeroshard.comm import Communicator, Work, all_to_all, empty_for
+from zeroshard.comm import Work, all_to_all, empty_for
 from zeroshard.wire_formats import Format
 from zeroshard.zero.buffers import wire
 from zeroshard.zero.levels import Nodes
-
-
-def packed_reduce(
-    comm: Communicator, nodes: Nodes | None, form: Format, local: Tensor, rounding: wire.Rounding
-) -> wire.PackedReduce | NodeReduce:
-    """Return the reduce-scatter of ``local``: over ``nodes`` in two steps, or if it is None over ``comm`` in one."""
-    if nodes is None:
-        return wire.PackedReduce(comm, form, local, rounding)
-    return NodeReduce(nodes, form, local, rounding)
 
 
 class NodeReduce:
@@ -64,7 +55,7 @@ class NodeReduce:
         self.packed = torch.empty_like(self._sent)
         self.num_left = 2
 
-    def issue(self) -> Work:
+    def issue(self, target: Tensor) -> Work:
         """Issue the next collective, once the one before it is done."""
         self.num_left -= 1
         assert self._turned is not None

@@ -21,10 +21,12 @@ from zeroshard.zero.buffers.flat_grads import FlatGrads
 from zeroshard.zero.buffers.flat_params import FlatParams
 from zeroshard.zero.buffers.layout import FlatLayout, Piece
 from zeroshard.zero.buffers.partition import Init
+from zeroshard.zero.buffers.reducers import reducer_for
 from zeroshard.zero.buffers.shards import gather_shards
+from zeroshard.zero.buffers.wire import Rounding
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.precision import MixedPrecision
-from zeroshard.zero.strategy import ShardingStrategy
+from zeroshard.zero.strategy import SHARD, ShardingStrategy
 from zeroshard.zero.streams import Streams
 
 
@@ -56,6 +58,16 @@ class FlatGroup:
         formats = (precision.weights_format(master_dtype), precision.gradients_format(master_dtype))
         self._travels_packed = any(form is not None for form in formats)
         self.params = FlatParams(name, params, strategy, levels, precision, init, layout, frozen=frozen)
+        reduce_dtype = precision.gradient_dtype(master_dtype)
+        reducer = reducer_for(
+            self.params.layout,
+            levels,
+            precision.gradients_format(master_dtype),
+            Rounding(precision.rounding_seed, name, levels.world.rank),
+            shard_optim=strategy.optim is SHARD,
+            dtype=reduce_dtype,
+            device=device,
+        )
         self.grads = FlatGrads(
             name,
             self.params.layout,
@@ -63,9 +75,8 @@ class FlatGroup:
             levels,
             device=device,
             reduced_dtype=precision.reduced_dtype(master_dtype),
-            reduce_dtype=precision.gradient_dtype(master_dtype),
-            wire=precision.gradients_format(master_dtype),
-            rounding_seed=precision.rounding_seed,
+            reduce_dtype=reduce_dtype,
+            reducer=reducer,
         )
         floating = master_dtype.is_floating_point or master_dtype.is_complex
         self.shards = [
@@ -105,13 +116,13 @@ class FlatGroup:
         stay = [(name, param) for name, param in named if param not in chosen]
         leave = [(name, param) for name, param in named if param in chosen]
         shapes = [(name, param.shape) for name, param in leave]
-        even = self.grads.replicas.world_size > 1 or self._travels_packed or self.grads.leaf_sum is not None
+        even = self._travels_packed or self.grads.reducer.needs_even_shards
         own = FlatLayout.whole(shapes, layout.world_size, loads, even=even, parts=layout.parts)
         own.add_loads(loads)
         made = [self._again(self.params.name, stay, frozen=self._frozen)] if stay else []
         made.append(self._again(name if stay else self.params.name, leave, layout=own, frozen=self._frozen))
         for group in made:
-            group.grads.rounding.resume_at(self.grads.rounding.next_step)
+            group.grads.reducer.continue_from(self.grads.reducer)
         return made
 
     def restaged(self, strategy: ShardingStrategy) -> FlatGroup:
@@ -122,7 +133,7 @@ class FlatGroup:
         named = self._take_out()
         layout = self.params.layout
         made = self._again(self.params.name, named, strategy=strategy, layout=layout, frozen=self._frozen)
-        made.grads.rounding = self.grads.rounding
+        made.grads.reducer.continue_from(self.grads.reducer)
         return made
 
     def thaw(self) -> None:
@@ -224,7 +235,7 @@ class Unit:
             group.grads.reduce()
 
     def reduce_across(self) -> None:
-        """Issue the next collective over replicas (or nodes) of each group's reduction. Collective.
+        """Issue the next collective, over replicas or nodes, say, of each group's reduction. Collective.
 
         Call it in the order of `reduce_grads`.
         """
@@ -232,9 +243,9 @@ class Unit:
             group.grads.reduce_across()
 
     @property
-    def has_replica_collectives(self) -> bool:
-        """Whether a reduction still has collectives over replicas (or nodes) to issue: see `reduce_across`."""
-        return any(group.grads.has_replica_collectives for group in self.groups)
+    def has_collectives_left(self) -> bool:
+        """Whether a reduction still has collectives to issue: see `reduce_across`."""
+        return any(group.grads.has_collectives_left for group in self.groups)
 
     def settle(self) -> None:
         """Wait for the reductions in flight."""

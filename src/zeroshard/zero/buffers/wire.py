@@ -149,7 +149,7 @@ class PackedReduce:
         pack_rows(self._sent, shards, form, rounding.keys(comm.world_size), but=comm.rank)
         self.packed = torch.empty_like(self._sent)
 
-    def issue(self) -> Work:
+    def issue(self, target: Tensor) -> Work:
         """Issue the collective."""
         self.num_left -= 1
         return all_to_all(self._comm, self.packed.view(-1), self._sent.view(-1))
@@ -188,7 +188,7 @@ class AcrossReplicas:
         pack_rows(self._sent, pieces, form, keys, but=comm.rank)
         self.packed = torch.empty_like(self._sent)
 
-    def issue(self) -> Work:
+    def issue(self, target: Tensor) -> Work:
         """Issue the exchange of the pieces; once that is done, the gather of their sums."""
         self.num_left -= 1
         if self.num_left:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from zeroshard.zero.buffers.barred import bar
 from zeroshard.zero.buffers.flat_grads import FlatGrads
+from zeroshard.zero.buffers.reducers import PackedReducer
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.optimizers import grad_norm
 from zeroshard.zero.optimizers.description import described
@@ -174,7 +175,8 @@ class Stepping:
     def resume_at(self, step: int) -> None:
         """See `Zero.resume_at`."""
         for group in self._runtime.groups():
-            group.grads.rounding.begin_at(step)
+            if isinstance(group.grads.reducer, PackedReducer):
+                group.grads.reducer.rounding.begin_at(step)
         if self.replicas is not None and not self.replicas.num_steps:  # the checkpoint has no count for them
             self.replicas.num_steps = step
 

@@ -49,7 +49,7 @@ class Difference:
             self._packed = AcrossReplicas(replicas, settings.form, self._mean, outer.rounding)
             self.num_bytes = self._packed.packed.nbytes
             with scope(self._scope):
-                self._work = self._packed.issue()
+                self._work = self._packed.issue(self._mean)
             return
         self._mean = empty_for(replicas, own.numel(), settings.dtype or anchor.dtype, own.device)
         if self._mean.dtype == own.dtype == anchor.dtype:
@@ -66,7 +66,7 @@ class Difference:
         if self._packed is not None:
             self._work.wait()
             with scope(self._scope):
-                self._work = self._packed.issue()
+                self._work = self._packed.issue(self._mean)
 
     def mean(self) -> Tensor:
         """Wait for the mean: ``[shard_numel]``, in the dtype in which it was sent; from a block format the anchor's."""

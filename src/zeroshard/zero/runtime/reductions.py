@@ -39,7 +39,7 @@ class Reductions:
         """Issue the next collective, over replicas or nodes, of each unit that has one left."""
         for unit in self._to_replicas:
             unit.reduce_across()
-        self._to_replicas = deque(unit for unit in self._to_replicas if unit.has_replica_collectives)
+        self._to_replicas = deque(unit for unit in self._to_replicas if unit.has_collectives_left)
 
     def settle(self, all_units: Sequence[Unit]) -> None:
         """Agree on which parameters had gradients on any rank, reduce late gradients, and wait for all. Collective.
@@ -62,7 +62,7 @@ class Reductions:
         for unit, is_late in zip(units, flags[start : start + len(late)], strict=True):
             if is_late:
                 unit.reduce_grads()
-        while any(unit.has_replica_collectives for unit in units):
+        while any(unit.has_collectives_left for unit in units):
             for unit in units:
                 unit.reduce_across()
         for unit in units:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroshard.zero.buffers.reducers import PackedReducer
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.optimizers.kept_states import Kept, ParamFacts, SavedState, alike, of_groups
 from zeroshard.zero.optimizers.methods import load_pieces
@@ -46,10 +47,11 @@ def named_shards(model: nn.Module, runtime: Runtime, optimizers: Sequence[Statef
     for group in runtime.groups():
         group.params.take_changes()
         first = group.params.layout.slots[0].name
-        if group.grads.wire is not None and any(
+        reducer = group.grads.reducer
+        if isinstance(reducer, PackedReducer) and any(
             own.slot == own.interval[0] == 0 for own in group.params.layout.owned(rank)
         ):
-            step = group.grads.rounding.next_step
+            step = reducer.rounding.next_step
             yield NamedShard(first, ROUNDING, (), (0, 1), torch.tensor([step]))
         for piece, shard in zip(group.params.pieces, group.shards, strict=True):
             slot = group.params.layout.slots[piece.slot]
@@ -134,8 +136,8 @@ def _load_rounding(group: FlatGroup, reader: ShardReader) -> None:
     """Load the step that numbers the group's next stochastic rounding; it lags if parameters were frozen for a time."""
     names = (slot.name for slot in group.params.layout.slots)
     saved = next((name for name in names if ROUNDING in reader.kinds(name)), None)
-    if saved is not None:
-        group.grads.rounding.loaded(int(reader.read(saved, ROUNDING, (0, 1))))
+    if saved is not None and isinstance(group.grads.reducer, PackedReducer):
+        group.grads.reducer.rounding.loaded(int(reader.read(saved, ROUNDING, (0, 1))))
 
 
 def reader_of(runtime: Runtime, reader: ShardReader, kind: str) -> Callable[[Tensor], Tensor | None]:

@@ -1,0 +1,116 @@
+"""Which `GradientReducer` a buffer's gradients get: the one place that knows all of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm import Communicator, Work
+from zeroshard.wire_formats import Format
+from zeroshard.zero.buffers.layout import FlatLayout
+from zeroshard.zero.buffers.leaves import ExactReducer
+from zeroshard.zero.buffers.node_reduce import NodeReduce
+from zeroshard.zero.buffers.reduction import GradientReducer, GradientReduction, PlainReduction
+from zeroshard.zero.buffers.wire import AcrossReplicas, PackedReduce, Rounding
+from zeroshard.zero.levels import Levels, Nodes
+
+
+def reducer_for(
+    layout: FlatLayout,
+    levels: Levels,
+    wire: Format | None,
+    rounding: Rounding,
+    *,
+    shard_optim: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> GradientReducer:
+    """Return the reducer of a buffer.
+
+    Args:
+        layout: its layout.
+        levels: the ranks.
+        wire: the wire format of gradients; None: they are sent in ``dtype``.
+        rounding: how they are rounded to the wire format.
+        shard_optim: whether the optimizer is sharded.
+        dtype, device: of the local sums.
+    """
+    comm, replicas, everywhere = levels.shard, levels.replicas, not shard_optim
+    if levels.leaves is not None:
+        return ExactReducer(comm, replicas, layout, everywhere=everywhere, dtype=dtype, device=device)
+    if wire is not None and shard_optim:
+        return PackedReducer(comm, replicas, layout, wire, levels.nodes, rounding)
+    return GradientReducer(comm, replicas, layout, everywhere=everywhere)
+
+
+class PackedReducer(GradientReducer):
+    """Reduces gradients in a wire format.
+
+    Args:
+        comm, replicas, layout: as `GradientReducer`.
+        form: the wire format. With replicas only the sum over them uses it.
+        nodes: the nodes, if gradients are summed inside a node first; else None.
+        rounding: rounding keys of this buffer.
+    """
+
+    needs_even_shards = True
+
+    def __init__(
+        self,
+        comm: Communicator,
+        replicas: Communicator,
+        layout: FlatLayout,
+        form: Format,
+        nodes: Nodes | None,
+        rounding: Rounding,
+    ) -> None:
+        super().__init__(comm, replicas, layout, everywhere=False)
+        self._form, self._nodes, self.rounding = form, nodes, rounding
+
+    def begin(self, local: Tensor) -> GradientReduction:
+        """Return a reduction of ``local [padded_numel]``. Collective."""
+        if self.replicas.world_size > 1:
+            inside = PlainReduction(self.comm, self.layout, local, everywhere=False)
+            return PackedOverReplicas(inside, self.replicas, self._form, self.rounding)
+        if self.comm.world_size == 1:
+            return super().begin(local)
+        if self._nodes is None:
+            return PackedReduce(self.comm, self._form, local, self.rounding)
+        return NodeReduce(self._nodes, self._form, local, self.rounding)
+
+    def end_step(self) -> None:
+        """Record that gradients are cleared: the next reduction belongs to the next step."""
+        self.rounding.end_step()
+
+    def continue_from(self, other: GradientReducer) -> None:
+        """Round as ``other`` would have done."""
+        if isinstance(other, PackedReducer):
+            self.rounding.resume_at(other.rounding.next_step)
+
+
+class PackedOverReplicas:
+    """A reduction inside this rank's group, then `AcrossReplicas`, which reads the shard that it gives."""
+
+    def __init__(self, inside: PlainReduction, replicas: Communicator, form: Format, rounding: Rounding) -> None:
+        self._inside, self._replicas, self._form, self._rounding = inside, replicas, form, rounding
+        self._across: AcrossReplicas | None = None
+        self.num_left = 3
+
+    @property
+    def packed(self) -> Tensor | None:
+        """What arrives from the replicas."""
+        return None if self._across is None else self._across.packed
+
+    def issue(self, target: Tensor) -> Work:
+        """Issue the next of three collectives."""
+        self.num_left -= 1
+        if self.num_left == 2:
+            return self._inside.issue(target)
+        if self._across is None:
+            self._across = AcrossReplicas(self._replicas, self._form, target, self._rounding)
+        return self._across.issue(target)
+
+    def deliver(self, target: Tensor) -> None:
+        """Write the sum over replicas to ``target``."""
+        assert self._across is not None
+        self._across.deliver(target)

@@ -1,0 +1,137 @@
+"""`GradientReduction`: how the gradients of one flat buffer become the reduced shard that this rank's optimizer sees.
+
+A reduction is one or more collectives. Each may be issued when the one before it is done, at the same place in every
+rank's order. `GradientReducer` begins the reductions of one buffer, and keeps what outlives one of them. These are the
+members; a new one is a subclass of `GradientReducer`, and a line in `zeroshard.zero.buffers.reducers`:
+
+| reducer          | a reduction                                                          | collectives |
+|------------------|----------------------------------------------------------------------|-------------|
+| `GradientReducer`| all-reduce (stage 0) or reduce-scatter; with replicas then the sum   | 1 or 2      |
+|                  | of the shard over them                                               |             |
+| `PackedReducer`  | the same in a wire format: `PackedReduce`, over nodes `NodeReduce`,  | 1, 2 or 3   |
+|                  | over replicas `AcrossReplicas`                                       |             |
+| `ExactReducer`   | exact sums, for the same bits on any number of ranks: `LeafReduce`   | 1 or 2      |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from zeroshard.comm import Communicator, Work
+from zeroshard.zero.buffers.layout import FlatLayout
+from zeroshard.zero.buffers.shards import reduce_shards
+
+
+class GradientReduction(Protocol):
+    """One reduction of a buffer, of a local sum that was given to its constructor.
+
+    Attributes:
+        num_left: collectives that are still to be issued.
+    """
+
+    num_left: int
+
+    @property
+    def packed(self) -> Tensor | None:
+        """The buffer of gradients that arrive; None: they arrive in the target."""
+        ...
+
+    def issue(self, target: Tensor) -> Work:
+        """Issue the next collective; ``target``: as `deliver` is given, or the local sum's own shard before it."""
+        ...
+
+    def deliver(self, target: Tensor) -> None:
+        """Write the sum to ``target [shard_numel]``, once all collectives are done; it may be there already."""
+        ...
+
+
+class GradientReducer:
+    """Begins the reductions of one buffer, and is the plain one: gradients are sent and summed in their own dtype.
+
+    Args:
+        comm: the ranks that hold the shards.
+        replicas: the ranks that hold the same shard as this one.
+        layout: layout of the buffer.
+        everywhere: whether every rank needs the sum of all shards, because its optimizer is replicated.
+    """
+
+    accumulates = False  # whether a reduction's result contains the gradients reduced before
+
+    def __init__(self, comm: Communicator, replicas: Communicator, layout: FlatLayout, *, everywhere: bool) -> None:
+        self.comm, self.replicas, self.layout, self.everywhere = comm, replicas, layout, everywhere
+
+    def begin(self, local: Tensor) -> GradientReduction:
+        """Return a reduction of ``local [padded_numel]``, whose values are undefined after it. Collective."""
+        plain = PlainReduction(self.comm, self.layout, local, everywhere=self.everywhere)
+        return plain if self.replicas.world_size == 1 else OverReplicas(plain, self.replicas)
+
+    def target(self, reduced: Tensor | None, fresh: Callable[[], Tensor]) -> Tensor:
+        """Return the tensor that the next reduction writes: ``fresh()``, or ``reduced``, to which it adds."""
+        return fresh()
+
+    @property
+    def needs_even_shards(self) -> bool:
+        """Whether shards must have one length."""
+        return self.replicas.world_size > 1
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that are resident between reductions."""
+        return []
+
+    def end_step(self) -> None:
+        """Record that gradients are cleared, or set to zero."""
+
+    def clear(self) -> None:
+        """Drop what was accumulated."""
+
+    def continue_from(self, other: GradientReducer) -> None:
+        """Continue as ``other``, the reducer of the same parameters in another layout or at another stage."""
+
+
+class PlainReduction:
+    """A reduce-scatter of ``local`` over ``comm``, or an all-reduce if all ranks need all of it."""
+
+    packed = None
+
+    def __init__(self, comm: Communicator, layout: FlatLayout, local: Tensor, *, everywhere: bool) -> None:
+        self._comm, self._layout, self._local, self._everywhere = comm, layout, local, everywhere
+        self.num_left = 1
+
+    def issue(self, target: Tensor) -> Work:
+        """Issue the collective."""
+        self.num_left = 0
+        comm, layout, local = self._comm, self._layout, self._local
+        if not self._everywhere:
+            return reduce_shards(comm, layout, target, local)
+        if comm.uniform_order or layout.owners is not None:
+            return comm.all_reduce(local)
+        # This backend's all-reduce adds in another order than its reduce-scatter. Reduce-scatter and all-gather, so
+        # that stage 0 has the bits of the other stages.
+        start, stop = layout.interval(comm.rank)
+        comm.reduce_scatter(local[start:stop], local).wait()
+        return comm.all_gather(local, local[start:stop])
+
+    def deliver(self, target: Tensor) -> None:
+        """The collective has written the target."""
+
+
+class OverReplicas:
+    """A reduction inside this rank's group, then the all-reduce of its shard over the ``replicas``."""
+
+    packed = None
+
+    def __init__(self, inside: PlainReduction, replicas: Communicator) -> None:
+        self._inside, self._replicas = inside, replicas
+        self.num_left = 2
+
+    def issue(self, target: Tensor) -> Work:
+        """Issue the reduction inside the group; once it is done, the all-reduce."""
+        self.num_left -= 1
+        return self._inside.issue(target) if self.num_left else self._replicas.all_reduce(target)
+
+    def deliver(self, target: Tensor) -> None:
+        """The all-reduce has written the target."""
