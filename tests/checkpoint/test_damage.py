@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import resource
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from soak import examples
 from zeroshard import checkpoint
 from zeroshard.checkpoint import store
 from zeroshard.checkpoint.manifest import Piece, TensorEntry, dump
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import UserError
 
-NUM_CASES, NUM_PARTS = 600, examples(1, 17)  # with --soak 10,200 cases, in tests that stay within a test's time limit
 RANKS = ("rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors")
 FILES = (*RANKS, "manifest.json")
-QUICK = settings(max_examples=NUM_CASES, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture
@@ -53,73 +47,53 @@ def regions_of(file: Path) -> list[tuple[int, int]]:
     return [(0, 8), (8, cuts[0][1] - 8), (cuts[0][1] - 8, cuts[0][1]), *cuts[1:]]
 
 
-@st.composite
-def damages(draw, folder: Path) -> tuple[str, bytes | None]:
-    """A file of a checkpoint and what it holds after some damage; None where it is gone."""
-    file = draw(st.sampled_from(FILES))
-    whole = (folder / "step-00000002" / file).read_bytes()
-    start, stop = draw(st.sampled_from(regions_of(folder / "step-00000002" / file)))
-    position = draw(st.integers(start, stop - 1))
-    kind = draw(st.sampled_from(["truncate", "flip", "delete", "swap", "foreign", "append", "zero", "exchange"]))
-    if kind == "truncate":
-        content = whole[:position]
-    elif kind == "flip":
-        content = whole[:position] + bytes([whole[position] ^ (1 << draw(st.integers(0, 7)))]) + whole[position + 1 :]
-    elif kind == "append":
-        content = whole + draw(st.binary(min_size=1, max_size=9))
-    elif kind == "zero":  # a stretch that never reached the disk
-        length = draw(st.integers(1, stop - position))
-        content = whole[:position] + bytes(length) + whole[position + length :]
-    elif kind == "exchange":  # two bytes in each other's place
-        other = draw(st.integers(0, len(whole) - 1))
-        content = bytearray(whole)
-        content[position], content[other] = content[other], content[position]
-    elif kind == "swap":  # with another rank's
-        content = (folder / "step-00000002" / RANKS[file != RANKS[1]]).read_bytes()
-    elif kind == "foreign":  # from another run
-        content = (folder / "other" / file).read_bytes()
-    else:
-        content = None
-    return file, None if content is None else bytes(content)
+DAMAGES = {
+    "cut off": lambda whole, at: whole[:at],
+    "a bit is flipped": lambda whole, at: whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :],
+    "two bytes are exchanged": lambda whole, at: (
+        whole[: at - 1] + whole[at : at + 1] + whole[at - 1 : at] + whole[at + 1 :]
+    ),
+    "a stretch never reached the disk": lambda whole, at: whole[: at - 3] + bytes(4) + whole[at + 1 :],
+    "bytes were appended": lambda whole, at: whole + whole[at : at + 9],
+    "it is gone": lambda whole, at: None,
+    "another rank's": lambda whole, at: OTHER_RANK,
+    "another run's": lambda whole, at: OTHER_RUN,
+}
+OTHER_RANK, OTHER_RUN = b"rank", b"run"  # stand for what the test reads there
 
 
-@pytest.mark.parametrize("part", range(NUM_PARTS))
-def test_any_damage_is_found_before_a_weight_changes_and_auto_falls_back(folder, evenly_sharded, some_tensors, part):
-    path, spare = folder / "step-00000002", folder / "spare"
-    shutil.copytree(path, spare)
-    comm, seen = LocalCommunicator(), set()
-
-    @QUICK
-    @given(st.data())
-    def damage_one(data):
-        file, content = data.draw(damages(folder))
-        whole = (spare / file).read_bytes()
-        if content == whole:
-            return
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_any_damage_is_found_before_a_weight_changes_and_auto_falls_back(folder, evenly_sharded, some_tensors, kind):
+    """In the middle of every region of every file."""
+    path, comm, num_damaged = folder / "step-00000002", LocalCommunicator(), 0
+    places = [(file, (start + stop) // 2) for file in FILES for start, stop in regions_of(path / file)]
+    for file, at in places:
+        whole = (path / file).read_bytes()
+        content = DAMAGES[kind](whole, at)
+        if content is OTHER_RANK:
+            content = (path / RANKS[file != RANKS[1]]).read_bytes()
+        elif content is OTHER_RUN:
+            content = (folder / "other" / file).read_bytes()
         if content is None:
             (path / file).unlink()
         else:
             (path / file).write_bytes(content)
-        try:
+        if content != whole:
+            num_damaged += 1
             target = evenly_sharded(comm, some_tensors)
             # A manifest of another run beside our files is whole in itself: then files are named.
-            named = RANKS if file == "manifest.json" and content not in (None, whole) else ()
+            named = (file, *(RANKS if kind == "another run's" else ()))
             with pytest.raises(UserError) as refused:
                 checkpoint.load(path, target)
             assert target.loaded == {}
             if not (file == "manifest.json" and content is None):  # without it there is no checkpoint
-                assert any(name in str(refused.value) for name in (file, *named)), refused.value
-                (first, *_) = checkpoint.verify(path)
-                assert first.file.name in (file, *named)
+                assert any(name in str(refused.value) for name in named), refused.value
+                assert checkpoint.verify(path)[0].file.name in named
             choice = checkpoint.newest_valid(comm, folder)
             assert choice.path == folder / "step-00000001"
             assert [passed_over.path for passed_over in choice.passed_over] == [path]
-            seen.add(file)
-        finally:
-            (path / file).write_bytes(whole)
-
-    damage_one()
-    assert seen == set(FILES)
+        (path / file).write_bytes(whole)
+    assert num_damaged > len(FILES)
     assert checkpoint.verify(path) == ()
 
 

@@ -18,21 +18,6 @@ def worker():
     made.close()
 
 
-def test_operations_run_in_issue_order_on_another_thread(worker):
-    seen = []
-    works = [worker.submit(lambda i=i: seen.append((i, threading.current_thread().name))) for i in range(20)]
-    works[-1].wait()
-    assert seen == [(i, "test") for i in range(20)]
-
-
-def test_an_error_is_raised_in_wait_and_by_all_that_follows(worker):
-    works = [worker.submit(lambda: None), worker.submit(lambda: 1 / 0), worker.submit(lambda: pytest.fail("ran"))]
-    works[0].wait()
-    for work in works[1:]:
-        with pytest.raises(ZeroDivisionError):
-            work.wait()
-
-
 def test_an_operation_may_write_into_a_parameter(worker):
     parameter = torch.nn.Parameter(torch.zeros(3))
     worker.submit(lambda: parameter.add_(1)).wait()

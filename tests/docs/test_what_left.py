@@ -75,6 +75,7 @@ LEFT = [
     r"overlap[-_]steps",
     r"replicas[._]mixing",
     r"outer_difference",
+    r"buffers=.average.",
 ]
 # The history of the project may name it.
 HISTORY = {"CHANGELOG.md", "log.md"}

@@ -46,7 +46,7 @@ def run(tmp_path):
         process.communicate()
 
 
-@pytest.mark.parametrize("killed", [0, 2])
+@pytest.mark.parametrize("killed", [2, pytest.param(0, marks=pytest.mark.soak)])
 def test_the_rank_that_was_killed_is_named(run, killed):
     process, ranks = run()
     ranks[killed].kill()
@@ -56,7 +56,7 @@ def test_the_rank_that_was_killed_is_named(run, killed):
     assert forked.still_running(ranks) == []
 
 
-@pytest.mark.parametrize("stopped", [0, 2])
+@pytest.mark.parametrize("stopped", [0, pytest.param(2, marks=pytest.mark.soak)])
 def test_a_stopped_rank_is_named_and_killed(run, stopped):
     process, ranks = run()
     ranks[stopped].send_signal(signal.SIGSTOP)

@@ -151,8 +151,6 @@ REFUSED = {
     ),
     "resized": (lambda model: setattr(model, "embed", nn.Embedding(12, 8)), f"embed.weight: {NEVER}"),
     "weight norm": (lambda model: nn.utils.parametrizations.weight_norm(model.extra), r"(extra\.param|weight)"),
-    "half": (lambda model: model.half(), "model: the engine's buffers hold its parameters"),
-    "a part in bfloat16": (lambda model: model.head.to(torch.bfloat16), "model: the engine's buffers hold"),
     "a frozen module is trained": (lambda model: _late(model).requires_grad_(True), f"extra.weight: {NEVER}"),
     "a frozen module gets a parameter": (
         lambda model: setattr(_late(model), "more", nn.Parameter(torch.ones(3))),

@@ -132,21 +132,22 @@ def test_a_model_on_the_meta_device_needs_init():
         Zero(model, comm=LocalCommunicator())
 
 
-def test_nothing_stays_behind_after_del():
+@pytest.mark.parametrize("adopted", [False, True])
+def test_nothing_stays_behind_after_del(adopted):
+    left = []
     for comm in (LocalCommunicator(), NullCommunicator(2)):
         for stage in STAGES:
             net = Net()
             zero = Zero(net, stage=stage, comm=comm)
-            optim = zero.optimizer(torch.optim.AdamW, lr=0.1)
+            optim = torch.optim.AdamW(net.parameters()) if adopted else zero.optimizer(torch.optim.AdamW, lr=0.1)
             for _ in range(2):
                 net(rows(0)).sum().backward()
                 optim.step()
-            left = [
-                weakref.ref(thing) for thing in (net, zero, optim, net.first.weight, net.blocks[0].bias, *zero.units)
-            ]
-            del net, zero, optim
-            gc.collect()
-            assert [ref() for ref in left] == [None] * len(left)
+            gone = net, zero, optim, net.first.weight, net.blocks[0].bias, *zero.units
+            left += [weakref.ref(thing) for thing in gone]
+            del net, zero, optim, gone
+    gc.collect()
+    assert [ref() for ref in left] == [None] * len(left)
 
 
 def test_the_engine_lives_as_long_as_its_model():

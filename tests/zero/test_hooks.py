@@ -211,24 +211,6 @@ def test_units_may_be_inside_units():
     assert_every_stage_equals_one_process(lambda: Net(block=Outer), zero_kwargs={"units": units})
 
 
-def test_what_a_unit_returns_may_be_changed_in_place():
-    class InPlace(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = linear()
-
-        def forward(self, x):
-            return self.linear(x).mul_(2).add_(1)
-
-    def path(net, x):
-        for block in net.blocks:
-            x = block(x)
-            x += 1
-        return x
-
-    assert_every_stage_equals_one_process(lambda: Net(block=InPlace, path=path))
-
-
 def test_reentrant_recomputation_with_several_inputs_reduces_each_unit_once():
     def path(net, x):
         y = x * 2

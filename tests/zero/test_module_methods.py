@@ -69,40 +69,6 @@ def test_another_memory_format_is_refused():
         net.to(memory_format=torch.channels_last)
 
 
-def _adapted(block):
-    return nn.ModuleDict({"base": block, "adapter": nn.Linear(6, 2)})
-
-
-LATE = {
-    "a head": (lambda net: setattr(net, "last", nn.Linear(6, 2)), "last.weight"),
-    "a block": (lambda net: net.blocks.append(nn.Linear(6, 6)), "blocks.3.weight"),
-    "adapters": (lambda net: net.blocks.__setitem__(1, _adapted(net.blocks[1])), "blocks.1.adapter.weight"),
-    "lazy": (lambda net: setattr(net, "extra", nn.LazyLinear(2)), "extra.weight"),
-}
-
-
-@pytest.mark.parametrize("name", LATE)
-def test_modules_that_bring_parameters_later_are_refused_by_name(name):
-    bring, what = LATE[name]
-    net, _, optim = engine()
-    bring(net)
-    with pytest.raises(RuntimeError, match=rf"^{what}: a parameter that comes after Zero\(\) would never be trained"):
-        step(net, optim)
-
-
-def test_modules_without_parameters_to_train_may_come_later():
-    net, _, optim = engine(1)
-    net.blocks[0] = nn.Sequential(net.blocks[0], nn.Tanh())
-    net.judge = nn.Linear(6, 1).requires_grad_(False)
-    net.blocks.append(nn.Identity())
-    net.other, _, _ = engine()
-    net.extra = None
-    del net.judge
-    step(net, optim)
-    plain = nn.Sequential(nn.Linear(2, 2))
-    plain.append(nn.Linear(2, 2))
-
-
 def test_a_pickle_is_refused_and_says_what_to_save():
     net, zero, _ = engine()
     for module in (net, net.blocks[1], nn.Sequential(net)):

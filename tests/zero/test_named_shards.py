@@ -115,33 +115,6 @@ def test_each_rank_writes_its_part_of_pieces_that_are_whole(monkeypatch):
         torch.testing.assert_close(whole, on_cpu.whole[key], rtol=0, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("reads", [(0, 1), (0, 2), (1, 3), (2, 2), (3, 4)], ids=str)
-@pytest.mark.parametrize("wrote", [(0, 3), (1, 1), (2, 4), (3, 2)], ids=str)
-def test_any_stage_and_world_reads_what_another_wrote(wrote, reads, optimizer):
-    by_rank = run_threads(lambda comm: _save(comm, wrote[0], optimizer), wrote[1])
-    saved, state = Saved([shards for shards, _ in by_rank]), by_rank[0][1]
-    assert saved.tiled
-    assert "last.weight" not in saved.shapes
-    assert saved.shapes["scale"]["param"] == ()
-    loaded = run_threads(lambda comm: _load(comm, reads[0], optimizer, state, saved), reads[1])
-    again = Saved([shards for shards, _ in loaded])
-    assert again.shapes == saved.shapes
-    assert all(torch.equal(again.whole[key], saved.whole[key]) for key in saved.whole)
-
-    def uninterrupted(comm):
-        zero = Zero(_net(), stage=reads[0], comm=comm)
-        _steps(zero, _optimizers(zero, optimizer), range(4))
-        return zero.state_dict()
-
-    whole_run = run_threads(uninterrupted, reads[1])[0]
-    for name, tensor in whole_run.items():
-        torch.testing.assert_close(loaded[0][1][name], tensor, rtol=0, atol=1e-5)
-        if wrote[1] == reads[1]:
-            assert torch.equal(loaded[0][1][name], tensor)
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
     ("wrote", "reads"),

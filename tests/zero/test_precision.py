@@ -6,11 +6,6 @@ from zeroshard.comm import NullCommunicator, run_threads
 from zeroshard.zero import STAGES, MixedPrecision, Zero
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
-def test_the_default_changes_no_dtype(dtype):
-    assert MixedPrecision().compute_dtype(dtype) == MixedPrecision().gradient_dtype(dtype) == dtype
-
-
 def test_compute_and_reduction_have_a_dtype_each():
     policy = MixedPrecision(param_dtype=torch.bfloat16)
     assert policy.compute_dtype(torch.float32) == torch.bfloat16

@@ -19,17 +19,14 @@ from zeroshard.zero.optimizers.requirements import OF_TORCH, Scope, classify
 from zeroshard.zero.optimizers.scope_probe import probe
 
 SETTINGS = [
-    ("SGD", {"lr": 0.0}),
-    ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
-    ("SGD", {"lr": torch.tensor(0.1), "foreach": True}),
-    ("SGD", {"fused": True}),
-    ("Adam", {"amsgrad": True, "foreach": False}),
-    ("AdamW", {"fused": True, "lr": 1e-12}),
+    ("SGD", {"lr": torch.tensor(0.1), "momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "foreach": True}),
+    ("AdamW", {"amsgrad": True, "fused": True, "lr": 1e-12}),
     ("RMSprop", {"centered": True, "momentum": 0.5}),
-    ("Adagrad", {"fused": True}),
     ("ASGD", {"lambd": 0.1, "t0": 1}),
-    ("Rprop", {"maximize": True}),
+    ("Rprop", {"maximize": True, "lr": 0.0}),
 ]
+FIRST = (torch.optim.AdamW, torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS, torch.optim.SparseAdam)
+SOAK = pytest.mark.soak
 CPU = torch.device("cpu")
 
 
@@ -201,7 +198,10 @@ def test_every_optimizer_of_torch_is_known():
 
 @pytest.mark.parametrize(
     ("cls", "settings"),
-    [*((cls, {}) for cls in OF_TORCH), *((getattr(torch.optim, name), settings) for name, settings in SETTINGS)],
+    [
+        *(pytest.param(cls, {}, marks=() if cls in FIRST else SOAK) for cls in OF_TORCH),
+        *(pytest.param(getattr(torch.optim, name), settings, marks=SOAK) for name, settings in SETTINGS),
+    ],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_the_table_says_what_the_experiment_says_of_a_class_of_torch(cls, settings):
@@ -544,7 +544,7 @@ def test_what_a_class_begins_later_is_seen(cls):
     assert "from a later step on" in classify(cls).reason
 
 
-@pytest.mark.parametrize("warm", [12, 345, 6789])
+@pytest.mark.parametrize("warm", [345, pytest.param(6789, marks=SOAK)])
 def test_a_setting_that_names_a_step_is_tried_around_it(warm):
     for cls in (CountsInItsGroup, CountsInANumberOfItsState):
         assert classify(cls, {"warm": warm}).scope is Scope.PER_TENSOR

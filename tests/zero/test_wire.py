@@ -1,5 +1,8 @@
+"""Weights and gradients that travel in a wire format: among all ranks, and in two steps over nodes."""
+
 import copy
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
@@ -7,12 +10,21 @@ from torch import nn
 
 from late import late
 from zeroshard import checkpoint
-from zeroshard.comm import NullCommunicator, ThreadCommunicator, run_threads
-from zeroshard.zero import MixedPrecision, Zero
-from zeroshard.zero.buffers.written_weights import fingerprint
+from zeroshard.comm import LocalCommunicator, NullCommunicator, ObservedCommunicator, ThreadCommunicator, run_threads
+from zeroshard.wire_formats import BlockFormat
+from zeroshard.zero import LocalSteps, MixedPrecision, Zero
+from zeroshard.zero.buffers.written_weights import bit_sums
 
 INT8 = MixedPrecision(gather="int8", reduce="int8", block=64)
+
+
+def _in_nodes(size):
+    return MixedPrecision(gather="int8", reduce="int8", block=64, node_size=size)
+
+
 WIRES = {
+    "int8, nodes of 2": _in_nodes(2),
+    "int8, nodes of 3": _in_nodes(3),
     "int8": INT8,
     "int4": MixedPrecision(gather="int8", reduce="int4", block=64),
     "e4m3": MixedPrecision(gather="e4m3", reduce="e4m3", block=32),
@@ -84,11 +96,18 @@ def _same(one, other):
     ) and all(torch.equal(one[i][name], other[i][name]) for i in (1, 2) for name in one[i])
 
 
+def _ways_to_send():
+    for wire, precision in WIRES.items():
+        size = precision.node_size
+        worlds = [(n, None) for n in (4, 6) if n % size == 0] if size else [(2, None), (3, None), (4, 1), (4, 2)]
+        yield from ((wire, *world, *rest) for world in worlds for rest in product(ACCUMULATE, (False, True)))
+
+
+ACCUMULATE = (None, "local", "sharded")
+
+
 @pytest.mark.pairwise
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize(("world_size", "shard_size"), [(2, None), (3, None), (4, 1), (4, 2)])
-@pytest.mark.parametrize("accumulate", [None, "local", "sharded"])
-@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize(("wire", "world_size", "shard_size", "accumulate", "is_late"), list(_ways_to_send()))
 def test_stages_have_the_same_bits_under_any_wire(wire, world_size, shard_size, accumulate, is_late):
     settings = {"num_micro": 1 if accumulate is None else 2, "accumulate": accumulate, "shard_size": shard_size}
     wrap = late if is_late else lambda comm: comm
@@ -156,22 +175,23 @@ def test_gradients_are_near_those_that_travel_as_they_are_and_right_in_the_mean(
     assert (mean - exact).norm() < 0.3 * (once - exact).norm()
 
 
+@pytest.mark.parametrize(("precision", "world_size"), [(INT8, 2), (_in_nodes(2), 4)], ids=["int8", "nodes"])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_resumed_run_rounds_as_the_one_that_went_on(stage, tmp_path):
+def test_a_resumed_run_rounds_as_the_one_that_went_on(stage, precision, world_size, tmp_path):
     def on_rank(comm):
-        zero = Zero(_net(), stage, comm=comm, precision=INT8, accumulate="sharded")
+        zero = Zero(_net(), stage, comm=comm, precision=precision, accumulate="sharded")
         optimizer = zero.optimizer(torch.optim.AdamW, lr=1e-2)
         _steps(zero, optimizer, range(3), 2)
         zero.model.blocks[1].requires_grad_(True)  # which no step has rounded gradients of
         checkpoint.save(tmp_path / "saved", zero, step=3)
         went_on = _steps(zero, optimizer, range(3, 5), 2), zero.state_dict()
-        other = Zero(_net(), 2, comm=comm, precision=INT8)
+        other = Zero(_net(), 2, comm=comm, precision=precision)
         optimizer = other.optimizer(torch.optim.AdamW, lr=1e-2)
         checkpoint.load(tmp_path / "saved", other)
         other.model.blocks[1].requires_grad_(True)
         return went_on, (_steps(other, optimizer, range(3, 5), 2), other.state_dict())
 
-    for (losses, state), (other_losses, other_state) in run_threads(on_rank, 2):
+    for (losses, state), (other_losses, other_state) in run_threads(on_rank, world_size):
         assert all(torch.equal(a[0], b[0]) for a, b in zip(losses, other_losses, strict=True))
         assert all(torch.equal(state[name], other_state[name]) for name in state)
 
@@ -250,22 +270,22 @@ def test_a_compiled_model_quantises_what_it_did_uncompiled(gloo_ranks):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("numel", [1, 10, (1 << 17) + 3])
-def test_a_fingerprint_sees_each_element_and_signs_that_change_together(dtype, numel):
+def test_sums_of_bits_see_each_element_and_signs_that_change_together(dtype, numel):
     values = torch.randn(1 + numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
-    assert fingerprint(values[1:]) == fingerprint(values[1:].clone())  # wherever it lies
+    assert torch.equal(bit_sums(values[1:]), bit_sums(values[1:].clone()))  # wherever it lies
     values = values[1:]
-    found = [fingerprint(values)]
+    found = [bit_sums(values)]
     for place in sorted({0, numel // 2, numel - 1}):
         changed = values.clone()
         changed[place] *= -1
-        found.append(fingerprint(changed))
+        found.append(bit_sums(changed))
     if numel > 1:
         for several, factor in ((slice(1, 6, 4), -1), (slice(0, 5, 4), -1), (slice(0, 8), -1), (slice(0, 8), 2)):
             changed = values.clone()
             changed[several] *= factor
-            found.append(fingerprint(changed))
-        found.append(fingerprint(values.flip(0)))
-    assert len(set(found)) == len(found)
+            found.append(bit_sums(changed))
+        found.append(bit_sums(values.flip(0)))
+    assert len({tuple(sums.tolist()) for sums in found}) == len(found)
 
 
 def test_bad_wires_are_named():
@@ -290,3 +310,65 @@ def test_bad_wires_are_named():
     engine.comm.all_to_all = None
     with pytest.raises(ValueError, match=r"^comm: gradients cannot travel in a wire format over a NullCommunicator"):
         engine.model(_batch(0, 0)).backward()
+
+
+# -- over nodes: added up inside a node in full precision, quantised between nodes --------------------------------
+
+
+def test_the_sum_is_of_sums_of_nodes_in_their_order():
+    """In fp32 nothing is rounded on the way: the sum inside each node, then over nodes, and each rank's own part."""
+
+    def grads(comm, rank, precision):
+        zero = Zero(_net(), 2, comm=comm, precision=precision)
+        zero.model(_batch(rank, 0)).backward()
+        trained = {name: param.grad for name, param in zero.model.named_parameters() if param.requires_grad}
+        return {name: grad.full_tensor() for name, grad in trained.items() if name.endswith(("1.weight", "3.weight"))}
+
+    precision = MixedPrecision(reduce=torch.float32, node_size=2)
+    found = run_threads(lambda comm: grads(comm, comm.rank, precision), 8)[0]
+    parts = [grads(LocalCommunicator(), rank, MixedPrecision()) for rank in range(8)]
+    assert found
+    for name in found:
+        a, b, c, d = (parts[rank][name] / 8 + parts[rank + 1][name] / 8 for rank in (0, 2, 4, 6))
+        torch.testing.assert_close(found[name], ((a + b) + c) + d, rtol=2e-6, atol=4e-9)
+
+
+def test_a_node_sends_its_sum_to_others_once():
+    """Between nodes a rank sends its part of the node's sum alone; the sum inside a node is of the whole buffer."""
+
+    def sent(node_size):
+        observed = ObservedCommunicator(NullCommunicator(16, rank=5))
+        precision = MixedPrecision(reduce="int8", node_size=node_size)
+        zero = Zero(nn.Linear(512, 512, bias=False), 2, comm=observed, precision=precision)
+        observed.drain()
+        zero.model(torch.randn(1, 512)).sum().backward()
+        return [(record.op, record.num_bytes) for record in observed.drain() if record.scope.endswith("/grads")]
+
+    packed = BlockFormat("int8", 256).num_bytes(512 * 512 // 16)
+    assert sent(None) == [("all_to_all", 16 * packed)]
+    assert sent(4) == [("reduce_scatter", 4 * 512 * 512), ("all_to_all", 4 * packed)]
+
+
+def test_nodes_are_whole_and_there_is_something_to_send():
+    def zero(world_size, node_size, **kwargs):
+        Zero(_net(), 2, comm=NullCommunicator(world_size), precision=_in_nodes(node_size), **kwargs)
+
+    with pytest.raises(
+        ValueError, match=r"^node_size: 4 does not divide 6 ranks into several groups; choose one of 2, 3$"
+    ):
+        zero(6, 4)
+    with pytest.raises(ValueError, match=r"^node_size: 2 does not divide 1 ranks into several groups; leave it out$"):
+        zero(1, 2)
+    with pytest.raises(
+        ValueError, match=r"^node_size: 2 is given, and with shard_size = 2 gradients are added up inside"
+    ):
+        zero(4, 2, shard_size=2)
+    with pytest.raises(
+        ValueError, match=r"^node_size: 2 is given, and with shard_size = 2 gradients are added up inside"
+    ):
+        zero(4, 2, shard_size=2, replicas=LocalSteps(every=4))
+    for size in (0, 1, True, 2.0, "2"):
+        with pytest.raises(ValueError, match=r"are no ranks of a node; give 2 or more$"):
+            MixedPrecision(reduce="int8", node_size=size)
+    with pytest.raises(ValueError, match=r"^node_size: 2 is given, and gradients have no wire format"):
+        MixedPrecision(gather="int8", node_size=2)

@@ -67,8 +67,8 @@ class Zero:
         shard_size: number of neighbouring ranks (a node's, say) over which training state is sharded; the world then
             has ``world_size / shard_size`` replicas. None: all ranks. See `zeroshard.zero.levels`.
         buffers: how ranks synchronise buffers that a forward changes, such as running statistics, after each backward
-            that reduces. ``"broadcast"``: every rank takes rank 0's, as DDP does. ``"average"``: the mean over ranks
-            (integers: rank 0's). ``"keep"``: each rank keeps its own, and rank 0's are saved.
+            that reduces. ``"broadcast"``: every rank takes rank 0's, as DDP does. ``"keep"``: each rank keeps its own,
+            and rank 0's are saved.
         replicas: let the groups of ``shard_size`` ranks take local steps; see `zeroshard.zero.replicas`.
         secondary_shard_size: as in `ShardingStrategy`, if ``stage`` is a number.
         leaves: compute the same bits on 1, 2, 4, ... up to this many ranks, a power of two. Each step must add up this

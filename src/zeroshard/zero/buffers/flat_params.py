@@ -87,7 +87,7 @@ class FlatParams:
         self._copy_due = False  # whether this rank's master must be copied to `full`
         self._work: Work | None = None
         self.packed_gather: PackedGather | None = None
-        self._seen: int | None = None  # fingerprint of this rank's own part of `full`, as it arrived
+        self._seen: Tensor | None = None  # `seen` of this rank's own part of `full`, as it arrived
         self._streams: Streams = NO_STREAMS
         self._written_at: Mark = None  # the point in a stream where the master was complete
         self.dtype = self.params[0].dtype
@@ -285,7 +285,8 @@ class FlatParams:
         with torch.no_grad():
             written = self.full[self._own] if self.shard_optim else self.full
             if self.wire is not None:
-                if self._seen is None or self._seen != seen(written):
+                now = seen(written)
+                if self._seen is None or now is None or not torch.equal(self._seen, now):
                     take_written(self.master, written, self.wire)
             elif written.dtype == self.master.dtype:
                 self.master.copy_(written)

@@ -23,7 +23,7 @@ from torch import Tensor
 from zeroshard.comm import Communicator, Work, all_to_all, empty_for
 from zeroshard.lazily import loaded
 from zeroshard.wire_formats import Format, rounding_key
-from zeroshard.zero.buffers.written_weights import fingerprint, take_where_it_differs
+from zeroshard.zero.buffers.written_weights import bit_sums, take_where_it_differs
 
 
 def _kernel(name: str) -> Callable[..., None]:
@@ -213,9 +213,9 @@ class AcrossReplicas:
         record_read(self.packed)
 
 
-def seen(full: Tensor) -> int | None:
-    """Return a fingerprint by which a write into ``full`` is detected; None on a GPU, because the host would block."""
-    return fingerprint(full) if full.device.type == "cpu" and full.element_size() in (2, 4) else None
+def seen(full: Tensor) -> Tensor | None:
+    """Return sums by which a write into ``full`` is detected; None on a GPU, because the host would block."""
+    return bit_sums(full) if full.device.type == "cpu" else None
 
 
 def take_written(master: Tensor, written: Tensor, form: Format) -> None:

@@ -13,14 +13,12 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 from torch import Tensor
 
 _CHUNK = 1 << 22  # elements that are compared at a time: little memory compared with the weights
 _CHUNK_ON_CPU = 1 << 17  # elements that fit into a cache
-_ROW_WORDS = 251  # 64-bit words in a row of a fingerprint
+_ROW_WORDS = 251  # 64-bit words in a row of `bit_sums`
 
 
 def take_where_it_differs(master: Tensor, written: Tensor, shown: Tensor | None = None) -> bool:
@@ -47,35 +45,25 @@ def take_where_it_differs(master: Tensor, written: Tensor, shown: Tensor | None 
     return differs
 
 
-def fingerprint(values: Tensor) -> int:
-    """Return a 64-bit hash of the bits of ``values [n]``, any dtype, on the CPU; equal values hash alike on any rank.
+def bit_sums(values: Tensor) -> Tensor:
+    """Return sums of the bits of ``values [n]``, any dtype, that differ if values do; the host need not wait for them.
 
-    The hash is of sums modulo 2^64 over each row and each column of the 64-bit words. A row has `_ROW_WORDS` words, a
-    prime, so that the rows of a matrix start in different columns. A change is detected, but for a probability of
-    2^-64, unless it leaves all these sums as they are. No change within one row or one column does. A change of signs
-    does, if all are of elements in the upper halves of words, and evenly many in each row and in each column.
+    These are sums modulo 2^64 over each row and each column of the 64-bit words, and what does not fill a row. A row
+    has `_ROW_WORDS` words, a prime, so that the rows of a matrix start in different columns. A change is detected
+    unless it leaves all these sums as they are. No change within one row or one column does. A change of signs does, if
+    all are of elements in the upper halves of words, and evenly many in each row and in each column.
     """
-    octets = values.view(torch.uint8)
+    octets = values.detach().view(torch.uint8)
     if octets.storage_offset() % 8:
         octets = octets.clone()
-    num_rows = len(octets) // (8 * _ROW_WORDS)
-    end = num_rows * 8 * _ROW_WORDS
-    found = hashlib.blake2b(octets[end:].numpy(), digest_size=8)
-    columns = torch.zeros(_ROW_WORDS, dtype=torch.int64)
-    for some in octets[:end].view(torch.int64).view(num_rows, _ROW_WORDS).split(_CHUNK_ON_CPU // 2 // _ROW_WORDS):
-        found.update(some.sum(1).numpy())
-        columns.add_(some.sum(0))
-    found.update(columns.numpy())
-    return int.from_bytes(found.digest(), "little")
-
-
-def bit_sums(values: Tensor) -> Tensor:
-    """Return the sums of `fingerprint` of ``values [n]`` on their device, where the host need not wait for them."""
-    octets = values.detach().view(torch.uint8)
     words = octets[: len(octets) // 8 * 8].view(torch.int64)
     end = len(words) // _ROW_WORDS * _ROW_WORDS
-    rows, tail = words[:end].view(-1, _ROW_WORDS), octets[len(words) * 8 :].to(torch.int64)
-    return torch.cat([rows.sum(1), rows.sum(0), words[end:], tail])
+    chunk = (_CHUNK_ON_CPU if values.device.type == "cpu" else _CHUNK) // 2 // _ROW_WORDS
+    rows, columns = [], torch.zeros(_ROW_WORDS, dtype=torch.int64, device=values.device)
+    for some in words[:end].view(-1, _ROW_WORDS).split(chunk):
+        rows.append(some.sum(1))
+        columns.add_(some.sum(0))
+    return torch.cat([*rows, columns, words[end:], octets[len(words) * 8 :].to(torch.int64)])
 
 
 def _bits(values: Tensor) -> Tensor:

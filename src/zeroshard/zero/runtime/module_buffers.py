@@ -3,7 +3,7 @@
 Each rank's forward sees its own samples, so statistics drift apart, but a checkpoint saves those of one rank: without
 synchronisation a resumed run would start from other statistics than most ranks had. Which buffers change is detected,
 not declared: in the all-reduce at the end of backward each rank flags the modules whose buffers it has written to, and
-the buffers of all flagged modules are broadcast or averaged. A model whose buffers are constants sends nothing.
+rank 0 broadcasts the buffers of all flagged modules. A model whose buffers are constants sends nothing.
 Buffers that are no part of the module's state (``persistent=False``) are left alone.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from zeroshard.comm import Communicator, scope
 from zeroshard.zero.tensor_broadcast import PendingBroadcasts
 
-BufferSync = Literal["broadcast", "average", "keep"]
+BufferSync = Literal["broadcast", "keep"]
 _LABEL = "buffers/step"
 
 
@@ -40,7 +40,7 @@ class ModuleBuffers:
     """
 
     def __init__(self, model: nn.Module, comm: Communicator, sync: BufferSync, *, may_change: bool = True) -> None:
-        self._comm, self._sync, self._may_change = comm, sync, may_change
+        self._comm, self._may_change = comm, may_change
         follows = (sync != "keep" and comm.world_size > 1) or not may_change
         # By module: batch norm's counter of batches has a new version after a forward, its running means do not.
         self._modules = [m for m in model.modules() if follows and _persistent(m)]
@@ -65,23 +65,12 @@ class ModuleBuffers:
         places = [place for place, flag in enumerate(changed) if flag]
         tensors = list(dict.fromkeys(tensor for place in places for tensor in _persistent(self._modules[place])))
         with torch.no_grad(), scope(_LABEL):
-            if self._sync == "average":
-                self._average([tensor for tensor in tensors if tensor.is_floating_point()])
-                tensors = [tensor for tensor in tensors if not tensor.is_floating_point()]
             pending = PendingBroadcasts(self._comm, _LABEL)
             for device in dict.fromkeys(tensor.device for tensor in tensors):
                 pending.issue([tensor for tensor in tensors if tensor.device == device], src=0)
             pending.wait()
         for place in places:
             self._seen[place] = _marks(self._modules[place])
-
-    def _average(self, tensors: list[Tensor]) -> None:
-        for kind in dict.fromkeys((tensor.device, tensor.dtype) for tensor in tensors):
-            alike = [tensor for tensor in tensors if (tensor.device, tensor.dtype) == kind]
-            flat = torch.cat([tensor.reshape(-1) for tensor in alike]).div_(self._comm.world_size)
-            self._comm.all_reduce(flat).wait()
-            for tensor, part in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
-                tensor.copy_(part.view(tensor.shape))
 
 
 def _persistent(module: nn.Module) -> list[Tensor]:
