@@ -119,6 +119,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "world_size": (8,),
         "num_micro": (2,),
     },
+    "masks": {
+        "name": tuple(MODELS),
+        "precision": ("fp32", "bf16"),
+        "row": ("2",),
+        "num_layers": (2, 6),  # six layers are traced with fewer
+        "masked": (True,),
+    },
     "many ranks": {"row": STAGED, "world_size": (100,), "precision": ("bf16",), "name": ("gpt2-demo",)},
 }
 
@@ -133,27 +140,31 @@ def _settings():
             yield pytest.param(family, settings, id=f"{family}-{'-'.join(varied)}")
 
 
-def _model(name, recomputed="none", num_layers=3, lora=""):
+def _model(name, recomputed="none", num_layers=3, lora="", *, masked=False):
     overrides = {**MODELS[name], "n_layer": num_layers, "activation_checkpointing": recomputed}
-    return build_model(name, vocab_size=61, seq_len=SEQ_LEN, overrides=overrides, lora=LORA.get(lora))
+    model = build_model(name, vocab_size=61, seq_len=SEQ_LEN, overrides=overrides, lora=LORA.get(lora))
+    model.eos_id = 0 if masked else None  # attention inside documents costs a mask, and what each block makes of it
+    return model
 
 
 @functools.cache
-def _trace(name, recomputed, micro_batch, precision, lora):
+def _trace(name, micro_batch, precision, **how):
     """What a plan is made of; it knows no stage and no world."""
-    model = _model(name, recomputed, lora=lora)
+    model = _model(name, **how)
     return trace_language_model(model, micro_batch, SEQ_LEN, ALL[precision])
 
 
 def _both(*, row, name="llama-tiny", world_size=3, precision="bf16", recomputed="none", shard_size=None,
-          num_micro=1, micro_batch=2, accumulate=None, prefetch=1, leaves=None, lora=""):  # fmt: skip
+          num_micro=1, micro_batch=2, accumulate=None, prefetch=1, leaves=None, lora="", num_layers=3,
+          masked=False):  # fmt: skip
     """The step that is planned for the last rank, its list of collectives, and what its run has measured."""
-    model, policy, strategy, rank = _model(name, recomputed, lora=lora), ALL[precision], ROWS[row], world_size - 1
+    how = {"recomputed": recomputed, "lora": lora, "num_layers": num_layers, "masked": masked}
+    model, policy, strategy, rank = _model(name, **how), ALL[precision], ROWS[row], world_size - 1
     shards = shard_size or world_size
     given = {"num_micro": num_micro, "accumulate": accumulate, "prefetch": prefetch, "leaves": leaves}
     replicated = {**given, "num_replicas": world_size // shards}
     buffers = buffers_of(model, shards, model.units, precision=policy, leaves=leaves)
-    trace = _trace(name, recomputed, micro_batch, precision, lora)
+    trace = _trace(name, micro_batch, precision, **how)
     settings = Settings(strategy, policy, rank=rank % shards, **replicated)
     predicted = step_of(trace, buffers, OPTIMIZER_STATES["AdamW"], settings)
     flows = flows_of(buffers) if lora else None
@@ -174,6 +185,15 @@ def _both(*, row, name="llama-tiny", world_size=3, precision="bf16", recomputed=
     return predicted, listed, measured
 
 
+def _require_same(predicted, measured):
+    """Collectives, resident bytes before the update, and what of the peak is training state."""
+    sent = [(r.op, r.num_bytes, r.scope, r.world_size) for r in measured.messages]
+    assert [(m.op, m.num_bytes, f"{m.buffer}/{m.phase}", m.world_size) for m in predicted.messages()] == sent
+    assert predicted.before_update == measured.before_update
+    for category in ("params", "master", "optimizer"):
+        assert predicted.peak.by_category[category] == measured.peak_by_category.get(category, 0)
+
+
 @pytest.mark.parametrize(("family", "settings"), list(_settings()))
 def test_a_step_sends_and_holds_what_was_planned(family, settings, monkeypatch):
     if family in ("wires", "nodes", "copies"):
@@ -181,14 +201,10 @@ def test_a_step_sends_and_holds_what_was_planned(family, settings, monkeypatch):
     if family == "adapters":
         pytest.importorskip("peft")
     predicted, listed, measured = _both(**settings)
-    sent = [(r.op, r.num_bytes, r.scope, r.world_size) for r in measured.messages]
-    assert [(m.op, m.num_bytes, f"{m.buffer}/{m.phase}", m.world_size) for m in predicted.messages()] == sent
+    _require_same(predicted, measured)
     assert predicted.messages() == listed
-    assert predicted.before_update == measured.before_update
     assert predicted.start == measured.start
     assert abs(predicted.peak.total - measured.peak_bytes) <= PEAK_SLACK_BYTES
-    for category in ("params", "master", "optimizer"):
-        assert predicted.peak.by_category[category] == measured.peak_by_category.get(category, 0)
     among = {(message.op, message.world_size) for message in listed}
     if family == "wires":
         assert "all_to_all" in {op for op, _ in among}
@@ -208,7 +224,7 @@ def test_whole_tensors_that_few_of_many_ranks_own_are_planned_too(stage, rank):
     assert any(buffer.layout.owners is not None for buffer in buffers)
     assert sum(buffer.layout.padded_numel for buffer in buffers) < 2 * sum(p.numel() for p in model.parameters())
     settings = Settings(STAGES[stage], policy, 2, rank=rank)
-    trace = _trace("llama-tiny", "none", 2, "bf16", "")
+    trace = _trace("llama-tiny", 2, "bf16")
     states = OPTIMIZER_STATES["AdamW"], OPTIMIZER_STATES["Muon"]
     predicted = step_of(trace, buffers, states[0], settings, states[1])
     known = {id(param) for param in matrices}
@@ -230,11 +246,7 @@ def test_whole_tensors_that_few_of_many_ranks_own_are_planned_too(stage, rank):
         rank=rank,
         num_steps=2,
     )
-    sent = [(r.op, r.num_bytes, r.scope, r.world_size) for r in measured.messages]
-    assert [(m.op, m.num_bytes, f"{m.buffer}/{m.phase}", m.world_size) for m in predicted.messages()] == sent
-    assert predicted.before_update == measured.before_update
-    for category in ("params", "master", "optimizer"):
-        assert predicted.peak.by_category[category] == measured.peak_by_category.get(category, 0)
+    _require_same(predicted, measured)
 
 
 class _Net(torch.nn.Module):

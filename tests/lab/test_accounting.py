@@ -81,17 +81,3 @@ def test_whole_parameters_cannot_be_shared_out_evenly():
     assert whole.longest == 50257 * 768
     assert whole.longest * 8 / flat.numel == pytest.approx(2.48, abs=0.01)
     assert flat.shard_numel * 8 / flat.numel < 1.0001
-
-
-def test_sharding_the_optimizer_alone_saves_a_quarter_on_two_ranks_in_fp32():
-    """4 + 4 + 8 bytes: half of the 8 is half of the states, and 4 of 16 in all."""
-    model = _Shapes(75 * 10**6)
-    whole, shared = (sum(_states(model, stage, 2, None).values()) for stage in (0, 1))
-    states = [_states(model, stage, 2, None)["optimizer"] for stage in (0, 1)]
-    assert states[1] / states[0] == pytest.approx(0.5, abs=1e-4)
-    assert shared / whole == pytest.approx(0.75, abs=1e-4)
-
-
-def test_who_forgets_the_master_forgets_a_third_of_the_optimizer_s_states():
-    found = _states(_Shapes(75 * 10**6), 0, 1, SIXTEEN)
-    assert found["master"] / (found["master"] + found["optimizer"]) == pytest.approx(1 / 3, abs=1e-4)

@@ -14,30 +14,21 @@ def _model():
     return model
 
 
-def test_buffers_are_those_that_an_engine_makes():
-    model = _model()
-    predicted = buffers_of(model, 4)
-    zero = Zero(model, comm=NullCommunicator(4))
-    made = [(unit.name, group) for unit in zero.units for group in unit.groups]
-    assert [(b.unit, b.name, b.layout, b.dtype, b.trained) for b in predicted] == [
-        (name, group.params.name, group.params.layout, group.params.master.dtype, group.trained) for name, group in made
-    ]
-
-
 def _matrices(model):
     return [param for name, param in model.named_parameters() if param.dim() == 2 and "blocks.0" not in name]
 
 
-@pytest.mark.parametrize("everything", [False, True])
-def test_whole_tensors_lie_where_an_engine_puts_them(everything):
+@pytest.mark.parametrize("unsplit", ["none", "some", "all"])
+def test_buffers_are_those_that_an_engine_makes_and_tensors_lie_where_it_puts_them(unsplit):
     model = _model()
-    whole = list(model.parameters()) if everything else _matrices(model)
+    whole = {"none": [], "some": _matrices(model), "all": list(model.parameters())}[unsplit]
     predicted = buffers_of(model, 4, whole=whole)
     zero = Zero(model, comm=NullCommunicator(4))
-    zero.optimizer(torch.optim.Adafactor, whole)
+    if whole:
+        zero.optimizer(torch.optim.Adafactor, whole)
     made = [(unit.name, group) for unit in zero.units for group in unit.groups]
     assert [(b.unit, b.name, b.layout, b.dtype, b.trained) for b in predicted] == [
         (name, group.params.name, group.params.layout, group.params.master.dtype, group.trained) for name, group in made
     ]
-    assert any(buffer.layout.longest is not None for buffer in predicted)
-    assert everything == all(buffer.layout.longest is not None for buffer in predicted)
+    lie_whole = [buffer.layout.longest is not None for buffer in predicted]
+    assert (any(lie_whole), all(lie_whole)) == (unsplit != "none", unsplit == "all")

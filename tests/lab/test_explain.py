@@ -1,21 +1,13 @@
 import pytest
 
+from lab.small_plans import SMALL, small_gpu
 from zeroshard.lab.planner.explain import explain
 from zeroshard.lab.planner.planner import planner_for
 from zeroshard.lab.planner.show import size
-from zeroshard.lab.predict.hardware import Device
-
-SMALL = {"n_layer": 6, "n_head": 4, "n_embd": 64, "vocab_size": 512, "seq_len": 64}
-
-
-def _small_gpu(memory_bytes, **changes):
-    rates = {"float32": 1e12, "bfloat16": 4e12}
-    link = {"matmul_share": 1.0, "link": "pcie4", **changes}
-    return Device("small", memory_bytes, rates, 100e9, "invented", device_type="cpu", **link)
 
 
 def test_what_a_step_sends_is_told_by_link():
-    planner = planner_for("gpt2-demo", world_size=16, gpu=_small_gpu(10**9), overrides=SMALL)
+    planner = planner_for("gpt2-demo", world_size=16, gpu=small_gpu(10**9), overrides=SMALL)
     told = explain(planner, planner.row(2, 2))
     for word in ("reduce_scatter among 16 ranks, between nodes: 7 in a step, buffers of", "Fullest in the"):
         assert word in told
@@ -41,7 +33,7 @@ def test_less_than_nothing_is_told_with_its_sign_and_unit():
 
 
 def test_of_a_measured_device_no_range_is_told():
-    planner = planner_for("gpt2-demo", world_size=1, gpu=_small_gpu(10**9), overrides=SMALL)
+    planner = planner_for("gpt2-demo", world_size=1, gpu=small_gpu(10**9), overrides=SMALL)
     told = explain(planner, planner.row(0, 2))
     assert "device  4 TFLOP/s, 100 GB/s  invented" in told
     assert "rates of four of five" not in told

@@ -1,5 +1,6 @@
 import pytest
 
+from lab.small_plans import SMALL, small_gpu
 from zeroshard.errors import UserError
 from zeroshard.lab import plan
 from zeroshard.lab.planner.inverse import (
@@ -11,26 +12,18 @@ from zeroshard.lab.planner.inverse import (
     most,
 )
 from zeroshard.lab.planner.planner import planner_for
-from zeroshard.lab.predict.hardware import Device, Link
-
-SMALL = {"n_layer": 6, "n_head": 4, "n_embd": 64, "vocab_size": 512, "seq_len": 64}
-
-
-def _small_gpu(memory_bytes, **changes):
-    rates = {"float32": 1e12, "bfloat16": 4e12}
-    link = {"matmul_share": 1.0, "link": "pcie4", **changes}
-    return Device("small", memory_bytes, rates, 100e9, "invented", device_type="cpu", **link)
+from zeroshard.lab.predict.hardware import Link
 
 
 def _fits(memory_bytes, world_size):
-    gpu = _small_gpu(memory_bytes)
+    gpu = small_gpu(memory_bytes)
     return plan("gpt2-demo", world_size=world_size, gpu=gpu, overrides=SMALL, micro_batch=1).fits
 
 
 def test_one_gpu_too_few_is_answered_with_how_many():
     memory = 6 * 2**20
     assert not _fits(memory, 1)
-    planner = planner_for("gpt2-demo", world_size=1, gpu=_small_gpu(memory), overrides=SMALL)
+    planner = planner_for("gpt2-demo", world_size=1, gpu=small_gpu(memory), overrides=SMALL)
     needed = fewest(planner, (0, 1, 2, 3), 1)
     assert needed.value is not None
     assert _fits(memory, int(needed.value))
@@ -38,7 +31,7 @@ def test_one_gpu_too_few_is_answered_with_how_many():
 
 
 def test_the_largest_micro_batch_fits_and_one_more_does_not():
-    planner = planner_for("gpt2-demo", world_size=4, gpu=_small_gpu(50 * 2**20), overrides=SMALL)
+    planner = planner_for("gpt2-demo", world_size=4, gpu=small_gpu(50 * 2**20), overrides=SMALL)
     top = int(largest_micro_batch(planner, 2).value)
     assert planner.row(2, top).fits
     assert not planner.row(2, top + 1).fits
@@ -46,7 +39,7 @@ def test_the_largest_micro_batch_fits_and_one_more_does_not():
 
 def _on_a_network(bytes_per_s=1e9, **changes):
     link = Link("net", 5e-6, bytes_per_s, "invented")
-    return planner_for("gpt2-demo", world_size=16, gpu=_small_gpu(10**9), network=link, overrides=SMALL, **changes)
+    return planner_for("gpt2-demo", world_size=16, gpu=small_gpu(10**9), network=link, overrides=SMALL, **changes)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -62,7 +55,7 @@ def test_at_the_crossover_two_stages_are_as_fast_as_each_other():
     """Stage 3 sends more than stage 1, and never wins with the same micro-batch."""
     planner = _on_a_network()
     assert crossover(planner, 3, 1, 4).value is None
-    tight = planner_for("gpt2-demo", world_size=16, gpu=_small_gpu(24 * 2**20), overrides=SMALL)
+    tight = planner_for("gpt2-demo", world_size=16, gpu=small_gpu(24 * 2**20), overrides=SMALL)
     filled = crossover(tight, 3, 1)
     if filled.value is not None:
         sizes = [int(largest_micro_batch(tight, stage).value) for stage in (3, 1)]
@@ -76,7 +69,7 @@ def test_a_filled_micro_batch_divides_the_rows_of_the_step():
     planner = planner_for(
         "gpt2-demo",
         world_size=4,
-        gpu=_small_gpu(50 * 2**20),
+        gpu=small_gpu(50 * 2**20),
         overrides=SMALL,
         network="10Gbit/s",
         global_batch=4 * 7 * 6,

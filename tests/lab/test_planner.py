@@ -7,29 +7,21 @@ import pytest
 import torch
 from torch import nn
 
+from lab.small_plans import SMALL, small_gpu
 from zeroshard.errors import UserError
 from zeroshard.lab import plan
 from zeroshard.lab.planner.advice import reason, recommended, why_not_the_fastest
 from zeroshard.lab.planner.planner import planner_for
 from zeroshard.lab.planner.request import Given, Request
 from zeroshard.lab.planner.show import lines, seconds, text
-from zeroshard.lab.predict.hardware import Device
 from zeroshard.lab.predict.meetings import Meetings
 from zeroshard.lab.predict.process_memory import NCCL_BYTES, NCCL_PAIR_BYTES
 from zeroshard.models import build_model
 from zeroshard.models.adapters import Lora
 
-SMALL = {"n_layer": 6, "n_head": 4, "n_embd": 64, "vocab_size": 512, "seq_len": 64}
-
-
-def _small_gpu(memory_bytes, **changes):
-    rates = {"float32": 1e12, "bfloat16": 4e12}
-    link = {"matmul_share": 1.0, "link": "pcie4", **changes}
-    return Device("small", memory_bytes, rates, 100e9, "invented", device_type="cpu", **link)
-
 
 def _plan(memory_bytes=10**9, **changes):
-    given = {"world_size": 4, "gpu": _small_gpu(memory_bytes), "overrides": SMALL, **changes}
+    given = {"world_size": 4, "gpu": small_gpu(memory_bytes), "overrides": SMALL, **changes}
     return plan("gpt2-demo", **given)
 
 
@@ -161,7 +153,7 @@ def test_a_higher_stage_that_is_faster_and_not_taken_is_explained():
 
 
 def test_throughput_and_its_share_of_the_peak_are_those_of_all_gpus():
-    planner = planner_for("gpt2-demo", world_size=8, gpu=_small_gpu(10**9), overrides=SMALL)
+    planner = planner_for("gpt2-demo", world_size=8, gpu=small_gpu(10**9), overrides=SMALL)
     row = planner.row(2, micro_batch=2)
     per_gpu = 2 * SMALL["seq_len"] / row.timing.step_s  # tokens a second
     assert row.tokens_per_s == pytest.approx(8 * per_gpu)
@@ -169,12 +161,12 @@ def test_throughput_and_its_share_of_the_peak_are_those_of_all_gpus():
 
 
 def test_a_global_batch_is_that_of_all_gpus_together():
-    planner = planner_for("gpt2-demo", world_size=4, gpu=_small_gpu(10**9), overrides=SMALL, global_batch=24)
+    planner = planner_for("gpt2-demo", world_size=4, gpu=small_gpu(10**9), overrides=SMALL, global_batch=24)
     assert [planner.num_micro(micro_batch) for micro_batch in (1, 2, 3, 4, 6, 24)] == [6, 3, 2, 0, 1, 0]
 
 
 def test_ranks_in_groups_have_a_communicator_of_nccls_for_each_kind_of_group():
-    gpu = replace(_small_gpu(10**10), device_type="cuda")
+    gpu = replace(small_gpu(10**10), device_type="cuda")
     planner = planner_for("gpt2-demo", world_size=4, gpu=gpu, overrides=SMALL)
     rows = {shards: planner.row(2, 1, shards) for shards in (1, 2, 4)}
     assert {shards: row.comm_bytes for shards, row in rows.items()} == {
@@ -187,19 +179,19 @@ def test_ranks_in_groups_have_a_communicator_of_nccls_for_each_kind_of_group():
 
 
 def test_a_row_fits_where_the_headroom_stays_free():
-    planner = planner_for("gpt2-demo", world_size=4, gpu=_small_gpu(10**9), overrides=SMALL)
+    planner = planner_for("gpt2-demo", world_size=4, gpu=small_gpu(10**9), overrides=SMALL)
     needed = planner.row(2, 1).needed_bytes
     for headroom in (0.0, 0.25):
         least = math.ceil(needed / (1 - headroom))
         fits = [
-            replace(planner, device=_small_gpu(memory_bytes), headroom=headroom).row(2, 1).fits
+            replace(planner, device=small_gpu(memory_bytes), headroom=headroom).row(2, 1).fits
             for memory_bytes in (least - 1, least)
         ]
         assert fits == [False, True]
 
 
 def test_in_many_nodes_sharding_within_one_is_shown_too():
-    found = plan("gpt2-demo", world_size=64, gpu=_small_gpu(10**9), overrides=SMALL, micro_batch=2)
+    found = plan("gpt2-demo", world_size=64, gpu=small_gpu(10**9), overrides=SMALL, micro_batch=2)
     sizes = {row.shard_size for row in found.rows}
     assert sizes == {8, 32, 64}
     hybrid = [row for row in found.rows if row.shard_size == 8]
@@ -215,16 +207,22 @@ def test_a_hundred_thousand_gpus_are_told_to_shard_less():
 
 def test_any_module_is_planned_from_its_inputs():
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
-    found = plan(net, world_size=2, gpu=_small_gpu(10**8), inputs=lambda rows: (torch.zeros(rows, 8),), micro_batch=4)
+    found = plan(net, world_size=2, gpu=small_gpu(10**8), inputs=lambda rows: (torch.zeros(rows, 8),), micro_batch=4)
     assert found.fits
     assert found.workload.num_params == 8 * 16 + 16 + 16 + 1
     assert all(param.grad is None for param in net.parameters())
 
 
+def test_a_document_mask_is_planned_with_what_blocks_make_of_it():
+    masked, plain = (planner_for("gpt2-demo", document_mask=mask, overrides=SMALL).row(0, 2) for mask in (True, False))
+    # a mask of 16 bits or more for each of six blocks, which its attention keeps for backward
+    assert masked.step.peak.total - plain.step.peak.total >= 6 * 2 * 64 * 64 * 2
+
+
 def test_a_model_of_ours_may_be_given_itself():
     with torch.device("meta"):
         model = build_model("gpt2-demo", overrides=SMALL)
-    ours = plan(model, world_size=4, gpu=_small_gpu(10**9), micro_batch=2)
+    ours = plan(model, world_size=4, gpu=small_gpu(10**9), micro_batch=2)
     named = _plan(micro_batch=2)
     assert [row.needed_bytes for row in ours.rows] == [row.needed_bytes for row in named.rows]
 

@@ -1,5 +1,3 @@
-import os
-import pty
 import sys
 
 from run_folders import LINK, write_run
@@ -21,11 +19,3 @@ def test_each_run_has_a_line_with_what_cannot_be_compared_and_the_time_that_is_l
     )
     assert first.endswith("not comparable: bandwidth: off  2 s left")
     assert second == f"[2/3] {bad.name[:6]}  seed 2  run 1  failed: status 1: no  4 s left"
-
-
-def test_a_terminal_is_told_what_runs():
-    master, slave = pty.openpty()
-    with os.fdopen(slave, "w") as terminal:
-        SweepProgress(terminal).begins(make_case({}, {"seed": 1}), 0)
-        assert b"seed 1  run 1, since" in os.read(master, 1 << 16)
-    os.close(master)

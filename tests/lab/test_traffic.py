@@ -17,22 +17,6 @@ def _buffers(world_size=WORLD_SIZE):
     ]
 
 
-def _short(found):
-    return [f"{m.op} {m.buffer} {m.num_bytes}" for m in found]
-
-
-def test_stage_three_gathers_ahead_and_reduces_behind_but_for_what_ran_last():
-    assert _short(messages(_buffers(), STAGES[3])) == [
-        "all_gather root 16",
-        "all_gather a 40",
-        "all_gather b 80",
-        "all_gather a 40",
-        "reduce_scatter b 80",
-        "reduce_scatter a 40",
-        "reduce_scatter root 16",
-    ]
-
-
 def test_the_totals_are_those_of_the_stage_table():
     total, root, last, num_micro = 136, 16, 80, 3
     assert [bytes_by_op(messages(_buffers(), STAGES[stage], num_micro=num_micro)) for stage in STAGES] == [

@@ -16,7 +16,7 @@ from zeroshard.lab.planner.command import answer_plan
 from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.planner.planner import planner_for
 from zeroshard.lab.planner.show import text
-from zeroshard.lab.predict.traffic import bytes_of_step
+from zeroshard.lab.predict.traffic import bytes_by_op
 from zeroshard.models import build_model
 from zeroshard.train.config.validate import validate
 from zeroshard.zero import STAGES, MixedPrecision, Zero
@@ -31,8 +31,8 @@ CASE = {"world_size": 4, "gpus_per_node": 1, "network": "100Mbit/s", "micro_batc
 def test_a_plan_knows_what_wire_formats_save(stage):
     exact = plan("gpt2-demo", stage=stage, **CASE).rows[0]
     int8 = plan("gpt2-demo", stage=stage, wire={"gather": "int8", "reduce": "int8"}, **CASE).rows[0]
-    assert set(bytes_of_step(int8.step)) >= {"all_to_all", "all_gather"}
-    assert sum(bytes_of_step(int8.step).values()) < 0.27 * sum(bytes_of_step(exact.step).values())
+    assert set(bytes_by_op(int8.by_link)) >= {"all_to_all", "all_gather"}
+    assert sum(bytes_by_op(int8.by_link).values()) < 0.27 * sum(bytes_by_op(exact.by_link).values())
     assert int8.timing.comm_s < 0.4 * exact.timing.comm_s
 
 

@@ -13,7 +13,7 @@ from zeroshard.lab.predict.meetings import Meetings
 from zeroshard.lab.predict.process_memory import ProcessMemory
 from zeroshard.lab.predict.rates import Software
 from zeroshard.lab.predict.timeline import Timing
-from zeroshard.lab.predict.traffic import OnLink, bytes_of_step, num_messages
+from zeroshard.lab.predict.traffic import OnLink, bytes_by_op
 from zeroshard.lab.predict.workload import Workload
 
 Binds = Literal["memory", "communication", "matrix products", "memory bandwidth", "kernel launches", "quantising"]
@@ -91,8 +91,8 @@ class Row:
                 "after_update": self.step.after_update,
             },
             "messages": {
-                "count": num_messages(self.step),
-                "bytes_by_op": bytes_of_step(self.step),
+                "count": sum(each.count for each in self.by_link),
+                "bytes_by_op": bytes_by_op(self.by_link),
                 "by_link": [asdict(each) for each in self.by_link],
             },
             **({"meetings": self.meetings.as_dict()} if self.meetings.every > 1 else {}),

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import accumulate as accumulated
 from operator import or_
 
-from zeroshard.lab.predict.actions import Accumulate, Issue, Message, Settings, Step, sent
+from zeroshard.lab.predict.actions import Accumulate, Issue, Message, Settings, Step
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.memory import OptimizerState
@@ -101,26 +101,12 @@ def _events(flows: Sequence[bool]) -> Iterator[Event]:
     yield Event("backward_over")
 
 
-def bytes_by_op(found: Iterable[Message]) -> dict[str, int]:
+def bytes_by_op(found: Iterable[Message | OnLink]) -> dict[str, int]:
     """Bytes of the collectives in ``found``, by operation."""
     total: Counter[str] = Counter()
-    for message in found:
-        total[message.op] += message.num_bytes
+    for each in found:
+        total[each.op] += each.num_bytes
     return dict(total)
-
-
-def bytes_of_step(step: Step) -> dict[str, int]:
-    """As `bytes_by_op`, for all of ``step``; it works for more micro-batches than a list of collectives could hold."""
-    total: Counter[str] = Counter()
-    for actions, times in step.parts:
-        for op, num_bytes in bytes_by_op(sent(actions)).items() if times else ():
-            total[op] += times * num_bytes
-    return dict(total)
-
-
-def num_messages(step: Step) -> int:
-    """Number of collectives of a step, without control messages."""
-    return sum(times * len(sent(actions)) for actions, times in step.parts)
 
 
 @dataclass(frozen=True)

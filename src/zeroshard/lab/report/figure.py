@@ -16,6 +16,7 @@ GREY = "#999999"
 CYCLE = (BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE, BLACK, YELLOW)
 MARKERS = ("circle", "square", "diamond", "triangle", "cross", "star")
 SET_MARKERS = ("diamond", "square", "triangle", "cross", "star", "circle")  # of validation sets; first the run's own
+LONGEST_TICK, LONGEST_NAME = 28, 60  # most characters of a tick label, and of a name in the legend
 Mark = Literal["line", "points", "bar"]
 
 
@@ -70,6 +71,14 @@ class Series:
     hollow: tuple[bool, ...] = ()
     notes: tuple[str, ...] = ()
 
+    @property
+    def errors(self) -> tuple[list[float], list[float]] | None:
+        """Lengths of the error bars below and above each mark; None if all are 0."""
+        if all(low == high for low, high in zip(self.low, self.high, strict=True)):
+            return None
+        below = [y - low for low, y in zip(self.low, self.y, strict=True)]
+        return below, [high - y for high, y in zip(self.high, self.y, strict=True)]
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -106,6 +115,11 @@ class Figure:
     def hollow(self) -> bool:
         """Whether any of its points is hollow, that is, not comparable with others."""
         return any(any(series.hollow) for series in self.series)
+
+
+def cut(text: str, longest: int) -> str:
+    """``text`` with at most ``longest`` characters, of which the last is an ellipsis if some are left out."""
+    return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
 def bandwidth_in_words(bytes_per_s: float) -> str:

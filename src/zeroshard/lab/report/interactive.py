@@ -7,11 +7,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from zeroshard.lab.report.figure import Axis, Figure, Series
+from zeroshard.lab.report.figure import LONGEST_NAME, LONGEST_TICK, Axis, Figure, Series, cut
 
 # Configuration of plotly.js. No button may send a figure to another server.
 CONFIG = {"displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2d", "sendChartToCloud"]}
-LONGEST_TICK = 28  # most characters of a tick label
 USUAL_HEIGHT = 400  # pixels
 _SYMBOLS = {"triangle": "triangle-up", "cross": "x"}
 _LEGEND_ROW = 21  # pixels
@@ -64,7 +63,7 @@ def _axis(axis: Axis, values: Sequence[float]) -> dict[str, Any]:
         found |= {
             "tickmode": "array",
             "tickvals": list(axis.ticks),
-            "ticktext": [_short(text, longest) for text in axis.ticks.values()],
+            "ticktext": [_text(cut(text, longest)) for text in axis.ticks.values()],
         }
     if axis.from_zero and not axis.log:
         found["rangemode"] = "tozero"
@@ -85,7 +84,7 @@ def _log_ticks(values: Sequence[float]) -> list[float]:
 
 def _trace(series: Series) -> dict[str, Any]:
     trace: dict[str, Any] = {
-        "name": _text(series.name if len(series.name) <= 60 else series.name[:59] + "…"),
+        "name": _text(cut(series.name, LONGEST_NAME)),
         "showlegend": bool(series.name),
         "x": list(series.x),
         "y": list(series.y),
@@ -109,12 +108,13 @@ def _trace(series: Series) -> dict[str, Any]:
             "marker": {"symbol": symbols, "size": 9, "color": series.colour},
         }
         trace["line"] = {"color": series.colour, "width": 2, "dash": "dash" if series.dashed else "solid"}
-    if series.low and any(low != high for low, high in zip(series.low, series.high, strict=True)):
+    if series.errors is not None:
+        below, above = series.errors
         trace["error_y"] = {
             "type": "data",
             "symmetric": False,
-            "array": [high - y for high, y in zip(series.high, series.y, strict=True)],
-            "arrayminus": [y - low for low, y in zip(series.low, series.y, strict=True)],
+            "array": above,
+            "arrayminus": below,
             "color": series.colour if series.mark != "bar" else "#333333",
             "thickness": 1.2,
         }
@@ -123,10 +123,6 @@ def _trace(series: Series) -> dict[str, Any]:
 
 def _present(**values: Any) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
-
-
-def _short(text: str, longest: int) -> str:
-    return _text(text if len(text) <= longest else text[: longest - 1] + "…")
 
 
 def _text(text: str) -> str:

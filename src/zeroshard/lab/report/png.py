@@ -12,13 +12,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from zeroshard.lab.report.figure import Axis, Figure, Series
+from zeroshard.lab.report.figure import LONGEST_NAME, LONGEST_TICK, Axis, Figure, Series, cut
 
 WIDTH, HEIGHT, DPI = 8.0, 4.3, 110  # inches, dots an inch
 _MARKERS = {"circle": "o", "square": "s", "diamond": "D", "triangle": "^", "cross": "X", "star": "*"}
 # Inches, at the font size of tick labels; a plot is narrower than its figure by the y axis and its title.
 PLOT_WIDTH, LETTER_WIDTH, LINE_HEIGHT = 6.8, 0.085, 0.17
-_LONGEST = 60  # most characters of a name in a legend
 
 
 def draw(figure: Figure, path: Path) -> None:
@@ -35,7 +34,7 @@ def draw(figure: Figure, path: Path) -> None:
         _shape(axes, "y", figure.y)
         if figure.x_range is not None:
             axes.set_xlim(*figure.x_range)
-        axes.set_title(_cut(figure.title, 90), fontsize="medium", loc="left")
+        axes.set_title(cut(figure.title, 90), fontsize="medium", loc="left")
         named = [series for series in figure.series if series.name]
         if len(named) > 1:
             longest = max(len(series.name) for series in named)
@@ -45,13 +44,7 @@ def draw(figure: Figure, path: Path) -> None:
 
 
 def _mark(axes: Any, series: Series) -> None:
-    name = _cut(series.name, _LONGEST) or "_hidden"
-    errors = None
-    if series.low and any(low != high for low, high in zip(series.low, series.high, strict=True)):
-        errors = [
-            [y - low for low, y in zip(series.low, series.y, strict=True)],
-            [high - y for high, y in zip(series.high, series.y, strict=True)],
-        ]
+    name, errors = cut(series.name, LONGEST_NAME) or "_hidden", series.errors
     if series.mark == "bar":
         style = {"hatch": "///", "edgecolor": "white"} if series.hatched else {"edgecolor": "#333333", "linewidth": 0.4}
         bottom = series.base or 0.0
@@ -96,7 +89,8 @@ def _shape(axes: Any, which: str, axis: Axis) -> None:
         own.set_minor_locator(NullLocator())
         own.set_major_formatter(FuncFormatter(lambda value, place: f"{value:,.10g}"))
     if axis.ticks:
-        words = [_cut(text, 28 if len(axis.ticks) > 3 else 56) for text in axis.ticks.values()]
+        longest = LONGEST_TICK if len(axis.ticks) > 3 else 2 * LONGEST_TICK
+        words = [cut(text, longest) for text in axis.ticks.values()]
         angle = slant(words) if which == "x" and not axis.log else 0
         own.set_ticks(list(axis.ticks), words, **({"rotation": angle, "ha": "right"} if angle else {}))
         if angle:
@@ -117,7 +111,3 @@ def slant(words: Sequence[str]) -> int:
     if max(map(len, words)) * LETTER_WIDTH <= apart:
         return 0
     return next((angle for angle in (25, 45, 90) if apart * sin(radians(angle)) >= LINE_HEIGHT), 90)
-
-
-def _cut(text: str, longest: int) -> str:
-    return text if len(text) <= longest else text[: longest - 1] + "…"

@@ -46,7 +46,6 @@ class SweepConfig(Config):
     repeats: int = Field(1, ge=1, description="Runs of each case; all cases run once before any runs again.")
     retry: bool = Field(False, description="Run again what has failed before.")
     dry_run: bool = Field(False, description="Say what would run, and run nothing.")
-    timeout_s: float = Field(0.0, ge=0, allow_inf_nan=False, description="Seconds that a run may take; 0: no limit.")
     checkpoints: bool = Field(False, description="Keep the checkpoint that each run ends with.")
 
     base: dict[str, Any] = Field({}, description="Settings of every run.")

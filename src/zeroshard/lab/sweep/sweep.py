@@ -145,11 +145,9 @@ class Runner:
         return line
 
     def _wait(self, child: subprocess.Popen[bytes]) -> int:
-        """Wait for ``child`` and return its exit status; it is ended if we are, or once ``timeout_s`` is over."""
+        """Wait for ``child`` and return its exit status; it is ended if we are."""
         try:
-            return child.wait(self.sweep.timeout_s or None)
-        except subprocess.TimeoutExpired:
-            return _end(child)
+            return child.wait()
         except BaseException:
             _end(child)
             raise
