@@ -241,12 +241,6 @@ def test_an_earlier_step_is_read_again(stream):
     assert torch.equal(batches(39, 0)[0], wanted[39])
 
 
-def test_a_step_mixes_documents_of_many_parts(stream):
-    rows = global_batch(stream(), 0, 8)[0]
-    files = {bytes(row.tolist()).split(b"/")[0][-1:] for row in rows if b"/" in bytes(row.tolist())}
-    assert {b"0", b"1"} <= files
-
-
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_what_validates_in_a_stream_is_what_validates_when_it_is_prepared(texts, world_size):
     def rank_main(comm):

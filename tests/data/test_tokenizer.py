@@ -73,13 +73,6 @@ def test_a_text_with_too_few_pairs_for_the_vocabulary_is_an_error():
         train_bpe(5000, TEXTS)
 
 
-@pytest.mark.usefixtures("small_gpt2")
-def test_gpt2_comes_from_tiktoken():
-    tokenizer = make_tokenizer("gpt2", ())
-    assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eos_id) == ("gpt2", 257, 256)
-    assert tokenizer.decode(tokenizer.encode("héllo")) == "héllo"
-
-
 @pytest.mark.parametrize(
     ("error", "why"), [(ConnectionError("no route\nto host"), "ConnectionError"), (ValueError("hash"), "ValueError")]
 )

@@ -187,7 +187,6 @@ def accelerated(out):
     again, losses = example.train(other, str(out / "state"), first_epoch=1)
     found["resumed"] = {"losses": losses, "weights": dict(other.get_state_dict(again))}
     found["written"] = sorted(path.name for path in (out / "state" / "epoch-1").iterdir())
-    found["refused"] = _refused(accelerator, example)
     return found
 
 
@@ -196,14 +195,6 @@ def _clip_value(accelerator, model, example):
     accelerator.backward(model(**batch).loss)
     accelerator.clip_grad_value_(model.parameters(), 1e-4)
     return max(param.grad.abs().max().item() for param in model.parameters())
-
-
-def _refused(accelerator, example):
-    try:
-        accelerator.engine_of(example.build())
-    except ValueError as error:
-        return str(error)
-    return None
 
 
 def main(out):

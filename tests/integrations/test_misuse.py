@@ -80,6 +80,8 @@ def test_a_model_is_prepared_once_and_stays_the_object_that_it_was():
 
     accelerator = Accelerator(cpu=True)
     model = tiny()
+    with pytest.raises(ValueError, match=r"was not prepared; give it to prepare\(\) first"):
+        accelerator.engine_of(model)
     assert accelerator.prepare(model) is model
     engine = accelerator.engine_of(model)
     assert accelerator.prepare(model) is model

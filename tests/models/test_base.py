@@ -38,33 +38,6 @@ def test_logits_and_loss_agree(config, build, batch):
     torch.testing.assert_close(next_token_loss(logits, targets), model(tokens, targets))
 
 
-def test_a_later_token_changes_no_earlier_logits(config, build, batch):
-    model, tokens = build(config), batch[0]
-    changed = tokens.clone()
-    changed[:, 6] = (changed[:, 6] + 1) % config.vocab_size
-    before, after = model(tokens), model(changed)
-    torch.testing.assert_close(after[:, :6], before[:, :6], rtol=0, atol=1e-6)
-    assert ((after - before)[:, 6:].abs().amax(dim=-1) > 1e-4).all()  # and it reaches every later one
-
-
-def test_every_parameter_gets_a_gradient(config, build, batch):
-    model = build(config)
-    model(*batch).backward()
-    without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
-    assert without == []
-
-
-def test_initial_values_are_the_same_made_whole_or_one_by_one_from_meta(config, build):
-    whole = build(config, seed=3)
-    with torch.device("meta"):
-        shapes = build(config, seed=3)
-    assert all(param.is_meta for param in shapes.parameters())
-    for name, param in reversed(list(shapes.named_parameters())):
-        made = torch.empty_like(param, device="cpu")
-        shapes.init_parameter(name, made)
-        assert torch.equal(made, whole.get_parameter(name)), name
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parts_of_a_parameter_are_those_of_the_whole(dtype):
     """Wherever they begin and end, also across what one generator draws."""
@@ -138,12 +111,11 @@ def test_check_seq_len_refuses_what_the_model_has_no_room_for(config, build, seq
         build(config).check_seq_len(seq_len)
 
 
-@pytest.mark.parametrize("name", ["gpt2-demo", "llama-tiny"])
-def test_shapes_need_neither_values_nor_torchs_compiler(name):
+def test_shapes_need_neither_values_nor_torchs_compiler():
     program = (
         "import sys, torch; from zeroshard.models import build_model\n"
-        f"with torch.device('meta'): model = build_model({name!r})\n"
-        "assert all(param.is_meta for param in model.parameters())\n"
+        "with torch.device('meta'): models = [build_model(name) for name in ('gpt2-demo', 'llama-tiny')]\n"
+        "assert all(param.is_meta for model in models for param in model.parameters())\n"
         "assert 'torch._dynamo' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -31,29 +31,6 @@ def test_a_feed_forward_width_by_rule_comes_back_as_a_number():
     assert from_hf_config(hf_config(config, dtype="float32")) == replace(config, ffn_hidden=config.ffn_width)
 
 
-def test_gpt2_matrices_are_transposed_and_nothing_else_is():
-    weights = {weight.hf_name: weight for weight in hf_weights(GPT2_SHAPE)}
-    attention = weights["transformer.h.1.attn.c_attn.weight"]
-    assert (attention.name, attention.shape, attention.hf_shape) == ("blocks.1.attn.c_attn.weight", (24, 8), (8, 24))
-    transposed = {name for name, weight in weights.items() if weight.transposed}
-    per_block = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-    assert transposed == {f"transformer.h.{i}.{matrix}.weight" for i in range(2) for matrix in per_block}
-    assert "lm_head.weight" not in weights
-
-
-def test_gpt2_without_biases_has_zeros_for_them_there():
-    weights = hf_weights(replace(GPT2_SHAPE, bias=False))
-    assert [weight.hf_name for weight in weights] == [weight.hf_name for weight in hf_weights(GPT2_SHAPE)]
-    assert {weight.hf_name.endswith(".bias") for weight in weights if weight.name is None} == {True}
-    assert not any(weight.name and weight.name.endswith(".bias") for weight in weights)
-
-
-def test_a_llama_has_a_head_of_its_own_unless_it_is_tied():
-    assert "lm_head.weight" in {weight.hf_name for weight in hf_weights(LLAMA_SHAPE)}
-    tied = {weight.hf_name for weight in hf_weights(replace(LLAMA_SHAPE, tie_embeddings=True))}
-    assert tied == {weight.hf_name for weight in hf_weights(LLAMA_SHAPE)} - {"lm_head.weight"}
-
-
 @pytest.mark.parametrize("config", CONFIGS)
 def test_published_files_without_the_prefix_and_with_old_buffers_are_found(config):
     shapes = {w.hf_name.removeprefix("transformer.").removeprefix("model."): w.hf_shape for w in hf_weights(config)}

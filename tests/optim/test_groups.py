@@ -36,11 +36,6 @@ def test_a_tied_parameter_is_taken_once_by_its_first_name(model):
     assert "head.weight" not in names
 
 
-def test_frozen_parameters_are_left_out(model):
-    names = [name for group in decay_groups(model.named_parameters(), 0.1) for name in group["param_names"]]
-    assert not [name for name in names if name.startswith("frozen")]
-
-
 @pytest.mark.parametrize("optimizer_cls", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor])
 def test_torch_optimizers_take_the_groups_and_keep_the_names(model, optimizer_cls):
     groups = decay_groups(model.named_parameters(), 0.5)
