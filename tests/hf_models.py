@@ -65,7 +65,7 @@ def require_transformers() -> Any:
 def make_model(kind: str, seed: int = 0, **changes: Any) -> Any:
     """A random model, larger than `transformers` draws it, so that every part of it counts."""
     transformers = require_transformers()
-    config = transformers.AutoConfig.for_model(kind, **{**ARCHITECTURES[kind], **changes})
+    config = transformers.AutoConfig.for_model(kind, **{**ARCHITECTURES.get(kind, _GROUPED), **changes})
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

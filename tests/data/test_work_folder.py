@@ -26,7 +26,7 @@ from pathlib import Path
 from zeroshard.data import tables
 tables.PART_BYTES = 2000
 import zeroshard.data.prepare as module
-module.SAVE_S = 0.01
+module.SAVE_BYTES = 2000
 from zeroshard.data.prepare import DataSpec, prepare
 num_events = 0
 

@@ -90,6 +90,10 @@ def test_a_configuration_that_cannot_be_used(model, refusal, changes, said):
         (lambda model: cut(model / "model.safetensors"), "no whole safetensors file"),
         (lambda model: (model / "model.safetensors.index.json").write_text("{}"), "has no weight_map"),
         (
+            lambda model: (model / "model.safetensors.index.json").write_text('{"weight_map": {"x": "../a"}}'),
+            "has no weight_map of files beside it",
+        ),
+        (
             lambda model: (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}'),
             "is missing",
         ),

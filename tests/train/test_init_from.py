@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import chats
 from hf_models import make_model
@@ -176,19 +175,3 @@ def test_weights_of_a_hugging_face_folder_are_those_of_transformers(second, tmp_
         found, expected = run.strategy.model.eval()(tokens), theirs(input_ids=tokens).logits
     run.close()
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
-
-
-def test_a_tensor_of_another_shape_is_named_with_both_shapes(second, tmp_path):
-    make_model("llama", **PLAIN).save_pretrained(tmp_path / "model")
-    tensors = load_file(tmp_path / "model" / "model.safetensors")
-    name = "model.layers.1.mlp.up_proj.weight"
-    tensors[name] = torch.zeros(25, 16)
-    save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
-    asked = {"data": second().data.model_copy(update={"tokenizer": "bytes"}), "init_from": str(tmp_path / "model")}
-    of_transformers = {"name": f"hf:{tmp_path}/model"}
-    ours, theirs = r"\[24, 16\]", r"\[25, 16\]"
-    for model, words in (({}, f"{theirs} .* {ours}"), (of_transformers, f"{ours} .* {theirs}")):
-        with pytest.raises(UserError, match=rf"layers\.1\.mlp\.up_proj\.weight.* has shape {words}"):
-            built(second(model=model, seq_len=24, **asked))
-    with pytest.raises(UserError, match=r"model\.n_layer: the checkpoint's model has 2, this one 3"):
-        built(second(model={"name": "llama-tiny", "n_layer": 3}, seq_len=24, **asked))

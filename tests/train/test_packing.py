@@ -33,8 +33,12 @@ def made(kind, tmp_path):
     """A model of ours, or of `transformers`; in double precision, where sums in another order hardly differ."""
     if kind in ("gpt2-demo", "llama-tiny"):
         return build_model(kind, overrides={**SIZES, **({"n_kv_head": 1} if kind == "llama-tiny" else {})}).double()
-    make_model(kind, vocab_size=VOCAB_SIZE).save_pretrained(tmp_path)
-    return build_model(f"hf:{tmp_path}").double()
+    return build_model(f"hf:{saved(kind, tmp_path)}").double()
+
+
+def saved(kind, folder, **changes):
+    make_model(kind, vocab_size=VOCAB_SIZE, **changes).save_pretrained(folder / "model")
+    return folder / "model"
 
 
 @pytest.mark.parametrize("kind", ["gpt2-demo", "llama-tiny", "llama", "gpt_neox", "gemma2", "mistral"])
@@ -92,32 +96,9 @@ def test_a_run_says_how_full_its_rows_are(packed_config):
     assert one_each.corpus.facts["examples"] == one_each.corpus.facts["rows"]
 
 
-CONV = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "layer_types": ["conv", "full_attention"],
-}
-
-
-def folder_of(kind, config, folder):
-    transformers = pytest.importorskip("transformers")
-    made_config = transformers.AutoConfig.for_model(kind, **config)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(made_config)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.add_(torch.randn_like(param), alpha=0.1)
-    model.save_pretrained(folder)
-    return folder
-
-
 def test_a_model_whose_layers_carry_a_state_along_the_row_is_refused(packed_config, tmp_path):
     """Its attention is told where examples begin; its convolutions are not."""
-    folder = folder_of("lfm2", CONV, tmp_path / "model")
+    folder = saved("lfm2", tmp_path, layer_types=["conv", "full_attention"])
     data = {"tokenizer": "bytes"}
     with pytest.raises(UserError, match=r"data\.packing: attention crosses examples of a row"):
         built(packed_config(f"hf:{folder}", data))
@@ -125,16 +106,13 @@ def test_a_model_whose_layers_carry_a_state_along_the_row_is_refused(packed_conf
 
 def test_experts_that_are_balanced_over_a_batch_are_not_taken_for_leaks(packed_config, tmp_path):
     """The part of the loss that balances them sees all tokens, and so do the products that experts' tokens share."""
-    sizes = {key: value for key, value in CONV.items() if key != "layer_types"}
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
-    folder = folder_of("mixtral", {**sizes, **experts}, tmp_path / "model")
+    folder = saved("mixtral", tmp_path, output_router_logits=True)
     run = built(packed_config(f"hf:{folder}", {"tokenizer": "bytes"}))
     assert run.strategy.model.balances_experts
 
 
 def test_a_model_that_takes_no_positions_is_refused(packed_config, tmp_path):
-    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 16, "n_layer": 2, "n_head": 2}
-    folder = folder_of("bloom", sizes, tmp_path / "model")
+    folder = saved("bloom", tmp_path)
     with pytest.raises(UserError, match=r"data\.packing: .* does not take positions for documents"):
         built(packed_config(f"hf:{folder}", {"tokenizer": "bytes"}))
     assert hugging_face.HuggingFaceModel.takes_positions
