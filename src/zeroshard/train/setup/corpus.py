@@ -13,11 +13,10 @@ from typing import Any
 
 from zeroshard.comm import Communicator
 from zeroshard.comm.agree import first_rank_does, gather_bytes
-from zeroshard.data import Batches, EvalBatches, RowBatches, TextRows, TokenDataset, require_enough
+from zeroshard.data import Batches, EvalBatches, RowBatches, TextRows, require_enough
 from zeroshard.data.base import EvalBatch, Rows
 from zeroshard.data.batches import require_rows
 from zeroshard.data.examples.row_plan import ExampleRows, rows_of_folder
-from zeroshard.data.examples.store import require_plain
 from zeroshard.data.examples.template import TEMPLATE_FILES, find_template, has_template, keep_template
 from zeroshard.data.lanes import open_stream
 from zeroshard.data.meta import SPLITS, DataMeta, read_meta
@@ -66,36 +65,13 @@ def open_corpus(config: TrainConfig, comm: Communicator, grad_accum_steps: int) 
     Raises:
         UserError: the data is not available, differs between ranks, or is too little.
     """
-    if config.data.format != "text" or config.data.mix:
-        return _in_rows(config, comm, grad_accum_steps)
     return (_streamed if config.data.streaming else _prepared)(config, comm, grad_accum_steps)
 
 
 def _prepared(config: TrainConfig, comm: Communicator, grad_accum_steps: int) -> Corpus:
-    folder = data_folder(config.data)
-    first_rank_does(comm, lambda: prepare_data(config.data))
-    meta = read_meta(folder)
-    agree_on(comm, data_facts(meta))
-    require_plain(folder, meta)
-    train, val = (TokenDataset.open(folder, split) for split in ("train", "val"))
-    require_enough(train, config.seq_len, config.micro_batch_size * grad_accum_steps * comm.world_size)
-    require_enough(val, config.seq_len, 1, split="val")
-    ranks, size, seq_len = (comm.rank, comm.world_size), config.micro_batch_size, config.seq_len
-    return Corpus(
-        batches=RowBatches(TextRows(train, seq_len), size, grad_accum_steps, *ranks, config.seed),
-        eval_batches=EvalBatches(TextRows(val, seq_len), size, config.eval_rows, *ranks),
-        vocab_size=train.vocab_size,
-        eos_id=meta.eos_id,
-        sha256=meta.tokens_sha256,
-        keep_tokenizer=lambda kept: _copy_tokenizer(folder, kept, config.data.tokenizer),
-        num_tokens=train.num_tokens,
-        named_evals=_named_evals(config, folder, comm),
-    )
-
-
-def _in_rows(config: TrainConfig, comm: Communicator, grad_accum_steps: int) -> Corpus:
-    """Open data that is read as rows: examples, or several mixed sources of these or of text."""
+    """Open prepared data: text or examples, of one source or of several that are mixed."""
     data, sources = config.data, sources_of(config.data)
+    counts_all = data.format == "text" and not data.mix  # every target of every row
     folders, metas = _prepared_alike(sources, comm)
     parts = {split: [_rows(config, *each, split) for each in zip(sources, folders, strict=True)] for split in SPLITS}
     train, val = (_joined(parts[split]) for split in SPLITS)
@@ -114,16 +90,17 @@ def _in_rows(config: TrainConfig, comm: Communicator, grad_accum_steps: int) -> 
     in_rows = f" packed {config.seq_len}" if data.packing else ""
     mixed = f" {weights}" if data.mix else ""
     tokens = " ".join(meta.tokens_sha256 for meta in metas)
+    choices = f"{tokens} {data.too_long}{in_rows}{mixed}"
     told = _told(sources, parts["train"], mixture, config.max_steps * rows_per_step)
     return Corpus(
         batches=batches,
         eval_batches=EvalBatches(val, size, config.eval_rows, chosen=chosen, **ranks),
         vocab_size=max(meta.vocab_size for meta in metas),
         eos_id=metas[0].eos_id,
-        sha256=hashlib.sha256(f"{tokens} {data.too_long}{in_rows}{mixed}".encode()).hexdigest(),
+        sha256=tokens if counts_all else hashlib.sha256(choices.encode()).hexdigest(),
         keep_tokenizer=lambda kept: _copy_tokenizer(folders[0], kept, data.tokenizer),
         num_tokens=sum(meta.splits["train"].num_tokens for meta in metas),
-        loss_weight=batches.weight,
+        loss_weight=None if counts_all else batches.weight,
         named_evals=_named_evals(config, folders[0], comm),
         said=told[0],
         facts=told[1],
