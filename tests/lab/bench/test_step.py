@@ -5,6 +5,7 @@ import torch
 
 from zeroshard.errors import UserError
 from zeroshard.lab.bench import step
+from zeroshard.lab.bench.settings import StepBench
 
 
 def test_ratios_are_taken_round_by_round():
@@ -28,7 +29,7 @@ def test_known_contestants_are_taken(name):
 
 
 def test_one_rank_measures_in_this_process():
-    report = step.run(1, ["tiny"], ["plain", "zero2"], 2, 1)
+    report = step.run(StepBench(nproc=1, shapes=("tiny",), contestants=("plain", "zero2"), rounds=2, steps=1))
     assert [(row["shape"], row["name"]) for row in report.rows] == [("tiny", "plain"), ("tiny", "zero2")]
     assert all(row["wall_s"]["median"] > 0 and row["wall_s"]["num"] == 2 for row in report.rows)
     assert torch.get_num_threads() == 1

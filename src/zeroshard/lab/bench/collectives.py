@@ -11,42 +11,41 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zeroshard.comm import empty_for
-from zeroshard.lab.bench.ranks import close, communicator, on_ranks, slowest, synchronise
+from zeroshard.errors import UserError
+from zeroshard.lab.bench.ranks import chosen_device, close, communicator, on_ranks, slowest, synchronise
 from zeroshard.lab.bench.report import Column, Report, Row, Spread, giga, interleaved, milliseconds, spread_of
+from zeroshard.lab.bench.settings import CollectivesBench
+from zeroshard.lab.predict.workload import DTYPES
+from zeroshard.train.config.sizes import parse_size
 
 OPS = ("reduce_scatter", "all_gather", "all_reduce")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SMALL_BYTES = 1 << 20  # up to this size a round takes the median of several calls
 
 
-def run(
-    worlds: Sequence[int],
-    sizes: dict[str, int],
-    dtypes: Sequence[str],
-    comms: Sequence[str],
-    num_rounds: int,
-    device: str,
-) -> Report:
-    """Measure all combinations; speed-ups are relative to ``comms[0]``.
+def run(settings: CollectivesBench) -> Report:
+    """Measure all combinations; speed-ups are relative to the first communicator.
 
-    Args:
-        worlds: numbers of ranks, as processes of this machine.
-        sizes: bytes of the unsharded tensor, by the name that the table shows.
-        dtypes: keys of `DTYPES`.
-        comms: communicators by name.
-        num_rounds: rounds.
-        device: ``cpu`` or ``cuda``.
+    Raises:
+        UserError: a size cannot be read, there are too few or too many ranks, or a communicator cannot use the device.
     """
+    sizes = {size: parse_size("sizes", size) for size in settings.sizes}
+    for world in settings.worlds:
+        if world < 2:
+            raise UserError("worlds", f"{world} ranks have nobody to talk to", "give 2 or more")
+    device = chosen_device(settings.device, max(settings.worlds))
+    comms = [name for name in settings.comms if device == "cpu" or name == "torch"]
+    if len(comms) < len(settings.comms) and "comms" in settings.model_fields_set:
+        raise UserError("comms", "rings and shm move CPU tensors", "use torch, or --device cpu")
     rows: list[Row] = []
-    for world in worlds:
-        seen = on_ranks(_measure, world, sizes, list(dtypes), list(comms), num_rounds, device=device)
+    for world in settings.worlds:
+        seen = on_ranks(_measure, world, sizes, list(settings.dtypes), comms, settings.rounds, device=device)
         for found in seen:
             rows += rows_of(found, world, sizes[found["size"]], comms[0])
     against = f"x {comms[0]}"

@@ -9,6 +9,7 @@ import torch
 
 from zeroshard import process
 from zeroshard.errors import ExitStatus, UserError
+from zeroshard.lab.bench.ranks import chosen_device
 from zeroshard.lab.bench.report import Report
 from zeroshard.lab.bench.settings import (
     CollectivesBench,
@@ -17,7 +18,6 @@ from zeroshard.lab.bench.settings import (
     MemoryBench,
     StepBench,
 )
-from zeroshard.train.config.sizes import parse_size
 
 
 def run_bench(settings: Any, json_path: str = "") -> int:
@@ -32,78 +32,33 @@ def run_bench(settings: Any, json_path: str = "") -> int:
     """
     for path in (json_path, getattr(settings, "out", "")):
         _require_writable(path)
-    report = _BENCHES[type(settings)](settings)
+    report = _measured(settings)
     print(report.text())
     if json_path:
         report.write(Path(json_path))
     return ExitStatus.OK
 
 
-def _memory(settings: MemoryBench) -> Report:
-    from zeroshard.lab.bench import memory
-    from zeroshard.models.presets import model_config
-    from zeroshard.zero import STAGES
+def _measured(settings: Any) -> Report:
+    if isinstance(settings, MemoryBench):
+        from zeroshard.lab.bench import memory
 
-    for name in settings.models:
-        model_config(name)  # its error suggests the nearest preset
-    unknown = [stage for stage in settings.stages if stage not in STAGES]
-    if unknown:
-        raise UserError("stages", f"there is no stage {unknown[0]}", f"choose of {', '.join(map(str, STAGES))}")
-    if settings.rank >= settings.nproc:
-        raise UserError("rank", f"{settings.rank} is outside a world of {settings.nproc}", "ranks count from 0")
-    return memory.run(
-        settings.models,
-        settings.stages,
-        settings.nproc,
-        settings.dtype,
-        settings.seq_len,
-        settings.micro_batch_size,
-        _device(settings.device),
-        settings.rank,
-    )
+        return memory.run(settings)
+    if isinstance(settings, StepBench):
+        from zeroshard.lab.bench import step
+
+        return step.run(settings)
+    if isinstance(settings, CollectivesBench):
+        from zeroshard.lab.bench import collectives
+
+        return collectives.run(settings)
+    return _kernels(settings) if isinstance(settings, KernelsBench) else _device(settings)
 
 
-def _step(settings: StepBench) -> Report:
-    from zeroshard.lab.bench import step
-
-    for name in settings.contestants:
-        step.check_contestant(name)
-        if settings.nproc == 1 and name == "ddp":
-            raise UserError("contestants", "ddp needs several ranks", "use plain, or --nproc 2")
-    device = _device(settings.device)
-    _check_ranks(settings.nproc, device)
-    return step.run(
-        settings.nproc,
-        settings.shapes,
-        settings.contestants,
-        settings.rounds,
-        settings.steps,
-        comm=settings.comm,
-        device=device,
-        num_threads=settings.threads,
-    )
-
-
-def _collectives(settings: CollectivesBench) -> Report:
-    from zeroshard.lab.bench import collectives
-
-    sizes = {size: parse_size("sizes", size) for size in settings.sizes}
-    device = _device(settings.device)
-    for world in settings.worlds:
-        if world < 2:
-            raise UserError("worlds", f"{world} ranks have nobody to talk to", "give 2 or more")
-        _check_ranks(world, device)
-    comms = [name for name in settings.comms if device == "cpu" or name == "torch"]
-    if len(comms) < len(settings.comms) and "comms" in settings.model_fields_set:
-        raise UserError("comms", "rings and shm move CPU tensors", "use torch, or --device cpu")
-    return collectives.run(settings.worlds, sizes, settings.dtypes, comms, settings.rounds, device)
-
-
-def _device_bench(settings: DeviceBench) -> Report:
+def _device(settings: DeviceBench) -> Report:
     from zeroshard.lab.bench import device as bench
 
-    where = _device(settings.device)
-    _check_ranks(settings.nproc, where)
+    where = chosen_device(settings.device, settings.nproc)
     report, calibration = bench.run(settings.nproc, settings.comms, settings.rounds, where, settings.threads)
     bench.write(report, calibration, Path(settings.out))
     report.notes = (*report.notes, f"written: {settings.out}; `zeroshard plan --gpu {settings.out}` reads it")
@@ -125,30 +80,6 @@ def _kernels(settings: KernelsBench) -> Report:
             choices = ", ".join(CASES)
             raise UserError("operations", f"{name!r} is unknown", nearest(name, CASES, f"choose of {choices}"))
     return kernels.run(settings.operations or list(CASES), settings.dtypes, settings.rounds)
-
-
-_BENCHES: dict[type, Any] = {
-    MemoryBench: _memory,
-    StepBench: _step,
-    CollectivesBench: _collectives,
-    DeviceBench: _device_bench,
-    KernelsBench: _kernels,
-}
-
-
-def _device(wanted: str) -> str:
-    """Resolve ``auto`` to ``cpu`` or ``cuda``; raises UserError if CUDA is asked for and not available."""
-    if wanted == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise UserError("device", "there is no CUDA device", "use --device cpu")
-    return wanted
-
-
-def _check_ranks(world: int, device: str) -> None:
-    if device == "cuda" and world > torch.cuda.device_count():
-        what = f"{world} ranks find {torch.cuda.device_count()} CUDA devices"
-        raise UserError("nproc", what, "start at most as many, or use --device cpu")
 
 
 def _require_writable(path: str) -> None:

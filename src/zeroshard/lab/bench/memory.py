@@ -8,96 +8,84 @@ asking the allocator.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from zeroshard.errors import UserError
+from zeroshard.lab.bench.ranks import chosen_device
 from zeroshard.lab.bench.report import Column, Report, Row
+from zeroshard.lab.bench.settings import MemoryBench
 from zeroshard.lab.predict.buffers import buffers_of
 from zeroshard.lab.predict.dry_run import dry_run
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES, state_bytes
 from zeroshard.lab.predict.model_trace import tokens_and_targets
+from zeroshard.lab.predict.workload import DTYPES
 from zeroshard.models import LanguageModel, build_model
+from zeroshard.models.presets import model_config
 from zeroshard.profiling.memory import POINTS, STATE
 from zeroshard.zero import STAGES, MixedPrecision
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MIB = 2**20
 
 
-def run(
-    models: Sequence[str],
-    stages: Sequence[int],
-    world: int,
-    dtype: str,
-    seq_len: int,
-    micro_batch_size: int,
-    device: str,
-    rank: int = 0,
-) -> Report:
+def run(settings: MemoryBench) -> Report:
     """Measure each model at each stage.
 
-    Args:
-        models: names of presets.
-        stages: ZeRO stages.
-        world: number of ranks of the simulated world.
-        dtype: compute dtype, a key of `DTYPES`; master weights are fp32.
-        seq_len: tokens in a sequence, capped at the model's.
-        micro_batch_size: sequences in a forward pass.
-        device: ``cpu`` or ``cuda``.
-        rank: the rank that is built and measured.
+    Raises:
+        UserError: there is no such model, stage or rank.
     """
-    args = (world, rank, DTYPES[dtype], seq_len, micro_batch_size, torch.device(device))
-    rows = [row for name in models for stage in stages for row in _rows(name, stage, *args)]
+    for name in settings.models:
+        model_config(name)  # its error suggests the nearest preset
+    unknown = [stage for stage in settings.stages if stage not in STAGES]
+    if unknown:
+        raise UserError("stages", f"there is no stage {unknown[0]}", f"choose of {', '.join(map(str, STAGES))}")
+    if settings.rank >= settings.nproc:
+        raise UserError("rank", f"{settings.rank} is outside a world of {settings.nproc}", "ranks count from 0")
+    device = torch.device(chosen_device(settings.device))
+    rows = [
+        row for name in settings.models for stage in settings.stages for row in _rows(name, stage, settings, device)
+    ]
     columns = [Column(name, name) for name in ("model", "stage", "point")]
     columns += [Column(category, category, _beside) for category in (*STATE[:4], "all")]
     columns.append(Column("note", ""))
-    facts = {"world": world, "rank": rank, "dtype": dtype, "seq_len": seq_len, "micro_batch_size": micro_batch_size}
+    facts = {name: getattr(settings, name) for name in ("rank", "dtype", "seq_len", "micro_batch_size")}
     points = [row for row in rows if row["point"] in POINTS]
     exact = sum(not row["note"] for row in points)
     note = f"MiB; {exact} of {len(points)} points as predicted, to the byte"
-    return Report("memory", rows, columns, facts, [note])
+    return Report("memory", rows, columns, {"world": settings.nproc, **facts}, [note])
 
 
 def predicted_points(
-    model: LanguageModel, stage: int, world: int, rank: int, dtype: torch.dtype, device_type: str
+    model: LanguageModel, stage: int, settings: MemoryBench, device_type: str
 ) -> dict[str, dict[str, int]]:
     """Predicted bytes by point and category, from shapes alone; ``model`` may be on the meta device."""
-    buffers = buffers_of(model, world, model.units)
-    args = (buffers, STAGES[stage], rank, OPTIMIZER_STATES["AdamW"], precision_of(dtype))
+    buffers, precision = buffers_of(model, settings.nproc, model.units), precision_of(settings)
+    args = (buffers, STAGES[stage], settings.rank, OPTIMIZER_STATES["AdamW"], precision)
     full = state_bytes(*args, device_type=device_type)
     before = {**full, "optimizer": 0}
     return {"initialised": {**before, "grads": 0}, "before_step": before, "after_step": full}
 
 
-def precision_of(dtype: torch.dtype) -> MixedPrecision | None:
-    """The mixed-precision policy that the trainer uses for a compute dtype; None for fp32."""
-    return None if dtype == torch.float32 else MixedPrecision(param_dtype=dtype)
+def precision_of(settings: MemoryBench) -> MixedPrecision | None:
+    """The mixed-precision policy that the trainer uses for the compute dtype; None for fp32."""
+    return None if settings.dtype == "float32" else MixedPrecision(param_dtype=DTYPES[settings.dtype])
 
 
-def _rows(
-    name: str,
-    stage: int,
-    world: int,
-    rank: int,
-    dtype: torch.dtype,
-    seq_len: int,
-    micro_batch_size: int,
-    device: torch.device,
-) -> list[Row]:
+def _rows(name: str, stage: int, settings: MemoryBench, device: torch.device) -> list[Row]:
     with torch.device("meta"):
         model = build_model(name)
-    predicted = predicted_points(model, stage, world, rank, dtype, device.type)
+    predicted = predicted_points(model, stage, settings, device.type)
     measured = dry_run(
         model,
-        tokens_and_targets(min(seq_len, model.config.seq_len)),
-        world_size=world,
-        rank=rank,
+        tokens_and_targets(min(settings.seq_len, model.config.seq_len)),
+        world_size=settings.nproc,
+        rank=settings.rank,
         strategy=STAGES[stage],
-        micro_batch=micro_batch_size,
+        micro_batch=settings.micro_batch_size,
         units=model.units,
-        precision=precision_of(dtype),
+        precision=precision_of(settings),
         device=device,
         num_steps=2,
         record=device.type != "cuda",

@@ -15,8 +15,24 @@ import torch.multiprocessing as mp
 
 from zeroshard.comm import Communicator, LocalCommunicator
 from zeroshard.comm.registry import comm_entry
+from zeroshard.errors import UserError
 
 T = TypeVar("T")
+
+
+def chosen_device(wanted: str, num_ranks: int = 1) -> str:
+    """``cpu`` or ``cuda`` for ``wanted``, which may be ``auto``.
+
+    Raises:
+        UserError: CUDA is asked for and not available, or has fewer devices than there are ranks.
+    """
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device", "there is no CUDA device", "use --device cpu")
+    if device == "cuda" and num_ranks > torch.cuda.device_count():
+        what = f"{num_ranks} ranks find {torch.cuda.device_count()} CUDA devices"
+        raise UserError("nproc", what, "start at most as many, or use --device cpu")
+    return device
 
 
 def on_ranks(fn: Callable[..., T], world_size: int, *args: Any, device: str = "cpu", num_threads: int = 1) -> T:

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from zeroshard.comm import Communicator
 from zeroshard.comm.registry import COMMUNICATORS
 from zeroshard.errors import UserError
-from zeroshard.lab.bench.ranks import close, communicator, on_ranks, synchronise
+from zeroshard.lab.bench.ranks import chosen_device, close, communicator, on_ranks, synchronise
 from zeroshard.lab.bench.report import Column, Report, Row, Spread, milliseconds, spread_of
+from zeroshard.lab.bench.settings import StepBench
 from zeroshard.models import LanguageModel, build_model
 from zeroshard.zero import STAGES, Zero
 
@@ -118,33 +119,21 @@ def take(contestant: Contestant, tokens: Tensor, targets: Tensor) -> Times:
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
-def run(
-    world: int,
-    shapes: Sequence[str],
-    contestants: Sequence[str],
-    num_rounds: int,
-    num_steps: int,
-    *,
-    comm: str = "torch",
-    device: str = "cpu",
-    num_threads: int = 1,
-) -> Report:
-    """Measure all contestants on each shape; ratios are relative to the first of ``contestants``.
+def run(settings: StepBench) -> Report:
+    """Measure all contestants on each shape; ratios are relative to the first of them.
 
-    Args:
-        world: ranks, as processes of this machine.
-        shapes: keys of `SHAPES`.
-        contestants: names as `check_contestant` takes them; empty: DDP (``plain`` if ``world`` is 1) and all stages.
-        num_rounds: timed rounds, after one warm-up round.
-        num_steps: timed steps in each round, after one untimed step.
-        comm: communicator of stages without ``@``.
-        device: ``cpu`` or ``cuda``.
-        num_threads: compute threads of each rank.
+    Raises:
+        UserError: a contestant is unknown or needs several ranks, or the device is not there.
     """
-    names = list(contestants) or ["plain" if world == 1 else "ddp", *(f"zero{stage}" for stage in STAGES)]
+    for name in settings.contestants:
+        check_contestant(name)
+        if settings.nproc == 1 and name == "ddp":
+            raise UserError("contestants", "ddp needs several ranks", "use plain, or --nproc 2")
+    world, device, num_threads = settings.nproc, chosen_device(settings.device, settings.nproc), settings.threads
+    names = list(settings.contestants) or ["plain" if world == 1 else "ddp", *(f"zero{stage}" for stage in STAGES)]
     rows: list[Row] = []
-    for shape in shapes:
-        args = (SHAPES[shape], names, num_rounds, num_steps, comm)
+    for shape in settings.shapes:
+        args = (SHAPES[shape], names, settings.rounds, settings.steps, settings.comm)
         rounds = on_ranks(measure, world, *args, device=device, num_threads=num_threads)
         rows += [{"shape": shape, "world": world, **row} for row in rows_of(rounds, names)]
     columns = [
@@ -155,7 +144,8 @@ def run(
         Column("cpu_s", "cpu ms", milliseconds),
         Column("cpu_ratio", f"/ {names[0]}", _ratio),
     ]
-    facts = {"shapes": {shape: asdict(SHAPES[shape]) for shape in shapes}, "world": world, "comm": comm}
+    shapes = {shape: asdict(SHAPES[shape]) for shape in settings.shapes}
+    facts = {"shapes": shapes, "world": world, "comm": settings.comm}
     return Report("step", rows, columns, facts | {"device": device, "num_threads": num_threads})
 
 
