@@ -53,33 +53,22 @@ def launch(*argv: str) -> Ending:
     return Ending(*json.loads(done.stdout.splitlines()[-1]))
 
 
-def test_nobody_has_put_this_process_in_a_world():
-    assert world_from_env({}) is None
-    assert world_from_env() is None
+ENVIRONMENTS = [
+    ({}, None),
+    (None, None),  # of this process, which nobody has put in a world
+    (TORCHRUN, World(3, 1, 4, "n0", 29500)),
+    ({name: value for name, value in TORCHRUN.items() if name != "LOCAL_RANK"}, World(3, 3, 4, "n0", 29500)),
+    (SLURM | {"SLURM_JOB_NODELIST": "gpu[07-09,12],x3"}, World(5, 1, 8, "gpu07", 20_123)),  # the job's own port
+    (SLURM | {"SLURM_JOB_NODELIST": "a-1,b-2"}, World(5, 1, 8, "a-1", 20_123)),
+    (SLURM | {"MASTER_ADDR": "h", "MASTER_PORT": "9"}, World(5, 1, 8, "h", 9)),
+    ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, None),
+    (SLURM | TORCHRUN, World(3, 1, 4, "n0", 29500)),  # torchrun inside a job
+]
 
 
-def test_torchruns_world():
-    assert world_from_env(TORCHRUN) == World(3, 1, 4, "n0", 29500)
-
-
-def test_where_nobody_says_one_machine_holds_all_ranks():
-    env = {name: value for name, value in TORCHRUN.items() if name != "LOCAL_RANK"}
-    assert world_from_env(env) == World(3, 3, 4, "n0", 29500)
-
-
-def test_slurms_world_has_the_first_host_and_a_port_that_every_rank_finds():
-    many = world_from_env(SLURM | {"SLURM_JOB_NODELIST": "gpu[07-09,12],x3"})
-    assert many == World(5, 1, 8, "gpu07", 20_123)
-    assert world_from_env(SLURM | {"SLURM_JOB_NODELIST": "a-1,b-2"}) == World(5, 1, 8, "a-1", 20_123)
-    assert world_from_env(SLURM | {"MASTER_ADDR": "h", "MASTER_PORT": "9"}) == World(5, 1, 8, "h", 9)
-
-
-def test_one_slurm_task_is_no_world():
-    assert world_from_env({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
-
-
-def test_torchrun_inside_a_slurm_job_wins():
-    assert world_from_env(SLURM | TORCHRUN) == world_from_env(TORCHRUN)
+@pytest.mark.parametrize(("env", "world"), ENVIRONMENTS)
+def test_the_environment_says_which_rank_this_process_is(env, world):
+    assert world_from_env(env) == world
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,19 @@ def _backward(model):
     model(torch.ones(3, 4)).square().mean().backward()
 
 
+def _engine(comm, stage, kind=torch.optim.SGD, *, shard_size=None, lr=0.1, **settings):
+    model = _model()
+    zero = Zero(model, stage=stage, comm=comm, shard_size=shard_size)
+    return model, zero, zero.optimizer(kind, lr=lr, **settings)
+
+
+def _steps(model, optim, num=1):
+    for _ in range(num):
+        _backward(model)
+        optim.step()
+        optim.zero_grad()
+
+
 def _all_say(errors, *parts, kind=ValueError):
     for error in errors:
         assert type(error) is kind, error
@@ -41,38 +54,30 @@ def _all_say(errors, *parts, kind=ValueError):
             assert part in str(error)
 
 
+def _frozen(model):
+    model[0].weight.requires_grad_(False)
+    return model
+
+
 @pytest.mark.parametrize(
-    ("arguments", "parts"),
+    ("arguments", "part"),
     [
-        ([{"stage": 0}, {"stage": 1}], ("rank 0 has stage 0, rank 1 has stage 1",)),
-        ([{"stage": 3}, {"stage": 2}], ("rank 0 has stage 3, rank 1 has stage 2",)),
-        ([{"stage": 3}, {"stage": 3, "prefetch": 2}], ("prefetch=1", "prefetch=2")),
-        ([{"stage": 2}, {"stage": 2, "accumulate": "local"}], ("accumulate='local'",)),
-        ([{"stage": 2}, {"stage": 2, "buffers": "keep"}], ("buffers='keep'",)),
-        ([{"stage": 2}, {"stage": 5}], ("5 is not a ZeRO stage",)),
+        ([{"stage": 0}, {"stage": 1}], "rank 0 has stage 0, rank 1 has stage 1"),
+        ([{"prefetch": 1}, {"prefetch": 2}], "prefetch=2"),
+        ([{"stage": 2}, {"stage": 2, "accumulate": "local"}], "accumulate='local'"),
+        ([{}, {"buffers": "keep"}], "buffers='keep'"),
+        ([{}, {"stage": 5}], "5 is not a ZeRO stage"),
+        ([{"units": ["0", "2"]}, {"units": ["0"]}], "rank 0 has unit 2, rank 1 has nothing more"),
+        ([{}, {"frozen": True}], "0.weight of torch.float32 [4, 4], frozen"),
     ],
 )
-def test_different_arguments_are_refused_on_every_rank(arguments, parts):
-    _all_say(_errors(lambda comm: Zero(_model(), comm=comm, **arguments[comm.rank])), *parts)
-
-
-def test_different_units_are_refused_on_every_rank():
+def test_different_arguments_and_models_are_refused_on_every_rank(arguments, part):
     def rank_main(comm):
-        model = _model()
-        Zero(model, stage=3, units=[model[0]] if comm.rank else [model[0], model[2]], comm=comm)
+        given = {"stage": 3, **arguments[comm.rank]}
+        model = _frozen(_model()) if given.pop("frozen", False) else _model()
+        Zero(model, comm=comm, **given)
 
-    _all_say(_errors(rank_main), "rank 0 has unit 2, rank 1 has nothing more")
-
-
-def test_different_models_are_refused_on_every_rank():
-    def rank_main(comm):
-        model = _model()
-        model[0].weight.requires_grad_(comm.rank == 0)
-        Zero(model, stage=1, comm=comm)
-
-    _all_say(
-        _errors(rank_main), "0.weight of torch.float32 [4, 4], trained", "0.weight of torch.float32 [4, 4], frozen"
-    )
+    _all_say(_errors(rank_main), part)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -89,43 +94,28 @@ def test_different_models_are_refused_on_every_rank():
 )
 def test_different_optimizers_are_refused_before_the_first_step(stage, optimizers, parts):
     def rank_main(comm):
-        model = _model()
         kind, settings = optimizers[comm.rank]
-        zero = Zero(model, stage=stage, comm=comm)
-        optim = zero.optimizer(kind, **settings)
-        _backward(model)
-        optim.step()
+        model, _, optim = _engine(comm, stage, kind, **settings)
+        _steps(model, optim)
         pytest.fail("it stepped")
 
     _all_say(_errors(rank_main), "optimizer: rank 0 has", "rank 1 has", "give every rank the same", *parts)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_learning_rate_that_begins_to_differ_is_refused_before_the_next_step(stage):
+@pytest.mark.parametrize("during_a_step_alone", [False, True])
+def test_a_learning_rate_that_begins_to_differ_is_refused_before_the_next_step(stage, during_a_step_alone):
     def rank_main(comm):
-        model = _model()
-        zero = Zero(model, stage=stage, comm=comm)
-        optim = zero.optimizer(torch.optim.SGD, lr=0.1)
-        _backward(model)
-        optim.step()
-        optim.zero_grad()
-        if comm.rank:
-            optim.param_groups[0]["lr"] = 0.05  # as a scheduler does that was given the rank's own loss
-        _backward(model)
-
-    _all_say(_errors(rank_main), "lr = 0.1", "lr = 0.05")
-
-
-def test_a_learning_rate_that_differs_during_a_step_alone_is_refused_after_the_next_backward():
-    def rank_main(comm):
-        model = _model()
-        zero = Zero(model, stage=0, comm=comm)
-        optim = zero.optimizer(torch.optim.SGD, lr=0.1)
-        _backward(model)
-        optim.param_groups[0]["lr"] = 0.1 * (1 + comm.rank)
-        optim.step()
-        optim.param_groups[0]["lr"] = 0.1
-        optim.zero_grad()
+        model, _, optim = _engine(comm, stage)
+        if during_a_step_alone:
+            _backward(model)
+        else:
+            _steps(model, optim)
+        optim.param_groups[0]["lr"] = 0.1 * (1 + comm.rank)  # as a scheduler does that was given the rank's own loss
+        if during_a_step_alone:
+            optim.step()
+            optim.param_groups[0]["lr"] = 0.1
+            optim.zero_grad()
         _backward(model)
 
     _all_say(_errors(rank_main), "lr = 0.1", "lr = 0.2")
@@ -136,19 +126,14 @@ def test_optimizers_that_the_user_made_are_compared_too():
         model = _model()
         optim = (torch.optim.SGD if comm.rank else torch.optim.AdamW)(model.parameters(), lr=0.1)
         Zero(model, stage=0, comm=comm)
-        for _ in range(2):
-            _backward(model)
-            optim.step()
-            optim.zero_grad()
+        _steps(model, optim, 2)
 
     _all_say(_errors(rank_main), "adamw.AdamW", "sgd.SGD")
 
 
 def test_replicas_of_different_settings_are_refused():
     def rank_main(comm):
-        model = _model()
-        zero = Zero(model, stage=3, comm=comm, shard_size=2)
-        zero.optimizer(torch.optim.SGD, lr=0.1 if comm.rank < 2 else 0.2)
+        model, _, _ = _engine(comm, 3, shard_size=2, lr=0.1 if comm.rank < 2 else 0.2)
         _backward(model)
 
     _all_say(_errors(rank_main, 4), "rank 0 has", "rank 2 has", "lr = 0.1", "lr = 0.2")
@@ -156,9 +141,7 @@ def test_replicas_of_different_settings_are_refused():
 
 def test_a_replica_that_leaves_a_step_out_is_refused():
     def rank_main(comm):
-        model = _model()
-        zero = Zero(model, stage=1, comm=comm, shard_size=2)
-        optim = zero.optimizer(torch.optim.SGD, lr=0.1)
+        model, _, optim = _engine(comm, 1, shard_size=2)
         _backward(model)
         if comm.rank < 2:
             optim.step()
@@ -169,37 +152,26 @@ def test_a_replica_that_leaves_a_step_out_is_refused():
 
 def test_ranks_that_change_to_different_stages_are_refused():
     def rank_main(comm):
-        model = _model()
-        zero = Zero(model, stage=0, comm=comm)
-        zero.optimizer(torch.optim.SGD, lr=0.1)
-        zero.restage(0 if comm.rank else 1)
+        _engine(comm, 0)[1].restage(0 if comm.rank else 1)
 
     _all_say(_errors(rank_main), "restage: rank 0 has stage 1, rank 1 has stage 0")
 
 
 def test_how_an_update_is_computed_may_differ():
     def rank_main(comm):
-        model = _model()
-        zero = Zero(model, stage=0, comm=comm)
-        optim = zero.optimizer(torch.optim.AdamW, lr=0.1, foreach=bool(comm.rank))
-        for _ in range(2):
-            _backward(model)
-            optim.step()
-            optim.zero_grad()
+        model, _, optim = _engine(comm, 0, torch.optim.AdamW, foreach=bool(comm.rank))
+        _steps(model, optim, 2)
 
     assert _errors(rank_main) == [None, None]
 
 
 def test_comparing_adds_no_collective_to_a_step():
     def rank_main(comm):
-        model, observed = _model(), ObservedCommunicator(comm)
-        zero = Zero(model, stage=2, comm=observed)
-        optim = zero.optimizer(torch.optim.AdamW, lr=0.1)
+        observed = ObservedCommunicator(comm)
+        model, _, optim = _engine(observed, 2)
         for _ in range(2):
             observed.drain()
-            _backward(model)
-            optim.step()
-            optim.zero_grad()
+            _steps(model, optim)
         return [record.op for record in observed.drain() if record.scope == CONTROL]
 
     assert run_threads(rank_main, WORLD_SIZE) == [["all_reduce"]] * WORLD_SIZE

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nets import Net, rows
-from zeroshard.comm import run_threads
+from zeroshard.comm import ObservedCommunicator, run_threads
 from zeroshard.zero import STAGES, MixedPrecision, Zero
 from zeroshard.zero.runtime.sharded_grad import ShardedGrad
 
@@ -375,8 +375,6 @@ def test_a_penalty_on_weights_adds_its_gradient_before_anything_else(stage):
 
 
 def test_measuring_all_gradients_is_one_message():
-    from zeroshard.comm import ObservedCommunicator
-
     def go(comm):
         observed = ObservedCommunicator(comm)
         net = Net()
@@ -452,11 +450,7 @@ def test_gradients_of_two_engines_are_clipped_together(stages):
     for norm, grads in run_threads(go, 2):
         assert norm == pytest.approx(expected, rel=1e-6)
         for net, found in zip(plain, grads, strict=True):
-            assert_close(found, gradients_of(net))
-
-
-def gradients_of(net):
-    return {name: param.grad for name, param in net.named_parameters()}
+            assert_close(found, grads_of(net))
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -476,4 +470,4 @@ def test_a_hook_on_a_parameter_sees_the_ranks_own_gradient_as_under_ddp(stage):
         plain = Net()
         plain(rows(rank)).square().mean().backward()
         assert all(type(grad) is torch.Tensor for grad in seen.values())
-        assert_close({name: seen[name] for name, _ in plain.named_parameters()}, gradients_of(plain))
+        assert_close({name: seen[name] for name, _ in plain.named_parameters()}, grads_of(plain))

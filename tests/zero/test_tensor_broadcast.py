@@ -106,24 +106,6 @@ def test_values_are_gathered_with_all_that_they_nest():
     assert all(max(sizes) == 16 for _, sizes in by_rank)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch 2.11
-def test_subclasses_and_sparse_tensors_are_left_to_pickle():
-    def go(comm):
-        return gather_to(comm, torch.eye(3).to_sparse() * (comm.rank + 1), 0, bucket_bytes=16)
-
-    found = run_threads(go, 2)[0]
-    assert [torch.equal(x.to_dense(), torch.eye(3) * (r + 1)) for r, x in enumerate(found)] == [True, True]
-
-
-def test_a_value_that_cannot_be_sent_is_an_error_on_every_rank():
-    def go(comm):
-        with pytest.raises(RuntimeError, match="values that rank 1 holds cannot be sent"):
-            gather_to(comm, (lambda: 0) if comm.rank == 1 else 0, 0, bucket_bytes=16)
-        return True
-
-    assert run_threads(go, 2) == [True, True]
-
-
 class _Calls:
     """A value whose pickle calls a function where it is opened."""
 
