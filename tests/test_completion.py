@@ -69,24 +69,6 @@ def test_every_flag_is_known_to_every_shell(written):
                 assert (f"-l {flag[2:]} " if shell == "fish" else flag) in text
 
 
-@pytest.mark.parametrize(
-    ("words", "completed"), [("train --strat", "train --strategy"), ("checkpoint sh", "checkpoint show")]
-)
-def test_zsh_completes_as_keys_are_pressed(words, completed, written):
-    path = written("zsh")
-    begin = f"PROMPT=; autoload -U compinit; compinit -u -D; . {path}; zeroshard() {{ print GOT $@ END }}"
-    keys = f"zmodload zsh/zpty; zpty z zsh -f -i; zpty -w z '{begin}; print RE''ADY'; zpty -r z seen '*READY*'"
-    said = _run("zsh", "-f", "-c", f"{keys}; zpty -w z 'zeroshard {words}\t'; zpty -r z seen '*END*'; print -r $seen")
-    assert f"GOT {completed} END" in " ".join(said.split())
-
-
-def test_fish_completes_values(written):
-    path = written("fish")
-    offered = _run("fish", "--no-config", "-c", f"source {path}; complete -C 'zeroshard train --strategy zero'")
-    assert "zero3" in offered.split()
-    assert "train" in _run("fish", "--no-config", "-c", f"source {path}; complete -C 'zeroshard tr'")
-
-
 @pytest.mark.parametrize("words", [[], ["tcsh"], ["bash", "zsh"]])
 def test_another_shell_is_refused_in_a_line(words, capsys):
     assert main(["completion", *words]) == 2

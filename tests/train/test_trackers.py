@@ -98,18 +98,6 @@ def test_tensorboard_has_the_numbers_of_the_log(tiny_config):
     assert [event.step for event in events.Scalars("val/loss")] == [0, 3, 6]
 
 
-def test_wandb_offline_keeps_the_run_in_its_folder(tiny_config, monkeypatch, capsys):
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    config = tiny_config(track="wandb")
-    assert run_training(config) == 0
-    assert "warning: wandb" not in capsys.readouterr().err
-    (kept,) = (Path(config.out) / "wandb").glob("offline-run-*")
-    assert list(kept.glob("*.wandb"))
-
-
 class FakeWandb(ModuleType):
     """What W&B was told, run by run; as there, a ``step`` that goes back is dropped."""
 

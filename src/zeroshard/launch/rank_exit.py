@@ -24,6 +24,7 @@ from typing import NoReturn
 from zeroshard.errors import ExitStatus
 from zeroshard.launch.environment import end_with_starter, tell_launcher
 
+TIME_TO_SPEAK_S = 1.0
 INTERRUPT_GRACE_S = 2.0  # from Ctrl-C to the end of a rank, whatever it is doing
 _saves_first = threading.Event()
 
@@ -73,6 +74,18 @@ def end_as_peer_lost(line: str, speak: bool) -> NoReturn:
     tell_launcher("")
     if speak:
         print(f"error: {line}", file=sys.stderr, flush=True)
+    os._exit(ExitStatus.PEER_LOST)
+
+
+def end_as_hung(line: str, speak: bool) -> NoReturn:
+    """End a rank whose step hangs. The ranks that do not ``speak`` end later, and leave ``line`` to their launcher.
+
+    It prints the line if the rank that should speak cannot, and is killed.
+    """
+    if speak:
+        end_as_peer_lost(line, True)
+    time.sleep(TIME_TO_SPEAK_S)
+    tell_launcher(line)
     os._exit(ExitStatus.PEER_LOST)
 
 

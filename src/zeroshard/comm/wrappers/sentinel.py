@@ -49,7 +49,7 @@ CLOSING_S = 5.0  # how long `close` waits for requests to the board
 NAMING_PULSES = 3  # a rank that posts nothing for so many pulses after a collective failed is to blame for that
 
 OnFault = Callable[[str, bool], None]
-_VERDICT, _SILENT = "verdict", "silent"
+_VERDICT = "verdict"
 
 
 class _Watch:
@@ -244,17 +244,6 @@ class _Watch:
         last = "; when it was last heard of, it had issued {2} as operation {0}".format(*recent[-1]) if recent else ""
         return f"rank {rank} is gone{last}; see what it printed"
 
-    def silent_ranks(self) -> list[int]:
-        """Return the ranks that post nothing for `NAMING_PULSES`: what the first rank that asks finds, on each rank."""
-        near = self._near()
-        before = self._heard_of(near)
-        time.sleep(NAMING_PULSES * PULSE_S)
-        found = self._board.read(_SILENT)
-        if found is None:
-            found = json.dumps([rank for rank, pulse in self._heard_of(near).items() if pulse == before[rank]]).encode()
-            self._board.post(_SILENT, found)
-        return json.loads(found)
-
     def close(self) -> None:
         """End the watch's threads; may be called twice."""
         self._closed.set()
@@ -293,7 +282,7 @@ class SentinelCommunicator(Wrapper):
         raised: set when an operation, or a wait for one on the host, has raised a fault; None: they raise none that
             was found meanwhile.
 
-    ``silent_ranks()`` finds ranks that post nothing. The watch ends by `close`, or with the last part of this one.
+    The watch ends by `close`, or with the last part of this one.
     """
 
     def __init__(
@@ -308,7 +297,6 @@ class SentinelCommunicator(Wrapper):
     ) -> None:
         super().__init__(inner)
         self._watch = _Watch(inner, board, on_fault, stall_s, lost_after_s or 0.0, raised)
-        self.silent_ranks = self._watch.silent_ranks
         self._last: set[None] = set()  # shared with the parts: it goes with the last of them
         # also called at interpreter exit: a thread that returns from C++ after that would abort the process
         weakref.finalize(self._last, self._watch.close)

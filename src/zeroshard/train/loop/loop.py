@@ -25,10 +25,10 @@ import torch
 
 from zeroshard import gc_frequency
 from zeroshard.comm import CONTROL, scope
-from zeroshard.comm.wrappers.sentinel import peer_error_of, sentinel_of
+from zeroshard.comm.wrappers.sentinel import peer_error_of
 from zeroshard.errors import ExitStatus, FirstRankStorageError, is_of_storage, is_out_of_memory, storage_line
 from zeroshard.launch.environment import World, has_launcher, world_from_env
-from zeroshard.launch.rank_exit import end_as_peer_lost, end_at_once
+from zeroshard.launch.rank_exit import TIME_TO_SPEAK_S, end_as_hung, end_at_once
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.loop.diagnose import first_not_finite
 from zeroshard.train.loop.run import Run
@@ -43,8 +43,6 @@ from zeroshard.train.records.records import Observer, StepRecord
 from zeroshard.train.setup.auto import move_up
 from zeroshard.train.setup.build import built
 from zeroshard.zero import ReplicaDivergedError
-
-TIME_TO_SPEAK_S = 1.0
 
 
 def run_training(config: TrainConfig, predict: Predict | None = None) -> int:
@@ -64,7 +62,7 @@ def run_training(config: TrainConfig, predict: Predict | None = None) -> int:
         with (
             built(config, predict) as run,
             stop_signals_noted(speaks=world.rank == 0) as stop_wanted,
-            Watchdog(run.folder, world.rank, config.step_timeout_s, end_as_peer_lost, _asking(run)) as watchdog,
+            Watchdog(run.folder, world.rank, config.step_timeout_s, end_as_hung) as watchdog,
         ):
             return int(_trained(run, config, stop_wanted, watchdog.alive))
     except OSError as error:
@@ -78,12 +76,6 @@ def run_training(config: TrainConfig, predict: Predict | None = None) -> int:
         if lost is None:
             raise
         raise lost from error
-
-
-def _asking(run: Run) -> Callable[[], list[int]] | None:
-    """Return a function that finds the ranks that do not answer; None if nothing watches them."""
-    sentinel = sentinel_of(run.strategy.comm)
-    return None if sentinel is None else sentinel.silent_ranks
 
 
 def _trained(run: Run, config: TrainConfig, stop_wanted: Callable[[], int], alive: Alive) -> ExitStatus:

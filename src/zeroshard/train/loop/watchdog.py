@@ -20,7 +20,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -30,7 +29,6 @@ from zeroshard.regular_files import open_regular
 
 LOOKS_PER_LIMIT = 20  # checks per limit_s
 TIME_TO_DUMP_S = 2.0  # from the limit to the end of the process, so that every rank has time to write its stacks
-TIME_TO_ASK_S = 6.0  # after that, for finding out which ranks do not answer
 PATIENCE_S = 600.0  # time allowed for one write, flush or rename, or for compiling
 
 Alive = Callable[[float], None]  # `Watchdog.alive`
@@ -45,7 +43,6 @@ class Watchdog:
         limit_s: seconds that a step or a batch of an evaluation may take; 0: no limit. The first step, which may
             compile, is not watched.
         on_hang: called with a one-line message and whether this rank should print it; it must end the process.
-        silent_ranks: finds the ranks that do not answer, and so do not watch themselves; None: nobody knows.
     """
 
     def __init__(
@@ -54,11 +51,9 @@ class Watchdog:
         rank: int,
         limit_s: float,
         on_hang: Callable[[str, bool], None],
-        silent_ranks: Callable[[], list[int]] | None = None,
     ) -> None:
         self._path = folder / "stacks" / f"rank-{rank:05d}.txt"
         self._rank, self._limit_s, self._on_hang = rank, limit_s, on_hang
-        self._silent_ranks = silent_ranks
         self._alive: tuple[float, float] | None = None  # (time of the last progress, seconds allowed until the next)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -84,27 +79,8 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._closed.wait(self._limit_s / LOOKS_PER_LIMIT):
             if line := self._overdue(TIME_TO_DUMP_S):
-                silent = self._silent()
-                if silent:
-                    line = f"rank {', '.join(map(str, silent))} does not answer: it is stopped or lost; {line}"
-                self._on_hang(line, all(rank in silent for rank in range(self._rank)))
+                self._on_hang(line, self._rank == 0)
                 return
-
-    def _silent(self) -> list[int]:
-        """Return the ranks that do not answer, if that is known within `TIME_TO_ASK_S`."""
-        found: list[int] = []
-        find = self._silent_ranks
-        if find is None:
-            return found
-
-        def ask() -> None:
-            with suppress(RuntimeError, OSError):  # the store through which they answer is gone
-                found.extend(find())
-
-        asking = threading.Thread(target=ask, name="watchdog-asks", daemon=True)
-        asking.start()
-        asking.join(TIME_TO_ASK_S)  # the store may not answer either
-        return list(found)
 
     def _overdue(self, by_s: float) -> str:
         """Return the message to print if the limit was exceeded by more than ``by_s`` seconds; else ""."""
