@@ -29,7 +29,7 @@ import bytecode
 import forked
 from made_once import made_once  # noqa: F401 -- a fixture
 from ranks import gloo_ranks, pytest_addoption  # noqa: F401 -- a fixture, and the option that it brings
-from tiny_runs import data_folder, process_group, text_config, tiny_config  # noqa: F401 -- fixtures
+from tiny_runs import data_folder, process_group, refusal, text_config, tiny_config  # noqa: F401 -- fixtures
 from zeroshard import gc_frequency
 from zeroshard.process import num_cpus
 

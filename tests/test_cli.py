@@ -61,15 +61,6 @@ def trained(monkeypatch):
     return configs
 
 
-def refusal(capsys, *argv: str) -> str:
-    """The one line that a refused command leaves on stderr."""
-    assert main(argv) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert re.fullmatch(r"error: [^\n]+: [^\n]+; [^\n]+\n", err), err
-    return err.strip()
-
-
 @contextmanager
 def running(tmp_path: Path, *argv: str):
     """A real run of two ranks that has taken its first steps; yields it and its workers."""
@@ -127,10 +118,10 @@ def test_a_file_in_the_place_of_the_folder_to_write_is_named_and_a_full_disk_is_
     assert capsys.readouterr().err.startswith("error: out: it was not written (No space left on device); free space")
 
 
-def test_a_word_that_belongs_after_a_command_is_told_where(capsys):
-    assert refusal(capsys, "verify") == "error: verify: there is no such command; write `zeroshard checkpoint verify`"
-    assert refusal(capsys, "completion", "powershell").endswith("; choose one of bash, zsh, fish")
-    assert refusal(capsys, "completion").startswith("error: shell: is missing; write ")
+def test_a_word_that_belongs_after_a_command_is_told_where(refusal):
+    assert refusal("verify") == "error: verify: there is no such command; write `zeroshard checkpoint verify`"
+    assert refusal("completion", "powershell").endswith("; choose one of bash, zsh, fish")
+    assert refusal("completion").startswith("error: shell: is missing; write ")
 
 
 @pytest.mark.parametrize("verb", [name for name, verb in VERBS.items() if verb.config])
@@ -209,50 +200,50 @@ def test_flags_reach_the_run(trained):
     assert (config.seq_len, config.fused, config.lr) == (64, False, 3e-4)
 
 
-def test_unknown_words_are_refused_and_the_nearest_known_one_is_named(capsys):
-    assert refusal(capsys, "train", "--seq-lenn", "4").endswith("did you mean --seq-len?")
-    assert refusal(capsys, "train", "--max-tokens", "4").endswith("did you mean --data.max-tokens?")
-    assert refusal(capsys, "train", "--stratgy", "zero2").endswith("did you mean --strategy?")
-    assert refusal(capsys, "plan", "--gpsu", "8").endswith("did you mean --gpus?")
-    assert refusal(capsys, "trian").endswith("did you mean train?")
-    assert refusal(capsys, "train", "fast").startswith("error: fast: belongs to no flag")
-    assert refusal(capsys, "doctor", "now").startswith("error: now: `zeroshard doctor` does not know it")
+def test_unknown_words_are_refused_and_the_nearest_known_one_is_named(refusal):
+    assert refusal("train", "--seq-lenn", "4").endswith("did you mean --seq-len?")
+    assert refusal("train", "--max-tokens", "4").endswith("did you mean --data.max-tokens?")
+    assert refusal("train", "--stratgy", "zero2").endswith("did you mean --strategy?")
+    assert refusal("plan", "--gpsu", "8").endswith("did you mean --gpus?")
+    assert refusal("trian").endswith("did you mean train?")
+    assert refusal("train", "fast").startswith("error: fast: belongs to no flag")
+    assert refusal("doctor", "now").startswith("error: now: `zeroshard doctor` does not know it")
 
 
-def test_a_flag_without_its_value_is_refused(capsys):
-    assert refusal(capsys, "train", "--lr").startswith("error: --lr: has no value")
-    assert refusal(capsys, "train", "--lr", "--seed", "1").startswith("error: --lr: has no value")
-    assert refusal(capsys, "train", "--no-compile=yes").startswith("error: --no-compile: takes no value")
+def test_a_flag_without_its_value_is_refused(refusal):
+    assert refusal("train", "--lr").startswith("error: --lr: has no value")
+    assert refusal("train", "--lr", "--seed", "1").startswith("error: --lr: has no value")
+    assert refusal("train", "--no-compile=yes").startswith("error: --no-compile: takes no value")
 
 
-def test_a_file_that_does_not_parse_or_holds_an_unknown_key_is_refused(capsys, tmp_path):
+def test_a_file_that_does_not_parse_or_holds_an_unknown_key_is_refused(refusal, tmp_path):
     file = tmp_path / "a.toml"
     file.write_text("lr = 0.1\nseq_len 5\n")
-    assert "(at line 2, column 9)" in refusal(capsys, "train", "--config", str(file))
+    assert "(at line 2, column 9)" in refusal("train", "--config", str(file))
     file.write_text("seq_length = 5\n")
-    assert refusal(capsys, "prepare", "--config", str(file)).endswith("did you mean seq_len?")
+    assert refusal("prepare", "--config", str(file)).endswith("did you mean seq_len?")
 
 
-def test_a_port_in_use_is_refused(capsys):
+def test_a_port_in_use_is_refused(refusal):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        line = refusal(capsys, "train", "--nproc", "2", "--port", str(port))
+        line = refusal("train", "--nproc", "2", "--port", str(port))
     assert line == f"error: port: {port} cannot be used (Address already in use); choose another, or 0 for any free one"
 
 
-def test_more_ranks_than_the_launchers_world_are_refused(capsys, monkeypatch):
+def test_more_ranks_than_the_launchers_world_are_refused(refusal, monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert refusal(capsys, "train", "--nproc", "3").startswith("error: nproc: 3 ranks in a world of 1")
+    assert refusal("train", "--nproc", "3").startswith("error: nproc: 3 ranks in a world of 1")
 
 
-def test_more_ranks_than_the_machine_can_hold_are_refused_before_any_starts(capsys, monkeypatch):
+def test_more_ranks_than_the_machine_can_hold_are_refused_before_any_starts(refusal, monkeypatch):
     def started(*args: object, **kwargs: object) -> None:
         raise AssertionError("ranks were started")
 
     monkeypatch.setattr("zeroshard.launch.start_ranks.launch_workers", started)
     for verb in (["train"], ["eval", "runs/x"]):
-        line = refusal(capsys, *verb, "--nproc", "99999999")
+        line = refusal(*verb, "--nproc", "99999999")
         assert re.match(r"error: nproc: 99,999,999 ranks do not fit into this machine's [\d,]+ GiB; give ", line)
 
 
@@ -275,10 +266,10 @@ def test_ctrl_c_sigterm_and_sigusr1_have_statuses_of_their_own(monkeypatch):
         assert signal.getsignal(number) == signal.SIG_DFL
 
 
-def test_generate_takes_its_run_by_position(capsys, tmp_path):
-    assert refusal(capsys, "generate", str(tmp_path / "none")).startswith("error: run: ")
-    assert refusal(capsys, "generate").startswith("error: run: is missing")
-    assert refusal(capsys, "generate", "--run", "x").startswith("error: --run: there is no such flag")
+def test_generate_takes_its_run_by_position(refusal, tmp_path):
+    assert refusal("generate", str(tmp_path / "none")).startswith("error: run: ")
+    assert refusal("generate").startswith("error: run: is missing")
+    assert refusal("generate", "--run", "x").startswith("error: --run: there is no such flag")
 
 
 def test_doctor_reports_versions_and_what_would_be_used(capsys, monkeypatch):
@@ -322,16 +313,10 @@ def test_doctor_tells_of_optimizers_that_were_asked_for(capsys, monkeypatch):
     assert re.fullmatch(r"Muon +per-tensor +whole tensors, matrices only +(exact *){4}", lines[2])
 
 
-def test_doctor_refuses_what_is_no_optimizer_in_a_line(capsys):
-    assert refusal(capsys, "doctor", "--optimizers", "Muon").startswith(
-        "error: --optimizers: 'Muon' is not of the form"
-    )
-    assert refusal(capsys, "doctor", "--optimizers", "no.such:Thing").startswith(
-        "error: --optimizers: no.such cannot be"
-    )
-    assert refusal(capsys, "doctor", "--optimizers", "torch:nn").startswith(
-        "error: --optimizers: torch has no optimizer"
-    )
+def test_doctor_refuses_what_is_no_optimizer_in_a_line(capsys, refusal):
+    assert refusal("doctor", "--optimizers", "Muon").startswith("error: --optimizers: 'Muon' is not of the form")
+    assert refusal("doctor", "--optimizers", "no.such:Thing").startswith("error: --optimizers: no.such cannot be")
+    assert refusal("doctor", "--optimizers", "torch:nn").startswith("error: --optimizers: torch has no optimizer")
     assert main(["doctor", "--help"]) == 0
     assert capsys.readouterr().out.startswith("usage: zeroshard doctor [--optimizers [module:Class ...]]\n")
 
@@ -423,12 +408,12 @@ BAD_INPUT: dict[str, tuple[str | None, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", BAD_INPUT)
-def test_bad_input_of_any_kind_is_one_line(case, capsys, tmp_path, trained):
+def test_bad_input_of_any_kind_is_one_line(case, refusal, tmp_path, trained):
     content, words = BAD_INPUT[case]
     path = tmp_path / "file.json"
     if content is not None:
         path.write_text(content)
-    assert len(refusal(capsys, *(str(path) if word == "FILE" else word for word in words))) < 2000
+    assert len(refusal(*(str(path) if word == "FILE" else word for word in words))) < 2000
     assert not trained
 
 

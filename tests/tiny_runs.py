@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,6 +60,22 @@ def text_config(tiny_config, tmp_path):
         return tiny_config(**{"data": data, **changes})
 
     return make
+
+
+@pytest.fixture
+def refusal(capsys):
+    """`refusal(*words)`: the one line that a refused command leaves, on stderr."""
+    from zeroshard.cli import main
+
+    def ask(*words):
+        capsys.readouterr()
+        assert main([*map(str, words)]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert re.fullmatch(r"error: [^\n]+: [^\n]+; [^\n]+\n", err), err
+        return err.strip()
+
+    return ask
 
 
 @pytest.fixture

@@ -37,15 +37,6 @@ def say(capsys, *words, status=0):
     return out.splitlines()
 
 
-def refusal(capsys, *words):
-    capsys.readouterr()
-    assert main(["checkpoint", *map(str, words)]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert re.fullmatch(r"error: [^\n]+: [^\n]+; [^\n]+\n", err), err
-    return err
-
-
 def damage(folder):
     file = next(folder.glob("rank-*.safetensors"))
     content = bytearray(file.read_bytes())
@@ -167,13 +158,13 @@ def test_diff_sees_bits_that_numbers_hide_and_tensors_that_are_not_there(tmp_pat
         (["show", "/nowhere"], "/nowhere: there is no such folder"),
     ],
 )
-def test_wrong_words_are_one_line(capsys, words, line):
-    assert line in refusal(capsys, *words)
+def test_wrong_words_are_one_line(refusal, words, line):
+    assert line in refusal("checkpoint", *words)
 
 
-def test_a_folder_without_a_checkpoint_is_one_line(tmp_path, capsys):
+def test_a_folder_without_a_checkpoint_is_one_line(tmp_path, refusal):
     for word in ("show", "verify"):
-        assert "is not a complete checkpoint" in refusal(capsys, word, tmp_path)
+        assert "is not a complete checkpoint" in refusal("checkpoint", word, tmp_path)
     (tmp_path / "checkpoints").mkdir()
     for word in ("show", "verify"):
-        assert "has no complete checkpoint" in refusal(capsys, word, tmp_path)
+        assert "has no complete checkpoint" in refusal("checkpoint", word, tmp_path)

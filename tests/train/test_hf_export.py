@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import re
 
 import pytest
 import torch
@@ -15,15 +14,6 @@ from zeroshard.comm import LocalCommunicator
 from zeroshard.interop import hf_export
 from zeroshard.train.loop.loop import run_training
 from zeroshard.zero import NamedShard
-
-
-def refusal(capsys, *words):
-    capsys.readouterr()
-    assert main([str(word) for word in words]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert re.fullmatch(r"error: [^\n]+: [^\n]+; [^\n]+\n", err), err
-    return err
 
 
 @pytest.fixture
@@ -64,20 +54,20 @@ def test_an_index_says_where_each_tensor_is(run, tmp_path):
     assert index["metadata"]["total_size"] == sum(t.nbytes for file in files for t in load_file(file).values())
 
 
-def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(run, tmp_path, capsys):
+def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(run, tmp_path, refusal):
     out = tmp_path / "hf"
-    assert "is not a complete checkpoint" in refusal(capsys, "export", tmp_path / "nothing", out)
-    assert "max_shard_size: '5' is not a size" in refusal(capsys, "export", run, out, "--max-shard-size", "5")
-    assert "dtype: 'int8' is not a choice" in refusal(capsys, "export", run, out, "--dtype", "int8")
-    assert "out: is missing" in refusal(capsys, "export", run)
-    assert "out: " in refusal(capsys, "export", run, run)
+    assert "is not a complete checkpoint" in refusal("export", tmp_path / "nothing", out)
+    assert "max_shard_size: '5' is not a size" in refusal("export", run, out, "--max-shard-size", "5")
+    assert "dtype: 'int8' is not a choice" in refusal("export", run, out, "--dtype", "int8")
+    assert "out: is missing" in refusal("export", run)
+    assert "out: " in refusal("export", run, run)
     file = next((run / "checkpoints" / "step-00000002").glob("rank-*"))
     file.write_bytes(file.read_bytes()[:-1])
-    assert f"{file}: is damaged" in refusal(capsys, "export", run, out)
+    assert f"{file}: is damaged" in refusal("export", run, out)
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_checkpoint_that_does_not_say_its_model_is_refused(tmp_path, capsys):
+def test_a_checkpoint_that_does_not_say_its_model_is_refused(tmp_path, capsys, refusal):
     class State:
         comm = LocalCommunicator()
 
@@ -85,12 +75,12 @@ def test_a_checkpoint_that_does_not_say_its_model_is_refused(tmp_path, capsys):
             yield NamedShard("weight", "param", (2,), (0, 2), torch.ones(2))
 
     checkpoint.save(tmp_path / "c", State(), step=0)
-    assert "does not say which model it is" in refusal(capsys, "export", tmp_path / "c", tmp_path / "hf")
+    assert "does not say which model it is" in refusal("export", tmp_path / "c", tmp_path / "hf")
     checkpoint.save(tmp_path / "d", State(), step=0, extra={"config": {"model": "gpt2-demo"}})
     assert "d has wte.weight as None, its configuration as" in refusal(
         capsys, "export", tmp_path / "d", tmp_path / "hf"
     )
-    assert "holds no moving average" in refusal(capsys, "export", tmp_path / "d", tmp_path / "hf", "--weights", "ema")
+    assert "holds no moving average" in refusal("export", tmp_path / "d", tmp_path / "hf", "--weights", "ema")
 
 
 def test_a_full_disk_is_one_line_with_a_status_of_its_own_and_leaves_nothing(run, tmp_path, capsys, monkeypatch):

@@ -42,15 +42,6 @@ def hf(exported, tmp_path):
     return shutil.copytree(exported / "hf", tmp_path / "hf")
 
 
-def refusal(capsys, *words):
-    capsys.readouterr()
-    assert main([str(word) for word in words]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert re.fullmatch(r"error: [^\n]+: [^\n]+; [^\n]+\n", err), err
-    return err
-
-
 def summary(run):
     return json.loads((run / "summary.json").read_text())
 
@@ -90,19 +81,19 @@ def test_an_imported_run_writes_text_and_trains_on_from_its_loss(hf, exported, t
     assert summary(run)["step"] == 3
 
 
-def test_an_imported_run_is_fine_tuned_on_data_that_are_named_and_on_no_other(hf, tmp_path, capsys):
+def test_an_imported_run_is_fine_tuned_on_data_that_are_named_and_on_no_other(hf, tmp_path, refusal):
     run = tmp_path / "run"
     assert main(["import", str(hf), str(run)]) == 0
     settings = load_config(run / "config.toml")
     assert (settings.lr, settings.min_lr, settings.data.source) == (2e-5, 2e-6, "unnamed")
     before = sorted(run.rglob("*"))
-    line = refusal(capsys, "train", "--config", run / "config.toml", "--resume", "auto")
+    line = refusal("train", "--config", run / "config.toml", "--resume", "auto")
     assert line == (
         "error: data: the run was imported and names no data to train on; "
-        "add --data text --data.path FILES, or another source, see --help\n"
+        "add --data text --data.path FILES, or another source, see --help"
     )
-    assert refusal(capsys, "prepare", "--config", run / "config.toml") == line
-    assert refusal(capsys, "eval", run).startswith("error: data_dir: ")
+    assert refusal("prepare", "--config", run / "config.toml") == line
+    assert refusal("eval", run).startswith("error: data_dir: ")
     assert sorted(run.rglob("*")) == before
 
 
@@ -130,11 +121,11 @@ def test_weights_keep_their_dtype_and_a_head_that_is_tied_is_left_out(hf, tmp_pa
     assert manifest.extra["imported_from"] == "hf"
 
 
-def test_without_a_tokenizer_there_are_weights_alone(hf, tmp_path, capsys):
+def test_without_a_tokenizer_there_are_weights_alone(hf, tmp_path, capsys, refusal):
     (hf / "tokenizer.json").unlink()
     assert main(["import", str(hf), str(tmp_path / "run")]) == 0
     assert "no tokenizer" in capsys.readouterr().out
-    assert "has no tokenizer; import the model from" in refusal(capsys, "generate", tmp_path / "run")
+    assert "has no tokenizer; import the model from" in refusal("generate", tmp_path / "run")
     assert load_config(tmp_path / "run" / "config.toml").data.tokenizer == "bytes"
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "again")]) == 0
     assert not (tmp_path / "again" / "tokenizer.json").exists()
@@ -174,20 +165,20 @@ def _of_100_ids(hf):
         (lambda hf: (hf / "tokenizer.json").write_text("{}"), "data.tokenizer: .*tokenizer.json cannot be read"),
     ],
 )
-def test_what_cannot_be_imported_is_one_line_and_leaves_nothing(hf, tmp_path, capsys, spoil, line):
+def test_what_cannot_be_imported_is_one_line_and_leaves_nothing(hf, tmp_path, refusal, spoil, line):
     spoil(hf)
-    assert re.search(line, refusal(capsys, "import", hf, tmp_path / "run"))
+    assert re.search(line, refusal("import", hf, tmp_path / "run"))
     assert [entry.name for entry in tmp_path.iterdir()] == ["hf"]
 
 
-def test_a_run_folder_that_is_there_is_left_alone(hf, tmp_path, capsys):
+def test_a_run_folder_that_is_there_is_left_alone(hf, tmp_path, refusal):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").write_text("mine")
-    assert "is there already; name a new folder" in refusal(capsys, "import", hf, tmp_path / "run")
+    assert "is there already; name a new folder" in refusal("import", hf, tmp_path / "run")
     assert (tmp_path / "run" / "config.toml").read_text() == "mine"
 
 
-def test_tokens_of_a_larger_vocabulary_than_the_models_are_refused(hf, tmp_path, text, capsys):
+def test_tokens_of_a_larger_vocabulary_than_the_models_are_refused(hf, tmp_path, text, refusal):
     assert main(["import", str(hf), str(tmp_path / "run")]) == 0
     words = [
         "train",
@@ -201,4 +192,4 @@ def test_tokens_of_a_larger_vocabulary_than_the_models_are_refused(hf, tmp_path,
         "text",
     ]
     other = ["--data.path", text, "--data.tokenizer", "bpe:275", "--data.dir", tmp_path / "data", "--seq-len", "16"]
-    assert "model.vocab_size: 270 is below the 275 ids" in refusal(capsys, *words, *other)
+    assert "model.vocab_size: 270 is below the 275 ids" in refusal(*words, *other)
