@@ -67,7 +67,7 @@ def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(run, tmp_path, r
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_checkpoint_that_does_not_say_its_model_is_refused(tmp_path, capsys, refusal):
+def test_a_checkpoint_that_does_not_say_its_model_is_refused(tmp_path, refusal):
     class State:
         comm = LocalCommunicator()
 
@@ -77,9 +77,7 @@ def test_a_checkpoint_that_does_not_say_its_model_is_refused(tmp_path, capsys, r
     checkpoint.save(tmp_path / "c", State(), step=0)
     assert "does not say which model it is" in refusal("export", tmp_path / "c", tmp_path / "hf")
     checkpoint.save(tmp_path / "d", State(), step=0, extra={"config": {"model": "gpt2-demo"}})
-    assert "d has wte.weight as None, its configuration as" in refusal(
-        capsys, "export", tmp_path / "d", tmp_path / "hf"
-    )
+    assert "d has wte.weight as None, its configuration as" in refusal("export", tmp_path / "d", tmp_path / "hf")
     assert "holds no moving average" in refusal("export", tmp_path / "d", tmp_path / "hf", "--weights", "ema")
 
 
