@@ -7,6 +7,7 @@ live in any test module.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import pickle
@@ -24,6 +25,7 @@ import pytest
 
 import forked
 
+LEAVE = "leave"  # in the place of a task
 TIMEOUT_S = 300.0  # a rank that has not answered hangs: no machine is so busy
 
 
@@ -71,6 +73,8 @@ class GlooRanks:
             except (EOFError, RankError) as error:
                 self.kill()
                 raise error if isinstance(error, RankError) else RankError("a rank died") from None
+        for pipe in self._pipes:
+            pipe.send_bytes(pickle.dumps(LEAVE))
         return [answers[rank] for rank in range(self.world_size)]
 
     def end(self) -> None:
@@ -125,6 +129,9 @@ def _rank_main(rank: int, world_size: int, folder: str) -> None:
     pipe = Client(f"{folder}/pipes", "AF_UNIX")
     pipe.send(rank)
     while (task := pickle.loads(pipe.recv_bytes())) is not None:
+        if task == LEAVE:
+            _leave_groups()
+            continue
         path, name, args = task
         try:
             answer = (True, getattr(_module(path), name)(comm, *args))
@@ -134,6 +141,18 @@ def _rank_main(rank: int, world_size: int, folder: str) -> None:
         del task, args, answer
     del comm
     shutdown()
+
+
+def _leave_groups() -> None:
+    """Leave the groups of a task that every rank has ended: a thread of each polls 100 times a second."""
+    import torch.distributed as dist
+
+    made = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    for group in made:
+        dist.destroy_process_group(group)
+    if made:
+        del group, made
+        gc.collect()
 
 
 def _module(path: str) -> Any:
