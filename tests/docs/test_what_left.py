@@ -47,6 +47,8 @@ LEFT = [
     r"common_copy",
     r"character_meta",
     r"logit_comparison",
+    r"reading_notes",
+    r"drawn side by side",
     r"MappedMeta",
     r"nanogpt_statements",
     r"json_lists",

@@ -156,20 +156,6 @@ def ema_bf16(out, stage):
     return told(*fitted(out, stage, [EMAWeightAveraging(decay=0.5)], precision="bf16-mixed"))
 
 
-def swa(out, stage):
-    from lightning.pytorch.callbacks import StochasticWeightAveraging
-
-    return told(
-        *fitted(
-            out,
-            stage,
-            [StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1, device=None)],
-            max_steps=-1,
-            max_epochs=3,
-        )
-    )
-
-
 def best_checkpoint(out, stage):
     from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -208,10 +194,6 @@ def finetuning(out, stage, trained_alone=False):
 
 def finetuning_of_trained(out, stage):
     return finetuning(out, stage, trained_alone=True)
-
-
-def clip_value(out, stage):
-    return told(*fitted(out, stage, gradient_clip_val=0.01, gradient_clip_algorithm="value"))
 
 
 def pruning(out, stage):
@@ -262,7 +244,7 @@ def prepare():
 
 RUNS = [
     fit, memory, resumed, bf16, refused_precision,
-    ema, ema_bf16, swa, best_checkpoint, finetuning, finetuning_of_trained, manual, clip_value, pruning,
+    ema, ema_bf16, best_checkpoint, finetuning, finetuning_of_trained, manual, pruning,
     weights_by_name, module_state,
 ]  # fmt: skip
 

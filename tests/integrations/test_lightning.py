@@ -17,11 +17,10 @@ pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="lightnin
 
 SCRIPT = Path(__file__).with_name("lightning_runs.py")
 ALWAYS = ["fit", "ema", "best_checkpoint", "weights_by_name", "module_state"]
-ON_REQUEST = ["resumed", "swa", "finetuning", "finetuning_of_trained", "clip_value", "manual"]
+ON_REQUEST = ["resumed", "finetuning", "finetuning_of_trained", "manual"]
 REFUSED = {
     ("ema", 3): "EMAWeightAveraging reads and writes all weights, and stage 3 shards them; use ZeroPlugin(stage=2); "
     "for an average use strategy.engine.ema()",
-    ("swa", 3): "StochasticWeightAveraging reads and writes all weights, and stage 3 shards them",
     ("ema_bf16", 1): "EMAWeightAveraging would average weights in the compute dtype, not the fp32 master weights",
     ("pruning", 1): "ModelPruning replaces the parameters, which the engine's buffers hold",
     ("finetuning", 3): "Unfreezes compares frozen weights of the optimizer by value, and stage 3 shards them",

@@ -20,7 +20,7 @@ pytestmark = [
 
 SCRIPT = Path(__file__).with_name("trainer_arguments.py")
 ALWAYS = ["modules_to_save", "modules_to_save_best", "lora_best", "prompt_tuning_best", "adafactor"]
-ON_REQUEST = ["lora_resumed", "early_stopping", "only_model_resumed"]
+ON_REQUEST = ["lora_resumed", "only_model_resumed"]
 
 
 @pytest.fixture(scope="module")

@@ -129,18 +129,6 @@ def prompt_tuning_best(out, stage):
     return _best(prompts(), out, stage)
 
 
-def early_stopping(out, stage):
-    from transformers import EarlyStoppingCallback
-
-    found = trainer(
-        out, stage, llama(), [EarlyStoppingCallback(1)], max_steps=8, learning_rate=0.5,
-        eval_strategy="steps", eval_steps=1, save_strategy="best", metric_for_best_model="eval_loss",
-        greater_is_better=False, save_total_limit=1,
-    )  # fmt: skip
-    found.train()
-    return {"log": numbers(found), "step": found.state.global_step, "kept": sorted(p.name for p in Path(out).iterdir())}
-
-
 def adafactor(out, stage):
     found = trainer(out, stage, llama(), optim="adafactor")
     found.train()
@@ -172,7 +160,7 @@ def prepare():
 
 
 RUNS = [
-    modules_to_save, modules_to_save_best, lora_best, lora_resumed, prompt_tuning_best, early_stopping, adafactor,
+    modules_to_save, modules_to_save_best, lora_best, lora_resumed, prompt_tuning_best, adafactor,
     only_model_resumed,
 ]  # fmt: skip
 

@@ -11,7 +11,6 @@ https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from zeroshard.data.chosen_files import choose
 from zeroshard.data.files import FileFacts, Fingerprint, facts_of
 from zeroshard.data.tables import corpus_identity
 from zeroshard.errors import UserError
@@ -63,10 +63,7 @@ class TokenBins:
 
     def __init__(self, paths: Sequence[str], vocab_size: int | None) -> None:
         self.description = ", ".join(paths)
-        files: dict[Path, Path] = {}
-        for file in (file for path in paths for file in _files_of(path)):
-            files.setdefault(file.resolve(), file)  # a file that is named twice is read once
-        self._files = [_look_at(facts_of(str(file))) for file in files.values()]
+        self._files = [_look_at(facts_of(file)) for file in choose(paths, ".bin").files]
         self._asked = vocab_size
 
     @cached_property
@@ -108,19 +105,6 @@ class TokenBins:
 def _blocks(ids: NDArray[np.unsignedinteger]) -> Iterator[NDArray[np.unsignedinteger]]:
     for start in range(0, ids.size, _BLOCK_TOKENS):
         yield np.asarray(ids[start : start + _BLOCK_TOKENS])
-
-
-def _files_of(path: str) -> list[Path]:
-    found = Path(path).expanduser()
-    if found.is_dir():
-        files = sorted(file for file in found.iterdir() if file.suffix.lower() == ".bin" and file.is_file())
-        if not files:
-            raise UserError("data.path", f"{path} holds no .bin file", "name the files")
-    else:
-        files = [found] if found.exists() else [Path(match) for match in sorted(glob.glob(str(found)))]
-    if not files:
-        raise UserError("data.path", f"{path} does not exist", "check the path")
-    return files
 
 
 def _look_at(facts: FileFacts) -> _Bin:

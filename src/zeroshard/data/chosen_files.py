@@ -51,18 +51,19 @@ class Chosen:
         return [file for file in self.files if not is_table(file)]
 
 
-def choose(paths: Sequence[str]) -> Chosen:
+def choose(paths: Sequence[str], suffix: str = "") -> Chosen:
     """Return the files that ``paths`` name.
 
     Args:
         paths: files, folders, globs and addresses.
+        suffix: read the files of this suffix in a folder, and leave out all others; empty: tables, else texts.
 
     Raises:
         UserError: a path is missing or empty, a folder has nothing to read, or a file is of a kind that is not read.
     """
     chosen, identities = Chosen(), set()
     for path in paths:
-        for file in _named_by(path, chosen.left_out):
+        for file in _named_by(path, suffix, chosen.left_out):
             identity = file if is_address(file) else os.path.realpath(file)
             if identity not in identities:
                 identities.add(identity)
@@ -95,7 +96,7 @@ def walk(folder: Path, *, skipped: frozenset[str] = frozenset(), follow: bool = 
             yield Path(where, name)
 
 
-def _named_by(path: str, left_out: list[str]) -> Iterator[str]:
+def _named_by(path: str, suffix: str, left_out: list[str]) -> Iterator[str]:
     if is_address(path):
         if not is_table(path):
             todo = "download other files first"
@@ -104,7 +105,7 @@ def _named_by(path: str, left_out: list[str]) -> Iterator[str]:
         return
     found = Path(path).expanduser()
     if found.is_dir():
-        yield from _of_folder(found, path, left_out)
+        yield from _of_folder(found, path, suffix, left_out)
         return
     files = [found] if found.is_file() else [Path(match) for match in sorted(glob.glob(str(found), recursive=True))]
     folders = [file for file in files if file.is_dir()]
@@ -120,8 +121,13 @@ def _named_by(path: str, left_out: list[str]) -> Iterator[str]:
         yield _readable(file)
 
 
-def _of_folder(folder: Path, named: str, left_out: list[str]) -> list[str]:
-    """Return a folder's tables, else its texts, and describe its other files in ``left_out``."""
+def _of_folder(folder: Path, named: str, wanted: str, left_out: list[str]) -> list[str]:
+    """Return a folder's files of the suffix ``wanted``, or its tables, else its texts, and describe its other files."""
+    if wanted:
+        files = [str(file) for file in walk(folder) if suffix_of(str(file)) == wanted and file.is_file()]
+        if not files:
+            raise UserError("data.path", f"{named} holds no {wanted} file", "name the files")
+        return files
     tables, texts, others = [], [], []
     for file in walk(folder, skipped=frozenset({"__pycache__"})):
         suffix = suffix_of(str(file))
