@@ -113,10 +113,6 @@ def modules_to_save_best(out, stage):
     return _best(lora(modules_to_save=["lm_head"]), out, stage)
 
 
-def lora_best(out, stage):
-    return _best(lora(), out, stage)
-
-
 def lora_resumed(out, stage):
     first = trainer(out, stage, lora(), save_strategy="steps", save_steps=2)
     first.train()
@@ -127,12 +123,6 @@ def lora_resumed(out, stage):
 
 def prompt_tuning_best(out, stage):
     return _best(prompts(), out, stage)
-
-
-def adafactor(out, stage):
-    found = trainer(out, stage, llama(), optim="adafactor")
-    found.train()
-    return {"log": numbers(found), "weights": weights(found)}
 
 
 def only_model_resumed(out, stage):
@@ -159,10 +149,7 @@ def prepare():
     import zeroshard.integrations.transformers  # noqa: F401
 
 
-RUNS = [
-    modules_to_save, modules_to_save_best, lora_best, lora_resumed, prompt_tuning_best, adafactor,
-    only_model_resumed,
-]  # fmt: skip
+RUNS = [modules_to_save, modules_to_save_best, lora_resumed, prompt_tuning_best, only_model_resumed]
 
 if __name__ == "__main__":
     main(RUNS, prepare, between)

@@ -67,14 +67,14 @@ class SourceEntry:
         return made_at(self.factory, "data.source", (), asked)
 
 
-HUB = "zeroshard.data.hub:hub_source"
+HUB, BUILT_IN = "zeroshard.data.hub:hub_source", "zeroshard.data.sources:built_in"
 SOURCES: dict[str, SourceEntry] = {
-    "python-stdlib": SourceEntry("zeroshard.data.sources:python_stdlib", "none", has_columns=False),
-    "python-docs": SourceEntry("zeroshard.data.sources:python_docs", "none", has_columns=False),
+    "python-stdlib": SourceEntry(BUILT_IN, "none", has_columns=False),
+    "python-docs": SourceEntry(BUILT_IN, "none", has_columns=False),
     "text": SourceEntry("zeroshard.data.sources:text_or_tables", "some"),
-    "tinyshakespeare": SourceEntry("zeroshard.data.sources:tiny_shakespeare", "one", has_columns=False),
-    "synthetic": SourceEntry("zeroshard.data.sources:synthetic_tokens", "none", has_text=False, has_columns=False),
-    "bin": SourceEntry("zeroshard.data.sources:token_bins", "some", has_text=False, has_columns=False),
+    "tinyshakespeare": SourceEntry(BUILT_IN, "one", has_columns=False),
+    "synthetic": SourceEntry(BUILT_IN, "none", has_text=False, has_columns=False),
+    "bin": SourceEntry(BUILT_IN, "some", has_text=False, has_columns=False),
     "fineweb-edu": SourceEntry(HUB, "none", hub="HuggingFaceFW/fineweb-edu:sample-10BT"),
     "openwebtext": SourceEntry(HUB, "none", hub="Skylion007/openwebtext"),
 }

@@ -21,7 +21,8 @@ import sysconfig
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -276,14 +277,16 @@ def open_source(
     return source_entry(name)(SourceRequest(name, tuple(paths), synthetic, column, vocab_size))
 
 
-def python_stdlib(asked: SourceRequest) -> PythonStdlib:
-    """Return the source ``python-stdlib``."""
-    return PythonStdlib()
-
-
-def python_docs(asked: SourceRequest) -> PythonDocs:
-    """Return the source ``python-docs``."""
-    return PythonDocs()
+def built_in(asked: SourceRequest) -> Source:
+    """Return the source of this file that ``asked`` names."""
+    makers: dict[str, Callable[[], Source]] = {
+        "python-stdlib": PythonStdlib,
+        "python-docs": PythonDocs,
+        "tinyshakespeare": lambda: TinyShakespeare(*asked.paths),
+        "synthetic": lambda: SyntheticTokens(*astuple(asked.synthetic)),
+        "bin": lambda: TokenBins(asked.paths, asked.vocab_size),
+    }
+    return makers[asked.name]()
 
 
 def text_or_tables(asked: SourceRequest) -> Tables | TextFiles:
@@ -303,22 +306,6 @@ def text_or_tables(asked: SourceRequest) -> Tables | TextFiles:
         what = f"{tables[0]} has a text in each row and {texts[0]} has not"
         raise UserError("data.path", what, "mix them by --data.mix, or prepare them apart")
     return TextFiles(texts, ", ".join(asked.paths), chosen.left_out)
-
-
-def tiny_shakespeare(asked: SourceRequest) -> TinyShakespeare:
-    """Return the source ``tinyshakespeare``."""
-    return TinyShakespeare(*asked.paths)
-
-
-def synthetic_tokens(asked: SourceRequest) -> SyntheticTokens:
-    """Return the source ``synthetic``."""
-    size = asked.synthetic
-    return SyntheticTokens(size.vocab_size, size.num_tokens, size.seed)
-
-
-def token_bins(asked: SourceRequest) -> TokenBins:
-    """Return the source ``bin``."""
-    return TokenBins(asked.paths, asked.vocab_size)
 
 
 def _is_text(file: Path) -> bool:
