@@ -136,8 +136,8 @@ def test_memory_is_that_of_the_copy_and_of_packed_weights_that_of_their_codes(pr
     without, _, groups = resident()
     with_it, zero, _ = resident(secondary_shard_size=4)
     gathered = [
-        8 * each.wire.num_bytes(each.layout.shard_numel) if each.wire is not None else each.layout.padded_numel * 4
-        for each in groups
+        8 * form.num_bytes(each.layout.shard_numel) if form is not None else each.layout.padded_numel * 4
+        for each, form in ((each, each.transport.form) for each in groups)
     ]
     assert with_it - without == sum(gathered) // 4
     buffers = buffers_of(_drawn(), 8, precision=precision)

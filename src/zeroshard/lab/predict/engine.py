@@ -282,7 +282,7 @@ class _Engine:
         for group in self._groups:
             if log.has_streams:
                 group.use_streams(_Beside())
-            log.ignore([group.params.full, group.params.master, group.params.node_copy.shard])
+            log.ignore([group.params.full, group.params.master, *group.params.transport.resident])
             if group.params.shard_params:
                 storage = group.params.full.untyped_storage()
                 log.freed[storage._cdata] = storage
@@ -361,7 +361,7 @@ def _wires(buffer: Buffer, group: FlatGroup, settings: Settings) -> BufferFormat
     grads = settings.precision.gradients_format(buffer.dtype) if reduced else None
     params = group.params
     shards = buffer.layout.own_numel(params.comm.rank), params.comm.world_size
-    return BufferFormats(params.wire, grads, *shards, params.full.dtype)
+    return BufferFormats(params.transport.form, grads, *shards, params.full.dtype)
 
 
 class _Backward(torch.autograd.Function):

@@ -20,25 +20,55 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
 from zeroshard.comm import Work, empty_for, scope
-from zeroshard.wire_formats import DtypeFormat
 from zeroshard.zero.buffers import outdated
 from zeroshard.zero.buffers.initial import initial_values
 from zeroshard.zero.buffers.layout import ALIGNMENT, FlatLayout, Piece, view_of
-from zeroshard.zero.buffers.node_copy import NodeCopy
 from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.shards import gather_shards
 from zeroshard.zero.buffers.shown import Shown
-from zeroshard.zero.buffers.wire import PackedGather, seen, take_written
-from zeroshard.zero.buffers.written_weights import bit_sums, take_where_it_differs
+from zeroshard.zero.buffers.transport import WeightTransport
+from zeroshard.zero.buffers.written_weights import bit_sums
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
 from zeroshard.zero.streams import NO_STREAMS, Mark, Streams
+
+
+class WeightState(Enum):
+    """What is in the memory of unsharded weights, and what the parameters show.
+
+    | from                 | by                                              | to           |
+    |----------------------|-------------------------------------------------|--------------|
+    | `SHARDED`, `STALE`   | `FlatParams.gather`                             | `GATHERING`  |
+    | `GATHERING`          | `FlatParams.wait`                               | `UNSHARDED`  |
+    | any                  | `FlatParams.release`, where weights are sharded | `SHARDED`    |
+    | any but `SHARDED`    | `FlatParams.mark_stale`, where they are not     | `STALE`      |
+
+    A master that is all of the unsharded weights makes them never stale: `mark_stale` leaves them `UNSHARDED`.
+    """
+
+    SHARDED = "sharded"
+    """The buffer has no memory; parameters show NaN."""
+
+    GATHERING = "gathering"
+    """The buffer has memory, into which a gather writes; parameters do not show it yet."""
+
+    UNSHARDED = "unsharded"
+    """The buffer has the values of the master weights, rounded to the compute dtype; parameters show it."""
+
+    STALE = "stale"
+    """The buffer has values from before the last change of the master weights. Parameters show NaN, or, if the part of
+    this rank's shard is the master itself, the buffer."""
+
+
+SHARDED, GATHERING = WeightState.SHARDED, WeightState.GATHERING
+UNSHARDED, STALE = WeightState.UNSHARDED, WeightState.STALE
 
 
 class FlatParams:
@@ -52,9 +82,8 @@ class FlatParams:
         dtype, comm: the parameters' dtype before there was an engine; the ranks that hold the shards.
         pieces: the pieces of parameters that the optimizer on this rank updates. If it is replicated on the CPU: those
             of every rank, so that vectorised bodies and scalar tails fall on the same elements at each stage.
-        wire, packed_gather, node_copy: the wire format of weights, None: they are sent in the compute dtype; the
-            gather in flight in that format; the second copy of sharded weights, if there is one.
-        whole, stale: whether ``full`` has memory (its gather may be in flight); whether the master is newer than it.
+        state: what is in ``full`` now.
+        transport: how ``full`` comes to be from the shards of all ranks.
         shown, absent: what the parameters show; those that have left the model, as far as `take_names` has noticed.
         on_read: called before a read of a parameter whose values are stale or freed, and ends in `show_as_current`;
             None: reads are not watched. See [Note: Read between steps] in `outdated`.
@@ -74,6 +103,7 @@ class FlatParams:
         layout: FlatLayout | None = None,
         *,
         frozen: bool = False,
+        transport: WeightTransport | None = None,
     ) -> None:
         self.name = name
         self.params = [param for _, param in params]
@@ -82,12 +112,8 @@ class FlatParams:
         self.layout = layout or FlatLayout.of(shapes, comm.world_size, ALIGNMENT, levels.parts)
         self.shard_optim = strategy.optim is SHARD and comm.world_size > 1
         self.shard_params = strategy.params is SHARD and comm.world_size > 1
-        self.stale = False
-        self.whole = True
-        self._copy_due = False  # whether this rank's master must be copied to `full`
+        self.state = UNSHARDED
         self._work: Work | None = None
-        self.packed_gather: PackedGather | None = None
-        self._seen: Tensor | None = None  # `seen` of this rank's own part of `full`, as it arrived
         self._streams: Streams = NO_STREAMS
         self._written_at: Mark = None  # the point in a stream where the master was complete
         self.dtype = self.params[0].dtype
@@ -96,9 +122,10 @@ class FlatParams:
         compute_dtype = precision.compute_dtype(self.dtype)
         same = frozen or compute_dtype == self.dtype
         self._own = own
-        self.wire = precision.weights_format(self.dtype) if self.shard_optim else None
-        self._aliased = same and not self.shard_params and self.wire is None
-        rounded = self.wire is not None or (not same and compute_dtype.itemsize < self.dtype.itemsize)
+        self.transport = transport or WeightTransport(comm, self.layout)
+        packed = self.transport.form is not None
+        self._aliased = same and not self.shard_params and not packed
+        rounded = packed or (not same and compute_dtype.itemsize < self.dtype.itemsize)
         self._always_compared = rounded and not self.shard_params
         self.full = initial if compute_dtype == self.dtype else initial.to(compute_dtype)
         held = self.full if same else initial
@@ -106,8 +133,7 @@ class FlatParams:
         if self.shard_optim and not self._aliased:
             self.master = empty_for(comm, self.layout.own_numel(comm.rank), held.dtype, held.device).copy_(held[own])
         del initial, held
-        near = levels.node if self.shard_params and strategy.secondary_shard_size is not None else None
-        self.node_copy = NodeCopy.of(near, self.full, self.layout, self.wire)
+        self.transport.attach(self.full)
         self._views = self.layout.views(self.full)
         self._storage_bytes = self.full.untyped_storage().nbytes()
         self.shown = Shown(self.layout, self.params, compute_dtype, self.full.device)
@@ -136,72 +162,50 @@ class FlatParams:
 
         If ``full`` is unsharded and current, gather only with ``again``: other ranks may have freed theirs.
         """
-        if self._work is not None or (self.whole and not self.stale and not again):
+        if self._work is not None or (self.readable and not again):
             return
         if not self.shown.visible:
             self.shown.refuse_touched(self.name)
-        elif self.whole and not self.stale:
+        elif self.readable:
             self.take_changes()
-        read_at = self._streams.mark() if self.whole and not self.stale else None  # by kernels already queued
-        self.stale = False
+        read_at = self._streams.mark() if self.readable else None  # by kernels already queued
+        changed = not self.readable or self.shard_params  # the values of this rank's shard in `full`
         self.show_as_current()
-        copy_due = self._copy_due or self.shard_params
-        self._copy_due = False
         with torch.no_grad():
             if not self.shard_optim:
-                if not self._aliased and copy_due:
+                if not self._aliased and changed:
                     self.full.copy_(self.master)
+                self.state = UNSHARDED if self.shown.visible else GATHERING
                 return
-            near = self.node_copy.current
             with self._streams.on("copy_in", self._written_at, read_at):
-                own = self._copied_in(copy_due=copy_due and self.wire is None and not near)
-                if self.wire is not None:
-                    self.packed_gather = PackedGather(self.comm, self.wire, self.full, None if near else self.master)
+                if self.state is SHARDED:
+                    self.full.untyped_storage().resize_(self._storage_bytes)
+                self.state = GATHERING
+                self.transport.prepare(self.full, self.master, changed=changed)
                 copied_at = self._streams.mark()
             with scope(f"{self.name}/weights"), self._streams.on("gather", copied_at):
-                self._work = self._streams.issued(self._collective(own, near=near))
-
-    def _collective(self, own: Tensor, *, near: bool) -> Work:
-        packed = self.packed_gather
-        if near:
-            return self.node_copy.gather(self.full if packed is None else packed.packed.view(-1))
-        if packed is not None:
-            return packed.gather()
-        return gather_shards(self.comm, self.layout, self.full, own)
-
-    def _copied_in(self, *, copy_due: bool) -> Tensor:
-        """Allocate ``full`` if it is freed, and return this rank's shard, the input of the all-gather."""
-        if not self.whole:
-            self.full.untyped_storage().resize_(self._storage_bytes)
-            self.whole = True
-        own = self.full[self._own]
-        if not self._aliased and self.full.dtype == self.master.dtype:
-            return self.master
-        return own.copy_(self.master) if copy_due and not self._aliased else own
+                self._work = self._streams.issued(self.transport.start(self.full))
 
     def wait(self) -> None:
         """Wait for the gather in flight, and make the parameters views of ``full``."""
         self._finish()
-        if self.whole and not self.shown.visible:
+        if self.state is not SHARDED and not self.shown.visible:
             self.shown.show(self._views)
 
     def _finish(self) -> None:
-        """Wait for the all-gather in flight, and decode it if it is packed."""
+        """Wait for the gather in flight, and complete ``full``."""
         work, self._work = self._work, None
-        packed, self.packed_gather = self.packed_gather, None
+        if self.state is GATHERING:
+            self.state = UNSHARDED
         if work is None:
             return
         work.wait()
-        if self.node_copy.keep(self.full if packed is None else packed.packed.view(-1)):
+        if self.transport.finish(self.full):
             self._written_at = self._streams.mark()
-        if packed is not None:
-            packed.deliver()
-        if self.wire is not None:
-            self._seen = seen(self.full[self._own]) if self._always_compared else None
 
     def release(self) -> None:
         """Free the unsharded weights, if weights are sharded."""
-        if not self.shard_params or not self.whole:
+        if not self.shard_params or self.state is SHARDED:
             return
         self._finish()
         self.take_changes()
@@ -213,7 +217,7 @@ class FlatParams:
                 self.full = torch.empty_like(self.full)
                 self._views = self.layout.views(self.full)
         self.full.untyped_storage().resize_(0)
-        self.whole = False
+        self.state = SHARDED
 
     def hand_out(self) -> None:
         """Record that unsharded weights are exposed to the user, who may keep views of them, or write into them."""
@@ -225,10 +229,10 @@ class FlatParams:
         self.shown.drop_assigned()  # the assigned tensor is older than the master
         self.shown.accept()  # writes into weights that are stale now are dropped
         self.release()
-        self.node_copy.current = False
-        self._copy_due = True
-        if self.whole and (self.shard_optim or not self._aliased):
-            self.stale = True
+        self.transport.invalidate()
+        if self.state is not SHARDED and (self.shard_optim or not self._aliased):
+            self._finish()  # an exception may have ended a forward before it was waited for
+            self.state = STALE
             if not self._aliased and self.shown.visible:
                 self.shown.hide()
         self.watch_reads()
@@ -236,8 +240,8 @@ class FlatParams:
 
     def watch_reads(self) -> None:
         """Call `on_read` before a read of the parameters, if they are stale or freed."""
-        if self.on_read is not None and (self.stale or not self.whole):
-            outdated.mark(self.params, self.on_read, None if self.whole else self.shown.name_of)
+        if self.on_read is not None and self.state in (STALE, SHARDED):
+            outdated.mark(self.params, self.on_read, self.shown.name_of if self.state is SHARDED else None)
 
     def use_streams(self, streams: Streams) -> None:
         """Gather on these streams from now on."""
@@ -256,7 +260,7 @@ class FlatParams:
             self.shown.refuse_assigned()
         assigned = self.shown.take_assigned()
         written = assigned or self._always_compared or self.shown.written
-        if self.shown.visible and not self.stale and written:
+        if self.shown.visible and self.state is not STALE and written:
             self.write_back()
 
     def drop_changes(self) -> bool:
@@ -273,7 +277,7 @@ class FlatParams:
             if self.shard_params:
                 self.release()
             else:
-                self.stale = self._copy_due = True
+                self.state = STALE
                 self._written_at = self._streams.mark()
         return lost
 
@@ -284,17 +288,11 @@ class FlatParams:
             return
         with torch.no_grad():
             written = self.full[self._own] if self.shard_optim else self.full
-            if self.wire is not None:
-                now = seen(written)
-                if self._seen is None or now is None or not torch.equal(self._seen, now):
-                    take_written(self.master, written, self.wire)
-            elif written.dtype == self.master.dtype:
-                self.master.copy_(written)
-            else:
-                take_where_it_differs(self.master, written)
+            self.transport.take_written(self.master, written)
         self.shown.accept()
         self._exposed_bits = None if self._exposed_bits is None else bit_sums(self.full)
-        self._written_at, self.node_copy.current = self._streams.mark(), False
+        self._written_at = self._streams.mark()
+        self.transport.invalidate()
 
     def gather_master(self) -> Tensor:
         """Gather every shard's master: a new tensor ``[padded_numel]`` in the parameters' own dtype. Collective."""
@@ -308,14 +306,18 @@ class FlatParams:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether the wire format may round weights more than their compute dtype does."""
-        as_they_are = isinstance(self.wire, DtypeFormat) and self.wire.dtype in (self.dtype, self.full.dtype)
-        return self.wire is not None and not as_they_are
+        """Whether the transport may round weights more than their compute dtype does."""
+        return self.transport.is_rounded(self.dtype, self.full.dtype)
+
+    @property
+    def readable(self) -> bool:
+        """Whether ``full`` is unsharded and current now, or will be after `wait`."""
+        return self.state in (UNSHARDED, GATHERING)
 
     @property
     def gather_in_flight(self) -> bool:
-        """Whether `gather` was called without `wait` since, so that parameters do not show ``full`` yet."""
-        return self._work is not None or (self.whole and not self.stale and not self.shown.visible)
+        """Whether `gather` was called without `wait` since."""
+        return self._work is not None or self.state is GATHERING
 
     @property
     def storages(self) -> set[int]:

@@ -83,10 +83,8 @@ def _weights(unit: str, params: FlatParams) -> Iterator[Holding]:
         yield Holding("params", unit, params.full)
     else:
         yield Holding("prefetch" if params.gather_in_flight else "unit_buffers", unit, params.full)
-    if params.packed_gather is not None:
-        yield Holding("prefetch", unit, params.packed_gather.packed)
-    if params.node_copy.shard.numel():
-        yield Holding("params", unit, params.node_copy.shard)
+    yield from (Holding("prefetch", unit, tensor) for tensor in params.transport.in_flight)
+    yield from (Holding("params", unit, tensor) for tensor in params.transport.resident)
     same_dtype = params.master.dtype == params.full.dtype
     yield Holding("params" if same_dtype else "master", unit, params.master)
 

@@ -20,48 +20,73 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm import Communicator, Work
-from zeroshard.wire_formats import Format
-from zeroshard.zero.buffers.layout import FlatLayout
+from zeroshard.zero.buffers.transport import WeightTransport
 
 
-class NodeCopy:
-    """This rank's shard of the second copy, among the ranks of its node.
+class NodeTransport(WeightTransport):
+    """Gathers from this node's second copy while that is current, else by another transport.
 
     Args:
-        comm: the node's ranks; None: there is no second copy.
-        device, dtype, numel: device, dtype and n of a gather's result: unsharded weights, or all of them as packed
-            bytes.
+        between: the transport over all ranks.
+        node: the node's ranks.
 
     Attributes:
-        shard: ``[n / node size]``; empty without a second copy.
+        shard: this rank's part of the second copy, ``[n / node size]``.
         current: whether the copy is up to date, so that no gather need cross between nodes.
     """
 
-    def __init__(self, comm: Communicator | None, device: torch.device, dtype: torch.dtype, numel: int) -> None:
-        self._comm = comm
-        self.shard = torch.empty(0 if comm is None else numel // comm.world_size, dtype=dtype, device=device)
+    def __init__(self, between: WeightTransport, node: Communicator) -> None:
+        super().__init__(between.comm, between.layout)
+        self._between, self._node = between, node
+        self.form = between.form
+        self.shard = torch.empty(0)
         self.current = False
 
-    @classmethod
-    def of(cls, comm: Communicator | None, full: Tensor, layout: FlatLayout, wire: Format | None) -> NodeCopy:
-        """Return the copy for gathers of ``full [layout.padded_numel]`` in the format ``wire``; None: as it is."""
-        if wire is None:
-            return cls(comm, full.device, full.dtype, full.numel())
-        return cls(comm, full.device, torch.uint8, layout.world_size * wire.num_bytes(layout.shard_numel))
+    def attach(self, full: Tensor) -> None:
+        """Allocate the second copy."""
+        dtype, numel = self._between.arriving_kind(full)
+        self.shard = torch.empty(numel // self._node.world_size, dtype=dtype, device=full.device)
 
-    def keep(self, whole: Tensor) -> bool:
-        """Copy this rank's part of ``whole [n]``, a gather's result, unless the copy is current; return if it did.
+    def prepare(self, full: Tensor, master: Tensor, *, changed: bool) -> None:
+        """Make this rank's shard ready, unless the second copy is."""
+        if self.current:
+            self._between.expect(full)
+        else:
+            self._between.prepare(full, master, changed=changed)
 
-        [Note: Kept once it is there]
-        """
-        if self._comm is None or self.current:
-            return False
-        start = self._comm.rank * self.shard.numel()
-        self.shard.copy_(whole[start : start + self.shard.numel()])
-        self.current = True
-        return True
+    def start(self, full: Tensor) -> Work:
+        """Issue the all-gather among the node's ranks if the copy is current, else the one over all ranks."""
+        if self.current:
+            return self._node.all_gather(self._between.arriving(full), self.shard)
+        return self._between.start(full)
 
-    def gather(self, whole: Tensor) -> Work:
-        """Issue the all-gather of ``whole [n]`` among the node's ranks."""
-        assert self._comm is not None
-        return self._comm.all_gather(whole, self.shard)
+    def finish(self, full: Tensor) -> bool:
+        """Keep this rank's part of what has arrived, unless the copy is current: [Note: Kept once it is there]."""
+        kept = not self.current
+        if kept:
+            start = self._node.rank * self.shard.numel()
+            self.shard.copy_(self._between.arriving(full)[start : start + self.shard.numel()])
+            self.current = True
+        return self._between.finish(full) or kept
+
+    def invalidate(self) -> None:
+        """Let the next gather cross between nodes."""
+        self.current = False
+
+    def take_written(self, master: Tensor, written: Tensor) -> None:
+        """As the transport over all ranks."""
+        self._between.take_written(master, written)
+
+    @property
+    def resident(self) -> list[Tensor]:
+        """The second copy."""
+        return [self.shard]
+
+    @property
+    def in_flight(self) -> list[Tensor]:
+        """As of the transport over all ranks."""
+        return self._between.in_flight
+
+    def is_rounded(self, master: torch.dtype, compute: torch.dtype) -> bool:
+        """As of the transport over all ranks."""
+        return self._between.is_rounded(master, compute)

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.zero.buffers.flat_grads import FlatGrads
-from zeroshard.zero.buffers.flat_params import FlatParams
-from zeroshard.zero.buffers.layout import FlatLayout, Piece
+from zeroshard.zero.buffers.flat_params import STALE, FlatParams
+from zeroshard.zero.buffers.layout import ALIGNMENT, FlatLayout, Piece
+from zeroshard.zero.buffers.members import reducer_for, transport_for
 from zeroshard.zero.buffers.partition import Init
-from zeroshard.zero.buffers.reducers import reducer_for
 from zeroshard.zero.buffers.shards import gather_shards
 from zeroshard.zero.buffers.wire import Rounding
 from zeroshard.zero.levels import Levels
@@ -57,10 +57,16 @@ class FlatGroup:
         self._frozen = frozen
         formats = (precision.weights_format(master_dtype), precision.gradients_format(master_dtype))
         self._travels_packed = any(form is not None for form in formats)
-        self.params = FlatParams(name, params, strategy, levels, precision, init, layout, frozen=frozen)
+        if layout is None:
+            shapes = [(param_name, param.shape) for param_name, param in params]
+            layout = FlatLayout.of(shapes, levels.shard.world_size, ALIGNMENT, levels.parts)
+        transport = transport_for(layout, levels, strategy, precision.weights_format(master_dtype))
+        self.params = FlatParams(
+            name, params, strategy, levels, precision, init, layout, frozen=frozen, transport=transport
+        )
         reduce_dtype = precision.gradient_dtype(master_dtype)
         reducer = reducer_for(
-            self.params.layout,
+            layout,
             levels,
             precision.gradients_format(master_dtype),
             Rounding(precision.rounding_seed, name, levels.world.rank),
@@ -70,7 +76,7 @@ class FlatGroup:
         )
         self.grads = FlatGrads(
             name,
-            self.params.layout,
+            layout,
             strategy,
             levels,
             device=device,
@@ -268,12 +274,12 @@ class Unit:
     @property
     def stale(self) -> bool:
         """Whether any weights are older than their master weights."""
-        return any(group.params.stale for group in self.groups)
+        return any(group.params.state is STALE for group in self.groups)
 
     @property
     def readable(self) -> bool:
         """Whether the module's parameters are unsharded and current now, or will be after `wait`."""
-        return all(group.params.whole and not group.params.stale for group in self.groups)
+        return all(group.params.readable for group in self.groups)
 
     def named_slots(self) -> Iterator[tuple[str, nn.Parameter, FlatGroup, int]]:
         """Yield ``(name, parameter, group, slot)`` of each parameter."""
@@ -310,7 +316,7 @@ def memory_of(groups: Iterator[FlatGroup]) -> dict[str, int]:
     for group in groups:
         params = group.params
         total["params"] += params.full_bytes
-        total["params"] += params.node_copy.shard.nbytes
+        total["params"] += sum(tensor.nbytes for tensor in params.transport.resident)
         same_dtype = params.master.dtype == params.full.dtype
         total["params" if same_dtype else "master"] += params.master_bytes
         total["grads"] += group.grads.resident_bytes

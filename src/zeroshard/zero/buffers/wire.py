@@ -22,7 +22,9 @@ from torch import Tensor
 
 from zeroshard.comm import Communicator, Work, all_to_all, empty_for
 from zeroshard.lazily import loaded
-from zeroshard.wire_formats import Format, rounding_key
+from zeroshard.wire_formats import DtypeFormat, Format, rounding_key
+from zeroshard.zero.buffers.layout import FlatLayout
+from zeroshard.zero.buffers.transport import WeightTransport
 from zeroshard.zero.buffers.written_weights import bit_sums, take_where_it_differs
 
 
@@ -46,34 +48,76 @@ def dequantised_sum(rows: Tensor, own: Tensor, rank: int, target: Tensor, form: 
     _kernel("dequantised_sum")(rows, own, rank, target, form)
 
 
-class PackedGather:
-    """The all-gather of weights in a wire format.
+class PackedTransport(WeightTransport):
+    """Sends shards in a wire format.
 
     Args:
-        comm: the ranks that hold the shards.
+        comm, layout: as `WeightTransport`.
         form: the wire format.
-        full: ``[world_size * n]`` in the compute dtype; written by `deliver`.
-        master: ``[n]``, this rank's shard, read only by the constructor. None: the codes come from a second copy.
-
-    Attributes:
-        packed: ``[world_size, bytes]``: codes and scales of all shards.
+        compares: whether a user's writes are looked for at each step, because weights stay unsharded.
     """
 
-    def __init__(self, comm: Communicator, form: Format, full: Tensor, master: Tensor | None) -> None:
-        self._comm, self._form, self._full = comm, form, full
-        self.packed = rows_for(comm, form, full.numel() // comm.world_size, full.device)
-        if master is not None:
-            quantise(master, self.packed[comm.rank], form)
+    def __init__(self, comm: Communicator, layout: FlatLayout, form: Format, *, compares: bool) -> None:
+        super().__init__(comm, layout)
+        self.form, self._form, self._compares = form, form, compares
+        self._packed: Tensor | None = None  # [world_size, bytes]: codes and scales of all shards, while they arrive
+        self._seen: Tensor | None = None  # `seen` of this rank's own part of the weights, as it arrived
 
-    def gather(self) -> Work:
-        """Issue the collective."""
-        return self._comm.all_gather(self.packed.view(-1), self.packed[self._comm.rank])
+    def prepare(self, full: Tensor, master: Tensor, *, changed: bool) -> None:
+        """Quantise this rank's shard."""
+        self.expect(full)
+        quantise(master, self._rows[self.comm.rank], self._form)
 
-    def deliver(self) -> None:
-        """Write the decoded weights to ``full``, once the collective is done."""
-        for row, shard in by_rank(self.packed, self._full.view(self._comm.world_size, -1)):
+    def expect(self, full: Tensor) -> None:
+        """Allocate the packed shards."""
+        self._packed = rows_for(self.comm, self._form, full.numel() // self.comm.world_size, full.device)
+
+    @property
+    def _rows(self) -> Tensor:
+        assert self._packed is not None
+        return self._packed
+
+    def start(self, full: Tensor) -> Work:
+        """Issue the all-gather of codes and scales."""
+        return self.comm.all_gather(self._rows.view(-1), self._rows[self.comm.rank])
+
+    def finish(self, full: Tensor) -> bool:
+        """Decode all shards."""
+        packed, self._packed = self._rows, None
+        for row, shard in by_rank(packed, full.view(self.comm.world_size, -1)):
             dequantise(row, shard, self._form)
-        record_read(self.packed)
+        record_read(packed)
+        self._seen = seen(full[self._own]) if self._compares else None
+        return False
+
+    def take_written(self, master: Tensor, written: Tensor) -> None:
+        """As `WeightTransport.take_written`, but compare with what was decoded.
+
+        Afterwards ``written`` is quantised anew: a block's scale may have changed, and with it the values of other
+        elements in the block.
+        """
+        now = seen(written)
+        if self._seen is not None and now is not None and torch.equal(self._seen, now):
+            return
+        if take_where_it_differs(master, written, quantise_roundtrip(master, self._form, written.dtype)):
+            written.copy_(quantise_roundtrip(master, self._form, written.dtype))
+
+    def arriving(self, full: Tensor) -> Tensor:
+        """The packed shards."""
+        return self._rows.view(-1)
+
+    def arriving_kind(self, full: Tensor) -> tuple[torch.dtype, int]:
+        """Bytes, of all shards."""
+        return torch.uint8, self.layout.world_size * self._form.num_bytes(self.layout.shard_numel)
+
+    @property
+    def in_flight(self) -> list[Tensor]:
+        """The packed shards that arrive."""
+        return [] if self._packed is None else [self._packed]
+
+    def is_rounded(self, master: torch.dtype, compute: torch.dtype) -> bool:
+        """Whether it is a block format, or a dtype that neither the master nor the compute dtype is."""
+        return not (isinstance(self._form, DtypeFormat) and self._form.dtype in (master, compute))
 
 
 class Rounding:
@@ -216,16 +260,6 @@ class AcrossReplicas:
 def seen(full: Tensor) -> Tensor | None:
     """Return sums by which a write into ``full`` is detected; None on a GPU, because the host would block."""
     return bit_sums(full) if full.device.type == "cpu" else None
-
-
-def take_written(master: Tensor, written: Tensor, form: Format) -> None:
-    """Copy to ``master [n]`` the elements that the user has changed in its part of the weights, ``written [n]``.
-
-    See [Note: Changes in place] in `written_weights`. Afterwards ``written`` is quantised anew: a block's scale may
-    have changed, and with it the values of other elements in the block.
-    """
-    if take_where_it_differs(master, written, quantise_roundtrip(master, form, written.dtype)):
-        written.copy_(quantise_roundtrip(master, form, written.dtype))
 
 
 def quantise_roundtrip(values: Tensor, form: Format, dtype: torch.dtype) -> Tensor:

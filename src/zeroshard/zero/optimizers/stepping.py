@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from zeroshard.zero.buffers.barred import bar
 from zeroshard.zero.buffers.flat_grads import FlatGrads
-from zeroshard.zero.buffers.reducers import PackedReducer
+from zeroshard.zero.buffers.members import PackedReducer
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.optimizers import grad_norm
 from zeroshard.zero.optimizers.description import described
@@ -169,7 +169,7 @@ class Stepping:
 
     def show_what_travels(self) -> None:
         """If weights travel in a wire format, refresh unsharded weights with what that format delivers. Collective."""
-        if any(group.params.wire is not None for group in self._runtime.groups()):
+        if any(group.params.transport.form is not None for group in self._runtime.groups()):
             self._runtime.refresh_after_replacement()
 
     def resume_at(self, step: int) -> None:

@@ -14,6 +14,7 @@ from torch._C._autograd import _unsafe_set_version_counter
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._guards import CompileContext
 
+from zeroshard.zero.buffers.flat_params import STALE
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.runtime.collective_order import CollectiveOrder
 
@@ -157,7 +158,7 @@ class UnshardedWeights:
         for unit in self._units:
             for group in unit.groups:
                 group.params.mark_stale()
-                if group.params.stale or self.pinned:
+                if group.params.state is STALE or self.pinned:
                     group.params.gather()
         for unit in self._units:
             unit.wait()

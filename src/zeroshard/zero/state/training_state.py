@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroshard.zero.buffers.reducers import PackedReducer
+from zeroshard.zero.buffers.members import PackedReducer
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.optimizers.kept_states import Kept, ParamFacts, SavedState, alike, of_groups
 from zeroshard.zero.optimizers.methods import load_pieces

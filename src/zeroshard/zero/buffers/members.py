@@ -1,4 +1,4 @@
-"""Which `GradientReducer` a buffer's gradients get: the one place that knows all of them."""
+"""Which `WeightTransport` and which `GradientReducer` a buffer gets: the one place that knows all of them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,28 @@ from zeroshard.comm import Communicator, Work
 from zeroshard.wire_formats import Format
 from zeroshard.zero.buffers.layout import FlatLayout
 from zeroshard.zero.buffers.leaves import ExactReducer
+from zeroshard.zero.buffers.node_copy import NodeTransport
 from zeroshard.zero.buffers.node_reduce import NodeReduce
 from zeroshard.zero.buffers.reduction import GradientReducer, GradientReduction, PlainReduction
-from zeroshard.zero.buffers.wire import AcrossReplicas, PackedReduce, Rounding
+from zeroshard.zero.buffers.transport import WeightTransport
+from zeroshard.zero.buffers.wire import AcrossReplicas, PackedReduce, PackedTransport, Rounding
 from zeroshard.zero.levels import Levels, Nodes
+from zeroshard.zero.strategy import SHARD, ShardingStrategy
+
+
+def transport_for(
+    layout: FlatLayout, levels: Levels, strategy: ShardingStrategy, form: Format | None
+) -> WeightTransport:
+    """Return the transport of a buffer's weights; ``form``: their wire format, None: they are sent as they compute."""
+    comm, transport = levels.shard, WeightTransport(levels.shard, layout)
+    if comm.world_size == 1 or strategy.optim is not SHARD:
+        return transport
+    shard_params = strategy.params is SHARD
+    if form is not None:
+        transport = PackedTransport(comm, layout, form, compares=not shard_params)
+    if shard_params and strategy.secondary_shard_size is not None and levels.node is not None:
+        transport = NodeTransport(transport, levels.node)
+    return transport
 
 
 def reducer_for(
