@@ -4,7 +4,7 @@ from torch import nn
 
 from zeroshard.comm import NullCommunicator
 from zeroshard.zero import STAGES, Levels, MixedPrecision
-from zeroshard.zero.buffers.flat_params import FlatParams
+from zeroshard.zero.buffers.flat_params import FlatParams, WeightState
 
 BF16 = MixedPrecision(param_dtype=torch.bfloat16)
 
@@ -55,3 +55,14 @@ def test_weights_and_shards_lie_where_kernels_read_fast(stage, dtype):
     assert flat.params[1].data_ptr() % 16 == 0
     assert flat.master.data_ptr() % 16 == 0
     assert flat.layout.interval(1)[0] * dtype.itemsize % 16 == 0
+
+
+def test_a_gather_that_an_exception_left_in_flight_does_not_hide_a_later_step():
+    flat = _flat(1, precision=BF16)
+    for _ in range(2):
+        flat.master.add_(1.0)
+        flat.mark_stale()
+        flat.gather()  # the first is not waited for: its forward raised
+    flat.wait()
+    assert flat.state is WeightState.UNSHARDED
+    assert flat.full[: flat.master.numel()].tolist() == flat.master.tolist()
