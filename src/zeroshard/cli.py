@@ -18,12 +18,10 @@ from typing import NoReturn
 import zeroshard
 from zeroshard import gc_frequency
 from zeroshard.errors import ExitStatus, UserError, is_out_of_memory, is_out_of_threads, memory_line, path_line
-from zeroshard.flags import flags_of, read_flags, refuse_no_text, take_option
-from zeroshard.train.config.config import merge
-from zeroshard.train.config.named_code import require_asked
-from zeroshard.train.config.sections import SHORTHANDS
-from zeroshard.train.config.validate import by_dotted_name, nearest, validate
+from zeroshard.flags import refuse_no_text, take_option
+from zeroshard.train.config.validate import nearest
 from zeroshard.verbs import VERBS, read_file, say
+from zeroshard.verbs.base import checked_settings
 from zeroshard.verbs.help import help_of, named, usage, wrapped
 
 # Advice if memory runs out: in a training run, and in any other command (`_NEEDS_OTHERS_LESS`).
@@ -133,11 +131,7 @@ def _dispatch(argv: list[str]) -> int:
         every = words[asked + 1 : asked + 2] == ["all"] or not sys.stdout.isatty()
         print(help_of(word, verb, raw, every=every))
         return ExitStatus.OK
-    given = read_flags(words, flags_of(verb.config, SHORTHANDS, verb.positionals), verb.positionals)
-    config = validate(verb.config, merge(raw, given))
-    if path:
-        require_asked(config, by_dotted_name(given), path)
-    return verb.run(config, argv)
+    return verb.run(checked_settings(verb.config, raw, words, path, verb.positionals), argv)
 
 
 def _overview() -> str:

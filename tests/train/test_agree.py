@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm import LocalCommunicator, PeerError, run_threads
+from zeroshard.comm import PeerError, run_threads
 from zeroshard.errors import UserError
 from zeroshard.launch.environment import World
 from zeroshard.train.setup import agree, ranks
@@ -42,11 +42,6 @@ def test_a_rank_zero_that_never_comes_is_named(monkeypatch):
             ranks.join(world, "shm", "zero2", torch.device("cpu"), stack)
 
 
-def test_ranks_with_the_same_facts_agree():
-    run_threads(lambda comm: agree_on(comm, {"lr": 0.1, "data": None}), 3)
-    agree_on(LocalCommunicator(), {"lr": 0.1})
-
-
 @pytest.mark.parametrize(
     ("rank", "field", "value", "line"),
     [
@@ -69,11 +64,6 @@ def test_the_first_rank_and_field_that_differ_are_named_on_every_rank(rank, fiel
 
     for said in run_threads(rank_main, 3):
         assert said.startswith(line)
-
-
-def test_ranks_that_agree_at_a_store_go_on():
-    store = dist.HashStore()
-    run_threads(lambda comm: agree_at(store, comm.rank, 3, {"lr": 0.1}), 3)
 
 
 def test_what_may_differ_between_machines_is_no_fact():

@@ -12,9 +12,12 @@ from pydantic import BaseModel
 
 from zeroshard.columns import printable
 from zeroshard.errors import UserError, shortened
-from zeroshard.train.config.config import TrainConfig
+from zeroshard.flags import flags_of, read_flags
+from zeroshard.train.config.config import TrainConfig, merge
+from zeroshard.train.config.named_code import require_asked
+from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.toml import read_given
-from zeroshard.train.config.validate import validate
+from zeroshard.train.config.validate import by_dotted_name, validate
 
 LONGEST_LINE = 1500  # most characters of an error's line; a single word has at most 200
 
@@ -63,3 +66,18 @@ def read_file(path: str, kind: type[BaseModel]) -> dict[str, Any]:
         validate(TrainConfig, raw)
         raw = {key: value for key, value in raw.items() if key in kind.model_fields}
     return raw
+
+
+def checked_settings(
+    kind: type[BaseModel], raw: Mapping[str, Any], words: Sequence[str], path: str, positionals: Sequence[str] = ()
+) -> Any:
+    """Return the settings of the flags ``words`` over ``raw``, which the file at ``path`` (empty: none) has given.
+
+    Raises:
+        UserError: a flag or setting is wrong, or the file names code that no flag asks for.
+    """
+    given = read_flags(words, flags_of(kind, SHORTHANDS, positionals), positionals)
+    config = validate(kind, merge(raw, given))
+    if path:
+        require_asked(config, by_dotted_name(given), path)
+    return config

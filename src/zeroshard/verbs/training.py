@@ -11,7 +11,7 @@ import psutil
 
 from zeroshard import process
 from zeroshard.errors import ExitStatus, UserError, path_line
-from zeroshard.flags import flags_of, read_flags, take_option
+from zeroshard.flags import take_option
 from zeroshard.parallel.registry import STRATEGIES
 from zeroshard.submit import SubmitConfig
 from zeroshard.train.config.command_settings import (
@@ -21,13 +21,10 @@ from zeroshard.train.config.command_settings import (
     ImportConfig,
     PrepareConfig,
 )
-from zeroshard.train.config.config import TrainConfig, merge
+from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.data_section import require_data
-from zeroshard.train.config.named_code import require_asked
-from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.sizes import parse_nnodes
-from zeroshard.train.config.validate import by_dotted_name, validate
-from zeroshard.verbs.base import read_file, say
+from zeroshard.verbs.base import checked_settings, read_file, say
 
 if TYPE_CHECKING:
     from zeroshard.launch.environment import NetnsNodes
@@ -147,12 +144,8 @@ def evaluate(config: EvalConfig, argv: Sequence[str]) -> int:
     process.prepare_torch()
     if environment.world_from_env() is None and config.nproc > 1:
         require_room(config.nproc)
-        ending = start_ranks.launch_workers(
-            argv,
-            config.nproc,
-            config.port,
-            imports=("zeroshard.inference.evaluation",),
-        )
+        imports = ("zeroshard.inference.evaluation",)
+        ending = start_ranks.launch_workers(argv, config.nproc, config.port, imports=imports)
         if ending.line:
             say(ending.line)
         return ending.status
@@ -209,10 +202,7 @@ def submit(config: SubmitConfig, argv: Sequence[str]) -> int:
 
     words = list(argv[1:])
     path, flags = take_option(words, "--config")
-    given = read_flags(flags, flags_of(TrainConfig, SHORTHANDS))
-    run = validate(TrainConfig, merge(read_file(path, TrainConfig) if path else {}, given))
-    if path:
-        require_asked(run, by_dotted_name(given), path)
+    run = checked_settings(TrainConfig, read_file(path, TrainConfig) if path else {}, flags, path)
     if run.nproc or run.nnodes != "1":
         raise UserError("nproc", "ranks are the cluster's to start", "say --nproc 0, and give submit --tasks-per-node")
     if run.resume == "none":

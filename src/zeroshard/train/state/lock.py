@@ -7,7 +7,6 @@ same lock twice. So the file also has a number of attempts: a run that finds ano
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -98,16 +97,9 @@ def _open(path: Path) -> int:
     """Open the lock file without changing it, creating it if it is missing; returns its descriptor.
 
     Raises:
-        OSError: the file cannot be opened, or is not a lock file of ours. It might be a link to another file, which
-            would then be overwritten.
+        OSError: the file cannot be opened, or is a link or no file: what it leads to would be overwritten.
     """
-    descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, follow=False)
-    facts = os.fstat(descriptor)
-    if facts.st_nlink > 1 or facts.st_size > _MOST_BYTES:
-        os.close(descriptor)
-        why = "it has another name, too" if facts.st_nlink > 1 else f"it has {facts.st_size:,} bytes"
-        raise OSError(errno.EINVAL, f"{why}, and no lock of ours has", str(path))
-    return descriptor
+    return open_regular(path, os.O_RDWR | os.O_CREAT, follow=False)
 
 
 def _read(path: Path) -> dict[str, Any]:
