@@ -26,9 +26,11 @@ from zeroshard.zero.buffers.unit_choice import UnitChoice
 from zeroshard.zero.levels import Levels, check_change, check_levels, communicator
 from zeroshard.zero.optimizers import adoption
 from zeroshard.zero.optimizers.ema import Ema
+from zeroshard.zero.optimizers.reproducible import ReproducibleSteps
 from zeroshard.zero.optimizers.state_dict import whole_state
 from zeroshard.zero.optimizers.stepping import Stepping
 from zeroshard.zero.precision import MixedPrecision
+from zeroshard.zero.replicas.attached import LocalStepsObserver
 from zeroshard.zero.replicas.local_steps import LocalSteps
 from zeroshard.zero.replicas.replicas import Replicas
 from zeroshard.zero.runtime.module_buffers import BufferSync, ModuleBuffers
@@ -131,15 +133,19 @@ class Zero:
         self._runtime = Runtime(root, others, levels, self.strategy, prefetch, inside)
         between = ModuleBuffers(model, self.levels.replicas, buffers)
         self.replicas = None if replicas is None else Replicas(replicas, self._runtime, self.levels, between)
-        self._stepping = Stepping(self._runtime, levels, self.replicas)
+        self._stepping = Stepping(self._runtime, levels)
+        if leaves is not None:
+            self._stepping.observers.append(ReproducibleSteps(self._runtime, levels))
         casts = {root: self.precision.param_dtype if self.precision.cast_forward_inputs else None}
         self._handles = [h for unit in (root, *others) for h in attach(unit, self._runtime, casts.get(unit))]
         self._guard = Guard(model, self._runtime, self._stepping)
         adoption.replaced(on_meta)
         adoption.register_params(model.parameters(), self._stepping.adopt)
         self._stepping.show_what_travels()
-        if self.replicas is not None and init is not loaded_later:
-            self.replicas.begin_alike()
+        if self.replicas is not None:
+            self._stepping.observers.append(LocalStepsObserver(self.replicas))
+            if init is not loaded_later:
+                self.replicas.begin_alike()
 
     # -- the training step ------------------------------------------------------------------------------------
 
@@ -357,8 +363,6 @@ class Zero:
         """
         self._stepping.load_named_shards(self.model, reader)
 
-    # -- facts ------------------------------------------------------------------------------------------------
-
     @property
     def units(self) -> list[Unit]:
         """The root unit, then the others in order."""
@@ -370,13 +374,11 @@ class Zero:
         ``master`` counts master weights whose dtype is not the compute dtype; a master of the compute dtype is (a
         shard of) the weights and counts as ``params``. ``outer``: anchors and momentum of replicas with local steps.
         """
-        return resident_bytes(self.units, self._stepping.optimizers, self._stepping.ema, self.replicas)
+        return resident_bytes(self.units, self._stepping.optimizers, self._stepping.observers)
 
     def holdings(self) -> Iterator[Holding]:
         """Yield each tensor that is resident on this rank now, also in the middle of a step, with its category."""
-        return holdings(self.units, self._stepping.optimizers, self._stepping.ema, self.replicas)
-
-    # -- removal ----------------------------------------------------------------------------------------------
+        return holdings(self.units, self._stepping.optimizers, self._stepping.observers)
 
     def remove(self) -> None:
         """Remove the engine: the module gets unsharded, current weights of its own, and no hooks. Collective.

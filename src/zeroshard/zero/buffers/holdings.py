@@ -11,8 +11,8 @@ a few units come on top, if these are sharded:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from zeroshard.zero.buffers.flat_grads import FlatGrads
 from zeroshard.zero.buffers.flat_params import FlatParams
 from zeroshard.zero.buffers.unit import Unit, memory_of
-from zeroshard.zero.optimizers.ema import Ema
 
 
 class Holding(NamedTuple):
@@ -37,13 +36,21 @@ class Holding(NamedTuple):
     tensor: Tensor
 
 
-if TYPE_CHECKING:
-    from zeroshard.zero.replicas.replicas import Replicas
+class Keeper(Protocol):
+    """What keeps tensors beside an engine's weights, gradients and optimizer states: an `Observer`."""
+
+    @property
+    def category(self) -> str:
+        """Their category; empty: it keeps none."""
+        ...
+
+    @property
+    def tensors(self) -> Sequence[tuple[str, Tensor]]:
+        """``(unit's name, tensor)`` of each."""
+        ...
 
 
-def resident_bytes(
-    units: Iterable[Unit], optimizers: Iterable[Optimizer], ema: Ema | None, replicas: Replicas | None
-) -> dict[str, int]:
+def resident_bytes(units: Iterable[Unit], optimizers: Iterable[Optimizer], keepers: Iterable[Keeper]) -> dict[str, int]:
     """See `Zero.memory_bytes`."""
     total = memory_of(group for unit in units for group in unit.groups)
     total["optimizer"] = sum(
@@ -53,15 +60,14 @@ def resident_bytes(
         for value in state.values()
         if isinstance(value, Tensor)
     )
-    if ema is not None:
-        total["ema"] = ema.num_bytes
-    if replicas is not None:
-        total["outer"] = replicas.num_bytes
+    for keeper in keepers:
+        if keeper.category:
+            total[keeper.category] = sum(tensor.nbytes for _, tensor in keeper.tensors)
     return total
 
 
 def holdings(
-    units: Iterable[Unit], optimizers: Iterable[Optimizer], ema: Ema | None, replicas: Replicas | None = None
+    units: Iterable[Unit], optimizers: Iterable[Optimizer], keepers: Iterable[Keeper] = ()
 ) -> Iterator[Holding]:
     """Yield every tensor that the engine keeps now; storages may be empty, and several tensors may share one."""
     for unit in units:
@@ -71,11 +77,8 @@ def holdings(
     for optimizer in optimizers:
         for state in optimizer.state.values():
             yield from (Holding("optimizer", "", value) for value in state.values() if isinstance(value, Tensor))
-    if ema is not None:
-        for state in ema.state.values():
-            yield from (Holding("ema", "", value) for value in state.values())
-    if replicas is not None:
-        yield from (Holding("outer", unit, tensor) for unit, tensor in replicas.tensors)
+    for keeper in keepers:
+        yield from (Holding(keeper.category, unit, tensor) for unit, tensor in keeper.tensors)
 
 
 def _weights(unit: str, params: FlatParams) -> Iterator[Holding]:

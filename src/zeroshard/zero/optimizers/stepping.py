@@ -21,13 +21,12 @@ from zeroshard.zero.buffers.members import PackedReducer
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.optimizers import grad_norm
 from zeroshard.zero.optimizers.description import described
-from zeroshard.zero.optimizers.ema import EMA, Ema
+from zeroshard.zero.optimizers.ema import Ema
+from zeroshard.zero.optimizers.ema_observer import EmaObserver
 from zeroshard.zero.optimizers.methods import install_methods
+from zeroshard.zero.optimizers.observer import Observer
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer, ShardedParams
-from zeroshard.zero.optimizers.scope_probe import weights_kept
 from zeroshard.zero.optimizers.state_dict import Stateful, cut_states
-from zeroshard.zero.replicas import saved as of_replicas
-from zeroshard.zero.replicas.replicas import Replicas
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.state import relayout, training_state
 from zeroshard.zero.state.full_state import take_names
@@ -42,12 +41,13 @@ class Stepping:
     Attributes:
         ema: the moving average of the weights; None if there is none.
         missed: the parameters whose states in the loaded checkpoint were dropped, because they had no optimizer yet.
-        replicas: the replicas that take local steps; None if all ranks take every step together.
+        observers: what is attached to the engine.
         require_same_model: raises if the model has other parameters than the engine was built with.
     """
 
-    def __init__(self, runtime: Runtime, levels: Levels, replicas: Replicas | None = None) -> None:
-        self._runtime, self._levels, self.replicas = runtime, levels, replicas
+    def __init__(self, runtime: Runtime, levels: Levels) -> None:
+        self._runtime, self._levels = runtime, levels
+        self.observers: list[Observer] = []
         self._params = ShardedParams(runtime.groups())
         self._known: list[PiecewiseOptimizer] = []
         runtime.collectives.settings = self._settings
@@ -65,7 +65,7 @@ class Stepping:
     def optimizer(self, optimizer_cls: type[Optimizer], params: Iterable[Any], kwargs: dict[str, Any]) -> Optimizer:
         """See `Zero.optimizer`."""
         piecewise = PiecewiseOptimizer(optimizer_cls, params, kwargs, self._params, self)
-        self._require_local(piecewise)
+        self._announce(piecewise)
         install_methods(piecewise)
         self._know(piecewise)
         return piecewise.optimizer
@@ -79,29 +79,15 @@ class Stepping:
             RuntimeError: it needs whole tensors, and they are cut into pieces that may not move, or cannot.
         """
         piecewise = PiecewiseOptimizer.adopted(optimizer, self._params, self, may_move=may_move)
-        self._require_local(piecewise)
+        self._announce(piecewise)
         cut_states(piecewise)
         install_methods(piecewise)
         self._know(piecewise)
         piecewise.hold_pieces()
 
-    def _require_local(self, piecewise: PiecewiseOptimizer) -> None:
-        """Raise ValueError, if replicas take local steps, for an optimizer that keeps weights in its state."""
-        if self.replicas is None:
-            return
-        kind, make = type(piecewise.optimizer), piecewise.make
-        try:
-            kept = weights_kept(kind, make.keywords, piecewise.optimizer.param_groups)
-        except Exception as error:  # whatever a user's class raises
-            raise ValueError(
-                f"optimizer_cls: {kind.__name__} could not be tried for local steps ({error}); "
-                "give another class, or leave out replicas"
-            ) from error
-        if kept is not None:
-            raise ValueError(
-                f"optimizer_cls: {kind.__name__} {kept}, which a meeting of replicas replaces; give one that keeps "
-                "moments of gradients alone, such as AdamW, or leave out replicas"
-            )
+    def _announce(self, piecewise: PiecewiseOptimizer) -> None:
+        for observer in self.observers:
+            observer.optimizer_comes(piecewise)
 
     def _know(self, piecewise: PiecewiseOptimizer) -> None:
         self._known.append(piecewise)
@@ -136,12 +122,13 @@ class Stepping:
         """See `Zero.ema`."""
         if self.ema is not None:
             raise ValueError("ema: this engine keeps an average already")
-        if self.replicas is not None:
+        if any(observer.parts_weights for observer in self.observers):
             raise ValueError(
                 "ema: replicas with local steps have no weights in common to average; leave one of them out"
             )
         masters = [shard for group in self._runtime.groups() for shard in group.shards]
         self.ema = Ema(masters, decay, self._averages_came_or_went)
+        self.observers.append(EmaObserver(self.ema, self._runtime))
         return self.ema
 
     def _averages_came_or_went(self) -> None:
@@ -152,20 +139,18 @@ class Stepping:
 
     def require_weights(self, what: str) -> None:
         """Raise RuntimeError about ``what`` while averages or anchors are in the weights' place."""
-        if self.ema is not None:
-            self.ema.require_away(what)
-        if self.replicas is not None:
-            self.replicas.require_local(what)
+        for observer in self.observers:
+            observer.require_weights(what)
 
     def state_holders(self, what: str) -> list[Stateful]:
-        """All objects that keep state by shard: the optimizers, and the average; raises as `require_weights` does."""
+        """All objects that keep state by shard: the optimizers, and averages; raises as `require_weights` does."""
         self.require_weights(what)
-        return [*self.optimizers, *([] if self.ema is None else [self.ema])]
+        return [*self.optimizers, *(holder for observer in self.observers for holder in observer.holders())]
 
     def require_common(self, what: str) -> None:
-        """Raise RuntimeError about ``what`` if each replica has weights of its own."""
-        if self.replicas is not None:
-            self.replicas.require_rest(what)
+        """Raise RuntimeError about ``what`` if not all ranks have the same weights."""
+        for observer in self.observers:
+            observer.require_common(what)
 
     def show_what_travels(self) -> None:
         """If weights travel in a wire format, refresh unsharded weights with what that format delivers. Collective."""
@@ -177,34 +162,32 @@ class Stepping:
         for group in self._runtime.groups():
             if isinstance(group.grads.reducer, PackedReducer):
                 group.grads.reducer.rounding.begin_at(step)
-        if self.replicas is not None and not self.replicas.num_steps:  # the checkpoint has no count for them
-            self.replicas.num_steps = step
+        for observer in self.observers:
+            observer.resumes_at(step)
 
     def weights_replaced(self) -> None:
-        """Refresh weights and anchors after all weights were replaced, by the same values on every rank."""
+        """Refresh weights after all of them were replaced, by the same values on every rank, and tell the observers."""
         self.show_what_travels()
-        if self.replicas is not None:
-            self.replicas.restart_from_first()
+        for observer in self.observers:
+            observer.weights_replaced()
 
     def named_shards(self, model: nn.Module) -> Iterator[NamedShard]:
         """See `Zero.named_shards`."""
-        if self.replicas is not None:
-            self.replicas.order.require_counted("named_shards")
         shards = training_state.named_shards(model, self._runtime, self.state_holders("named_shards"))
-        yield from shards if self.replicas is None else of_replicas.named_shards(self.replicas, shards)
+        for observer in self.observers:
+            shards = observer.shards(shards)
+        yield from shards
 
     def load_named_shards(self, model: nn.Module, reader: ShardReader) -> None:
         """See `Zero.load_named_shards`."""
         self.require_weights("load_named_shards")
         self._runtime.require_unpinned("load_named_shards")
         own = reader
-        if self.replicas is not None:
-            own = of_replicas.ReplicaReader(reader, self.replicas.comm.rank)
+        for observer in self.observers:
+            own = observer.reader(own)
         self.missed = training_state.load_named_shards(model, self._runtime, self._known, own)
-        if self.ema is not None:
-            self.ema.load(training_state.reader_of(self._runtime, reader, EMA))
-        if self.replicas is not None:
-            of_replicas.load(self.replicas, reader)
+        for observer in self.observers:
+            observer.load(reader)
 
     def param_groups(self, model: nn.Module) -> list[tuple[dict[str, Any], list[str]]]:
         """Every optimizer's param groups, each with the names of its parameters that are in the model."""
@@ -253,11 +236,9 @@ class Stepping:
                     f"optimizer: whole tensors need a new layout, but {type(known.optimizer).__name__} has state of "
                     "parameters beside them; make such optimizers and their groups before the first step"
                 )
-        if self.replicas is not None:
-            self.replicas.require_same_layout(moving=bool(moving))
-        if moving and self.ema is not None:
-            raise RuntimeError("optimizer: it needs a new layout, and an average has the old one; make ema() after it")
         if moving:
+            for observer in self.observers:
+                observer.layout_changes()
             relayout.keep_whole(self._runtime, params)
             self.show_what_travels()
             self._warn_of_padding()
@@ -285,9 +266,8 @@ class Stepping:
         self.require_same_model()
         self._runtime.take_changes()
         self._require_own_grads(self._members(optimizer))
-        self._require_every_leaf(self._members(optimizer))
-        if self.replicas is not None:
-            self.replicas.begin_anchors()
+        for observer in self.observers:
+            observer.before_step(self._members(optimizer))
 
     def _require_own_grads(self, members: set[nn.Parameter]) -> None:
         """Raise RuntimeError if gradients of ``members`` were computed at other weights than a step would change."""
@@ -296,25 +276,12 @@ class Stepping:
                 if group.params.params[slot] in members:
                     raise RuntimeError(f"step: {why}")
 
-    def _require_every_leaf(self, members: set[nn.Parameter]) -> None:
-        """Raise RuntimeError if gradients are of a number of micro-batches that is no multiple of ``leaves``.
-
-        ``members``: the parameters of the optimizer that steps; if empty (a step with a closure) all are checked.
-        """
-        leaves, world_size, parts = self._levels.leaves, self._levels.world.world_size, self._levels.parts
-        for group in self._runtime.groups() if leaves is not None else ():
-            found, theirs = group.grads.num_backwards, not members or not members.isdisjoint(group.params.params)
-            if theirs and any(group.grads.used) and found % parts:
-                what = f"{found} backwards on each of {world_size} ranks since gradients were cleared"
-                todo = f"have {parts}, or a multiple of it, of one micro-batch each"
-                raise RuntimeError(f"step: {what} are no multiple of leaves={leaves}; {todo}")
-
     def after_update(self, optimizer: Optimizer) -> None:
         """Mark the weights that ``optimizer`` may have changed, the same on every rank."""
         self._runtime.forget_calls()
         members = self._members(optimizer)
-        if self.replicas is not None:
-            self.replicas.after_update(optimizer, members)
+        for observer in self.observers:
+            observer.after_step(optimizer, members)
         skips = type(optimizer).__module__.startswith("torch.optim.")  # parameters without a gradient
         for group in self._runtime.groups():
             trained = [

@@ -145,9 +145,9 @@ class Replicas:
                 "zero.replicas.meet()"
             )
 
-    def require_same_layout(self, moving: bool) -> None:
-        """Raise RuntimeError if parameters would move to other buffers while anchors have the old layout."""
-        if moving and self._outer:
+    def require_same_layout(self) -> None:
+        """Raise RuntimeError if there are anchors, which have the present layout."""
+        if self._outer:
             raise RuntimeError(
                 "optimizer: it needs a new layout, and the anchors of replicas have the old one; make it before the "
                 "first step"

@@ -1,0 +1,26 @@
+"""The rule of steps that have the same bits on any number of ranks: each adds up every leaf."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from zeroshard.zero.levels import Levels
+from zeroshard.zero.optimizers.observer import Observer
+from zeroshard.zero.runtime.runtime import Runtime
+
+
+class ReproducibleSteps(Observer):
+    """Refuses steps with gradients of a number of micro-batches that is no multiple of ``Zero(leaves=)``."""
+
+    def __init__(self, runtime: Runtime, levels: Levels) -> None:
+        self._runtime, self._levels = runtime, levels
+
+    def before_step(self, members: set[nn.Parameter]) -> None:
+        """Raise RuntimeError if micro-batches are missing; with a closure all parameters are checked."""
+        world_size, parts = self._levels.world.world_size, self._levels.parts
+        for group in self._runtime.groups():
+            found, theirs = group.grads.num_backwards, not members or not members.isdisjoint(group.params.params)
+            if theirs and any(group.grads.used) and found % parts:
+                what = f"{found} backwards on each of {world_size} ranks since gradients were cleared"
+                todo = f"have {parts}, or a multiple of it, of one micro-batch each"
+                raise RuntimeError(f"step: {what} are no multiple of leaves={self._levels.leaves}; {todo}")
