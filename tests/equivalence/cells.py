@@ -37,7 +37,7 @@ from torch.utils.checkpoint import checkpoint
 
 from equivalence import remedies
 from equivalence.remedies import COPY, LOCAL, MEETINGS, WIRE
-from zeroshard.comm import Communicator
+from zeroshard.comm import Communicator, RingCommunicator, SharedMemoryCommunicator
 from zeroshard.parallel import STRATEGIES, Ddp, Setup, Strategy
 from zeroshard.zero import ShardedOptimizer
 
@@ -68,6 +68,7 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
 MATRICES_ALONE = frozenset({"Muon"})  # its cells freeze all other parameters
 WITH_CLOSURE = frozenset({"LBFGS"})
 WORLD_SIZES = (2, 3)
+TRANSPORTS = {"ring": RingCommunicator, "shm": SharedMemoryCommunicator}
 ELEMENT_WISE = ("AdamW", "SGD")  # with which the forms of a model are trained
 
 State = dict[str, Tensor]  # a model's weights, by name
@@ -241,6 +242,18 @@ def train(comm: Communicator, cell: Cell, *, on_grid: bool, each_step: bool = Fa
         return loss.detach()
 
     return _steps(cell, [strategy.optimizer], [backward], weights, each_step, lambda _: remedies.meet(strategy))
+
+
+def trained(comm: Any, cell: Cell, on_grid: bool, transport: str = "gloo") -> list[State] | str:
+    """What `train` has over ``transport``, a key of `TRANSPORTS` or ``comm`` itself; or the words of what it raised."""
+    own = TRANSPORTS[transport](comm.group) if transport in TRANSPORTS else comm
+    try:
+        return train(own, cell, on_grid=on_grid)
+    except Exception as error:  # noqa: BLE001 -- told to the test, on whose word the ranks live on
+        return f"{type(error).__name__}: {error}"
+    finally:
+        if own is not comm:
+            own.close()
 
 
 def one_process(cell: Cell, *, on_grid: bool, each_step: bool = False) -> list[State]:

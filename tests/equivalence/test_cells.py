@@ -24,6 +24,7 @@ from equivalence.cells import (
     OPTIMIZERS,
     SHARDED_OPTIMIZER,
     THEIRS,
+    TRANSPORTS,
     WORLD_SIZES,
     BuildError,
     Cell,
@@ -33,30 +34,19 @@ from equivalence.cells import (
     one_process,
     rows,
     train,
+    trained,
 )
 from equivalence.remedies import LOCAL, MEETINGS, WIRE
-from zeroshard.comm import LocalCommunicator, RingCommunicator, SharedMemoryCommunicator, run_threads
+from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.zero import ReplicaDivergedError
 
 REFUSED = {"LBFGS": "calls the closure again", "SparseAdam": "does not support dense gradients"}
 REFUSED_LOCALLY = ("ASGD", "SparseAdam")  # keeps weights in its state, cannot be tried with dense gradients
-TRANSPORTS = {"ring": RingCommunicator, "shm": SharedMemoryCommunicator}
 
 
 @functools.cache
 def expected(cell, on_grid):
     return one_process(cell, on_grid=on_grid)
-
-
-def trained(comm, cell, on_grid, transport="gloo"):
-    own = TRANSPORTS[transport](comm.group) if transport in TRANSPORTS else comm
-    try:
-        return train(own, cell, on_grid=on_grid)
-    except Exception as error:  # noqa: BLE001 -- told to the test, on whose word the ranks live on
-        return f"{type(error).__name__}: {error}"
-    finally:
-        if own is not comm:
-            own.close()
 
 
 def check(cell, run):
@@ -102,18 +92,18 @@ def test_the_engine_is_exact_or_refuses(strategy, optimizer, world_size, feature
 
 def _among_processes():
     """Each feature over each transport at some strategy, the others with ``--soak``; the sharded optimizer; theirs."""
-    strategies = itertools.cycle(ENGINE)
+    strategies, with_adamw = itertools.cycle(ENGINE), [cell for cell in cells(ENGINE) if cell.optimizer == "AdamW"]
     for transport in ("gloo", *TRANSPORTS):
         for feature in FEATURES:
             named = next(strategies)
-            for cell in cells(ENGINE):
-                if cell.optimizer == "AdamW" and cell.feature == feature:
+            for cell in with_adamw:
+                if cell.feature == feature:
                     soak = [] if (cell.strategy, cell.world_size % 2) == (named, 0) else [pytest.mark.soak]
                     yield pytest.param(transport, *astuple(cell), marks=soak)
-    features = itertools.cycle(FEATURES)
+    features, sharded = itertools.cycle(FEATURES), cells([SHARDED_OPTIMIZER])
     for optimizer in OPTIMIZERS:
         named = next(features)
-        for cell in cells([SHARDED_OPTIMIZER]):
+        for cell in sharded:
             if cell.optimizer == optimizer:
                 soak = [] if (cell.feature, cell.world_size) == (named, 3) else [pytest.mark.soak]
                 yield pytest.param("gloo", *astuple(cell), marks=soak)
