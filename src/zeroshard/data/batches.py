@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from zeroshard.data import order
-from zeroshard.data.base import EvalBatch, Rows, TextRows, require_enough
+from zeroshard.data.base import EvalBatch, Rows, TextRows
 from zeroshard.errors import UserError
 
 RowsAt = Callable[[NDArray[np.int64]], NDArray[np.int64]]
@@ -162,9 +162,7 @@ class EvalBatches:
 
 def require_rows(rows: Rows, wanted: int, *, split: str = "train") -> None:
     """Check that a split has enough rows for one batch of ``wanted`` rows; else raise a UserError with both counts."""
-    if isinstance(rows, TextRows):
-        require_enough(rows.tokens, rows.seq_len, wanted, split=split)
-    elif rows.num_rows < wanted:
+    if rows.num_rows < wanted:
         what = f"the {split} split has {rows.num_rows:,} rows of examples, but one batch needs {wanted:,}"
         todo = "use more examples, or lower micro_batch_size, grad_accum_steps or the number of ranks"
         raise UserError("data", what, todo)

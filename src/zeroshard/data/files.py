@@ -14,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Generator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -123,30 +124,39 @@ def answers(address: str, field: str, todo: str, *, timeout_s: float = 5.0) -> N
     Raises:
         UserError: it does not answer, or it refuses.
     """
-    failed: list[BaseException] = []
 
     def ask() -> None:
         request = urllib.request.Request(address, method="HEAD", headers=_HEADERS | _authorization(address))
         try:
             urllib.request.urlopen(request, timeout=timeout_s).close()
         except urllib.error.HTTPError as error:
-            if error.code in (405, 501):  # the server does not support HEAD, but it answers
-                error.close()
-            else:
-                failed.append(error)
-        except (OSError, ValueError) as error:
-            failed.append(error)
+            error.close()  # an HTTPError is also the response, and keeps its socket open
+            if error.code not in (405, 501):  # the server does not support HEAD, but it answers
+                raise
 
-    # In a thread, because a DNS lookup has no time limit.
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(timeout_s + 2)
-    if thread.is_alive():
-        raise UserError(field, f"{address} does not answer within {timeout_s:g} s", todo)
-    if failed:
-        if isinstance(failed[0], urllib.error.HTTPError):
-            failed[0].close()  # an HTTPError is also the response, and keeps its socket open
-        raise UserError(field, f"{address} cannot be had ({_reason(failed[0])})", todo)
+    try:
+        within(timeout_s + 2, ask)
+    except TimeoutError:
+        raise UserError(field, f"{address} does not answer within {timeout_s:g} s", todo) from None
+    except (OSError, ValueError) as error:
+        raise UserError(field, f"{address} cannot be had ({_reason(error)})", todo) from None
+
+
+def within(seconds: float, ask: Callable[[], Result]) -> Result:
+    """Return what ``ask`` returns, or raise what it raises; TimeoutError after ``seconds``, in which it goes on.
+
+    For calls without a time limit of their own: a DNS lookup has none, and neither has tiktoken's download.
+    """
+    answer: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(ask())
+        except Exception as error:  # noqa: BLE001 -- raised by the caller
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return answer.result(seconds)
 
 
 def patiently(read: Callable[[], Result], path: str, todo: str) -> Result:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from zeroshard.data.files import within
 from zeroshard.errors import UserError
 
 if TYPE_CHECKING:
@@ -74,24 +74,11 @@ def _load_tiktoken(name: str, timeout_s: float) -> tiktoken.Encoding:
         import tiktoken
     except ImportError:
         raise UserError("data.tokenizer", f"{name} needs the package tiktoken", "pip install tiktoken") from None
-    loaded: list[tiktoken.Encoding] = []
-    failed: list[Exception] = []
-
-    def load() -> None:
-        try:
-            loaded.append(tiktoken.get_encoding(name))
-        except (OSError, ValueError) as error:  # no connection; a table with the wrong checksum
-            failed.append(error)
-
-    # In a thread, because tiktoken sets no time limit on its download, and an unreachable host may take minutes.
-    thread = threading.Thread(target=load, daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if not loaded:
-        why = type(failed[0]).__name__ if failed else f"no answer in {timeout_s:g} s"
-        raise UserError(
-            "data.tokenizer",
-            f"the tables of {name} cannot be fetched ({why})",
-            "go online once, or use bytes or bpe:N",
-        )
-    return loaded[0]
+    try:
+        return within(timeout_s, lambda: tiktoken.get_encoding(name))
+    except TimeoutError:
+        why = f"no answer in {timeout_s:g} s"
+    except (OSError, ValueError) as error:  # no connection; a table with the wrong checksum
+        why = type(error).__name__
+    todo = "go online once, or use bytes or bpe:N"
+    raise UserError("data.tokenizer", f"the tables of {name} cannot be fetched ({why})", todo)

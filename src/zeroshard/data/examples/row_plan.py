@@ -119,6 +119,7 @@ def rows_of_folder(
     cut: bool = True,
     packed: bool = False,
     of_examples: bool | None = None,
+    at_least: int = 1,
 ) -> Rows:
     """Return the rows of a prepared folder, of examples or of plain text; the same on every rank.
 
@@ -127,16 +128,17 @@ def rows_of_folder(
         seq_len, cut, packed: as for `rows_of_length`.
         named: how error messages name the split, if ``split`` alone is not clear.
         of_examples: whether the folder must have examples, or must have none; None: whichever it has.
+        at_least: rows of plain text that are needed.
 
     Raises:
-        UserError: it has something else, no example is left, or the text is shorter than a row.
+        UserError: it has something else, no example is left, or the text is too short.
     """
     if of_examples is False:
         require_plain(folder, read_meta(folder))
     if of_examples or (of_examples is None and read_meta(folder).examples):
         return rows_of_length(Examples(folder, split), seq_len, split=named or split, cut=cut, packed=packed)
     tokens = TokenDataset.open(folder, split)
-    require_enough(tokens, seq_len, 1, split=named or split)
+    require_enough(tokens, seq_len, at_least, split=named or split)
     return TextRows(tokens, seq_len)
 
 

@@ -73,12 +73,15 @@ def _prepared(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
     data, sources = config.data, sources_of(config.data)
     counts_all = data.format == "text" and not data.mix  # every target of every row
     folders, metas = _prepared_alike(sources, comm)
-    parts = {split: [_rows(config, *each, split) for each in zip(sources, folders, strict=True)] for split in SPLITS}
+    batch = config.micro_batch_size * grad_accum_steps * comm.world_size  # rows of all ranks in a step
+    least = {"train": batch if counts_all else 1, "val": 1}
+    named = list(zip(sources, folders, strict=True))
+    parts = {split: [_rows(config, *each, split, least[split]) for each in named] for split in SPLITS}
     train, val = (_joined(parts[split]) for split in SPLITS)
     weights = [source.weight for source in sources]
     mixture = Mixture(train, weights, config.seed) if isinstance(train, JoinedRows) else None
     if mixture is None:
-        require_rows(train, config.micro_batch_size * grad_accum_steps * comm.world_size)
+        require_rows(train, batch)
     for split, of_split in parts.items():
         for said in (rows.said(split) for rows in of_split if isinstance(rows, ExampleRows)):
             if comm.rank == 0 and said:
@@ -122,10 +125,10 @@ def _prepared_alike(sources: Sequence[Source], comm: Communicator) -> tuple[list
     return folders, metas
 
 
-def _rows(config: TrainConfig, source: Source, folder: Path, split: str) -> Rows:
+def _rows(config: TrainConfig, source: Source, folder: Path, split: str, at_least: int) -> Rows:
     named, data = f"{source.name} {split}".strip(), config.data
     options = {"cut": data.too_long == "cut", "packed": data.packing, "of_examples": data.format != "text"}
-    return rows_of_folder(folder, split, config.seq_len, named=named, **options)
+    return rows_of_folder(folder, split, config.seq_len, named=named, at_least=at_least, **options)
 
 
 def _joined(parts: Sequence[Rows]) -> Rows:
