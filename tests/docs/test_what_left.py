@@ -11,7 +11,7 @@ LEFT = [
     r"run_tasks",
     r"--plot\b",
     r"--crossover",
-    r"crossover_low",
+    r"crossover[-_](low|filled)",
     r"lab tc",
     r"zeroshard lab\b",
     r"lab clean",

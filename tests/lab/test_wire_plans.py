@@ -108,16 +108,24 @@ def test_what_travels_is_planned_by_link_as_an_engine_on_two_nodes_counts_it(sta
     assert row.as_dict()["messages"]["by_link"][0]["num_bytes"] == row.by_link[0].num_bytes
 
 
-def test_nodes_are_among_the_remedies_and_are_explained():
-    given = {"model": SMALL, "gpus": 4, "gpus_per_node": 2, "network": "100Mbit/s", "micro_batch": 1, "stage": "2"}
+BY_NODES = ", added up in nodes of 2"
+REMEDIES = {  # a setting by which ranks of a node work together: at a stage, the remedies that have it, and words of it
+    "node_size": ("2", [f"stage 2{WIRES[-1]}{BY_NODES}"], {"wire": {"grads": "int8", "node_size": 2}},
+                  ("reduce_scatter among 2 ranks, within a node", "all_to_all among 2 ranks, between nodes",
+                   "gradients added up in nodes of 2")),
+    "node_copy": ("3", [f"stage 3, copy over 2{wire}" for wire in ("", *WIRES, f"{WIRES[-1]}{BY_NODES}")],
+                  {"node_copy": 2}, ("all_gather among 2 ranks, within a node",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("setting", REMEDIES)
+def test_what_a_node_does_together_is_among_the_remedies_and_is_explained(setting):
+    stage, names, asked, words = REMEDIES[setting]
+    given = {"model": SMALL, "gpus": 4, "gpus_per_node": 2, "network": "100Mbit/s", "micro_batch": 1, "stage": stage}
     rows = json.loads(answer_plan(validate(PlanConfig, {**given, "ask": "remedy", "json": True})).text)["rows"]
-    nodes = {row["remedy"]: row["node_size"] for row in rows if row["node_size"]}
-    assert nodes == {"stage 2, weights and gradients in int8, added up in nodes of 2": 2}
-    wire = {"grads": "int8", "node_size": 2}
-    said = answer_plan(validate(PlanConfig, {**given, "wire": wire, "explain": True})).text
-    assert "reduce_scatter among 2 ranks, within a node" in said
-    assert "all_to_all among 2 ranks, between nodes" in said
-    assert "gradients added up in nodes of 2" in said
+    assert {row["remedy"]: row[setting] for row in rows if row[setting]} == dict.fromkeys(names, 2)
+    said = answer_plan(validate(PlanConfig, {**given, **asked, "explain": True})).text
+    assert all(each in said for each in words)
 
 
 @pytest.mark.parametrize(
@@ -161,16 +169,6 @@ def test_rows_name_the_second_copy_and_groups_in_a_node_have_none():
     assert "3, copy over 2" in text(found)
     own = plan("gpt2-demo", stage=replace(STAGES[3], secondary_shard_size=2), overrides=SIZES, **NODES)
     assert [(row.shard_size, row.node_copy) for row in own.rows] == [(4, 2), (2, 0)]
-
-
-def test_a_copy_is_among_the_remedies_and_is_explained():
-    given = {"model": SMALL, "gpus": 4, "gpus_per_node": 2, "network": "100Mbit/s", "micro_batch": 1, "stage": "3"}
-    rows = json.loads(answer_plan(validate(PlanConfig, {**given, "ask": "remedy", "json": True})).text)["rows"]
-    copies = {row["remedy"]: row["node_copy"] for row in rows if row["node_copy"]}
-    by_nodes = f"{WIRES[-1]}, added up in nodes of 2"
-    assert copies == {f"stage 3, copy over 2{wire}": 2 for wire in ("", *WIRES, by_nodes)}
-    said = answer_plan(validate(PlanConfig, {**given, "node_copy": 2, "explain": True})).text
-    assert "all_gather among 2 ranks, within a node" in said
 
 
 @pytest.mark.parametrize(

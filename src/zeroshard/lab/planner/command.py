@@ -92,7 +92,7 @@ def _asked_planner(config: PlanConfig, given: dict[str, Any]) -> Planner:
     planner = planner_for(**given)
     check_node_copy(planner, 3, config.shard_size or None)
     check_wire_nodes(planner)
-    if config.ask in ("lowest-bandwidth", "crossover"):
+    if config.ask == "lowest-bandwidth" or (config.ask == "crossover" and config.micro_batch):
         micro_batches(planner, config.micro_batch or 1)  # raises if the global batch is no multiple of it
     return planner
 
@@ -197,8 +197,7 @@ def ask(config: PlanConfig, planner: Planner) -> Answer:
         return lowest_bandwidth(planner, stage, micro_batch)
     if config.ask == "remedy":
         return remedies(planner, stages, config.micro_batch or None, config.shard_size or None)
-    filled = config.ask == "crossover-filled"
-    return crossover(planner, stage, int(config.against), None if filled else micro_batch)
+    return crossover(planner, stage, int(config.against), config.micro_batch or None)
 
 
 def compare(config: PlanConfig, planner: Planner, row: Row) -> dict[str, Any]:

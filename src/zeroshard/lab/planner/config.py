@@ -21,7 +21,6 @@ Question = Literal[
     "fewest-gpus",
     "lowest-bandwidth",
     "crossover",
-    "crossover-filled",
     "remedy",
 ]
 
@@ -137,16 +136,16 @@ class PlanConfig(Config):
         self._adds_up_alike()
         if self.within_node:
             find_link(self.within_node, "within_node")
-        if self.ask.startswith("crossover") and self.stage in ("all", self.against):
-            what = f"needs two stages, and has {self.stage} and {self.against}"
-            raise UserError("ask", f"{self.ask} {what}", "give --stage A --against B")
+        if self.ask == "crossover" and self.stage in ("all", self.against):
+            what = f"crossover needs two stages, and has {self.stage} and {self.against}"
+            raise UserError("ask", what, "give --stage A --against B")
         return self
 
     def _copies_what_is_sharded(self) -> None:
         """Raise UserError for a second copy of weights if none are sharded, or the question varies the world size."""
         if not self.node_copy:
             return
-        if "3" not in (self.stage, self.against if self.ask.startswith("crossover") else "") and self.stage != "all":
+        if "3" not in (self.stage, self.against if self.ask == "crossover" else "") and self.stage != "all":
             who, todo = f"stage {self.stage}", "leave it out, or give --stage 3"
             rules.check_second_copy("node_copy", self.node_copy, who, shards=False, reshards=True, todo=todo)
         if self.ask == "fewest-gpus":
@@ -185,7 +184,7 @@ class PlanConfig(Config):
         ask = self.ask
         given = {
             "global_batch": ask in ("fewest-gpus", "largest-micro-batch") and "looks at one micro-batch of each GPU",
-            "micro_batch": ask in ("largest-micro-batch", "crossover-filled") and "takes the largest that fits",
+            "micro_batch": ask == "largest-micro-batch" and "takes the largest that fits",
             "shard_size": ask not in ("none", "remedy") and "shares out training state over all GPUs",
         }
         name, looks = next(((name, looks) for name, looks in given.items() if looks and getattr(self, name)), ("", ""))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import radians, sin
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from zeroshard.lab.report.figure import LONGEST_NAME, LONGEST_TICK, Axis, Figure
 WIDTH, HEIGHT, DPI = 8.0, 4.3, 110  # inches, dots an inch
 _MARKERS = {"circle": "o", "square": "s", "diamond": "D", "triangle": "^", "cross": "X", "star": "*"}
 # Inches, at the font size of tick labels; a plot is narrower than its figure by the y axis and its title.
-PLOT_WIDTH, LETTER_WIDTH, LINE_HEIGHT = 6.8, 0.085, 0.17
+PLOT_WIDTH, LETTER_WIDTH = 6.8, 0.085
 
 
 def draw(figure: Figure, path: Path) -> None:
@@ -103,11 +102,5 @@ def _shape(axes: Any, which: str, axis: Axis) -> None:
 
 
 def slant(words: Sequence[str]) -> int:
-    """The smallest angle in degrees (of 0, 25, 45, 90) at which labels under the plot do not overlap.
-
-    Slanted labels are ``sin(angle)`` times the distance of their ticks apart, and need the height of a line.
-    """
-    apart = PLOT_WIDTH / max(len(words), 1)
-    if max(map(len, words)) * LETTER_WIDTH <= apart:
-        return 0
-    return next((angle for angle in (25, 45, 90) if apart * sin(radians(angle)) >= LINE_HEIGHT), 90)
+    """The angle in degrees, 0 or 25, at which labels under the plot do not overlap: there are 14 of them at most."""
+    return 25 if max(map(len, words)) * LETTER_WIDTH > PLOT_WIDTH / len(words) else 0
