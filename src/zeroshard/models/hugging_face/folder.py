@@ -180,8 +180,8 @@ def _may_be_reached(hub: Any) -> bool:
 
 
 def missing_transformers() -> UserError:
-    """Return the error for `transformers` not being installed."""
-    return UserError("model", "hf: models need the package transformers", "pip install 'zeroshard[hf]'")
+    """Return the error for `transformers` not being installed, or being older than release 5."""
+    return UserError("model", "hf: models need the package transformers, from release 5", "pip install 'zeroshard[hf]'")
 
 
 def _not_had(source: str, error: Exception) -> UserError:

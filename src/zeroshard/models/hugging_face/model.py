@@ -212,6 +212,7 @@ class HuggingFaceModel(LanguageModel):
 def _built(config: HuggingFaceConfig) -> tuple[nn.Module, Any]:
     try:
         quiet_import("transformers.modeling_utils")  # what each model imports, quantisation packages among it
+        quiet_import("transformers.core_model_loading")  # which releases before 5 do not have
         auto: Any = quiet_import("transformers.models.auto.modeling_auto").AutoModelForCausalLM
     except ImportError:
         raise missing_transformers() from None
