@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zeroshard.zero.optimizers.narrow_grads import NarrowGrads
+from zeroshard.zero.optimizers.operands import OperandsOfSteps, WidenedGrads
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 from zeroshard.zero.uncompiled import uncompiled
 
@@ -59,7 +59,8 @@ class _Steps:
     """The engine's hooks around the steps of one optimizer, and how deeply the running step is nested."""
 
     def __init__(self, piecewise: PiecewiseOptimizer) -> None:
-        self._piecewise, self._grads = piecewise, NarrowGrads(piecewise)
+        self._piecewise = piecewise
+        self._operands = OperandsOfSteps(piecewise, WidenedGrads())
         self._depth = 0
         self._leaving: Any = None  # the handle of `leaves`
 
@@ -74,7 +75,7 @@ class _Steps:
             finally:
                 self._depth = 0
                 self._leave()
-                self._grads.restore()
+                self._operands.end()
                 self._piecewise.show_params()
 
         return run
@@ -99,7 +100,7 @@ class _Steps:
         if closure is None:
             self._piecewise.listener.before_update(optimizer)
             self._piecewise.show_pieces()
-            self._grads.widen(by_unit=True)
+            self._operands.begin(by_unit=True)
             return None
         wrapped = self._once(closure)
         self._piecewise.show_pieces()
@@ -109,7 +110,7 @@ class _Steps:
         """After the class's own code: show parameters again, and notify the engine."""
         self._depth -= 1
         if not self._depth:
-            self._grads.restore()
+            self._operands.end()
         self._piecewise.show_params()
         if self._depth:
             self._piecewise.listener.weights_changed(self._piecewise.members)
@@ -149,7 +150,7 @@ class _Steps:
             result = closure()
             self._piecewise.listener.before_update(None)
             self._piecewise.show_pieces()
-            self._grads.widen(by_unit=False)
+            self._operands.begin(by_unit=False)
             return result
 
         return torch.enable_grad()(run)
