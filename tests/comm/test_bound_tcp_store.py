@@ -111,10 +111,10 @@ def test_a_meeting_of_several_machines_listens_at_its_endpoint_alone(monkeypatch
     address = _outer_address() or "127.0.0.1"
     with socket.create_server((address, 0)) as free:
         port = free.getsockname()[1]
-    first = SeveralHosts.at(meeting_at(f"{address}:{port}", 1, 2), "test")
+    first = SeveralHosts.at(meeting_at(f"{address}:{port}", 2, 2), "test")
     assert _listening(port) == {address}
     # another launcher was faster
-    second = SeveralHosts.at(RendezvousAddress(address, port, 1, 2, address, serves=True), "test")
+    second = SeveralHosts.at(RendezvousAddress(address, port, 2, 2, address, serves=True), "test")
     assert _listening(port) == {address}
     with ThreadPoolExecutor(1) as pool:
         later = pool.submit(second.next_rendezvous)

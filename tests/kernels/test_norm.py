@@ -8,8 +8,8 @@ from exactness import assert_near, assert_same_bits, run
 from zeroshard.kernels import layer_norm, norm_kernels, rms_norm
 
 OPERATIONS = ["layer_norm", "rms_norm"]
-# Tiles of many rows, of one row, and strips of rows too wide to be held, forward and backward; the last not full.
-SHAPES = [(1, 1), (3, 5), (127, 5), (3, 64), (127, 64), (2, 768), (1, 1600), (3, 4096), (1, 9000)]
+# Tiles of many rows and of one row, forward and backward; rows too wide to be held have tests of their own.
+SHAPES = [(1, 1), (3, 5), (127, 5), (3, 64), (127, 64), (2, 768), (1, 1600)]
 LARGE = [(1, 1), (127, 5), (4097, 64), (4097, 768), (4097, 1600), (127, 4096), (4097, 8192), (3, 16384), (127, 65536)]
 
 
@@ -71,9 +71,9 @@ def test_values_and_gradients_are_the_formula_s_at_every_width(operation, shape,
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(3, 5), (7, 768), (1, 8193)])
-def test_sixteen_bits_are_rounded_once(operation, dtype, shape, triton, random):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("shape", [(3, 5), (7, 768)])
+def test_results_of_other_dtypes_are_rounded_once(operation, dtype, shape, triton, random):
     compare(operation, *drawn(operation, random, shape, dtype))
 
 
@@ -96,13 +96,13 @@ def test_more_elements_than_a_32_bit_offset_can_name(triton, device):
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("width", [65, 128, 200])
+@pytest.mark.parametrize("width", [128, 200])
 def test_rows_too_wide_to_be_held(operation, width, triton, random, monkeypatch):
     """Strips that are full and not, at a hundredth of the width that they begin at."""
     for name in ("HELD", "STRIP"):
         monkeypatch.setattr(norm_kernels, name, 64)
-    compare(operation, *drawn(operation, random, (3, width)))
-    compare(operation, *drawn(operation, random, (3, width), torch.bfloat16))
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        compare(operation, *drawn(operation, random, (3, width), dtype))
 
 
 @pytest.mark.parametrize(("operation", "shape"), [("rms_norm", (1, 65536)), ("layer_norm", (4097, 1))])
@@ -167,20 +167,6 @@ def test_extreme_values(operation, triton, random):
     # A large common offset: the mean itself is known to fp32's 2^-24 relative, which is 6e-4 of a deviation at 1e4.
     x = random(3, 64) + 1e4
     compare(operation, {"x": x}, [random(3, 64)], slack=400)
-
-
-@pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("held", [True, False])
-def test_gradcheck_in_float64(operation, held, triton, random, monkeypatch):
-    if not held:
-        for name, value in (("HELD", 2), ("STRIP", 4)):
-            monkeypatch.setattr(norm_kernels, name, value)
-    given, _ = drawn(operation, random, (2, 6), torch.float64)
-
-    def call(*tensors):
-        return ours(operation, None, **dict(zip(given, tensors, strict=True)))
-
-    assert torch.autograd.gradcheck(call, [tensor.requires_grad_() for tensor in given.values()])
 
 
 @pytest.mark.parametrize("needed", ["x", "weight", "bias", "residual"])

@@ -87,9 +87,3 @@ def test_angles_that_are_learned_are_the_reference_s(triton, random, device):
             rope(q, k, *angles, kernels=triton)
     with torch.no_grad():
         rope(q, k, learned, sin, kernels=triton)
-
-
-def test_gradcheck_in_float64(triton, random, device):
-    cos, sin = tables(2, 4, device, torch.float64)
-    inputs = [random(1, 1, 2, 4, dtype=torch.float64).requires_grad_() for _ in range(2)]
-    assert torch.autograd.gradcheck(lambda q, k: rope(q, k, cos, sin, kernels=triton), inputs)
