@@ -159,7 +159,8 @@ def _chunks(
     if num_rows == 0 and d_weight is not None:
         d_weight.zero_()
     needs_grad = d_hidden is not None or d_weight is not None
-    buffer = logits_of_a_chunk(hidden, vocab, chunk_rows, triton=triton)
+    padded_vocab = -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE if triton else vocab
+    buffer = torch.empty(min(chunk_rows, num_rows), padded_vocab, dtype=hidden.dtype, device=hidden.device)
     for start in range(0, num_rows, chunk_rows):
         chunk = slice(start, min(start + chunk_rows, num_rows))
         h = hidden[chunk]
@@ -179,12 +180,6 @@ def _chunks(
             torch.mm(logits, weight, out=d_hidden[chunk])
         if d_weight is not None:
             _product(logits.t(), h, d_weight, add=start > 0)
-
-
-def logits_of_a_chunk(hidden: Tensor, vocab: int, chunk_rows: int, *, triton: bool) -> Tensor:
-    """Return memory for the logits of the rows that are computed at once, which is all that ever exists of them."""
-    padded_vocab = -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE if triton else vocab
-    return torch.empty(min(chunk_rows, len(hidden)), padded_vocab, dtype=hidden.dtype, device=hidden.device)
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:

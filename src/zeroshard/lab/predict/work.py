@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from zeroshard.kernels.linear_cross_entropy import logits_of_a_chunk
+from zeroshard.kernels.linear_cross_entropy import VOCAB_MULTIPLE
 
 
 @dataclass(frozen=True)
@@ -114,9 +114,9 @@ def work_of_projected_loss(
 
     Allocates and frees the kernel's chunk of logits, so that a recorder of storages counts it.
     """
-    (rows, width), vocab = hidden.shape, weight.shape[0]
-    chunk = logits_of_a_chunk(hidden, vocab, options[-1], triton=True)
-    at_once = len(chunk)
+    (rows, width), vocab, at_once = hidden.shape, weight.shape[0], min(options[-1], hidden.shape[0])
+    padded_vocab = -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    chunk = hidden.new_empty(at_once, padded_vocab)
     wide = None if d_hidden is None else losses.new_empty(at_once, width)
     del chunk, wide
     num_products = 1 + (d_hidden is not None) + (d_weight is not None)
