@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.comm import Communicator, scope
 from zeroshard.comm.agree import agreement
@@ -21,6 +20,7 @@ from zeroshard.zero.runtime.module_buffers import BufferSync, check_sync
 from zeroshard.zero.runtime.module_methods import has_engine
 from zeroshard.zero.strategy import ShardingStrategy
 from zeroshard.zero.tensor_broadcast import as_bytes, put_bytes
+from zeroshard.zero.torch_internals import is_traceable_wrapper_subclass
 
 _log = logging.getLogger("zeroshard.zero")
 _OTHER_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)

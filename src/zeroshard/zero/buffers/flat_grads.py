@@ -37,6 +37,7 @@ from zeroshard.zero.buffers.reduction import GradientReducer, GradientReduction
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
 from zeroshard.zero.streams import NO_STREAMS, Streams
+from zeroshard.zero.torch_internals import storage_id
 
 
 class FlatGrads:
@@ -274,6 +275,6 @@ class FlatGrads:
     @property
     def resident_bytes(self) -> int:
         """Bytes of all gradient buffers now."""
-        storages = (tensor.untyped_storage() for tensor in self.buffers if tensor is not None)
-        held = sum({each._cdata: each.nbytes() for each in storages}.values())  # on meta all addresses are equal
-        return held + sum(tensor.nbytes for tensor in self.reducer.tensors)
+        held = [tensor for tensor in self.buffers if tensor is not None]
+        own = {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in held}
+        return sum(own.values()) + sum(tensor.nbytes for tensor in self.reducer.tensors)

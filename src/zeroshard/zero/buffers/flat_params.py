@@ -38,6 +38,7 @@ from zeroshard.zero.levels import Levels
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
 from zeroshard.zero.streams import NO_STREAMS, Mark, Streams
+from zeroshard.zero.torch_internals import storage_id
 
 
 class WeightState(Enum):
@@ -322,7 +323,7 @@ class FlatParams:
     @property
     def storages(self) -> set[int]:
         """The identities of the storages in which unsharded weights lie now."""
-        return {self.full.untyped_storage()._cdata}
+        return {storage_id(self.full)}
 
     @property
     def full_bytes(self) -> int:

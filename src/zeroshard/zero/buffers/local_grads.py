@@ -24,6 +24,7 @@ from torch import Tensor
 
 from zeroshard.comm import Communicator, empty_for
 from zeroshard.zero.buffers.layout import FlatLayout
+from zeroshard.zero.torch_internals import copy_each, scale_each, storage_id
 
 SMALL_NUMEL = 1 << 16  # most elements of a gradient that waits for others
 LEAST_TOGETHER = 3  # fewer gradients would need as many operations together as one by one
@@ -67,9 +68,9 @@ class SmallGrads:
         if not self._waiting:
             return
         targets = [views[slot] for slot in self._waiting]
-        torch._foreach_copy_(targets, list(self._waiting.values()))
+        copy_each(targets, list(self._waiting.values()))
         if scale != 1.0:
-            torch._foreach_mul_(targets, scale)
+            scale_each(targets, scale)
         self.clear()
 
     def clear(self) -> None:
@@ -116,7 +117,7 @@ class LocalGrads:
 
     def contains(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` shares the buffer's memory."""
-        return self.buffer is not None and tensor.untyped_storage()._cdata == self.buffer.untyped_storage()._cdata
+        return self.buffer is not None and storage_id(tensor) == storage_id(self.buffer)
 
     def views(self) -> list[Tensor]:
         """The slots of the buffer, each in its parameter's shape; allocates the buffer if there is none."""

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.utils._pytree import tree_leaves
+
+from zeroshard.zero.torch_internals import UNWATCHED, as_plain, is_functorch_wrapped_tensor, storage_id, tree_leaves
 
 _READ = "_zeroshard_read"  # attributes of outdated parameters: the callback that runs before a read,
 _NAME = "_zeroshard_name"  # and, if they are sharded, the function that knows their names
-_PLAIN = torch._C._disabled_torch_function_impl
+_PLAIN = UNWATCHED
 
 
 def mark(
@@ -62,7 +62,7 @@ class _Outdated:
     ) -> Any:
         kwargs = kwargs or {}
         if func in _NO_VALUES or (func in _SHAPED_AS_ANOTHER and not isinstance(args[0], _Outdated)):
-            with torch._C.DisableTorchFunctionSubclass():
+            with as_plain():
                 return func(*args, **kwargs)
         for leaf in _written(func, args, kwargs):
             if isinstance(leaf, _Outdated) and vars(leaf)[_NAME] is not None:
@@ -102,10 +102,10 @@ class _ShardedView(Tensor):
 
 def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], sharded: Tensor) -> Any:
     """Call a function of a sharded tensor; a view that it returns is watched too."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with as_plain():
         result = func(*args, **kwargs)
         if type(result) is Tensor and result.layout is torch.strided and not is_functorch_wrapped_tensor(result):
-            shares = result.untyped_storage()._cdata == sharded.untyped_storage()._cdata
+            shares = storage_id(result) == storage_id(sharded)
             return result.as_subclass(_ShardedView) if shares else result
         return result
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from zeroshard.zero.buffers.unit_choice import UnitChoice, choose_units, is_container
+from zeroshard.zero.torch_internals import has_forward_hooks, not_saved, own_buffers, own_parameters, version_of
 
 Init = Callable[[str, torch.Tensor], None]
 
@@ -46,8 +47,8 @@ class UnitSpec:
     def read_in_backward(self) -> bool:
         """Whether the module's backward reads its weights; the backward of a plain embedding lookup does not."""
         module = self.module
-        plain = type(module) is nn.Embedding and list(module._parameters) == ["weight"] and len(self.params) == 1
-        return not plain or bool(module._forward_hooks or module._forward_pre_hooks)
+        plain = type(module) is nn.Embedding and list(own_parameters(module)) == ["weight"] and len(self.params) == 1
+        return not plain or has_forward_hooks(module)
 
 
 def partition(model: nn.Module, units: UnitChoice | None) -> tuple[UnitSpec, list[UnitSpec]]:
@@ -108,21 +109,21 @@ def materialise(model: nn.Module, device: torch.device, init: Init | None = None
     made: dict[nn.Parameter, nn.Parameter] = {}
     filled: dict[torch.Tensor, torch.Tensor] = {}
     for prefix, module in model.named_modules():
-        for key, param in list(module._parameters.items()):
+        for key, param in list(own_parameters(module).items()):
             if param is None or not param.is_meta:
                 continue
             if param not in made:
                 nothing = torch.full((), float("nan"), dtype=param.dtype, device=device).expand(param.shape)
                 made[param] = nn.Parameter(nothing, requires_grad=param.requires_grad)
-            module._parameters[key] = made[param]
-        for key, buffer in list(module._buffers.items()):
+            own_parameters(module)[key] = made[param]
+        for key, buffer in list(own_buffers(module).items()):
             if buffer is not None and buffer.is_meta:
                 if buffer not in filled:
                     made_here = _filled(f"{prefix}.{key}" if prefix else key, buffer, device, init)
-                    if key in module._non_persistent_buffers_set:  # no checkpoint will fill it
+                    if key in not_saved(module):  # no checkpoint will fill it
                         _require_numbers(f"{prefix}.{key}" if prefix else key, made_here)
                     filled[buffer] = made_here
-                module._buffers[key] = filled[buffer]
+                own_buffers(module)[key] = filled[buffer]
     return set(made.values())
 
 
@@ -140,12 +141,12 @@ def _filled(name: str, buffer: torch.Tensor, device: torch.device, init: Init | 
     made = torch.empty_like(buffer, device=device)
     if made.is_floating_point() or made.is_complex():
         made.fill_(float("nan"))
-    version = made._version
+    version = version_of(made)
     try:
         with torch.no_grad():
             init(name, made)
     except LookupError as error:
         raise ValueError(f"{name}: the buffer is on the meta device, and `init` does not know it; {_TODO}") from error
-    if made._version == version:
+    if version_of(made) == version:
         raise ValueError(f"{name}: the buffer is on the meta device, and `init` left it as it was; {_TODO}")
     return made

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.zero.buffers.layout import FlatLayout
+from zeroshard.zero.torch_internals import as_plain, storage_id, version_of
 
 
 class Shown:
@@ -60,16 +61,16 @@ class Shown:
         return self._versions != self._count()
 
     def _count(self) -> int:
-        with torch._C.DisableTorchFunctionSubclass():
-            return sum([param._version for param in self._params])
+        with as_plain():
+            return sum([version_of(param) for param in self._params])
 
     def _elsewhere(self) -> list[tuple[str, nn.Parameter, Tensor]]:
         """Return ``(name, parameter, expected .data)`` of parameters to whose ``.data`` a tensor was assigned."""
         expected = self.views if self.visible else self._hidden
-        homes = {view.untyped_storage()._cdata for view in expected}
-        with torch._C.DisableTorchFunctionSubclass():
+        homes = {storage_id(view) for view in expected}
+        with as_plain():
             triples = zip(self._layout.slots, self._params, expected, strict=True)
-            return [(slot.name, p, view) for slot, p, view in triples if p.untyped_storage()._cdata not in homes]
+            return [(slot.name, p, view) for slot, p, view in triples if storage_id(p) not in homes]
 
     def take_assigned(self) -> bool:
         """Copy tensors that were assigned to visible parameters' ``.data`` to their places; return if any were."""
@@ -88,7 +89,7 @@ class Shown:
     def drop_assigned(self) -> bool:
         """Make parameters with another ``.data`` show what they showed before; return if values differ."""
         elsewhere = self._elsewhere()
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain():
             differs = any(self.visible and not torch.equal(param.detach(), view) for _, param, view in elsewhere)
             for _, param, view in elsewhere:
                 param.data = view
@@ -97,7 +98,7 @@ class Shown:
     def refuse_assigned(self) -> None:
         """Raise RuntimeError if a tensor was assigned to ``.data`` of hidden weights."""
         for name, param, freed in self._elsewhere():
-            with torch._C.DisableTorchFunctionSubclass():
+            with as_plain():
                 param.data = freed
             raise RuntimeError(
                 f"{name}: its .data was assigned to while the weights were sharded; "

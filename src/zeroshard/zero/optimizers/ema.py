@@ -15,6 +15,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from zeroshard.zero.torch_internals import lerp_each
+
 EMA = "ema"  # the kind of its tensors in a checkpoint
 
 
@@ -62,7 +64,7 @@ class Ema:
             by_kind.setdefault((weight.device, weight.dtype), []).append(weight)
         for weights in by_kind.values():
             averages = [_local(self.state[weight][EMA]) for weight in weights]
-            torch._foreach_lerp_(averages, [_local(weight) for weight in weights], 1.0 - self.decay)
+            lerp_each(averages, [_local(weight) for weight in weights], 1.0 - self.decay)
 
     @contextmanager
     def weights(self) -> Generator[None]:

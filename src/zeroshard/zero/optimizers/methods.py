@@ -5,7 +5,7 @@ The replacements are attributes of the instance: its type stays exactly the user
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import wraps
 from types import FunctionType
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 from zeroshard.zero.optimizers.state_dict import cut_into_pieces, whole_here
 from zeroshard.zero.optimizers.step_hooks import surrounding_ids
+from zeroshard.zero.torch_internals import hooks_of, without_load_hooks
 from zeroshard.zero.uncompiled import uncompiled
 
 _OURS = "_zeroshard"  # on an optimizer that an engine knows
@@ -105,10 +106,10 @@ def _at_pieces(piecewise: PiecewiseOptimizer, method: Callable[..., Any]) -> Cal
 
 def _state_dict(piecewise: PiecewiseOptimizer) -> dict[str, Any]:
     optimizer = piecewise.optimizer
-    for hook in optimizer._optimizer_state_dict_pre_hooks.values():
+    for hook in hooks_of(optimizer, "state_dict_pre").values():
         hook(optimizer)
     state = whole_here(piecewise)
-    for hook in optimizer._optimizer_state_dict_post_hooks.values():
+    for hook in hooks_of(optimizer, "state_dict_post").values():
         changed = hook(optimizer, state)
         state = state if changed is None else changed
     return state
@@ -117,7 +118,7 @@ def _state_dict(piecewise: PiecewiseOptimizer) -> dict[str, Any]:
 def _load_state_dict(piecewise: PiecewiseOptimizer, state_dict: Mapping[str, Any]) -> None:
     optimizer = piecewise.optimizer
     state_dict = dict(state_dict)
-    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+    for hook in hooks_of(optimizer, "load_state_dict_pre").values():
         changed = hook(optimizer, state_dict)
         state_dict = state_dict if changed is None else changed
     load_pieces(piecewise, cut_into_pieces(piecewise, state_dict))
@@ -131,14 +132,9 @@ def load_pieces(piecewise: PiecewiseOptimizer, state_dict: dict[str, Any]) -> No
         state_dict: a state of this rank's pieces, numbered in their order.
     """
     optimizer = piecewise.optimizer
-    hooks, optimizer._optimizer_load_state_dict_pre_hooks = (
-        optimizer._optimizer_load_state_dict_pre_hooks,
-        OrderedDict(),
-    )
     try:
-        with piecewise.at_pieces():
+        with without_load_hooks(optimizer), piecewise.at_pieces():
             type(optimizer).load_state_dict(optimizer, state_dict)
     finally:
-        optimizer._optimizer_load_state_dict_pre_hooks = hooks
         _tell_where_states_are(piecewise)  # torch has put in another dict
     piecewise.has_state = True

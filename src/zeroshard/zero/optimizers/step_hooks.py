@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from zeroshard.zero.optimizers.operands import OperandsOfSteps, WidenedGrads
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
+from zeroshard.zero.torch_internals import hooks_of
 from zeroshard.zero.uncompiled import uncompiled
 
 
@@ -28,11 +29,11 @@ def surrounding_ids(piecewise: PiecewiseOptimizer) -> None:
     steps = _Steps(piecewise)
     own["register_step_pre_hook"] = _between(
         optimizer.register_step_pre_hook,
-        optimizer._optimizer_step_pre_hooks,
+        hooks_of(optimizer, "step_pre"),
         uncompiled(steps.enters),
         uncompiled(steps.begins),
     )
-    _first(optimizer._optimizer_step_post_hooks, optimizer.register_step_post_hook(uncompiled(steps.ends)))
+    _first(hooks_of(optimizer, "step_post"), optimizer.register_step_post_hook(uncompiled(steps.ends)))
     own["step"] = MethodType(steps.guarded(optimizer.step), optimizer)
 
 

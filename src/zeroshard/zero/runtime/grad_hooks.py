@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _foreach_utils
 
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.runtime.grad_home import GradHome, GradTaker
 from zeroshard.zero.runtime.sharded_grad import ShardedGrad, held
+from zeroshard.zero.torch_internals import as_plain, let_foreach_take
 from zeroshard.zero.uncompiled import uncompiled
 
 
@@ -42,7 +42,7 @@ class GradHooks:
     def attach(self, units: Iterable[Unit]) -> None:
         """Hook these units' parameters after removing all earlier hooks; gradients that they show are cleared."""
         self.detach()
-        _let_foreach_know()
+        let_foreach_take(ShardedGrad)
         for unit in units:
             for name, param, group, slot in unit.named_slots():
                 param.grad = None
@@ -77,7 +77,7 @@ class GradHooks:
         Raises:
             RuntimeError: something was added to a gradient inside backward, before its reduction.
         """
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain():
             for shown in self._hooked:
                 if shown.grad is not None and shown.grad._arrived is not None:
                     shown.grad.take_arrived()
@@ -90,7 +90,7 @@ class GradHooks:
 
     def apply_assigned_grads(self) -> None:
         """Apply what the user assigned to ``param.grad``: None clears the gradient, a tensor replaces it."""
-        with nullcontext() if torch.compiler.is_compiling() else torch._C.DisableTorchFunctionSubclass():
+        with nullcontext() if torch.compiler.is_compiling() else as_plain():
             found = [(shown, grad) for shown in self._hooked if (grad := shown.param.grad) is not shown.expected]
         for shown, grad in found:
             if grad is None:
@@ -100,7 +100,7 @@ class GradHooks:
 
     def hide(self, params: set[nn.Parameter] | None) -> None:
         """Set ``grad`` of ``params`` (None: of all) to None, after their gradients were cleared."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain():
             for shown in self._hooked:
                 if params is None or shown.param in params:
                     shown.hide()
@@ -186,13 +186,3 @@ def _hook(taker_ref: weakref.ref[GradTaker], shown: _Shown) -> Callable[[Tensor]
         shown.show()
 
     return uncompiled(take)
-
-
-def _let_foreach_know() -> None:
-    """Register `ShardedGrad` for torch's foreach functions, as `DTensor` is: clipping then needs one collective.
-
-    Without it the numbers are the same, but there is one collective for each parameter.
-    """
-    known = getattr(_foreach_utils, "_foreach_supported_types", None)
-    if isinstance(known, list) and ShardedGrad not in known:
-        known.append(ShardedGrad)

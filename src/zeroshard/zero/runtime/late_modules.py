@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from zeroshard.zero.buffers.unit import Unit
+from zeroshard.zero.torch_internals import own_parameters
 
 MARK = "_zeroshard"  # on modules and parameters that have an engine
 
@@ -34,7 +35,7 @@ class Known:
     def __init__(self, model: nn.Module, root: Unit, units: Iterable[Unit]) -> None:
         self._model, self._root = model, root
         self._homes = {param: unit for unit in (root, *units) for _, param, _, _ in unit.named_slots()}
-        self._owned = {(module, param) for module in model.modules() for param in module._parameters.values()}
+        self._owned = {(module, param) for module in model.modules() for param in own_parameters(module).values()}
         for part in (*model.modules(), *model.parameters()):
             vars(part)[MARK] = True
 
@@ -46,7 +47,7 @@ class Known:
     def require_unchanged(self) -> None:
         """Raise RuntimeError for a parameter that came later and is trained, or that was tied outside of its unit."""
         for module in self._model.modules():
-            for key, param in module._parameters.items():
+            for key, param in own_parameters(module).items():
                 # functional_call puts other tensors there for the length of a call
                 if isinstance(param, nn.Parameter) and (module, param) not in self._owned:
                     self._require_gathered(module, key, param)

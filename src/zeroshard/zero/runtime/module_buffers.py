@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm import Communicator, scope
 from zeroshard.zero.tensor_broadcast import PendingBroadcasts
+from zeroshard.zero.torch_internals import not_saved, own_buffers, version_of
 
 BufferSync = Literal["broadcast", "keep"]
 _LABEL = "buffers/step"
@@ -74,9 +75,9 @@ class ModuleBuffers:
 
 
 def _persistent(module: nn.Module) -> list[Tensor]:
-    names = module._non_persistent_buffers_set
-    return [tensor for name, tensor in module._buffers.items() if tensor is not None and name not in names]
+    names = not_saved(module)
+    return [tensor for name, tensor in own_buffers(module).items() if tensor is not None and name not in names]
 
 
 def _marks(module: nn.Module) -> list[tuple[int, int]]:
-    return [(id(t), 0 if t.is_inference() else t._version) for t in _persistent(module)]
+    return [(id(t), 0 if t.is_inference() else version_of(t)) for t in _persistent(module)]

@@ -37,9 +37,17 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from zeroshard.zero.buffers.unit import Unit
+from zeroshard.zero.torch_internals import (
+    at_end_of_backward,
+    base_of,
+    in_backward,
+    in_transform,
+    tree_leaves,
+    tree_map,
+    version_of,
+)
 from zeroshard.zero.uncompiled import uncompiled
 
 
@@ -77,16 +85,6 @@ class Listener(Protocol):
         ...
 
 
-def in_backward() -> bool:
-    """Whether this thread is inside autograd's backward."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def in_transform() -> bool:
-    """Whether this is called inside a transform of `torch.func`: grad, vmap, jvp and those built from them."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None
-
-
 def require_readable(unit: Unit) -> None:
     """Raise RuntimeError if a unit that is called in a transform would have to gather its weights."""
     if unit.gather_in_flight or not unit.readable:
@@ -115,7 +113,7 @@ def attach(unit: Unit, listener: Listener, cast: torch.dtype | None) -> list[Any
 
     def begins_nested() -> None:
         listener.backward_begins(unit, None)
-        torch.autograd.Variable._execution_engine.queue_callback(uncompiled(lambda: listener.backward_ends(unit, None)))
+        at_end_of_backward(uncompiled(lambda: listener.backward_ends(unit, None)))
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """After forward: report that the unit is done, and hook the outputs, whose gradients begin the backward."""
@@ -190,11 +188,11 @@ class ForwardRun:
         for tensor in tensors:
             known = self._hooked.get(id(tensor))
             # after an in-place change an earlier hook sees the gradient of the old value only
-            if known is not None and known[0]() is tensor and known[1] == tensor._version:
+            if known is not None and known[0]() is tensor and known[1] == version_of(tensor):
                 known[2].append(event)
                 continue
             events = [event]
-            self._hooked[id(tensor)] = (weakref.ref(tensor), tensor._version, events)
+            self._hooked[id(tensor)] = (weakref.ref(tensor), version_of(tensor), events)
             tensor.register_hook(partial(_teller(), events))
 
     def ends(self) -> None:
@@ -218,11 +216,11 @@ def _with_bases(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> list[Ten
     If a view is changed in place, backward goes past the view's own node, and so past a hook on it, to its base.
     """
     found = [tensor for tensor in outputs if tensor.grad_fn is not None]
-    bases = [tensor._base for tensor in found if tensor._is_view()]
+    bases = [base for tensor in found if (base := base_of(tensor)) is not None]
     if not bases:
         return found
-    given = {id(tensor._base if tensor._is_view() else tensor) for tensor in inputs}
-    return found + [base for base in bases if base is not None and base.grad_fn is not None and id(base) not in given]
+    given = {id(tensor if (base := base_of(tensor)) is None else base) for tensor in inputs}
+    return found + [base for base in bases if base.grad_fn is not None and id(base) not in given]
 
 
 def _once_per_pass(listener: Listener, event: Callable[[], None]) -> Callable[[Tensor], None]:

@@ -18,6 +18,7 @@ from zeroshard.zero.optimizers.stepping import Stepping
 from zeroshard.zero.runtime.late_modules import MARK, Known
 from zeroshard.zero.runtime.module_hooks import attach_parts
 from zeroshard.zero.runtime.runtime import Runtime
+from zeroshard.zero.torch_internals import own_buffers, own_parameters
 from zeroshard.zero.uncompiled import uncompiled
 
 _NO_DDP = (
@@ -116,16 +117,16 @@ def _apply_in_place(module: nn.Module) -> Callable[..., nn.Module]:
     """Return a ``module._apply`` for functions that would not change parameters; it applies them to buffers only."""
 
     def apply(fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
-        own = (param for part in module.modules() for param in part._parameters.values() if param is not None)
+        own = (param for part in module.modules() for param in own_parameters(part).values() if param is not None)
         kinds = {(param.dtype, param.device, min(param.dim(), 5)) for param in own}
         for dtype, device, num_dims in kinds:
             # Try it on a small tensor of the same kind: on the parameters it might copy the whole model.
             probe = torch.arange(1, 1 + 2**num_dims, device=device).to(dtype).view([2] * num_dims)
             _require_in_place(probe, fn(probe))
         for part in module.modules():
-            for name, buffer in part._buffers.items():
+            for name, buffer in own_buffers(part).items():
                 if buffer is not None:
-                    part._buffers[name] = fn(buffer)
+                    own_buffers(part)[name] = fn(buffer)
         return module
 
     return apply

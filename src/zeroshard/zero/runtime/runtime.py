@@ -31,12 +31,13 @@ from zeroshard.zero.runtime.forwards import Forwards
 from zeroshard.zero.runtime.grad_hooks import GradHooks
 from zeroshard.zero.runtime.grad_refusals import refuse_stale_reads, require_usable
 from zeroshard.zero.runtime.module_buffers import ModuleBuffers
-from zeroshard.zero.runtime.module_hooks import ForwardRun, in_backward
+from zeroshard.zero.runtime.module_hooks import ForwardRun
 from zeroshard.zero.runtime.reductions import Reductions
 from zeroshard.zero.runtime.schedule import ROOT, Op
 from zeroshard.zero.runtime.unsharded_weights import Replaced, UnshardedWeights
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
 from zeroshard.zero.streams import ByDevice
+from zeroshard.zero.torch_internals import at_end_of_backward, in_backward
 from zeroshard.zero.uncompiled import uncompiled
 
 
@@ -217,7 +218,7 @@ class Runtime:
             )
             self._weights.held_by_graph |= self.backward_pass.creates_graph
             self._hold_what_runs_again(self.backward_pass)
-            torch.autograd.Variable._execution_engine.queue_callback(partial(uncompiled(self._end_backward), run))
+            at_end_of_backward(partial(uncompiled(self._end_backward), run))
         return self.backward_pass
 
     def _forwards_of_this_pass(self, begun: int | None) -> list[int]:

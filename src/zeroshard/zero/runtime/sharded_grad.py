@@ -20,11 +20,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from zeroshard.comm import CONTROL, scope
 from zeroshard.zero.optimizers.grad_norm import norm_of, norms_of_partials
 from zeroshard.zero.runtime.grad_home import GradHome
+from zeroshard.zero.torch_internals import UNWATCHED, in_backward, tree_map, wrapper_without_memory
 
 aten = torch.ops.aten
 View = Callable[[Tensor], Tensor]
@@ -46,7 +46,7 @@ class ShardedGrad(Tensor):
     _home: GradHome
     _views: tuple[View, ...]
     _arrived: Tensor | None
-    __torch_function__ = torch._C._disabled_torch_function_impl  # ty: ignore[incompatible-method-override]
+    __torch_function__ = UNWATCHED  # ty: ignore[incompatible-method-override]
     # Assigning to `data` writes the gradient; torch's own `data` would be this tensor's memory, which it does not have.
     data: Any = property(Tensor.detach, lambda self, new: self.copy_(new.detach().view(self.shape)))
 
@@ -55,14 +55,7 @@ class ShardedGrad(Tensor):
         cls: type[ShardedGrad], home: GradHome, like: Tensor, dtype: torch.dtype, views: tuple[View, ...] = ()
     ) -> ShardedGrad:
         """Make one with the shape and strides of ``like``; ``views`` map the gradient to the view of it shown here."""
-        made = Tensor._make_wrapper_subclass(
-            cls,
-            like.shape,
-            strides=like.stride(),
-            storage_size=0,  # it has no memory of its own, so that memory counters do not count it twice
-            dtype=dtype,
-            device=home.device,
-        )
+        made = wrapper_without_memory(cls, like, dtype, home.device)
         made._home, made._views, made._arrived = home, views, None
         return made
 
@@ -75,7 +68,7 @@ class ShardedGrad(Tensor):
         first = args[0] if args else None
         adds = func in (aten.add_.Tensor, aten.add.Tensor) and isinstance(first, cls) and isinstance(args[1], Tensor)
         # In a backward autograd alone may add to an existing gradient.
-        if adds and torch._C._current_graph_task_id() != -1:
+        if adds and in_backward():
             return first._arrives(func, args[1])
         special = _SPECIAL.get(func.overloadpacket)
         if special is not None:

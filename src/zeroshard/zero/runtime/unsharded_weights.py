@@ -10,13 +10,17 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _unsafe_set_version_counter
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._guards import CompileContext
 
 from zeroshard.zero.buffers.flat_params import STALE
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.runtime.collective_order import CollectiveOrder
+from zeroshard.zero.torch_internals import (
+    compiler_looks,
+    is_functorch_wrapped_tensor,
+    set_versions,
+    storage_id,
+    version_of,
+)
 
 Replaced = Literal["for good", "for now", "back"]
 """How weights were replaced outside of a step: by others; by weights that are there for a block only (averages,
@@ -44,15 +48,15 @@ class GraphVersions:
             _set(self._before)
             self._before = []
         elif how == "for now":
-            self._before = [(param, param._version) for param in params]
+            self._before = [(param, version_of(param)) for param in params]
             _set([(param, version + _FAR) for param, version in self._before])
         elif how == "for good":
             torch.autograd.graph.increment_version(params)
 
 
 def _set(versions: list[tuple[Tensor, int]]) -> None:
-    params, numbers = tuple(param for param, _ in versions), tuple(number for _, number in versions)
-    _unsafe_set_version_counter(params, numbers)
+    params, numbers = [param for param, _ in versions], [number for _, number in versions]
+    set_versions(params, numbers)
 
 
 class UnshardedWeights:
@@ -191,7 +195,7 @@ class UnshardedWeights:
         the other ranks begin that forward. At stage 3 weights stay sharded, and a warning says so once.
         """
         if self.shard_params:
-            if CompileContext.try_get() is not None:  # dynamo reads no values
+            if compiler_looks():  # dynamo reads no values
                 self.show_as_current()
             elif not self._warned:
                 self._warned = True
@@ -223,4 +227,4 @@ def _storage(tensor: Tensor) -> int:
     """The identity of the tensor's storage; 0 if it has no storage that weights could be in."""
     if tensor.layout is not torch.strided or is_functorch_wrapped_tensor(tensor):
         return 0
-    return tensor.untyped_storage()._cdata
+    return storage_id(tensor)

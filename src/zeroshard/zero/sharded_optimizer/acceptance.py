@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.zero.optimizers.adoption import has_owner
 from zeroshard.zero.optimizers.requirements import Scope, classify
 from zeroshard.zero.optimizers.scope import no_class
+from zeroshard.zero.torch_internals import is_traceable_wrapper_subclass
 
 PER_RANK = ("params", "param_names")  # keys whose values differ between a group and the inner optimizer's group
 

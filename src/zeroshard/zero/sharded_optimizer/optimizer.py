@@ -40,6 +40,7 @@ from zeroshard.zero.optimizers.kept_states import require_numbered
 from zeroshard.zero.sharded_optimizer.acceptance import PER_RANK, check_class, check_param, check_reach, describe
 from zeroshard.zero.sharded_optimizer.ownership import Bucket, assign, pack
 from zeroshard.zero.tensor_broadcast import PendingBroadcasts, gather_to
+from zeroshard.zero.torch_internals import hooks_of
 
 BUCKET_BYTES = 16 << 20
 
@@ -250,7 +251,7 @@ class ShardedOptimizer(Optimizer):
 
     def _update_in_parts(self, mine: list[Bucket], kwargs: dict[str, Any]) -> Iterator[None]:
         """At each `next`, update this rank's next bucket, or all its parameters at once: [Note: Update in parts]."""
-        hooked = self.optim._optimizer_step_pre_hooks or self.optim._optimizer_step_post_hooks
+        hooked = hooks_of(self.optim, "step_pre") or hooks_of(self.optim, "step_post")
         if self.comm.world_size == 1 or hooked or not self._of_torch:
             self.optim.step(**kwargs)
             yield
@@ -316,7 +317,7 @@ class ShardedOptimizer(Optimizer):
             ValueError: other groups than this optimizer's, or states that its class does not keep.
         """
         state_dict = state_dict.copy()
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+        for hook in hooks_of(self, "load_state_dict_pre").values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         saved_groups = state_dict["param_groups"]
@@ -340,7 +341,7 @@ class ShardedOptimizer(Optimizer):
         self.optim.load_state_dict({"state": deepcopy(own), "param_groups": own_groups})
         self._take_options()
         self._state_has_changed()
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
+        for hook in hooks_of(self, "load_state_dict_post").values():
             hook(self)
 
     # -- copies -----------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from zeroshard.zero.buffers.unit import reduced_whole
 from zeroshard.zero.optimizers.adoption import has_owner
 from zeroshard.zero.runtime.runtime import Runtime
+from zeroshard.zero.torch_internals import not_saved, own_buffers, own_parameters
 
 
 class IncompatibleKeys(NamedTuple):
@@ -118,10 +119,10 @@ def named_state(model: nn.Module) -> dict[str, Tensor]:
     found: dict[str, Any] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
-        for name, param in module._parameters.items():
+        for name, param in own_parameters(module).items():
             if param is not None:
                 found[dot + name] = param
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
+        for name, buffer in own_buffers(module).items():
+            if buffer is not None and name not in not_saved(module):
                 found[dot + name] = buffer
     return found

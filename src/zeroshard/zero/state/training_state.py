@@ -36,6 +36,7 @@ from zeroshard.zero.state.named_shards import (
     saved_dtype,
     saved_settings,
 )
+from zeroshard.zero.torch_internals import not_saved, own_buffers
 
 
 def named_shards(model: nn.Module, runtime: Runtime, optimizers: Sequence[Stateful]) -> Iterator[NamedShard]:
@@ -242,7 +243,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that are part of the module's state, by name; a shared buffer once."""
     names: dict[Tensor, str] = {}
     for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
+        for name, buffer in own_buffers(module).items():
+            if buffer is not None and name not in not_saved(module):
                 names.setdefault(buffer, f"{prefix}.{name}" if prefix else name)
     return {name: buffer for buffer, name in names.items()}

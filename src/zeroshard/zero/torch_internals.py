@@ -1,0 +1,163 @@
+"""Every name of torch beginning with an underscore that the engine uses, each with the public way that is missing.
+
+Tests of each are those of the feature that uses it: if torch drops a name, this file fails to import, or they fail.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._autograd import _unsafe_set_version_counter
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._guards import CompileContext
+from torch.optim import Optimizer
+from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = [  # with public names in modules that have none
+    "is_functorch_wrapped_tensor",  # whether a tensor stands for several, inside of vmap and its kin
+    "is_traceable_wrapper_subclass",  # whether a tensor is made of others, as DTensor is
+    "tree_leaves",  # of nested containers, as autograd and dynamo walk them
+    "tree_map",
+]
+
+# -- autograd -------------------------------------------------------------------------------------------------------
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside autograd's backward. No public way; FSDP2 asks this, too."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def at_end_of_backward(run: Callable[[], None]) -> None:
+    """Call ``run`` when the backward that runs now is over. No public way; DDP and FSDP2 use this one."""
+    torch.autograd.Variable._execution_engine.queue_callback(run)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often the tensor was written to, as autograd counts. No public way; documented for `autograd.Function`."""
+    return tensor._version
+
+
+def set_versions(params: Sequence[Tensor], numbers: Sequence[int]) -> None:
+    """Set versions back; `torch.autograd.graph.increment_version` only counts on."""
+    _unsafe_set_version_counter(tuple(params), tuple(numbers))
+
+
+def base_of(view: Tensor) -> Tensor | None:
+    """The tensor of which ``view`` is a view for autograd; None: it is none. No public way."""
+    return view._base if view._is_view() else None
+
+
+# -- tensors --------------------------------------------------------------------------------------------------------
+
+
+def storage_id(tensor: Tensor) -> int:
+    """What tells storages apart, also on the meta device, where all addresses are 0. No public way."""
+    return tensor.untyped_storage()._cdata
+
+
+def as_plain() -> AbstractContextManager[None]:
+    """In this block subclasses' ``__torch_function__`` is not called. `torch.overrides` has a way for modes alone."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+UNWATCHED = torch._C._disabled_torch_function_impl
+"""The ``__torch_function__`` of a class that does not watch its functions; the docs of subclasses name it."""
+
+
+def wrapper_without_memory(cls: type, like: Tensor, dtype: torch.dtype, device: torch.device) -> Any:
+    """A tensor of class ``cls`` with the shape and strides of ``like``. DTensor is made in this way; no public one.
+
+    It has no memory of its own, so that memory counters do not count it twice.
+    """
+    strides = like.stride()
+    return Tensor._make_wrapper_subclass(cls, like.shape, strides=strides, storage_size=0, dtype=dtype, device=device)
+
+
+def let_foreach_take(kind: type) -> None:
+    """Have torch's optimizers and clipping use foreach functions for a subclass, as for DTensor. No public way.
+
+    If the list is gone, numbers are the same, but there is one operation, or collective, for each parameter.
+    """
+    known = getattr(_foreach_utils, "_foreach_supported_types", None)
+    if isinstance(known, list) and kind not in known:
+        known.append(kind)
+
+
+def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy many small tensors in one kernel. Foreach functions are documented, though their names begin so."""
+    torch._foreach_copy_(targets, sources)
+
+
+def scale_each(targets: list[Tensor], factor: float) -> None:
+    """Multiply many small tensors in one kernel."""
+    torch._foreach_mul_(targets, factor)
+
+
+def lerp_each(targets: list[Tensor], sources: list[Tensor], weight: float) -> None:
+    """Move many tensors towards others in one kernel."""
+    torch._foreach_lerp_(targets, sources, weight)
+
+
+# -- transforms and the compiler --------------------------------------------------------------------------------------
+
+
+def in_transform() -> bool:
+    """Whether this is called inside a transform of `torch.func`: grad, vmap, jvp and those built from them."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None
+
+
+def compiler_looks() -> bool:
+    """Whether dynamo reads this tensor, whose values it does not need. `torch.compiler.is_compiling` is False there."""
+    return CompileContext.try_get() is not None
+
+
+# -- modules and optimizers -------------------------------------------------------------------------------------------
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The module's own entries, which may be written to; ``parameters(recurse=False)`` leaves names and ties out."""
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """The module's own entries, which may be written to."""
+    return module._buffers
+
+
+def not_saved(module: nn.Module) -> set[str]:
+    """The names of the module's own buffers that are not in its ``state_dict``."""
+    return module._non_persistent_buffers_set
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether anybody has hooked the module's forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def hooks_of(optimizer: Optimizer, event: str) -> OrderedDict[int, Any]:
+    """The hooks of an optimizer, whose order may be changed; torch only appends.
+
+    ``event``: ``step_pre``, ``step_post``, ``state_dict_pre``, ``load_state_dict_pre``, ...
+    """
+    return getattr(optimizer, f"_optimizer_{event}_hooks")
+
+
+@contextmanager
+def without_load_hooks(optimizer: Optimizer) -> Generator[None]:
+    """In this block ``load_state_dict`` of the optimizer's class calls no pre-hooks: they were called already."""
+    hooks, optimizer._optimizer_load_state_dict_pre_hooks = (
+        optimizer._optimizer_load_state_dict_pre_hooks,
+        OrderedDict(),
+    )
+    try:
+        yield
+    finally:
+        optimizer._optimizer_load_state_dict_pre_hooks = hooks
