@@ -34,6 +34,7 @@ LEFT = [
     r"TwoLevel",
     r"grad_places",
     r"GradPlace",
+    r"profiling[./]clock",
     r"benchmarks/(step|kernels|collectives|strategies|conformance|same_bits|footprint)\.py",
     r"\btyro\b",
     r"skip[-_]spikes",
