@@ -14,10 +14,10 @@ from zeroshard.comm.agree import agreement
 from zeroshard.zero.buffers.partition import Init, UnitSpec, materialise, partition
 from zeroshard.zero.buffers.unit import FlatGroup, Unit, build_groups
 from zeroshard.zero.buffers.unit_choice import UnitChoice, told
+from zeroshard.zero.compat.module_methods import has_engine
 from zeroshard.zero.levels import Levels, check_wire
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.runtime.module_buffers import BufferSync, check_sync
-from zeroshard.zero.runtime.module_methods import has_engine
 from zeroshard.zero.strategy import ShardingStrategy
 from zeroshard.zero.tensor_broadcast import as_bytes, put_bytes
 from zeroshard.zero.torch_internals import is_traceable_wrapper_subclass

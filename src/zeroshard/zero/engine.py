@@ -23,22 +23,22 @@ from zeroshard.zero.buffers.initial import loaded_later
 from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.buffers.unit_choice import UnitChoice
+from zeroshard.zero.compat.module_methods import Guard
 from zeroshard.zero.levels import Levels, check_change, check_levels, communicator
 from zeroshard.zero.optimizers import adoption
 from zeroshard.zero.optimizers.ema import Ema
-from zeroshard.zero.optimizers.reproducible import ReproducibleSteps
 from zeroshard.zero.optimizers.state_dict import whole_state
-from zeroshard.zero.optimizers.stepping import Stepping
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.replicas.attached import LocalStepsObserver
 from zeroshard.zero.replicas.local_steps import LocalSteps
 from zeroshard.zero.replicas.replicas import Replicas
 from zeroshard.zero.runtime.module_buffers import BufferSync, ModuleBuffers
 from zeroshard.zero.runtime.module_hooks import attach
-from zeroshard.zero.runtime.module_methods import Guard
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.state import full_state, relayout
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader, named_group, restore_settings
+from zeroshard.zero.stepping.reproducible import ReproducibleSteps
+from zeroshard.zero.stepping.stepping import Stepping
 from zeroshard.zero.strategy import REPLICATE, ShardingStrategy, resolve_strategy
 
 Accumulate = Literal["local", "sharded"]

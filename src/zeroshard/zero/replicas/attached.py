@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroshard.zero.optimizers.observer import Observer
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 from zeroshard.zero.optimizers.scope_probe import weights_kept
 from zeroshard.zero.replicas import saved
 from zeroshard.zero.replicas.replicas import Replicas
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader
+from zeroshard.zero.stepping.observer import Observer
 
 
 class LocalStepsObserver(Observer):

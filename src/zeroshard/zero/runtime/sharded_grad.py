@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm import CONTROL, scope
-from zeroshard.zero.optimizers.grad_norm import norm_of, norms_of_partials
+from zeroshard.zero.buffers.grad_norm import norm_of, norms_of_partials
 from zeroshard.zero.runtime.grad_home import GradHome
 from zeroshard.zero.torch_internals import UNWATCHED, in_backward, tree_map, wrapper_without_memory
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from zeroshard.zero.levels import Levels
-from zeroshard.zero.optimizers.observer import Observer
 from zeroshard.zero.runtime.runtime import Runtime
+from zeroshard.zero.stepping.observer import Observer
 
 
 class ReproducibleSteps(Observer):

@@ -15,22 +15,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroshard.zero.buffers import grad_norm
 from zeroshard.zero.buffers.barred import bar
 from zeroshard.zero.buffers.flat_grads import FlatGrads
 from zeroshard.zero.buffers.members import PackedReducer
 from zeroshard.zero.levels import Levels
-from zeroshard.zero.optimizers import grad_norm
 from zeroshard.zero.optimizers.description import described
 from zeroshard.zero.optimizers.ema import Ema
-from zeroshard.zero.optimizers.ema_observer import EmaObserver
 from zeroshard.zero.optimizers.methods import install_methods
-from zeroshard.zero.optimizers.observer import Observer
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer, ShardedParams
 from zeroshard.zero.optimizers.state_dict import Stateful, cut_states
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.state import relayout, training_state
 from zeroshard.zero.state.full_state import take_names
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader
+from zeroshard.zero.stepping.ema_observer import EmaObserver
+from zeroshard.zero.stepping.observer import Observer
 
 MOSTLY_PADDING = 8  # a buffer this many times as large as its parameters costs more than a node's ranks save
 

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from zeroshard.zero.optimizers.stepping import Stepping
-from zeroshard.zero.runtime.late_modules import MARK, Known
+from zeroshard.zero.compat.late_modules import MARK, Known
 from zeroshard.zero.runtime.module_hooks import attach_parts
 from zeroshard.zero.runtime.runtime import Runtime
+from zeroshard.zero.stepping.stepping import Stepping
 from zeroshard.zero.torch_internals import own_buffers, own_parameters
 from zeroshard.zero.uncompiled import uncompiled
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from zeroshard.zero.optimizers.ema import EMA, Ema
-from zeroshard.zero.optimizers.observer import Observer
 from zeroshard.zero.optimizers.state_dict import Stateful
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.state.named_shards import ShardReader
 from zeroshard.zero.state.training_state import reader_of
+from zeroshard.zero.stepping.observer import Observer
 
 
 class EmaObserver(Observer):

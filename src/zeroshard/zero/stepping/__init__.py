@@ -1,0 +1,1 @@
+"""The optimizers of an engine, and what is attached to its steps."""
