@@ -10,7 +10,7 @@ from typing import Any
 
 from zeroshard.checkpoint.manifest_text import seal
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.loop.loop import run_training
+from zeroshard.train.start import run_training
 
 CHECKPOINT = "checkpoints/step-00000001"
 TRAIN = "--device cpu --seq-len 16 --micro-batch-size 2 --max-steps 2 --warmup-steps 0 --eval-batches 1"

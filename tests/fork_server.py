@@ -40,7 +40,7 @@ PRELOADED = [
     "hypothesis",
     "tokenizers",
     "zeroshard.launch.elastic",
-    "zeroshard.train.loop.loop",
+    "zeroshard.train.start",
     "zeroshard.inference.evaluation",
     "zeroshard.inference.generate",
     "zeroshard.train.setup.prepare_data",

@@ -72,7 +72,7 @@ def _words(verb: str) -> Any:
 @pytest.fixture
 def nothing_lasts(monkeypatch, tmp_path):
     """Where a verb would train, start processes or queue a job, it stops; the current folder has two files."""
-    monkeypatch.setattr("zeroshard.train.loop.loop.run_training", lambda *args: 0)
+    monkeypatch.setattr("zeroshard.train.start.run_training", lambda *args: 0)
     monkeypatch.setattr("zeroshard.launch.start_ranks.launch_workers", lambda *args, **kwargs: Ending(0))
     monkeypatch.setattr("zeroshard.submit.submit", lambda config, words: "queued")
     monkeypatch.chdir(tmp_path)

@@ -20,9 +20,10 @@ from zeroshard import checkpoint
 from zeroshard.checkpoint import background, store
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import ExitStatus, FirstRankStorageError, UserError
-from zeroshard.train.loop.loop import run_training, train
+from zeroshard.train.loop.loop import train
 from zeroshard.train.setup.build import build_run
 from zeroshard.train.setup.corpus import open_corpus
+from zeroshard.train.start import run_training
 from zeroshard.train.state.lock import RunLock
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from zeroshard.lab.report.entries import gather
 from zeroshard.lab.run_folders import find_runs, read_run, spread
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.toml import dump_toml
-from zeroshard.train.loop.loop import run_training
+from zeroshard.train.start import run_training
 
 
 def test_a_run_that_the_trainer_made_is_read_whole(tiny_config):

@@ -12,8 +12,8 @@ from zeroshard.lab.planner.run_plan import behind, predict, predicted_step
 from zeroshard.lab.predict.hardware import Calibration, Device, Link, read_calibration, write_calibration
 from zeroshard.models import build_model
 from zeroshard.train.config.sections import LinkConfig
+from zeroshard.train.links import Links
 from zeroshard.train.records.plan_contract import Job
-from zeroshard.train.setup.links import Links
 from zeroshard.zero import STAGES
 
 DEVICE = Device("a machine", 1 << 34, {"float32": 1e10}, 1e10, "by hand", kernel_s=1e-5, device_type="cpu")

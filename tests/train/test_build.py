@@ -11,10 +11,10 @@ from zeroshard.kernels.launch import INTERPRETED
 from zeroshard.models import GPT2
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.toml import load_config
-from zeroshard.train.loop.loop import run_training
 from zeroshard.train.setup.assemble import make_model
 from zeroshard.train.setup.build import build_run, choose_device
 from zeroshard.train.setup.numerics import with_dtype
+from zeroshard.train.start import run_training
 
 CPU = torch.device("cpu")
 

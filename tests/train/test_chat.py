@@ -17,7 +17,7 @@ from zeroshard.data.tokenizer import ByteTokenizer, read_tokenizer
 from zeroshard.inference import generate
 from zeroshard.inference.chat import chat_of, until
 from zeroshard.train.config.command_settings import GenerateConfig
-from zeroshard.train.loop.loop import run_training
+from zeroshard.train.start import run_training
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -14,10 +14,10 @@ from zeroshard.data.prepare import DataSpec, prepare
 from zeroshard.errors import UserError
 from zeroshard.inference.evaluation import _warn_of_overlap, local_score
 from zeroshard.train.config.command_settings import EvalConfig
-from zeroshard.train.loop.loop import run_training
 from zeroshard.train.setup.build import build_run
 from zeroshard.train.setup.corpus import open_corpus
 from zeroshard.train.setup.run_folder import tokenizer_folder
+from zeroshard.train.start import run_training
 
 
 @pytest.fixture

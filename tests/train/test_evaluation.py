@@ -18,7 +18,7 @@ from zeroshard.inference.evaluation import Scores, in_words, local_score, run_ev
 from zeroshard.inference.generate import load_for_text
 from zeroshard.interop.hf_export import run_export
 from zeroshard.train.config.command_settings import EvalConfig, ExportConfig
-from zeroshard.train.loop.loop import run_training
+from zeroshard.train.start import run_training
 
 CPU = torch.device("cpu")
 

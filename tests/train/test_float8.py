@@ -18,10 +18,10 @@ from zeroshard.models import build_model, float8
 from zeroshard.models.float8 import require_float8, use_float8
 from zeroshard.train.config.command_settings import ExportConfig
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.loop.loop import run_training
 from zeroshard.train.setup import assemble, numerics
 from zeroshard.train.setup.assemble import sharded
 from zeroshard.train.setup.build import build_run
+from zeroshard.train.start import run_training
 
 pytest.importorskip("torchao")
 SOAK = pytest.mark.soak

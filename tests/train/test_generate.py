@@ -11,8 +11,8 @@ from zeroshard.inference.generate import draw as _draw_one
 from zeroshard.models import build_model
 from zeroshard.models.cache import KVCache
 from zeroshard.train.config.command_settings import GenerateConfig
-from zeroshard.train.loop.loop import run_training
 from zeroshard.train.setup.assemble import make_model
+from zeroshard.train.start import run_training
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from zeroshard import checkpoint
 from zeroshard.cli import main
 from zeroshard.comm import LocalCommunicator
 from zeroshard.interop import hf_export
-from zeroshard.train.loop.loop import run_training
+from zeroshard.train.start import run_training
 from zeroshard.zero import NamedShard
 
 

@@ -39,9 +39,9 @@ from zeroshard.models.hugging_face import weights
 from zeroshard.train.config.command_settings import EvalConfig, ExportConfig
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.toml import load_config
-from zeroshard.train.loop.loop import run_training
 from zeroshard.train.setup.assemble import sharded
 from zeroshard.train.setup.hugging_face import with_model_files
+from zeroshard.train.start import run_training
 
 NUM_STEPS, WORLD_SIZE = 5, 2
 CPU = torch.device("cpu")

@@ -15,8 +15,9 @@ from zeroshard.errors import UserError
 from zeroshard.interop.hf_export import run_export
 from zeroshard.train.config.command_settings import ExportConfig
 from zeroshard.train.config.toml import load_config
-from zeroshard.train.loop.loop import run_training, train
+from zeroshard.train.loop.loop import train
 from zeroshard.train.setup.build import build_run
+from zeroshard.train.start import run_training
 
 
 @pytest.fixture(scope="module")

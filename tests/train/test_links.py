@@ -15,8 +15,8 @@ from zeroshard.comm import Link, LocalCommunicator, NullCommunicator, ThrottledC
 from zeroshard.errors import UserError
 from zeroshard.launch.environment import World
 from zeroshard.train.config.sections import LinkConfig
+from zeroshard.train.links import Links
 from zeroshard.train.setup import links
-from zeroshard.train.setup.links import Links
 
 CPU = torch.device("cpu")
 SIMULATED = ["--link.mode", "simulated", "--link.bandwidth", "1Gbit/s"]

@@ -11,9 +11,10 @@ from zeroshard import checkpoint, cli
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import ExitStatus
 from zeroshard.train.loop import loop
-from zeroshard.train.loop.loop import run_training, train
+from zeroshard.train.loop.loop import train
 from zeroshard.train.loop.step import step_seed
 from zeroshard.train.setup.build import build_run
+from zeroshard.train.start import run_training
 
 CPU = torch.device("cpu")
 

@@ -32,9 +32,10 @@ from zeroshard.models import build_model
 from zeroshard.models.adapters import Lora, base_name, is_adapter
 from zeroshard.train.config.command_settings import EvalConfig, ExportConfig
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.loop.loop import run_training, train
+from zeroshard.train.loop.loop import train
 from zeroshard.train.setup.build import build_run
 from zeroshard.train.setup.hugging_face import with_model_files
+from zeroshard.train.start import run_training
 
 pytest.importorskip("peft")
 CPU, WORLD_SIZE, RANK, NUM_STEPS, MAX_NORM = torch.device("cpu"), 2, 4, 4, 1.0

@@ -12,8 +12,8 @@ from zeroshard.interop.nanogpt_weights import import_nanogpt
 from zeroshard.models import GPT2, GPT2Config
 from zeroshard.train.config.command_settings import ImportConfig
 from zeroshard.train.config.toml import load_config
-from zeroshard.train.loop.loop import run_training
 from zeroshard.train.setup.run_folder import tokenizer_folder
+from zeroshard.train.start import run_training
 
 ARGS = {"vocab_size": 65, "block_size": 32, "n_layer": 2, "n_head": 2, "n_embd": 16, "bias": False, "dropout": 0.2}
 

@@ -16,9 +16,9 @@ from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.replica_settings import early_momentum, unmet_steps
 from zeroshard.train.config.validate import validate
 from zeroshard.train.loop.loop import train
-from zeroshard.train.loop.run import checkpoint_folder
+from zeroshard.train.loop.replica_guards import other_replicas
 from zeroshard.train.setup.build import build_run
-from zeroshard.train.state.replicas import other_replicas
+from zeroshard.train.state.folders import checkpoint_folder
 
 CPU = torch.device("cpu")
 SOAK = pytest.mark.soak

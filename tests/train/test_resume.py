@@ -13,10 +13,10 @@ from zeroshard.errors import UserError
 from zeroshard.lab.run_folders import read_run
 from zeroshard.models.presets import PRESETS
 from zeroshard.optim import learning_rate
-from zeroshard.train.loop.loop import run_training
 from zeroshard.train.setup.build import build_run
+from zeroshard.train.setup.resume import FREE, check_changes, schedule_of
+from zeroshard.train.start import run_training
 from zeroshard.train.state import saved_run
-from zeroshard.train.state.resume import FREE, check_changes, schedule_of
 
 CPU = torch.device("cpu")
 

@@ -17,8 +17,8 @@ from zeroshard.inference.evaluation import local_score, score
 from zeroshard.inference.generate import load_for_text
 from zeroshard.models import InitialValues, build_model, decoder
 from zeroshard.train.config.command_settings import EvalConfig
-from zeroshard.train.loop.loop import run_training
 from zeroshard.train.setup.build import build_run
+from zeroshard.train.start import run_training
 from zeroshard.zero import STAGES, Zero, loaded_later
 
 CPU = torch.device("cpu")

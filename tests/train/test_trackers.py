@@ -10,9 +10,9 @@ from zeroshard.errors import UserError
 from zeroshard.train.config.config import TrainConfig, merge
 from zeroshard.train.config.sections import TrackConfig
 from zeroshard.train.config.validate import validate
-from zeroshard.train.loop.loop import run_training
 from zeroshard.train.records.records import StepRecord
 from zeroshard.train.records.trackers import TrackedRun, trackers, values_of
+from zeroshard.train.start import run_training
 
 MEMORY, WAITS = {"params": 2**21, "master": 0}, {"blocks.0/grads/backward": 0.5, "blocks.1/grads/backward": 0.25}
 RECORD = StepRecord(3, 2.5, 0.9, 1e-3, 0.1, 96, 960.0, memory_bytes=MEMORY, exposed_s=WAITS)

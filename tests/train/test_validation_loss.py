@@ -8,8 +8,8 @@ from zeroshard.errors import UserError
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.toml import dump_toml, read_given
 from zeroshard.train.config.validate import validate
-from zeroshard.train.loop.loop import run_training
 from zeroshard.train.loop.validation_loss import evaluate
+from zeroshard.train.start import run_training
 
 CPU = torch.device("cpu")
 

@@ -27,11 +27,11 @@ from zeroshard.train.config.command_settings import GenerateConfig
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.named_code import require_trust
 from zeroshard.train.config.toml import load_config
-from zeroshard.train.loop.run import checkpoint_folder
 from zeroshard.train.setup.assemble import DTYPES, make_model, separating_id
 from zeroshard.train.setup.build import choose_device
 from zeroshard.train.setup.hugging_face import load_model_tokenizer
 from zeroshard.train.setup.run_folder import tokenizer_folder
+from zeroshard.train.state.folders import checkpoint_folder
 from zeroshard.train.state.saved_run import newest_checkpoint
 from zeroshard.zero.optimizers.ema import EMA
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader, read_whole

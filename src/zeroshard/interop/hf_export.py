@@ -42,9 +42,9 @@ from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.named_code import require_trust
 from zeroshard.train.config.sizes import parse_size
 from zeroshard.train.config.validate import validate
-from zeroshard.train.loop.run import checkpoint_folder
 from zeroshard.train.setup.assemble import lora_of, model_overrides
 from zeroshard.train.setup.run_folder import tokenizer_folder
+from zeroshard.train.state.folders import checkpoint_folder
 from zeroshard.train.state.read_as import MergedWeights, transposed_weights
 from zeroshard.train.state.saved_run import newest_checkpoint
 from zeroshard.zero.optimizers.ema import EMA

@@ -29,9 +29,9 @@ from zeroshard.train.config.command_settings import ImportConfig
 from zeroshard.train.config.config import FINE_TUNING, TrainConfig
 from zeroshard.train.config.data_section import UNNAMED, DataConfig
 from zeroshard.train.config.toml import dump_toml
-from zeroshard.train.loop.run import checkpoint_folder
 from zeroshard.train.setup.assemble import model_table
 from zeroshard.train.setup.run_folder import tokenizer_folder
+from zeroshard.train.state.folders import checkpoint_folder
 from zeroshard.train.state.hf_weight_reader import tensors_of
 from zeroshard.zero.state.named_shards import NamedShard
 

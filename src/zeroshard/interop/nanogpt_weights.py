@@ -27,9 +27,9 @@ from zeroshard.regular_files import require_regular
 from zeroshard.train.config.config import FINE_TUNING, TrainConfig
 from zeroshard.train.config.data_section import UNNAMED, DataConfig
 from zeroshard.train.config.toml import dump_toml
-from zeroshard.train.loop.run import checkpoint_folder
 from zeroshard.train.setup.assemble import model_table
 from zeroshard.train.setup.run_folder import tokenizer_folder
+from zeroshard.train.state.folders import checkpoint_folder
 from zeroshard.zero.state.named_shards import NamedShard
 
 _SIZES = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 NUM_STAGES = 4
 # Modules that each rank imports in any case. torch's optimizers import torch._dynamo at their first step: seconds.
-TRAINS = ("zeroshard.train.loop.loop", "torch._dynamo")
+TRAINS = ("zeroshard.train.start", "torch._dynamo")
 _ASKS = "see what it printed"  # how a lost rank's line ends, see `zeroshard.comm`
 LEAST_BYTES_OF_A_RANK = 32 * 2**20  # private memory, even of a rank forked from a process that has imported torch
 
@@ -73,7 +73,7 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
     faulthandler.enable(2)  # a crash in C code, such as reading a truncated mapped file, at least prints a traceback
     with rank_exit.ended_with_launcher():
         from zeroshard.comm import PeerError
-        from zeroshard.train.loop.loop import run_training
+        from zeroshard.train.start import run_training
 
         try:
             return run_training(config, _predict)

@@ -16,9 +16,10 @@ from zeroshard.lab.report.figures import figures_of
 from zeroshard.lab.report.single_run import at_stage_zero, header_of
 from zeroshard.lab.run_folders import read_run
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.loop.loop import run_training, train
+from zeroshard.train.loop.loop import train
 from zeroshard.train.records.origin import commit_of
 from zeroshard.train.setup.build import build_run
+from zeroshard.train.start import run_training
 
 CURVES = {"loss", "lr", "grad-norm", "tokens", "step-time", "memory", "exposed"}
 ISO = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d")

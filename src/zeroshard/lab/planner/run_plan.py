@@ -21,8 +21,8 @@ from zeroshard.lab.predict.step import Settings, Step, step_of
 from zeroshard.lab.predict.timeline import Timing, simulate
 from zeroshard.lab.predict.traffic import flows_of, messages
 from zeroshard.models import LanguageModel
+from zeroshard.train.links import Links
 from zeroshard.train.records.plan_contract import Job, Planned, Sent
-from zeroshard.train.setup.links import Links
 from zeroshard.zero import MixedPrecision, ShardingStrategy
 from zeroshard.zero.strategy import SHARD
 

@@ -17,11 +17,11 @@ from zeroshard.optim import LossScaler
 from zeroshard.parallel import Strategy
 from zeroshard.stopwatch import Stopwatch
 from zeroshard.train.loop.best_loss import BestLoss
+from zeroshard.train.loop.data import Corpus
 from zeroshard.train.loop.measures import Measures
 from zeroshard.train.loop.step_guard import StepGuard
 from zeroshard.train.records.plan_contract import Contract
 from zeroshard.train.records.records import Observer
-from zeroshard.train.setup.corpus import Corpus
 from zeroshard.train.state.lock import RunLock
 from zeroshard.zero import Replicas
 
@@ -100,8 +100,3 @@ class Run:
             observer.close()
         if self.lock is not None:
             self.lock.close()
-
-
-def checkpoint_folder(run_folder: Path) -> Path:
-    """The folder of a run's checkpoints, inside its run folder."""
-    return run_folder / "checkpoints"

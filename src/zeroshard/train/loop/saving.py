@@ -14,10 +14,11 @@ from typing import Any
 from zeroshard.checkpoint import BEST, BackgroundSaver, Keep, Saved, is_complete, name_best, step_name
 from zeroshard.comm.agree import largest
 from zeroshard.errors import ExitStatus
-from zeroshard.train.loop.run import Run, checkpoint_folder
+from zeroshard.train.loop.replica_guards import guards_of_replicas
+from zeroshard.train.loop.run import Run
 from zeroshard.train.loop.stopping import STOPPED
 from zeroshard.train.loop.watchdog import PATIENCE_S, Alive
-from zeroshard.train.state.replicas import guards_of_replicas
+from zeroshard.train.state.folders import checkpoint_folder
 
 
 class Saving:

@@ -22,7 +22,7 @@ import torch
 
 from zeroshard.comm import CONTROL, CommRecord
 from zeroshard.models import LanguageModel
-from zeroshard.train.setup.links import Links
+from zeroshard.train.links import Links
 from zeroshard.zero import LocalSteps, ShardingStrategy
 from zeroshard.zero.engine import Accumulate
 

@@ -31,9 +31,12 @@ from zeroshard.profiling.flops import peak_bf16_flops_per_s
 from zeroshard.stopwatch import Stopwatch
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.replica_settings import early_momentum, unmet_steps
+from zeroshard.train.links import Links
 from zeroshard.train.loop.best_loss import BestLoss
+from zeroshard.train.loop.data import Corpus
 from zeroshard.train.loop.measures import Measures
-from zeroshard.train.loop.run import Run, Schedule, checkpoint_folder
+from zeroshard.train.loop.replica_guards import other_replicas, own_guard
+from zeroshard.train.loop.run import Run, Schedule
 from zeroshard.train.loop.step_guard import StepGuard
 from zeroshard.train.records.console import ConsoleRecorder
 from zeroshard.train.records.log_files import LogFiles
@@ -41,6 +44,7 @@ from zeroshard.train.records.origin import now
 from zeroshard.train.records.plan_contract import Predict
 from zeroshard.train.records.records import Observer
 from zeroshard.train.records.trackers import require_trackers, trackers
+from zeroshard.train.setup import resume
 from zeroshard.train.setup.about_run import about_run, next_command
 from zeroshard.train.setup.agree import start_facts
 from zeroshard.train.setup.assemble import (
@@ -55,18 +59,16 @@ from zeroshard.train.setup.assemble import (
     sharded,
 )
 from zeroshard.train.setup.auto import automatic_stage
-from zeroshard.train.setup.corpus import Corpus, open_corpus
+from zeroshard.train.setup.corpus import open_corpus
 from zeroshard.train.setup.hugging_face import with_model_files
-from zeroshard.train.setup.links import Links
+from zeroshard.train.setup.init_from import load_initial_weights, with_initial_run
 from zeroshard.train.setup.numerics import on_device
 from zeroshard.train.setup.packing_check import require_apart
 from zeroshard.train.setup.plan_request import contract_of
 from zeroshard.train.setup.ranks import join
 from zeroshard.train.setup.run_folder import ClaimedFolder, describe_run
-from zeroshard.train.state import resume
-from zeroshard.train.state.init_from import load_initial_weights, with_initial_run
+from zeroshard.train.state.folders import checkpoint_folder
 from zeroshard.train.state.lock import RunLock
-from zeroshard.train.state.replicas import other_replicas, own_guard
 from zeroshard.train.state.saved_run import saved_run
 
 KEPT_AT_EVALUATIONS = 2  # of the checkpoints that are written at evaluations, by default

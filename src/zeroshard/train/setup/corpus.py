@@ -5,15 +5,14 @@ from __future__ import annotations
 import hashlib
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from zeroshard.comm import Communicator
 from zeroshard.comm.agree import first_rank_does, gather_bytes
-from zeroshard.data import Batches, EvalBatches, RowBatches, TextRows, require_enough
+from zeroshard.data import EvalBatches, RowBatches, TextRows, require_enough
 from zeroshard.data.base import EvalBatch, Rows
 from zeroshard.data.batches import require_rows
 from zeroshard.data.examples.row_plan import ExampleRows, rows_of_folder
@@ -29,34 +28,9 @@ from zeroshard.data.tables import Tables
 from zeroshard.data.tokenizer import TOKENIZER_FILE, keep_tokenizer, make_tokenizer, tokenizer_identity
 from zeroshard.errors import UserError
 from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.loop.data import Corpus
 from zeroshard.train.setup.agree import agree_on
 from zeroshard.train.setup.prepare_data import Source, data_folder, data_spec, prepare_data, sources_of
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """One rank's part of a run's data."""
-
-    batches: Batches
-    eval_batches: Iterable[EvalBatch]
-    vocab_size: int  # all token ids are below it
-    eos_id: int | None  # the token id that ends each document
-    sha256: str  # equal if and only if the same data is trained on
-    keep_tokenizer: Callable[[Path], None]  # saves the tokenizer, without the data, into a folder
-    close: Callable[[], None] = lambda: None  # frees data that was read ahead
-    # where a step's data begins, JSON-serialisable; None if the step number alone says it
-    position: Callable[[int], dict[str, Any] | None] = lambda step: None
-    # ``restore_position(saved, step)`` restores what ``position`` returned; ``step`` is read next
-    restore_position: Callable[[Mapping[str, Any] | None, int], None] = lambda saved, step: None
-    num_tokens: int = 0  # to train on; 0 if they are streamed and so not counted
-    # factor of the loss of (step, micro_step), if not all targets count: see [Note: The mean over what counts] in
-    # `zeroshard.data.batches`
-    loss_weight: Callable[[int, int], float] | None = None
-    named_evals: Mapping[str, Iterable[EvalBatch]] = field(default_factory=dict)  # further validation sets
-    said: str = ""  # how examples are packed into rows and sources mixed, in words
-    facts: Mapping[str, Any] = field(default_factory=dict)  # the same as numbers, for the log
-    # tokens of each mixed source that a number of steps train on, without padding
-    tokens_by_source: Callable[[int], Mapping[str, int]] = lambda steps: {}
 
 
 def open_corpus(config: TrainConfig, comm: Communicator, grad_accum_steps: int) -> Corpus:

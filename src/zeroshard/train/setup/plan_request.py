@@ -10,9 +10,9 @@ from zeroshard.comm import Communicator
 from zeroshard.models import LanguageModel
 from zeroshard.parallel import strategy_entry
 from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.links import Links
 from zeroshard.train.records.plan_contract import Contract, Job, Predict
 from zeroshard.train.setup.assemble import FP8, compute_dtype, local_steps, reduce_dtype, wire
-from zeroshard.train.setup.links import Links
 from zeroshard.zero import STAGES
 
 

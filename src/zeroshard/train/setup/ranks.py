@@ -20,8 +20,8 @@ from zeroshard.launch.environment import World
 from zeroshard.launch.process_group import COLLECTIVE_TIMEOUT_S, init_process_group, meet, shutdown
 from zeroshard.launch.rank_exit import end_as_peer_lost
 from zeroshard.parallel import strategy_entry
+from zeroshard.train.links import Links
 from zeroshard.train.setup.agree import MEETING_S, agree_at
-from zeroshard.train.setup.links import Links
 
 
 class Joined(NamedTuple):

@@ -17,8 +17,8 @@ from zeroshard.checkpoint.manifest import ITEM_BYTES, MANIFEST, Manifest
 from zeroshard.columns import columns, printable
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.train.config.validate import nearest
-from zeroshard.train.loop.run import checkpoint_folder
 from zeroshard.train.records.console import bytes_in_words
+from zeroshard.train.state.folders import checkpoint_folder
 from zeroshard.train.state.saved_run import newest_checkpoint
 
 

@@ -30,11 +30,11 @@ from zeroshard.train.config.named_code import require_asked
 from zeroshard.train.config.sections import LoraConfig, ModelConfig
 from zeroshard.train.config.toml import load_config
 from zeroshard.train.config.validate import validate
-from zeroshard.train.loop.run import checkpoint_folder
+from zeroshard.train.setup import resume
 from zeroshard.train.setup.assemble import lora_of, model_table
 from zeroshard.train.setup.hugging_face import with_tokenizer_of
 from zeroshard.train.setup.run_folder import tokenizer_folder
-from zeroshard.train.state import resume
+from zeroshard.train.state.folders import checkpoint_folder
 from zeroshard.train.state.hf_weight_reader import reader_of
 from zeroshard.train.state.read_as import MergedWeights, NewAdapters, WeightsAlone, transposed_weights
 from zeroshard.train.state.saved_run import saved_run

@@ -1,0 +1,79 @@
+"""`run_training`: builds a run from its configuration, trains it, and says in one line what has ended it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+from zeroshard.comm.wrappers.sentinel import peer_error_of
+from zeroshard.errors import ExitStatus, FirstRankStorageError, is_of_storage, is_out_of_memory, storage_line
+from zeroshard.launch.environment import World, world_from_env
+from zeroshard.launch.rank_exit import TIME_TO_SPEAK_S, end_as_hung, end_at_once
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.loop.loop import train
+from zeroshard.train.loop.run import Run
+from zeroshard.train.loop.stopping import stop_signals_noted
+from zeroshard.train.loop.watchdog import Alive, Watchdog
+from zeroshard.train.records.plan_contract import Predict
+from zeroshard.train.setup.auto import move_up
+from zeroshard.train.setup.build import built
+
+
+def run_training(config: TrainConfig, predict: Predict | None = None) -> int:
+    """Build the run that ``config`` describes, train it and clean up; returns the exit status. Each rank calls it once.
+
+    A failing disk or folder is reported in one line on stderr and gives `ExitStatus.STORAGE`.
+
+    ``predict`` makes the run's plan, and those by which the strategy ``auto`` chooses a stage.
+
+    Raises:
+        UserError: the configuration cannot be satisfied here; raised on every rank.
+        KeyboardInterrupt: from a second Ctrl-C; passed on, with the log intact.
+        PeerError: another rank was lost.
+    """
+    world = world_from_env() or World()
+    try:
+        with (
+            built(config, predict) as run,
+            stop_signals_noted(speaks=world.rank == 0) as stop_wanted,
+            Watchdog(run.folder, world.rank, config.step_timeout_s, end_as_hung) as watchdog,
+        ):
+            return int(_trained(run, config, stop_wanted, watchdog.alive))
+    except OSError as error:
+        if not is_of_storage(error):
+            raise
+        if not isinstance(error, FirstRankStorageError):
+            _say_storage(world.rank, config.out, error)
+        return int(ExitStatus.STORAGE)
+    except RuntimeError as error:  # a rank was lost while the ranks connect, when there is no communicator to ask
+        lost = peer_error_of(None, error)
+        if lost is None:
+            raise
+        raise lost from error
+
+
+def _trained(run: Run, config: TrainConfig, stop_wanted: Callable[[], int], alive: Alive) -> ExitStatus:
+    """Call `train`. If this rank runs out of memory under ``auto`` and a higher stage may help, end the process."""
+    try:
+        return train(run, stop_wanted, alive)
+    except (RuntimeError, MemoryError) as error:
+        comm = run.strategy.comm
+        lost = peer_error_of(comm, error) if isinstance(error, RuntimeError) else None
+        if lost is not None:  # collectives of torch's own strategies bypass our communicator and raise plain errors
+            raise lost from error
+        if not is_out_of_memory(error) or run.stage is None:
+            raise
+        next_is = move_up(config, run.stage, comm.rank, comm.world_size)
+        if not next_is:
+            raise
+        # Other ranks may be waiting for this one in a collective, so end at once and skip the clean-up.
+        end_at_once(f"strategy auto: {next_is}", ExitStatus.STAGE_RAISED)
+
+
+def _say_storage(rank: int, out: str, error: OSError) -> None:
+    line = storage_line(out, error, "then start again with --resume auto")
+    if rank:
+        # If all ranks meet the same error, rank 0 reports it, and the launcher ends this rank during the sleep.
+        time.sleep(TIME_TO_SPEAK_S)
+    print(f"error: rank {rank}: {line}" if rank else f"error: {line}", file=sys.stderr, flush=True)
