@@ -25,10 +25,10 @@ import zeroshard
 from zeroshard.cli import VERBS, main
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.flags import ELSEWHERE, flags_of, read_flags
+from zeroshard.train import start
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.validate import fields_by_name
-from zeroshard.train.loop import loop
 from zeroshard.verbs.training import written
 
 ZEROSHARD = [sys.executable, "-m", "zeroshard"]
@@ -57,7 +57,7 @@ def trained(monkeypatch):
         configs.append(config)
         return 0
 
-    monkeypatch.setattr(loop, "run_training", run_training)
+    monkeypatch.setattr(start, "run_training", run_training)
     return configs
 
 
@@ -251,7 +251,7 @@ def test_ctrl_c_sigterm_and_sigusr1_have_statuses_of_their_own(monkeypatch):
     def interrupted(config: TrainConfig, predict: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(loop, "run_training", interrupted)
+    monkeypatch.setattr(start, "run_training", interrupted)
     assert main(["train"]) == 130
 
     for number, status in ((signal.SIGTERM, 143), (signal.SIGHUP, 143), (signal.SIGUSR1, 138)):
@@ -261,7 +261,7 @@ def test_ctrl_c_sigterm_and_sigusr1_have_statuses_of_their_own(monkeypatch):
             time.sleep(60)
             raise AssertionError("nobody heard the signal")
 
-        monkeypatch.setattr(loop, "run_training", stopped)
+        monkeypatch.setattr(start, "run_training", stopped)
         assert main(["train"]) == status
         assert signal.getsignal(number) == signal.SIG_DFL
 
@@ -440,7 +440,7 @@ def test_what_the_machine_refuses_is_one_line(error, status, line, monkeypatch, 
     def fails(*args: object) -> int:
         raise error
 
-    monkeypatch.setattr(loop, "run_training", fails)
+    monkeypatch.setattr(start, "run_training", fails)
     assert main(["train"]) == status
     assert capsys.readouterr().err.startswith(f"error: {line}")
 
@@ -449,7 +449,7 @@ def test_a_bug_of_ours_keeps_its_traceback(monkeypatch):
     def fails(*args: object) -> int:
         raise OSError(9, "Bad file descriptor")
 
-    monkeypatch.setattr(loop, "run_training", fails)
+    monkeypatch.setattr(start, "run_training", fails)
     with pytest.raises(OSError, match="Bad file descriptor"):
         main(["train"])
 
@@ -461,7 +461,7 @@ def test_a_hangup_that_is_ignored_stays_so(monkeypatch):
 
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup has it
     try:
-        monkeypatch.setattr(loop, "run_training", hung_up)
+        monkeypatch.setattr(start, "run_training", hung_up)
         assert main(["train"]) == 0
     finally:
         signal.signal(signal.SIGHUP, before)

@@ -10,6 +10,7 @@ from tiny_runs import events_of, summary_of, train_on
 from zeroshard import checkpoint, cli
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import ExitStatus
+from zeroshard.train import start
 from zeroshard.train.loop import loop
 from zeroshard.train.loop.loop import train
 from zeroshard.train.loop.step import step_seed
@@ -78,14 +79,14 @@ def test_a_run_leaves_its_log_its_summary_and_a_checkpoint(tiny_config):
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.parametrize("where", ["take_step", "built"])
+@pytest.mark.parametrize(("module", "name"), [(loop, "take_step"), (start, "built")], ids=["step", "start"])
 def test_a_peer_that_torch_s_own_collectives_lose_is_told_in_a_line_and_status_four(
-    tiny_config, monkeypatch, capsys, where
+    tiny_config, monkeypatch, capsys, module, name
 ):
     def fail(*args):
         raise RuntimeError("[/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4242")
 
-    monkeypatch.setattr(loop, where, fail)
+    monkeypatch.setattr(module, name, fail)
     config = tiny_config(max_steps=1, warmup_steps=0)
     assert cli.main(["train", *as_flags(config)]) == ExitStatus.PEER_LOST
     (line,) = capsys.readouterr().err.splitlines()
