@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from zeroshard.comm import NullCommunicator, current_scope
 from zeroshard.comm.base import DONE, own_group
 from zeroshard.zero import streams
-from zeroshard.zero.buffers import wire
+from zeroshard.zero.transport import wire
 
 
 class Hazard(AssertionError):

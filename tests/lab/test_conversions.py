@@ -20,7 +20,7 @@ from zeroshard.lab.predict.work import Work
 from zeroshard.models import build_model
 from zeroshard.wire_formats import BlockFormat, DtypeFormat
 from zeroshard.zero import MixedPrecision, Zero
-from zeroshard.zero.buffers import wire as wire_module
+from zeroshard.zero.transport import wire as wire_module
 
 SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 64, "vocab_size": 100, "seq_len": 16}
 WIRE = {"gather": "int8", "reduce": "int4"}

@@ -14,9 +14,9 @@ from zeroshard.cli import main
 from zeroshard.comm import Link, LocalCommunicator, NullCommunicator, ThrottledCommunicator
 from zeroshard.errors import UserError
 from zeroshard.launch.environment import World
+from zeroshard.train import links
 from zeroshard.train.config.sections import LinkConfig
 from zeroshard.train.links import Links
-from zeroshard.train.setup import links
 
 CPU = torch.device("cpu")
 SIMULATED = ["--link.mode", "simulated", "--link.bandwidth", "1Gbit/s"]

@@ -18,9 +18,9 @@ from zeroshard.checkpoint import BackgroundSaver, background
 from zeroshard.checkpoint.host_copies import HostCopies
 from zeroshard.zero import STAGES, MixedPrecision, Zero
 from zeroshard.zero import precision as zero_precision
-from zeroshard.zero.buffers import wire
 from zeroshard.zero.buffers.flat_grads import FlatGrads
 from zeroshard.zero.streams import DeviceStreams
+from zeroshard.zero.transport import wire
 
 NUM_STEPS = 3
 

@@ -14,7 +14,7 @@ import zeroshard
 from zeroshard import MixedPrecision, Zero
 from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
 from zeroshard.zero import LocalSteps
-from zeroshard.zero.buffers.leaves import ExactSum
+from zeroshard.zero.transport.leaves import ExactSum
 
 LEAVES = 8
 STEPS = 3

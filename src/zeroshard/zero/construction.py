@@ -21,6 +21,7 @@ from zeroshard.zero.runtime.module_buffers import BufferSync, check_sync
 from zeroshard.zero.strategy import ShardingStrategy
 from zeroshard.zero.tensor_broadcast import as_bytes, put_bytes
 from zeroshard.zero.torch_internals import is_traceable_wrapper_subclass
+from zeroshard.zero.transport.members import ALL
 
 _log = logging.getLogger("zeroshard.zero")
 _OTHER_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
@@ -103,7 +104,7 @@ def build_units(
         _log.info("Zero: %s", told(model, [spec.module for spec in specs]))
 
     def build(spec: UnitSpec) -> Unit:
-        groups = build_groups(spec.name, spec.params, strategy, levels, precision, fill)
+        groups = build_groups(spec.name, spec.params, strategy, levels, precision, fill, ALL)
         return Unit(spec.name, spec.module, groups, read_in_backward=spec.read_in_backward)
 
     root = build(root_spec)

@@ -74,7 +74,7 @@ class Zero:
         replicas: let the groups of ``shard_size`` ranks take local steps; see `zeroshard.zero.replicas`.
         secondary_shard_size: as in `ShardingStrategy`, if ``stage`` is a number.
         leaves: compute the same bits on 1, 2, 4, ... up to this many ranks, a power of two. Each step must add up this
-            many micro-batches, or a multiple, over all ranks. See `zeroshard.zero.buffers.leaves`.
+            many micro-batches, or a multiple, over all ranks. See `zeroshard.zero.transport.leaves`.
 
     Attributes:
         levels: the ranks that shard together, and those that hold the same shard.

@@ -52,7 +52,7 @@ class Levels:
         node: the ranks among which a second copy of weights is sharded; None without a second copy.
         nodes: the nodes, if gradients are reduced in two steps, first inside a node; None: in one step.
         leaves: number of parts into which shards are cut, over all ranks; None: one per rank. See
-            `zeroshard.zero.buffers.leaves`.
+            `zeroshard.zero.transport.leaves`.
     """
 
     world: Communicator

@@ -50,7 +50,7 @@ class MixedPrecision:
         block: elements that share a scale in a block format.
         node_size: number of ranks of a node, all neighbours. Ranks then sum gradients inside each node in
             ``reduce_dtype``, and send only these sums between nodes, in ``reduce``: see
-            `zeroshard.zero.buffers.node_reduce`. None: each rank sends its gradients to every other in ``reduce``.
+            `zeroshard.zero.transport.node_reduce`. None: each rank sends its gradients to every other in ``reduce``.
         rounding_seed: seed of the noise by which gradients are rounded stochastically.
 
     Parameters with one dimension or none (norm weights, biases) or fewer than `EXACT_NUMEL` elements are sent without a

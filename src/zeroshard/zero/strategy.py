@@ -42,7 +42,7 @@ class ShardingStrategy:
             backward is over: less communication, more memory.
         secondary_shard_size: with sharded `params`, keep a second copy of them, sharded over this many neighbouring
             ranks (a node's), from which weights are gathered again until the next step:
-            `zeroshard.zero.buffers.node_copy`. None: no second copy.
+            `zeroshard.zero.transport.node_copy`. None: no second copy.
 
     Raises:
         ValueError: an unknown placement; sharded `params` or `grads` without what they need; a

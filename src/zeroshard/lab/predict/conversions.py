@@ -1,6 +1,6 @@
 """Predicts the time of conversions to and from wire formats: what is quantised and dequantised around each collective.
 
-With n elements of a rank's shard, W ranks that shard and R that hold the same shard, `zeroshard.zero.buffers.wire`
+With n elements of a rank's shard, W ranks that shard and R that hold the same shard, `zeroshard.zero.transport.wire`
 computes::
 
     weights     before the all-gather   quantise n, to the nearest

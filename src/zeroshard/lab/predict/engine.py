@@ -32,13 +32,14 @@ from zeroshard.lab.predict.recorder import StorageEvents
 from zeroshard.lab.predict.work import Work, work_of
 from zeroshard.zero import loaded_later
 from zeroshard.zero.buffers.holdings import holdings
-from zeroshard.zero.buffers.leaves import CHUNK_NUMEL, OTHER_CHUNK_NUMEL, ExactReducer
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.runtime.module_buffers import ModuleBuffers
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.strategy import SHARD
 from zeroshard.zero.streams import Lane, Mark, NoStreams
+from zeroshard.zero.transport.leaves import CHUNK_NUMEL, OTHER_CHUNK_NUMEL, ExactReducer
+from zeroshard.zero.transport.members import ALL
 
 
 @dataclass(frozen=True)
@@ -352,6 +353,7 @@ def _group(buffer: Buffer, settings: Settings, levels: Levels) -> FlatGroup:
         loaded_later,
         buffer.layout,
         frozen=not buffer.trained,
+        members=ALL,
     )
 
 

@@ -99,7 +99,7 @@ def state_bytes(
             there is no second optimizer.
         num_reductions: number of backwards of a step that reduce gradients; several of them need a second buffer if
             unsharded gradients accumulate.
-        leaves: whether sums are exact, see `zeroshard.zero.buffers.leaves`.
+        leaves: whether sums are exact, see `zeroshard.zero.transport.leaves`.
         device_type: ``"cpu"`` or ``"cuda"``. A replicated optimizer on CPUs updates parameters in pieces that end where
             shards do, and each piece has its own scalars.
     """

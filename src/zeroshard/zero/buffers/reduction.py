@@ -2,7 +2,7 @@
 
 A reduction is one or more collectives. Each may be issued when the one before it is done, at the same place in every
 rank's order. `GradientReducer` begins the reductions of one buffer, and keeps what outlives one of them. These are the
-members; a new one is a subclass of `GradientReducer`, and a line in `zeroshard.zero.buffers.members`:
+members; a new one is a subclass of `GradientReducer`, and a line in `zeroshard.zero.transport.members`:
 
 | reducer          | a reduction                                                          | collectives |
 |------------------|----------------------------------------------------------------------|-------------|

@@ -3,7 +3,7 @@
 A gather has three steps: `prepare` makes this rank's shard ready to be sent (on a GPU on the stream ``copy_in``),
 `start` issues the collective, and `finish` does what is left once that is done. `invalidate` says that the master
 weights have changed since. These are the members; a new one is a subclass, and a line in
-`zeroshard.zero.buffers.members`:
+`zeroshard.zero.transport.members`:
 
 | transport         | what is sent                                                                                    |
 |-------------------|-------------------------------------------------------------------------------------------------|

@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from zeroshard.zero.buffers.flat_grads import FlatGrads
 from zeroshard.zero.buffers.flat_params import STALE, FlatParams
 from zeroshard.zero.buffers.layout import ALIGNMENT, FlatLayout, Piece
-from zeroshard.zero.buffers.members import reducer_for, transport_for
 from zeroshard.zero.buffers.partition import Init
+from zeroshard.zero.buffers.plain import PLAIN, BufferFacts, Members
 from zeroshard.zero.buffers.shards import gather_shards
-from zeroshard.zero.buffers.wire import Rounding
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.precision import MixedPrecision
-from zeroshard.zero.strategy import SHARD, ShardingStrategy
+from zeroshard.zero.strategy import ShardingStrategy
 from zeroshard.zero.streams import Streams
 
 
@@ -49,30 +48,24 @@ class FlatGroup:
         init: Init | None,
         layout: FlatLayout | None = None,
         frozen: bool | None = None,
+        members: Members = PLAIN,
     ) -> None:
         master_dtype, device = params[0][1].dtype, params[0][1].device
         if frozen is None:
             frozen = not any(param.requires_grad for _, param in params)
-        self._again = partial(FlatGroup, strategy=strategy, levels=levels, precision=precision, init=None)
+        self._again = partial(
+            FlatGroup, strategy=strategy, levels=levels, precision=precision, init=None, members=members
+        )
         self._frozen = frozen
         formats = (precision.weights_format(master_dtype), precision.gradients_format(master_dtype))
         self._travels_packed = any(form is not None for form in formats)
         if layout is None:
             shapes = [(param_name, param.shape) for param_name, param in params]
             layout = FlatLayout.of(shapes, levels.shard.world_size, ALIGNMENT, levels.parts)
-        transport = transport_for(layout, levels, strategy, precision.weights_format(master_dtype))
+        facts = BufferFacts(name, layout, master_dtype, device, levels, strategy, precision)
+        transport = members.transport(facts)
         self.params = FlatParams(
             name, params, strategy, levels, precision, init, layout, frozen=frozen, transport=transport
-        )
-        reduce_dtype = precision.gradient_dtype(master_dtype)
-        reducer = reducer_for(
-            layout,
-            levels,
-            precision.gradients_format(master_dtype),
-            Rounding(precision.rounding_seed, name, levels.world.rank),
-            shard_optim=strategy.optim is SHARD,
-            dtype=reduce_dtype,
-            device=device,
         )
         self.grads = FlatGrads(
             name,
@@ -81,8 +74,8 @@ class FlatGroup:
             levels,
             device=device,
             reduced_dtype=precision.reduced_dtype(master_dtype),
-            reduce_dtype=reduce_dtype,
-            reducer=reducer,
+            reduce_dtype=precision.gradient_dtype(master_dtype),
+            reducer=members.reducer(facts),
         )
         floating = master_dtype.is_floating_point or master_dtype.is_complex
         self.shards = [
@@ -295,6 +288,7 @@ def build_groups(
     levels: Levels,
     precision: MixedPrecision,
     init: dict[nn.Parameter, Init],
+    members: Members = PLAIN,
 ) -> list[FlatGroup]:
     """Make the flat groups of a unit's parameters; functions in ``init`` draw the values of those that are its keys."""
     by_kind: dict[tuple[torch.dtype, torch.device, bool, bool, bool], list[tuple[str, nn.Parameter]]] = {}
@@ -303,10 +297,11 @@ def build_groups(
         kind = (param.dtype, param.device, param.requires_grad, param in init, exact)
         by_kind.setdefault(kind, []).append((param_name, param))
     groups = []
-    for index, ((*_, exact), members) in enumerate(by_kind.items()):
+    for index, ((*_, exact), chosen) in enumerate(by_kind.items()):
         group_name = name if index == 0 else f"{name}#{index}"
         policy = precision.exactly() if exact else precision
-        groups.append(FlatGroup(group_name, members, strategy, levels, policy, init.get(members[0][1])))
+        drawn = init.get(chosen[0][1])
+        groups.append(FlatGroup(group_name, chosen, strategy, levels, policy, drawn, members=members))
     return groups
 
 

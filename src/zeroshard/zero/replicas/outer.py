@@ -17,8 +17,8 @@ from zeroshard.comm import Communicator, empty_for, scope
 from zeroshard.zero.buffers.flat_params import FlatParams
 from zeroshard.zero.buffers.shards import gather_shards
 from zeroshard.zero.buffers.unit import FlatGroup
-from zeroshard.zero.buffers.wire import AcrossReplicas, Rounding
 from zeroshard.zero.replicas.local_steps import LocalSteps
+from zeroshard.zero.transport.wire import AcrossReplicas, Rounding
 
 
 class Difference:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroshard.zero.buffers.members import PackedReducer
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.optimizers.kept_states import Kept, ParamFacts, SavedState, alike, of_groups
 from zeroshard.zero.optimizers.methods import load_pieces
@@ -37,6 +36,7 @@ from zeroshard.zero.state.named_shards import (
     saved_settings,
 )
 from zeroshard.zero.torch_internals import not_saved, own_buffers
+from zeroshard.zero.transport.members import PackedReducer
 
 
 def named_shards(model: nn.Module, runtime: Runtime, optimizers: Sequence[Stateful]) -> Iterator[NamedShard]:

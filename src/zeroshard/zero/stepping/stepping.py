@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from zeroshard.zero.buffers import grad_norm
 from zeroshard.zero.buffers.barred import bar
 from zeroshard.zero.buffers.flat_grads import FlatGrads
-from zeroshard.zero.buffers.members import PackedReducer
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.optimizers.description import described
 from zeroshard.zero.optimizers.ema import Ema
@@ -31,6 +30,7 @@ from zeroshard.zero.state.full_state import take_names
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader
 from zeroshard.zero.stepping.ema_observer import EmaObserver
 from zeroshard.zero.stepping.observer import Observer
+from zeroshard.zero.transport.members import PackedReducer
 
 MOSTLY_PADDING = 8  # a buffer this many times as large as its parameters costs more than a node's ranks save
 

@@ -15,6 +15,7 @@ https://arxiv.org/abs/2306.10209, section 3: qwZ and qgZ.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -61,7 +62,7 @@ class PackedTransport(WeightTransport):
         super().__init__(comm, layout)
         self.form, self._form, self._compares = form, form, compares
         self._packed: Tensor | None = None  # [world_size, bytes]: codes and scales of all shards, while they arrive
-        self._seen: Tensor | None = None  # `seen` of this rank's own part of the weights, as it arrived
+        self._seen: bytes | None = None  # `seen` of this rank's own part of the weights, as it arrived
 
     def prepare(self, full: Tensor, master: Tensor, *, changed: bool) -> None:
         """Quantise this rank's shard."""
@@ -96,8 +97,7 @@ class PackedTransport(WeightTransport):
         Afterwards ``written`` is quantised anew: a block's scale may have changed, and with it the values of other
         elements in the block.
         """
-        now = seen(written)
-        if self._seen is not None and now is not None and torch.equal(self._seen, now):
+        if self._seen is not None and self._seen == seen(written):
             return
         if take_where_it_differs(master, written, quantise_roundtrip(master, self._form, written.dtype)):
             written.copy_(quantise_roundtrip(master, self._form, written.dtype))
@@ -257,9 +257,11 @@ class AcrossReplicas:
         record_read(self.packed)
 
 
-def seen(full: Tensor) -> Tensor | None:
-    """Return sums by which a write into ``full`` is detected; None on a GPU, because the host would block."""
-    return bit_sums(full) if full.device.type == "cpu" else None
+def seen(full: Tensor) -> bytes | None:
+    """Return a hash of sums by which a write into ``full`` is detected; None on a GPU, because the host would block."""
+    if full.device.type != "cpu":
+        return None
+    return hashlib.blake2b(bit_sums(full).numpy(), digest_size=8).digest()
 
 
 def quantise_roundtrip(values: Tensor, form: Format, dtype: torch.dtype) -> Tensor:

@@ -2,63 +2,52 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from zeroshard.comm import Communicator, Work
 from zeroshard.wire_formats import Format
 from zeroshard.zero.buffers.layout import FlatLayout
-from zeroshard.zero.buffers.leaves import ExactReducer
-from zeroshard.zero.buffers.node_copy import NodeTransport
-from zeroshard.zero.buffers.node_reduce import NodeReduce
+from zeroshard.zero.buffers.plain import BufferFacts
 from zeroshard.zero.buffers.reduction import GradientReducer, GradientReduction, PlainReduction
 from zeroshard.zero.buffers.transport import WeightTransport
-from zeroshard.zero.buffers.wire import AcrossReplicas, PackedReduce, PackedTransport, Rounding
-from zeroshard.zero.levels import Levels, Nodes
-from zeroshard.zero.strategy import SHARD, ShardingStrategy
+from zeroshard.zero.levels import Nodes
+from zeroshard.zero.strategy import SHARD
+from zeroshard.zero.transport.leaves import ExactReducer
+from zeroshard.zero.transport.node_copy import NodeTransport
+from zeroshard.zero.transport.node_reduce import NodeReduce
+from zeroshard.zero.transport.wire import AcrossReplicas, PackedReduce, PackedTransport, Rounding
 
 
-def transport_for(
-    layout: FlatLayout, levels: Levels, strategy: ShardingStrategy, form: Format | None
-) -> WeightTransport:
-    """Return the transport of a buffer's weights; ``form``: their wire format, None: they are sent as they compute."""
-    comm, transport = levels.shard, WeightTransport(levels.shard, layout)
-    if comm.world_size == 1 or strategy.optim is not SHARD:
+class AllMembers:
+    """Chooses by the wire formats, the groups of ranks and the row of the stage table."""
+
+    def transport(self, buffer: BufferFacts) -> WeightTransport:
+        """Return the transport of the buffer's weights."""
+        comm, strategy = buffer.levels.shard, buffer.strategy
+        transport = WeightTransport(comm, buffer.layout)
+        if comm.world_size == 1 or strategy.optim is not SHARD:
+            return transport
+        form, shard_params = buffer.precision.weights_format(buffer.dtype), strategy.params is SHARD
+        if form is not None:
+            transport = PackedTransport(comm, buffer.layout, form, compares=not shard_params)
+        if shard_params and strategy.secondary_shard_size is not None and buffer.levels.node is not None:
+            transport = NodeTransport(transport, buffer.levels.node)
         return transport
-    shard_params = strategy.params is SHARD
-    if form is not None:
-        transport = PackedTransport(comm, layout, form, compares=not shard_params)
-    if shard_params and strategy.secondary_shard_size is not None and levels.node is not None:
-        transport = NodeTransport(transport, levels.node)
-    return transport
+
+    def reducer(self, buffer: BufferFacts) -> GradientReducer:
+        """Return the reducer of the buffer's gradients."""
+        levels, precision, everywhere = buffer.levels, buffer.precision, buffer.strategy.optim is not SHARD
+        ranks, form = (levels.shard, levels.replicas, buffer.layout), precision.gradients_format(buffer.dtype)
+        if levels.leaves is not None:
+            sent = precision.gradient_dtype(buffer.dtype)
+            return ExactReducer(*ranks, everywhere=everywhere, dtype=sent, device=buffer.device)
+        if form is not None and not everywhere:
+            rounding = Rounding(precision.rounding_seed, buffer.name, levels.world.rank)
+            return PackedReducer(*ranks, form, levels.nodes, rounding)
+        return GradientReducer(*ranks, everywhere=everywhere)
 
 
-def reducer_for(
-    layout: FlatLayout,
-    levels: Levels,
-    wire: Format | None,
-    rounding: Rounding,
-    *,
-    shard_optim: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> GradientReducer:
-    """Return the reducer of a buffer.
-
-    Args:
-        layout: its layout.
-        levels: the ranks.
-        wire: the wire format of gradients; None: they are sent in ``dtype``.
-        rounding: how they are rounded to the wire format.
-        shard_optim: whether the optimizer is sharded.
-        dtype, device: of the local sums.
-    """
-    comm, replicas, everywhere = levels.shard, levels.replicas, not shard_optim
-    if levels.leaves is not None:
-        return ExactReducer(comm, replicas, layout, everywhere=everywhere, dtype=dtype, device=device)
-    if wire is not None and shard_optim:
-        return PackedReducer(comm, replicas, layout, wire, levels.nodes, rounding)
-    return GradientReducer(comm, replicas, layout, everywhere=everywhere)
+ALL = AllMembers()
 
 
 class PackedReducer(GradientReducer):

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from zeroshard.comm import Work, all_to_all, empty_for
 from zeroshard.wire_formats import Format
-from zeroshard.zero.buffers import wire
 from zeroshard.zero.levels import Nodes
+from zeroshard.zero.transport import wire
 
 
 class NodeReduce:

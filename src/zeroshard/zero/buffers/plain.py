@@ -1,0 +1,61 @@
+"""`Members`: which transport and which reducer a buffer gets. The plain ones are here; an engine is given all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from zeroshard.zero.buffers.layout import FlatLayout
+from zeroshard.zero.buffers.reduction import GradientReducer
+from zeroshard.zero.buffers.transport import WeightTransport
+from zeroshard.zero.levels import Levels
+from zeroshard.zero.precision import MixedPrecision
+from zeroshard.zero.strategy import SHARD, ShardingStrategy
+
+
+@dataclass(frozen=True)
+class BufferFacts:
+    """A buffer's name and layout, its master's dtype and device, and the engine's settings: by these it is chosen."""
+
+    name: str
+    layout: FlatLayout
+    dtype: torch.dtype
+    device: torch.device
+    levels: Levels
+    strategy: ShardingStrategy
+    precision: MixedPrecision
+
+
+class Members(Protocol):
+    """Chooses the members of the two seams, `WeightTransport` and `GradientReducer`, for one buffer."""
+
+    def transport(self, buffer: BufferFacts) -> WeightTransport:
+        """Return the transport of the buffer's weights."""
+        ...
+
+    def reducer(self, buffer: BufferFacts) -> GradientReducer:
+        """Return the reducer of the buffer's gradients."""
+        ...
+
+
+class PlainMembers:
+    """Weights and gradients are sent in their own dtypes. What needs other members raises ValueError."""
+
+    def transport(self, buffer: BufferFacts) -> WeightTransport:
+        """The plain one."""
+        form, size = buffer.precision.weights_format(buffer.dtype), buffer.strategy.secondary_shard_size
+        if form is not None or size is not None:
+            raise ValueError("precision: a wire format or a second copy of weights needs zeroshard.zero.transport")
+        return WeightTransport(buffer.levels.shard, buffer.layout)
+
+    def reducer(self, buffer: BufferFacts) -> GradientReducer:
+        """The plain one."""
+        levels, everywhere = buffer.levels, buffer.strategy.optim is not SHARD
+        if buffer.precision.gradients_format(buffer.dtype) is not None or levels.leaves is not None:
+            raise ValueError("precision: a wire format or exact sums of gradients need zeroshard.zero.transport")
+        return GradientReducer(levels.shard, levels.replicas, buffer.layout, everywhere=everywhere)
+
+
+PLAIN = PlainMembers()

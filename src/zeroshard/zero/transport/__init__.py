@@ -1,0 +1,1 @@
+"""Ways of weights and gradients beside the plain ones: wire formats, second copies in nodes, exact sums."""
