@@ -23,7 +23,7 @@ from zeroshard.zero.buffers.initial import loaded_later
 from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.buffers.unit_choice import UnitChoice
-from zeroshard.zero.compat.module_methods import Guard
+from zeroshard.zero.compat.module_methods import ModulePatches
 from zeroshard.zero.levels import Levels, check_change, check_levels, communicator
 from zeroshard.zero.optimizers import adoption
 from zeroshard.zero.optimizers.ema import Ema
@@ -37,8 +37,8 @@ from zeroshard.zero.runtime.module_hooks import attach
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.state import full_state, relayout
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader, named_group, restore_settings
+from zeroshard.zero.stepping.engine_optimizers import EngineOptimizers
 from zeroshard.zero.stepping.reproducible import ReproducibleSteps
-from zeroshard.zero.stepping.stepping import Stepping
 from zeroshard.zero.strategy import REPLICATE, ShardingStrategy, resolve_strategy
 
 Accumulate = Literal["local", "sharded"]
@@ -133,17 +133,17 @@ class Zero:
         self._runtime = Runtime(root, others, levels, self.strategy, prefetch, inside)
         between = ModuleBuffers(model, self.levels.replicas, buffers)
         self.replicas = None if replicas is None else Replicas(replicas, self._runtime, self.levels, between)
-        self._stepping = Stepping(self._runtime, levels)
+        self._optimizers = EngineOptimizers(self._runtime, levels)
         if leaves is not None:
-            self._stepping.observers.append(ReproducibleSteps(self._runtime, levels))
+            self._optimizers.observers.append(ReproducibleSteps(self._runtime, levels))
         casts = {root: self.precision.param_dtype if self.precision.cast_forward_inputs else None}
         self._handles = [h for unit in (root, *others) for h in attach(unit, self._runtime, casts.get(unit))]
-        self._guard = Guard(model, self._runtime, self._stepping)
+        self._module_patches = ModulePatches(model, self._runtime, self._optimizers)
         adoption.replaced(on_meta)
-        adoption.register_params(model.parameters(), self._stepping.adopt)
-        self._stepping.show_what_travels()
+        adoption.register_params(model.parameters(), self._optimizers.adopt)
+        self._optimizers.show_what_travels()
         if self.replicas is not None:
-            self._stepping.observers.append(LocalStepsObserver(self.replicas))
+            self._optimizers.observers.append(LocalStepsObserver(self.replicas))
             if init is not loaded_later:
                 self.replicas.begin_alike()
 
@@ -174,7 +174,7 @@ class Zero:
                 is given twice; an empty list.
             RuntimeError: the layout must change, but gradients wait, or another optimizer has state in the old layout.
         """
-        return self._stepping.optimizer(optimizer_cls, self.model.parameters() if params is None else params, kwargs)
+        return self._optimizers.optimizer(optimizer_cls, self.model.parameters() if params is None else params, kwargs)
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
@@ -204,7 +204,7 @@ class Zero:
             RuntimeError: gradients that accumulated under `no_sync` have not been reduced yet.
             ValueError: ``norm_type`` is not positive.
         """
-        return self._stepping.clip_grad_norm_(max_norm, norm_type)
+        return self._optimizers.clip_grad_norm_(max_norm, norm_type)
 
     def full_grads(self) -> dict[str, Tensor | None]:
         """Return each parameter's gradient, averaged over ranks, in its own shape; None without one. Collective.
@@ -226,11 +226,11 @@ class Zero:
         Raises:
             ValueError: a decay outside [0, 1), or there is an average already.
         """
-        return self._stepping.make_ema(decay)
+        return self._optimizers.make_ema(decay)
 
     def zero_grad(self) -> None:
         """Clear all gradients."""
-        self._stepping.clear_grads(None)
+        self._optimizers.clear_grads(None)
 
     @property
     def accumulate(self) -> Accumulate:
@@ -249,14 +249,14 @@ class Zero:
         """
         strategy = resolve_strategy(stage)
         check_change(strategy, self.precision, self.levels, local_steps=self.replicas is not None)
-        relayout.restage(self._runtime, strategy, self._stepping.state_holders("restage"))
+        relayout.restage(self._runtime, strategy, self._optimizers.state_holders("restage"))
         self.strategy = strategy
-        self._stepping.hold_pieces()
-        self._stepping.show_what_travels()
+        self._optimizers.hold_pieces()
+        self._optimizers.show_what_travels()
 
     def resume_at(self, step: int) -> None:
         """Continue stochastic rounding, and new replicas, as after ``step`` steps; `checkpoint.load` calls it."""
-        self._stepping.resume_at(step)
+        self._optimizers.resume_at(step)
 
     # -- unsharded state --------------------------------------------------------------------------------------
 
@@ -268,14 +268,14 @@ class Zero:
             write_back: keep values that the block writes, the same on every rank; if dropped, a warning says so once.
         """
         if write_back:
-            self._stepping.require_common("full_params(write_back=True)")
+            self._optimizers.require_common("full_params(write_back=True)")
         with self._runtime.pinned():
             yield
             if write_back:
                 with torch.no_grad():
                     for group in self._runtime.groups():
                         group.params.write_back()
-                self._stepping.weights_replaced()
+                self._optimizers.weights_replaced()
 
     def state_dict(self, *, rank0_only: bool = False) -> OrderedDict[str, Tensor]:
         """Return the model's full state dict on the CPU, with the weights' original names and dtypes. Collective.
@@ -295,10 +295,10 @@ class Zero:
         Raises:
             RuntimeError: shapes that differ; with ``strict``, names missing or unexpected; inside `Ema.weights`.
         """
-        self._stepping.require_weights("load_state_dict")
+        self._optimizers.require_weights("load_state_dict")
         self._runtime.require_unpinned("load_state_dict")
         result = full_state.load_state_dict(self.model, self._runtime, state, strict=strict)
-        self._stepping.weights_replaced()
+        self._optimizers.weights_replaced()
         return result
 
     def optim_state_dict(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
@@ -314,8 +314,8 @@ class Zero:
             ValueError: it is not this engine's; it is None, and the engine has none or several.
             RuntimeError: inside `Ema.weights`.
         """
-        self._stepping.require_weights("optim_state_dict")
-        piecewise = self._stepping.known(optimizer, "optim_state_dict")
+        self._optimizers.require_weights("optim_state_dict")
+        piecewise = self._optimizers.known(optimizer, "optim_state_dict")
         members = piecewise.members
         groups = [group for group in self._runtime.groups() if not members.isdisjoint(group.params.params)]
         return whole_state(piecewise, groups)
@@ -326,7 +326,7 @@ class Zero:
         They are 1-D views of the master weights, or whole tensors for a class that needs them. Arguments and errors are
         those of `optim_state_dict`.
         """
-        return [piece for pieces in self._stepping.known(optimizer, "pieces").pieces for piece in pieces]
+        return [piece for pieces in self._optimizers.known(optimizer, "pieces").pieces for piece in pieces]
 
     def tied_names(self) -> dict[str, str]:
         """Map each further name of a tied tensor to the name under which it is saved."""
@@ -341,15 +341,15 @@ class Zero:
         Raises:
             RuntimeError: inside `Ema.weights`.
         """
-        yield from self._stepping.named_shards(self.model)
+        yield from self._optimizers.named_shards(self.model)
 
     def named_param_groups(self) -> list[dict[str, Any]]:
         """Return every optimizer's param groups as JSON can hold them, with names of parameters; alike on all ranks."""
-        return [named_group(group, names) for group, names in self._stepping.param_groups(self.model)]
+        return [named_group(group, names) for group, names in self._optimizers.param_groups(self.model)]
 
     def load_param_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Restore the settings that `named_param_groups` returned, to each group that has the same parameters."""
-        groups = self._stepping.param_groups(self.model)
+        groups = self._optimizers.param_groups(self.model)
         restore_settings([group for group, _ in groups], [names for _, names in groups], saved)
 
     def load_named_shards(self, reader: ShardReader) -> None:
@@ -361,7 +361,7 @@ class Zero:
             ValueError: a parameter that was not saved, or was saved with another shape.
             RuntimeError: inside `Ema.weights`.
         """
-        self._stepping.load_named_shards(self.model, reader)
+        self._optimizers.load_named_shards(self.model, reader)
 
     @property
     def units(self) -> list[Unit]:
@@ -374,11 +374,11 @@ class Zero:
         ``master`` counts master weights whose dtype is not the compute dtype; a master of the compute dtype is (a
         shard of) the weights and counts as ``params``. ``outer``: anchors and momentum of replicas with local steps.
         """
-        return resident_bytes(self.units, self._stepping.optimizers, self._stepping.observers)
+        return resident_bytes(self.units, self._optimizers.optimizers, self._optimizers.observers)
 
     def holdings(self) -> Iterator[Holding]:
         """Yield each tensor that is resident on this rank now, also in the middle of a step, with its category."""
-        return holdings(self.units, self._stepping.optimizers, self._stepping.observers)
+        return holdings(self.units, self._optimizers.optimizers, self._optimizers.observers)
 
     def remove(self) -> None:
         """Remove the engine: the module gets unsharded, current weights of its own, and no hooks. Collective.
@@ -395,5 +395,5 @@ class Zero:
             param.data = weight
             if param.grad_dtype is None:
                 param.grad_dtype = weight.dtype
-        self._guard.remove()
+        self._module_patches.remove()
         adoption.unregister_params(self.model.parameters())

@@ -30,10 +30,10 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm import Work, empty_for, scope
-from zeroshard.zero.buffers.barred import Barred
 from zeroshard.zero.buffers.layout import FlatLayout, Piece, view_of
 from zeroshard.zero.buffers.local_grads import LocalGrads
 from zeroshard.zero.buffers.reduction import GradientReducer, GradientReduction
+from zeroshard.zero.buffers.unusable_grads import UnusableGrads
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
 from zeroshard.zero.streams import NO_STREAMS, Streams
@@ -47,7 +47,7 @@ class FlatGrads:
         used: for each slot, whether it has had a gradient since the last `clear`: on this rank, and once the ranks have
             agreed, on any rank.
         reduced: the mean over ranks of the gradients reduced so far; None before the first reduction.
-        barred: gradients with which no optimizer may step.
+        unusable: gradients with which no optimizer may step.
         reducer: begins the reductions.
         num_backwards: backwards reduced since gradients were cleared.
     """
@@ -74,7 +74,7 @@ class FlatGrads:
         self.keep_local = (strategy.grads is not SHARD or comm.world_size == 1) and not self.reducer.accumulates
         self.device, self.reduced_dtype, self.reduce_dtype = device, reduced_dtype, reduce_dtype
         self.used = [False] * len(layout.slots)
-        self.barred = Barred()
+        self.unusable = UnusableGrads()
         self.reduced: Tensor | None = None
         self._local = LocalGrads(layout, comm, reduce_dtype, device, levels.world.world_size)
         self._work: Work | None = None
@@ -108,7 +108,7 @@ class FlatGrads:
         if grad.is_sparse:
             grad = grad.to_dense()
         self._vacate_local()
-        self.barred.came(slot)
+        self.unusable.record_added(slot)
         self._local.add(slot, grad, first=not self.used[slot])
         self.used[slot] = True
 
@@ -214,7 +214,7 @@ class FlatGrads:
         start, stop = self._held_of(slot)
         self.reduced[start:stop].copy_(part)
         self._local.written[slot], self.used[slot] = False, True
-        self.barred.cleared({slot})
+        self.unusable.forget({slot})
 
     def _held_of(self, slot: int) -> tuple[int, int]:
         place = self.layout.slots[slot]
@@ -232,7 +232,7 @@ class FlatGrads:
         """Fill the gradients of ``slots`` with zeros, reduced or not; a slot without a gradient still has none."""
         self.settle()
         self.reducer.end_step()
-        self.barred.cleared(slots)
+        self.unusable.forget(slots)
         self._local.copy_in()
         if slots >= {slot for slot, used in enumerate(self.used) if used}:
             self.num_backwards = 0
@@ -247,7 +247,7 @@ class FlatGrads:
         """Drop the gradients of ``slots``; when no slot has one, free all buffers."""
         self.settle()
         self.reducer.end_step()
-        self.barred.cleared(slots)
+        self.unusable.forget(slots)
         for slot in slots:
             self._local.written[slot] = self.used[slot] = False
         if not any(self.used):

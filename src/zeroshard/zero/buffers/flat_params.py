@@ -29,9 +29,9 @@ from zeroshard.comm import Work, empty_for, scope
 from zeroshard.zero.buffers import outdated
 from zeroshard.zero.buffers.initial import initial_values
 from zeroshard.zero.buffers.layout import ALIGNMENT, FlatLayout, Piece, view_of
+from zeroshard.zero.buffers.param_views import ParamViews
 from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.shards import gather_shards
-from zeroshard.zero.buffers.shown import Shown
 from zeroshard.zero.buffers.transport import WeightTransport
 from zeroshard.zero.buffers.written_weights import bit_sums
 from zeroshard.zero.levels import Levels
@@ -85,7 +85,8 @@ class FlatParams:
             of every rank, so that vectorised bodies and scalar tails fall on the same elements at each stage.
         state: what is in ``full`` now.
         transport: how ``full`` comes to be from the shards of all ranks.
-        shown, absent: what the parameters show; those that have left the model, as far as `take_names` has noticed.
+        param_views: what the parameters show.
+        absent: those that have left the model, as far as `take_names` has noticed.
         on_read: called before a read of a parameter whose values are stale or freed, and ends in `show_as_current`;
             None: reads are not watched. See [Note: Read between steps] in `outdated`.
     """
@@ -137,10 +138,10 @@ class FlatParams:
         self.transport.attach(self.full)
         self._views = self.layout.views(self.full)
         self._storage_bytes = self.full.untyped_storage().nbytes()
-        self.shown = Shown(self.layout, self.params, compute_dtype, self.full.device)
+        self.param_views = ParamViews(self.layout, self.params, compute_dtype, self.full.device)
         self._is_exposed = False  # whether the user may keep views of `full`
         self._exposed_bits: Tensor | None = None  # `bit_sums` of `full` when it was exposed or written back
-        self.shown.show(self._views)
+        self.param_views.show(self._views)
         self.pieces = self.layout.owned(comm.rank) if self.shard_optim else self.layout.updated_by_all(self.full.device)
         self.master_offset = own.start if self.shard_optim else 0
         self.release()
@@ -165,8 +166,8 @@ class FlatParams:
         """
         if self._work is not None or (self.readable and not again):
             return
-        if not self.shown.visible:
-            self.shown.refuse_touched(self.name)
+        if not self.param_views.visible:
+            self.param_views.refuse_touched(self.name)
         elif self.readable:
             self.take_changes()
         read_at = self._streams.mark() if self.readable else None  # by kernels already queued
@@ -176,7 +177,7 @@ class FlatParams:
             if not self.shard_optim:
                 if not self._aliased and changed:
                     self.full.copy_(self.master)
-                self.state = UNSHARDED if self.shown.visible else GATHERING
+                self.state = UNSHARDED if self.param_views.visible else GATHERING
                 return
             with self._streams.on("copy_in", self._written_at, read_at):
                 if self.state is SHARDED:
@@ -190,8 +191,8 @@ class FlatParams:
     def wait(self) -> None:
         """Wait for the gather in flight, and make the parameters views of ``full``."""
         self._finish()
-        if self.state is not SHARDED and not self.shown.visible:
-            self.shown.show(self._views)
+        if self.state is not SHARDED and not self.param_views.visible:
+            self.param_views.show(self._views)
 
     def _finish(self) -> None:
         """Wait for the gather in flight, and complete ``full``."""
@@ -210,7 +211,7 @@ class FlatParams:
             return
         self._finish()
         self.take_changes()
-        self.shown.hide()
+        self.param_views.hide()
         self._streams.freed()
         if self._is_exposed:  # the old memory is left to the user's views, which crash if it is freed under them
             self._is_exposed, self._views = False, []
@@ -227,22 +228,22 @@ class FlatParams:
 
     def mark_stale(self) -> None:
         """Record that the master has changed, so that the next `gather` refreshes ``full``."""
-        self.shown.drop_assigned()  # the assigned tensor is older than the master
-        self.shown.accept()  # writes into weights that are stale now are dropped
+        self.param_views.drop_assigned()  # the assigned tensor is older than the master
+        self.param_views.accept()  # writes into weights that are stale now are dropped
         self.release()
         self.transport.invalidate()
         if self.state is not SHARDED and (self.shard_optim or not self._aliased):
             self._finish()  # an exception may have ended a forward before it was waited for
             self.state = STALE
-            if not self._aliased and self.shown.visible:
-                self.shown.hide()
+            if not self._aliased and self.param_views.visible:
+                self.param_views.hide()
         self.watch_reads()
         self._written_at = self._streams.mark()
 
     def watch_reads(self) -> None:
         """Call `on_read` before a read of the parameters, if they are stale or freed."""
         if self.on_read is not None and self.state in (STALE, SHARDED):
-            outdated.mark(self.params, self.on_read, self.shown.name_of if self.state is SHARDED else None)
+            outdated.mark(self.params, self.on_read, self.param_views.name_of if self.state is SHARDED else None)
 
     def use_streams(self, streams: Streams) -> None:
         """Gather on these streams from now on."""
@@ -257,24 +258,24 @@ class FlatParams:
 
         Every rank must call it, and must have written the same values.
         """
-        if not self.shown.visible:
-            self.shown.refuse_assigned()
-        assigned = self.shown.take_assigned()
-        written = assigned or self._always_compared or self.shown.written
-        if self.shown.visible and self.state is not STALE and written:
+        if not self.param_views.visible:
+            self.param_views.refuse_assigned()
+        assigned = self.param_views.take_assigned()
+        written = assigned or self._always_compared or self.param_views.written
+        if self.param_views.visible and self.state is not STALE and written:
             self.write_back()
 
     def drop_changes(self) -> bool:
         """Let the next `gather` undo writes into exposed weights, unless the master is a view; return if there were."""
         before, self._exposed_bits = self._exposed_bits, None
         lost = before is not None and not torch.equal(before, bit_sums(self.full))
-        lost = lost and (self.shard_params or self.shown.written)
+        lost = lost and (self.shard_params or self.param_views.written)
         if self._aliased:
-            self.shown.take_assigned()
+            self.param_views.take_assigned()
         else:
-            lost = self.shown.drop_assigned() or lost
-        if not self._aliased and self.shown.visible and self.shown.written:
-            self.shown.accept()
+            lost = self.param_views.drop_assigned() or lost
+        if not self._aliased and self.param_views.visible and self.param_views.written:
+            self.param_views.accept()
             if self.shard_params:
                 self.release()
             else:
@@ -284,13 +285,13 @@ class FlatParams:
 
     def write_back(self) -> None:
         """Copy values that were written into unsharded weights to the master; its other elements do not change."""
-        self.shown.take_assigned()
+        self.param_views.take_assigned()
         if self._aliased:
             return
         with torch.no_grad():
             written = self.full[self._own] if self.shard_optim else self.full
             self.transport.take_written(self.master, written)
-        self.shown.accept()
+        self.param_views.accept()
         self._exposed_bits = None if self._exposed_bits is None else bit_sums(self.full)
         self._written_at = self._streams.mark()
         self.transport.invalidate()

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zeroshard.zero.compat.late_modules import MARK, Known
 from zeroshard.zero.runtime.module_hooks import attach_parts
 from zeroshard.zero.runtime.runtime import Runtime
-from zeroshard.zero.stepping.stepping import Stepping
+from zeroshard.zero.stepping.engine_optimizers import EngineOptimizers
 from zeroshard.zero.torch_internals import own_buffers, own_parameters
 from zeroshard.zero.uncompiled import uncompiled
 
@@ -28,25 +28,25 @@ _NO_DDP = (
 )
 
 
-class Guard:
+class ModulePatches:
     """Replaces methods of ``model`` and its submodules until `remove`.
 
     Args:
         model: the model that the engine has taken over.
         runtime: the engine's runtime.
-        stepping: the engine's optimizers.
+        optimizers: the engine's optimizers.
     """
 
-    def __init__(self, model: nn.Module, runtime: Runtime, stepping: Stepping) -> None:
+    def __init__(self, model: nn.Module, runtime: Runtime, optimizers: EngineOptimizers) -> None:
         self._model = model
         self._handles: list[Any] = []
         self._on_model = {
-            "zero_grad": uncompiled(lambda set_to_none=True: stepping.clear_grads(None, set_to_none=set_to_none)),
+            "zero_grad": uncompiled(lambda set_to_none=True: optimizers.clear_grads(None, set_to_none=set_to_none)),
             "_ddp_params_and_buffers_to_ignore": _RefusesDdp(),
         }
         model.__dict__.update(self._on_model)
         self._known = Known(model, runtime.root, runtime.units)
-        stepping.require_same_model = self._known.require_unchanged
+        optimizers.require_same_model = self._known.require_unchanged
         for module in model.modules():
             module.__dict__["_apply"] = _apply_in_place(module)
             module.__dict__["apply"] = _apply_where_whole(module, runtime)

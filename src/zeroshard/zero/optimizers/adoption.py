@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zeroshard.zero.optimizers.methods import is_known
 from zeroshard.zero.uncompiled import uncompiled
 
-_owners: Any = WeakTensorKeyDictionary()  # parameter -> weak reference to its engine's `Stepping.adopt`
+_owners: Any = WeakTensorKeyDictionary()  # parameter -> weak reference to its engine's `EngineOptimizers.adopt`
 _replaced: Any = WeakTensorKeyDictionary()  # parameters on the meta device that `Zero` has replaced by others
 _lock = threading.Lock()
 _watching = False

@@ -35,7 +35,7 @@ SCALAR_STATES = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 class StepListener(Protocol):
-    """What the engine does around an optimizer's step: see `zeroshard.zero.stepping.stepping.Stepping`."""
+    """What the engine does around an optimizer's step: `zeroshard.zero.stepping.engine_optimizers` does it."""
 
     def keep_whole(self, params: set[nn.Parameter]) -> None:
         """Lay these parameters out as whole tensors."""

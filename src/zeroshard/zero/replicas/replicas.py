@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 
 from zeroshard.comm import CONTROL, scope
 from zeroshard.comm.agree import agreement
-from zeroshard.zero.buffers.barred import bar
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
+from zeroshard.zero.buffers.unusable_grads import mark_unusable
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.replicas.local_steps import LocalSteps
 from zeroshard.zero.replicas.outer import Difference, Outer
@@ -269,7 +269,7 @@ class Replicas:
 
     def _visit(self, whose: str | None) -> None:
         self.applied = whose is not None
-        bar((group.grads.barred for _, group in self.groups()), whose, "replicas.anchors()")
+        mark_unusable((group.grads.unusable for _, group in self.groups()), whose, "replicas.anchors()")
 
     @contextmanager
     def _shown(self) -> Generator[None]:

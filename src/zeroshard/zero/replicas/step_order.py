@@ -5,8 +5,9 @@ step, they would meet too often, and an optimizer would use gradients of weights
 
 [Note: Steps that were skipped]
     A `torch.amp.GradScaler` skips a step silently, possibly that of one optimizer among several. So gradients that
-    wait for a step when `Replicas.step` is called are no error yet. They are barred (`zeroshard.zero.buffers.barred`):
-    their optimizer raises if it steps by them later. A loop that skips a step clears them instead.
+    wait for a step when `Replicas.step` is called are no error yet. They are marked unusable
+    (`zeroshard.zero.buffers.unusable_grads`): their optimizer raises if it steps by them later. A loop that skips a
+    step clears them instead.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class StepOrder:
         for group in groups if taken else ():
             for slot, param in enumerate(group.params.params):
                 if group.grads.used[slot] and param not in self._members:
-                    group.grads.barred.why[slot] = _WAITED
+                    group.grads.unusable.why[slot] = _WAITED
         self.forget()
 
     def forget(self) -> None:

@@ -35,8 +35,8 @@ class GradHooks:
 
     def __init__(self, taker: GradTaker) -> None:
         self._taker = weakref.ref(taker)
-        self._frozen: list[_Shown] = []
-        self._hooked: list[_Shown] = []
+        self._frozen: list[ParamGrad] = []
+        self._hooked: list[ParamGrad] = []
         self._handles: list[Any] = []
 
     def attach(self, units: Iterable[Unit]) -> None:
@@ -48,27 +48,29 @@ class GradHooks:
                 param.grad = None
                 if group.grads.reduced_dtype != param.dtype:
                     param.grad_dtype = None  # allows a gradient of another dtype, such as the reduced one
-                self._frozen.append(_Shown(GradHome(self._taker, group, slot, name), group, param))
+                self._frozen.append(ParamGrad(GradHome(self._taker, group, slot, name), group, param))
         self.attach_trained()
 
     def attach_trained(self) -> None:
         """Hook parameters that were frozen and are trained now: autograd accepts no hook on a frozen parameter."""
         frozen = []
-        for shown in self._frozen:
-            if shown.param.requires_grad:
-                shown.group.thaw()
-                self._handles.append(shown.param.register_post_accumulate_grad_hook(_hook(self._taker, shown)))
-                self._hooked.append(shown)
+        for param_grad in self._frozen:
+            if param_grad.param.requires_grad:
+                param_grad.group.thaw()
+                self._handles.append(
+                    param_grad.param.register_post_accumulate_grad_hook(_hook(self._taker, param_grad))
+                )
+                self._hooked.append(param_grad)
             else:
-                frozen.append(shown)
+                frozen.append(param_grad)
         self._frozen = frozen
 
     def detach(self) -> None:
         """Remove all hooks and the gradients that parameters show."""
         for handle in self._handles:
             handle.remove()
-        for shown in self._hooked:
-            shown.hide()
+        for param_grad in self._hooked:
+            param_grad.hide()
         self._handles, self._hooked, self._frozen = [], [], []
 
     def show(self) -> None:
@@ -78,35 +80,39 @@ class GradHooks:
             RuntimeError: something was added to a gradient inside backward, before its reduction.
         """
         with as_plain():
-            for shown in self._hooked:
-                if shown.grad is not None and shown.grad._arrived is not None:
-                    shown.grad.take_arrived()
+            for param_grad in self._hooked:
+                if param_grad.grad is not None and param_grad.grad._arrived is not None:
+                    param_grad.grad.take_arrived()
                     raise RuntimeError(
-                        f"{shown.name}.grad: something was added to it inside backward, before it was reduced over "
-                        "ranks; change gradients after backward"
+                        f"{param_grad.name}.grad: something was added to it inside backward, before it was reduced "
+                        "over ranks; change gradients after backward"
                     )
-                if shown.used and shown.param.grad is None:
-                    shown.show()
+                if param_grad.used and param_grad.param.grad is None:
+                    param_grad.show()
 
     def apply_assigned_grads(self) -> None:
         """Apply what the user assigned to ``param.grad``: None clears the gradient, a tensor replaces it."""
         with nullcontext() if torch.compiler.is_compiling() else as_plain():
-            found = [(shown, grad) for shown in self._hooked if (grad := shown.param.grad) is not shown.expected]
-        for shown, grad in found:
+            found = [
+                (param_grad, grad)
+                for param_grad in self._hooked
+                if (grad := param_grad.param.grad) is not param_grad.expected
+            ]
+        for param_grad, grad in found:
             if grad is None:
-                shown.clear()
+                param_grad.clear()
             else:
-                shown.replace(grad)
+                param_grad.replace(grad)
 
     def hide(self, params: set[nn.Parameter] | None) -> None:
         """Set ``grad`` of ``params`` (None: of all) to None, after their gradients were cleared."""
         with as_plain():
-            for shown in self._hooked:
-                if params is None or shown.param in params:
-                    shown.hide()
+            for param_grad in self._hooked:
+                if params is None or param_grad.param in params:
+                    param_grad.hide()
 
 
-class _Shown:
+class ParamGrad:
     """One parameter and the `ShardedGrad` that it shows, which is reused unless user code still refers to it."""
 
     def __init__(self, home: GradHome, group: FlatGroup, param: nn.Parameter) -> None:
@@ -164,15 +170,15 @@ class _Shown:
         self.show()
 
 
-def _hook(taker_ref: weakref.ref[GradTaker], shown: _Shown) -> Callable[[Tensor], None]:
+def _hook(taker_ref: weakref.ref[GradTaker], param_grad: ParamGrad) -> Callable[[Tensor], None]:
     # Weak references: the garbage collector cannot follow a parameter's hooks. The module's hooks keep us alive.
-    shown_ref = weakref.ref(shown)
+    param_grad_ref = weakref.ref(param_grad)
 
     def take(param: Tensor) -> None:
         """Move the gradient that autograd left in ``param.grad`` to the flat buffer, and show the `ShardedGrad`."""
-        taker, shown = taker_ref(), shown_ref()
+        taker, param_grad = taker_ref(), param_grad_ref()
         assert taker is not None
-        assert shown is not None
+        assert param_grad is not None
         grad = param.grad
         if isinstance(grad, ShardedGrad):
             grad = grad.take_arrived()
@@ -181,8 +187,8 @@ def _hook(taker_ref: weakref.ref[GradTaker], shown: _Shown) -> Callable[[Tensor]
         assert grad is not None
         if param.grad_dtype is None:
             grad = grad.to(param.dtype)  # as autograd would have done
-        taker.expect_grad(shown.group)
-        shown.group.grads.accumulate(shown.slot, grad)
-        shown.show()
+        taker.expect_grad(param_grad.group)
+        param_grad.group.grads.accumulate(param_grad.slot, grad)
+        param_grad.show()
 
     return uncompiled(take)

@@ -8,35 +8,35 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 
 
-class Barred:
-    """The barred gradients of one flat buffer, by slot, until they are cleared.
+class UnusableGrads:
+    """The unusable gradients of one flat buffer, by slot, until they are cleared.
 
     Attributes:
         why: slot -> the reason, for the user.
-        now: the reason why gradients that arrive now are barred; None: they are not.
+        now: the reason why gradients that arrive now are unusable; None: they are usable.
     """
 
     def __init__(self) -> None:
         self.why: dict[int, str] = {}
         self.now: str | None = None
 
-    def came(self, slot: int) -> None:
-        """Record that a gradient was added to this slot; it is barred if `now` says so."""
+    def record_added(self, slot: int) -> None:
+        """Record that a gradient was added to this slot; it is unusable if `now` says so."""
         if self.now is not None:
             self.why[slot] = self.now
 
-    def cleared(self, slots: Set[int]) -> None:
-        """Record that the gradients in these slots were cleared or replaced, so that they are not barred any more."""
+    def forget(self, slots: Set[int]) -> None:
+        """Forget these slots, because their gradients were cleared or replaced."""
         if self.why:
             self.why = {slot: why for slot, why in self.why.items() if slot not in slots}
 
 
-def bar(buffers: Iterable[Barred], whose: str | None, where: str) -> None:
-    """Bar the gradients that arrive from now on, because other values are in the weights' place for a block.
+def mark_unusable(buffers: Iterable[UnusableGrads], whose: str | None, where: str) -> None:
+    """Let no optimizer step by gradients that arrive while other values are in the weights' place for a block.
 
     Args:
         buffers: all flat buffers of the model.
-        whose: the values whose gradients these are, such as "the anchors"; None: the weights are back, so bar nothing.
+        whose: the values whose gradients these are, such as "the anchors"; None: the weights are back.
         where: the block, as the user writes it.
     """
     why = (

@@ -11,7 +11,7 @@ from zeroshard.zero.buffers.layout import FlatLayout
 from zeroshard.zero.torch_internals import as_plain, storage_id, version_of
 
 
-class Shown:
+class ParamViews:
     """The ``.data`` of all parameters of one buffer; they show nothing yet.
 
     Args:

@@ -1,4 +1,4 @@
-"""`Stepping`: the optimizers of an engine, and what the engine does around their steps.
+"""`EngineOptimizers`: the optimizers of an engine, and what the engine does around their steps.
 
 An optimizer is given pieces of parameters and knows nothing of ranks. Whatever concerns several ranks or buffers is
 here: the global norm and clipping; weights that a step leaves stale; the layout for an optimizer that needs whole
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.zero.buffers import grad_norm
-from zeroshard.zero.buffers.barred import bar
 from zeroshard.zero.buffers.flat_grads import FlatGrads
+from zeroshard.zero.buffers.unusable_grads import mark_unusable
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.optimizers.description import described
 from zeroshard.zero.optimizers.ema import Ema
@@ -35,7 +35,7 @@ from zeroshard.zero.transport.members import PackedReducer
 MOSTLY_PADDING = 8  # a buffer this many times as large as its parameters costs more than a node's ranks save
 
 
-class Stepping:
+class EngineOptimizers:
     """The optimizers of one engine; each of them tells it of its steps.
 
     Attributes:
@@ -134,7 +134,7 @@ class Stepping:
     def _averages_came_or_went(self) -> None:
         assert self.ema is not None
         whose = None if self.ema.applied else "the averages"
-        bar((group.grads.barred for group in self._runtime.groups()), whose, "ema.weights()")
+        mark_unusable((group.grads.unusable for group in self._runtime.groups()), whose, "ema.weights()")
         self._runtime.refresh_after_replacement("back" if self.ema.applied else "for now")
 
     def require_weights(self, what: str) -> None:
@@ -272,7 +272,7 @@ class Stepping:
     def _require_own_grads(self, members: set[nn.Parameter]) -> None:
         """Raise RuntimeError if gradients of ``members`` were computed at other weights than a step would change."""
         for group in self._runtime.groups():
-            for slot, why in group.grads.barred.why.items():
+            for slot, why in group.grads.unusable.why.items():
                 if group.params.params[slot] in members:
                     raise RuntimeError(f"step: {why}")
 
