@@ -41,9 +41,9 @@ def _main(rank: int, folder: str) -> None:
     comm = TorchCommunicator()
     found = {name: _by_stage(comm, policy) for name, policy in (("fp32", None), ("bf16", rows.BF16))}
     found["and one rank alone, reproducible"] = {
-        "stage 0": _digest(comm, 0, None, leaves=2),
-        "stage 3": _digest(comm, 3, None, leaves=2),
-        "alone": _digest(LocalCommunicator(), 1, None, leaves=2),
+        "stage 0": _digest(comm, 0, None, reproducible=2),
+        "stage 3": _digest(comm, 3, None, reproducible=2),
+        "alone": _digest(LocalCommunicator(), 1, None, reproducible=2),
     }
     Path(folder, f"rank-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
@@ -56,14 +56,22 @@ def _by_stage(comm: Communicator, precision: MixedPrecision | None) -> dict[str,
     return {f"stage {stage}": _digest(comm, stage, precision) for stage in STAGES}
 
 
-def _digest(comm: Communicator, stage: int, precision: MixedPrecision | None, leaves: int | None = None) -> str:
+def _digest(comm: Communicator, stage: int, precision: MixedPrecision | None, reproducible: int | None = None) -> str:
     model = rows.gpt2("gpt2-demo", kernels="reference")
     # "local" at each stage: micro-batches added after their reduction would round otherwise.
-    accumulate = "local" if leaves is None else None
-    zero = Zero(model, stage, units=model.units, comm=comm, precision=precision, accumulate=accumulate, leaves=leaves)
+    accumulate = "local" if reproducible is None else None
+    zero = Zero(
+        model,
+        stage,
+        units=model.units,
+        comm=comm,
+        precision=precision,
+        accumulate=accumulate,
+        reproducible=reproducible,
+    )
     optimizer = zero.optimizer(torch.optim.AdamW, **rows.ADAMW)
     for step in range(3):
-        micro_batches = list(_seeds(comm, step, leaves))
+        micro_batches = list(_seeds(comm, step, reproducible))
         for last, seed in micro_batches:
             tokens, targets = rows.batch(2, seed=seed)
             with zero.micro_batch(last):
@@ -78,9 +86,9 @@ def _digest(comm: Communicator, stage: int, precision: MixedPrecision | None, le
     return digest.hexdigest()
 
 
-def _seeds(comm: Communicator, step: int, leaves: int | None) -> Iterator[tuple[bool, int]]:
-    """(is it the last, seed) of this rank's micro-batches: two of its own, or its share of ``leaves``."""
-    num = 2 * comm.world_size if leaves is None else leaves
+def _seeds(comm: Communicator, step: int, reproducible: int | None) -> Iterator[tuple[bool, int]]:
+    """(is it the last, seed) of this rank's micro-batches: two, or its share of ``reproducible``."""
+    num = 2 * comm.world_size if reproducible is None else reproducible
     own = range(comm.rank, num, comm.world_size)
     for micro in own:
         yield micro == own[-1], 100 * step + micro

@@ -80,7 +80,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "precision": tuple(PRECISIONS),
         "num_micro": (4,),
         "prefetch": (0, 1, 3),
-        "leaves": (4,),
+        "reproducible": (4,),
     },
     "recomputed": {
         "row": (*STAGED, "3, weights kept"),
@@ -154,15 +154,15 @@ def _trace(name, micro_batch, precision, **how):
 
 
 def _both(*, row, name="llama-tiny", world_size=3, precision="bf16", recomputed="none", shard_size=None,
-          num_micro=1, micro_batch=2, accumulate=None, prefetch=1, leaves=None, lora="", num_layers=3,
+          num_micro=1, micro_batch=2, accumulate=None, prefetch=1, reproducible=None, lora="", num_layers=3,
           masked=False):  # fmt: skip
     """The step that is planned for the last rank, its list of collectives, and what its run has measured."""
     how = {"recomputed": recomputed, "lora": lora, "num_layers": num_layers, "masked": masked}
     model, policy, strategy, rank = _model(name, **how), ALL[precision], ROWS[row], world_size - 1
     shards = shard_size or world_size
-    given = {"num_micro": num_micro, "accumulate": accumulate, "prefetch": prefetch, "leaves": leaves}
+    given = {"num_micro": num_micro, "accumulate": accumulate, "prefetch": prefetch, "reproducible": reproducible}
     replicated = {**given, "num_replicas": world_size // shards}
-    buffers = buffers_of(model, shards, model.units, precision=policy, leaves=leaves)
+    buffers = buffers_of(model, shards, model.units, precision=policy, reproducible=reproducible)
     trace = _trace(name, micro_batch, precision, **how)
     settings = Settings(strategy, policy, rank=rank % shards, **replicated)
     predicted = step_of(trace, buffers, OPTIMIZER_STATES["AdamW"], settings)

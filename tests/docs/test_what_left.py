@@ -82,6 +82,7 @@ LEFT = [
     r"replicas[._]mixing",
     r"outer_difference",
     r"buffers=.average.",
+    r"\bleaves=|\+leaves|transport[./]leaves|check_leaves|Leaf(Sum|Reduce)",
 ]
 # The history of the project may name it.
 HISTORY = {"CHANGELOG.md", "log.md"}

@@ -17,11 +17,20 @@ from zeroshard.train.setup.build import accumulation_steps
 SHAPE = ["--model.n-layer", "2", "--model.n-embd", "16", "--model.n-head", "2", "--seq-len", "16"]
 STEPS = ["--max-steps", "6", "--warmup-steps", "2", "--eval-interval", "2", "--eval-batches", "5"]
 SMALL = ["--model", "gpt2-demo", *SHAPE, *STEPS, "--micro-batch-size", "2", "--data", "synthetic"]
-LEAVES = ["--reproducible", "4", "--ema-decay", "0.9", "--model.dropout", "0.1"]
+REPRODUCIBLE = ["--reproducible", "4", "--ema-decay", "0.9", "--model.dropout", "0.1"]
 
 
 def _train(folder, nproc, strategy, *words):
-    given = [*SMALL, *LEAVES, "--data.dir", str(folder.parent / "data"), "--data.max-tokens", "6000", "--device", "cpu"]
+    given = [
+        *SMALL,
+        *REPRODUCIBLE,
+        "--data.dir",
+        str(folder.parent / "data"),
+        "--data.max-tokens",
+        "6000",
+        "--device",
+        "cpu",
+    ]
     ranks = ["--nproc", str(nproc), "--strategy", strategy, "--out", str(folder)]
     command = [sys.executable, "-m", "zeroshard", "train", *given, *ranks, *words]
     done = forked.run(command, capture_output=True, text=True, timeout=600, check=False)
@@ -81,7 +90,7 @@ def test_a_step_has_as_many_sequences_on_any_number_of_ranks(world_size, given, 
     assert accumulation_steps(TrainConfig(reproducible=8, micro_batch_size=2, **given), world_size) == wanted
 
 
-def test_a_batch_that_leaves_cannot_share_is_refused():
+def test_a_batch_that_micro_batches_cannot_share_is_refused():
     config = TrainConfig(reproducible=8, micro_batch_size=2, global_batch_size=24)
     with pytest.raises(UserError, match=r"global_batch_size: 24 is no multiple of 2 \(micro_batch_size\) x 8"):
         accumulation_steps(config, 2)
@@ -111,7 +120,7 @@ def test_what_rounds_in_between_is_refused(given, said):
     assert said in str(caught.value)
 
 
-def test_ranks_that_cannot_share_the_leaves_are_refused():
+def test_ranks_that_cannot_share_the_micro_batches_are_refused():
     config = TrainConfig(reproducible=4, micro_batch_size=2)
     with pytest.raises(
         UserError, match=r"reproducible: 4 micro-batches cannot be shared out evenly to 3 ranks; use 1, 2"

@@ -22,21 +22,21 @@ PRECISIONS = {
 @pytest.mark.pairwise
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
-    ("stage", "shard_size", "leaves"),
-    [*((stage, None, leaves) for stage in STAGES for leaves in (None, 4)), (2, 2, None), (3, 2, None)],
+    ("stage", "shard_size", "reproducible"),
+    [*((stage, None, reproducible) for stage in STAGES for reproducible in (None, 4)), (2, 2, None), (3, 2, None)],
 )
 @pytest.mark.parametrize("num_micro", [1, 2])
 def test_a_step_on_a_gpu_reads_nothing_of_it_and_all_that_it_moves_lies_there(
     stage,
     shard_size,
-    leaves,
+    reproducible,
     precision,
     num_micro,
     device,  # noqa: F811
     reads,  # noqa: F811
 ):
     policy = PRECISIONS[precision]
-    how = {"shard_size": shard_size, "leaves": leaves}
+    how = {"shard_size": shard_size, "reproducible": reproducible}
     with FakeTensorMode(), Waits() as waits:
         comm = Peers(4, device)
         with CUDA:

@@ -86,7 +86,7 @@ class Case:
     wire: str | None = None
     secondary: int | None = None
     node_size: int | None = None
-    leaves: int | None = None
+    reproducible: int | None = None
 
 
 class _Later:
@@ -143,7 +143,7 @@ def _train(case, monkeypatch, plant=lambda monkeypatch: None):
             accumulate=case.accumulate,
             shard_size=case.shard_size,
             secondary_shard_size=case.secondary,
-            leaves=case.leaves,
+            reproducible=case.reproducible,
         )
         device.watch(zero)
         optim = zero.optimizer(torch.optim.AdamW, lr=1e-3, foreach=False)
@@ -179,8 +179,8 @@ AROUND = {
     "int8 travels inline, evaluates": (True, True, "", "int8", None),
     "int8 travels between nodes": (False, False, "", "int8", None, 2),
     "int8 travels between nodes inline, evaluates": (True, True, "", "int8", 2, 2),
-    "leaves": (False, False, "", None, None, None, 4),
-    "leaves inline, evaluates, saves in place": (True, True, "in place", None, 2, None, 4),
+    "reproducible": (False, False, "", None, None, None, 4),
+    "reproducible inline, evaluates, saves in place": (True, True, "in place", None, 2, None, 4),
 }
 
 
@@ -197,7 +197,7 @@ def test_nothing_is_touched_before_what_it_must_wait_for(
 ):
     num_micro, accumulate = accumulation
     case = Case(stage, prefetch, num_micro, accumulate, shard_size, bfloat16, path, *AROUND[around])
-    if case.leaves is not None:
+    if case.reproducible is not None:
         case = replace(case, accumulate=None, shard_size=None)
     if stage == 0:  # which knows neither
         case = replace(case, shard_size=None, wire=None, node_size=None)

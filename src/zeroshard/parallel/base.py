@@ -54,8 +54,8 @@ class Setup:
             there is no such copy (stage 3 only).
         replicas: schedule and outer optimizer of groups of ``shard_size`` ranks that take local steps; None: all ranks
             take each step together (ZeRO strategies only).
-        leaves: compute the same bits on any number of ranks up to this one; None: bits may differ (ZeRO strategies
-            only).
+        reproducible: compute the same bits on any number of ranks up to this one; None: bits may differ (ZeRO
+            strategies only).
         ema_decay: decay of a moving average of the weights; None: no average.
     """
 
@@ -78,7 +78,7 @@ class Setup:
     wire: Mapping[str, Any] = field(default_factory=dict)
     secondary_shard_size: int | None = None
     replicas: LocalSteps | None = None
-    leaves: int | None = None
+    reproducible: int | None = None
 
 
 class Strategy(Protocol):

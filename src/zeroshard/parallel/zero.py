@@ -33,7 +33,7 @@ class ZeroStrategy:
             accumulate=setup.accumulate,
             shard_size=setup.shard_size,
             replicas=setup.replicas,
-            leaves=setup.leaves,
+            reproducible=setup.reproducible,
         )
         self.model: nn.Module = setup.model
         self.comm: Communicator = zero.comm

@@ -73,8 +73,8 @@ class Zero:
             and rank 0's are saved.
         replicas: let the groups of ``shard_size`` ranks take local steps; see `zeroshard.zero.replicas`.
         secondary_shard_size: as in `ShardingStrategy`, if ``stage`` is a number.
-        leaves: compute the same bits on 1, 2, 4, ... up to this many ranks, a power of two. Each step must add up this
-            many micro-batches, or a multiple, over all ranks. See `zeroshard.zero.transport.leaves`.
+        reproducible: compute the same bits on 1, 2, 4, ... up to this many ranks, a power of two. Each step must add up
+            this many micro-batches, or a multiple, over all ranks. See `zeroshard.zero.transport.exact_sums`.
 
     Attributes:
         levels: the ranks that shard together, and those that hold the same shard.
@@ -83,7 +83,7 @@ class Zero:
     Raises:
         ValueError: an unknown stage; a unit that is not the model's, or a name that occurs nowhere in it; a model that
             has an engine already; meta parameters without ``init``; a ``shard_size`` that does not divide the world, or
-            at stage 0 without ``replicas``; ``replicas`` without a ``shard_size``; ``leaves`` with a setting that
+            at stage 0 without ``replicas``; ``replicas`` without a ``shard_size``; ``reproducible`` with a setting that
             rounds partial sums; ranks with different models or arguments.
         TypeError: ``model`` is not a module.
 
@@ -111,30 +111,31 @@ class Zero:
         buffers: BufferSync = "broadcast",
         replicas: LocalSteps | None = None,
         secondary_shard_size: int | None = None,
-        leaves: int | None = None,
+        reproducible: int | None = None,
     ) -> None:
         self.model = model
         self.comm: Communicator = communicator(comm)
-        checked: dict[str, Any] = {"local_steps": replicas is not None, "leaves": leaves, "accumulate": accumulate}
+        checked: dict[str, Any] = {"reproducible": reproducible, "accumulate": accumulate}
+        checked["local_steps"] = replicas is not None
         with construction.same_on_every_rank(self.comm) as told:
             self.strategy = resolve_strategy(stage, secondary_shard_size)
             self.precision = precision or MixedPrecision()
             construction.check_arguments(model, prefetch, accumulate, self.precision, buffers)
             told += construction.described(model, self.strategy, self.precision, prefetch, shard_size, buffers, checked)
-        self._accumulate = accumulate if leaves is None else "sharded"
+        self._accumulate = accumulate if reproducible is None else "sharded"
         check_levels(self.strategy, shard_size, self.precision, **checked)
         groups = self.strategy.secondary_shard_size, self.precision.node_size
-        self.levels = Levels.of(self.comm, shard_size, *groups, leaves)
+        self.levels = Levels.of(self.comm, shard_size, *groups, reproducible)
 
         on_meta = [param for param in model.parameters() if param.is_meta]
         levels = self.levels if replicas is None else self.levels.inside
         root, others = construction.build_units(model, units, self.strategy, levels, self.precision, init, device)
-        inside = ModuleBuffers(model, levels.world, buffers, may_change=leaves is None)
+        inside = ModuleBuffers(model, levels.world, buffers, may_change=reproducible is None)
         self._runtime = Runtime(root, others, levels, self.strategy, prefetch, inside)
         between = ModuleBuffers(model, self.levels.replicas, buffers)
         self.replicas = None if replicas is None else Replicas(replicas, self._runtime, self.levels, between)
         self._optimizers = EngineOptimizers(self._runtime, levels)
-        if leaves is not None:
+        if reproducible is not None:
             self._optimizers.observers.append(ReproducibleSteps(self._runtime, levels))
         casts = {root: self.precision.param_dtype if self.precision.cast_forward_inputs else None}
         self._handles = [h for unit in (root, *others) for h in attach(unit, self._runtime, casts.get(unit))]
@@ -178,8 +179,8 @@ class Zero:
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
-        """In this block backwards accumulate unsharded gradients and do not reduce; with ``leaves`` they still do."""
-        before, self._runtime.sync = self._runtime.sync, self.levels.leaves is not None
+        """In this block backwards accumulate unsharded gradients and do not reduce; reproducible steps still do."""
+        before, self._runtime.sync = self._runtime.sync, self.levels.reproducible is not None
         try:
             yield
         finally:

@@ -51,8 +51,8 @@ class Levels:
         replicas: the ranks that own the same shard.
         node: the ranks among which a second copy of weights is sharded; None without a second copy.
         nodes: the nodes, if gradients are reduced in two steps, first inside a node; None: in one step.
-        leaves: number of parts into which shards are cut, over all ranks; None: one per rank. See
-            `zeroshard.zero.transport.leaves`.
+        reproducible: number of parts into which shards are cut, over all ranks; None: one per rank. See
+            `zeroshard.zero.transport.exact_sums`.
     """
 
     world: Communicator
@@ -60,7 +60,7 @@ class Levels:
     replicas: Communicator
     node: Communicator | None = None
     nodes: Nodes | None = None
-    leaves: int | None = None
+    reproducible: int | None = None
 
     @classmethod
     def of(
@@ -69,12 +69,12 @@ class Levels:
         shard_size: int | None = None,
         secondary_shard_size: int | None = None,
         node_size: int | None = None,
-        leaves: int | None = None,
+        reproducible: int | None = None,
     ) -> Levels:
         """Return the levels of a world whose state is sharded over ``shard_size`` ranks, None: over all. Collective.
 
-        ``secondary_shard_size``: as in `ShardingStrategy`; ``node_size``: as in `MixedPrecision`; ``leaves``: as in
-        `Zero`.
+        ``secondary_shard_size``: as in `ShardingStrategy`; ``node_size``: as in `MixedPrecision`; ``reproducible``:
+        as in `Zero`.
 
         Raises:
             ValueError: the world cannot be divided so, or ``comm`` cannot be split.
@@ -82,8 +82,8 @@ class Levels:
         world_size = comm.world_size
         if shard_size is not None:
             rules.check_shard_size(shard_size, world_size)
-        if leaves is not None:
-            check_leaves(leaves, comm)
+        if reproducible is not None:
+            check_reproducible(reproducible, comm)
         node, nodes = None, None
         if secondary_shard_size is not None:
             rules.check_groups("secondary_shard_size", secondary_shard_size, shard_size or world_size)
@@ -95,7 +95,9 @@ class Levels:
             inside = inside or split(comm, _rows(world_size, node_size))
             nodes = Nodes(inside, split(comm, _columns(world_size, node_size)))
         if shard_size is None or shard_size == world_size:
-            return cls(world=comm, shard=comm, replicas=LocalCommunicator(), node=node, nodes=nodes, leaves=leaves)
+            return cls(
+                world=comm, shard=comm, replicas=LocalCommunicator(), node=node, nodes=nodes, reproducible=reproducible
+            )
         if shard_size == 1:
             return cls(world=comm, shard=LocalCommunicator(), replicas=comm, node=node)
         shard = split(comm, _rows(world_size, shard_size))
@@ -109,7 +111,7 @@ class Levels:
     @property
     def parts(self) -> int:
         """Number of parts of each shard; the optimizer's pieces and partial norms end at the borders of parts."""
-        return 1 if self.leaves is None else self.leaves // self.world.world_size
+        return 1 if self.reproducible is None else self.reproducible // self.world.world_size
 
     @property
     def writes(self) -> bool:
@@ -144,11 +146,13 @@ def check_wire(strategy: ShardingStrategy, precision: MixedPrecision) -> None:
         rules.check_wire(name, getattr(precision, name), _stage(strategy))
 
 
-def check_leaves(leaves: int, comm: Communicator) -> None:
-    """Raise ValueError unless ranks share ``leaves`` evenly, and several have an all-to-all to exchange them by."""
-    rules.check_leaves("leaves", leaves, comm.world_size)
+def check_reproducible(reproducible: int, comm: Communicator) -> None:
+    """Raise ValueError unless ranks share micro-batches evenly, and several have an all-to-all for the gradients."""
+    rules.check_reproducible("reproducible", reproducible, comm.world_size)
     if comm.world_size > 1 and not hasattr(comm, "all_to_all"):
-        raise ValueError(f"comm: leaves are exchanged, and a {type(comm).__name__} has no all_to_all; give it one")
+        raise ValueError(
+            f"comm: reproducible sums exchange gradients, and a {type(comm).__name__} has no all_to_all; give it one"
+        )
 
 
 def check_levels(
@@ -157,14 +161,14 @@ def check_levels(
     precision: MixedPrecision,
     *,
     local_steps: bool,
-    leaves: int | None = None,
+    reproducible: int | None = None,
     accumulate: str | None = None,
 ) -> None:
-    """Raise ValueError for a ``shard_size`` without effect, local steps without replicas, what ``leaves`` exclude."""
-    if leaves is not None:
+    """Raise ValueError for a ``shard_size`` without effect, local steps of one replica, what ``reproducible`` bars."""
+    if reproducible is not None:
         wire = "precision.gather" if precision.gather else "precision.reduce" if precision.reduce else ""
         others = {"local_steps": local_steps, "shard_size": shard_size, "accumulate": accumulate}
-        rules.check_same_bits("leaves", leaves, wire=wire, **others)
+        rules.check_same_bits("reproducible", reproducible, wire=wire, **others)
     if local_steps:
         rules.check_local_steps("replicas", "local_steps", shard_size)
     elif shard_size is not None:

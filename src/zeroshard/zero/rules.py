@@ -1,4 +1,4 @@
-"""Rules of what goes with what: sizes of groups of ranks, wire formats, leaves, second copies of weights.
+"""Rules of what goes with what: sizes of groups of ranks, wire formats, reproducible steps, second copies of weights.
 
 Plain integers and names, without torch: the engine, the settings of a run and the planner ask here, so one question has
 one answer. Each check raises UserError, a ValueError, about ``field``, the name under which the caller has the setting.
@@ -66,23 +66,23 @@ def check_second_copy(
         raise UserError(field, what, "leave it out, or the setting that keeps them unsharded")
 
 
-def check_leaves(field: str, leaves: int, world_size: int = 1) -> None:
-    """Check that ``leaves`` is a power of two, as dividing by another number rounds, and that ranks share it evenly."""
-    if isinstance(leaves, bool) or not isinstance(leaves, int) or leaves < 1 or leaves & (leaves - 1):
-        near = 1 << leaves.bit_length() if isinstance(leaves, int) and leaves > 1 else 8
-        raise UserError(field, f"{leaves!r} is no power of two", f"give the most ranks that you will use, as {near}")
-    if leaves % world_size:
-        sizes = ", ".join(str(1 << power) for power in range(leaves.bit_length()))
-        what = f"{leaves} micro-batches cannot be shared out evenly to {world_size} ranks"
+def check_reproducible(field: str, number: int, world_size: int = 1) -> None:
+    """Check that ``number`` is a power of two, as dividing by another number rounds, and that ranks share it evenly."""
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1 or number & (number - 1):
+        near = 1 << number.bit_length() if isinstance(number, int) and number > 1 else 8
+        raise UserError(field, f"{number!r} is no power of two", f"give the most ranks that you will use, as {near}")
+    if number % world_size:
+        sizes = ", ".join(str(1 << power) for power in range(number.bit_length()))
+        what = f"{number} micro-batches cannot be shared out evenly to {world_size} ranks"
         raise UserError(field, what, f"use {sizes} ranks, or another power of two here")
 
 
 def check_same_bits(
-    field: str, leaves: int, *, wire: str, local_steps: bool, shard_size: int | None, accumulate: str | None
+    field: str, number: int, *, wire: str, local_steps: bool, shard_size: int | None, accumulate: str | None
 ) -> None:
-    """Check that nothing beside ``leaves`` rounds partial sums: bits would depend on the number of ranks.
+    """Check that nothing beside reproducible steps rounds partial sums: bits would depend on the number of ranks.
 
-    ``wire``: the name of a setting that gives a wire format; empty: none does.
+    ``number``: that of micro-batches; ``wire``: the name of a setting that gives a wire format; empty: none does.
     """
     for name, given, why in (
         (wire, wire, "rounds what each rank sends"),
@@ -91,7 +91,7 @@ def check_same_bits(
         ("accumulate", accumulate == "local", "adds up on each rank first, with a rounding after it"),
     ):
         if given:
-            raise UserError(field, f"{leaves} is given, and {name} {why}", _EITHER)
+            raise UserError(field, f"{number} is given, and {name} {why}", _EITHER)
 
 
 def check_local_steps(field: str, every: object, shard_size: int | None, num_ranks: int | None = None) -> None:

@@ -17,13 +17,15 @@ def test_ratios_are_taken_round_by_round():
     assert ours["rounds_wall_s"] == [2.0, 4.0]
 
 
-@pytest.mark.parametrize("name", ["zero4", "ddp@ring", "zero1@mpi", "fsdp", "ddp+leaves", "zero1+", "zero2+roots"])
+@pytest.mark.parametrize(
+    "name", ["zero4", "ddp@ring", "zero1@mpi", "fsdp", "ddp+reproducible", "zero1+", "zero2+roots"]
+)
 def test_an_unknown_contestant_is_refused(name):
     with pytest.raises(UserError, match=r"contestants: .* is unknown; write plain, ddp, zero2, zero2@ring, or"):
         step.check_contestant(name)
 
 
-@pytest.mark.parametrize("name", ["plain", "ddp", "zero0", "zero3@shm", "zero1@torch", "zero2@shm+leaves"])
+@pytest.mark.parametrize("name", ["plain", "ddp", "zero0", "zero3@shm", "zero1@torch", "zero2@shm+reproducible"])
 def test_known_contestants_are_taken(name):
     step.check_contestant(name)
 

@@ -61,14 +61,14 @@ class Contestant:
 
 
 def check_contestant(name: str) -> None:
-    """Raise UserError unless ``name`` is plain, ddp, zeroN or zeroN@COMM; the latter two may end in +leaves."""
+    """Raise UserError unless ``name`` is plain, ddp, zeroN or zeroN@COMM; the latter two may end in +reproducible."""
     where, _, how = name.partition("+")
     kind, _, comm = where.partition("@")
     known = {"plain", "ddp"} if name == kind else set()
     fits = kind in {*known, *(f"zero{stage}" for stage in STAGES)} and comm in ("", *COMMUNICATORS)
-    if not fits or (how != "leaves" and name != where):
+    if not fits or (how != "reproducible" and name != where):
         raise UserError(
-            "contestants", f"{name!r} is unknown", "write plain, ddp, zero2, zero2@ring, or zero2@ring+leaves"
+            "contestants", f"{name!r} is unknown", "write plain, ddp, zero2, zero2@ring, or zero2@ring+reproducible"
         )
 
 
@@ -85,8 +85,8 @@ def build(name: str, shape: Shape, comms: Mapping[str, Communicator], device: to
     if name.startswith("zero"):
         where, _, how = name.partition("+")
         stage, _, comm = where.partition("@")
-        leaves = comms[comm].world_size if how else None
-        zero = Zero(model, stage=int(stage[-1]), units=model.units, comm=comms[comm], leaves=leaves)
+        reproducible = comms[comm].world_size if how else None
+        zero = Zero(model, stage=int(stage[-1]), units=model.units, comm=comms[comm], reproducible=reproducible)
         return Contestant(model, model, zero.optimizer(torch.optim.AdamW, lr=1e-4, fused=True))
     wrapped: nn.Module = model
     if name == "ddp":

@@ -164,7 +164,7 @@ def arguments(config: PlanConfig) -> dict[str, Any]:
         "within_node": config.within_node or None,
         "gpus_per_node": config.gpus_per_node,
         "node_copy": config.node_copy or None,
-        "leaves": config.reproducible or None,
+        "reproducible": config.reproducible or None,
         "global_batch": config.global_batch or None,
         "seq_len": config.seq_len or None,
         "dtype": config.dtype,
@@ -229,7 +229,7 @@ def compare(config: PlanConfig, planner: Planner, row: Row) -> dict[str, Any]:
         accumulate=local.accumulate,
         prefetch=local.prefetch,
         shard_size=shard_size,
-        leaves=local.leaves or None,
+        reproducible=local.reproducible or None,
         device=device,
         record=device.type != "cuda",
     )

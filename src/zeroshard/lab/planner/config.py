@@ -155,7 +155,7 @@ class PlanConfig(Config):
         """Raise UserError for settings that conflict with ``reproducible``: they round partial sums or change bits."""
         if not self.reproducible:
             return
-        rules.check_leaves("reproducible", self.reproducible, self.gpus)
+        rules.check_reproducible("reproducible", self.reproducible, self.gpus)
         beside = {"shard_size": self.shard_size, "accumulate": self.accumulate, "local_steps": self.replicas.on}
         wire = f"wire.{self.wire.given}" if self.wire.given else ""
         rules.check_same_bits("reproducible", self.reproducible, wire=wire, **beside)

@@ -52,9 +52,9 @@ def plan(
     world_size = planner.cluster.world_size
     stages = _stages(stage, shard_size, world_size, local_steps)
     check_node_copy(planner, stage, shard_size)
-    if planner.leaves:
+    if planner.reproducible:
         beside = {"shard_size": shard_size, "local_steps": local_steps is not None, "accumulate": None}
-        rules.check_same_bits("leaves", planner.leaves, wire="", **beside)
+        rules.check_same_bits("reproducible", planner.reproducible, wire="", **beside)
     check_wire_nodes(planner)
     shown = stages if world_size > 1 else stages[:1]  # one rank shards nothing, so all stages are alike
     rows = list(_rows(planner, shown, micro_batch, shard_size, local_steps))

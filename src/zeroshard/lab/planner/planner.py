@@ -42,7 +42,7 @@ class Planner:
         software: the kernels that compute.
         fp8: whether blocks compute matrix products in 8 bits.
         node_copy: ranks of a node that share a second copy of stage 3's weights; 0: there is none.
-        leaves: as `zeroshard.Zero` takes them; 0: None.
+        reproducible: as `zeroshard.Zero` takes it; 0: None.
     """
 
     workload: Workload
@@ -56,11 +56,11 @@ class Planner:
     software: Software = field(default_factory=Software)
     fp8: bool = False
     node_copy: int = 0
-    leaves: int = 0
+    reproducible: int = 0
 
     def num_micro(self, micro_batch: int) -> int:
         """Micro-batches of a step; 0 if this micro-batch size does not divide the global batch."""
-        least = self.leaves // self.cluster.world_size if self.leaves else 1  # fewest; others are multiples
+        least = self.reproducible // self.cluster.world_size if self.reproducible else 1  # fewest; others are multiples
         if not self.global_batch:
             return least
         at_once = micro_batch * self.cluster.world_size
@@ -77,7 +77,7 @@ class Planner:
         world_size = self.cluster.world_size
         shards = shard_size or world_size
         strategy = self.strategy(stage, shards)
-        buffers = self.workload.buffers(shards, replicated=shards < world_size, leaves=self.leaves)
+        buffers = self.workload.buffers(shards, replicated=shards < world_size, reproducible=self.reproducible)
         step = self.step(strategy, micro_batch, shards, alone=local_steps is not None)
         timing = simulate(step, self.device, self.cluster, software=self.software)
         meetings = Meetings()
@@ -154,7 +154,9 @@ class Planner:
         state, whole_state = workload.states
         settings = self._settings(strategy, micro_batch, num_shards, alone=alone)
         trace = workload.trace(micro_batch, self.device.device_type)
-        buffers = workload.buffers(num_shards, replicated=num_shards < self.cluster.world_size, leaves=self.leaves)
+        buffers = workload.buffers(
+            num_shards, replicated=num_shards < self.cluster.world_size, reproducible=self.reproducible
+        )
         step = step_of(trace, buffers, state, settings, whole_state)
         return in_float8(step, workload.vocab_size) if self.fp8 else step
 
@@ -172,7 +174,7 @@ class Planner:
             num_replicas=1 if alone else self.cluster.world_size // num_shards,
             uniform_order=not on_cuda,
             device_type=self.device.device_type,
-            leaves=self.leaves or None,
+            reproducible=self.reproducible or None,
         )
 
     def on(self, **changes: Any) -> Planner:
@@ -183,7 +185,7 @@ class Planner:
     def smaller_groups(self) -> list[int]:
         """Shard sizes below the world size to plan: a node's ranks, and 4, 16, ... times as many, if they divide it."""
         found, size = [], self.cluster.ranks_per_node
-        while not self.leaves and size < self.cluster.world_size:
+        while not self.reproducible and size < self.cluster.world_size:
             if size > 1 and self.cluster.world_size % size == 0:
                 found.append(size)
             size *= 4
@@ -222,5 +224,5 @@ def planner_for(model: str | nn.Module, **given: Unpack[Given]) -> Planner:
         asked.software_of(workload.model),
         asked.fp8,
         asked.node_copy or 0,
-        asked.leaves or 0,
+        asked.reproducible or 0,
     )

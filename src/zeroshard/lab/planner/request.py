@@ -59,7 +59,7 @@ class Given(TypedDict, total=False):
         units: as `zeroshard.Zero` takes them; None: the trainer's units, or the model's blocks.
         inputs: for a module that is not one of our language models: maps rows to the arguments of one micro-batch.
         overrides: fields of the preset's configuration to change.
-        leaves: as `zeroshard.Zero` takes them.
+        reproducible: as `zeroshard.Zero` takes it.
         autocast: whether weights and gradients are fp32, and forward runs in ``dtype`` by `torch.autocast`.
     """
 
@@ -69,7 +69,7 @@ class Given(TypedDict, total=False):
     within_node: str | Link | None
     gpus_per_node: int
     node_copy: int | None
-    leaves: int | None
+    reproducible: int | None
     global_batch: int | None
     seq_len: int | None
     dtype: str
@@ -107,7 +107,7 @@ class Request:
     within_node: str | Link | None = None
     gpus_per_node: int = 8
     node_copy: int | None = None
-    leaves: int | None = None
+    reproducible: int | None = None
     global_batch: int | None = None
     seq_len: int | None = None
     dtype: str = "bfloat16"
@@ -232,19 +232,21 @@ class Request:
         if workload.dtype in DTYPES and workload.dtype not in device.matmul_flops_per_s:
             served = ", ".join(device.matmul_flops_per_s)
             raise UserError("dtype", f"{device.name} does not compute in {workload.dtype}", f"choose {served}")
-        self._require_leaves()
+        self._require_reproducible()
         if self.global_batch and self.global_batch % self.world_size:
             what = f"{self.global_batch} sequences cannot be shared out to {self.world_size} GPUs"
             raise UserError("global_batch", what, f"give a multiple of {self.world_size}")
 
-    def _require_leaves(self) -> None:
-        """Raise UserError if the leaves cannot be divided among the GPUs, or something else rounds partial sums."""
-        leaves = self.leaves
-        if leaves is None:
+    def _require_reproducible(self) -> None:
+        """Raise UserError if the GPUs cannot share the micro-batches evenly, or something else rounds partial sums."""
+        reproducible = self.reproducible
+        if reproducible is None:
             return
-        rules.check_leaves("leaves", leaves, self.world_size)
+        rules.check_reproducible("reproducible", reproducible, self.world_size)
         wire = "wire.weights" if self.wire.get("gather") else "wire.grads" if self.wire.get("reduce") else ""
-        rules.check_same_bits("leaves", leaves, wire=wire, local_steps=False, shard_size=None, accumulate=None)
+        rules.check_same_bits(
+            "reproducible", reproducible, wire=wire, local_steps=False, shard_size=None, accumulate=None
+        )
 
     def _require_attention(self, device: Device) -> None:
         """Raise UserError for an attention kernel without a known rate on ``device``: another's would be used."""

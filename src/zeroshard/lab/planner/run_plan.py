@@ -40,7 +40,9 @@ def predict(job: Job) -> Planned:
     """
     calibration = _calibration(job) if job.calibration else None
     settings = _settings(job)
-    buffers = buffers_of(job.model, job.shard_size, job.model.units, precision=settings.precision, leaves=job.leaves)
+    buffers = buffers_of(
+        job.model, job.shard_size, job.model.units, precision=settings.precision, reproducible=job.reproducible
+    )
     planned = _exact(job, buffers, settings)
     if not job.estimates:
         return planned
@@ -71,7 +73,7 @@ def _settings(job: Job) -> Settings:
         device_type=job.device_type,
         rank=job.rank % job.shard_size,
         agrees=True,
-        leaves=job.leaves,
+        reproducible=job.reproducible,
     )
 
 
@@ -84,7 +86,7 @@ def _exact(job: Job, buffers: list[Buffer], settings: Settings) -> Planned:
         OPTIMIZER_STATES["AdamW"],
         settings.precision,
         num_reductions=settings.num_reductions,
-        leaves=job.leaves is not None,
+        reproducible=job.reproducible is not None,
         device_type=job.device_type,
     )
     if job.keeps_ema:
@@ -101,7 +103,7 @@ def _exact(job: Job, buffers: list[Buffer], settings: Settings) -> Planned:
         uniform_order=job.uniform_order,
         num_replicas=settings.num_replicas,
         flows=None if job.model.lora is None else flows_of(buffers),
-        leaves=job.leaves,
+        reproducible=job.reproducible,
     )
     return Planned(resident, _sent(job, found), meetings=_meetings(job, buffers))
 

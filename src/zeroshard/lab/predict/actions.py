@@ -155,7 +155,7 @@ class Settings:
         rank: this rank's number among those that shard together.
         clips: whether gradients are clipped by their norm before the optimizer's step.
         agrees: whether ranks exchange the loss, and whether to continue, in a control message, as the trainer's do.
-        leaves: as `zeroshard.Zero` takes them; the buffers are laid out for this number.
+        reproducible: as `zeroshard.Zero` takes it; the buffers are laid out for this number.
     """
 
     strategy: ShardingStrategy
@@ -169,7 +169,7 @@ class Settings:
     rank: int = 0
     clips: bool = True
     agrees: bool = False
-    leaves: int | None = None
+    reproducible: int | None = None
 
     def nodes_of(self, num_shards: int) -> int | None:
         """Ranks of a node if gradients are summed inside each node before they are exchanged between nodes, else None.
@@ -183,7 +183,7 @@ class Settings:
     def reduces_each_backward(self) -> bool:
         """Whether every micro-batch's backward reduces gradients; if not, the last one does so for the whole step."""
         by_column: Accumulate = "sharded" if self.strategy.grads is SHARD else "local"
-        return self.leaves is not None or (self.accumulate or by_column) == "sharded"
+        return self.reproducible is not None or (self.accumulate or by_column) == "sharded"
 
     @property
     def num_reductions(self) -> int:

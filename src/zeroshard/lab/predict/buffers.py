@@ -52,7 +52,7 @@ def buffers_of(
     whole: Iterable[nn.Parameter] = (),
     precision: MixedPrecision | None = None,
     replicated: bool = False,
-    leaves: int | None = None,
+    reproducible: int | None = None,
 ) -> list[Buffer]:
     """Describe the flat buffers of ``model``, root first.
 
@@ -63,12 +63,12 @@ def buffers_of(
         whole: the parameters that the optimizer needs unsplit, for an optimizer such as `torch.optim.Muon`.
         precision: the dtype policy; it may put some parameters of a unit into a separate buffer.
         replicated: whether several groups of ``world_size`` ranks hold the same state.
-        leaves: as `Zero` takes them.
+        reproducible: as `Zero` takes it.
     """
     policy = precision or MixedPrecision()
     root, specs = partition(model, units)
     kept = set(whole)
-    parts = 1 if leaves is None else leaves // world_size
+    parts = 1 if reproducible is None else reproducible // world_size
     loads = [0] * (world_size * parts)
     buffers = []
     for spec in (root, *specs):
@@ -95,7 +95,7 @@ def buffers_of(
                 )
             if kind in tensors:
                 packed = any((policy.weights_format(kind[0]), policy.gradients_format(kind[0])))
-                even = replicated or packed or leaves is not None
+                even = replicated or packed or reproducible is not None
                 layout = FlatLayout.whole(tensors[kind], world_size, loads, even=even, parts=parts)
                 layout.add_loads(loads)
                 if named:

@@ -66,7 +66,7 @@ def dry_run(
     accumulate: Accumulate | None = None,
     prefetch: int = 1,
     shard_size: int | None = None,
-    leaves: int | None = None,
+    reproducible: int | None = None,
     rank: int = 0,
     device: torch.device | str = "cpu",
     num_steps: int = NUM_STEPS + 1,
@@ -78,7 +78,7 @@ def dry_run(
         model: the model; it is sharded in place. Parameters on the meta device get small random values.
         inputs: makes the arguments of a micro-batch.
         world_size, rank: size of the simulated world, and this process's rank in it.
-        strategy, units, precision, accumulate, prefetch, shard_size, leaves: as `zeroshard.Zero` takes them.
+        strategy, units, precision, accumulate, prefetch, shard_size, reproducible: as `zeroshard.Zero` takes them.
         micro_batch, num_micro: rows of a micro-batch, and micro-batches of a step.
         optimizer: makes the optimizers; None: fused `torch.optim.AdamW` over all parameters.
         device: where the rank runs.
@@ -106,7 +106,7 @@ def dry_run(
         prefetch=prefetch,
         accumulate=accumulate,
         shard_size=shard_size,
-        leaves=leaves,
+        reproducible=reproducible,
     )
     if unset:
         _fill(zero)

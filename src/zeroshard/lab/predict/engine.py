@@ -38,7 +38,7 @@ from zeroshard.zero.runtime.module_buffers import ModuleBuffers
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.strategy import SHARD
 from zeroshard.zero.streams import Lane, Mark, NoStreams
-from zeroshard.zero.transport.leaves import CHUNK_NUMEL, OTHER_CHUNK_NUMEL, ExactReducer
+from zeroshard.zero.transport.exact_sums import CHUNK_NUMEL, OTHER_CHUNK_NUMEL, ExactReducer
 from zeroshard.zero.transport.members import ALL
 
 
@@ -251,7 +251,7 @@ class _Engine:
         near = settings.strategy.secondary_shard_size if num_shards > 1 else None
         nodes = settings.nodes_of(num_shards)
         log.levels = levels = Levels.of(
-            world, num_shards if settings.num_replicas > 1 else None, near, nodes, settings.leaves
+            world, num_shards if settings.num_replicas > 1 else None, near, nodes, settings.reproducible
         )
         groups: dict[str, list[FlatGroup]] = {name: [] for name in ("root", *names)}
         self._grads: dict[str, tuple[FlatGroup, int, Tensor]] = {}

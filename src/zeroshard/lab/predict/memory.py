@@ -81,7 +81,7 @@ def state_bytes(
     *,
     whole_optimizer: OptimizerState | None = None,
     num_reductions: int = 1,
-    leaves: bool = False,
+    reproducible: bool = False,
     device_type: str = "cpu",
 ) -> dict[str, int]:
     """Resident bytes on ``rank``, by category: what `Zero.memory_bytes` counts between a backward and its step.
@@ -99,7 +99,7 @@ def state_bytes(
             there is no second optimizer.
         num_reductions: number of backwards of a step that reduce gradients; several of them need a second buffer if
             unsharded gradients accumulate.
-        leaves: whether sums are exact, see `zeroshard.zero.transport.leaves`.
+        reproducible: whether sums are exact, see `zeroshard.zero.transport.exact_sums`.
         device_type: ``"cpu"`` or ``"cuda"``. A replicated optimizer on CPUs updates parameters in pieces that end where
             shards do, and each piece has its own scalars.
     """
@@ -110,7 +110,7 @@ def state_bytes(
         total["params"] += weights
         total["master"] += masters
         if buffer.trained:
-            if leaves:
+            if reproducible:
                 total["grads"] += _exact_bytes(buffer, strategy, rank, precision)
             else:
                 total["grads"] += _grad_bytes(buffer, strategy, rank, precision, num_reductions)

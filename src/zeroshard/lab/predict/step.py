@@ -63,7 +63,7 @@ def step_of(
         settings.precision,
         whole_optimizer=whole_optimizer,
         num_reductions=settings.num_reductions,
-        leaves=settings.leaves is not None,
+        reproducible=settings.reproducible is not None,
         device_type=settings.device_type,
     )
     num_taken = min(settings.num_micro, 3)
@@ -196,7 +196,7 @@ def _update(buffers: Sequence[Buffer], optimizer: OptimizerState, settings: Sett
     if settings.clips:
         yield from passes(1)
         if seen and shard_optim:
-            yield from _control(-2, "all_gather", 8 * (settings.leaves or num_shards), num_shards)
+            yield from _control(-2, "all_gather", 8 * (settings.reproducible or num_shards), num_shards)
         yield from passes(2)
     # The update reads gradient, master and states, and writes all but the gradient.
     for buffer, numel in seen:

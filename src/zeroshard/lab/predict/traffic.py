@@ -42,7 +42,7 @@ def messages(
     uniform_order: bool = True,
     num_replicas: int = 1,
     flows: Sequence[bool] | None = None,
-    leaves: int | None = None,
+    reproducible: int | None = None,
 ) -> list[Message]:
     """The collectives of any step but the first, in the order of issue.
 
@@ -59,7 +59,7 @@ def messages(
         uniform_order: the communicator's `zeroshard.comm.Communicator.uniform_order`.
         num_replicas: number of ranks that hold the same shard: the world size divided by ``shard_size``.
         flows: for each unit but the root, whether a backward goes through it; None: through all of them.
-        leaves: as `Zero` takes them.
+        reproducible: as `Zero` takes it.
     """
     units = tuple(dict.fromkeys(buffer.unit for buffer in buffers if buffer.unit != "root"))
     settings = Settings(
@@ -70,7 +70,7 @@ def messages(
         prefetch,
         num_replicas,
         uniform_order,
-        leaves=leaves,
+        reproducible=reproducible,
     )
     events = _events([True] * len(units) if flows is None else flows)
     trace = Trace(units, tuple(map(Span, events)), input_bytes=0, tokens=0)

@@ -127,19 +127,19 @@ class Workload:
                 self._traces[key] = trace_model(model, micro_batch, self.units, self.inputs, precision, **how)
         return self._traces[key]
 
-    def buffers(self, num_shards: int, *, replicated: bool = False, leaves: int = 0) -> list[Buffer]:
+    def buffers(self, num_shards: int, *, replicated: bool = False, reproducible: int = 0) -> list[Buffer]:
         """The flat buffers as an engine lays them out over ``num_shards`` ranks.
 
-        ``replicated``: whether there are several such groups of ranks. ``leaves``: as `Zero` takes them; 0: None.
+        ``replicated``: whether there are several such groups of ranks. ``reproducible``: as `Zero` takes it; 0: None.
         """
-        key = num_shards, replicated, leaves, self.precision
+        key = num_shards, replicated, reproducible, self.precision
         if key not in self._buffers:
             whole: Iterable[nn.Parameter] = ()
             if self.optimizer in WHOLE:
                 inside = self.model.blocks if isinstance(self.model, LanguageModel) else self.units or []
                 params = [p for unit in inside for p in unit.parameters() if p.dim() == 2]
                 whole = params if WHOLE[self.optimizer] == "matrices" else self.model.parameters()
-            how: dict[str, Any] = {"whole": whole, "replicated": replicated, "leaves": leaves or None}
+            how: dict[str, Any] = {"whole": whole, "replicated": replicated, "reproducible": reproducible or None}
             self._buffers[key] = buffers_of(self.model, num_shards, self.units, precision=self.precision, **how)
         return self._buffers[key]
 

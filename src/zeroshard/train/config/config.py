@@ -228,7 +228,7 @@ class TrainConfig(Config):
         least, most = parse_nnodes(self.nnodes)
         for world in (nodes * max(1, self.nproc) for nodes in range(least, most + 1) if most > 1):
             if self.reproducible:
-                rules.check_leaves("reproducible", self.reproducible, world)
+                rules.check_reproducible("reproducible", self.reproducible, world)
             if self.global_batch_size % (self.micro_batch_size * world):
                 what = (
                     f"{self.global_batch_size} is no multiple of {self.micro_batch_size} (micro_batch_size) x {world}"
@@ -281,7 +281,7 @@ class TrainConfig(Config):
         check_wire(self.wire, self.strategy)
         rules.check_node_sums("wire.node_size", self.wire.node_size, self.shard_size)
         if self.reproducible:
-            rules.check_leaves("reproducible", self.reproducible)
+            rules.check_reproducible("reproducible", self.reproducible)
             wire = f"wire.{self.wire.given}" if self.wire.given else ""
             beside = {"shard_size": self.shard_size, "accumulate": self.accumulate, "local_steps": self.replicas.on}
             rules.check_same_bits("reproducible", self.reproducible, wire=wire, **beside)

@@ -52,7 +52,7 @@ class Job:
     accumulate: Accumulate | None = None
     prefetch: int = 1
     local_steps: LocalSteps | None = None
-    leaves: int | None = None
+    reproducible: int | None = None
 
 
 class Sent(NamedTuple):

@@ -68,7 +68,7 @@ def check_shard_size(config: TrainConfig, world_size: int) -> None:
     if config.shard_size:
         rules.check_shard_size(config.shard_size, world_size)
     if config.reproducible:
-        rules.check_leaves("reproducible", config.reproducible, world_size)
+        rules.check_reproducible("reproducible", config.reproducible, world_size)
     if config.node_copy:
         rules.check_groups("node_copy", config.node_copy, config.shard_size or world_size)
     if config.wire.node_size:
@@ -195,7 +195,7 @@ def sharded(
         wire=wire(config),
         secondary_shard_size=config.node_copy or None,
         replicas=local_steps(config.replicas, len(model.units)),
-        leaves=config.reproducible or None,
+        reproducible=config.reproducible or None,
     )
     return model, build_strategy(config.strategy, setup)
 

@@ -69,5 +69,5 @@ def job_of(
         estimates=comm.rank == 0,  # only rank 0 reports estimates
         links=Links.of(config.link),
         local_steps=local_steps(config.replicas, len(model.units)),
-        leaves=config.reproducible or None,
+        reproducible=config.reproducible or None,
     )

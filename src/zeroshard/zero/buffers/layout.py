@@ -125,7 +125,7 @@ class FlatLayout:
             all shards have one length.
         alignment: offsets of slots and lengths of shards from `LEAST_ALIGNED` elements on are multiples of this.
         parts: number of equal parts of each shard; pieces end at their borders. A world of 2 with 4 parts is laid out,
-            and cut into pieces, as one of 8: see `zeroshard.zero.transport.leaves`.
+            and cut into pieces, as one of 8: see `zeroshard.zero.transport.exact_sums`.
 
     Raises:
         ValueError: ``world_size``, ``alignment`` or ``parts`` that is no whole number from 1 on; a shape with a number

@@ -53,7 +53,7 @@ class PlainMembers:
     def reducer(self, buffer: BufferFacts) -> GradientReducer:
         """The plain one."""
         levels, everywhere = buffer.levels, buffer.strategy.optim is not SHARD
-        if buffer.precision.gradients_format(buffer.dtype) is not None or levels.leaves is not None:
+        if buffer.precision.gradients_format(buffer.dtype) is not None or levels.reproducible is not None:
             raise ValueError("precision: a wire format or exact sums of gradients need zeroshard.zero.transport")
         return GradientReducer(levels.shard, levels.replicas, buffer.layout, everywhere=everywhere)
 

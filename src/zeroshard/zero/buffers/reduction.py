@@ -10,7 +10,8 @@ members; a new one is a subclass of `GradientReducer`, and a line in `zeroshard.
 |                  | of the shard over them                                               |             |
 | `PackedReducer`  | the same in a wire format: `PackedReduce`, over nodes `NodeReduce`,  | 1, 2 or 3   |
 |                  | over replicas `AcrossReplicas`                                       |             |
-| `ExactReducer`   | exact sums, for the same bits on any number of ranks: `LeafReduce`   | 1 or 2      |
+| `ExactReducer`   | exact sums, for the same bits on any number of ranks:                | 1 or 2      |
+|                  | `ExactReduction`                                                     |             |
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class ModuleBuffers:
         if not self._may_change:
             module = type(self._modules[list(changed).index(True)]).__name__
             what = f"forward updates those of a {module} from each rank's rows, so bits depend on the number of ranks"
-            raise RuntimeError(f"buffers: {what}; leave the module out, or leaves")
+            raise RuntimeError(f"buffers: {what}; leave out the module, or reproducible")
         places = [place for place, flag in enumerate(changed) if flag]
         tensors = list(dict.fromkeys(tensor for place in places for tensor in _persistent(self._modules[place])))
         with torch.no_grad(), scope(_LABEL):

@@ -1,4 +1,4 @@
-"""The rule of steps that have the same bits on any number of ranks: each adds up every leaf."""
+"""The rule of steps that have the same bits on any number of ranks: each adds up every micro-batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zeroshard.zero.stepping.observer import Observer
 
 
 class ReproducibleSteps(Observer):
-    """Refuses steps with gradients of a number of micro-batches that is no multiple of ``Zero(leaves=)``."""
+    """Refuses steps with gradients of a number of micro-batches that is no multiple of ``Zero(reproducible=)``."""
 
     def __init__(self, runtime: Runtime, levels: Levels) -> None:
         self._runtime, self._levels = runtime, levels
@@ -23,4 +23,4 @@ class ReproducibleSteps(Observer):
             if theirs and any(group.grads.used) and found % parts:
                 what = f"{found} backwards on each of {world_size} ranks since gradients were cleared"
                 todo = f"have {parts}, or a multiple of it, of one micro-batch each"
-                raise RuntimeError(f"step: {what} are no multiple of leaves={self._levels.leaves}; {todo}")
+                raise RuntimeError(f"step: {what} are no multiple of reproducible={self._levels.reproducible}; {todo}")

@@ -12,7 +12,7 @@ from zeroshard.zero.buffers.reduction import GradientReducer, GradientReduction,
 from zeroshard.zero.buffers.transport import WeightTransport
 from zeroshard.zero.levels import Nodes
 from zeroshard.zero.strategy import SHARD
-from zeroshard.zero.transport.leaves import ExactReducer
+from zeroshard.zero.transport.exact_sums import ExactReducer
 from zeroshard.zero.transport.node_copy import NodeTransport
 from zeroshard.zero.transport.node_reduce import NodeReduce
 from zeroshard.zero.transport.wire import AcrossReplicas, PackedReduce, PackedTransport, Rounding
@@ -38,7 +38,7 @@ class AllMembers:
         """Return the reducer of the buffer's gradients."""
         levels, precision, everywhere = buffer.levels, buffer.precision, buffer.strategy.optim is not SHARD
         ranks, form = (levels.shard, levels.replicas, buffer.layout), precision.gradients_format(buffer.dtype)
-        if levels.leaves is not None:
+        if levels.reproducible is not None:
             sent = precision.gradient_dtype(buffer.dtype)
             return ExactReducer(*ranks, everywhere=everywhere, dtype=sent, device=buffer.device)
         if form is not None and not everywhere:

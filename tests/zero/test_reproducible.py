@@ -1,4 +1,4 @@
-"""The same bits on any number of ranks, `Zero(..., leaves=)`: what else may be done then, and what is refused."""
+"""The same bits on any number of ranks, `Zero(..., reproducible=)`: what else may be done then, and what is refused."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import zeroshard
 from zeroshard import MixedPrecision, Zero
 from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
 from zeroshard.zero import LocalSteps
-from zeroshard.zero.transport.leaves import ExactSum
+from zeroshard.zero.transport.exact_sums import ExactGradientSum
 
-LEAVES = 8
+MICRO_BATCHES = 8
 STEPS = 3
 
 
@@ -34,12 +34,12 @@ class Model(nn.Module):
         self.odd = nn.Parameter(torch.ones(3, dtype=dtype))
         self.never = nn.Parameter(torch.ones(2, dtype=dtype))
 
-    def forward(self, tokens, leaf):
+    def forward(self, tokens, number):
         x = self.embed(tokens)
         x = x + self.blocks[0](x + self.blocks[0](x))
-        if leaf % 2:
+        if number % 2:
             x = x + self.blocks[1](x) * self.odd.sum()
-        if leaf < 5:
+        if number < 5:
             x = x + self.blocks[2](x)
         return nn.functional.cross_entropy(
             (x @ self.embed.weight.T * self.scale)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
@@ -47,16 +47,16 @@ class Model(nn.Module):
 
 
 def contiguous(rank, world_size, step):
-    each = LEAVES // world_size
+    each = MICRO_BATCHES // world_size
     return range(rank * each, (rank + 1) * each)
 
 
 def strided(rank, world_size, step):
-    return range(rank, LEAVES, world_size)
+    return range(rank, MICRO_BATCHES, world_size)
 
 
 def shuffled(rank, world_size, step):
-    order = torch.randperm(LEAVES, generator=torch.Generator().manual_seed(step)).tolist()
+    order = torch.randperm(MICRO_BATCHES, generator=torch.Generator().manual_seed(step)).tolist()
     return order[rank::world_size]
 
 
@@ -83,17 +83,17 @@ def train(
     path="",
     resumed="",
 ):
-    """Losses by leaf, norms, weights, averages and the optimizer's whole state.
+    """Losses by micro-batch, norms, weights, averages and the optimizer's whole state.
 
-    Hooks of a test are given (zero, leaf) after a backward, and (zero, step) after a step. Where it ends it is saved to
-    ``path``, and it goes on from ``resumed``.
+    Hooks of a test are given (zero, number of the micro-batch) after a backward, and (zero, step) after a step. Where
+    it ends it is saved to ``path``, and it goes on from ``resumed``.
     """
-    tokens = torch.randint(13, (STEPS, LEAVES, 2, 9), generator=torch.Generator().manual_seed(7))
+    tokens = torch.randint(13, (STEPS, MICRO_BATCHES, 2, 9), generator=torch.Generator().manual_seed(7))
     start = Model(dtype)
 
     def on_rank(comm):
         model = copy.deepcopy(start)  # threads share one generator
-        zero = Zero(model, stage, model.blocks, comm, precision, leaves=LEAVES)
+        zero = Zero(model, stage, model.blocks, comm, precision, reproducible=MICRO_BATCHES)
         params = [p for p in model.parameters() if p.ndim == 2] if optimizer_cls is torch.optim.Muon else None
         optimizer = zero.optimizer(optimizer_cls, params, lr=0.05)
         ema = zero.ema(0.9)
@@ -101,13 +101,13 @@ def train(
         losses, norms = {}, {}
         for step in range(first, first + steps):
             mine = list(dealt(comm.rank, comm.world_size, step))
-            for place, leaf in enumerate(mine):
+            for place, number in enumerate(mine):
                 with TOLD[told](zero, place == len(mine) - 1):
-                    loss = model(tokens[step, leaf], leaf)
+                    loss = model(tokens[step, number], number)
                     (loss / len(mine)).backward()
-                losses[step, leaf] = loss.item()
+                losses[step, number] = loss.item()
                 if inside:
-                    inside(zero, leaf)
+                    inside(zero, number)
             if clip == "ours":
                 norms[step] = float(zero.clip_grad_norm_(0.5))
             else:
@@ -202,7 +202,7 @@ def test_stages_may_change_in_mid_run_and_gradients_be_read_between_micro_batche
         zero.zero_grad()
         zero.restage((3, 1, 2)[step])
 
-    def reads(zero, leaf):
+    def reads(zero, number):
         zero.full_grads()
         nn.utils.get_total_norm([p.grad for p in zero.model.parameters() if p.grad is not None])
 
@@ -217,7 +217,7 @@ def test_a_checkpoint_goes_on_at_another_number_of_ranks(worlds, stages, one_ran
 
 def test_what_is_written_between_micro_batches_counts():
     model = nn.Linear(2, 1, bias=False)
-    zero = Zero(model, 1, (), LocalCommunicator(), leaves=2)
+    zero = Zero(model, 1, (), LocalCommunicator(), reproducible=2)
     model(torch.ones(1, 2)).sum().backward()
     model.weight.grad.mul_(3.0)
     model(torch.ones(1, 2)).sum().backward()
@@ -234,9 +234,9 @@ def test_what_is_written_between_micro_batches_counts():
 def test_what_is_not_finite_stays_so(world_size, value):
     def on_rank(comm):
         model = nn.Linear(2, 2, bias=False)
-        zero = Zero(model, 2, (), comm, leaves=4)
-        for leaf in range(comm.rank, 4, comm.world_size):
-            factor = torch.tensor([[value if leaf == 1 else 1.0, 1.0]])
+        zero = Zero(model, 2, (), comm, reproducible=4)
+        for number in range(comm.rank, 4, comm.world_size):
+            factor = torch.tensor([[value if number == 1 else 1.0, 1.0]])
             (model(torch.ones(1, 2)) * factor).sum().backward()
         return zero.full_grads()["weight"], zero.clip_grad_norm_(1e9)
 
@@ -256,7 +256,7 @@ def test_a_sum_is_rounded_once_whatever_the_order(dtype):
     wanted = [sum((Fraction(float(x)) for x in column), Fraction(0)) for column in terms.T.to(torch.float64)]
     results = []
     for order in (torch.arange(16), torch.arange(16).flip(0), torch.randperm(16, generator=generator)):
-        exact = ExactSum(400, dtype, torch.device("cpu"), 64)
+        exact = ExactGradientSum(400, dtype, torch.device("cpu"), 64)
         for part in terms[order].split([5, 1, 10]):
             exact.add(part)
         target = torch.empty(400, dtype=dtype)
@@ -270,10 +270,12 @@ def test_a_sum_is_rounded_once_whatever_the_order(dtype):
 def test_another_number_of_micro_batches_is_refused():
     def on_rank(comm):
         model = nn.Linear(2, 2)
-        optimizer = Zero(model, 1, (), comm, leaves=8).optimizer(torch.optim.SGD, lr=0.1)
+        optimizer = Zero(model, 1, (), comm, reproducible=8).optimizer(torch.optim.SGD, lr=0.1)
         for _ in range(3):
             model(torch.ones(1, 2)).sum().backward()
-        with pytest.raises(RuntimeError, match=r"step: 3 backwards on each of 2 ranks .* leaves=8; have 4, or a mult"):
+        with pytest.raises(
+            RuntimeError, match=r"step: 3 backwards on each of 2 ranks .* reproducible=8; have 4, or a mult"
+        ):
             optimizer.step()
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
@@ -285,11 +287,11 @@ def test_another_number_of_micro_batches_is_refused():
     run_threads(on_rank, 2)
 
 
-@pytest.mark.parametrize(("stage", "leaves"), [(0, 4), (3, None)])
-def test_ranks_that_step_after_different_numbers_of_micro_batches_are_refused(stage, leaves):
+@pytest.mark.parametrize(("stage", "reproducible"), [(0, 4), (3, None)])
+def test_ranks_that_step_after_different_numbers_of_micro_batches_are_refused(stage, reproducible):
     def on_rank(comm):
         model = nn.Linear(2, 2)
-        optimizer = Zero(model, stage, (), comm, leaves=leaves).optimizer(torch.optim.SGD, lr=0.1)
+        optimizer = Zero(model, stage, (), comm, reproducible=reproducible).optimizer(torch.optim.SGD, lr=0.1)
         for _ in range(2):
             model(torch.ones(1, 2)).sum().backward()
         if comm.rank:
@@ -299,12 +301,12 @@ def test_ranks_that_step_after_different_numbers_of_micro_batches_are_refused(st
         with pytest.raises(RuntimeError, match="backward: ranks ran a different number of backwards before a step"):
             loss.backward()
 
-    run_threads(on_rank, 3 if leaves is None else 2)
+    run_threads(on_rank, 3 if reproducible is None else 2)
 
 
 def test_a_closure_of_too_few_micro_batches_is_refused():
     model = nn.Linear(2, 2)
-    optimizer = Zero(model, 1, (), LocalCommunicator(), leaves=4).optimizer(torch.optim.SGD, lr=0.1)
+    optimizer = Zero(model, 1, (), LocalCommunicator(), reproducible=4).optimizer(torch.optim.SGD, lr=0.1)
 
     def closure(num_backwards):
         optimizer.zero_grad()
@@ -320,7 +322,7 @@ def test_a_closure_of_too_few_micro_batches_is_refused():
 
 def test_running_statistics_are_refused():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    Zero(model, 1, (), LocalCommunicator(), leaves=2, buffers="keep")
+    Zero(model, 1, (), LocalCommunicator(), reproducible=2, buffers="keep")
     with pytest.raises(RuntimeError, match="buffers: forward updates those of a BatchNorm1d from each rank's rows"):
         model(torch.randn(4, 2)).sum().backward()
 
@@ -337,14 +339,23 @@ class _WithoutExchange(NullCommunicator):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"leaves": 3}, "leaves: 3 is no power of two"),
-        ({"leaves": True}, "leaves: True is no power of two"),
-        ({"leaves": "8"}, "leaves: '8' is no power of two"),
-        ({"leaves": 2, "accumulate": "local"}, "leaves: 2 is given, and accumulate adds up on each rank"),
-        ({"leaves": 2, "shard_size": 1}, "leaves: 2 is given, and shard_size adds up over two levels"),
-        ({"leaves": 2, "precision": MixedPrecision(reduce="int8")}, "leaves: 2 is given, and precision.reduce rounds"),
-        ({"leaves": 2, "shard_size": 1, "replicas": LocalSteps(every=2)}, "leaves: 2 is given, and replicas take"),
-        ({"leaves": 2, "comm": _WithoutExchange(2)}, "comm: leaves are exchanged, and a _WithoutExchange has no all_"),
+        ({"reproducible": 3}, "reproducible: 3 is no power of two"),
+        ({"reproducible": True}, "reproducible: True is no power of two"),
+        ({"reproducible": "8"}, "reproducible: '8' is no power of two"),
+        ({"reproducible": 2, "accumulate": "local"}, "reproducible: 2 is given, and accumulate adds up on each rank"),
+        ({"reproducible": 2, "shard_size": 1}, "reproducible: 2 is given, and shard_size adds up over two levels"),
+        (
+            {"reproducible": 2, "precision": MixedPrecision(reduce="int8")},
+            "reproducible: 2 is given, and precision.reduce rounds",
+        ),
+        (
+            {"reproducible": 2, "shard_size": 1, "replicas": LocalSteps(every=2)},
+            "reproducible: 2 is given, and replicas take",
+        ),
+        (
+            {"reproducible": 2, "comm": _WithoutExchange(2)},
+            "comm: reproducible sums exchange gradients, and a _WithoutExchange has no all_",
+        ),
     ],
 )
 def test_what_rounds_in_between_is_refused(given, said):
@@ -354,7 +365,9 @@ def test_what_rounds_in_between_is_refused(given, said):
 
 def test_a_number_of_ranks_that_cannot_share_is_refused():
     def on_rank(comm):
-        with pytest.raises(ValueError, match=r"leaves: 4 micro-batches cannot be shared .* to 3 ranks; use 1, 2, 4 "):
-            Zero(nn.Linear(2, 2), 1, (), comm, leaves=4)
+        with pytest.raises(
+            ValueError, match=r"reproducible: 4 micro-batches cannot be shared .* to 3 ranks; use 1, 2, 4 "
+        ):
+            Zero(nn.Linear(2, 2), 1, (), comm, reproducible=4)
 
     run_threads(on_rank, 3)

@@ -1,16 +1,16 @@
 """Sums of gradients that have the same bits on any number of ranks.
 
 A floating-point sum depends on the order of its terms, and the order changes with the number of ranks: one rank adds up
-the gradients of its micro-batches, several ranks reduce theirs. With ``leaves`` no sum is rounded until all terms are
-added up. So the result depends neither on the order nor on which rank computed which micro-batch::
+the gradients of its micro-batches, several ranks reduce theirs. With `Zero(reproducible=)` no sum is rounded until all
+terms are added up. So the result depends neither on the order nor on which rank computed which micro-batch::
 
-    local       [W * n]   this rank's gradient of one micro-batch, a *leaf*, in ``reduce_dtype``
+    local       [W * n]   this rank's gradient of one micro-batch, in ``reduce_dtype``
     all-to-all  [W, n]    every rank's gradient of this rank's shard
     total       [n] x 2   sum and compensation (the rounding errors of all additions), in float64
 
 The total is rounded once, to the gradient's dtype. Two float64 hold 106 bits. For fp32 numbers, which have 24, a bit is
 lost only if terms of one element differ by a factor of 2**80 and the larger ones cancel. Shards are laid out, cut into
-pieces and added up for the norm as on ``leaves`` ranks (`FlatLayout.parts`), whatever the number of ranks is.
+pieces and added up for the norm as on ``reproducible`` ranks (`FlatLayout.parts`), whatever the number of ranks is.
 
 Ranks exchange each micro-batch, as at stage 2. If they first added up their own, they would have to send two float64.
 
@@ -36,7 +36,7 @@ CHUNK_NUMEL = {"cpu": 1 << 15}
 OTHER_CHUNK_NUMEL = 1 << 20  # so many that a GPU's launch overhead is negligible
 
 
-class ExactSum:
+class ExactGradientSum:
     """A sum of tensors ``[n]`` that is rounded when it is read.
 
     Args:
@@ -127,7 +127,7 @@ class ExactReducer(GradientReducer):
 
     Attributes:
         exact: the sum of this rank's shard since gradients were cleared; None before the first addition.
-        chunk_numel: see `ExactSum`; a memory plan sets it to that of the device for which it plans.
+        chunk_numel: see `ExactGradientSum`; a memory plan sets it to that of the device for which it plans.
     """
 
     accumulates = True
@@ -147,12 +147,12 @@ class ExactReducer(GradientReducer):
         self._interval = slice(*layout.interval(comm.rank))
         self._dtype, self._device = dtype, device
         self.chunk_numel = CHUNK_NUMEL.get(device.type, OTHER_CHUNK_NUMEL)
-        self.exact: ExactSum | None = None
+        self.exact: ExactGradientSum | None = None
 
-    def begin(self, local: Tensor) -> LeafReduce:
+    def begin(self, local: Tensor) -> ExactReduction:
         """Return a reduction of ``local [padded_numel]`` that adds to the sum."""
         assert self.exact is not None
-        return LeafReduce(self.comm, self._interval, self.exact, local, everywhere=self.everywhere)
+        return ExactReduction(self.comm, self._interval, self.exact, local, everywhere=self.everywhere)
 
     def target(self, reduced: Tensor | None, fresh: Callable[[], Tensor]) -> Tensor:
         """Return the tensor that the next rounded sum is written to: ``reduced``, or if it is None a fresh one.
@@ -161,7 +161,7 @@ class ExactReducer(GradientReducer):
         """
         if self.exact is None:
             numel = self._interval.stop - self._interval.start
-            self.exact = ExactSum(numel, self._dtype, self._device, self.chunk_numel)
+            self.exact = ExactGradientSum(numel, self._dtype, self._device, self.chunk_numel)
         if reduced is None:
             return fresh()
         self.exact.follow(reduced[self._interval] if self.everywhere else reduced)
@@ -177,7 +177,7 @@ class ExactReducer(GradientReducer):
         return [] if self.exact is None else [self.exact.high, self.exact.low]
 
 
-class LeafReduce:
+class ExactReduction:
     """A reduce-scatter of one micro-batch's gradients into an exact sum; an all-reduce if all ranks need the sum.
 
     Args:
@@ -192,7 +192,9 @@ class LeafReduce:
         num_left: number of collectives that are still to be issued.
     """
 
-    def __init__(self, comm: Communicator, own: slice, exact: ExactSum, local: Tensor, *, everywhere: bool) -> None:
+    def __init__(
+        self, comm: Communicator, own: slice, exact: ExactGradientSum, local: Tensor, *, everywhere: bool
+    ) -> None:
         self._comm, self._own, self._exact, self._local = comm, own, exact, local
         alone = self._comm.world_size == 1
         self.packed = None if alone else empty_for(self._comm, local.numel(), local.dtype, local.device)
