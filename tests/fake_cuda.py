@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hazards import HazardDevice
-from zeroshard.comm import current_scope
+from zeroshard.comm import current_label
 from zeroshard.comm.base import DONE, own_group
 from zeroshard.zero import streams
 from zeroshard.zero.runtime import collective_order
@@ -56,7 +56,7 @@ class Peers:
         self.issued = [] if issued is None else issued
 
     def _issue(self, op, *tensors):
-        self.issued.append((op, current_scope(), self._device.current.name, tensors))
+        self.issued.append((op, current_label(), self._device.current.name, tensors))
         return DONE
 
     def all_reduce(self, tensor, op="sum"):

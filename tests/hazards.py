@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zeroshard.comm import NullCommunicator, current_scope
+from zeroshard.comm import NullCommunicator, current_label
 from zeroshard.comm.base import DONE, own_group
 from zeroshard.zero import streams
 from zeroshard.zero.transport import wire
@@ -269,7 +269,7 @@ class HazardCommunicator(NullCommunicator):
         self.stream = device.new_stream("group")
 
     def _queued(self, what: str, reads: Any, writes: Any, run: Any) -> Any:
-        device, label = self._device, f"{what} {current_scope()}"
+        device, label = self._device, f"{what} {current_label()}"
         device.poll()
         stream = device.current if self._inline else self.stream
         stream.clock |= device.current.clock

@@ -15,7 +15,7 @@ import rows
 import torch
 from torch import Tensor
 
-from zeroshard.comm import CONTROL, NullCommunicator, current_scope
+from zeroshard.comm import CONTROL, NullCommunicator, current_label
 from zeroshard.comm.base import DONE, ReduceOp, Work
 from zeroshard.zero import Zero
 
@@ -41,7 +41,7 @@ class CopyingCommunicator(NullCommunicator):
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """As the base class, and copies; a message that the host reads is none of the device's."""
         super().all_reduce(tensor, op)
-        return DONE if current_scope() == CONTROL else self._copies(tensor, 2)
+        return DONE if current_label() == CONTROL else self._copies(tensor, 2)
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
         """As the base class, and copies."""

@@ -186,7 +186,7 @@ def _both(*, row, name="llama-tiny", world_size=3, precision="bf16", recomputed=
 
 def _require_same(predicted, measured):
     """Collectives, resident bytes before the update, and what of the peak is training state."""
-    sent = [(r.op, r.num_bytes, r.scope, r.world_size) for r in measured.messages]
+    sent = [(r.op, r.num_bytes, r.label, r.world_size) for r in measured.messages]
     assert [(m.op, m.num_bytes, f"{m.buffer}/{m.phase}", m.world_size) for m in predicted.messages()] == sent
     assert predicted.before_update == measured.before_update
     for category in ("params", "master", "optimizer"):
@@ -304,7 +304,7 @@ def _stepped(comm, model, stage, optimizer="AdamW", **zero_kwargs):
         zero.clip_grad_norm_(1.0)
         optim.step()
         optim.zero_grad()
-    sent = [(r.op, r.num_bytes, r.scope, r.world_size) for r in observed.records if r.scope != CONTROL]
+    sent = [(r.op, r.num_bytes, r.label, r.world_size) for r in observed.records if r.label != CONTROL]
     return sent, held, observed.totals(control=True)
 
 

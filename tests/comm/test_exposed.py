@@ -9,7 +9,7 @@ import torch
 
 from fake_time import Clock
 from zeroshard import stopwatch
-from zeroshard.comm import CONTROL, Exposed, NullCommunicator, ObservedCommunicator, by_kind, scope
+from zeroshard.comm import CONTROL, Exposed, NullCommunicator, ObservedCommunicator, by_kind, labelled
 from zeroshard.comm.labels import is_on_side_stream, on_side_stream
 from zeroshard.comm.wrappers import observe
 
@@ -42,7 +42,7 @@ def observed(monkeypatch):
 
 
 def _gather(observed):
-    with scope("blocks.3/weights"):
+    with labelled("blocks.3/weights"):
         return observed.all_gather(torch.zeros(2), torch.zeros(1))
 
 
@@ -64,7 +64,7 @@ def test_what_backward_waits_for_is_told_apart(observed):
 
 
 def test_control_messages_are_one_kind(observed):
-    with scope(CONTROL):
+    with labelled(CONTROL):
         observed.all_reduce(torch.zeros(1), "max").wait()
     assert list(observed.exposed.take()) == [CONTROL]
 

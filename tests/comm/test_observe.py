@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fake_time import Clock
-from zeroshard.comm import CONTROL, Communicator, NullCommunicator, ObservedCommunicator, scope, split
+from zeroshard.comm import CONTROL, Communicator, NullCommunicator, ObservedCommunicator, labelled, split
 from zeroshard.comm.wrappers import observe
 
 
@@ -30,7 +30,7 @@ def test_bytes_are_those_of_the_whole_tensor(observed):
 
 def test_totals_keep_control_messages_apart(observed):
     for label, numel in (("a", 1), ("b", 2), (CONTROL, 100)):
-        with scope(label):
+        with labelled(label):
             observed.all_reduce(torch.zeros(numel))
     assert observed.totals() == {"all_reduce": 12}
     assert observed.totals(control=True) == {"all_reduce": 400}
@@ -98,11 +98,11 @@ class Later(NullCommunicator):
 def test_a_timed_record_tells_when_its_operation_had_ended():
     inner = Later(2)
     timed = ObservedCommunicator(inner, timed=True)
-    with scope("blocks.3/weights"):
+    with labelled("blocks.3/weights"):
         timed.all_reduce(torch.zeros(1))
     timed.all_gather(torch.zeros(2), torch.zeros(1))
     late, at_once = timed.records
-    assert late.label == "blocks.3/weights/forward"
+    assert late.phase_label == "blocks.3/weights/forward"
     assert late.ended_at_s is None
     assert at_once.issued_at_s <= at_once.ended_at_s
     inner.listeners.pop()(1234.5)
@@ -110,7 +110,10 @@ def test_a_timed_record_tells_when_its_operation_had_ended():
 
 
 def test_an_operation_is_a_span_of_the_profiler_where_one_runs(observed):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, scope("blocks.3/weights"):
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+        labelled("blocks.3/weights"),
+    ):
         observed.all_reduce(torch.zeros(1)).wait()
     names = {event.name for event in profile.events()}
     assert {"all_reduce blocks.3/weights", "wait blocks.3/weights"} <= names

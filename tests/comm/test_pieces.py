@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zeroshard.comm import PeerError, RingCommunicator, run_threads, scope, thread_transports
+from zeroshard.comm import PeerError, RingCommunicator, labelled, run_threads, thread_transports
 from zeroshard.comm.operation_log import OperationLog
 from zeroshard.comm.queued import pieces
 from zeroshard.comm.queued.pieces import on_flat, shard_interval, topic_of
@@ -99,7 +99,7 @@ def test_operations_of_one_size_under_two_labels_have_two_topics():
     """So that ranks which have diverged do not take one block's weights for another's."""
 
     def topic(label):
-        with scope(label):
+        with labelled(label):
             return topic_of(OperationLog(0), "all_gather", torch.empty(8))
 
     assert topic("blocks.0/weights") == topic("blocks.0/weights") != topic("blocks.1/weights")

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from fake_time import Clock
-from zeroshard.comm import NullCommunicator, ObservedCommunicator, PeerError, scope, split
+from zeroshard.comm import NullCommunicator, ObservedCommunicator, PeerError, labelled, split
 from zeroshard.comm.operation_log import first_difference
 from zeroshard.comm.wrappers import sentinel
 from zeroshard.comm.wrappers.sentinel import SentinelCommunicator, StoreBoard
@@ -62,7 +62,7 @@ class Watched:
 
 def work(comm, units):
     for unit in units:
-        with scope(f"{unit}/grads"):
+        with labelled(f"{unit}/grads"):
             comm.reduce_scatter(torch.zeros(2), torch.zeros(6)).wait()
 
 

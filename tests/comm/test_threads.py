@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 
-from zeroshard.comm import PeerError, run_threads, scope, split
+from zeroshard.comm import PeerError, labelled, run_threads, split
 from zeroshard.comm.backends import threads
 
 
@@ -42,7 +42,7 @@ def test_what_a_rank_raised_is_raised_and_the_others_are_stopped():
 
 
 def _under_another_label(comm):
-    with scope(f"unit {comm.rank}"):
+    with labelled(f"unit {comm.rank}"):
         comm.all_reduce(torch.zeros(2))
 
 

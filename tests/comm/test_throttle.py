@@ -9,7 +9,7 @@ import torch
 
 from fake_time import Clock
 from zeroshard import stopwatch
-from zeroshard.comm import Link, NullCommunicator, ThrottledCommunicator, base, run_threads, scope, split
+from zeroshard.comm import Link, NullCommunicator, ThrottledCommunicator, base, labelled, run_threads, split
 from zeroshard.comm.wrappers import observe, throttle
 from zeroshard.comm.wrappers.observe import ObservedCommunicator
 from zeroshard.comm.wrappers.throttle import bytes_per_link, num_hops
@@ -176,7 +176,7 @@ def test_clocks_that_differ_are_refused(clock):
 
 def test_its_own_messages_are_control_messages():
     inner = ObservedCommunicator(NullCommunicator(2))
-    with scope("blocks.0/weights"):
+    with labelled("blocks.0/weights"):
         ThrottledCommunicator(inner, Link()).all_reduce(whole(100)).wait()
     assert inner.totals() == {"all_reduce": 100}
     assert inner.totals(control=True) == {"all_reduce": 8}

@@ -177,7 +177,7 @@ def test_weights_are_gathered_inside_groups_and_only_shards_of_gradients_cross(s
             zero.model(*_batch(step, 1)).backward()
             optim.step()
             optim.zero_grad()
-        return {(r.op, r.world_size, r.num_bytes) for r in observed.records if r.scope.endswith(("weights", "grads"))}
+        return {(r.op, r.world_size, r.num_bytes) for r in observed.records if r.label.endswith(("weights", "grads"))}
 
     (sent, *others) = run_threads(go, 8)
     assert all(other == sent for other in others)

@@ -6,7 +6,7 @@ from torch.optim import Optimizer
 
 from zeroshard.errors import UserError
 from zeroshard.lab.audit.optimizers import OptimizerRow, load_class, measure, table, torch_optimizers
-from zeroshard.zero import OptimizerKind, Scope
+from zeroshard.zero import OptimizerKind, Reach
 
 
 class Plain(Optimizer):
@@ -47,22 +47,22 @@ def test_a_class_that_needs_settings_is_no_traceback():
     row = measure(Demanding)
     assert row.name == f"{__name__}:Demanding"
     assert row.kind.reason.startswith("it cannot be built without settings: TypeError")
-    Declared = type("Declared", (Demanding,), {"zero_scope": Scope.ELEMENT_WISE})
+    Declared = type("Declared", (Demanding,), {"zero_reach": Reach.ELEMENT_WISE})
     assert measure(Declared).kind == row.kind
 
 
 def test_a_wrong_declaration_is_measured_to_be_wrong():
-    right = type("Right", (ByTensor,), {"zero_scope": Scope.PER_TENSOR})
+    right = type("Right", (ByTensor,), {"zero_reach": Reach.PER_TENSOR})
     assert measure(right).differences == dict.fromkeys(range(4), 0.0)
-    wrong = type("Wrong", (ByTensor,), {"zero_scope": Scope.ELEMENT_WISE})
+    wrong = type("Wrong", (ByTensor,), {"zero_reach": Reach.ELEMENT_WISE})
     assert all(value > 1e-3 for value in measure(wrong).differences.values())
 
 
 def test_the_table_says_exact_or_how_far_or_why_not():
     rows = [
-        OptimizerRow("Good", OptimizerKind(Scope.ELEMENT_WISE, "it", (1, 2)), {0: 0.0, 1: 0.0, 2: 1.25e-7, 3: 0.0}),
-        OptimizerRow("Tall", OptimizerKind(Scope.PER_TENSOR, "it", (2,)), dict.fromkeys(range(4), 0.0)),
-        OptimizerRow("Bad", OptimizerKind(Scope.CROSS_TENSOR, "it looks at everything")),
+        OptimizerRow("Good", OptimizerKind(Reach.ELEMENT_WISE, "it", (1, 2)), {0: 0.0, 1: 0.0, 2: 1.25e-7, 3: 0.0}),
+        OptimizerRow("Tall", OptimizerKind(Reach.PER_TENSOR, "it", (2,)), dict.fromkeys(range(4), 0.0)),
+        OptimizerRow("Bad", OptimizerKind(Reach.CROSS_TENSOR, "it looks at everything")),
     ]
     lines = table(rows).splitlines()
     cells = [[cell.strip() for cell in line.split("  ") if cell] for line in lines[:4]]

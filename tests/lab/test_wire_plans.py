@@ -75,7 +75,7 @@ def _counted(comm, row, wire):
         optimizer.zero_grad()
     found = Counter()
     for record in observed.records:
-        if record.scope != CONTROL:
+        if record.label != CONTROL:
             found[record.op, record.world_size] += record.num_bytes
     return found
 

@@ -59,7 +59,7 @@ def test_an_embedding_is_not_gathered_for_a_backward_that_reads_none_of_it():
     models = [_llama() for _ in range(2)]
 
     def gathers(observed):
-        return [record.scope for record in observed.records if record.scope.endswith("/weights")]
+        return [record.label for record in observed.records if record.label.endswith("/weights")]
 
     def on_rank(comm):
         model, observed = models[comm.rank], ObservedCommunicator(comm)

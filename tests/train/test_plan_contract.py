@@ -18,7 +18,7 @@ PLANNED = Planned({"params": 8, "grads": 4}, [GATHER, REDUCE], peak_bytes=100, s
 
 def _records(*sent):
     control = CommRecord("all_reduce", 1, CONTROL, 2)
-    return [control, *(CommRecord(each.op, each.num_bytes, each.scope, each.world_size) for each in sent), control]
+    return [control, *(CommRecord(each.op, each.num_bytes, each.label, each.world_size) for each in sent), control]
 
 
 def test_a_step_that_follows_another_is_held_to_the_plan():

@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from nets import NOTHING_RANDOM, LiveWeights, Net, Turn, assert_every_stage_equals_one_process, rows, units_with_weights
-from zeroshard.comm import NullCommunicator, run_threads, scope
+from zeroshard.comm import NullCommunicator, labelled, run_threads
 from zeroshard.zero import STAGES, ShardingStrategy, Zero
 
 KEEP_WEIGHTS = ShardingStrategy("shard", "shard", "shard", reshard_after_forward=False)
@@ -152,7 +152,7 @@ class Pairs:
         return getattr(self._comm, name)
 
     def all_gather(self, output, input):
-        with scope("anything"):
+        with labelled("anything"):
             return self._comm.all_gather(output, input)
 
 

@@ -57,9 +57,9 @@ def test_the_heads_gradient_is_reduced_first_and_all_is_sent_as_predicted(stage)
         model(rows(0, step)).square().mean().backward()
         optim.step()
         optim.zero_grad()
-    sent = [(r.op, r.num_bytes, r.scope) for r in observed.records if r.scope != CONTROL]
+    sent = [(r.op, r.num_bytes, r.label) for r in observed.records if r.label != CONTROL]
     assert sent == [(m.op, m.num_bytes, f"{m.buffer}/{m.phase}") for m in planned]
-    reduced = [scope for _, _, scope in sent if scope.endswith("/grads")]
+    reduced = [label for _, _, label in sent if label.endswith("/grads")]
     assert reduced == [f"{name}/grads" for name in ("head", *(f"blocks.{i}" for i in (3, 2, 1, 0)), "embed", "root")]
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nets import Net, Turn, backward, one_process, rows, train
-from zeroshard.comm import NullCommunicator, run_threads, scope
+from zeroshard.comm import NullCommunicator, labelled, run_threads
 from zeroshard.zero import STAGES, FlatLayout, Levels, ShardingStrategy, Zero
 from zeroshard.zero.buffers.flat_grads import FlatGrads
 
@@ -216,7 +216,7 @@ def test_evaluation_whole_weights_and_the_end_of_the_engine_need_one_group_only(
         with torch.no_grad():
             first = net(rows(0))
         if comm.rank < 2:  # the other replica takes no part
-            with scope("alone"), zero.full_params():
+            with labelled("alone"), zero.full_params():
                 whole = {name: param.clone() for name, param in net.named_parameters()}
             assert all(torch.equal(whole[name], value) for name, value in zero.state_dict().items())
         zero.remove()

@@ -43,7 +43,7 @@ def _train(comm, stage, sync, steps):
         optim.step()
         optim.zero_grad()
         found.append(_statistics(model))
-    return found, model.blocks[0].cache.clone(), [r.scope for r in observed.records if r.scope.startswith("buffers")]
+    return found, model.blocks[0].cache.clone(), [r.label for r in observed.records if r.label.startswith("buffers")]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -100,7 +100,7 @@ def test_constants_travel_once():
         Zero(model, 1, comm=observed)
         observed.records.clear()
         model(rows(comm.rank)).sum().backward()
-        return [record.scope for record in observed.records if record.scope.startswith("buffers")]
+        return [record.label for record in observed.records if record.label.startswith("buffers")]
 
     assert run_threads(go, 2) == [[], []]
 

@@ -17,7 +17,7 @@ ROUNDED = MixedPrecision(reduce_dtype=torch.bfloat16)
 class _Counts(torch.optim.Optimizer):
     """Of nobody's: it counts its steps, and keeps the dtypes of the gradients that it has seen."""
 
-    zero_scope = "element-wise"
+    zero_reach = "element-wise"
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})

@@ -120,7 +120,7 @@ def test_only_the_first_gather_of_a_step_crosses_between_nodes():
             zero.model(torch.randn(2, 24)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    sent = Counter((r.scope, r.world_size) for r in observed.records if r.op == "all_gather" and r.scope != CONTROL)
+    sent = Counter((r.label, r.world_size) for r in observed.records if r.op == "all_gather" and r.label != CONTROL)
     for unit in ("root", "blocks.0", "blocks.2", "blocks.3"):
         assert sent[(f"{unit}/weights", 4)] == 1
         assert sent[(f"{unit}/weights", 2)] >= 1

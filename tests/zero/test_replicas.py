@@ -116,7 +116,7 @@ def test_only_differences_cross_replicas_once_in_so_many_steps():
         crossing = [r for r in observed.records if r.world_size == 3]
         assert not [r for r in observed.records if r.world_size == 6]
         assert {r.op for r in crossing} == {"all_reduce"}
-        assert {r.scope.rpartition("/")[2] for r in crossing} == {"difference"}
+        assert {r.label.rpartition("/")[2] for r in crossing} == {"difference"}
         shard_bytes = sum(4 * g.params.layout.shard_numel for u in engine[1].units for g in u.groups)
         assert [meeting.num_bytes for meeting in met] == [shard_bytes] * 2
         assert engine[1].memory_bytes()["outer"] == 2 * shard_bytes

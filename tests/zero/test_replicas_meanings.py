@@ -42,7 +42,7 @@ def test_a_replica_that_skips_a_step_goes_on_with_the_others():
                 optim.step()
             optim.zero_grad()
             zero.replicas.step(taken=taken)
-        return [(r.op, r.num_bytes, r.scope) for r in observed.records], both(engine[1])[0]
+        return [(r.op, r.num_bytes, r.label) for r in observed.records], both(engine[1])[0]
 
     (issued, anchors), *others = run_threads(rank_main, 4)
     assert all(theirs == issued and same(anchors, other) for theirs, other in others)

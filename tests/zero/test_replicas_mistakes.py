@@ -23,7 +23,7 @@ def test_a_replica_whose_first_step_is_skipped_sends_as_much_as_the_others():
         scaler.update()
         optim.zero_grad()
         zero.replicas.step()
-        sent.append([(record.op, record.num_bytes, record.scope) for record in observed.records])
+        sent.append([(record.op, record.num_bytes, record.label) for record in observed.records])
     assert scaler.get_scale() == 1.0
     assert sent[0] == sent[1] != []
 

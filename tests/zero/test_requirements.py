@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from zeroshard.comm import NullCommunicator
 from zeroshard.zero import OptimizerKind, Zero
 from zeroshard.zero.optimizers import requirements
-from zeroshard.zero.optimizers.requirements import OF_TORCH, Scope, classify
-from zeroshard.zero.optimizers.scope_probe import probe
+from zeroshard.zero.optimizers.reach_probe import probe
+from zeroshard.zero.optimizers.requirements import OF_TORCH, Reach, classify
 
 SETTINGS = [
     ("SGD", {"lr": torch.tensor(0.1), "momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "foreach": True}),
@@ -170,24 +170,24 @@ class NeedsASetting(Own):
 
 
 OWN = [
-    (Own, Scope.ELEMENT_WISE),
-    (TrustRatio, Scope.PER_TENSOR),
-    (ClippedByTensor, Scope.PER_TENSOR),
-    (ClippedByAll, Scope.CROSS_TENSOR),
-    (DecaysMatrices, Scope.PER_TENSOR),
-    (CentresConvolutions, Scope.PER_TENSOR),
-    (SkipsWhatHasNoGradient, Scope.PER_TENSOR),
-    (FactorsLargeMatrices, Scope.PER_TENSOR),
-    (BlocksOf256, Scope.PER_TENSOR),
-    (ByItsPlace, Scope.CROSS_TENSOR),
-    (KeepsAHistory, Scope.PER_TENSOR),
-    (Noisy, Scope.RANDOM),
-    (NoisyByNumpy, Scope.RANDOM),
-    (NoisyByPython, Scope.RANDOM),
-    (SharpnessAware, Scope.CLOSURE_DRIVEN),
-    (AsksForItsLoss, Scope.ELEMENT_WISE),
-    (StandsStill, Scope.UNUSABLE),
-    (Single, Scope.ELEMENT_WISE),
+    (Own, Reach.ELEMENT_WISE),
+    (TrustRatio, Reach.PER_TENSOR),
+    (ClippedByTensor, Reach.PER_TENSOR),
+    (ClippedByAll, Reach.CROSS_TENSOR),
+    (DecaysMatrices, Reach.PER_TENSOR),
+    (CentresConvolutions, Reach.PER_TENSOR),
+    (SkipsWhatHasNoGradient, Reach.PER_TENSOR),
+    (FactorsLargeMatrices, Reach.PER_TENSOR),
+    (BlocksOf256, Reach.PER_TENSOR),
+    (ByItsPlace, Reach.CROSS_TENSOR),
+    (KeepsAHistory, Reach.PER_TENSOR),
+    (Noisy, Reach.RANDOM),
+    (NoisyByNumpy, Reach.RANDOM),
+    (NoisyByPython, Reach.RANDOM),
+    (SharpnessAware, Reach.CLOSURE_DRIVEN),
+    (AsksForItsLoss, Reach.ELEMENT_WISE),
+    (StandsStill, Reach.UNUSABLE),
+    (Single, Reach.ELEMENT_WISE),
 ]
 
 
@@ -206,7 +206,7 @@ def test_every_optimizer_of_torch_is_known():
 )
 def test_the_table_says_what_the_experiment_says_of_a_class_of_torch(cls, settings):
     found, kind = probe(cls, settings, {}, CPU), classify(cls, settings)
-    assert (found.scope, found.ndims, found.refused) == (kind.scope, kind.ndims, kind.refused)
+    assert (found.reach, found.ndims, found.refused) == (kind.reach, kind.ndims, kind.refused)
     assert kind.reason.startswith("it ")
 
 
@@ -232,25 +232,25 @@ def test_a_subclass_of_a_class_of_torch_is_not_taken_for_it():
             for param in params:
                 param.add_(total)
 
-    assert classify(AdamW).scope is Scope.CROSS_TENSOR
+    assert classify(AdamW).reach is Reach.CROSS_TENSOR
 
 
-@pytest.mark.parametrize(("cls", "scope"), OWN, ids=lambda value: getattr(value, "__name__", value))
-def test_classes_of_ones_own(cls, scope):
+@pytest.mark.parametrize(("cls", "reach"), OWN, ids=lambda value: getattr(value, "__name__", value))
+def test_classes_of_ones_own(cls, reach):
     kind = classify(cls)
-    assert kind.scope is scope, kind.reason
+    assert kind.reach is reach, kind.reason
 
 
 def test_a_setting_decides_in_the_class_or_in_the_group():
-    for whole, scope in ((False, Scope.ELEMENT_WISE), (True, Scope.PER_TENSOR)):
-        assert classify(ByFlag, {"whole": whole}).scope is scope
-        assert classify(ByFlag, {"whole": not whole}, {"whole": whole, "params": [1]}).scope is scope
+    for whole, reach in ((False, Reach.ELEMENT_WISE), (True, Reach.PER_TENSOR)):
+        assert classify(ByFlag, {"whole": whole}).reach is reach
+        assert classify(ByFlag, {"whole": not whole}, {"whole": whole, "params": [1]}).reach is reach
 
 
 def test_a_class_that_refuses_its_settings_says_so_itself():
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'rank'"):
         classify(NeedsASetting)
-    assert classify(NeedsASetting, {"rank": 1}).scope is Scope.ELEMENT_WISE
+    assert classify(NeedsASetting, {"rank": 1}).reach is Reach.ELEMENT_WISE
     with pytest.raises(ValueError, match=r"Invalid learning rate: -1\.0"):
         Zero(nn.Linear(4, 4), 2, comm=NullCommunicator(2)).optimizer(torch.optim.AdamW, lr=-1.0)
 
@@ -273,7 +273,7 @@ def test_generators_and_settings_are_left_as_they_were():
         class Another(cls):  # not one that is remembered
             pass
 
-        assert classify(Another).scope is Scope.RANDOM
+        assert classify(Another).reach is Reach.RANDOM
     assert draw() == expected
     assert (betas, lr.item()) == ([0.9], 0.5)
 
@@ -283,13 +283,13 @@ def test_the_answer_does_not_depend_on_modes_that_are_on():
         pass
 
     with torch.no_grad():
-        assert classify(Another).scope is Scope.ELEMENT_WISE
+        assert classify(Another).reach is Reach.ELEMENT_WISE
     with torch.inference_mode():
-        assert classify(torch.optim.AdamW).scope is Scope.ELEMENT_WISE
-        assert classify(Another, {"extra": 1}).scope is Scope.ELEMENT_WISE
+        assert classify(torch.optim.AdamW).reach is Reach.ELEMENT_WISE
+        assert classify(Another, {"extra": 1}).reach is Reach.ELEMENT_WISE
     with torch.device("meta"):
-        assert classify(torch.optim.AdamW).scope is Scope.ELEMENT_WISE
-        assert classify(Another, {"extra": 2}).scope is Scope.ELEMENT_WISE
+        assert classify(torch.optim.AdamW).reach is Reach.ELEMENT_WISE
+        assert classify(Another, {"extra": 2}).reach is Reach.ELEMENT_WISE
 
 
 def test_an_answer_is_remembered_by_settings_and_not_by_learning_rate_of_groups():
@@ -321,7 +321,7 @@ def test_an_answer_takes_a_few_steps_of_tiny_tensors():
     assert max(sizes) <= 1 << 15
 
 
-# -- classes that declare their scope -----------------------------------------------------------------------------
+# -- classes that declare their reach -----------------------------------------------------------------------------
 
 
 class Untried(Own):
@@ -331,51 +331,51 @@ class Untried(Own):
         raise AssertionError
 
 
-@pytest.mark.parametrize("given", [Scope.PER_TENSOR, "per-tensor", lambda settings: "per-tensor"])
-def test_a_class_may_declare_its_scope_and_is_not_tried(given):
-    kind = classify(type("Declared", (Untried,), {"zero_scope": given}), {"lr": 0.1})
-    assert kind == OptimizerKind(Scope.PER_TENSOR, "it is declared per-tensor by its zero_scope", (0, 1, 2, 3, 4))
+@pytest.mark.parametrize("given", [Reach.PER_TENSOR, "per-tensor", lambda settings: "per-tensor"])
+def test_a_class_may_declare_its_reach_and_is_not_tried(given):
+    kind = classify(type("Declared", (Untried,), {"zero_reach": given}), {"lr": 0.1})
+    assert kind == OptimizerKind(Reach.PER_TENSOR, "it is declared per-tensor by its zero_reach", (0, 1, 2, 3, 4))
 
 
 def test_a_declaration_may_depend_on_settings_and_say_which_dimensions():
     class Declared(Untried):
         @staticmethod
-        def zero_scope(settings):
+        def zero_reach(settings):
             if settings.get("matrices"):
-                return OptimizerKind(Scope.PER_TENSOR, "it takes matrices", (2,))
-            return Scope.ELEMENT_WISE
+                return OptimizerKind(Reach.PER_TENSOR, "it takes matrices", (2,))
+            return Reach.ELEMENT_WISE
 
-    assert classify(Declared).scope is Scope.ELEMENT_WISE
-    matrices = OptimizerKind(Scope.PER_TENSOR, "it takes matrices", (2,))
+    assert classify(Declared).reach is Reach.ELEMENT_WISE
+    matrices = OptimizerKind(Reach.PER_TENSOR, "it takes matrices", (2,))
     assert classify(Declared, {"matrices": True}) == matrices
     assert classify(Declared, {"matrices": False}, {"matrices": True, "params": [1]}) == matrices
-    assert classify(Declared, {"matrices": True}, {"matrices": False}).scope is Scope.ELEMENT_WISE
+    assert classify(Declared, {"matrices": True}, {"matrices": False}).reach is Reach.ELEMENT_WISE
 
 
 def test_a_declaration_is_not_inherited_and_holds_for_a_class_that_was_tried_before():
-    declared = type("Declared", (TrustRatio,), {"zero_scope": "element-wise"})
+    declared = type("Declared", (TrustRatio,), {"zero_reach": "element-wise"})
     heir = type("Heir", (declared,), {})
-    assert classify(declared).scope is Scope.ELEMENT_WISE
-    assert classify(heir).scope is Scope.PER_TENSOR
-    heir.zero_scope = "element-wise"
-    assert classify(heir).scope is Scope.ELEMENT_WISE
+    assert classify(declared).reach is Reach.ELEMENT_WISE
+    assert classify(heir).reach is Reach.PER_TENSOR
+    heir.zero_reach = "element-wise"
+    assert classify(heir).reach is Reach.ELEMENT_WISE
 
 
-def test_a_declaration_that_is_no_scope_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"Declared.zero_scope: 'elementwise' is no scope; give .* 'element-wise', "):
-        classify(type("Declared", (Own,), {"zero_scope": "elementwise"}))
+def test_a_declaration_that_is_no_reach_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"Declared.zero_reach: 'elementwise' is no reach; give .* 'element-wise', "):
+        classify(type("Declared", (Own,), {"zero_reach": "elementwise"}))
 
 
 def test_the_engine_takes_a_class_at_its_word():
-    def shapes(scope):
+    def shapes(reach):
         model = nn.Linear(6, 4)
         zero = Zero(model, 2, comm=NullCommunicator(2))
-        zero.optimizer(type("Declared", (TrustRatio,), {"zero_scope": scope}))
+        zero.optimizer(type("Declared", (TrustRatio,), {"zero_reach": reach}))
         return [piece.dim() for piece in zero.pieces()]
 
     assert shapes("per-tensor") == [2]  # the vector lies on the other rank
     assert shapes("element-wise") == [1]
-    with pytest.raises(ValueError, match="Declared cannot be sharded: it is declared cross-tensor by its zero_scope"):
+    with pytest.raises(ValueError, match="Declared cannot be sharded: it is declared cross-tensor by its zero_reach"):
         shapes("cross-tensor")
 
 
@@ -390,7 +390,7 @@ def test_a_class_is_tried_on_the_cpu_once_wherever_its_parameters_live():
             super().__init__(params, **settings)
             self.devices += [param.device for group in self.param_groups for param in group["params"]]
 
-    assert classify(Counted, device="cuda:0").scope is Scope.ELEMENT_WISE
+    assert classify(Counted, device="cuda:0").reach is Reach.ELEMENT_WISE
     assert set(Counted.devices) == {CPU}
     num_built = len(Counted.devices)
     classify(Counted, device="cuda:1")
@@ -403,11 +403,11 @@ def test_settings_for_parameters_on_a_gpu_are_translated():
 
     numbers = {"lr": torch.tensor(0.1), "betas": (torch.tensor(0.9), torch.tensor(0.99)), "foreach": True}
     for settings in ({"capturable": True}, {"capturable": True, **numbers}):
-        assert classify(Another, settings, device="cuda").scope is Scope.ELEMENT_WISE
-        assert classify(Another, settings).scope is Scope.UNUSABLE
+        assert classify(Another, settings, device="cuda").reach is Reach.ELEMENT_WISE
+        assert classify(Another, settings).reach is Reach.UNUSABLE
 
 
-def test_a_class_that_runs_on_gpus_alone_is_told_to_declare_its_scope():
+def test_a_class_that_runs_on_gpus_alone_is_told_to_declare_its_reach():
     class StepsElsewhere(Own):
         def update(self, param, group):
             raise RuntimeError("no CPU here")
@@ -417,12 +417,12 @@ def test_a_class_that_runs_on_gpus_alone_is_told_to_declare_its_scope():
             raise RuntimeError("no CPU here")
 
     kind = classify(StepsElsewhere, device="cuda")
-    assert kind.scope is Scope.UNUSABLE
+    assert kind.reach is Reach.UNUSABLE
     assert kind.reason == (
         "it fails on dense gradients: RuntimeError: no CPU here (tried on the CPU; a class that runs on other devices "
-        "only declares its scope by the attribute zero_scope)"
+        "only declares its reach by the attribute zero_reach)"
     )
-    assert "zero_scope" not in classify(StepsElsewhere).reason
+    assert "zero_reach" not in classify(StepsElsewhere).reason
     with pytest.raises(RuntimeError, match="no CPU here") as caught:
         classify(BuiltElsewhere, device="cuda")
     assert caught.value.__notes__ == ["BuiltElsewhere was " + kind.reason.partition("(")[2].removesuffix(")")]
@@ -539,21 +539,21 @@ SEEN = [CountsInItsGroup, CountsInItsState, CountsInANumberOfItsState, CountsInA
 
 @pytest.mark.parametrize("cls", SEEN)
 def test_what_a_class_begins_later_is_seen(cls):
-    assert classify(cls).scope is Scope.PER_TENSOR
-    assert classify(cls, {"over": "all"}).scope is Scope.CROSS_TENSOR
+    assert classify(cls).reach is Reach.PER_TENSOR
+    assert classify(cls, {"over": "all"}).reach is Reach.CROSS_TENSOR
     assert "from a later step on" in classify(cls).reason
 
 
 @pytest.mark.parametrize("warm", [345, pytest.param(6789, marks=SOAK)])
 def test_a_setting_that_names_a_step_is_tried_around_it(warm):
     for cls in (CountsInItsGroup, CountsInANumberOfItsState):
-        assert classify(cls, {"warm": warm}).scope is Scope.PER_TENSOR
-        assert classify(cls, {"warm": warm, "over": "all"}).scope is Scope.CROSS_TENSOR
+        assert classify(cls, {"warm": warm}).reach is Reach.PER_TENSOR
+        assert classify(cls, {"warm": warm, "over": "all"}).reach is Reach.CROSS_TENSOR
 
 
 @pytest.mark.parametrize("cls", [CountsByALength, CountsInAnIterator, EndsLater])
 def test_a_class_whose_later_steps_cannot_be_tried_gets_whole_tensors(cls):
-    assert classify(cls).scope is Scope.PER_TENSOR
+    assert classify(cls).reach is Reach.PER_TENSOR
 
 
 class AlwaysAlike(CountsInItsState):
@@ -562,4 +562,4 @@ class AlwaysAlike(CountsInItsState):
 
 
 def test_a_class_that_counts_and_changes_nothing_stays_element_wise():
-    assert classify(AlwaysAlike).scope is Scope.ELEMENT_WISE
+    assert classify(AlwaysAlike).reach is Reach.ELEMENT_WISE

@@ -100,7 +100,7 @@ def test_backwards_without_communication_send_nothing(stage):
 
     def sent():
         net(rows(0)).sum().backward()
-        return {record.op for record in observed.drain() if record.scope != CONTROL}
+        return {record.op for record in observed.drain() if record.label != CONTROL}
 
     observed.drain()
     with zero.no_sync():

@@ -172,7 +172,7 @@ def test_comparing_adds_no_collective_to_a_step():
         for _ in range(2):
             observed.drain()
             _steps(model, optim)
-        return [record.op for record in observed.drain() if record.scope == CONTROL]
+        return [record.op for record in observed.drain() if record.label == CONTROL]
 
     assert run_threads(rank_main, WORLD_SIZE) == [["all_reduce"]] * WORLD_SIZE
 

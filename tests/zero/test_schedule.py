@@ -81,8 +81,8 @@ def test_a_step_sends_what_is_written_down_here_in_that_order(settings, forward,
     letters = {"all_gather": "G", "reduce_scatter": "S", "all_reduce": "A"}
 
     def taken(observed):
-        records = [record for record in observed.drain() if record.scope != CONTROL]
-        return " ".join(letters[r.op] + r.scope.split("/")[0].removeprefix("blocks.") for r in records)
+        records = [record for record in observed.drain() if record.label != CONTROL]
+        return " ".join(letters[r.op] + r.label.split("/")[0].removeprefix("blocks.") for r in records)
 
     def go(comm):
         observed = ObservedCommunicator(comm)

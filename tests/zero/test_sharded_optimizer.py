@@ -206,7 +206,7 @@ def test_messages_are_few_and_frozen_weights_stay_at_home():
         for param in params[:-1]:
             param.grad = torch.ones(25)
         optim.step()
-        return [(record.op, record.scope, record.num_bytes) for record in observed.records]
+        return [(record.op, record.label, record.num_bytes) for record in observed.records]
 
     (control, *weights), other = run_threads(go, 2)
     assert [control, *weights] == other

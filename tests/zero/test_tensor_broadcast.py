@@ -93,7 +93,7 @@ def test_values_are_gathered_with_all_that_they_nest():
         found = gather_to(observed, given, 1, bucket_bytes=16)
         if comm.rank == 1:  # its own are copies too
             assert found[1][1]["list"][0].data_ptr() != given[1]["list"][0].data_ptr()
-        return found, [r.num_bytes for r in observed.records if r.scope == "state"]
+        return found, [r.num_bytes for r in observed.records if r.label == "state"]
 
     by_rank = run_threads(go, 3)
     assert [len(found) for found, _ in by_rank] == [0, 3, 0]

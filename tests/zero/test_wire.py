@@ -342,7 +342,7 @@ def test_a_node_sends_its_sum_to_others_once():
         zero = Zero(nn.Linear(512, 512, bias=False), 2, comm=observed, precision=precision)
         observed.drain()
         zero.model(torch.randn(1, 512)).sum().backward()
-        return [(record.op, record.num_bytes) for record in observed.drain() if record.scope.endswith("/grads")]
+        return [(record.op, record.num_bytes) for record in observed.drain() if record.label.endswith("/grads")]
 
     packed = BlockFormat("int8", 256).num_bytes(512 * 512 // 16)
     assert sent(None) == [("all_to_all", 16 * packed)]

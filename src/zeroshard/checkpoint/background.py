@@ -41,7 +41,7 @@ from zeroshard.checkpoint.api import Facts, Saveable
 from zeroshard.checkpoint.copy_on_write import CopyOnWrite
 from zeroshard.checkpoint.folder import prune
 from zeroshard.checkpoint.host_copies import HostCopies, HostMemory
-from zeroshard.comm import CONTROL, Communicator, scope
+from zeroshard.comm import CONTROL, Communicator, labelled
 from zeroshard.comm.agree import agreement, first_message
 from zeroshard.zero.state.named_shards import NamedShard
 from zeroshard.zero.streams import ByDevice
@@ -305,7 +305,7 @@ class BackgroundSaver:
         words = torch.tensor([is_writing, num_done > pending.num_told], dtype=torch.int64)
         pending.num_told = num_done
         words = words.to(self._comm.control_device)
-        with scope(CONTROL):
+        with labelled(CONTROL):
             self._comm.all_reduce(words, op="max").wait()
         any_writes, any_got_further = words.tolist()
         if any_got_further:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from zeroshard.comm.base import reduce_scatter_consuming as reduce_scatter_consuming
     from zeroshard.comm.base import split as split
     from zeroshard.comm.labels import CONTROL as CONTROL
-    from zeroshard.comm.labels import current_scope as current_scope
-    from zeroshard.comm.labels import scope as scope
+    from zeroshard.comm.labels import current_label as current_label
+    from zeroshard.comm.labels import labelled as labelled
     from zeroshard.comm.queued.messages import Transport as Transport
     from zeroshard.comm.ring.ring import RingCommunicator as RingCommunicator
     from zeroshard.comm.ring.sockets import SocketTransport as SocketTransport

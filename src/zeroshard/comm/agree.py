@@ -25,7 +25,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.comm.base import Communicator, PeerError
-from zeroshard.comm.labels import CONTROL, scope
+from zeroshard.comm.labels import CONTROL, labelled
 from zeroshard.errors import FirstRankStorageError, UserError, is_of_storage
 
 DIGEST_BYTES = 7
@@ -36,7 +36,7 @@ _KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (Connectio
 def largest(comm: Communicator, number: int) -> int:
     """Return the maximum of the ranks' numbers; also acts as a barrier."""
     message = torch.tensor([number], device=comm.control_device)
-    with scope(CONTROL):
+    with labelled(CONTROL):
         comm.all_reduce(message, op="max").wait()
     return int(message)
 
@@ -44,14 +44,14 @@ def largest(comm: Communicator, number: int) -> int:
 def by_rank(comm: Communicator, number: int) -> list[int]:
     """Return every rank's number, an int64, in the order of ranks."""
     found = torch.empty(comm.world_size, dtype=torch.int64, device=comm.control_device)
-    with scope(CONTROL):
+    with labelled(CONTROL):
         comm.all_gather(found, torch.tensor([number], device=comm.control_device)).wait()
     return found.tolist()
 
 
 def send_bytes(comm: Communicator, content: bytes, src: int) -> bytes:
     """Return rank ``src``'s ``content`` on every rank; the argument of other ranks is ignored."""
-    with scope(CONTROL):
+    with labelled(CONTROL):
         size = torch.tensor([len(content)], device=comm.control_device)
         comm.broadcast(size, src).wait()
         num_bytes = int(size)
@@ -74,7 +74,7 @@ def gather_bytes(comm: Communicator, mine: bytes) -> list[bytes]:
     device = comm.control_device
     padded = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8).to(device)  # [longest]
     gathered = torch.empty(comm.world_size * longest, dtype=torch.uint8, device=device)
-    with scope(CONTROL):
+    with labelled(CONTROL):
         comm.all_gather(gathered, padded).wait()
     rows = gathered.cpu().view(comm.world_size, longest).numpy()
     return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]

@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 CONTROL = "control"
-_label: ContextVar[str] = ContextVar("zeroshard_scope", default="")
+_label: ContextVar[str] = ContextVar("zeroshard_label", default="")
 _beside: ContextVar[bool] = ContextVar("zeroshard_beside", default=False)
 
 
 @contextmanager
-def scope(label: str) -> Generator[None]:
+def labelled(label: str) -> Generator[None]:
     """Label the operations issued in this block, on this thread."""
     token = _label.set(label)
     try:
@@ -25,8 +25,8 @@ def scope(label: str) -> Generator[None]:
         _label.reset(token)
 
 
-def current_scope() -> str:
-    """Return the innermost label, or ``""`` outside of `scope`."""
+def current_label() -> str:
+    """Return the innermost label, or ``""`` outside of `labelled`."""
     return _label.get()
 
 

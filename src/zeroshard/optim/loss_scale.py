@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroshard.comm import CONTROL, Communicator, scope
+from zeroshard.comm import CONTROL, Communicator, labelled
 
 GROWTH, BACKOFF = 2.0, 0.5  # powers of two: scaling causes no rounding error unless a gradient over- or underflows
 SMALLEST_SCALE = 1.0
@@ -86,7 +86,7 @@ class LossScaler:
             inverse = torch.full((1,), self.divided_by / self.scale, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inverse)
             overflowed = torch.maximum(overflowed, found.to(overflowed.device))
-        with scope(CONTROL):
+        with labelled(CONTROL):
             self.comm.all_reduce(overflowed, "max").wait()
         self._finite = not overflowed.item()
         return self._finite

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from zeroshard.zero.engine import Zero as Zero
     from zeroshard.zero.levels import Levels as Levels
     from zeroshard.zero.optimizers.requirements import OptimizerKind as OptimizerKind
-    from zeroshard.zero.optimizers.requirements import Scope as Scope
+    from zeroshard.zero.optimizers.requirements import Reach as Reach
     from zeroshard.zero.optimizers.requirements import classify as classify
     from zeroshard.zero.precision import MixedPrecision as MixedPrecision
     from zeroshard.zero.replicas.local_steps import LocalSteps as LocalSteps

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from zeroshard.comm import Communicator, scope
+from zeroshard.comm import Communicator, labelled
 from zeroshard.comm.agree import agreement
 from zeroshard.zero.buffers.partition import Init, UnitSpec, materialise, partition
 from zeroshard.zero.buffers.unit import FlatGroup, Unit, build_groups
@@ -123,7 +123,7 @@ def _check_lookups(model: nn.Module, levels: Levels) -> None:
 
 
 def _broadcast_buffers(model: nn.Module, comm: Communicator) -> None:
-    with scope("buffers/start"):
+    with labelled("buffers/start"):
         for _, buffer in model.named_buffers():
             content = as_bytes(buffer)
             comm.broadcast(content, src=0).wait()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from zeroshard.comm import Communicator, Work, scope
+from zeroshard.comm import Communicator, Work, labelled
 from zeroshard.comm.agree import send_bytes
 
 MAX_PENDING_BROADCASTS = 4  # each keeps a bucket; two suffice on two ranks, but more ranks take turns as the source
@@ -50,7 +50,7 @@ class PendingBroadcasts:
 
     Args:
         comm: the ranks that take part.
-        label: the `scope` of the broadcasts, for observers.
+        label: the label of the broadcasts, for observers.
     """
 
     def __init__(self, comm: Communicator, label: str) -> None:
@@ -75,7 +75,7 @@ class PendingBroadcasts:
             buffer = torch.cat([as_bytes(tensor) for tensor in tensors])
         else:
             buffer = torch.empty(num_bytes, dtype=torch.uint8, device=tensors[0].device)
-        with scope(self._label):
+        with labelled(self._label):
             work = self._comm.broadcast(buffer, src)
         self._issued.append(_Broadcast(work, buffer, tensors, src, in_place))
 
@@ -164,7 +164,7 @@ def _streamed(comm: Communicator, content: bytes, num_bytes: int, src: int, to: 
         bucket = torch.empty(stop - start, dtype=torch.uint8, device=comm.control_device)
         if comm.rank == src:
             bucket.copy_(torch.frombuffer(bytearray(content[start:stop]), dtype=torch.uint8))
-        with scope("state"):
+        with labelled("state"):
             comm.broadcast(bucket, src).wait()
         if comm.rank == to:
             received += bucket.cpu().numpy().tobytes()

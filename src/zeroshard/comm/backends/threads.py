@@ -20,7 +20,7 @@ from torch.utils import _python_dispatch
 
 from zeroshard.comm.base import DONE, Groups, PeerError, ReduceOp, Work, own_group
 from zeroshard.comm.flat import FlatCommunicator
-from zeroshard.comm.labels import current_scope
+from zeroshard.comm.labels import current_label
 from zeroshard.comm.queued.worker import Operation
 from zeroshard.comm.reductions import COMBINE
 
@@ -114,7 +114,7 @@ class ThreadCommunicator(FlatCommunicator):
 
     def _submit(self, op: str, operation: Operation, *tensors: Tensor) -> Work:
         # with the label, for tensors of one size would pass for each other
-        self._call = (op, *((each.numel(), each.dtype) for each in tensors[:1]), current_scope())
+        self._call = (op, *((each.numel(), each.dtype) for each in tensors[:1]), current_label())
         operation()
         return DONE
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from zeroshard.comm.labels import current_scope
+from zeroshard.comm.labels import current_label
 from zeroshard.comm.operation_log import OperationLog
 from zeroshard.comm.queued.worker import Operation
 
@@ -102,4 +102,4 @@ def topic_of(log: OperationLog, op: str, tensor: Tensor | None) -> int:
     data of another operation into its tensor.
     """
     size = "" if tensor is None else f"{tensor.nbytes} {tensor.dtype}"
-    return int.from_bytes(log.add(f"{op} {size} {current_scope()}")[:4], "big") & 0x7FFF_FFFF
+    return int.from_bytes(log.add(f"{op} {size} {current_label()}")[:4], "big") & 0x7FFF_FFFF

@@ -22,7 +22,7 @@ from zeroshard.stopwatch import Stopwatch
 class Exposed:
     """Adds up the seconds for which the caller's computation waited, by label and phase.
 
-    A key is the scope under which an operation was issued, and the phase in which it was waited for:
+    A key is the label under which an operation was issued, and the phase in which it was waited for:
     ``blocks.3/weights/backward`` inside autograd's backward, else ``blocks.3/weights/forward``. All control messages
     count as ``control``.
     """
@@ -53,7 +53,7 @@ def by_kind(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def with_phase(label: str) -> str:
-    """Append the current phase, ``forward`` or ``backward``, to a scope's label; ``control`` is returned unchanged."""
+    """Append the current phase, ``forward`` or ``backward``, to a label; ``control`` is returned unchanged."""
     if label == CONTROL:
         return label
     phase = "backward" if torch._C._current_graph_task_id() != -1 else "forward"

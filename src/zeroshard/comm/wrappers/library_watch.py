@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.comm.base import Communicator
-from zeroshard.comm.labels import CONTROL, scope
+from zeroshard.comm.labels import CONTROL, labelled
 from zeroshard.comm.wrappers.sentinel import SentinelCommunicator, StoreBoard, sentinel_of
 from zeroshard.errors import ExitStatus
 
@@ -90,7 +90,7 @@ def _require_group() -> None:
 def _common_name(comm: Communicator) -> str:
     """Return a name that rank 0 has drawn, the same on each rank and different for each call. Collective."""
     drawn = torch.frombuffer(bytearray(os.urandom(_NAME_BYTES)), dtype=torch.uint8).to(comm.control_device)
-    with scope(CONTROL):
+    with labelled(CONTROL):
         comm.broadcast(drawn, src=0).wait()
     return bytes(drawn.tolist()).hex()
 

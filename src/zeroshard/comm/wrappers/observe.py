@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from zeroshard.comm.base import Communicator, Work, add_done_callback
-from zeroshard.comm.labels import CONTROL, current_scope
+from zeroshard.comm.labels import CONTROL, current_label
 from zeroshard.comm.wrappers.exposed import Exposed, with_phase
 from zeroshard.comm.wrappers.wrapper import WrappedWork, Wrapper
 
@@ -27,23 +27,23 @@ class CommRecord:
         op: ``all_reduce``, ``reduce_scatter``, ``all_gather``, ``all_to_all``, ``broadcast`` or ``barrier``.
         num_bytes: bytes of the unsharded tensor (the input of a reduce-scatter or all-to-all, the output of an
             all-gather). A rank must send ``(W-1)/W`` of them, for an all-reduce twice that.
-        scope: the caller's label; see `zeroshard.comm.scope`.
+        label: the caller's; see `zeroshard.comm.labelled`.
         world_size: W, how many ranks took part.
         issue_s: seconds that the host spent in the call that issued it.
         wait_s: seconds that the host spent in `Work.wait`. On CUDA neither blocks the host; for how long the device's
             computation waited is in `ObservedCommunicator.exposed`.
-        label: the scope with the phase in which it was issued, as in `Exposed`; only if the communicator is ``timed``.
+        phase_label: ``label`` with the phase in which it was issued, as in `Exposed`; empty if not ``timed``.
         issued_at_s: when the call began, by `time.perf_counter`.
         ended_at_s: when the operation ended, by `time.perf_counter`; None until then, on CUDA, and if not ``timed``.
     """
 
     op: str
     num_bytes: int
-    scope: str
+    label: str
     world_size: int
     issue_s: float = 0.0
     wait_s: float = 0.0
-    label: str = ""
+    phase_label: str = ""
     issued_at_s: float = 0.0
     ended_at_s: float | None = None
 
@@ -64,7 +64,7 @@ class _ObservedWork(WrappedWork):
 
     def wait(self) -> None:
         start = time.perf_counter()
-        with self._exposed.timed(self._record.scope, self._device), _span("wait", self._record.scope):
+        with self._exposed.timed(self._record.label, self._device), _span("wait", self._record.label):
             self._work.wait()
         self._record.wait_s += time.perf_counter() - start
 
@@ -89,21 +89,21 @@ class ObservedCommunicator(Wrapper):
     def _around(self, op: str, whole: Tensor | None, issue: Callable[[], Work], detail: str = "") -> Work:
         """Issue an operation and record it."""
         assert whole is not None, "a barrier is recorded by itself"
-        start, label = time.perf_counter(), current_scope()
+        start, label = time.perf_counter(), current_label()
         with self.exposed.timed(label, whole.device, issuing=True), _span(op, label):
             work = issue()
         num_bytes = whole.nbytes
         record = CommRecord(op, num_bytes, label, self.world_size, time.perf_counter() - start, issued_at_s=start)
         self.records.append(record)
         if self.timed:
-            record.label = with_phase(label)
+            record.phase_label = with_phase(label)
             if whole.device.type == "cpu":
                 add_done_callback(work, record.end)
         return _ObservedWork(work, record, self.exposed, whole.device)
 
     def barrier(self) -> None:
         """Wait at the inner communicator's barrier, and record it."""
-        start, label = time.perf_counter(), current_scope()
+        start, label = time.perf_counter(), current_label()
         with self.exposed.timed(label, self.control_device, issuing=True):
             self.inner.barrier()
         self.records.append(CommRecord("barrier", 0, label, self.world_size, time.perf_counter() - start))
@@ -118,6 +118,6 @@ class ObservedCommunicator(Wrapper):
         """Return the recorded bytes by operation: without control messages, or with ``control`` of those alone."""
         total: Counter[str] = Counter()
         for record in self.records:
-            if (record.scope == CONTROL) == control:
+            if (record.label == CONTROL) == control:
                 total[record.op] += record.num_bytes
         return dict(total)

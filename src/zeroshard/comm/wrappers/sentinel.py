@@ -34,7 +34,7 @@ from threading import Event
 from torch import Tensor
 
 from zeroshard.comm.base import Communicator, PeerError, Work, is_of_peers
-from zeroshard.comm.labels import current_scope
+from zeroshard.comm.labels import current_label
 from zeroshard.comm.operation_log import Entry, OperationLog, first_difference
 from zeroshard.comm.wrappers.board import Board, StoreBoard  # noqa: F401 -- callers take both from here
 from zeroshard.comm.wrappers.in_flight import InFlight, Watched
@@ -318,7 +318,7 @@ class SentinelCommunicator(Wrapper):
         """Log an operation and issue it."""
         num_bytes = 0 if whole is None else whole.nbytes
         what = f"{op} {detail}".rstrip()
-        self._watch.log.add(f"{what} of {num_bytes} bytes for {current_scope() or 'no unit'}")
+        self._watch.log.add(f"{what} of {num_bytes} bytes for {current_label() or 'no unit'}")
         with self.waiting():
             self.require_no_fault()
             work = issue()

@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.base import Communicator, Groups, Work, add_done_callback, own_group
-from zeroshard.comm.labels import CONTROL, scope
+from zeroshard.comm.labels import CONTROL, labelled
 from zeroshard.comm.queued.messages import require_cpu
 from zeroshard.comm.wrappers.wrapper import Wrapper
 
@@ -201,7 +201,7 @@ class ThrottledCommunicator(Wrapper):
         work = issue()
         if self.world_size == 1 or (whole is not None and whole.numel() == 0):
             return work
-        with scope(CONTROL):
+        with labelled(CONTROL):
             agreed = self.inner.all_reduce(clock, "max")  # [Note: When a transfer begins]
         num_bytes = 0 if whole is None else whole.nbytes
         delayed = _Delayed(self, work, agreed, clock, op, num_bytes)

@@ -23,11 +23,11 @@ from torch.optim import Optimizer
 
 from zeroshard.comm import Communicator, run_threads
 from zeroshard.errors import UserError
-from zeroshard.zero import STAGES, OptimizerKind, Scope, Zero, classify
+from zeroshard.zero import STAGES, OptimizerKind, Reach, Zero, classify
 
 NUM_STEPS = 5
 WORLD_SIZES = (2, 3)
-LAYOUTS = {Scope.ELEMENT_WISE: "slices", Scope.PER_TENSOR: "whole tensors"}
+LAYOUTS = {Reach.ELEMENT_WISE: "slices", Reach.PER_TENSOR: "whole tensors"}
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def measure(optimizer_cls: type[Optimizer]) -> OptimizerRow:
         cast("Any", optimizer_cls)([nn.Parameter(torch.zeros((2,) * max(kind.ndims, default=2)))])
     except Exception as error:  # noqa: BLE001 -- a class's code may raise anything
         reason = f"it cannot be built without settings: {type(error).__name__}: {error}"
-        return OptimizerRow(name, OptimizerKind(Scope.UNUSABLE, reason))
+        return OptimizerRow(name, OptimizerKind(Reach.UNUSABLE, reason))
     if kind.refused:
         return OptimizerRow(name, kind)
     start = _Model()
@@ -106,13 +106,13 @@ def table(rows: Iterable[OptimizerRow]) -> str:
     lines = [["optimizer", "kind", "layout", *(f"stage {stage}" for stage in STAGES)]]
     for row in rows:
         if row.kind.refused:
-            lines.append([row.name, "refused", row.kind.scope.value, row.kind.reason])
+            lines.append([row.name, "refused", row.kind.reach.value, row.kind.reason])
             continue
-        layout = LAYOUTS[row.kind.scope]
+        layout = LAYOUTS[row.kind.reach]
         if row.kind.ndims == (2,):
             layout += ", matrices only"
         cells = ["exact" if value == 0.0 else f"{value:.1e}" for value in row.differences.values()]
-        lines.append([row.name, row.kind.scope.value, layout, *cells])
+        lines.append([row.name, row.kind.reach.value, layout, *cells])
     widths = [max(len(line[column]) for line in lines) for column in range(3)] + [7] * len(STAGES)
     text = ["  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=False)).rstrip() for line in lines]
     worlds = " and ".join(str(world_size) for world_size in WORLD_SIZES)

@@ -151,7 +151,7 @@ def _meeting_s(
     quantise_s = quantising_s(buffers, job.local_steps, job.world_size // job.shard_size, calibration.device)
     link = calibration.link or NOBODY
     cluster = Cluster(job.world_size, 1, link, link)
-    sent = [message for each in meetings.values() for message in each if message.scope.endswith("/difference")]
+    sent = [message for each in meetings.values() for message in each if message.label.endswith("/difference")]
     sent_s = sum(cluster.collective_s(m.op, m.num_bytes, m.world_size, replicas=True) for m in sent)
     return quantise_s + sent_s
 

@@ -136,7 +136,7 @@ def dry_run(
     if recorder is not None:
         recorder.remove()
         peak, by_category = recorder.peak.num_bytes, dict(recorder.peak.by_category)
-    sent = [each for each in comm.records if each.scope != CONTROL]
+    sent = [each for each in comm.records if each.label != CONTROL]
     return Measured(start, updates, peak, by_category, sent, seconds[1:])
 
 

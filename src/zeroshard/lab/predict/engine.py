@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.comm import CONTROL, Groups, ReduceOp, current_scope
+from zeroshard.comm import CONTROL, Groups, ReduceOp, current_label
 from zeroshard.comm.base import own_group
 from zeroshard.comm.labels import is_on_side_stream, on_side_stream
 from zeroshard.lab.predict.actions import Issue, Message, Settings, Wait
@@ -178,7 +178,7 @@ class _Log(StorageEvents):
         if gathered:
             self.told.append(Change("prefetch", gathered))
         self._number += 1
-        label = current_scope()
+        label = current_label()
         control = label == CONTROL
         buffer, phase = (CONTROL, CONTROL) if control else label.rsplit("/", 1)
         assert self.levels is not None

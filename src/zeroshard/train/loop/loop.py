@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from zeroshard import gc_frequency
-from zeroshard.comm import CONTROL, scope
+from zeroshard.comm import CONTROL, labelled
 from zeroshard.errors import ExitStatus
 from zeroshard.launch.environment import has_launcher, world_from_env
 from zeroshard.train.loop.diagnose import first_not_finite
@@ -189,7 +189,7 @@ def _broken(run: Run, contract: Contract) -> bool:
     """Whether any rank's step differed from its plan; the first such rank prints the difference. Collective."""
     comm = run.together
     first = torch.tensor([comm.rank if contract.difference else comm.world_size], device=comm.control_device)
-    with scope(CONTROL):
+    with labelled(CONTROL):
         comm.all_reduce(first, "min").wait()
     if int(first) == comm.rank:
         print(f"error: plan: rank {comm.rank}, {contract.difference}", file=sys.stderr, flush=True)

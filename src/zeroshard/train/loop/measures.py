@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.comm import CONTROL, CommRecord, ObservedCommunicator, buffer_bytes, scope
+from zeroshard.comm import CONTROL, CommRecord, ObservedCommunicator, buffer_bytes, labelled
 from zeroshard.parallel import Strategy
 from zeroshard.profiling.memory import (
     COMM_BUFFERS,
@@ -89,7 +89,9 @@ class Measures:
 
         ``exposed_s``: seconds for which computation waited for collectives, by label.
         """
-        operations = [TimedOperation(r.label, r.issued_at_s, r.ended_at_s) for r in records if r.ended_at_s is not None]
+        operations = [
+            TimedOperation(r.phase_label, r.issued_at_s, r.ended_at_s) for r in records if r.ended_at_s is not None
+        ]
         if self._trace is not None:
             self._operations += operations
         if self._num_steps <= 1 or self._comm is None or not self._comm.timed:
@@ -157,7 +159,7 @@ class Measures:
     def _clock_offsets(self) -> list[float]:
         comm = self._strategy.comm
         rounds = []
-        with scope(CONTROL):
+        with labelled(CONTROL):
             for _ in range(CLOCK_ROUNDS):
                 comm.barrier()
                 own = torch.tensor([time()], dtype=torch.float64, device=comm.control_device)

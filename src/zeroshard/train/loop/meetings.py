@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.comm import CONTROL, scope
+from zeroshard.comm import CONTROL, labelled
 from zeroshard.errors import ExitStatus
 from zeroshard.train.loop.run import Run
 from zeroshard.train.loop.stopping import as_numbers, wish_of_all
@@ -45,7 +45,7 @@ def _agree(run: Run, loss: float, stop: ExitStatus) -> tuple[float, ExitStatus]:
     comm = run.strategy.comm
     report = torch.tensor([loss, *as_numbers(stop)], dtype=torch.float64)
     report = report.to(comm.control_device)
-    with scope(CONTROL):
+    with labelled(CONTROL):
         comm.all_reduce(report).wait()
     total, *wanted = report.tolist()
     return total / comm.world_size, wish_of_all(*wanted)

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.comm import CONTROL, scope
+from zeroshard.comm import CONTROL, labelled
 from zeroshard.data.base import as_arguments
 from zeroshard.errors import ExitStatus
 from zeroshard.profiling.flops import hardware_flops_utilisation, model_flops_utilisation
@@ -180,7 +180,7 @@ def _agree(run: Run, losses: Tensor, grad_norm: Tensor, stop: int) -> _Health:
     if run.schedule.reproducible:
         own = torch.cat([moved(wishes, losses.device), losses])
         report = own.new_empty(comm.world_size, own.numel())
-        with scope(CONTROL):
+        with labelled(CONTROL):
             comm.all_gather(report.view(-1), own).wait()
         *told, norm = torch.cat([report.view(-1), norm]).tolist()
         rows = [told[start : start + len(own)] for start in range(0, len(told), len(own))]
@@ -189,7 +189,7 @@ def _agree(run: Run, losses: Tensor, grad_norm: Tensor, stop: int) -> _Health:
         mean_loss = sum_in_any_order(told_losses) / len(told_losses)
     else:
         report = torch.cat([losses.mean().view(1), moved(wishes, losses.device), norm])
-        with scope(CONTROL):
+        with labelled(CONTROL):
             comm.all_reduce(report[:3]).wait()
         *sums, norm = report.tolist()
         mean_loss, wanted = sums[0] / comm.world_size, sums[1:]

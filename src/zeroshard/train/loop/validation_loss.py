@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from zeroshard.comm import CONTROL, Communicator, scope
+from zeroshard.comm import CONTROL, Communicator, labelled
 from zeroshard.data.base import EvalBatch, as_arguments
 
 
@@ -41,7 +41,7 @@ def evaluate(
     model.train(was_training)
     own = torch.stack(found).view(-1).to(comm.control_device)
     everybodys = own.new_empty(comm.world_size * own.numel())
-    with scope(CONTROL):
+    with labelled(CONTROL):
         comm.all_gather(everybodys, own).wait()
     losses, weights = everybodys.view(-1, 2).unbind(1)
     return sum_in_any_order(losses.tolist()) / sum_in_any_order(weights.tolist())

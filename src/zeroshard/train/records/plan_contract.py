@@ -60,11 +60,11 @@ class Sent(NamedTuple):
 
     op: str
     num_bytes: int
-    scope: str
+    label: str
     world_size: int
 
     def __str__(self) -> str:
-        return f"{self.op} of {self.num_bytes:,} bytes for {self.scope} over {self.world_size} ranks"
+        return f"{self.op} of {self.num_bytes:,} bytes for {self.label} over {self.world_size} ranks"
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Contract:
         if not (follows and taken):
             return
         self.memory_bytes = dict(memory_bytes)
-        self.messages = [Sent(r.op, r.num_bytes, r.scope, r.world_size) for r in records if r.scope != CONTROL]
+        self.messages = [Sent(r.op, r.num_bytes, r.label, r.world_size) for r in records if r.label != CONTROL]
         self.expected = self.planned.at(fragments)
         self.num_checked += 1
         found = memory_difference(self.planned.memory_bytes, self.memory_bytes) or message_difference(

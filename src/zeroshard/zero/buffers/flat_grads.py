@@ -29,7 +29,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zeroshard.comm import Work, empty_for, scope
+from zeroshard.comm import Work, empty_for, labelled
 from zeroshard.zero.buffers.layout import FlatLayout, Piece, view_of
 from zeroshard.zero.buffers.local_grads import LocalGrads
 from zeroshard.zero.buffers.reduction import GradientReducer, GradientReduction
@@ -135,7 +135,7 @@ class FlatGrads:
         self._vacate_local()
         local = self._local.complete()
         self._arriving = target = self.reducer.target(self.reduced, lambda: self._target(local))
-        with scope(f"{self.name}/grads"), self._streams.on("reduce", self._streams.mark()):
+        with labelled(f"{self.name}/grads"), self._streams.on("reduce", self._streams.mark()):
             self._reduction = self.reducer.begin(local)
             self._work = self._streams.issued(self._reduction.issue(target))
 
@@ -165,7 +165,7 @@ class FlatGrads:
             return
         assert self._work is not None
         assert self._arriving is not None
-        with scope(f"{self.name}/grads"), self._streams.on("replicas"):
+        with labelled(f"{self.name}/grads"), self._streams.on("replicas"):
             self._work.wait()
             self._work = self._streams.issued(self._reduction.issue(self._arriving))
 

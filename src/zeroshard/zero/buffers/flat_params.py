@@ -25,7 +25,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from zeroshard.comm import Work, empty_for, scope
+from zeroshard.comm import Work, empty_for, labelled
 from zeroshard.zero.buffers import outdated
 from zeroshard.zero.buffers.initial import initial_values
 from zeroshard.zero.buffers.layout import ALIGNMENT, FlatLayout, Piece, view_of
@@ -185,7 +185,7 @@ class FlatParams:
                 self.state = GATHERING
                 self.transport.prepare(self.full, self.master, changed=changed)
                 copied_at = self._streams.mark()
-            with scope(f"{self.name}/weights"), self._streams.on("gather", copied_at):
+            with labelled(f"{self.name}/weights"), self._streams.on("gather", copied_at):
                 self._work = self._streams.issued(self.transport.start(self.full))
 
     def wait(self) -> None:
@@ -302,7 +302,7 @@ class FlatParams:
         if not self.shard_optim:
             return self.master.to(self.dtype, copy=True)
         flat = torch.empty(self.layout.padded_numel, dtype=self.master.dtype, device=self.master.device)
-        with scope(f"{self.name}/state"):
+        with labelled(f"{self.name}/state"):
             gather_shards(self.comm, self.layout, flat, self.master).wait()
         return flat.to(self.dtype)
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zeroshard.comm import CONTROL, Communicator, scope
+from zeroshard.comm import CONTROL, Communicator, labelled
 from zeroshard.zero.buffers.flat_grads import FlatGrads
 
 
@@ -55,7 +55,7 @@ def norms_of_partials(partials: Tensor, comm: Communicator | None, norm_type: fl
     """
     if comm is not None:
         rows = torch.empty(comm.world_size * partials.numel(), dtype=torch.float64, device=partials.device)
-        with scope(CONTROL):
+        with labelled(CONTROL):
             comm.all_gather(rows, partials.reshape(-1)).wait()
         partials = rows.view(-1, partials.shape[1])
     if math.isinf(norm_type):

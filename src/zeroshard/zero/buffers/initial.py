@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from zeroshard.comm import empty_for, scope
+from zeroshard.comm import empty_for, labelled
 from zeroshard.zero.buffers.layout import FlatLayout
 from zeroshard.zero.buffers.partition import DrawsParts, Init
 from zeroshard.zero.buffers.shards import gather_shards
@@ -56,7 +56,7 @@ def initial_values(
                 init(param_name, view)
     if init is loaded_later:
         return flat
-    with scope(f"{name}/start"):
+    with labelled(f"{name}/start"):
         levels.world.broadcast(flat, src=0).wait()
     return flat
 
@@ -70,7 +70,7 @@ def _draw_own(
         slot = layout.slots[piece.slot]
         with torch.no_grad():
             init.part(slot.name, flat[piece.offset :][: piece.numel], piece.interval[0], slot.numel)
-    with scope(f"{name}/start"):
+    with labelled(f"{name}/start"):
         own = flat[slice(*layout.interval(rank))]
         levels.replicas.broadcast(own, src=0).wait()
         if not shard_params:

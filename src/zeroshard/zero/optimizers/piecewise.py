@@ -27,8 +27,8 @@ from torch.optim import Optimizer
 
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.optimizers.kept_states import ParamFacts
-from zeroshard.zero.optimizers.requirements import Scope, classify
-from zeroshard.zero.optimizers.scope import no_class
+from zeroshard.zero.optimizers.reach import no_class
+from zeroshard.zero.optimizers.requirements import Reach, classify
 
 # States that torch keeps as one number per parameter, not one per element.
 SCALAR_STATES = frozenset({"step", "eta", "mu", "mu_product"})
@@ -310,7 +310,7 @@ def _whole(
     kind = classify(optimizer_cls, kwargs, group, device)
     if kind.refused:
         raise ValueError(f"optimizer_cls: {optimizer_cls.__name__} cannot be sharded: {kind.reason}")
-    return set(chosen) if kind.scope is Scope.PER_TENSOR else set()
+    return set(chosen) if kind.reach is Reach.PER_TENSOR else set()
 
 
 def _stand_in(param: nn.Parameter) -> nn.Parameter:

@@ -4,22 +4,22 @@ Three sources answer, in this order:
 
 | source                            | for which classes                                                 |
 |-----------------------------------|-------------------------------------------------------------------|
-| the class itself, by `zero_scope` | those that declare their scope, which is not checked              |
+| the class itself, by `zero_reach` | those that declare their reach, which is not checked              |
 | a table, `OF_TORCH`               | those of `torch.optim`                                            |
-| an experiment, `scope_probe`      | all others, subclasses of torch's too: tiny tensors, on the CPU,  |
+| an experiment, `reach_probe`      | all others, subclasses of torch's too: tiny tensors, on the CPU,  |
 |                                   | once for a class and its settings                                 |
 
-A class declares its scope in one line. A subclass does not inherit it, since it may compute something else::
+A class declares its reach in one line. A subclass does not inherit it, since it may compute something else::
 
     class Lion(Optimizer):
-        zero_scope = Scope.ELEMENT_WISE  # or "element-wise", which needs no import of zeroshard
+        zero_reach = Reach.ELEMENT_WISE  # or "element-wise", which needs no import of zeroshard
 
-Someone else's class is declared in the same way: ``bitsandbytes.optim.Adam8bit.zero_scope = Scope.PER_TENSOR``. If the
-scope depends on settings, it is a function of them (a mapping, in which a param group's override the class's)::
+Someone else's class is declared in the same way: ``bitsandbytes.optim.Adam8bit.zero_reach = Reach.PER_TENSOR``. If the
+reach depends on settings, it is a function of them (a mapping, in which a param group's override the class's)::
 
     @staticmethod
-    def zero_scope(settings):
-        return Scope.PER_TENSOR if settings.get("trust_ratio", True) else Scope.ELEMENT_WISE
+    def zero_reach(settings):
+        return Reach.PER_TENSOR if settings.get("trust_ratio", True) else Reach.ELEMENT_WISE
 
 A class that accepts only parameters of certain numbers of dimensions may give an `OptimizerKind`, which lists them.
 
@@ -38,10 +38,10 @@ import torch
 from torch import optim
 from torch.optim import Optimizer
 
-from zeroshard.zero.optimizers.scope import OptimizerKind, Scope
-from zeroshard.zero.optimizers.scope_probe import LEARNING_RATE, probe
+from zeroshard.zero.optimizers.reach import OptimizerKind, Reach
+from zeroshard.zero.optimizers.reach_probe import LEARNING_RATE, probe
 
-__all__ = ["OptimizerKind", "Scope", "classify"]
+__all__ = ["OptimizerKind", "Reach", "classify"]
 
 ALL_NDIMS = (0, 1, 2, 3, 4)
 OF_TORCH: dict[type[Optimizer], OptimizerKind] = {
@@ -50,16 +50,16 @@ OF_TORCH: dict[type[Optimizer], OptimizerKind] = {
             *(optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax),
             *(optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD),
         ),
-        OptimizerKind(Scope.ELEMENT_WISE, "it updates each element from that element's own history", ALL_NDIMS),
+        OptimizerKind(Reach.ELEMENT_WISE, "it updates each element from that element's own history", ALL_NDIMS),
     ),
-    optim.Adafactor: OptimizerKind(Scope.PER_TENSOR, "it keeps means of rows and columns of a tensor", ALL_NDIMS),
+    optim.Adafactor: OptimizerKind(Reach.PER_TENSOR, "it keeps means of rows and columns of a tensor", ALL_NDIMS),
     optim.LBFGS: OptimizerKind(
-        Scope.CLOSURE_DRIVEN,
+        Reach.CLOSURE_DRIVEN,
         "it calls the closure again at weights that it has moved, and ranks gather weights between steps only",
         ALL_NDIMS,
     ),
-    optim.Muon: OptimizerKind(Scope.PER_TENSOR, "it orthogonalises the updates of matrices", (2,)),
-    optim.SparseAdam: OptimizerKind(Scope.UNUSABLE, "it does not support dense gradients"),
+    optim.Muon: OptimizerKind(Reach.PER_TENSOR, "it orthogonalises the updates of matrices", (2,)),
+    optim.SparseAdam: OptimizerKind(Reach.UNUSABLE, "it does not support dense gradients"),
 }
 """The answers for torch's own classes, which a test compares with the experiment. They hold for the classes themselves
 with any settings, never for a subclass."""
@@ -76,7 +76,7 @@ def classify(
 ) -> OptimizerKind:
     """Return how far the gradient of one element reaches in a step of ``optimizer_cls(params, **settings)``.
 
-    The answer is what the class declares by its attribute ``zero_scope`` (a `Scope`, its value, an `OptimizerKind`, or
+    The answer is what the class declares by its attribute ``zero_reach`` (a `Reach`, its value, an `OptimizerKind`, or
     a function of the settings that returns one of them), unchecked. For torch's own classes it is in a table. Else it
     is found by experiment on the CPU, whose result is cached if settings are plain values.
 
@@ -87,9 +87,9 @@ def classify(
         device: where the parameters live; some settings work on some devices only.
 
     Raises:
-        ValueError: ``zero_scope`` is none of the above.
+        ValueError: ``zero_reach`` is none of the above.
         Exception: whatever the class itself raises when it is built with these settings for any tensor; a class that
-            declares its scope, or is torch's own, is not built.
+            declares its reach, or is torch's own, is not built.
     """
     device, settings = torch.device(device), settings or {}
     options = {key: value for key, value in (group or {}).items() if key != "params"}
@@ -113,19 +113,19 @@ def classify(
 
 def _declared(optimizer_cls: type[Optimizer], settings: Mapping[str, Any]) -> OptimizerKind | None:
     """What the class itself declares; None if it declares nothing, even if a base class does."""
-    said = vars(optimizer_cls).get("zero_scope")
+    said = vars(optimizer_cls).get("zero_reach")
     if said is None:
         return None
     answer = said(settings) if callable(said) else said
     if isinstance(answer, OptimizerKind):
         return answer
     try:
-        scope = Scope(answer)
+        reach = Reach(answer)
     except ValueError:
-        values = ", ".join(repr(scope.value) for scope in Scope)
-        name = f"{optimizer_cls.__name__}.zero_scope"
-        raise ValueError(f"{name}: {answer!r} is no scope; give a zeroshard.zero.Scope, or one of {values}") from None
-    return OptimizerKind(scope, f"it is declared {scope.value} by its zero_scope", ALL_NDIMS)
+        values = ", ".join(repr(reach.value) for reach in Reach)
+        name = f"{optimizer_cls.__name__}.zero_reach"
+        raise ValueError(f"{name}: {answer!r} is no reach; give a zeroshard.zero.Reach, or one of {values}") from None
+    return OptimizerKind(reach, f"it is declared {reach.value} by its zero_reach", ALL_NDIMS)
 
 
 def _plain(value: Any) -> Any:

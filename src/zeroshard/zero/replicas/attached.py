@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
-from zeroshard.zero.optimizers.scope_probe import weights_kept
+from zeroshard.zero.optimizers.reach_probe import weights_kept
 from zeroshard.zero.replicas import saved
 from zeroshard.zero.replicas.replicas import Replicas
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader

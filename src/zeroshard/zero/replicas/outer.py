@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zeroshard.comm import Communicator, empty_for, scope
+from zeroshard.comm import Communicator, empty_for, labelled
 from zeroshard.zero.buffers.flat_params import FlatParams
 from zeroshard.zero.buffers.shards import gather_shards
 from zeroshard.zero.buffers.unit import FlatGroup
@@ -40,7 +40,7 @@ class Difference:
     ) -> None:
         group.params.take_changes()
         own, anchor, factor = own_master(group.params), outer.anchor, 1.0 / replicas.world_size
-        self._scope = f"{group.params.name}/difference"
+        self._label = f"{group.params.name}/difference"
         self._packed: AcrossReplicas | None = None
         self._mean: Tensor
         if settings.form is not None and replicas.world_size > 1 and own.numel():
@@ -48,7 +48,7 @@ class Difference:
             outer.rounding.resume_at(num_steps)
             self._packed = AcrossReplicas(replicas, settings.form, self._mean, outer.rounding)
             self.num_bytes = self._packed.packed.nbytes
-            with scope(self._scope):
+            with labelled(self._label):
                 self._work = self._packed.issue(self._mean)
             return
         self._mean = empty_for(replicas, own.numel(), settings.dtype or anchor.dtype, own.device)
@@ -58,14 +58,14 @@ class Difference:
         else:
             self._mean.copy_((anchor - own).mul_(factor))
         self.num_bytes = self._mean.nbytes
-        with scope(self._scope):
+        with labelled(self._label):
             self._work = replicas.all_reduce(self._mean)
 
     def issue_gather(self) -> None:
         """In a block format: wait for the exchange of pieces, sum them, and issue the gather of sums."""
         if self._packed is not None:
             self._work.wait()
-            with scope(self._scope):
+            with labelled(self._label):
                 self._work = self._packed.issue(self._mean)
 
     def mean(self) -> Tensor:
@@ -112,7 +112,7 @@ class Outer:
         if params.shard_optim or params.comm.world_size == 1:
             own_master(params).copy_(anchor)
             return
-        with scope(f"{params.name}/anchor"):
+        with labelled(f"{params.name}/anchor"):
             gather_shards(params.comm, params.layout, params.master, anchor).wait()
 
     def is_shown(self, group: FlatGroup) -> bool:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroshard.comm import CONTROL, scope
+from zeroshard.comm import CONTROL, labelled
 from zeroshard.comm.agree import agreement
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.buffers.unusable_grads import mark_unusable
@@ -92,9 +92,9 @@ class Replicas:
     def begin_alike(self) -> None:
         """Give every replica the weights and buffers of the first. Collective, before a step."""
         for group in self._runtime.groups():
-            with scope(f"{group.params.name}/start"):
+            with labelled(f"{group.params.name}/start"):
                 self.comm.broadcast(group.params.master, src=0).wait()
-        with scope("buffers/start"):
+        with labelled("buffers/start"):
             for buffer in self._runtime.root.module.buffers():
                 content = as_bytes(buffer)
                 self.comm.broadcast(content, src=0).wait()
@@ -232,7 +232,7 @@ class Replicas:
             sums.append(torch.stack(norms).square().sum().cpu() if norms else torch.zeros((), dtype=torch.float64))
         message = torch.stack(sums).to(self.shard.control_device)
         if self.shard.world_size > 1:
-            with scope(CONTROL):
+            with labelled(CONTROL):
                 self.shard.all_reduce(message).wait()
         return message.sqrt().tolist()
 
@@ -241,7 +241,7 @@ class Replicas:
         if not changed:
             return
         message = torch.tensor(changed, dtype=torch.uint8, device=self.comm.control_device)
-        with scope(CONTROL):
+        with labelled(CONTROL):
             self.comm.all_reduce(message, "max").wait()
         self._buffers.sync([bool(flag) for flag in message.tolist()])
 
@@ -294,7 +294,7 @@ class Replicas:
         self._runtime.take_changes()
         written = any(not outer.is_shown(group) for _, group, outer in self.by_group())
         flag = torch.tensor([written], dtype=torch.uint8, device=self._world.control_device)
-        with scope(CONTROL):
+        with labelled(CONTROL):
             self._world.all_reduce(flag, "max").wait()
         self.at_anchor = not flag.item()
         return self.at_anchor

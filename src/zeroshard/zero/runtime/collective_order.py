@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from zeroshard.comm import CONTROL, Communicator, scope
+from zeroshard.comm import CONTROL, Communicator, labelled
 from zeroshard.comm.agree import both_ends, digest_of, is_one, require_same, send_bytes
 from zeroshard.comm.operation_log import OperationLog, first_difference
 from zeroshard.zero.buffers.unit import Unit
@@ -77,14 +77,14 @@ class CollectiveOrder:
         message = torch.tensor(
             [units.index(unit) for unit in recorded], dtype=torch.int64, device=self.comm.control_device
         )
-        with scope(CONTROL):
+        with labelled(CONTROL):
             self.comm.broadcast(message, src=0).wait()
         return [units[place] for place in message.tolist()]
 
     def agree_on_forwards(self, votes: list[int]) -> list[int]:
         """Return the maximum of each vote over ranks. Collective; every rank gives equally many votes."""
         message = torch.tensor(votes, dtype=torch.int64, device=self._gathering.control_device)
-        with scope(CONTROL):
+        with labelled(CONTROL):
             self._gathering.all_reduce(message, "max").wait()
         return message.tolist()
 
@@ -120,7 +120,7 @@ class CollectiveOrder:
         if comm.world_size == 1 or not values:
             return list(values)
         message = torch.tensor(values, dtype=torch.uint8, device=comm.control_device)
-        with scope(CONTROL):
+        with labelled(CONTROL):
             comm.all_reduce(message, "max").wait()
         return message.tolist()
 

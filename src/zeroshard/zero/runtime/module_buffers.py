@@ -15,7 +15,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from zeroshard.comm import Communicator, scope
+from zeroshard.comm import Communicator, labelled
 from zeroshard.zero.tensor_broadcast import PendingBroadcasts
 from zeroshard.zero.torch_internals import not_saved, own_buffers, version_of
 
@@ -65,7 +65,7 @@ class ModuleBuffers:
             raise RuntimeError(f"buffers: {what}; leave out the module, or reproducible")
         places = [place for place, flag in enumerate(changed) if flag]
         tensors = list(dict.fromkeys(tensor for place in places for tensor in _persistent(self._modules[place])))
-        with torch.no_grad(), scope(_LABEL):
+        with torch.no_grad(), labelled(_LABEL):
             pending = PendingBroadcasts(self._comm, _LABEL)
             for device in dict.fromkeys(tensor.device for tensor in tensors):
                 pending.issue([tensor for tensor in tensors if tensor.device == device], src=0)

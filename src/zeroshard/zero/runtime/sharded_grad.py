@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from zeroshard.comm import CONTROL, scope
+from zeroshard.comm import CONTROL, labelled
 from zeroshard.zero.buffers.grad_norm import norm_of, norms_of_partials
 from zeroshard.zero.runtime.grad_home import GradHome
 from zeroshard.zero.torch_internals import UNWATCHED, in_backward, tree_map, wrapper_without_memory
@@ -161,7 +161,7 @@ def gather(home: GradHome) -> Tensor:
         if start < stop:
             if rank == home.comm.rank:
                 whole[start:stop].copy_(local)
-            with scope("grads/read"):
+            with labelled("grads/read"):
                 home.comm.broadcast(whole[start:stop], src=rank).wait()
     return whole.view(home.shape)
 
@@ -312,7 +312,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     home = grads[0]._home
     if home.sharded:
         told = found_inf.reshape(1)  # stays on the gradients' device: moving it to the host would block the host
-        with scope(CONTROL):
+        with labelled(CONTROL):
             home.comm.all_reduce(told, "max").wait()
         found_inf.copy_(told.view(found_inf.shape))
     return None

@@ -9,15 +9,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.zero.optimizers.adoption import has_owner
-from zeroshard.zero.optimizers.requirements import Scope, classify
-from zeroshard.zero.optimizers.scope import no_class
+from zeroshard.zero.optimizers.reach import no_class
+from zeroshard.zero.optimizers.requirements import Reach, classify
 from zeroshard.zero.torch_internals import is_traceable_wrapper_subclass
 
 PER_RANK = ("params", "param_names")  # keys whose values differ between a group and the inner optimizer's group
 
-# Scopes that need more than one rank's tensors. Others are fine: a class that fails on dense gradients may be given
+# Reaches that need more than one rank's tensors. Others are fine: a class that fails on dense gradients may be given
 # sparse ones, and random numbers are drawn by a parameter's owner only, so that weights are the same on every rank.
-_REFUSED = (Scope.CROSS_TENSOR, Scope.CLOSURE_DRIVEN)
+_REFUSED = (Reach.CROSS_TENSOR, Reach.CLOSURE_DRIVEN)
 
 
 def check_class(optimizer_cls: type[Optimizer], kwargs: dict[str, Any]) -> None:
@@ -34,7 +34,7 @@ def check_reach(optimizer_cls: type[Optimizer], kwargs: dict[str, Any], groups: 
         settings = {key: value for key, value in group.items() if key not in PER_RANK}
         device = group["params"][0].device if group["params"] else "cpu"
         kind = classify(optimizer_cls, kwargs, settings, device)
-        if kind.scope in _REFUSED:
+        if kind.reach in _REFUSED:
             raise ValueError(f"optimizer_cls: {optimizer_cls.__name__} cannot be sharded: {kind.reason}")
 
 

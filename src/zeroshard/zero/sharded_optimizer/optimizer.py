@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroshard.comm import CONTROL, Communicator, scope
+from zeroshard.comm import CONTROL, Communicator, labelled
 from zeroshard.comm.agree import agreement, both_ends, digest_of, require_same
 from zeroshard.zero.levels import communicator
 from zeroshard.zero.optimizers.description import described
@@ -233,7 +233,7 @@ class ShardedOptimizer(Optimizer):
         moves = [owners[i] == self.comm.rank and p in may_move for i, p in enumerate(params)]
         settings = both_ends(digest_of("\n".join(self._settings()).encode()))
         told = torch.tensor([*moves, *settings], dtype=torch.uint8, device=self.comm.control_device)
-        with scope(CONTROL):
+        with labelled(CONTROL):
             self.comm.all_reduce(told, "max").wait()
         agreed = told.tolist()
         require_same(self.comm, agreed[len(moves) :], self._settings())

@@ -1,4 +1,4 @@
-"""Finds the scope of an optimizer class by experiment, if nobody has declared it.
+"""Finds the reach of an optimizer class by experiment, if nobody has declared it.
 
 No list of names could answer for a user's own class, or for a class that works element by element with one setting
 and not with another. So the class is run on tiny tensors, on the CPU wherever the parameters are, and compared:
@@ -19,7 +19,7 @@ numbers in it that count steps are put forward (`zeroshard.zero.optimizers.clock
 it is taken for per-tensor: whole tensors are right for an element-wise class too.
 
 The proof is by example: a class that behaves differently for tensors larger than the largest one here is not detected.
-A class that runs on GPUs only cannot be tried: it must declare its scope.
+A class that runs on GPUs only cannot be tried: it must declare its reach.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 
 from zeroshard.zero.optimizers.clocks import AROUND, FAR, Clocks
 from zeroshard.zero.optimizers.random_generators import borrowed_generators, seed_generators
-from zeroshard.zero.optimizers.scope import OptimizerKind, Scope
+from zeroshard.zero.optimizers.reach import OptimizerKind, Reach
 
 NUM_STEPS = 6
 NUM_FIRST, NUM_LATER = 3, 4  # in trials of later steps: before the clocks are put forward, and from each time on
@@ -45,7 +45,7 @@ SHIFT, SHIFTED_AFTER = 1024.0, 2  # far beyond what steps move weights, and afte
 NUM_SHIFTED, LOW_RATE = 8, 1e-4  # Lookahead goes back after five or six; Adafactor moves by a share of the weights
 SHAPES: tuple[tuple[int, ...], ...] = ((), (37,), (5, 7), (2, 3, 4), (3, 2, 3, 2))
 LARGE = (136, 160)  # some classes factor only matrices of 128 or more rows, or quantise only 4096 or more elements
-ON_CPU = "tried on the CPU; a class that runs on other devices only declares its scope by the attribute zero_scope"
+ON_CPU = "tried on the CPU; a class that runs on other devices only declares its reach by the attribute zero_reach"
 # Relative to the largest update. Equal bits are not required: fused and vectorised kernels round an element in the body
 # of a tensor differently from one in its tail, and pieces have other tails. Influence between elements is far larger.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -225,11 +225,11 @@ def probe(
                     cause.add_note(f"{optimizer_cls.__name__} was {ON_CPU}")
                 raise cause
             where = f" ({ON_CPU})" if subject.elsewhere else ""
-            return OptimizerKind(Scope.UNUSABLE, f"it fails on dense gradients: {failure}{where}")
-        scope, reason = _watch(subject, alone)
-        if scope in (Scope.ELEMENT_WISE, Scope.PER_TENSOR):
-            scope, reason = _watch_later(subject, alone, scope, reason)
-        return OptimizerKind(scope, reason, tuple(len(shape) for shape in alone))
+            return OptimizerKind(Reach.UNUSABLE, f"it fails on dense gradients: {failure}{where}")
+        reach, reason = _watch(subject, alone)
+        if reach in (Reach.ELEMENT_WISE, Reach.PER_TENSOR):
+            reach, reason = _watch_later(subject, alone, reach, reason)
+        return OptimizerKind(reach, reason, tuple(len(shape) for shape in alone))
 
 
 def _with_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
@@ -262,16 +262,16 @@ def _meet(
     return subject, {}, failures
 
 
-def _watch(subject: _Subject, alone: dict[tuple[int, ...], _Trial]) -> tuple[Scope, str]:
+def _watch(subject: _Subject, alone: dict[tuple[int, ...], _Trial]) -> tuple[Reach, str]:
     if any(trial.closure_calls for trial in alone.values()):
         return (
-            Scope.CLOSURE_DRIVEN,
+            Reach.CLOSURE_DRIVEN,
             "it calls the closure again at weights that it has moved, and ranks gather weights between steps only",
         )
     histories = [subject.history(shape, len(shape)) for shape in alone]
     expected = [trial.weights[0] for trial in alone.values()]
     if all(torch.equal(weight, history[0]) for weight, history in zip(expected, histories, strict=True)):
-        return Scope.UNUSABLE, f"it moves no weight in {NUM_STEPS} steps, so what it would do cannot be told"
+        return Reach.UNUSABLE, f"it moves no weight in {NUM_STEPS} steps, so what it would do cannot be told"
 
     def again() -> list[Tensor]:
         return [subject.run([history], seed=3).weights[0] for history in histories]
@@ -279,24 +279,24 @@ def _watch(subject: _Subject, alone: dict[tuple[int, ...], _Trial]) -> tuple[Sco
     try:
         influence = _influence(subject, histories, expected, again)
     except _TrialError:  # the class accepts such tensors only one at a time
-        influence = Scope.CROSS_TENSOR
+        influence = Reach.CROSS_TENSOR
     if influence is not None:
         return influence, f"it {_INFLUENCES[influence]}"
     reason = _not_element_wise(subject, alone)
     if reason:
-        return Scope.PER_TENSOR, reason
-    return Scope.ELEMENT_WISE, "it updates each element from that element's own history"
+        return Reach.PER_TENSOR, reason
+    return Reach.ELEMENT_WISE, "it updates each element from that element's own history"
 
 
 _INFLUENCES = {
-    Scope.RANDOM: "draws random numbers, which differ between ranks and between layouts",
-    Scope.CROSS_TENSOR: "lets the gradients of one tensor change the update of another, and no rank has all of them",
+    Reach.RANDOM: "draws random numbers, which differ between ranks and between layouts",
+    Reach.CROSS_TENSOR: "lets the gradients of one tensor change the update of another, and no rank has all of them",
 }
 
 
 def _influence(
     subject: _Subject, histories: list[Tensor], expected: list[Tensor], again: Callable[[], list[Tensor]]
-) -> Scope | None:
+) -> Reach | None:
     """Return whether tensors in front or behind change weights, or random numbers do; None: neither does.
 
     ``again``: runs the trial of ``expected`` again, with another random seed.
@@ -311,18 +311,18 @@ def _influence(
     found = subject.run([*partners, *histories, *partners], seed=1).weights
     if as_expected(found[len(partners) : -len(partners)]):
         return None
-    return Scope.CROSS_TENSOR if as_expected(again()) else Scope.RANDOM
+    return Reach.CROSS_TENSOR if as_expected(again()) else Reach.RANDOM
 
 
 def _watch_later(
-    subject: _Subject, alone: dict[tuple[int, ...], _Trial], scope: Scope, reason: str
-) -> tuple[Scope, str]:
-    """Return the scope, and why, after later steps too: of all tensors together, beside others, and in pieces."""
+    subject: _Subject, alone: dict[tuple[int, ...], _Trial], reach: Reach, reason: str
+) -> tuple[Reach, str]:
+    """Return the reach, and why, after later steps too: of all tensors together, beside others, and in pieces."""
     trial = next(iter(alone.values()))
-    if scope is Scope.ELEMENT_WISE and trial.clocks.hidden(trial.optimizer):
-        scope, reason = Scope.PER_TENSOR, "it may count steps where nobody sees it, and do something else later"
+    if reach is Reach.ELEMENT_WISE and trial.clocks.hidden(trial.optimizer):
+        reach, reason = Reach.PER_TENSOR, "it may count steps where nobody sees it, and do something else later"
     if not trial.clocks.found:
-        return scope, reason
+        return reach, reason
     around = (step - AROUND for step in trial.clocks.settings(trial.optimizer))
     subject.num_first, subject.later = NUM_FIRST, tuple(sorted({*around, *FAR} - {*range(NUM_FIRST)}))
     shapes = [*alone, *([LARGE] if (5, 7) in alone else [])]
@@ -333,13 +333,13 @@ def _watch_later(
         if influence is not None:
             return influence, f"from a later step on it {_INFLUENCES[influence]}"
         whole = dict(zip(shapes, zip(histories, expected, strict=True), strict=True))
-        if scope is Scope.PER_TENSOR or _pieces_do(subject, whole):
-            return scope, reason
-        return Scope.PER_TENSOR, "from a later step on it updates pieces of a tensor differently from the whole tensor"
+        if reach is Reach.PER_TENSOR or _pieces_do(subject, whole):
+            return reach, reason
+        return Reach.PER_TENSOR, "from a later step on it updates pieces of a tensor differently from the whole tensor"
     except _TrialError as error:
-        if scope is Scope.PER_TENSOR:
-            return scope, reason
-        return Scope.PER_TENSOR, f"its later steps could not be tried: {error}"
+        if reach is Reach.PER_TENSOR:
+            return reach, reason
+        return Reach.PER_TENSOR, f"its later steps could not be tried: {error}"
 
 
 def _not_element_wise(subject: _Subject, alone: dict[tuple[int, ...], _Trial]) -> str:

@@ -8,7 +8,7 @@ from enum import Enum
 from torch.optim import Optimizer
 
 
-class Scope(Enum):
+class Reach(Enum):
     """How far the gradient of one element reaches in an optimizer's step."""
 
     ELEMENT_WISE = "element-wise"
@@ -35,19 +35,19 @@ class OptimizerKind:
     """What an optimizer class may be given, with its settings.
 
     Attributes:
-        scope: how far the gradient of one element reaches in a step.
+        reach: how far the gradient of one element reaches in a step.
         reason: why, as a clause that begins with "it".
         ndims: the numbers of dimensions, from 0 to 4, of the parameters that the class accepts.
     """
 
-    scope: Scope
+    reach: Reach
     reason: str
     ndims: tuple[int, ...] = ()
 
     @property
     def refused(self) -> bool:
         """Whether the class cannot be sharded in any layout."""
-        return self.scope not in (Scope.ELEMENT_WISE, Scope.PER_TENSOR)
+        return self.reach not in (Reach.ELEMENT_WISE, Reach.PER_TENSOR)
 
 
 def no_class(given: object) -> str:
