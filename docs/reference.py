@@ -132,7 +132,7 @@ def _settings(
         if dotted.partition(".")[0] in skip:
             continue
         named = [name for name, flag in flags.items() if flag.path == tuple(dotted.split("."))]
-        shown = " ".join(f"`--{prefix}{name[2:]}`" for name in named)
+        shown = " ".join(f"`--{prefix.replace('_', '-')}{name[2:]}`" for name in named)
         if dotted in positionals:
             shown = f"`{dotted.upper()}` (no flag)"
         row = [shown, f"`{dotted}`", _takes(field), _default(field), _plain(field.description or "")]

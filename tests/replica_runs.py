@@ -47,7 +47,7 @@ def loss_of(model: nn.Module, step: int, rank: int, world_size: int) -> Tensor:
 
 def engine_of(comm, stage, settings, shard_size=1, cls=torch.optim.AdamW, lr=0.03, **kwargs):
     net = Net(comm.rank)  # the first replica's weights are everybody's
-    zero = Zero(net, stage, comm=comm, shard_size=shard_size, replicas=settings, **kwargs)
+    zero = Zero(net, stage, comm=comm, shard_size=shard_size, local_steps=settings, **kwargs)
     return net, zero, zero.optimizer(cls, lr=lr)
 
 
@@ -58,7 +58,7 @@ def train(comm, engine, steps):
         loss_of(net, step, comm.rank, comm.world_size).backward()
         optim.step()
         optim.zero_grad()
-        met += zero.replicas.step()
+        met += zero.local_steps.step()
     return met
 
 
@@ -72,6 +72,6 @@ def near(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 def both(zero):
-    with zero.replicas.anchors():
+    with zero.local_steps.anchors():
         anchors = zero.state_dict()
     return anchors, zero.state_dict()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zeroshard.train.config.replica_settings import ReplicasConfig
+from zeroshard.train.config.local_steps_settings import LocalStepsConfig
 from zeroshard.train.config.wire_settings import WireConfig
 from zeroshard.wire_formats import BlockFormat
 from zeroshard.zero import LocalSteps, MixedPrecision
@@ -18,4 +18,4 @@ def test_fp8_is_another_name_of_e4m3():
     assert LocalSteps(every=4, wire="fp8", block=64).form == e4m3
     from_config = MixedPrecision(**WireConfig(weights="fp8", grads="fp8", block=64).as_precision({}))
     assert from_config.weights_format(torch.float32) == e4m3
-    assert ReplicasConfig(every=4, wire="fp8").wire == "fp8"
+    assert LocalStepsConfig(every=4, wire="fp8").wire == "fp8"

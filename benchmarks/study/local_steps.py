@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace, folder: Path, replicas: int, every: int, 
     ]
     words += ["--global-batch-size", str(arguments.rows), "--micro-batch-size", str(arguments.rows // replicas)]
     words += ["--warmup-steps", str(max(arguments.steps // 20, 1)), "--log-interval", "1000000", "--eval-rows", "320"]
-    words += ["--replicas.every", str(every), *(arguments.more if every > 1 else [])]
+    words += ["--local-steps.every", str(every), *(arguments.more if every > 1 else [])]
     if arguments.mode != "none":
         words += ["--link.mode", arguments.mode, "--link.bandwidth", arguments.bandwidth]
     began = time.monotonic()

@@ -44,7 +44,7 @@ class World:
         several = ["--nnodes", f"1:{arguments.replicas}", "--rdzv-endpoint", f"127.0.0.1:{port}"]
         words = [*([] if arguments.one_host else several), "--nproc", str(self._num_ranks)]
         words += ["--data", "text", "--data.path", arguments.text, "--data.dir", str(folder / "data"), *MODEL]
-        words += ["--strategy", "zero1", "--shard-size", "1", "--replicas.every", str(arguments.every)]
+        words += ["--strategy", "zero1", "--shard-size", "1", "--local-steps.every", str(arguments.every)]
         words += ["--max-steps", str(arguments.steps), "--checkpoint-interval", str(arguments.every)]
         words += ["--keep-checkpoints", "2", "--eval-interval", str(arguments.steps), "--eval-rows", "80"]
         words += ["--global-batch-size", str(arguments.rows), "--micro-batch-size", "2", "--log-interval", "1000000"]

@@ -43,14 +43,14 @@ def _wire(weights: str, grads: str) -> Remedy:
 
 
 def _replicas(count: int, every: int, *more: str, together: bool = False) -> Remedy:
-    flags = ("--strategy", "zero1", "--shard-size", "1", "--replicas.every", str(every), *more)
+    flags = ("--strategy", "zero1", "--shard-size", "1", "--local-steps.every", str(every), *more)
     return Remedy(count, flags, together)
 
 
-AVERAGED = ("--replicas.outer-lr", "1", "--replicas.outer-momentum", "0")
-SHORT = ("--replicas.outer-lr", "0.7", "--replicas.outer-momentum", "0.5")
+AVERAGED = ("--local-steps.outer-lr", "1", "--local-steps.outer-momentum", "0")
+SHORT = ("--local-steps.outer-lr", "0.7", "--local-steps.outer-momentum", "0.5")
 # The mean of more replicas, each with fewer rows, has less noise and is shorter: it bears more.
-OF_FOUR = ("--replicas.outer-lr", "0.7", "--replicas.outer-momentum", "0.7")
+OF_FOUR = ("--local-steps.outer-lr", "0.7", "--local-steps.outer-momentum", "0.7")
 # Others are held against the first.
 REMEDIES = {
     "fp32": Remedy(2, ("--strategy", "zero2")),
@@ -65,7 +65,7 @@ REMEDIES = {
     "replicas4-every32-together": _replicas(4, 32, *OF_FOUR, together=True),
     "replicas4-every32-together-momentum5": _replicas(4, 32, *SHORT, together=True),
     "int4": _wire("int4", "int4"),
-    "replicas2-every32-int4": _replicas(2, 32, "--replicas.wire", "int4"),
+    "replicas2-every32-int4": _replicas(2, 32, "--local-steps.wire", "int4"),
 }
 
 

@@ -91,8 +91,8 @@ def settings_of(remedy: str) -> dict[str, Any]:
     formats = [FORMATS.get(part, part) for part in parts if "=" not in part]
     if not numbers:
         return {"wire.weights": formats[0], "wire.grads": formats[-1]} if formats else {}
-    settings = {f"replicas.{NUMBERS.get(key, key)}": int(number) for key, number in numbers.items()}
-    return {"shard_size": 1, **settings, **({"replicas.wire": formats[0]} if formats else {})}
+    settings = {f"local_steps.{NUMBERS.get(key, key)}": int(number) for key, number in numbers.items()}
+    return {"shard_size": 1, **settings, **({"local_steps.wire": formats[0]} if formats else {})}
 
 
 # -- steps on links ----------------------------------------------------------------------------------------------
@@ -128,8 +128,8 @@ class Contestant:
         self.strategy.clip_grad_norm_(1.0)
         self.strategy.optimizer.step()
         self.strategy.optimizer.zero_grad()
-        if self.strategy.zero.replicas is not None:
-            self.strategy.zero.replicas.step()
+        if self.strategy.zero.local_steps is not None:
+            self.strategy.zero.local_steps.step()
 
     def forget(self) -> None:
         """What was measured while it warmed up."""
@@ -182,7 +182,7 @@ def per_step(link: dict[str, Any], remedy: str, stage: int) -> tuple[float, floa
         if remedy in WIRES:
             found.append(statistics.median(turns))
         else:
-            every = settings_of(remedy)["replicas.every"]
+            every = settings_of(remedy)["local_steps.every"]
             alone, meeting = (statistics.median(turns[first::2]) for first in (0, 1))
             found.append(((every - 1) * alone + meeting) / every)
     return found[0], found[1]
@@ -192,7 +192,7 @@ def _turns(remedy: str, stage: int) -> str:
     """The contestant whose turns say how long the remedy's steps are."""
     if remedy in WIRES:
         return f"{remedy} at stage {stage}"
-    wire = settings_of(remedy).get("replicas.wire")
+    wire = settings_of(remedy).get("local_steps.wire")
     return "every=2" + (f",{wire}" if wire else "")
 
 

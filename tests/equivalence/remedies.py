@@ -43,14 +43,14 @@ def with_copy(setup: Setup) -> Strategy:
 
 def with_local_steps(setup: Setup) -> Strategy:
     """`LOCAL`."""
-    return STRATEGIES["zero1"](replace(setup, shard_size=1, replicas=MEETINGS))
+    return STRATEGIES["zero1"](replace(setup, shard_size=1, local_steps=MEETINGS))
 
 
 def meet(strategy: Strategy) -> None:
     """Tell replicas that take local steps that a step is done."""
     zero = getattr(strategy, "zero", None)
-    if zero is not None and zero.replicas is not None:
-        zero.replicas.step()
+    if zero is not None and zero.local_steps is not None:
+        zero.local_steps.step()
 
 
 class Rounded(torch.autograd.Function):

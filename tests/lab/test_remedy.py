@@ -111,7 +111,7 @@ def test_a_plan_may_have_local_steps(planner):
     assert [row.stage for row in found.rows] == [0, 1, 2, 3]
     assert "replicated 2 times, meeting every 32 steps" in found.advice
     assert found.as_dict()["rows"][0]["meetings"]["every"] == 32
-    with pytest.raises(UserError, match=r"replicas.every: 32 needs several replicas"):
+    with pytest.raises(UserError, match=r"local_steps.every: 32 needs several replicas"):
         plan("gpt2-demo", **given, local_steps=LocalSteps(32))
     with pytest.raises(UserError, match="nothing fits on 8 x a100-80gb"):
         remedies(replace(planner, headroom=0.9999999), (0, 1, 2, 3))
@@ -120,9 +120,9 @@ def test_a_plan_may_have_local_steps(planner):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"replicas": {"every": 8}}, r"replicas.every: 8 needs several replicas, and without a shard_size all"),
-        ({"replicas": {"every": 8}, "shard_size": 4, "ask": "remedy"}, r"ask: answers of steps alone"),
-        ({"replicas": {"every": 8}, "shard_size": 4, "dry_run": True}, r"dry_run: answers of steps alone"),
+        ({"local_steps": {"every": 8}}, r"local_steps.every: 8 needs several replicas, and without a shard_size all"),
+        ({"local_steps": {"every": 8}, "shard_size": 4, "ask": "remedy"}, r"ask: answers of steps alone"),
+        ({"local_steps": {"every": 8}, "shard_size": 4, "dry_run": True}, r"dry_run: answers of steps alone"),
     ],
 )
 def test_questions_that_make_no_sense_are_refused(given, words):

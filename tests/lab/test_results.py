@@ -47,7 +47,7 @@ def test_medians_leave_out_the_steps_that_warm_up(tmp_path):
 def test_speeds_of_local_steps_are_those_of_whole_rounds(tmp_path):
     folder, every = tmp_path / "run", 4
     folder.mkdir()
-    replicas = TrainConfig(max_steps=40, warmup_steps=0, shard_size=1, replicas={"every": every})
+    replicas = TrainConfig(max_steps=40, warmup_steps=0, shard_size=1, local_steps={"every": every})
     (folder / "config.toml").write_text(dump_toml(replicas))
     lines = [{"event": "start", "step": 0, "world_size": 2}]
     for step in range(1, 41):

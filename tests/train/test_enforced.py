@@ -27,7 +27,7 @@ def _wire(strategy, weights, grads, other=EXACT, **given):
 def _meetings(strategy, shard_size, **replicas):
     other = torch.float32 if replicas.get("wire") == "bfloat16" else torch.float16
     steps = LocalSteps(2, fragments=replicas.get("fragments", 1), wire=other)
-    given = {"strategy": strategy, "shard_size": shard_size, "replicas": {"every": 2, **replicas}}
+    given = {"strategy": strategy, "shard_size": shard_size, "local_steps": {"every": 2, **replicas}}
     return 4, given, {"local_steps": steps}
 
 

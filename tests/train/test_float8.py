@@ -63,8 +63,8 @@ def _trained(comm, config, num_steps=2, num_micro=1):
         if strategy.ema is not None:
             strategy.ema.update()
         strategy.optimizer.zero_grad()
-        if strategy.zero.replicas is not None:
-            strategy.zero.replicas.step()
+        if strategy.zero.local_steps is not None:
+            strategy.zero.local_steps.step()
         comm.all_reduce(mean).wait()
         found.append((float(mean) / comm.world_size, norm))
     return found, strategy.state_dict()
@@ -112,10 +112,10 @@ def test_recomputing_changes_no_bit(how, emulated):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"optimizer": "muon", "ema_decay": 0.9}, pytest.param({"replicas": {"every": 2}}, marks=SOAK)]
+    "changes", [{"optimizer": "muon", "ema_decay": 0.9}, pytest.param({"local_steps": {"every": 2}}, marks=SOAK)]
 )
 def test_what_else_updates_weights_finds_plain_ones(changes, emulated):
-    world = {"shard_size": 1} if "replicas" in changes else {}
+    world = {"shard_size": 1} if "local_steps" in changes else {}
     losses, weights = run_threads(lambda comm: _trained(comm, _config(**changes, **world), 4), 2)[0]
     plain = run_threads(lambda comm: _trained(comm, _config(**changes, **world, dtype="bfloat16"), 4), 2)[0]
     assert [loss for loss, _ in losses] == pytest.approx([loss for loss, _ in plain[0]], rel=2e-2)

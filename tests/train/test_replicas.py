@@ -13,7 +13,7 @@ from zeroshard.comm import run_threads
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.lab.planner.run_plan import predict
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.replica_settings import early_momentum, unmet_steps
+from zeroshard.train.config.local_steps_settings import early_momentum, unmet_steps
 from zeroshard.train.config.validate import validate
 from zeroshard.train.loop.loop import train
 from zeroshard.train.loop.replica_guards import other_replicas
@@ -27,7 +27,7 @@ FRAGMENTS = {"every": 3, "fragments": 2, "outer_lr": 0.4}
 
 def _trained(comm, config, until=None, planned=False):
     status, run = train_on(comm, config, until=until, predict=predict if planned else None)
-    with run.replicas.anchors():
+    with run.local_steps.anchors():
         anchors = run.strategy.state_dict()
     return status, anchors, run.strategy.state_dict(), run.contract
 
@@ -45,7 +45,7 @@ def _trained(comm, config, until=None, planned=False):
 )
 def test_a_run_keeps_its_plan_and_logs_its_meetings(tiny_config, strategy, shard_size, given):
     config = tiny_config(
-        strategy=strategy, shard_size=shard_size, replicas=given, plan={"enforce": True}, eval_interval=0
+        strategy=strategy, shard_size=shard_size, local_steps=given, plan={"enforce": True}, eval_interval=0
     )
     (status, anchors, _, contract), *others = run_threads(lambda comm: _trained(comm, config, planned=True), 4)
     assert status == ExitStatus.OK
@@ -64,7 +64,7 @@ def test_a_run_keeps_its_plan_and_logs_its_meetings(tiny_config, strategy, shard
 
 @pytest.mark.parametrize("given", [{"every": 3}, pytest.param(FRAGMENTS, marks=SOAK)], ids=["diloco", "fragments"])
 def test_a_run_that_stops_between_meetings_goes_on_to_the_bit(tiny_config, given):
-    config = tiny_config(strategy="zero2", shard_size=1, replicas=given, eval_interval=2)
+    config = tiny_config(strategy="zero2", shard_size=1, local_steps=given, eval_interval=2)
     parts = config.model_copy(update={"out": f"{config.out}-parts"})
     whole = run_threads(lambda comm: _trained(comm, config), 2)
     run_threads(lambda comm: _trained(comm, parts, until=4), 2)
@@ -79,52 +79,70 @@ def test_a_run_that_stops_between_meetings_goes_on_to_the_bit(tiny_config, given
 
 def test_ranks_stop_together_where_replicas_meet(tiny_config):
     """A rank that is told to stop between meetings goes on until the next."""
-    config = tiny_config(strategy="zero1", shard_size=1, replicas={"every": 4}, eval_interval=0, max_steps=8)
+    config = tiny_config(strategy="zero1", shard_size=1, local_steps={"every": 4}, eval_interval=0, max_steps=8)
 
     def go(comm):
         status, run = train_on(comm, config, stop_wanted=lambda: comm.rank == 1)
-        return status, run.replicas.num_steps
+        return status, run.local_steps.num_steps
 
     assert run_threads(go, 2) == [(ExitStatus.TERMINATED, 4)] * 2
 
 
 def test_a_replica_that_diverges_ends_the_run_in_a_line(tiny_config, capsys):
-    config = tiny_config(strategy="zero1", shard_size=1, replicas={"every": 2}, eval_interval=0)
+    config = tiny_config(strategy="zero1", shard_size=1, local_steps={"every": 2}, eval_interval=0)
 
     def go(comm):
         run = build_run(config, comm, CPU)
         if comm.rank == 1:
-            step = run.replicas.step
+            step = run.local_steps.step
 
             def poisoned(**kwargs):
-                for piece in run.strategy.zero.pieces() if run.replicas.num_steps else ():
+                for piece in run.strategy.zero.pieces() if run.local_steps.num_steps else ():
                     piece.data.fill_(float("inf"))
                 return step(**kwargs)
 
-            run.replicas.step = poisoned
+            run.local_steps.step = poisoned
         status = train(run)
         run.close()
         return status
 
     assert run_threads(go, 2) == [ExitStatus.NOT_FINITE] * 2
-    assert "error: replicas: after step 2 the difference of fragment 0 has norm" in capsys.readouterr().err
+    assert "error: local_steps: after step 2 the difference of fragment 0 has norm" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"replicas": {"every": 0}}, r"replicas.every: 0 is below 1; give 1 or more"),
-        ({"replicas": {"every": "x"}}, r"replicas.every: 'x' is not a whole number"),
-        ({"replicas": {"every": 8}}, r"replicas.every: 8 needs several replicas, and without a shard_size all ranks"),
-        ({"replicas": {"outer_lr": 0.5}}, r"replicas.outer_lr: 0.5 is given, and replicas.every is 1"),
-        ({"replicas": {"every": 8, "outer_lr": 0}, "shard_size": 1}, r"replicas.outer_lr: 0 is not above 0"),
-        ({"replicas": {"every": 8, "outer_momentum": 1}, "shard_size": 1}, r"replicas.outer_momentum: 1 is not below"),
-        ({"replicas": {"every": 4, "fragments": 5}, "shard_size": 1}, r"replicas.fragments: 5 fragments cannot meet"),
-        ({"replicas": {"every": 4, "wire": "int7"}, "shard_size": 1}, r"replicas.wire: 'int7' is not a choice"),
-        ({"replicas": {"every": 4}, "shard_size": 1, "strategy": "ddp"}, r"replicas.every: ddp cannot take local"),
-        ({"replicas": {"every": 4}, "shard_size": 1, "strategy": "auto"}, r"replicas.every: auto cannot take local"),
-        ({"replicas": {"every": 4}, "shard_size": 1, "ema_decay": 0.9}, r"ema_decay: 0.9 averages the weights of each"),
-        ({"replicas": {"every": 4}, "shard_size": 1, "dtype": "float16"}, r"dtype: float16 needs one loss scale"),
+        ({"local_steps": {"every": 0}}, r"local_steps.every: 0 is below 1; give 1 or more"),
+        ({"local_steps": {"every": "x"}}, r"local_steps.every: 'x' is not a whole number"),
+        (
+            {"local_steps": {"every": 8}},
+            r"local_steps.every: 8 needs several replicas, and without a shard_size all ranks",
+        ),
+        ({"local_steps": {"outer_lr": 0.5}}, r"local_steps.outer_lr: 0.5 is given, and local_steps.every is 1"),
+        ({"local_steps": {"every": 8, "outer_lr": 0}, "shard_size": 1}, r"local_steps.outer_lr: 0 is not above 0"),
+        (
+            {"local_steps": {"every": 8, "outer_momentum": 1}, "shard_size": 1},
+            r"local_steps.outer_momentum: 1 is not below",
+        ),
+        (
+            {"local_steps": {"every": 4, "fragments": 5}, "shard_size": 1},
+            r"local_steps.fragments: 5 fragments cannot meet",
+        ),
+        ({"local_steps": {"every": 4, "wire": "int7"}, "shard_size": 1}, r"local_steps.wire: 'int7' is not a choice"),
+        (
+            {"local_steps": {"every": 4}, "shard_size": 1, "strategy": "ddp"},
+            r"local_steps.every: ddp cannot take local",
+        ),
+        (
+            {"local_steps": {"every": 4}, "shard_size": 1, "strategy": "auto"},
+            r"local_steps.every: auto cannot take local",
+        ),
+        (
+            {"local_steps": {"every": 4}, "shard_size": 1, "ema_decay": 0.9},
+            r"ema_decay: 0.9 averages the weights of each",
+        ),
+        ({"local_steps": {"every": 4}, "shard_size": 1, "dtype": "float16"}, r"dtype: float16 needs one loss scale"),
         ({"shard_size": 1, "strategy": "zero0"}, r"shard_size: zero0 does not shard with zeroshard's engine"),
     ],
 )
@@ -134,11 +152,13 @@ def test_local_steps_that_make_no_sense_are_refused(given, words):
 
 
 def test_a_world_of_one_replica_and_more_fragments_than_units_are_refused(tiny_config):
-    config = tiny_config(shard_size=2, replicas={"every": 4})
-    with pytest.raises(UserError, match=r"replicas.every: 4 needs several replicas, and 2 ranks of shard_size 2"):
+    config = tiny_config(shard_size=2, local_steps={"every": 4})
+    with pytest.raises(UserError, match=r"local_steps.every: 4 needs several replicas, and 2 ranks of shard_size 2"):
         run_threads(lambda comm: build_run(config, comm, CPU), 2)
-    config = tiny_config(shard_size=1, replicas={"every": 8, "fragments": 4})
-    with pytest.raises(UserError, match=r"replicas.fragments: 4 are more than the 3 units of the model; give at most"):
+    config = tiny_config(shard_size=1, local_steps={"every": 8, "fragments": 4})
+    with pytest.raises(
+        UserError, match=r"local_steps.fragments: 4 are more than the 3 units of the model; give at most"
+    ):
         run_threads(lambda comm: build_run(config, comm, CPU), 2)
 
 
@@ -152,27 +172,27 @@ def test_a_world_of_one_replica_and_more_fragments_than_units_are_refused(tiny_c
     ],
 )
 def test_steps_after_the_last_meeting_are_told_of(given, max_steps, words):
-    config = validate(TrainConfig, {"replicas": {"every": 8, **given}, "shard_size": 1})
-    said = unmet_steps(config.replicas, max_steps)
+    config = validate(TrainConfig, {"local_steps": {"every": 8, **given}, "shard_size": 1})
+    said = unmet_steps(config.local_steps, max_steps)
     assert said.endswith(words) if words else not said
 
 
 def test_new_weights_under_a_large_outer_momentum_are_told_of(tiny_config, capsys):
-    config = tiny_config(shard_size=1, replicas={"every": 4})
-    said = early_momentum(config.replicas)
+    config = tiny_config(shard_size=1, local_steps={"every": 4})
+    said = early_momentum(config.local_steps)
     assert said.startswith(
-        "replicas.outer_momentum: 0.9 with replicas.outer_lr = 0.7 moves common weights by up to 7 times"
+        "local_steps.outer_momentum: 0.9 with local_steps.outer_lr = 0.7 moves common weights by up to 7 times"
     )
     assert "--resume auto, or give 0.5" in said
     run_threads(lambda comm: build_run(config, comm, CPU).close(), 2)
     assert capsys.readouterr().err.count(said) == 1
     for settles in ({"outer_momentum": 0.5}, {"outer_lr": 1.0, "outer_momentum": 0.0}):
-        assert not early_momentum(tiny_config(shard_size=1, replicas={"every": 4, **settles}).replicas)
-    assert not early_momentum(tiny_config().replicas)
+        assert not early_momentum(tiny_config(shard_size=1, local_steps={"every": 4, **settles}).local_steps)
+    assert not early_momentum(tiny_config().local_steps)
 
 
 def test_a_run_that_goes_on_says_what_becomes_of_its_replicas():
-    local, plain = {"replicas": {"every": 8}, "shard_size": 2}, {"shard_size": 2}
+    local, plain = {"local_steps": {"every": 8}, "shard_size": 2}, {"shard_size": 2}
     assert other_replicas(local, 4, local, 4) == other_replicas(plain, 4, plain, 8) == []
     assert "there were 2 replicas, now there are 3" in other_replicas(local, 4, local, 6)[0]
     assert "the steps of the last ones since their last meeting are lost" in other_replicas(local, 6, local, 4)[0]

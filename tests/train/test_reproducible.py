@@ -105,7 +105,7 @@ def test_a_batch_that_micro_batches_cannot_share_is_refused():
         ({"reproducible": 8, "strategy": "zero2", "shard_size": 2}, "shard_size adds up over two levels"),
         ({"reproducible": 8, "accumulate": "local"}, "accumulate adds up on each rank first"),
         (
-            {"reproducible": 8, "strategy": "zero2", "shard_size": 2, "replicas": {"every": 4}},
+            {"reproducible": 8, "strategy": "zero2", "shard_size": 2, "local_steps": {"every": 4}},
             "replicas take steps of their own",
         ),
         (

@@ -47,7 +47,7 @@ def test_it_is_the_algorithm_of_the_paper(settings):
         engine = engine_of(comm, 2, settings)
         met = train(comm, engine, range(9))
         local = engine[1].state_dict()
-        with engine[1].replicas.anchors():
+        with engine[1].local_steps.anchors():
             return met, engine[1].state_dict(), local
 
     anchors, local = _by_hand(settings, 2, 9)
@@ -75,7 +75,7 @@ def test_stages_inside_a_replica_have_the_same_bits_and_replicas_the_same_anchor
         for stage in STAGES:
             engine = engine_of(comm, stage, settings, shard_size)
             train(comm, engine, range(9))
-            with engine[1].replicas.anchors():
+            with engine[1].local_steps.anchors():
                 anchors = engine[1].state_dict()
             found.append((anchors, engine[1].state_dict()))
         return found
@@ -131,15 +131,15 @@ def test_sixty_four_local_steps_send_a_sixtieth_across_replicas_with_all_control
         for settings in (None, LocalSteps(every=64)):
             observed = ObservedCommunicator(comm)
             net = Net()
-            zero = Zero(net, 2, comm=observed, shard_size=1, replicas=settings)
+            zero = Zero(net, 2, comm=observed, shard_size=1, local_steps=settings)
             optim = zero.optimizer(torch.optim.SGD, lr=0.01)
             observed.drain()
             for step in range(64):
                 loss_of(net, step, comm.rank, comm.world_size).backward()
                 optim.step()
                 optim.zero_grad()
-                if zero.replicas:
-                    zero.replicas.step()
+                if zero.local_steps:
+                    zero.local_steps.step()
             crossed.append(sum(r.num_bytes for r in observed.records if r.world_size == comm.world_size))
         return crossed
 

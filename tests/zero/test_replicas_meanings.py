@@ -16,7 +16,7 @@ def test_a_last_meeting_may_be_called_for_and_the_model_taken_back():
     def rank_main(comm):
         engine = engine_of(comm, 3, FRAGMENTS)
         train(comm, engine, range(3))
-        met = engine[1].replicas.meet()
+        met = engine[1].local_steps.meet()
         anchors, local = both(engine[1])
         assert same(anchors, local)
         train(comm, engine, range(3, 4))
@@ -41,7 +41,7 @@ def test_a_replica_that_skips_a_step_goes_on_with_the_others():
             if taken:
                 optim.step()
             optim.zero_grad()
-            zero.replicas.step(taken=taken)
+            zero.local_steps.step(taken=taken)
         return [(r.op, r.num_bytes, r.label) for r in observed.records], both(engine[1])[0]
 
     (issued, anchors), *others = run_threads(rank_main, 4)
@@ -70,7 +70,9 @@ def test_whole_tensors_and_parameters_that_are_trained_later(stage):
     def rank_main(comm):
         net = Net()
         net.blocks.requires_grad_(False)
-        zero = Zero(net, stage, comm=comm, shard_size=2, replicas=LocalSteps(every=2, outer_lr=1.0, outer_momentum=0.0))
+        zero = Zero(
+            net, stage, comm=comm, shard_size=2, local_steps=LocalSteps(every=2, outer_lr=1.0, outer_momentum=0.0)
+        )
         optim = zero.optimizer(torch.optim.Adafactor, lr=0.1)
         for step in range(4):
             if step == 2:
@@ -79,7 +81,7 @@ def test_whole_tensors_and_parameters_that_are_trained_later(stage):
             loss_of(net, step, comm.rank, comm.world_size).backward()
             optim.step()
             optim.zero_grad()
-            zero.replicas.step()
+            zero.local_steps.step()
         return zero.state_dict()
 
     first, *others = run_threads(rank_main, 4)
@@ -138,11 +140,11 @@ def test_settings_that_mean_nothing_are_refused(given, words):
 
 
 def test_local_steps_without_replicas_and_more_fragments_than_units_are_refused():
-    with pytest.raises(ValueError, match="replicas: local_steps needs several replicas, and without a shard_size"):
-        Zero(Net(), 2, comm=LocalCommunicator(), replicas=DILOCO)
+    with pytest.raises(ValueError, match="local_steps: it needs several replicas, and without a shard_size"):
+        Zero(Net(), 2, comm=LocalCommunicator(), local_steps=DILOCO)
     settings = LocalSteps(every=8, fragments=4)
     with pytest.raises(ValueError, match="fragments: 4 are more than the 3 units"):
-        Zero(Net(), 2, comm=LocalCommunicator(), shard_size=1, replicas=settings)
+        Zero(Net(), 2, comm=LocalCommunicator(), shard_size=1, local_steps=settings)
 
 
 class _Lookahead(torch.optim.SGD):
@@ -168,7 +170,7 @@ def test_an_optimizer_that_keeps_weights_in_its_state_or_for_itself_is_refused()
         (torch.optim.ASGD, "keeps weights in its state"),
         (_Lookahead, "goes back to weights that it has"),
     ):
-        zero = Zero(Net(), 2, comm=LocalCommunicator(), shard_size=1, replicas=DILOCO)
+        zero = Zero(Net(), 2, comm=LocalCommunicator(), shard_size=1, local_steps=DILOCO)
         with pytest.raises(ValueError, match=f"{cls.__name__} {words}"):
             zero.optimizer(cls)
 
@@ -178,7 +180,7 @@ def test_who_never_calls_step_of_the_replicas_is_told():
     for refused in (False, True):
         loss_of(net, 0, 0, 1).backward()
         if refused:
-            with pytest.raises(RuntimeError, match=r"stepped twice without zero.replicas.step\(\)"):
+            with pytest.raises(RuntimeError, match=r"stepped twice without zero.local_steps.step\(\)"):
                 optim.step()
         else:
             optim.step()
@@ -189,15 +191,17 @@ def test_a_step_that_replicas_do_not_know_of_is_not_saved():
     net, zero, optim = engine_of(LocalCommunicator(), 2, DILOCO)
     loss_of(net, 0, 0, 1).backward()
     optim.step()
-    with pytest.raises(RuntimeError, match=r"named_shards: the optimizer has stepped, and zero.replicas.step\(\) was"):
+    with pytest.raises(
+        RuntimeError, match=r"named_shards: the optimizer has stepped, and zero.local_steps.step\(\) was"
+    ):
         list(zero.named_shards())
-    zero.replicas.step()
+    zero.local_steps.step()
     assert list(zero.named_shards())
 
 
 def test_ranks_with_other_settings_are_told_apart_before_they_miss_each_other():
     def rank_main(comm):
-        with pytest.raises(ValueError, match=r"replicas: rank 0 has LocalSteps\(every=3.* rank 1 has .*every=4"):
+        with pytest.raises(ValueError, match=r"local_steps: rank 0 has LocalSteps\(every=3.* rank 1 has .*every=4"):
             engine_of(comm, 2, LocalSteps(every=3 + comm.rank))
 
     run_threads(rank_main, 2)
@@ -207,9 +211,9 @@ def test_what_would_change_anchors_for_weights_is_refused():
     net, zero, optim = engine = engine_of(LocalCommunicator(), 2, DILOCO)
     train(zero.comm, engine, range(1))
     loss_of(net, 0, 0, 1).backward()
-    with zero.replicas.anchors():
-        for act in (optim.step, zero.replicas.step, zero.replicas.meet, lambda: list(zero.named_shards())):
-            with pytest.raises(RuntimeError, match=r"leave replicas.anchors\(\) first"):
+    with zero.local_steps.anchors():
+        for act in (optim.step, zero.local_steps.step, zero.local_steps.meet, lambda: list(zero.named_shards())):
+            with pytest.raises(RuntimeError, match=r"leave local_steps.anchors\(\) first"):
                 act()
     with pytest.raises(RuntimeError, match="each replica has weights of its own between meetings"):
         zero.full_params(write_back=True).__enter__()

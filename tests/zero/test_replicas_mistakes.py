@@ -22,7 +22,7 @@ def test_a_replica_whose_first_step_is_skipped_sends_as_much_as_the_others():
         scaler.step(optim)
         scaler.update()
         optim.zero_grad()
-        zero.replicas.step()
+        zero.local_steps.step()
         sent.append([(record.op, record.num_bytes, record.label) for record in observed.records])
     assert scaler.get_scale() == 1.0
     assert sent[0] == sent[1] != []
@@ -57,8 +57,8 @@ def test_replicas_that_are_stepped_at_the_wrong_place_say_so(when):
             with zero.micro_batch(last=micro == 1):
                 loss_of(net, micro, comm.rank, comm.world_size).backward()
             if micro == 1 or when == "after each backward":
-                zero.replicas.step()
-        with pytest.raises(RuntimeError, match=r"^step: zero\.replicas\.step\(\) was called before an optimizer"):
+                zero.local_steps.step()
+        with pytest.raises(RuntimeError, match=r"^step: zero\.local_steps\.step\(\) was called before an optimizer"):
             optim.step()
 
     run_threads(rank_main, 2)
@@ -72,13 +72,13 @@ def test_a_step_that_was_skipped_and_cleared_is_no_mistake(clear):
             loss_of(net, step, comm.rank, comm.world_size).backward()
             if step != 1:
                 optim.step()
-            zero.replicas.step()
+            zero.local_steps.step()
             if clear == "by hand":
                 for param in net.parameters():
                     param.grad = None
             else:
                 optim.zero_grad(set_to_none=clear == "none")
-        return zero.replicas.num_steps
+        return zero.local_steps.num_steps
 
     assert run_threads(rank_main, 2) == [3, 3]
 
@@ -89,7 +89,7 @@ def test_half_of_a_step_is_told_of(shared):
 
     def rank_main(comm):
         net = Net()
-        zero = Zero(net, 2, comm=comm, shard_size=1, replicas=LocalSteps(every=4))
+        zero = Zero(net, 2, comm=comm, shard_size=1, local_steps=LocalSteps(every=4))
         params = list(net.parameters())
         halves = (params[::2], params[1::2]) if shared else (params[:3], params[3:])
         one, other = (zero.optimizer(torch.optim.AdamW, half) for half in halves)
@@ -97,24 +97,24 @@ def test_half_of_a_step_is_told_of(shared):
             loss_of(net, step, comm.rank, comm.world_size).backward()
             one.step()
             if step == 1:
-                zero.replicas.step()
+                zero.local_steps.step()
                 one.zero_grad()
-                with pytest.raises(RuntimeError, match=r"^step: zero\.replicas\.step\(\) was called before an"):
+                with pytest.raises(RuntimeError, match=r"^step: zero\.local_steps\.step\(\) was called before an"):
                     other.step()
                 other.zero_grad()
                 loss_of(net, step, comm.rank, comm.world_size).backward()
                 one.step()
             other.step()
-            zero.replicas.step()
+            zero.local_steps.step()
             zero.zero_grad()
-        return zero.replicas.num_steps
+        return zero.local_steps.num_steps
 
     assert run_threads(rank_main, 2) == [3, 3]
 
 
 def test_a_scaler_may_skip_the_step_of_one_optimizer_of_two():
     net = Net()
-    zero = Zero(net, 1, comm=LocalCommunicator(), shard_size=1, replicas=LocalSteps(every=4))
+    zero = Zero(net, 1, comm=LocalCommunicator(), shard_size=1, local_steps=LocalSteps(every=4))
     params = list(net.parameters())
     optimizers = [zero.optimizer(torch.optim.SGD, half, lr=0.1) for half in (params[:2], params[2:])]
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -125,9 +125,9 @@ def test_a_scaler_may_skip_the_step_of_one_optimizer_of_two():
         for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update()
-        zero.replicas.step()
+        zero.local_steps.step()
         zero.zero_grad()
-    assert zero.replicas.num_steps == 3
+    assert zero.local_steps.num_steps == 3
     assert scaler.get_scale() == 1.0
 
 
@@ -137,7 +137,7 @@ def test_gradients_of_anchors_may_be_read_and_not_stepped_by(stage, num_steps):
     def rank_main(comm):
         net, zero, optim = engine = engine_of(comm, stage, DILOCO, 2)
         train(comm, engine, range(num_steps))
-        with zero.replicas.anchors():
+        with zero.local_steps.anchors():
             loss_of(net, 7, 0, 1).backward()
             with pytest.raises(RuntimeError, match=r"^step: the anchors are in the place of the weights"):
                 optim.step()
@@ -163,7 +163,7 @@ def test_an_evaluation_of_anchors_between_forward_and_backward_leaves_the_gradie
             train(comm, engine, range(2))
             loss = loss_of(net, 7, 0, 1)
             if evaluated:
-                with zero.replicas.anchors(), torch.no_grad():
+                with zero.local_steps.anchors(), torch.no_grad():
                     loss_of(net, 8, 0, 1)
             loss.backward()
             grads.append(zero.full_grads())
@@ -178,7 +178,7 @@ def test_no_backward_goes_through_a_forward_of_other_weights(stage):
         net, zero, optim = engine = engine_of(comm, stage, DILOCO, 2)
         train(comm, engine, range(2))
         before = loss_of(net, 7, 0, 1)
-        with zero.replicas.anchors():
+        with zero.local_steps.anchors():
             inside = loss_of(net, 7, 0, 1)
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 before.backward()

@@ -80,7 +80,7 @@ def test_another_number_of_replicas_begins_at_the_anchors(tmp_path):
 def test_statistics_of_modules_go_on_as_each_replica_had_them_and_are_made_alike_at_meetings(tmp_path):
     def rank_main(comm, resumes):
         net = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
-        zero = Zero(net, 2, comm=comm, shard_size=1, replicas=DILOCO)
+        zero = Zero(net, 2, comm=comm, shard_size=1, local_steps=DILOCO)
         engine = net, zero, zero.optimizer(torch.optim.SGD, lr=0.03)
         if resumes:
             checkpoint.load(tmp_path / "c", zero)
@@ -92,7 +92,7 @@ def test_statistics_of_modules_go_on_as_each_replica_had_them_and_are_made_alike
         engine[2].step()
         engine[2].zero_grad()
         local = net[1].running_mean.clone()
-        zero.replicas.step()
+        zero.local_steps.step()
         return before, local, net[1].running_mean.clone()
 
     went_on, resumed = (run_threads(lambda comm, r=r: rank_main(comm, r), 2) for r in (False, True))

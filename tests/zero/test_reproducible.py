@@ -349,7 +349,7 @@ class _WithoutExchange(NullCommunicator):
             "reproducible: 2 is given, and precision.reduce rounds",
         ),
         (
-            {"reproducible": 2, "shard_size": 1, "replicas": LocalSteps(every=2)},
+            {"reproducible": 2, "shard_size": 1, "local_steps": LocalSteps(every=2)},
             "reproducible: 2 is given, and replicas take",
         ),
         (

@@ -366,7 +366,7 @@ def test_nodes_are_whole_and_there_is_something_to_send():
     with pytest.raises(
         ValueError, match=r"^node_size: 2 is given, and with shard_size = 2 gradients are added up inside"
     ):
-        zero(4, 2, shard_size=2, replicas=LocalSteps(every=4))
+        zero(4, 2, shard_size=2, local_steps=LocalSteps(every=4))
     for size in (0, 1, True, 2.0, "2"):
         with pytest.raises(ValueError, match=r"are no ranks of a node; give 2 or more$"):
             MixedPrecision(reduce="int8", node_size=size)

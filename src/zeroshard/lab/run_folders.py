@@ -112,7 +112,7 @@ class RunResult:
         """The settled steps in rounds, from one synchronisation of replicas to the next. Each step is its own round
         if replicas take no local steps, or if the run did not complete a round of them.
         """
-        every = self.setting("replicas.every", 1)
+        every = self.setting("local_steps.every", 1)
         every = every if isinstance(every, int) and 1 < every <= len(self.settled) else 1
         return tuple(self.settled[i : i + every] for i in range(0, len(self.settled) - every + 1, every))
 

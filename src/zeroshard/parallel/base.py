@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from zeroshard.comm import Communicator
 from zeroshard.zero.engine import Accumulate
+from zeroshard.zero.local_steps.settings import LocalSteps
 from zeroshard.zero.optimizers.ema import Ema
-from zeroshard.zero.replicas.local_steps import LocalSteps
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader
 
 
@@ -52,8 +52,8 @@ class Setup:
             communicated, if not in the dtype of computation (ZeRO strategies only).
         secondary_shard_size: over how many neighbouring ranks a secondary copy of sharded weights is sharded; None:
             there is no such copy (stage 3 only).
-        replicas: schedule and outer optimizer of groups of ``shard_size`` ranks that take local steps; None: all ranks
-            take each step together (ZeRO strategies only).
+        local_steps: schedule and outer optimizer of groups of ``shard_size`` ranks that take local steps; None: all
+            ranks take each step together (ZeRO strategies only).
         reproducible: compute the same bits on any number of ranks up to this one; None: bits may differ (ZeRO
             strategies only).
         ema_decay: decay of a moving average of the weights; None: no average.
@@ -77,7 +77,7 @@ class Setup:
     prefetch: int = 1
     wire: Mapping[str, Any] = field(default_factory=dict)
     secondary_shard_size: int | None = None
-    replicas: LocalSteps | None = None
+    local_steps: LocalSteps | None = None
     reproducible: int | None = None
 
 

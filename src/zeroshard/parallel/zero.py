@@ -32,7 +32,7 @@ class ZeroStrategy:
             prefetch=setup.prefetch,
             accumulate=setup.accumulate,
             shard_size=setup.shard_size,
-            replicas=setup.replicas,
+            local_steps=setup.local_steps,
             reproducible=setup.reproducible,
         )
         self.model: nn.Module = setup.model

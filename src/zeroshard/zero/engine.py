@@ -25,13 +25,13 @@ from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.buffers.unit_choice import UnitChoice
 from zeroshard.zero.compat.module_methods import ModulePatches
 from zeroshard.zero.levels import Levels, check_change, check_levels, communicator
+from zeroshard.zero.local_steps.observer import LocalStepsObserver
+from zeroshard.zero.local_steps.outer_steps import OuterSteps
+from zeroshard.zero.local_steps.settings import LocalSteps
 from zeroshard.zero.optimizers import adoption
 from zeroshard.zero.optimizers.ema import Ema
 from zeroshard.zero.optimizers.state_dict import whole_state
 from zeroshard.zero.precision import MixedPrecision
-from zeroshard.zero.replicas.attached import LocalStepsObserver
-from zeroshard.zero.replicas.local_steps import LocalSteps
-from zeroshard.zero.replicas.replicas import Replicas
 from zeroshard.zero.runtime.module_buffers import BufferSync, ModuleBuffers
 from zeroshard.zero.runtime.module_hooks import attach
 from zeroshard.zero.runtime.runtime import Runtime
@@ -71,20 +71,20 @@ class Zero:
         buffers: how ranks synchronise buffers that a forward changes, such as running statistics, after each backward
             that reduces. ``"broadcast"``: every rank takes rank 0's, as DDP does. ``"keep"``: each rank keeps its own,
             and rank 0's are saved.
-        replicas: let the groups of ``shard_size`` ranks take local steps; see `zeroshard.zero.replicas`.
+        local_steps: let the groups of ``shard_size`` ranks take local steps; see `zeroshard.zero.local_steps`.
         secondary_shard_size: as in `ShardingStrategy`, if ``stage`` is a number.
         reproducible: compute the same bits on 1, 2, 4, ... up to this many ranks, a power of two. Each step must add up
             this many micro-batches, or a multiple, over all ranks. See `zeroshard.zero.transport.exact_sums`.
 
     Attributes:
         levels: the ranks that shard together, and those that hold the same shard.
-        replicas: with local steps, the object whose `step` is called after each optimizer step; else None.
+        local_steps: with local steps, the object whose `step` is called after each optimizer step; else None.
 
     Raises:
         ValueError: an unknown stage; a unit that is not the model's, or a name that occurs nowhere in it; a model that
             has an engine already; meta parameters without ``init``; a ``shard_size`` that does not divide the world, or
-            at stage 0 without ``replicas``; ``replicas`` without a ``shard_size``; ``reproducible`` with a setting that
-            rounds partial sums; ranks with different models or arguments.
+            at stage 0 without ``local_steps``; ``local_steps`` without a ``shard_size``; ``reproducible`` with a
+            setting that rounds partial sums; ranks with different models or arguments.
         TypeError: ``model`` is not a module.
 
     Weights are unsharded and current inside the model's forward, its backward and `full_params`. Other methods of the
@@ -109,14 +109,14 @@ class Zero:
         device: torch.device | str | None = None,
         shard_size: int | None = None,
         buffers: BufferSync = "broadcast",
-        replicas: LocalSteps | None = None,
+        local_steps: LocalSteps | None = None,
         secondary_shard_size: int | None = None,
         reproducible: int | None = None,
     ) -> None:
         self.model = model
         self.comm: Communicator = communicator(comm)
         checked: dict[str, Any] = {"reproducible": reproducible, "accumulate": accumulate}
-        checked["local_steps"] = replicas is not None
+        checked["local_steps"] = local_steps is not None
         with construction.same_on_every_rank(self.comm) as told:
             self.strategy = resolve_strategy(stage, secondary_shard_size)
             self.precision = precision or MixedPrecision()
@@ -128,12 +128,12 @@ class Zero:
         self.levels = Levels.of(self.comm, shard_size, *groups, reproducible)
 
         on_meta = [param for param in model.parameters() if param.is_meta]
-        levels = self.levels if replicas is None else self.levels.inside
+        levels = self.levels if local_steps is None else self.levels.inside
         root, others = construction.build_units(model, units, self.strategy, levels, self.precision, init, device)
         inside = ModuleBuffers(model, levels.world, buffers, may_change=reproducible is None)
         self._runtime = Runtime(root, others, levels, self.strategy, prefetch, inside)
         between = ModuleBuffers(model, self.levels.replicas, buffers)
-        self.replicas = None if replicas is None else Replicas(replicas, self._runtime, self.levels, between)
+        self.local_steps = None if local_steps is None else OuterSteps(local_steps, self._runtime, self.levels, between)
         self._optimizers = EngineOptimizers(self._runtime, levels)
         if reproducible is not None:
             self._optimizers.observers.append(ReproducibleSteps(self._runtime, levels))
@@ -143,10 +143,10 @@ class Zero:
         adoption.replaced(on_meta)
         adoption.register_params(model.parameters(), self._optimizers.adopt)
         self._optimizers.show_what_travels()
-        if self.replicas is not None:
-            self._optimizers.observers.append(LocalStepsObserver(self.replicas))
+        if self.local_steps is not None:
+            self._optimizers.observers.append(LocalStepsObserver(self.local_steps))
             if init is not loaded_later:
-                self.replicas.begin_alike()
+                self.local_steps.begin_alike()
 
     # -- the training step ------------------------------------------------------------------------------------
 
@@ -249,7 +249,7 @@ class Zero:
             RuntimeError: inside `full_params` or `Ema.weights`, or while gradients wait for a step.
         """
         strategy = resolve_strategy(stage)
-        check_change(strategy, self.precision, self.levels, local_steps=self.replicas is not None)
+        check_change(strategy, self.precision, self.levels, local_steps=self.local_steps is not None)
         relayout.restage(self._runtime, strategy, self._optimizers.state_holders("restage"))
         self.strategy = strategy
         self._optimizers.hold_pieces()
@@ -386,8 +386,8 @@ class Zero:
 
         Weights have the dtype that they had before the engine was built. With local steps they are the anchors.
         """
-        if self.replicas is not None:
-            self.replicas.keep_anchors()
+        if self.local_steps is not None:
+            self.local_steps.keep_anchors()
         weights = construction.ordinary_weights(self._runtime.groups())
         for handle in self._handles:
             handle.remove()

@@ -10,7 +10,7 @@ parameters, gradients and optimizer states among themselves, and the groups are 
 Along a row, ranks send what a world of ``shard_size`` ranks would send. Along a column, ranks all-reduce one shard of
 the gradients, once per reduction: only ``1 / shard_size`` of the model crosses between nodes.
 
-If replicas take local steps (`zeroshard.zero.replicas`), ranks communicate along a column only at their meetings.
+If replicas take local steps (`zeroshard.zero.local_steps`), ranks communicate along a column only at their meetings.
 
 Zhang et al. 2022, "MiCS: Near-linear Scaling for Training Gigantic Model on Public Cloud",
 https://arxiv.org/abs/2205.00119, section 3; FSDP calls it hybrid sharding.
@@ -170,7 +170,7 @@ def check_levels(
         others = {"local_steps": local_steps, "shard_size": shard_size, "accumulate": accumulate}
         rules.check_same_bits("reproducible", reproducible, wire=wire, **others)
     if local_steps:
-        rules.check_local_steps("replicas", "local_steps", shard_size)
+        rules.check_local_steps("local_steps", "it", shard_size)
     elif shard_size is not None:
         rules.check_something_is_sharded(_stage(strategy))
 

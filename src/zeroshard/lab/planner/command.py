@@ -103,7 +103,9 @@ def _plan(config: PlanConfig) -> Plan:
         stage=None if config.stage == "all" else int(config.stage),
         shard_size=config.shard_size or None,
         micro_batch=config.micro_batch or None,
-        local_steps=local_steps(config.replicas, config.replicas.fragments),  # units of the model are not known here
+        local_steps=local_steps(
+            config.local_steps, config.local_steps.fragments
+        ),  # units of the model are not known here
     )
 
 

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from zeroshard.errors import UserError
 from zeroshard.lab.planner.price import parse_prices
 from zeroshard.lab.predict.hardware import find_device, find_link
-from zeroshard.train.config.replica_settings import ReplicasConfig
+from zeroshard.train.config.local_steps_settings import LocalStepsConfig
 from zeroshard.train.config.sections import Config, Count, LoraConfig, ModelConfig
 from zeroshard.train.config.wire_settings import WireConfig
 from zeroshard.zero import rules
@@ -34,7 +34,7 @@ class PlanConfig(Config):
 
     model: ModelConfig = ModelConfig()
     lora: LoraConfig = LoraConfig()
-    replicas: ReplicasConfig = ReplicasConfig()
+    local_steps: LocalStepsConfig = LocalStepsConfig()
     wire: WireConfig = WireConfig()
     gpus: int = Field(1, ge=1, le=999_999, description="GPUs, one rank each.")
     gpu: str = Field(
@@ -120,11 +120,11 @@ class PlanConfig(Config):
         self._asks_one_thing()
         self._asks_of_one_size()
         find_link(self.network)
-        if self.replicas.on:
-            rules.check_local_steps("replicas.every", self.replicas.every, self.shard_size)
-        if self.replicas.on and (self.explain or self.dry_run or self.ask != "none"):
+        if self.local_steps.on:
+            rules.check_local_steps("local_steps.every", self.local_steps.every, self.shard_size)
+        if self.local_steps.on and (self.explain or self.dry_run or self.ask != "none"):
             flag = "explain" if self.explain else "dry_run" if self.dry_run else "ask"
-            what = "answers of steps alone, and with replicas.every some of them have a meeting"
+            what = "answers of steps alone, and with local_steps.every some of them have a meeting"
             raise UserError(flag, what, "leave one of the two out")
         if self.wire.given and (self.stage == "0" or (self.dry_run and self.stage == "all")):
             rules.check_wire(f"wire.{self.wire.given}", getattr(self.wire, self.wire.given), 0)
@@ -156,7 +156,7 @@ class PlanConfig(Config):
         if not self.reproducible:
             return
         rules.check_reproducible("reproducible", self.reproducible, self.gpus)
-        beside = {"shard_size": self.shard_size, "accumulate": self.accumulate, "local_steps": self.replicas.on}
+        beside = {"shard_size": self.shard_size, "accumulate": self.accumulate, "local_steps": self.local_steps.on}
         wire = f"wire.{self.wire.given}" if self.wire.given else ""
         rules.check_same_bits("reproducible", self.reproducible, wire=wire, **beside)
         if self.ask in ("fewest-gpus", "remedy"):

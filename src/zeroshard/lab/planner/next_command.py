@@ -16,7 +16,7 @@ from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.validate import validate
 
-SECTIONS = ("model", "lora", "wire", "replicas")  # sections that plans' settings and runs' settings share
+SECTIONS = ("model", "lora", "wire", "local_steps")  # sections that plans' settings and runs' settings share
 SETTINGS = (
     "reproducible",
     "reduce_dtype",

@@ -47,7 +47,7 @@ def plan(
     """
     num_gpus = given.get("world_size", 1)
     if local_steps is not None:
-        rules.check_local_steps("replicas.every", local_steps.every, shard_size, num_gpus)
+        rules.check_local_steps("local_steps.every", local_steps.every, shard_size, num_gpus)
     planner = planner_for(model, **given)
     world_size = planner.cluster.world_size
     stages = _stages(stage, shard_size, world_size, local_steps)

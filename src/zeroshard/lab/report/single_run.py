@@ -109,9 +109,9 @@ def memory_of(run: RunResult) -> list[Figure]:
 def at_stage_zero(run: RunResult, measured: dict[str, int]) -> dict[str, int]:
     """What rank 0 would hold at stage 0: each sharded category times the ranks that share it. Empty if not known."""
     entry = STRATEGIES.get(str(run.setting("strategy", "")))
-    world_size, replicas = run.start.get("world_size"), run.setting("replicas.every", 1)
+    world_size, every = run.start.get("world_size"), run.setting("local_steps.every", 1)
     ranks = run.setting("shard_size", 0) or world_size
-    if entry is None or not entry.planned or not isinstance(ranks, int) or ranks < 2 or replicas != 1:
+    if entry is None or not entry.planned or not isinstance(ranks, int) or ranks < 2 or every != 1:
         return {}
     if not entry.stage:
         return {}

@@ -21,8 +21,8 @@ from zeroshard.errors import UserError
 from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.parallel.registry import STRATEGIES, strategies_with, strategy_entry
 from zeroshard.train.config.data_section import DataConfig
+from zeroshard.train.config.local_steps_settings import LocalStepsConfig, check_local_steps_settings
 from zeroshard.train.config.registered import CommName, StrategyName
-from zeroshard.train.config.replica_settings import ReplicasConfig, check_replicas
 from zeroshard.train.config.sections import (
     SHORTHANDS,
     Config,
@@ -56,7 +56,7 @@ class TrainConfig(Config):
     profile: ProfileConfig = ProfileConfig()
     plan: ContractConfig = ContractConfig()
     link: LinkConfig = LinkConfig()
-    replicas: ReplicasConfig = ReplicasConfig()
+    local_steps: LocalStepsConfig = LocalStepsConfig()
     wire: WireConfig = WireConfig()
     track: TrackConfig = TrackConfig()
 
@@ -277,15 +277,17 @@ class TrainConfig(Config):
             what = f"{self.global_batch_size} already sets how many micro-batches a step has"
             raise UserError("global_batch_size", what, "give it or grad_accum_steps, not both")
         strategy = strategy_entry(self.strategy)
-        check_replicas(self.replicas, self.strategy, self.shard_size, ema_decay=self.ema_decay, dtype=self.dtype)
+        check_local_steps_settings(
+            self.local_steps, self.strategy, self.shard_size, ema_decay=self.ema_decay, dtype=self.dtype
+        )
         check_wire(self.wire, self.strategy)
         rules.check_node_sums("wire.node_size", self.wire.node_size, self.shard_size)
         if self.reproducible:
             rules.check_reproducible("reproducible", self.reproducible)
             wire = f"wire.{self.wire.given}" if self.wire.given else ""
-            beside = {"shard_size": self.shard_size, "accumulate": self.accumulate, "local_steps": self.replicas.on}
+            beside = {"shard_size": self.shard_size, "accumulate": self.accumulate, "local_steps": self.local_steps.on}
             rules.check_same_bits("reproducible", self.reproducible, wire=wire, **beside)
-        if self.shard_size and not (strategy.planned and (strategy.stage or self.replicas.on)):
+        if self.shard_size and not (strategy.planned and (strategy.stage or self.local_steps.on)):
             what = f"{self.strategy} does not shard with zeroshard's engine"
             sharding = [name for name in strategies_with("planned") if STRATEGIES[name].stage]
             raise UserError("shard_size", what, f"leave it out, or use --strategy {', '.join(sharding)}")

@@ -1,8 +1,8 @@
 """The tables of a run's settings: ``[model]``, ``[lora]``, ``[optim]``, ``[profile]``, ``[plan]``, ``[link]``,
 ``[track]``.
 
-``[data]`` is in `data_section`, ``[replicas]`` in `replica_settings` and ``[wire]`` in `wire_settings`. Each table
-checks its own values; `zeroshard.train.config.config` contains the tables and checks that they fit together.
+``[data]`` is in `data_section`, ``[local_steps]`` in `local_steps_settings` and ``[wire]`` in `wire_settings`. Each
+table checks its own values; `zeroshard.train.config.config` contains the tables and checks that they fit together.
 """
 
 from __future__ import annotations

@@ -162,9 +162,9 @@ def _evaluate(
     ``settle`` is called before these or averages replace the weights, which an unfinished save may still read.
     """
     strategy = run.strategy
-    if run.replicas is not None:
+    if run.local_steps is not None:
         settle()
-    with nullcontext() if run.replicas is None else run.replicas.anchors():
+    with nullcontext() if run.local_steps is None else run.local_steps.anchors():
         loss = evaluate(strategy.model, run.corpus.eval_batches, strategy.comm, run.device, alive)
         named = {
             name: evaluate(strategy.model, batches, strategy.comm, run.device, alive)

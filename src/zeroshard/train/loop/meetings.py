@@ -23,18 +23,18 @@ def meet(run: Run, loss: float, stop: ExitStatus, *, taken: bool) -> tuple[dict[
     ``loss``, ``stop`` and ``taken`` are of this replica. Returns facts about the meeting for the step's record, empty
     if there was none; and the status with which all ranks stop, OK to continue.
     """
-    replicas = run.replicas
-    if replicas is None:
+    outer = run.local_steps
+    if outer is None:
         return {}, stop
     with run.clock.span("meeting"):
-        met = replicas.step(taken=taken)
+        met = outer.step(taken=taken)
     if not met:
         return {}, ExitStatus.OK
     said: dict[str, Any] = {
         "arrived": [meeting.fragment for meeting in met],
         "num_bytes": sum(meeting.num_bytes for meeting in met),
         "difference_norm": sum(meeting.difference_norm**2 for meeting in met) ** 0.5,
-        "num_replicas": replicas.comm.world_size,
+        "num_replicas": outer.comm.world_size,
     }
     said["loss"], stop = _agree(run, loss, stop)
     return said, stop
@@ -52,5 +52,5 @@ def _agree(run: Run, loss: float, stop: ExitStatus) -> tuple[float, ExitStatus]:
 
 
 def fragments_that_met(run: Run) -> list[int]:
-    """The fragments that met after this step, for the plan; [] without replicas."""
-    return [] if run.replicas is None else run.replicas.settings.fragments_at(run.replicas.num_steps)
+    """The fragments that met after this step, for the plan; [] without local steps."""
+    return [] if run.local_steps is None else run.local_steps.settings.fragments_at(run.local_steps.num_steps)

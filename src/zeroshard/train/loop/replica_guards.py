@@ -9,7 +9,7 @@ from typing import Any
 from zeroshard.comm import Communicator
 from zeroshard.comm.agree import send_bytes
 from zeroshard.train.loop.step_guard import StepGuard
-from zeroshard.zero import Replicas
+from zeroshard.zero import OuterSteps
 
 
 def guards_of_replicas(comm: Communicator, replica: Communicator, guard: StepGuard) -> list[dict[str, Any]]:
@@ -19,10 +19,10 @@ def guards_of_replicas(comm: Communicator, replica: Communicator, guard: StepGua
     return [json.loads(send_bytes(comm, own if comm.rank == first else b"", first)) for first in firsts]
 
 
-def own_guard(saved: Mapping[str, Any], replicas: Replicas | None) -> dict[str, Any] | None:
+def own_guard(saved: Mapping[str, Any], local_steps: OuterSteps | None) -> dict[str, Any] | None:
     """The saved guard state that this rank resumes from: its replica's, else the first one's; None: none was saved."""
     guards = saved.get("guards", [])
-    number = 0 if replicas is None else replicas.comm.rank
+    number = 0 if local_steps is None else local_steps.comm.rank
     return guards[number] if number < len(guards) else saved.get("guard")
 
 
@@ -48,5 +48,5 @@ def other_replicas(before: Mapping[str, Any], world_before: int, now: Mapping[st
 
 def _replicas(config: Mapping[str, Any], world_size: int) -> tuple[bool, int]:
     """Whether replicas take local steps, and how many replicas there are (1 without local steps)."""
-    on = config.get("replicas", {}).get("every", 1) > 1
+    on = config.get("local_steps", {}).get("every", 1) > 1
     return on, world_size // (config.get("shard_size") or world_size) if on else 1

@@ -23,7 +23,7 @@ from zeroshard.train.loop.step_guard import StepGuard
 from zeroshard.train.records.plan_contract import Contract
 from zeroshard.train.records.records import Observer
 from zeroshard.train.state.lock import RunLock
-from zeroshard.zero import Replicas
+from zeroshard.zero import OuterSteps
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,12 @@ class Run:
     measures: Measures | None = None
     contract: Contract | None = None  # the run's plan
     about: Mapping[str, str] = field(default_factory=dict)  # the run in words, by label: `about_run`
-    replicas: Replicas | None = None  # if they take local steps
+    local_steps: OuterSteps | None = None  # if they take local steps
 
     @property
     def together(self) -> Communicator:
         """The ranks that take each step together: all of them, or with local steps those of this rank's replica."""
-        return self.strategy.comm if self.replicas is None else self.replicas.shard
+        return self.strategy.comm if self.local_steps is None else self.local_steps.shard
 
     def tokens_at(self, step: int) -> int:
         """Tokens that all ranks together have trained on after ``step`` steps."""

@@ -44,8 +44,8 @@ class Saving:
             on_progress=self.alive,
         )
         self._hook = run.strategy.optimizer.register_step_pre_hook(lambda *_: self.settle())
-        if run.replicas is not None:
-            run.replicas.before_change = self.settle
+        if run.local_steps is not None:
+            run.local_steps.before_change = self.settle
         self.saved_at = run.first_step
         self._wanted_at = run.first_step
         self._num_complete, self._last_error = 0, ""
@@ -66,7 +66,7 @@ class Saving:
         if run.scaler:
             extra["loss_scaler"] = run.scaler.state_dict()
         extra["guard"] = run.guard.state_dict()
-        if run.replicas is not None:
+        if run.local_steps is not None:
             extra["guards"] = guards_of_replicas(run.strategy.comm, run.together, run.guard)
         extra["best"] = run.best.state_dict()
         path = self._folder / step_name(step)

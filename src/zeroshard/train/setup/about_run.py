@@ -41,7 +41,7 @@ def about_run(run: Run, config: TrainConfig, model: LanguageModel) -> dict[str, 
 
     ``config`` has a resolved strategy, not ``auto``. ``model`` is the unsharded one, and may be on the meta device.
     """
-    comm, corpus, accum, every = run.strategy.comm, run.corpus, run.schedule.grad_accum_steps, config.replicas.every
+    comm, corpus, accum, every = run.strategy.comm, run.corpus, run.schedule.grad_accum_steps, config.local_steps.every
     micro_batches = "1 micro-batch" if accum == 1 else f"{accum:,} micro-batches"
     resumed = f", resumed after step {run.first_step:,}" if run.first_step else ""
     sizes = {"world_size": comm.world_size, "shard_size": config.shard_size, "every": every}

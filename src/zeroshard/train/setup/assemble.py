@@ -30,7 +30,7 @@ from zeroshard.models.presets import model_config
 from zeroshard.optim import MuonAdamW, decay_groups, muon_groups
 from zeroshard.parallel import Setup, Strategy, build_strategy, strategy_entry
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.replica_settings import ReplicasConfig, check_num_replicas
+from zeroshard.train.config.local_steps_settings import LocalStepsConfig, check_num_replicas
 from zeroshard.train.config.sections import LoraConfig, ModelConfig
 from zeroshard.train.setup.agree import agree_on, model_facts
 from zeroshard.train.setup.compiled import compile_blocks
@@ -63,7 +63,7 @@ def check_float8(config: TrainConfig) -> None:
 def check_shard_size(config: TrainConfig, world_size: int) -> None:
     """Raise UserError if ``world_size`` does not fit a setting that groups ranks.
 
-    These are ``shard_size``, ``reproducible``, ``node_copy``, ``wire.node_size`` and ``replicas``.
+    These are ``shard_size``, ``reproducible``, ``node_copy``, ``wire.node_size`` and ``local_steps``.
     """
     if config.shard_size:
         rules.check_shard_size(config.shard_size, world_size)
@@ -73,7 +73,7 @@ def check_shard_size(config: TrainConfig, world_size: int) -> None:
         rules.check_groups("node_copy", config.node_copy, config.shard_size or world_size)
     if config.wire.node_size:
         rules.check_groups("wire.node_size", config.wire.node_size, world_size)
-    check_num_replicas(config.replicas, config.shard_size, world_size, config.nnodes)
+    check_num_replicas(config.local_steps, config.shard_size, world_size, config.nnodes)
 
 
 def _check_vocab_size(config: TrainConfig, vocab_size: int) -> None:
@@ -194,7 +194,7 @@ def sharded(
         prefetch=config.prefetch,
         wire=wire(config),
         secondary_shard_size=config.node_copy or None,
-        replicas=local_steps(config.replicas, len(model.units)),
+        local_steps=local_steps(config.local_steps, len(model.units)),
         reproducible=config.reproducible or None,
     )
     return model, build_strategy(config.strategy, setup)
@@ -219,7 +219,7 @@ def reduce_dtype(config: TrainConfig) -> torch.dtype | None:
     return DTYPES.get(config.reduce_dtype)
 
 
-def local_steps(given: ReplicasConfig, num_units: int) -> LocalSteps | None:
+def local_steps(given: LocalStepsConfig, num_units: int) -> LocalSteps | None:
     """Return how replicas take local steps and meet; None if all ranks take each step together.
 
     Raises:
@@ -229,7 +229,7 @@ def local_steps(given: ReplicasConfig, num_units: int) -> LocalSteps | None:
         return None
     if given.fragments > num_units + 1:
         what = f"{given.fragments} are more than the {num_units + 1} units of the model"
-        raise UserError("replicas.fragments", what, f"give at most {num_units + 1}")
+        raise UserError("local_steps.fragments", what, f"give at most {num_units + 1}")
     wire = None if given.wire == "float32" else DTYPES.get(given.wire, given.wire)
     return LocalSteps(
         every=given.every,

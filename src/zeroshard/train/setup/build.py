@@ -30,7 +30,7 @@ from zeroshard.parallel.zero import ZeroStrategy
 from zeroshard.profiling.flops import peak_bf16_flops_per_s
 from zeroshard.stopwatch import Stopwatch
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.replica_settings import early_momentum, unmet_steps
+from zeroshard.train.config.local_steps_settings import early_momentum, unmet_steps
 from zeroshard.train.links import Links
 from zeroshard.train.loop.best_loss import BestLoss
 from zeroshard.train.loop.data import Corpus
@@ -173,7 +173,7 @@ def _build_in(
         comm=observed,
         lock=lock,
         clock=Stopwatch(device),
-        replicas=strategy.zero.replicas if isinstance(strategy, ZeroStrategy) else None,
+        local_steps=strategy.zero.local_steps if isinstance(strategy, ZeroStrategy) else None,
     )
     if resume_from is not None:
         run = _resumed(run, resume_from, config, corpus, comm)
@@ -182,7 +182,7 @@ def _build_in(
 
 def _warn_of_local_steps(config: TrainConfig, *, draw: bool) -> None:
     """Print what a user of local steps should know before the run; ``draw``: the run begins with new weights."""
-    warnings = [unmet_steps(config.replicas, config.max_steps), early_momentum(config.replicas) if draw else ""]
+    warnings = [unmet_steps(config.local_steps, config.max_steps), early_momentum(config.local_steps) if draw else ""]
     for warning in filter(None, warnings):
         print(warning, file=sys.stderr, flush=True)
 
@@ -268,7 +268,7 @@ def _load(path: Path, run: Run, *, verified: bool) -> int:
         saved = checkpoint.load(path, run.strategy, verified=verified, settings=False)
         if run.scaler is not None and saved.get("loss_scaler"):
             run.scaler.load_state_dict(saved["loss_scaler"])
-        run.guard.load_state_dict(own_guard(saved, run.replicas) or run.guard.state_dict())
+        run.guard.load_state_dict(own_guard(saved, run.local_steps) or run.guard.state_dict())
         return int(saved["step"])
     except UserError:
         raise

@@ -68,6 +68,6 @@ def job_of(
         calibration=config.plan.device,
         estimates=comm.rank == 0,  # only rank 0 reports estimates
         links=Links.of(config.link),
-        local_steps=local_steps(config.replicas, len(model.units)),
+        local_steps=local_steps(config.local_steps, len(model.units)),
         reproducible=config.reproducible or None,
     )

@@ -1,6 +1,6 @@
 """Gradients with which no optimizer may step, because they were computed at other weights than it would update.
 
-Such gradients come from a backward inside ``ema.weights()`` or ``replicas.anchors()``.
+Such gradients come from a backward inside ``ema.weights()`` or ``local_steps.anchors()``.
 """
 
 from __future__ import annotations

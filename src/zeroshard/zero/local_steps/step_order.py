@@ -1,11 +1,11 @@
-"""Checks that `Replicas.step` is called once after each step of all optimizers.
+"""Checks that `OuterSteps.step` is called once after each step of all optimizers.
 
 If it were never called, replicas would never meet. If it were called after each backward, or before the optimizer's
 step, they would meet too often, and an optimizer would use gradients of weights that a meeting has replaced.
 
 [Note: Steps that were skipped]
     A `torch.amp.GradScaler` skips a step silently, possibly that of one optimizer among several. So gradients that
-    wait for a step when `Replicas.step` is called are no error yet. They are marked unusable
+    wait for a step when `OuterSteps.step` is called are no error yet. They are marked unusable
     (`zeroshard.zero.buffers.unusable_grads`): their optimizer raises if it steps by them later. A loop that skips a
     step clears them instead.
 """
@@ -20,13 +20,13 @@ from torch.optim import Optimizer
 from zeroshard.zero.buffers.unit import FlatGroup
 
 _WAITED = (
-    "zero.replicas.step() was called before an optimizer had stepped with these gradients; call it once after the "
+    "zero.local_steps.step() was called before an optimizer had stepped with these gradients; call it once after the "
     "steps of all optimizers, and not after each backward"
 )
 
 
 class StepOrder:
-    """Records which optimizers have stepped since the last `Replicas.step`."""
+    """Records which optimizers have stepped since the last `OuterSteps.step`."""
 
     def __init__(self) -> None:
         self._stepped: list[Optimizer] = []
@@ -36,8 +36,8 @@ class StepOrder:
         """Record a step of the optimizer; raises RuntimeError if it has stepped before without `ends` in between."""
         if any(optimizer is known for known in self._stepped):
             raise RuntimeError(
-                "step: the optimizer stepped twice without zero.replicas.step(), so replicas would never meet; call it "
-                "after each step of the optimizer"
+                "step: the optimizer stepped twice without zero.local_steps.step(), so replicas would never meet; call "
+                "it after each step of the optimizer"
             )
         self._stepped.append(optimizer)
         self._members |= members
@@ -59,6 +59,6 @@ class StepOrder:
         """Raise RuntimeError about ``what`` if a step of an optimizer was not followed by `ends`."""
         if self._stepped:
             raise RuntimeError(
-                f"{what}: the optimizer has stepped, and zero.replicas.step() was not called since; call it first, or "
-                "a resumed run would count a step less and meet at others"
+                f"{what}: the optimizer has stepped, and zero.local_steps.step() was not called since; call it first, "
+                "or a resumed run would count a step less and meet at others"
             )

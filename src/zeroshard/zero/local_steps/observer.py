@@ -7,22 +7,22 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroshard.zero.local_steps import checkpoints
+from zeroshard.zero.local_steps.outer_steps import OuterSteps
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 from zeroshard.zero.optimizers.reach_probe import weights_kept
-from zeroshard.zero.replicas import saved
-from zeroshard.zero.replicas.replicas import Replicas
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader
 from zeroshard.zero.stepping.observer import Observer
 
 
 class LocalStepsObserver(Observer):
-    """Tells ``replicas`` of the engine's events, and answers for them."""
+    """Tells ``outer_steps`` of the engine's events, and answers for them."""
 
     category = "outer"
     parts_weights = True
 
-    def __init__(self, replicas: Replicas) -> None:
-        self._replicas = replicas
+    def __init__(self, outer_steps: OuterSteps) -> None:
+        self._outer_steps = outer_steps
 
     def optimizer_comes(self, piecewise: PiecewiseOptimizer) -> None:
         """Refuse an optimizer that keeps weights in its state."""
@@ -32,56 +32,56 @@ class LocalStepsObserver(Observer):
         except Exception as error:  # whatever a user's class raises
             raise ValueError(
                 f"optimizer_cls: {kind.__name__} could not be tried for local steps ({error}); "
-                "give another class, or leave out replicas"
+                "give another class, or leave out local_steps"
             ) from error
         if kept is not None:
             raise ValueError(
                 f"optimizer_cls: {kind.__name__} {kept}, which a meeting of replicas replaces; give one that keeps "
-                "moments of gradients alone, such as AdamW, or leave out replicas"
+                "moments of gradients alone, such as AdamW, or leave out local_steps"
             )
 
     def layout_changes(self) -> None:
         """Refuse it once there are anchors."""
-        self._replicas.require_same_layout()
+        self._outer_steps.require_same_layout()
 
     def before_step(self, members: set[nn.Parameter]) -> None:
         """Make current weights the first anchors."""
-        self._replicas.begin_anchors()
+        self._outer_steps.begin_anchors()
 
     def after_step(self, optimizer: Optimizer, members: set[nn.Parameter]) -> None:
-        """Record the step, to which a call of `Replicas.step` belongs."""
-        self._replicas.after_update(optimizer, members)
+        """Record the step, to which a call of `OuterSteps.step` belongs."""
+        self._outer_steps.after_update(optimizer, members)
 
     def weights_replaced(self) -> None:
         """Restart from the first replica's."""
-        self._replicas.restart_from_first()
+        self._outer_steps.restart_from_first()
 
     def resumes_at(self, step: int) -> None:
         """Count steps on, if the checkpoint has no count for replicas."""
-        self._replicas.num_steps = self._replicas.num_steps or step
+        self._outer_steps.num_steps = self._outer_steps.num_steps or step
 
     def require_weights(self, what: str) -> None:
         """Raise RuntimeError while anchors are in the place of the weights."""
-        self._replicas.require_local(what)
+        self._outer_steps.require_local(what)
 
     def require_common(self, what: str) -> None:
         """Raise RuntimeError if each replica has weights of its own."""
-        self._replicas.require_rest(what)
+        self._outer_steps.require_rest(what)
 
     def shards(self, written: Iterator[NamedShard]) -> Iterator[NamedShard]:
         """Anchors in the place of weights, and what replicas do not share under names of their own."""
-        self._replicas.order.require_counted("named_shards")
-        yield from saved.named_shards(self._replicas, written)
+        self._outer_steps.order.require_counted("named_shards")
+        yield from checkpoints.named_shards(self._outer_steps, written)
 
     def reader(self, reader: ShardReader) -> ShardReader:
-        """This replica's own weights and states, if they were saved."""
-        return saved.ReplicaReader(reader, self._replicas.comm.rank)
+        """This replica's own weights and states, if they were checkpoints."""
+        return checkpoints.ReplicaReader(reader, self._outer_steps.comm.rank)
 
     def load(self, reader: ShardReader) -> None:
         """Load anchors and momentum."""
-        saved.load(self._replicas, reader)
+        checkpoints.load(self._outer_steps, reader)
 
     @property
     def tensors(self) -> Sequence[tuple[str, Tensor]]:
         """Anchors and momentum."""
-        return self._replicas.tensors
+        return self._outer_steps.tensors

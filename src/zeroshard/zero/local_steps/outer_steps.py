@@ -1,8 +1,8 @@
-"""`Replicas`: the replicas of an engine that takes local steps, and their meetings.
+"""`OuterSteps`: the replicas of an engine that takes local steps, and their meetings.
 
 Inside a replica the engine works as in a world of ``shard_size`` ranks, at any stage: gradients, norms and control
 collectives stay inside. All communication between replicas is here: of initial weights, differences, and statistics of
-modules. See `zeroshard.zero.replicas.local_steps`.
+modules. See `zeroshard.zero.local_steps.settings`.
 
 [Note: The same order everywhere]
     Which fragments meet depends on the number of steps alone, so every rank issues the same collectives at the same
@@ -26,9 +26,9 @@ from zeroshard.comm.agree import agreement
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.buffers.unusable_grads import mark_unusable
 from zeroshard.zero.levels import Levels
-from zeroshard.zero.replicas.local_steps import LocalSteps
-from zeroshard.zero.replicas.outer import Difference, Outer
-from zeroshard.zero.replicas.step_order import StepOrder
+from zeroshard.zero.local_steps.outer_optimizer import Difference, Outer
+from zeroshard.zero.local_steps.settings import LocalSteps
+from zeroshard.zero.local_steps.step_order import StepOrder
 from zeroshard.zero.runtime.module_buffers import ModuleBuffers
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.tensor_broadcast import as_bytes, put_bytes
@@ -57,8 +57,8 @@ class ReplicaDivergedError(RuntimeError):
     """A mean difference has NaN/Inf, because the weights of some replica have. Raised on every rank."""
 
 
-class Replicas:
-    """The replicas of an engine, as `Zero.replicas`: call `step` after each step of the optimizer.
+class OuterSteps:
+    """The replicas of an engine, as `Zero.local_steps`: call `step` after each step of the optimizer.
 
     Args:
         settings: how the replicas meet.
@@ -76,7 +76,7 @@ class Replicas:
 
     def __init__(self, settings: LocalSteps, runtime: Runtime, levels: Levels, buffers: ModuleBuffers) -> None:
         settings.check_units(len(runtime.all_units()))
-        with agreement(levels.world, "replicas", "give every rank the same LocalSteps") as described:
+        with agreement(levels.world, "local_steps", "give every rank the same LocalSteps") as described:
             described.append(str(settings))
         self.settings, self.comm, self.shard, self._world = settings, levels.replicas, levels.shard, levels.world
         self._runtime, self._buffers = runtime, buffers
@@ -135,14 +135,16 @@ class Replicas:
     def require_local(self, what: str) -> None:
         """Raise RuntimeError about ``what`` while anchors are in the place of the local weights."""
         if self.applied:
-            raise RuntimeError(f"{what}: the anchors are in the place of the weights; leave replicas.anchors() first")
+            raise RuntimeError(
+                f"{what}: the anchors are in the place of the weights; leave local_steps.anchors() first"
+            )
 
     def require_rest(self, what: str) -> None:
         """Raise RuntimeError about ``what`` if each replica has weights of its own."""
         if not self.at_anchor:
             raise RuntimeError(
                 f"{what}: each replica has weights of its own between meetings; do it before the first step, or after "
-                "zero.replicas.meet()"
+                "zero.local_steps.meet()"
             )
 
     def require_same_layout(self) -> None:
@@ -169,8 +171,8 @@ class Replicas:
         Raises:
             RuntimeError: a difference has NaN/Inf, on every rank; or inside `anchors` or `Zero.full_params`.
         """
-        self.require_local("replicas.step")
-        self._runtime.require_unpinned("replicas.step")
+        self.require_local("local_steps.step")
+        self._runtime.require_unpinned("local_steps.step")
         self.order.ends((group for _, group in self.groups()), taken=taken)
         self.begin_anchors()  # for a replica whose first step was skipped
         self.num_steps += 1
@@ -185,8 +187,8 @@ class Replicas:
 
     def meet(self) -> list[Meeting]:
         """Have all fragments meet now, as at the end of training: then all replicas have the anchors. Collective."""
-        self.require_local("replicas.meet")
-        self._runtime.require_unpinned("replicas.meet")
+        self.require_local("local_steps.meet")
+        self._runtime.require_unpinned("local_steps.meet")
         met = self._meet(list(range(self.settings.fragments)))
         self.at_anchor = True
         return met
@@ -209,7 +211,7 @@ class Replicas:
         for fragment, norm in zip(fragments, norms, strict=True):
             if not math.isfinite(norm):
                 raise ReplicaDivergedError(
-                    f"replicas: after step {self.num_steps} the difference of fragment {fragment} has norm {norm}: "
+                    f"local_steps: after step {self.num_steps} the difference of fragment {fragment} has norm {norm}: "
                     "the weights of a replica have diverged; lower lr, or resume from the last checkpoint"
                 )
         self.before_change()
@@ -269,7 +271,7 @@ class Replicas:
 
     def _visit(self, whose: str | None) -> None:
         self.applied = whose is not None
-        mark_unusable((group.grads.unusable for _, group in self.groups()), whose, "replicas.anchors()")
+        mark_unusable((group.grads.unusable for _, group in self.groups()), whose, "local_steps.anchors()")
 
     @contextmanager
     def _shown(self) -> Generator[None]:

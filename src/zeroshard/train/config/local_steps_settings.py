@@ -1,8 +1,8 @@
-"""The table ``[replicas]`` of a run's settings: local steps (DiLoCo).
+"""The table ``[local_steps]`` of a run's settings: local steps (DiLoCo).
 
 A replica is a group of ``shard_size`` ranks. With local steps each replica trains by itself for ``every`` steps. Then
 the replicas *meet*: they average their weight differences, and an outer optimizer applies the mean. See
-`zeroshard.zero.replicas.local_steps`.
+`zeroshard.local_steps.local_steps`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zeroshard.zero.rules import check_local_steps
 MOST_FROM_NEW_WEIGHTS = 1.5
 
 
-class ReplicasConfig(Config):
+class LocalStepsConfig(Config):
     """Whether replicas (groups of ``shard_size`` ranks) take local steps, and how they meet (DiLoCo)."""
 
     every: int = Field(
@@ -50,80 +50,80 @@ class ReplicasConfig(Config):
         fields = type(self).model_fields
         given = [name for name in fields if name != "every" and getattr(self, name) != fields[name].default]
         if given and not self.on:
-            what = f"{getattr(self, given[0])} is given, and replicas.every is 1: replicas take no local steps"
-            raise UserError(f"replicas.{given[0]}", what, "add --replicas.every 32, or leave it out")
+            what = f"{getattr(self, given[0])} is given, and local_steps.every is 1: replicas take no local steps"
+            raise UserError(f"local_steps.{given[0]}", what, "add --local-steps.every 32, or leave it out")
         if self.fragments > self.every:
-            what = f"{self.fragments} fragments cannot meet at different steps of {self.every} (replicas.every)"
-            raise UserError("replicas.fragments", what, f"give at most {self.every}")
+            what = f"{self.fragments} fragments cannot meet at different steps of {self.every} (local_steps.every)"
+            raise UserError("local_steps.fragments", what, f"give at most {self.every}")
         return self
 
 
-def check_replicas(
-    replicas: ReplicasConfig, strategy: str, shard_size: int, *, ema_decay: float = 0.0, dtype: str = "auto"
+def check_local_steps_settings(
+    local_steps: LocalStepsConfig, strategy: str, shard_size: int, *, ema_decay: float = 0.0, dtype: str = "auto"
 ) -> None:
     """Raise UserError if local steps are on and another setting of the run does not work with them."""
-    if not replicas.on:
+    if not local_steps.on:
         return
     entry = strategy_entry(strategy)
     todo = f"leave it out, or use --strategy {', '.join(strategies_with('planned'))}"
     if not entry.planned:
         raise UserError(
-            "replicas.every", f"{strategy} cannot take local steps: it does not use zeroshard's engine", todo
+            "local_steps.every", f"{strategy} cannot take local steps: it does not use zeroshard's engine", todo
         )
     if strategy == "auto":
-        raise UserError("replicas.every", "auto cannot take local steps: what fits is found for one replica", todo)
-    check_local_steps("replicas.every", replicas.every, shard_size)
+        raise UserError("local_steps.every", "auto cannot take local steps: what fits is found for one replica", todo)
+    check_local_steps("local_steps.every", local_steps.every, shard_size)
     if ema_decay:
         what = f"{ema_decay} averages the weights of each step, which replicas do not have in common"
-        raise UserError("ema_decay", what, "leave it out, or --replicas.every")
+        raise UserError("ema_decay", what, "leave it out, or --local-steps.every")
     if dtype == "float16":
         what = (
             "float16 needs one loss scale on all ranks at each step, and replicas with local steps have none in common"
         )
-        raise UserError("dtype", what, "use bfloat16, or leave out --replicas.every")
+        raise UserError("dtype", what, "use bfloat16, or leave out --local-steps.every")
 
 
-def check_num_replicas(replicas: ReplicasConfig, shard_size: int, world_size: int, nnodes: str) -> None:
+def check_num_replicas(local_steps: LocalStepsConfig, shard_size: int, world_size: int, nnodes: str) -> None:
     """Raise UserError if local steps are on and all ranks form a single replica.
 
     A run with ``nnodes`` as ``2:4`` is elastic: it may be down to one replica because it lost machines.
     """
     least, _, most = nnodes.partition(":")
-    if replicas.on and (not most or least == most):
-        check_local_steps("replicas.every", replicas.every, shard_size, world_size)
+    if local_steps.on and (not most or least == most):
+        check_local_steps("local_steps.every", local_steps.every, shard_size, world_size)
 
 
-def unmet_steps(replicas: ReplicasConfig, max_steps: int) -> str:
+def unmet_steps(local_steps: LocalStepsConfig, max_steps: int) -> str:
     """Return a warning if another ``max_steps`` would leave fewer final steps without a meeting; else "".
 
     Steps after the last meeting are missing from the common weights, which are what evaluation and export read.
     """
-    every, fragments = replicas.every, replicas.fragments
+    every, fragments = local_steps.every, local_steps.fragments
 
     def missed(steps: int) -> int:  # by the fragment that has met longest ago
         return max((steps - (fragment + 1) * every // fragments) % every for fragment in range(fragments))
 
     near = range(max(1, max_steps - every), max_steps + every)
     least = min(map(missed, near))
-    if not replicas.on or missed(max_steps) == least:
+    if not local_steps.on or missed(max_steps) == least:
         return ""
     nearest = sorted((steps for steps in near if missed(steps) == least), key=lambda steps: abs(steps - max_steps))
     what = f"at max_steps = {max_steps} what is saved misses up to {missed(max_steps)} of the last steps"
-    return f"replicas.every: {what}; with {' or '.join(map(str, sorted(nearest[:2])))} it misses {least}"
+    return f"local_steps.every: {what}; with {' or '.join(map(str, sorted(nearest[:2])))} it misses {least}"
 
 
-def early_momentum(replicas: ReplicasConfig) -> str:
+def early_momentum(local_steps: LocalStepsConfig) -> str:
     """Return a warning if the outer optimizer would move weights much further than the replicas did; else "".
 
     That is harmful for newly initialised weights: the first differences are the largest, and predict least where
     training will go. See docs/slow-links.md.
     """
-    factor = replicas.outer_lr / (1 - replicas.outer_momentum)
-    if not replicas.on or factor <= MOST_FROM_NEW_WEIGHTS:
+    factor = local_steps.outer_lr / (1 - local_steps.outer_momentum)
+    if not local_steps.on or factor <= MOST_FROM_NEW_WEIGHTS:
         return ""
     what = (
-        f"{replicas.outer_momentum} with replicas.outer_lr = {replicas.outer_lr} moves common weights by up to "
-        f"{factor:.2g} times what replicas changed, and from new weights that may cost much of the loss"
+        f"{local_steps.outer_momentum} with local_steps.outer_lr = {local_steps.outer_lr} moves common weights by up "
+        f"to {factor:.2g} times what replicas changed, and from new weights that may cost much of the loss"
     )
-    todo = "train the first tenth or fifth without --replicas.every and resume with it by --resume auto, or give 0.5"
-    return f"replicas.outer_momentum: {what}; {todo}"
+    todo = "train the first tenth or fifth without --local-steps.every and resume with it by --resume auto, or give 0.5"
+    return f"local_steps.outer_momentum: {what}; {todo}"

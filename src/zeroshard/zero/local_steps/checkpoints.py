@@ -28,27 +28,27 @@ from torch import Tensor
 
 from zeroshard.zero.buffers.layout import Piece
 from zeroshard.zero.buffers.unit import FlatGroup
-from zeroshard.zero.replicas.outer import Outer
-from zeroshard.zero.replicas.replicas import Replicas
+from zeroshard.zero.local_steps.outer_optimizer import Outer
+from zeroshard.zero.local_steps.outer_steps import OuterSteps
 from zeroshard.zero.state.named_shards import MODEL_KINDS, NamedShard, ReadsSettings, ShardReader, of_replica
 
 LOCAL = "local"
 
 
-def named_shards(replicas: Replicas, written: Iterator[NamedShard]) -> Iterator[NamedShard]:
+def named_shards(outer_steps: OuterSteps, written: Iterator[NamedShard]) -> Iterator[NamedShard]:
     """Yield the shards that this rank writes; ``written``: those that it would write if its replica were the world."""
-    number = replicas.comm.rank
-    at_anchor = replicas.still_at_anchor()
+    number = outer_steps.comm.rank
+    at_anchor = outer_steps.still_at_anchor()
     anchors = {
         (slot, piece.interval): (group, outer, piece)
-        for _, group, outer in replicas.by_group()
+        for _, group, outer in outer_steps.by_group()
         for slot, piece in _owned(group)
     }
     for shard in written:
         if shard.kind == "param" and (shard.name, shard.interval) in anchors:
             group, outer, piece = anchors[shard.name, shard.interval]
             if number == 0:
-                yield from _common(replicas, shard, group, outer, piece)
+                yield from _common(outer_steps, shard, group, outer, piece)
             if not at_anchor:
                 yield replace(shard, name=of_replica(shard.name, number), kind=LOCAL)
         elif number == 0:
@@ -63,7 +63,7 @@ def _owned(group: FlatGroup) -> Iterator[tuple[str, Piece]]:
 
 
 def _common(
-    replicas: Replicas, shard: NamedShard, group: FlatGroup, outer: Outer, piece: Piece
+    outer_steps: OuterSteps, shard: NamedShard, group: FlatGroup, outer: Outer, piece: Piece
 ) -> Iterator[NamedShard]:
     """Yield the anchor of one piece, with the outer optimizer's state that belongs to it."""
     cut = _cut(group, piece)
@@ -73,7 +73,7 @@ def _common(
         yield replace(shard, kind="anchor", tensor=anchor)
     yield replace(shard, kind="outer_momentum", tensor=outer.momentum[cut])
     if shard.interval[0] == 0:
-        yield NamedShard(shard.name, "outer_steps", (), (0, 1), torch.tensor([replicas.num_steps]))
+        yield NamedShard(shard.name, "outer_steps", (), (0, 1), torch.tensor([outer_steps.num_steps]))
 
 
 def _cut(group: FlatGroup, piece: Piece) -> slice:
@@ -115,15 +115,15 @@ class ReplicaReader:
         return {kind: shape for kind, shape in kinds.items() if kind != LOCAL}
 
 
-def load(replicas: Replicas, reader: ShardReader) -> None:
+def load(outer_steps: OuterSteps, reader: ShardReader) -> None:
     """Load anchors and momentum from ``reader``; the weights must be loaded already."""
     num_steps, at_anchor = 0, True
-    for key, group in replicas.groups():
+    for key, group in outer_steps.groups():
         slots = [slot.name for slot in group.params.layout.slots]
         facts = next((name for name in slots if "outer_steps" in reader.kinds(name)), None)
         if facts is None and not group.trained:
             continue
-        outer = replicas.outer_of(key, group)
+        outer = outer_steps.outer_of(key, group)
         outer.restart_from_first(group)
         for name, piece in _owned(group):
             kinds, cut = reader.kinds(name), _cut(group, piece)
@@ -134,4 +134,4 @@ def load(replicas: Replicas, reader: ShardReader) -> None:
         if facts is not None:
             num_steps = int(reader.read(facts, "outer_steps", (0, 1)))
             at_anchor = at_anchor and LOCAL not in reader.kinds(of_replica(facts, 0))
-    replicas.loaded(num_steps, at_anchor=at_anchor)
+    outer_steps.loaded(num_steps, at_anchor=at_anchor)
