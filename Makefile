@@ -40,7 +40,7 @@ gpu: $(STAMP)  ## Measure what only a GPU can say, in a quarter of an hour (ARGS
 
 # ONLY: names of mutants, or beginnings of names with a * after them. JOBS: how many run at once.
 mutants: $(STAMP)  ## Make mistakes in copies of the package, one by one; a test must see each (ONLY="norm* clip*" JOBS=2).
-	PYTHONPATH=tests $(BIN)/python -m mutants --jobs $(or $(JOBS),1) $(if $(ONLY),--only $(foreach name,$(ONLY),'$(name)'))
+	PYTHONPATH=tests:tests/support $(BIN)/python -m mutants --jobs $(or $(JOBS),1) $(if $(ONLY),--only $(foreach name,$(ONLY),'$(name)'))
 
 lint: $(STAMP)  ## Check style and format.
 	$(BIN)/ruff check .

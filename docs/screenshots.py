@@ -1,6 +1,6 @@
 """Remake the screenshots of docs/images: reports, in Debian's Chromium.
 
-python docs/screenshots.py            of a sweep whose numbers a formula made (tests/run_folders.py)
+python docs/screenshots.py            of a sweep whose numbers a formula made (tests/support/run_folders.py)
 python docs/screenshots.py SWEEP      of one that ran
 python docs/screenshots.py --trackio  the page of trackio for docs/how-to/watch-a-run.md, of two sweeps that it runs
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from run_folders import write_sweep
 
 IMAGES = Path(__file__).parent / "images"

@@ -6,7 +6,7 @@
 
 Writes Markdown and JSON; with ``--keep`` cells that are not trained now stay as they are in that file. What a cell is,
 and what it is compared with, stands in `tests/equivalence/cells.py`, and the gloo processes that train it are those of
-the tests (`tests/ranks.py`). Exit status 1 where a strategy of ours differs by more than `TOLERANCE` or fails.
+the tests (`tests/support/ranks.py`). Exit status 1 where a strategy of ours differs by more than `TOLERANCE` or fails.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import torch
 from zeroshard.comm import Communicator
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 from equivalence.cells import (
     FEATURES,
     NUM_STEPS,

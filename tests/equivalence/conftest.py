@@ -1,4 +1,4 @@
-"""With ``--soak`` the tests of this folder run a second time, over a communicator that delivers late: tests/late.py."""
+"""With ``--soak`` the tests of this folder run a second time, over a communicator that delivers late (`late`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a test see each mistake? ``PYTHONPATH=tests python -m mutants`` makes them one by one in copies of the tree.
+"""Does a test see each mistake? ``make mutants`` makes them one by one in copies of the tree.
 
 First all named tests run without any mutant; whatever fails there proves nothing. Then each mutant is written into a
 copy, its tests run there until one fails, and the file is put back. The exit status is 1 where a mutant survived, hung
@@ -58,7 +58,7 @@ class Copy:
                 shutil.copy2(ROOT / name, folder / name)
         # by hash: a mutant may be as long as what it replaces, and as old to the second
         compileall.compile_dir(folder / "src", quiet=1, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
-        path = os.pathsep.join(str(folder / name) for name in ("src", "tests"))
+        path = os.pathsep.join(str(folder / name) for name in ("src", "tests", "tests/support"))
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         server = folder / "tests" / "mutants" / "server.py"
         self._server = subprocess.Popen(

@@ -15,6 +15,9 @@ from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
 
 
+_LACKS = "members: PLAIN has no {}; use zeroshard.zero.transport.members.ALL"
+
+
 @dataclass(frozen=True)
 class BufferFacts:
     """A buffer's name and layout, its master's dtype and device, and the engine's settings: by these it is chosen."""
@@ -47,14 +50,14 @@ class PlainMembers:
         """The plain one."""
         form, size = buffer.precision.weights_format(buffer.dtype), buffer.strategy.secondary_shard_size
         if form is not None or size is not None:
-            raise ValueError("precision: a wire format or a second copy of weights needs zeroshard.zero.transport")
+            raise ValueError(_LACKS.format("wire format or second copy of weights"))
         return WeightTransport(buffer.levels.shard, buffer.layout)
 
     def reducer(self, buffer: BufferFacts) -> GradientReducer:
         """The plain one."""
         levels, everywhere = buffer.levels, buffer.strategy.optim is not SHARD
         if buffer.precision.gradients_format(buffer.dtype) is not None or levels.reproducible is not None:
-            raise ValueError("precision: a wire format or exact sums of gradients need zeroshard.zero.transport")
+            raise ValueError(_LACKS.format("wire format or exact sum of gradients"))
         return GradientReducer(levels.shard, levels.replicas, buffer.layout, everywhere=everywhere)
 
 

@@ -192,5 +192,5 @@ def gloo_ranks():
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[1]))  # arguments may be functions of test modules, pickled by name
+    sys.path += map(str, Path(__file__).parents[1:3])  # arguments may be functions of test modules, pickled by name
     _rank_main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -1,12 +1,12 @@
 """A process that has imported torch and zeroshard, and forks Python programs for tests in place of five-second starts.
 
-    python tests/fork_server.py SOCKET
+    python tests/support/fork_server.py SOCKET
 
-It has one thread and has run nothing. A client (`forked.Popen`, or the command `tests/forked-python`) connects to
+It has one thread and has run nothing. A client (`forked.Popen`, or the command `forked-python`) connects to
 SOCKET, sends its standard streams and ``{"args": ["-m", "zeroshard", ...], "env": {...}, "cwd": "..."}``, and is sent
 ``{"pid": ...}`` and then ``{"status": ...}``, a line each; the status is `os.waitpid`'s. A program is set up as the
 launcher sets up its ranks (`zeroshard.launch.forked`), runs as ``python ARGS`` would, and is killed with its session if
-its client goes away. Its `sys.executable` is `tests/forked-python`, so what it starts is forked too. The server ends
+its client goes away. Its `sys.executable` is `forked-python`, so what it starts is forked too. The server ends
 when its standard input does.
 """
 

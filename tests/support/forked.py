@@ -1,4 +1,4 @@
-"""`subprocess` for tests, where ``python ...`` is forked from a server that has imported torch: `tests/fork_server.py`.
+"""`subprocess` for tests, where ``python ...`` is forked from a server that has imported torch: `fork_server`.
 
 `Popen`, `run` and `check_output` take what `subprocess`'s take, with ``[sys.executable, "-m" | "-c" | SCRIPT, ...]``. A
 program that must be a real start (signals at start, import times, packaging) says `subprocess`. `PYTHON` is a command
@@ -25,8 +25,8 @@ from typing import Any
 
 import psutil
 
-TESTS = Path(__file__).parent
-PYTHON = str(TESTS / "forked-python")
+SUPPORT = Path(__file__).parent
+PYTHON = str(SUPPORT / "forked-python")
 ADDRESS = "ZEROSHARD_TESTS_FORK_SERVER"
 _LENGTH = struct.Struct("!I")
 
@@ -53,7 +53,7 @@ def start_server() -> None:
     folder = tempfile.mkdtemp(prefix="zeroshard-fork-")
     path = f"{folder}/socket"
     env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    server = subprocess.Popen([sys.executable, TESTS / "fork_server.py", path], stdin=subprocess.PIPE, env=env)
+    server = subprocess.Popen([sys.executable, SUPPORT / "fork_server.py", path], stdin=subprocess.PIPE, env=env)
     os.environ[ADDRESS] = path
 
     def end() -> None:

@@ -2,7 +2,7 @@
 
 A mistake mostly needs one value or two to show (Kuhn, Wallace and Gallo 2004, "Software fault interactions and
 implications for software testing": 70 to 97 % of the faults they looked at). So `make test` runs a cover of each large
-product and `make soak` all of it; `tests/soak.py` chooses.
+product and `make soak` all of it; `tests/support/soak.py` chooses.
 
 Greedy, and deterministic: the combination with most pairs that nobody has yet comes next, the first of those that
 have equally many.
