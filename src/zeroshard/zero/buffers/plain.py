@@ -14,7 +14,6 @@ from zeroshard.zero.levels import Levels
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
 
-
 _LACKS = "members: PLAIN has no {}; use zeroshard.zero.transport.members.ALL"
 
 
