@@ -13,7 +13,7 @@ def observed():
     return ObservedCommunicator(NullCommunicator(4, 1))
 
 
-def test_bytes_are_those_of_the_whole_tensor(observed):
+def test_bytes_are_those_of_the_unsharded_tensor(observed):
     observed.all_reduce(torch.zeros(8))
     observed.reduce_scatter(torch.zeros(2, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.bfloat16))
     observed.all_gather(torch.zeros(8, dtype=torch.float64), torch.zeros(2, dtype=torch.float64))

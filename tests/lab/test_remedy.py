@@ -94,9 +94,9 @@ def test_a_meeting_costs_a_share_of_a_step_and_anchor_and_momentum(planner):
 
 def test_fragments_share_out_what_meets(planner):
     buffers = planner.workload.buffers(4)
-    whole = meeting_messages(buffers, LocalSteps(8), 0, 2, whole_masters=False)
+    whole = meeting_messages(buffers, LocalSteps(8), 0, 2, unsharded_masters=False)
     settings = LocalSteps(8, fragments=2, wire=torch.bfloat16)
-    parts = [meeting_messages(buffers, settings, fragment, 2, whole_masters=True) for fragment in range(2)]
+    parts = [meeting_messages(buffers, settings, fragment, 2, unsharded_masters=True) for fragment in range(2)]
     differences, anchors = (
         [m for part in parts for m in part if m.phase == phase] for phase in ("difference", "anchor")
     )

@@ -205,7 +205,7 @@ def test_an_average_is_torchs(name, world_size, average_by_hand, gloo_ranks):
         assert found[3] > 0
 
 
-def whole_inside(comm, name):
+def unsharded_inside(comm, name):
     strategy = build_strategy(name, _setup(comm))
     found = []
     for steps in ([], range(1)):  # before the first forward, too
@@ -222,8 +222,8 @@ def whole_inside(comm, name):
 
 
 @pytest.mark.parametrize("name", THEIRS)
-def test_weights_are_whole_inside_full_params(name, gloo_ranks):
-    for found in gloo_ranks(2).run(whole_inside, name):
+def test_weights_are_unsharded_inside_full_params(name, gloo_ranks):
+    for found in gloo_ranks(2).run(unsharded_inside, name):
         assert found == [True, True]
 
 

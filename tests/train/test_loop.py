@@ -116,7 +116,7 @@ def test_accumulation_over_micro_batches_is_one_large_batch(tiny_config, tmp_pat
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
 
 
-def test_whole_gradients_travel_once_a_step_however_many_micro_batches_it_has(tiny_config, tmp_path):
+def test_unsharded_gradients_travel_once_a_step_however_many_micro_batches_it_has(tiny_config, tmp_path):
     sent = []
     for num_micro in (1, 3):
         changes = {"grad_accum_steps": num_micro, "max_steps": 2, "warmup_steps": 1, "eval_interval": 0}

@@ -204,7 +204,7 @@ def test_no_step_by_gradients_of_the_average(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_whole_weights_follow_the_average_in_and_out(stage):
+def test_unsharded_weights_follow_the_average_in_and_out(stage):
     def rank_main(comm):
         model, zero, optim, ema = _engine(comm, stage)
         _steps(model, optim, ema, range(2))

@@ -22,7 +22,7 @@ def test_a_freed_weight_is_nan_in_its_shape_and_holds_no_memory():
     assert all(param.isnan().all() for param in flat.params)
 
 
-def test_what_autograd_saved_is_whole_again_after_a_gather():
+def test_what_autograd_saved_is_there_again_after_a_gather():
     flat = _flat(3)
     flat.gather()
     flat.wait()

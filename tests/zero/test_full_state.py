@@ -104,7 +104,7 @@ def test_loading_is_strict_unless_told_otherwise():
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.filterwarnings("ignore:model. weights are read outside of")
 @at_every_stage
-def test_full_params_are_whole_and_current(stage, precision):
+def test_full_params_are_unsharded_and_current(stage, precision):
     def go(comm):
         net = Net()
         zero = Zero(net, stage=stage, comm=comm, precision=precision)

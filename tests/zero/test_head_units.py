@@ -63,7 +63,7 @@ def test_the_heads_gradient_is_reduced_first_and_all_is_sent_as_predicted(stage)
     assert reduced == [f"{name}/grads" for name in ("head", *(f"blocks.{i}" for i in (3, 2, 1, 0)), "embed", "root")]
 
 
-def test_the_heads_whole_gradient_is_gone_before_backward_is_over():
+def test_the_heads_unsharded_gradient_is_gone_before_backward_is_over():
     def most_bytes(units_of):
         model, seen = LM(), []
         zero = Zero(model, 2, units=units_of(model), comm=NullCommunicator(4))

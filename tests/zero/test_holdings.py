@@ -35,7 +35,7 @@ def test_between_steps_the_storages_hold_what_the_engine_counts(stage, world_siz
         optim.zero_grad()
 
 
-def test_whole_weights_are_unit_buffers_in_use_and_prefetched_before():
+def test_unsharded_weights_are_unit_buffers_in_use_and_prefetched_before():
     zero, _ = _engine(3)
     shard = 4 * 18  # 72 elements over 4 ranks, in fp32
     seen = []
@@ -45,7 +45,7 @@ def test_whole_weights_are_unit_buffers_in_use_and_prefetched_before():
     assert seen == [{"params": 3 * shard, "unit_buffers": 4 * shard, "prefetch": 4 * shard}]
 
 
-def test_whole_gradients_are_unit_buffers_until_they_are_reduced():
+def test_unsharded_gradients_are_unit_buffers_until_they_are_reduced():
     zero, _ = _engine(2)
     whole = 4 * 72
     loss = zero.model(torch.ones(2, 8)).sum()

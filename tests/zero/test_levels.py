@@ -206,7 +206,7 @@ def test_the_norm_counts_each_replica_once(stage, norm_type):
 
 
 @pytest.mark.parametrize("stage", SHARDING)
-def test_evaluation_whole_weights_and_the_end_of_the_engine_need_one_group_only(stage):
+def test_evaluation_unsharded_weights_and_the_end_of_the_engine_need_one_group_only(stage):
     def go(comm):
         net = Net()
         zero = Zero(net, stage, comm=comm, shard_size=2)

@@ -46,7 +46,7 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_whole_state_is_the_unsharded_optimizers_and_goes_back_and_forth(stage, name):
+def test_the_full_state_is_the_unsharded_optimizers_and_goes_back_and_forth(stage, name):
     cls, kwargs = CLASSES[name]
     plain = Net()
     unsharded = cls(groups_of(plain), lr=0.01, **kwargs)
@@ -122,7 +122,7 @@ def test_hooks_on_the_state_see_the_whole_of_it():
     assert seen == ["saving", (6, 6)]
 
 
-def test_what_is_no_whole_state_is_refused():
+def test_what_is_no_full_state_is_refused():
     net = Net()
     zero = Zero(net, stage=1, comm=NullCommunicator(2))
     optim = zero.optimizer(torch.optim.AdamW)

@@ -192,7 +192,7 @@ def test_stage_three_holds_the_root_and_as_many_units_as_it_looks_ahead(path, pr
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_sharded_gradients_are_whole_for_a_few_units_at_a_time(stage):
+def test_sharded_gradients_are_unsharded_for_a_few_units_at_a_time(stage):
     net = Net(8)
     zero = Zero(net, stage=stage, comm=NullCommunicator(2))
     whole = 4 * (6 * 6 + 6)
@@ -302,7 +302,7 @@ def test_a_step_after_a_backward_that_raised_is_refused(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_whole_weights_are_not_changed_while_they_are_shown(stage):
+def test_unsharded_weights_are_not_changed_while_they_are_shown(stage):
     net = Net()
     zero = Zero(net, stage, comm=NullCommunicator(2))
     optim = zero.optimizer(torch.optim.SGD, lr=0.1)

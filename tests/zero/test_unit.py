@@ -23,7 +23,7 @@ def _unit(stage=3, precision=None):
     return Unit("u", nn.Identity(), groups)
 
 
-def test_weights_are_whole_between_unshard_and_reshard():
+def test_weights_are_unsharded_between_unshard_and_reshard():
     unit = _unit()
     unit.unshard()
     assert all(group.params.full_bytes for group in unit.groups)
@@ -55,8 +55,11 @@ def test_parameters_leave_their_group_for_one_that_keeps_tensors_whole(stage, pr
         unit = Unit("u", nn.Identity(), build_groups("u", params, STAGES[stage], Levels.of(comm), precision, {}))
         loads = [0] * 2
         chosen = {dict(params)["b"], dict(params)["wide"]}
-        unit.keep_whole(chosen, loads)
-        names = [(group.params.name, group.whole, [s.name for s in group.params.layout.slots]) for group in unit.groups]
+        unit.keep_tensors_whole(chosen, loads)
+        names = [
+            (group.params.name, group.keeps_tensors_whole, [s.name for s in group.params.layout.slots])
+            for group in unit.groups
+        ]
         assert names == [("u", False, ["a"]), ("u#1", True, ["wide"]), ("u#2", False, ["frozen"]), ("u#3", True, ["b"])]
         assert loads == [4, 2]  # the second went where there was less
         masters = _masters(unit)
@@ -66,7 +69,7 @@ def test_parameters_leave_their_group_for_one_that_keeps_tensors_whole(stage, pr
         compute = {name: precision.compute_dtype(value.dtype) for name, value in values.items()}
         assert all(torch.equal(param, values[name].to(compute[name])) for name, param in params)
         before = list(unit.groups)
-        unit.keep_whole(chosen, loads)
+        unit.keep_tensors_whole(chosen, loads)
         assert unit.groups == before
 
     precision = precision or MixedPrecision()

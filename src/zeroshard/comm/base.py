@@ -259,13 +259,13 @@ def check_op(op: str) -> None:
         raise ValueError(f"op: {op!r} is not a reduction; choose one of {', '.join(_REDUCTIONS)}")
 
 
-def check_shards(whole: Tensor, shard: Tensor, world_size: int) -> None:
-    """Raise ValueError unless ``whole`` holds ``world_size`` tensors like ``shard``."""
-    if whole.dtype != shard.dtype:
-        raise ValueError(f"dtype: {whole.dtype} and {shard.dtype} differ; a collective takes tensors of one dtype")
-    if whole.numel() != world_size * shard.numel():
+def check_shards(unsharded: Tensor, shard: Tensor, world_size: int) -> None:
+    """Raise ValueError unless ``unsharded`` holds ``world_size`` tensors like ``shard``."""
+    if unsharded.dtype != shard.dtype:
+        raise ValueError(f"dtype: {unsharded.dtype} and {shard.dtype} differ; a collective takes tensors of one dtype")
+    if unsharded.numel() != world_size * shard.numel():
         raise ValueError(
-            f"numel: {whole.numel()} elements are not {world_size} shards of {shard.numel()}; pad the tensor"
+            f"numel: {unsharded.numel()} elements are not {world_size} shards of {shard.numel()}; pad the tensor"
         )
 
 

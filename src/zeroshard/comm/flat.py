@@ -49,12 +49,12 @@ class FlatCommunicator(ABC):
     def _reduce_and_scatter(self, output: Tensor, input: Tensor, op: ReduceOp, *, may_write: bool) -> Work:
         check_op(op)
         check_shards(input, output, self.world_size)
-        whole = flat_input(kept_apart(input, output, in_place=is_own_slice(output, input, self.rank)))
-        is_copy = whole.data_ptr() != input.data_ptr()
-        must_copy = not may_write and not is_copy and self._writes_input(whole)
+        unsharded = flat_input(kept_apart(input, output, in_place=is_own_slice(output, input, self.rank)))
+        is_copy = unsharded.data_ptr() != input.data_ptr()
+        must_copy = not may_write and not is_copy and self._writes_input(unsharded)
 
         def reduce(shard: Tensor) -> None:
-            self._reduce_scatter(whole.clone() if must_copy else whole, op, shard)
+            self._reduce_scatter(unsharded.clone() if must_copy else unsharded, op, shard)
 
         return self._submit(f"reduce_scatter {op}", to_flat(output, reduce), input, output)
 
@@ -63,8 +63,8 @@ class FlatCommunicator(ABC):
         check_shards(output, input, self.world_size)
         shard = flat_input(kept_apart(input, output, in_place=is_own_slice(input, output, self.rank)))
 
-        def gather(whole: Tensor) -> None:
-            self._all_gather(whole, shard)
+        def gather(unsharded: Tensor) -> None:
+            self._all_gather(unsharded, shard)
 
         return self._submit("all_gather", to_flat(output, gather), output, input)
 
@@ -72,7 +72,7 @@ class FlatCommunicator(ABC):
         """Receive from every rank its part for this rank."""
         check_parts(output, input, self.world_size)
         parts = flat_input(input)
-        return self._submit("all_to_all", to_flat(output, lambda whole: self._all_to_all(whole, parts)), input, output)
+        return self._submit("all_to_all", to_flat(output, lambda flat: self._all_to_all(flat, parts)), input, output)
 
     def broadcast(self, tensor: Tensor, src: int) -> Work:
         """Take rank ``src``'s tensor; any strides."""
@@ -92,23 +92,23 @@ class FlatCommunicator(ABC):
         """``flat`` becomes the reduction."""
 
     @abstractmethod
-    def _reduce_scatter(self, whole: Tensor, op: ReduceOp, shard: Tensor) -> None:
-        """``shard`` becomes this rank's shard of the reduction of ``whole``, of which it may be a part.
+    def _reduce_scatter(self, unsharded: Tensor, op: ReduceOp, shard: Tensor) -> None:
+        """``shard`` becomes this rank's shard of the reduction of ``unsharded``, of which it may be a part.
 
-        It may overwrite ``whole`` if `_writes_input` says so.
+        It may overwrite ``unsharded`` if `_writes_input` says so.
         """
 
-    def _writes_input(self, whole: Tensor) -> bool:
+    def _writes_input(self, unsharded: Tensor) -> bool:
         """Whether `_reduce_scatter` overwrites such an input."""
         return False
 
     @abstractmethod
-    def _all_gather(self, whole: Tensor, shard: Tensor) -> None:
-        """Gather every rank's shard into ``whole``; ``shard`` is this rank's, and may be its slice of ``whole``."""
+    def _all_gather(self, unsharded: Tensor, shard: Tensor) -> None:
+        """Gather every rank's shard into ``unsharded``; ``shard`` is this rank's, and may be its slice of that."""
 
     @abstractmethod
-    def _all_to_all(self, whole: Tensor, parts: Tensor) -> None:
-        """Part r of ``whole`` becomes the part of rank r's ``parts`` that is for this rank."""
+    def _all_to_all(self, output: Tensor, parts: Tensor) -> None:
+        """Part r of ``output`` becomes the part of rank r's ``parts`` that is for this rank."""
 
     @abstractmethod
     def _broadcast(self, flat: Tensor, src: int) -> None:

@@ -73,12 +73,12 @@ def probe(comm: Communicator, asked: Link, node_size: int = 1, *, ring_messages:
     expected = min(asked.bytes_per_s, MAX_BYTES / LONG_S)
     long, short = (min(max(int(expected * s), MIN_BYTES), MAX_BYTES) for s in (LONG_S, SHORT_S))
     most = long // (part.world_size - 1)  # bytes that each rank contributes to the long transfer
-    whole = torch.zeros(part.world_size * most, dtype=torch.uint8)
+    unsharded = torch.zeros(part.world_size * most, dtype=torch.uint8)
 
     def gather(numel: int) -> Callable[[], Work]:
         """Return a function that all-gathers ``numel`` bytes of each rank, in place as the engine does: no copies."""
-        own = whole[part.rank * numel : (part.rank + 1) * numel]
-        return lambda: part.all_gather(whole[: part.world_size * numel], own)
+        own = unsharded[part.rank * numel : (part.rank + 1) * numel]
+        return lambda: part.all_gather(unsharded[: part.world_size * numel], own)
 
     def median_s(numel: int) -> float:
         return statistics.median(_seconds(part, gather(numel)) for _ in range(REPEATS))

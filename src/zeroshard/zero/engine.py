@@ -30,7 +30,7 @@ from zeroshard.zero.local_steps.outer_steps import OuterSteps
 from zeroshard.zero.local_steps.settings import LocalSteps
 from zeroshard.zero.optimizers import adoption
 from zeroshard.zero.optimizers.ema import Ema
-from zeroshard.zero.optimizers.state_dict import whole_state
+from zeroshard.zero.optimizers.state_dict import unsharded_state
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.runtime.module_buffers import BufferSync, ModuleBuffers
 from zeroshard.zero.runtime.module_hooks import attach
@@ -319,7 +319,7 @@ class Zero:
         piecewise = self._optimizers.known(optimizer, "optim_state_dict")
         members = piecewise.members
         groups = [group for group in self._runtime.groups() if not members.isdisjoint(group.params.params)]
-        return whole_state(piecewise, groups)
+        return unsharded_state(piecewise, groups)
 
     def pieces(self, optimizer: Optimizer | None = None) -> list[nn.Parameter]:
         """Return the tensors that ``optimizer`` updates on this rank, which are the keys of its ``state``.

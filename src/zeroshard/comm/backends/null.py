@@ -43,20 +43,20 @@ class NullCommunicator(FlatCommunicator):
         elif self.world_size > 1 and op == "product":
             flat.pow_(self.world_size)
 
-    def _reduce_scatter(self, whole: Tensor, op: ReduceOp, shard: Tensor) -> None:
-        own = whole.view(self.world_size, -1)[self.rank]
+    def _reduce_scatter(self, unsharded: Tensor, op: ReduceOp, shard: Tensor) -> None:
+        own = unsharded.view(self.world_size, -1)[self.rank]
         if shard.data_ptr() != own.data_ptr():
             shard.copy_(own)
         self._all_reduce(shard, op)
 
-    def _all_gather(self, whole: Tensor, shard: Tensor) -> None:
-        for row in whole.view(self.world_size, -1):
+    def _all_gather(self, unsharded: Tensor, shard: Tensor) -> None:
+        for row in unsharded.view(self.world_size, -1):
             if row.data_ptr() != shard.data_ptr():
                 row.copy_(shard)
 
-    def _all_to_all(self, whole: Tensor, parts: Tensor) -> None:
+    def _all_to_all(self, output: Tensor, parts: Tensor) -> None:
         rows = parts.view(self.world_size, -1)
-        whole.view(self.world_size, -1).copy_(rows[self.rank].expand_as(rows))
+        output.view(self.world_size, -1).copy_(rows[self.rank].expand_as(rows))
 
     def _broadcast(self, flat: Tensor, src: int) -> None:
         pass  # every rank has it

@@ -142,20 +142,20 @@ class ThreadCommunicator(FlatCommunicator):
         self._leave()
         flat.copy_(total)
 
-    def _reduce_scatter(self, whole: Tensor, op: ReduceOp, shard: Tensor) -> None:
-        pieces = self._exchange(whole)
+    def _reduce_scatter(self, unsharded: Tensor, op: ReduceOp, shard: Tensor) -> None:
+        pieces = self._exchange(unsharded)
         total = _reduced([piece.view(self.world_size, -1)[self.rank] for piece in pieces], op)
         self._leave()
         shard.copy_(total)
 
-    def _all_gather(self, whole: Tensor, shard: Tensor) -> None:
-        for row, piece in zip(whole.view(self.world_size, -1), self._exchange(shard), strict=True):
+    def _all_gather(self, unsharded: Tensor, shard: Tensor) -> None:
+        for row, piece in zip(unsharded.view(self.world_size, -1), self._exchange(shard), strict=True):
             if row.data_ptr() != piece.data_ptr():
                 row.copy_(piece)
         self._leave()
 
-    def _all_to_all(self, whole: Tensor, parts: Tensor) -> None:
-        for row, theirs in zip(whole.view(self.world_size, -1), self._exchange(parts), strict=True):
+    def _all_to_all(self, output: Tensor, parts: Tensor) -> None:
+        for row, theirs in zip(output.view(self.world_size, -1), self._exchange(parts), strict=True):
             row.copy_(theirs.view(self.world_size, -1)[self.rank])
         self._leave()
 

@@ -250,10 +250,10 @@ class TorchCommunicator:
         """Issue a collective that moves ``input`` into ``output`` unchanged; over gloo as bytes."""
         target = _packed(output)
         copy = None if target.data_ptr() == output.data_ptr() else (output.detach(), target)
-        whole, own = target.view(-1), _packed(input).view(-1)
+        flat, own = target.view(-1), _packed(input).view(-1)
         if self._is_gloo(input):
-            whole, own = whole.view(torch.uint8), own.view(torch.uint8)
-        return _TorchWork(collective(whole, own, group=self._group_for(input), async_op=True), copy)
+            flat, own = flat.view(torch.uint8), own.view(torch.uint8)
+        return _TorchWork(collective(flat, own, group=self._group_for(input), async_op=True), copy)
 
     def broadcast(self, tensor: Tensor, src: int) -> Work:
         """Take rank ``src``'s tensor; asynchronous."""
@@ -274,13 +274,13 @@ class TorchCommunicator:
         named = dist.get_process_group_ranks(self.group)
         index, _ = own_group(groups, self.rank)
         # The default group can create groups with all ranks taking part; members of another group create theirs alone.
-        whole = self.group is dist.group.WORLD
+        is_world = self.group is dist.group.WORLD
         made: list[Any] = [
             dist.new_group(
                 [named[rank] for rank in ranks],
-                backend=None if whole else dist.get_backend_config(self.group),
+                backend=None if is_world else dist.get_backend_config(self.group),
                 timeout=self._timeout(),
-                use_local_synchronization=not whole,
+                use_local_synchronization=not is_world,
             )
             for ranks in groups
         ]

@@ -129,30 +129,30 @@ class RingCommunicator(QueuedCommunicator):
             if step < self.world_size - 2:
                 leave(part)
 
-    def _reduce_scatter(self, whole: Tensor, op: ReduceOp, shard: Tensor) -> None:
+    def _reduce_scatter(self, unsharded: Tensor, op: ReduceOp, shard: Tensor) -> None:
         if self.world_size == 1:
-            copy(shard, whole)
+            copy(shard, unsharded)
             return
-        if small.is_small(whole.nbytes, self.world_size):
-            start, stop = self._shard(whole, self.rank)
-            shard.copy_(small.reduce_rows(small.gather_rows(whole, self.transport), op)[start:stop])
+        if small.is_small(unsharded.nbytes, self.world_size):
+            start, stop = self._shard(unsharded, self.rank)
+            shard.copy_(small.reduce_rows(small.gather_rows(unsharded, self.transport), op)[start:stop])
             return
         sends = _Sends(self)
-        self._reduce(whole, op, shard, sends, last_leaves=False)
+        self._reduce(unsharded, op, shard, sends, last_leaves=False)
         sends.wait()
 
-    def _writes_input(self, whole: Tensor) -> bool:
-        return self.world_size > 2 and not small.is_small(whole.nbytes, self.world_size)
+    def _writes_input(self, unsharded: Tensor) -> bool:
+        return self.world_size > 2 and not small.is_small(unsharded.nbytes, self.world_size)
 
-    def _all_gather(self, whole: Tensor, shard: Tensor) -> None:
-        copy(whole[slice(*self._shard(whole, self.rank))], shard)
+    def _all_gather(self, unsharded: Tensor, shard: Tensor) -> None:
+        copy(unsharded[slice(*self._shard(unsharded, self.rank))], shard)
         if self.world_size > 1 and small.is_small(shard.nbytes, self.world_size):
-            whole.copy_(small.gather_rows(shard, self.transport).view(-1))
+            unsharded.copy_(small.gather_rows(shard, self.transport).view(-1))
         elif self.world_size > 1:
             sends = _Sends(self)
-            for part in _chunks(shard, 0, len(shard), self._chunk(whole)):
+            for part in _chunks(shard, 0, len(shard), self._chunk(unsharded)):
                 sends(part)
-            self._gather(whole, sends)
+            self._gather(unsharded, sends)
             sends.wait()
 
     def _all_reduce(self, flat: Tensor, op: ReduceOp) -> None:
@@ -165,9 +165,9 @@ class RingCommunicator(QueuedCommunicator):
             self._gather(flat, sends)
             sends.wait()
 
-    def _all_to_all(self, whole: Tensor, parts: Tensor) -> None:
+    def _all_to_all(self, output: Tensor, parts: Tensor) -> None:
         """Exchange parts directly with every rank at once; nothing passes through a third rank."""
-        mine, theirs = parts.view(self.world_size, -1), whole.view(self.world_size, -1)
+        mine, theirs = parts.view(self.world_size, -1), output.view(self.world_size, -1)
         theirs[self.rank].copy_(mine[self.rank])
         others = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
         heard = [self.transport.recv(theirs[source], source) for source in reversed(others)]

@@ -95,37 +95,37 @@ class SharedMemoryCommunicator(QueuedCommunicator):
 
     # -- the collectives, on the worker's thread ----------------------------------------------------------------
 
-    def _reduce_scatter(self, whole: Tensor, op: ReduceOp, shard: Tensor) -> None:
+    def _reduce_scatter(self, unsharded: Tensor, op: ReduceOp, shard: Tensor) -> None:
         if self.world_size == 1:
-            copy(shard, whole)
-        elif (wholes := self._offer(whole, whole.nbytes)) is not None:
-            self._reduce_where_they_lie(wholes, op, shard)
+            copy(shard, unsharded)
+        elif (offered := self._offer(unsharded, unsharded.nbytes)) is not None:
+            self._reduce_where_they_lie(offered, op, shard)
             self._slots.done()
         else:
-            self._reduce_in_slots(whole, op, shard)
+            self._reduce_in_slots(unsharded, op, shard)
 
-    def _all_gather(self, whole: Tensor, shard: Tensor) -> None:
-        start, stop = shard_interval(whole.numel(), self.world_size, self.rank)
-        if self.world_size > 1 and (shards := self._offer(shard, whole.nbytes)) is not None:
+    def _all_gather(self, unsharded: Tensor, shard: Tensor) -> None:
+        start, stop = shard_interval(unsharded.numel(), self.world_size, self.rank)
+        if self.world_size > 1 and (shards := self._offer(shard, unsharded.nbytes)) is not None:
             for peer in self._slots.peers:
-                start_of, stop_of = shard_interval(whole.numel(), self.world_size, peer)
-                copy(whole[start_of:stop_of], shards[peer])
-            copy(whole[start:stop], shard)
+                start_of, stop_of = shard_interval(unsharded.numel(), self.world_size, peer)
+                copy(unsharded[start_of:stop_of], shards[peer])
+            copy(unsharded[start:stop], shard)
             self._slots.done()
         else:
-            copy(whole[start:stop], shard)
-            self._gather_in_slots(whole, shard)
+            copy(unsharded[start:stop], shard)
+            self._gather_in_slots(unsharded, shard)
 
     def _all_reduce(self, flat: Tensor, op: ReduceOp) -> None:
         if self.world_size == 1:
             return
         start, stop = shard_interval(flat.numel(), self.world_size, self.rank)
-        if (wholes := self._offer(flat, flat.nbytes)) is not None:
-            self._reduce_where_they_lie(wholes, op, flat[start:stop])
+        if (offered := self._offer(flat, flat.nbytes)) is not None:
+            self._reduce_where_they_lie(offered, op, flat[start:stop])
             self._slots.done()  # now each shard is reduced, in its owner's tensor
             for peer in self._slots.peers:
                 theirs = slice(*shard_interval(flat.numel(), self.world_size, peer))
-                copy(flat[theirs], wholes[peer][theirs])
+                copy(flat[theirs], offered[peer][theirs])
             self._slots.done()
         else:
             self._reduce_in_slots(flat, op, flat[start:stop])
@@ -135,31 +135,31 @@ class SharedMemoryCommunicator(QueuedCommunicator):
         """Return every rank's ``tensor`` to be read in place; None if it is too small or not all are in an arena."""
         return self._slots.offer(tensor) if whole_bytes >= DIRECT_BYTES else None
 
-    def _reduce_where_they_lie(self, wholes: list[Tensor], op: ReduceOp, shard: Tensor) -> None:
-        start, stop = shard_interval(wholes[0].numel(), self.world_size, self.rank)
+    def _reduce_where_they_lie(self, offered: list[Tensor], op: ReduceOp, shard: Tensor) -> None:
+        start, stop = shard_interval(offered[0].numel(), self.world_size, self.rank)
         # With two ranks there are no partial sums, hence nothing to keep in the caches: one piece is enough.
         size = _CACHED_BYTES // shard.element_size() if self.world_size > 2 else stop - start
         partial = torch.empty(min(size, stop - start) if self.world_size > 2 else 0, dtype=shard.dtype)
         for first in range(start, stop, size):
-            parts = [whole[first : min(first + size, stop)] for whole in wholes]
+            parts = [tensor[first : min(first + size, stop)] for tensor in offered]
             target = shard[first - start : first - start + parts[0].numel()]
             _combine_in_order(COMBINE[op], parts, target, self.rank, partial[: parts[0].numel()])
 
-    def _reduce_in_slots(self, whole: Tensor, op: ReduceOp, shard: Tensor) -> None:
+    def _reduce_in_slots(self, unsharded: Tensor, op: ReduceOp, shard: Tensor) -> None:
         slots, combine, rank = self._slots, COMBINE[op], self.rank
-        starts, stops = zip(*(shard_interval(whole.numel(), self.world_size, r) for r in slots.ranks), strict=True)
-        size = slots.numel(whole.dtype) // max(self.world_size - 1, 1)  # elements in a piece of one shard
+        starts, stops = zip(*(shard_interval(unsharded.numel(), self.world_size, r) for r in slots.ranks), strict=True)
+        size = slots.numel(unsharded.dtype) // max(self.world_size - 1, 1)  # elements in a piece of one shard
 
         def publish(piece: int, slot: Tensor) -> None:
             for peer in slots.peers:
                 start = min(starts[peer] + piece * size, stops[peer])
-                part = whole[start : min(start + size, stops[peer])]
+                part = unsharded[start : min(start + size, stops[peer])]
                 place = (peer - (peer > rank)) * size
                 slot[place : place + part.numel()].copy_(part)
 
         def read(piece: int, published: list[Tensor]) -> None:
             start = starts[rank] + piece * size
-            own = whole[start : min(start + size, stops[rank])]
+            own = unsharded[start : min(start + size, stops[rank])]
             target = shard[piece * size : piece * size + own.numel()]
             parts = []
             for peer, slot in enumerate(published):
@@ -168,11 +168,11 @@ class SharedMemoryCommunicator(QueuedCommunicator):
             # partial sums go into the first part: nobody else reads this part of the slot
             _combine_in_order(combine, parts, target, rank, parts[0])
 
-        slots.exchange(whole.dtype, -(-(stops[0] - starts[0]) // size), publish, read)
+        slots.exchange(unsharded.dtype, -(-(stops[0] - starts[0]) // size), publish, read)
 
-    def _gather_in_slots(self, whole: Tensor, shard: Tensor) -> None:
-        slots, size = self._slots, self._slots.numel(whole.dtype)
-        intervals = [shard_interval(whole.numel(), self.world_size, r) for r in slots.ranks]
+    def _gather_in_slots(self, unsharded: Tensor, shard: Tensor) -> None:
+        slots, size = self._slots, self._slots.numel(unsharded.dtype)
+        intervals = [shard_interval(unsharded.numel(), self.world_size, r) for r in slots.ranks]
 
         def publish(piece: int, slot: Tensor) -> None:
             part = shard[piece * size : (piece + 1) * size]
@@ -181,13 +181,13 @@ class SharedMemoryCommunicator(QueuedCommunicator):
         def read(piece: int, published: list[Tensor]) -> None:
             for peer in slots.peers:
                 start, stop = intervals[peer]
-                target = whole[min(start + piece * size, stop) : min(start + (piece + 1) * size, stop)]
+                target = unsharded[min(start + piece * size, stop) : min(start + (piece + 1) * size, stop)]
                 target.copy_(published[peer][: target.numel()])
 
-        slots.exchange(whole.dtype, -(-intervals[0][1] // size), publish, read)
+        slots.exchange(unsharded.dtype, -(-intervals[0][1] // size), publish, read)
 
-    def _all_to_all(self, whole: Tensor, parts: Tensor) -> None:
-        mine, theirs = parts.view(self.world_size, -1), whole.view(self.world_size, -1)
+    def _all_to_all(self, output: Tensor, parts: Tensor) -> None:
+        mine, theirs = parts.view(self.world_size, -1), output.view(self.world_size, -1)
         theirs[self.rank].copy_(mine[self.rank])
         if self.world_size == 1:
             return

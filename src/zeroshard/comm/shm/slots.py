@@ -165,8 +165,8 @@ class Slots:
         """Return every rank's slot for publication number ``count``, listed by rank."""
         views = self._views.get(dtype)
         if views is None:
-            whole = [segment.data.view(dtype).view(NUM_SLOTS, -1) for segment in self._segments]
-            views = self._views[dtype] = [[rows[slot] for rows in whole] for slot in range(NUM_SLOTS)]
+            by_segment = [segment.data.view(dtype).view(NUM_SLOTS, -1) for segment in self._segments]
+            views = self._views[dtype] = [[rows[slot] for rows in by_segment] for slot in range(NUM_SLOTS)]
         return views[count % NUM_SLOTS]
 
     def close(self) -> None:

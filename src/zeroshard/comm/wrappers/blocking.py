@@ -20,6 +20,6 @@ class BlockingCommunicator(Wrapper):
     On CUDA the current stream waits, as `Work.wait` has it do; the host does not block.
     """
 
-    def _around(self, op: str, whole: Tensor | None, issue: Callable[[], Work], detail: str = "") -> Work:
+    def _around(self, op: str, unsharded: Tensor | None, issue: Callable[[], Work], detail: str = "") -> Work:
         issue().wait()
         return DONE

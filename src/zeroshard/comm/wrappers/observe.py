@@ -86,20 +86,20 @@ class ObservedCommunicator(Wrapper):
         self.records: list[CommRecord] = []
         self.exposed = Exposed()
 
-    def _around(self, op: str, whole: Tensor | None, issue: Callable[[], Work], detail: str = "") -> Work:
+    def _around(self, op: str, unsharded: Tensor | None, issue: Callable[[], Work], detail: str = "") -> Work:
         """Issue an operation and record it."""
-        assert whole is not None, "a barrier is recorded by itself"
+        assert unsharded is not None, "a barrier is recorded by itself"
         start, label = time.perf_counter(), current_label()
-        with self.exposed.timed(label, whole.device, issuing=True), _span(op, label):
+        with self.exposed.timed(label, unsharded.device, issuing=True), _span(op, label):
             work = issue()
-        num_bytes = whole.nbytes
+        num_bytes = unsharded.nbytes
         record = CommRecord(op, num_bytes, label, self.world_size, time.perf_counter() - start, issued_at_s=start)
         self.records.append(record)
         if self.timed:
             record.phase_label = with_phase(label)
-            if whole.device.type == "cpu":
+            if unsharded.device.type == "cpu":
                 add_done_callback(work, record.end)
-        return _ObservedWork(work, record, self.exposed, whole.device)
+        return _ObservedWork(work, record, self.exposed, unsharded.device)
 
     def barrier(self) -> None:
         """Wait at the inner communicator's barrier, and record it."""

@@ -314,15 +314,15 @@ class SentinelCommunicator(Wrapper):
         """End the watch."""
         self._watch.close()
 
-    def _around(self, op: str, whole: Tensor | None, issue: Callable[[], Work], detail: str = "") -> Work:
+    def _around(self, op: str, unsharded: Tensor | None, issue: Callable[[], Work], detail: str = "") -> Work:
         """Log an operation and issue it."""
-        num_bytes = 0 if whole is None else whole.nbytes
+        num_bytes = 0 if unsharded is None else unsharded.nbytes
         what = f"{op} {detail}".rstrip()
         self._watch.log.add(f"{what} of {num_bytes} bytes for {current_label() or 'no unit'}")
         with self.waiting():
             self.require_no_fault()
             work = issue()
-        watched = None if whole is None else self._watch.under_way.add(work, whole.device)
+        watched = None if unsharded is None else self._watch.under_way.add(work, unsharded.device)
         return _WatchedWork(work, self, watched)
 
 

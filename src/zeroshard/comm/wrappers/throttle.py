@@ -193,17 +193,17 @@ class ThrottledCommunicator(Wrapper):
         here, size = sum(self._node_of(name) == node for name in self._names), len(self._names)
         return here * (size - here) / size if level == "between" else (here - 1) / size
 
-    def _around(self, op: str, whole: Tensor | None, issue: Callable[[], Work], detail: str = "") -> Work:
+    def _around(self, op: str, unsharded: Tensor | None, issue: Callable[[], Work], detail: str = "") -> Work:
         """Issue an operation; its handle ends when the operation would have ended over the links."""
-        if whole is not None:
-            require_cpu("ThrottledCommunicator", whole)
+        if unsharded is not None:
+            require_cpu("ThrottledCommunicator", unsharded)
         clock = torch.tensor([time.monotonic_ns()])
         work = issue()
-        if self.world_size == 1 or (whole is not None and whole.numel() == 0):
+        if self.world_size == 1 or (unsharded is not None and unsharded.numel() == 0):
             return work
         with labelled(CONTROL):
             agreed = self.inner.all_reduce(clock, "max")  # [Note: When a transfer begins]
-        num_bytes = 0 if whole is None else whole.nbytes
+        num_bytes = 0 if unsharded is None else unsharded.nbytes
         delayed = _Delayed(self, work, agreed, clock, op, num_bytes)
         self._unresolved.append(delayed)
         return delayed

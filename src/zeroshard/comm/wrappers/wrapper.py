@@ -50,13 +50,13 @@ class Wrapper:
     def __init__(self, inner: Communicator) -> None:
         self.inner = inner
 
-    def _around(self, op: str, whole: Tensor | None, issue: Callable[[], Work], detail: str = "") -> Work:
+    def _around(self, op: str, unsharded: Tensor | None, issue: Callable[[], Work], detail: str = "") -> Work:
         """Issue an operation; subclasses add their behaviour here.
 
         Args:
             op: name of the collective.
-            whole: the unsharded tensor: the input of a reduce-scatter or all-to-all, the output of an all-gather; None
-                for a barrier.
+            unsharded: the input of a reduce-scatter or all-to-all, the output of an all-gather, the tensor of an
+                all-reduce or a broadcast; None for a barrier.
             issue: issues the operation on the inner communicator.
             detail: what else the ranks must agree on: the reduction, or the source of a broadcast.
         """

@@ -135,7 +135,7 @@ def _meetings(job: Job, buffers: list[Buffer]) -> dict[int, list[Sent]]:
         assert job.local_steps is not None
         whole = job.row.optim is not SHARD and job.shard_size > 1
         num_replicas = job.world_size // job.shard_size
-        sent = meeting_messages(buffers, job.local_steps, fragment, num_replicas, whole_masters=whole)
+        sent = meeting_messages(buffers, job.local_steps, fragment, num_replicas, unsharded_masters=whole)
         found[fragment] = [
             Sent(m.op, m.num_bytes, f"{m.buffer}/{m.phase}", m.world_size) for m in sent if m.world_size > 1
         ]

@@ -165,16 +165,16 @@ class _Log(StorageEvents):
         self.wires: dict[str, BufferFormats] = {}  # by buffer
         self.has_streams = False
         self.freed: dict[int, torch.UntypedStorage] = {}  # storages of the unsharded weights that the engine frees
-        self._whole: dict[int, int] = {}  # bytes of those of them that are allocated now
+        self._allocated: dict[int, int] = {}  # bytes of those of them that are allocated now
         self._number = 0
         self._categories: dict[int, str] = {}
         self._unknown: set[int] = set()
 
-    def issue(self, comm: _Peers, op: str, whole: Tensor) -> _Pending:
-        """Record a collective on the unsharded tensor ``whole``."""
+    def issue(self, comm: _Peers, op: str, unsharded: Tensor) -> _Pending:
+        """Record a collective on the tensor ``unsharded``."""
         self.look_for_freed()
         gathered = self._grown()
-        num_bytes = whole.nbytes
+        num_bytes = unsharded.nbytes
         if gathered:
             self.told.append(Change("prefetch", gathered))
         self._number += 1
@@ -203,14 +203,14 @@ class _Log(StorageEvents):
 
     def _grown(self) -> int:
         """Bytes of unsharded weights that were allocated since the last call; resizing a storage triggers no event."""
-        grown = {key: each.nbytes() for key, each in self.freed.items() if key not in self._whole and each.nbytes()}
-        self._whole.update(grown)
+        grown = {key: each.nbytes() for key, each in self.freed.items() if key not in self._allocated and each.nbytes()}
+        self._allocated.update(grown)
         return sum(grown.values())
 
     def look_for_freed(self) -> None:
         """Record unsharded weights that were freed since the last call: resizing a storage triggers no event."""
-        for key in [key for key in self._whole if not self.freed[key].nbytes()]:
-            self.told.append(Change("unit_buffers", -self._whole.pop(key)))
+        for key in [key for key in self._allocated if not self.freed[key].nbytes()]:
+            self.told.append(Change("unit_buffers", -self._allocated.pop(key)))
 
     def _comes_or_goes(self, storage: int, change: int) -> None:
         self.told.append((storage, change))

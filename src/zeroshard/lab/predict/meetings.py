@@ -90,7 +90,7 @@ def meetings_of(
     found = [
         message
         for fragment in range(settings.fragments)
-        for message in meeting_messages(buffers, settings, fragment, num_replicas, whole_masters=whole)
+        for message in meeting_messages(buffers, settings, fragment, num_replicas, unsharded_masters=whole)
     ]
     crossing = [message for message in found if message.phase == "difference"]
     comm_s = sum(cluster.collective_s(m.op, m.num_bytes, num_replicas, replicas=True) for m in crossing)
@@ -116,7 +116,7 @@ def outer_bytes(buffers: Sequence[Buffer]) -> int:
 
 
 def meeting_messages(
-    buffers: Sequence[Buffer], settings: LocalSteps, fragment: int, num_replicas: int, *, whole_masters: bool
+    buffers: Sequence[Buffer], settings: LocalSteps, fragment: int, num_replicas: int, *, unsharded_masters: bool
 ) -> list[Message]:
     """The collectives of a fragment's meeting, in order. In a block format pieces are exchanged, and sums gathered.
 
@@ -125,7 +125,7 @@ def meeting_messages(
         settings: when and how replicas meet.
         fragment: index of the fragment.
         num_replicas: number of replicas.
-        whole_masters: whether each rank holds unsharded master weights (stage 0) in a replica of several ranks.
+        unsharded_masters: whether each rank holds unsharded master weights (stage 0) in a replica of several ranks.
     """
     units = list(dict.fromkeys(["root", *(buffer.unit for buffer in buffers)]))
     differences: list[Message] = []
@@ -142,7 +142,7 @@ def meeting_messages(
         else:
             num_bytes = layout.shard_numel * (settings.dtype or _wide(buffer.dtype)).itemsize
             differences.append(Message("all_reduce", num_bytes, name, "difference", num_replicas))
-        if whole_masters:
+        if unsharded_masters:
             num_bytes = layout.padded_numel * buffer.dtype.itemsize
             anchors.append(Message("all_gather", num_bytes, name, "anchor", layout.world_size))
     return [*differences, *sums, *anchors]

@@ -75,7 +75,7 @@ class EvalConfig(Config):
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Compute type.")
     strategy: EvaluatingName = Field(
         "none",
-        description="How weights are spread over ranks: none (whole on each), "
+        description="How weights are spread over ranks: none (replicated), "
         f"{', '.join(strategies_with('evaluates'))}, or module:name of your own.",
     )
     nproc: int = Field(0, ge=0, description="Ranks to start here; 0: torchrun's or SLURM's, else 1.")

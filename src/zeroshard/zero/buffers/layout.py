@@ -290,9 +290,9 @@ class FlatLayout:
 
     def _parts_of(self, rank: int) -> list[tuple[int, int]]:
         """``[start, stop)`` of each part of ``rank``'s shard in the flat buffer."""
-        whole = self.interval(rank)
+        own = self.interval(rank)
         if self.parts == 1:
-            return [whole]
+            return [own]
         first, numel = rank * self.parts, self.part_numel
         return [(index * numel, (index + 1) * numel) for index in range(first, first + self.parts)]
 

@@ -97,11 +97,11 @@ class FlatGroup:
         return any(param.requires_grad for param in self.params.params)
 
     @property
-    def whole(self) -> bool:
+    def keeps_tensors_whole(self) -> bool:
         """Whether the layout keeps tensors whole."""
         return self.params.layout.longest is not None
 
-    def keep_whole(self, chosen: set[nn.Parameter], name: str, loads: list[int]) -> list[FlatGroup]:
+    def keep_tensors_whole(self, chosen: set[nn.Parameter], name: str, loads: list[int]) -> list[FlatGroup]:
         """Return the parameters in new groups: first one of those not chosen, if any, then one of the chosen.
 
         Collective. The values are those of the master weights; there must be no gradients.
@@ -127,7 +127,7 @@ class FlatGroup:
     def restaged(self, strategy: ShardingStrategy) -> FlatGroup:
         """Return a new group of the same parameters and layout, by another row of the stage table. Collective.
 
-        Values and gradients: as in `keep_whole`.
+        Values and gradients: as in `keep_tensors_whole`.
         """
         named = self._take_out()
         layout = self.params.layout
@@ -255,12 +255,12 @@ class Unit:
         """Return the groups that take gradients now, or may have some from a backward that did not reduce."""
         return [group for group in self.groups if group.trained or group.awaited]
 
-    def keep_whole(self, chosen: set[nn.Parameter], loads: list[int]) -> None:
-        """Move the chosen parameters to groups that keep tensors whole. Collective; see `FlatGroup.keep_whole`."""
+    def keep_tensors_whole(self, chosen: set[nn.Parameter], loads: list[int]) -> None:
+        """Move the chosen parameters to groups that keep tensors whole. Collective; see that of `FlatGroup`."""
         for index, group in enumerate(list(self.groups)):
             moving = chosen.intersection(group.params.params)
-            if moving and not group.whole:
-                first, *second = group.keep_whole(moving, f"{self.name}#{len(self.groups)}", loads)
+            if moving and not group.keeps_tensors_whole:
+                first, *second = group.keep_tensors_whole(moving, f"{self.name}#{len(self.groups)}", loads)
                 self.groups[index] = first
                 self.groups += second
 
@@ -318,7 +318,7 @@ def memory_of(groups: Iterator[FlatGroup]) -> dict[str, int]:
     return total
 
 
-def reduced_whole(group: FlatGroup) -> Tensor:
+def gather_reduced(group: FlatGroup) -> Tensor:
     """Gather the reduced gradients of every shard: a new tensor ``[padded_numel]`` of their own dtype. Collective."""
     reduced = group.grads.reduced
     assert reduced is not None

@@ -49,7 +49,7 @@ class ModulePatches:
         optimizers.require_same_model = self._known.require_unchanged
         for module in model.modules():
             module.__dict__["_apply"] = _apply_in_place(module)
-            module.__dict__["apply"] = _apply_where_whole(module, runtime)
+            module.__dict__["apply"] = _apply_where_unsharded(module, runtime)
             self._handles.append(module.register_state_dict_pre_hook(_refuse_state(runtime)))
             self._handles.append(module.register_load_state_dict_pre_hook(_refuse_load))
             module.__dict__["__deepcopy__"] = _refuse_copy
@@ -152,7 +152,7 @@ def _require_in_place(probe: Tensor, found: Tensor) -> None:
     )
 
 
-def _apply_where_whole(module: nn.Module, runtime: Runtime) -> Callable[..., nn.Module]:
+def _apply_where_unsharded(module: nn.Module, runtime: Runtime) -> Callable[..., nn.Module]:
     """Return a ``module.apply`` that raises on several ranks outside of `pinned`: changes would be lost or differ."""
 
     def apply(fn: Callable[[nn.Module], None]) -> nn.Module:

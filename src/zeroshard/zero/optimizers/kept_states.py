@@ -13,7 +13,7 @@ What a class keeps is found by steps of another instance, with the same settings
 | has another shape                   | the shape that it has for a stand-in as large as the parameter      |
 | is there after each step            | only with this state                                                |
 | is never there                      | refused for torch's classes and ours; others may keep it later      |
-| is a floating, complex, whole dtype | a dtype of the same sort, which is converted                        |
+| is floating, complex or integer     | a dtype of the same sort, which is converted                        |
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class ParamFacts:
 
     Attributes:
         name, shape, dtype, device: of the parameter, unsharded.
-        whole: whether the optimizer is given the whole tensor, and not one-dimensional pieces of it.
+        kept_whole: whether the optimizer is given the whole tensor, and not one-dimensional pieces of it.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    whole: bool = True
+    kept_whole: bool = True
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ class KeptStates:
         Raises:
             UserError: the ``saved`` states of the parameter are not those that the optimizer keeps.
         """
-        small = _SIZES[: len(param.shape)] if param.whole else _SIZES[:1]
-        shapes = [small, param.shape] if param.whole and small != param.shape else [small]
+        small = _SIZES[: len(param.shape)] if param.kept_whole else _SIZES[:1]
+        shapes = [small, param.shape] if param.kept_whole and small != param.shape else [small]
         error: UserError | None = None
         for shape in shapes:  # some classes keep other states for large tensors
             trial = self._trial(shape, param.dtype, param.device)
@@ -144,7 +144,7 @@ class KeptStates:
         first = next(iter(params), None)
         if first is None or not self._of_another_class:
             return
-        trial = self._trial(_SIZES[: len(first.shape)] if first.whole else _SIZES[:1], first.dtype, first.device)
+        trial = self._trial(_SIZES[: len(first.shape)] if first.kept_whole else _SIZES[:1], first.dtype, first.device)
         if trial is not None and trial.always:
             raise self._other(first.name, trial.always, {})
 
@@ -222,7 +222,7 @@ def _fits(example: Any, shape: tuple[int, ...], stand_in: tuple[int, ...], param
     """Whether a state of this shape may be the parameter's; ``example``: that of the stand-in, None: it has none."""
     single = prod(shape) == 1
     if example is None:
-        return param.whole or single or shape == param.shape
+        return param.kept_whole or single or shape == param.shape
     if not isinstance(example, Tensor) or (example.numel() == 1 and prod(stand_in) != 1):
         return single
     if tuple(example.shape) == stand_in:
@@ -233,7 +233,7 @@ def _fits(example: Any, shape: tuple[int, ...], stand_in: tuple[int, ...], param
 def _sort(dtype: torch.dtype) -> str:
     if dtype.is_complex:
         return "complex"
-    return "floating" if dtype.is_floating_point else "whole"
+    return "floating" if dtype.is_floating_point else "integer"
 
 
 def _listed(kinds: Iterable[str]) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
-from zeroshard.zero.optimizers.state_dict import cut_into_pieces, whole_here
+from zeroshard.zero.optimizers.state_dict import cut_into_pieces, own_unsharded_state
 from zeroshard.zero.optimizers.step_hooks import surrounding_ids
 from zeroshard.zero.torch_internals import hooks_of, without_load_hooks
 from zeroshard.zero.uncompiled import uncompiled
@@ -108,7 +108,7 @@ def _state_dict(piecewise: PiecewiseOptimizer) -> dict[str, Any]:
     optimizer = piecewise.optimizer
     for hook in hooks_of(optimizer, "state_dict_pre").values():
         hook(optimizer)
-    state = whole_here(piecewise)
+    state = own_unsharded_state(piecewise)
     for hook in hooks_of(optimizer, "state_dict_post").values():
         changed = hook(optimizer, state)
         state = state if changed is None else changed

@@ -37,7 +37,7 @@ SCALAR_STATES = frozenset({"step", "eta", "mu", "mu_product"})
 class StepListener(Protocol):
     """What the engine does around an optimizer's step: `zeroshard.zero.stepping.engine_optimizers` does it."""
 
-    def keep_whole(self, params: set[nn.Parameter]) -> None:
+    def keep_tensors_whole(self, params: set[nn.Parameter]) -> None:
         """Lay these parameters out as whole tensors."""
 
     def before_update(self, optimizer: Optimizer | None) -> None:
@@ -113,7 +113,7 @@ class ShardedParams:
 
     def kept_whole(self) -> set[nn.Parameter]:
         """The parameters whose layout keeps each tensor whole on one rank."""
-        return {param for param, (group, _) in self._homes.items() if group.whole}
+        return {param for param, (group, _) in self._homes.items() if group.keeps_tensors_whole}
 
     def pieces(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """This rank's pieces of ``params``, in their order."""
@@ -167,11 +167,13 @@ class PiecewiseOptimizer:
         with sharded.all_or_none():
             self.by_group = [sharded.take(group) for group in groups]
             pairs = list(zip(groups, self.by_group, strict=True))
-            whole = {param for group, chosen in pairs for param in _whole(optimizer_cls, kwargs, group, chosen)}
-            if whole:
+            kept_whole = {
+                param for group, chosen in pairs for param in _kept_whole(optimizer_cls, kwargs, group, chosen)
+            }
+            if kept_whole:
                 # Build the class once before anything is laid out anew: it may refuse parameters by their shape.
                 self.make([{**group, "params": [_stand_in(param) for param in chosen]} for group, chosen in pairs])
-                listener.keep_whole(whole)
+                listener.keep_tensors_whole(kept_whole)
             self.pieces = [sharded.pieces(chosen) for chosen in self.by_group]
             self.optimizer = self.make(
                 [{**group, "params": pieces} for group, pieces in zip(groups, self.pieces, strict=True)]
@@ -199,16 +201,16 @@ class PiecewiseOptimizer:
             self.by_group = [sharded.take(group) for group in optimizer.param_groups]
             for group, chosen in zip(optimizer.param_groups, self.by_group, strict=True):
                 try:
-                    whole = _whole(type(optimizer), kwargs, group, chosen)
+                    kept_whole = _kept_whole(type(optimizer), kwargs, group, chosen)
                 except TypeError as error:  # its settings do not tell how it was built
                     raise ValueError(f"step: {error}; make it by zero.optimizer({name}, ...)") from error
-                cut = whole - sharded.kept_whole()
+                cut = kept_whole - sharded.kept_whole()
                 if cut and not may_move:
                     raise RuntimeError(
                         f"step: {name} needs tensors that are whole on one rank; make it by zero.optimizer({name}, ...)"
                     )
                 if cut:
-                    listener.keep_whole(cut)
+                    listener.keep_tensors_whole(cut)
             self.pieces = [sharded.pieces(chosen) for chosen in self.by_group]
         return self
 
@@ -224,7 +226,9 @@ class PiecewiseOptimizer:
     def _facts_of(self, param: nn.Parameter) -> ParamFacts:
         group, slot = self.sharded.home(param)
         params, shape = group.params, group.params.layout.slots[slot].shape
-        return ParamFacts(self.sharded.name(param), tuple(shape), params.dtype, params.master.device, group.whole)
+        return ParamFacts(
+            self.sharded.name(param), tuple(shape), params.dtype, params.master.device, group.keeps_tensors_whole
+        )
 
     # -- whose parameters -------------------------------------------------------------------------------------
 
@@ -283,10 +287,10 @@ class PiecewiseOptimizer:
         """Add a group of the model's parameters; ``add_group``: the class's own method."""
         with self.sharded.all_or_none():
             chosen = self.sharded.take(given)
-            whole = _whole(type(self.optimizer), self._kwargs, given, chosen)
-            if whole:
+            kept_whole = _kept_whole(type(self.optimizer), self._kwargs, given, chosen)
+            if kept_whole:
                 self.make([{**given, "params": [_stand_in(param) for param in chosen]}])
-                self.listener.keep_whole(whole)
+                self.listener.keep_tensors_whole(kept_whole)
             pieces = self.sharded.pieces(chosen)
             self.show_pieces()
             try:
@@ -302,7 +306,7 @@ def _are(found: Iterable[Any], expected: Sequence[Any]) -> bool:
     return len(found) == len(expected) and all(a is b for a, b in zip(found, expected, strict=True))
 
 
-def _whole(
+def _kept_whole(
     optimizer_cls: type[Optimizer], kwargs: Mapping[str, Any], group: Mapping[str, Any], chosen: list[nn.Parameter]
 ) -> set[nn.Parameter]:
     """Those of a group's parameters that must be whole tensors: all or none; ValueError for a class that is refused."""

@@ -36,8 +36,8 @@ class Stateful(Protocol):
         ...
 
 
-def whole_here(piecewise: PiecewiseOptimizer) -> dict[str, Any]:
-    """Return `whole_state` without communication, if this rank has all states.
+def own_unsharded_state(piecewise: PiecewiseOptimizer) -> dict[str, Any]:
+    """Return `unsharded_state` without communication, if this rank has all states.
 
     Raises:
         RuntimeError: this rank has only a part of the states.
@@ -48,10 +48,10 @@ def whole_here(piecewise: PiecewiseOptimizer) -> dict[str, Any]:
             "optimizer.state_dict(): each rank holds a part of the states; use zero.optim_state_dict(optimizer) on "
             "every rank, or zeroshard.save()"
         )
-    return whole_state(piecewise, groups)
+    return unsharded_state(piecewise, groups)
 
 
-def whole_state(piecewise: PiecewiseOptimizer, groups: Iterable[FlatGroup]) -> dict[str, Any]:
+def unsharded_state(piecewise: PiecewiseOptimizer, groups: Iterable[FlatGroup]) -> dict[str, Any]:
     """Return all states on the CPU, each in its parameter's shape. Collective if states are sharded.
 
     Args:
@@ -85,7 +85,10 @@ def states_by_slot(group: FlatGroup, holder: Stateful) -> dict[int, State]:
         by_slot.setdefault(piece.slot, []).append((piece, state))
     with_state = {slot: parts for slot, parts in by_slot.items() if any(state for _, state in parts)}
     slots = params.layout.slots
-    return {slot: _joined(parts, slots[slot].shape, whole=group.whole) for slot, parts in with_state.items()}
+    return {
+        slot: _joined(parts, slots[slot].shape, kept_whole=group.keeps_tensors_whole)
+        for slot, parts in with_state.items()
+    }
 
 
 def _everybodys(group: FlatGroup, own: list[State]) -> Iterator[tuple[Piece, State]]:
@@ -140,13 +143,13 @@ def _empty(description: list[tuple[str, Any]]) -> State:
     }
 
 
-def _joined(parts: list[tuple[Piece, State]], shape: tuple[int, ...], *, whole: bool) -> State:
+def _joined(parts: list[tuple[Piece, State]], shape: tuple[int, ...], *, kept_whole: bool) -> State:
     parts = sorted(parts, key=lambda part: part[0].interval)
     joined: State = {}
     for kind, first in parts[0][1].items():
         if not isinstance(first, Tensor):
             joined[kind] = first
-        elif whole or kind in SCALAR_STATES or first.shape != parts[0][0].shape:
+        elif kept_whole or kind in SCALAR_STATES or first.shape != parts[0][0].shape:
             joined[kind] = first.detach().clone()
         else:
             joined[kind] = torch.cat([state[kind].detach().reshape(-1) for _, state in parts]).view(shape)

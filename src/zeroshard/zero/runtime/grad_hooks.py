@@ -161,11 +161,11 @@ class ParamGrad:
         if isinstance(grad, ShardedGrad) and grad.is_all_of(self._home):  # its own gradient, detached
             self.show()
             return
-        whole = grad.full_tensor() if isinstance(grad, ShardedGrad) else grad.detach()
-        if whole.is_sparse:
-            whole = whole.to_dense()
+        full = grad.full_tensor() if isinstance(grad, ShardedGrad) else grad.detach()
+        if full.is_sparse:
+            full = full.to_dense()
         start, stop = held(self._home)
-        self.group.grads.put(self.slot, whole.reshape(-1)[start:stop])
+        self.group.grads.put(self.slot, full.reshape(-1)[start:stop])
         self.group.expose_grads()
         self.show()
 

@@ -80,8 +80,8 @@ class ShardedGrad(Tensor):
             return _write(func, args, kwargs, written)
         if getattr(func, "is_view", False) and isinstance(first, cls):
             return first._view(func, args[1:], kwargs)
-        whole = _Whole()
-        return func(*tree_map(whole, args), **tree_map(whole, kwargs))
+        full_grads = _FullGrads()
+        return func(*tree_map(full_grads, args), **tree_map(full_grads, kwargs))
 
     def full_tensor(self) -> Tensor:
         """The unsharded gradient as a plain tensor, a copy, in this gradient's dtype. Collective if it is sharded.
@@ -138,17 +138,17 @@ class ShardedGrad(Tensor):
             return self._seen_as(meta)
         found = func(meta, *args, **kwargs)
         if isinstance(found, Tensor):
-            return self._seen_as(found, lambda whole: func(whole, *args, **kwargs))
-        return [self._seen_as(part, lambda whole, i=i: func(whole, *args, **kwargs)[i]) for i, part in enumerate(found)]
+            return self._seen_as(found, lambda full: func(full, *args, **kwargs))
+        return [self._seen_as(part, lambda full, i=i: func(full, *args, **kwargs)[i]) for i, part in enumerate(found)]
 
     def _seen_as(self, like: Tensor, *further: View) -> ShardedGrad:
         return ShardedGrad(self._home, like, self.dtype, (*self._views, *further))
 
 
-def _through(views: Iterable[View], whole: Tensor) -> Tensor:
+def _through(views: Iterable[View], full: Tensor) -> Tensor:
     for view in views:
-        whole = view(whole)
-    return whole
+        full = view(full)
+    return full
 
 
 def gather(home: GradHome) -> Tensor:
@@ -156,20 +156,20 @@ def gather(home: GradHome) -> Tensor:
     local = home.local()
     if not home.sharded:
         return local.clone().view(home.shape)
-    whole = torch.empty(math.prod(home.shape), dtype=local.dtype, device=local.device)
+    full = torch.empty(math.prod(home.shape), dtype=local.dtype, device=local.device)
     for rank, (start, stop) in enumerate(home.intervals):
         if start < stop:
             if rank == home.comm.rank:
-                whole[start:stop].copy_(local)
+                full[start:stop].copy_(local)
             with labelled("grads/read"):
-                home.comm.broadcast(whole[start:stop], src=rank).wait()
-    return whole.view(home.shape)
+                home.comm.broadcast(full[start:stop], src=rank).wait()
+    return full.view(home.shape)
 
 
 # -- writing --------------------------------------------------------------------------------------------------------
 
 
-class _Whole:
+class _FullGrads:
     """Replaces each `ShardedGrad` among a function's arguments by the unsharded tensor; gathers each gradient once."""
 
     def __init__(self) -> None:
@@ -215,11 +215,11 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: li
             home = written[0]._home
             func(*[_part(value, home) for value in args], **{key: _part(value, home) for key, value in kwargs.items()})
             return args[0]
-    whole = _Whole()
-    result = func(*tree_map(whole, args), **tree_map(whole, kwargs))
+    full_grads = _FullGrads()
+    result = func(*tree_map(full_grads, args), **tree_map(full_grads, kwargs))
     for home in {id(grad._home): grad._home for grad in written}.values():
         start, stop = held(home)
-        home.local().copy_(whole.gradient(home).reshape(-1)[start:stop])
+        home.local().copy_(full_grads.gradient(home).reshape(-1)[start:stop])
     return None if result is None else (written[0] if isinstance(result, Tensor) else list(written))
 
 

@@ -98,7 +98,7 @@ class ShardedOptimizer(Optimizer):
         self._owners: dict[Tensor, int] = {}
         self._loads = [0] * self.comm.world_size
         # All ranks' states, on the rank that a consolidation brought them to, until the next change
-        self._whole_state: dict[Any, Any] | None = None
+        self._unsharded_state: dict[Any, Any] | None = None
         self._consolidated_to: int | None = None
         with agreement(self.comm) as told:
             super().__init__(params, {})
@@ -278,10 +278,10 @@ class ShardedOptimizer(Optimizer):
         by_param = {number[key]: state for key, state in self.optim.state.items() if isinstance(key, Tensor)}
         others = {key: state for key, state in self.optim.state.items() if not isinstance(key, Tensor)}
         gathered = gather_to(self.comm, (by_param, others), to, self.bucket_bytes)
-        self._whole_state, self._consolidated_to = None, to
+        self._unsharded_state, self._consolidated_to = None, to
         if self.comm.rank == to:
             found = {i: state for states, _ in gathered for i, state in states.items()}
-            self._whole_state = {params[i]: found[i] for i in sorted(found)} | gathered[to][1]
+            self._unsharded_state = {params[i]: found[i] for i in sorted(found)} | gathered[to][1]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the dict that the unsharded optimizer would return and loads, with states as of the consolidation.
@@ -289,9 +289,9 @@ class ShardedOptimizer(Optimizer):
         Raises:
             RuntimeError: before `consolidate_state_dict`, on another rank than it named, or after a further step.
         """
-        if self._whole_state is None:
+        if self._unsharded_state is None:
             raise RuntimeError(self._why_no_state())
-        self.state = defaultdict(dict, self._whole_state)
+        self.state = defaultdict(dict, self._unsharded_state)
         try:
             return super().state_dict()
         finally:
@@ -305,7 +305,7 @@ class ShardedOptimizer(Optimizer):
         return f"state_dict: each rank has a part of the state, not consolidated since it last changed; {todo}"
 
     def _state_has_changed(self) -> None:
-        self._whole_state = self._consolidated_to = None
+        self._unsharded_state = self._consolidated_to = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the settings, and copies of the states that this rank owns. Not collective: every rank loads the dict.

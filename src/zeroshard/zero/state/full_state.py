@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zeroshard.zero.buffers.unit import reduced_whole
+from zeroshard.zero.buffers.unit import gather_reduced
 from zeroshard.zero.optimizers.adoption import has_owner
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.torch_internals import not_saved, own_buffers, own_parameters
@@ -25,18 +25,18 @@ class IncompatibleKeys(NamedTuple):
 
 def state_dict(model: nn.Module, runtime: Runtime, *, keep: bool = True) -> OrderedDict[str, Tensor]:
     """See `Zero.state_dict`; ``keep``: whether this rank returns it, or only takes part in the gathers."""
-    whole: dict[Tensor, Tensor] = {}
+    full: dict[Tensor, Tensor] = {}
     for group in runtime.groups():
         gathered = group.params.gather_master()
         if not keep:
             continue
         flat = gathered.cpu()
         for param, view in zip(group.params.params, group.params.layout.views(flat), strict=True):
-            whole[param] = view.clone()
+            full[param] = view.clone()
     state: OrderedDict[str, Tensor] = OrderedDict()
     for name, tensor in named_state(model).items() if keep else ():
         # A tied parameter is one tensor under two names, here as in the module.
-        state[name] = whole[tensor] if tensor in whole else tensor.detach().cpu().clone()
+        state[name] = full[tensor] if tensor in full else tensor.detach().cpu().clone()
     return state
 
 
@@ -82,7 +82,7 @@ def full_grads(model: nn.Module, runtime: Runtime) -> dict[str, Tensor | None]:
         if group.grads.reduced is None:
             found.update(dict.fromkeys(params.params))
             continue
-        views = params.layout.views(reduced_whole(group))
+        views = params.layout.views(gather_reduced(group))
         for param, view, used in zip(params.params, views, group.grads.used, strict=True):
             found[param] = view if used else None
     return {name: found.get(param) for name, param in model.named_parameters()}

@@ -21,10 +21,14 @@ from zeroshard.zero.strategy import ShardingStrategy
 
 def groups_to_leave(runtime: Runtime, params: set[nn.Parameter]) -> list[FlatGroup]:
     """Return the groups that hold some of ``params`` and whose layout does not keep tensors whole."""
-    return [group for group in runtime.groups() if not group.whole and not params.isdisjoint(group.params.params)]
+    return [
+        group
+        for group in runtime.groups()
+        if not group.keeps_tensors_whole and not params.isdisjoint(group.params.params)
+    ]
 
 
-def keep_whole(runtime: Runtime, params: set[nn.Parameter]) -> None:
+def keep_tensors_whole(runtime: Runtime, params: set[nn.Parameter]) -> None:
     """Lay ``params`` out so that each tensor has one owner; see [Note: Laid out anew] in `unit`. Collective.
 
     Raises:
@@ -41,7 +45,7 @@ def keep_whole(runtime: Runtime, params: set[nn.Parameter]) -> None:
         )
     loads = [0] * (runtime.levels.shard.world_size * runtime.levels.parts)
     for unit in runtime.all_units():
-        unit.keep_whole(params, loads)
+        unit.keep_tensors_whole(params, loads)
     runtime.laid_out_anew(leaving)
 
 

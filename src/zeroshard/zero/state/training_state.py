@@ -65,9 +65,9 @@ def named_shards(model: nn.Module, runtime: Runtime, optimizers: Sequence[Statef
                 weights = shard.detach().view(-1)[cut].to(group.params.dtype)
                 yield NamedShard(slot.name, "param", slot.shape, own.interval, weights)
                 for kind, value in _states(optimizers, shard):
-                    if group.whole:
-                        whole = value.contiguous().view(-1)
-                        yield NamedShard(slot.name, kind, tuple(value.shape), (0, value.numel()), whole)
+                    if group.keeps_tensors_whole:
+                        flat = value.contiguous().view(-1)
+                        yield NamedShard(slot.name, kind, tuple(value.shape), (0, value.numel()), flat)
                     elif value.shape == shard.shape and kind not in SCALAR_STATES:
                         yield NamedShard(slot.name, kind, slot.shape, own.interval, value[cut])
                     elif own.interval[0] == 0:
@@ -107,7 +107,7 @@ def load_named_shards(
                     continue
                 shard.copy_(reader.read(slot.name, "param", piece.interval).view(piece.shape))
                 if slot.name in kept:
-                    interval = None if group.whole else piece.interval
+                    interval = None if group.keeps_tensors_whole else piece.interval
                     states[shard] = read_states(reader, slot.name, kept[slot.name], slot.shape, interval)
             torch.autograd.graph.increment_version(group.params.params)  # a backward through an older graph must fail
             group.params.mark_stale()

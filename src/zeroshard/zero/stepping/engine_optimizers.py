@@ -221,7 +221,7 @@ class EngineOptimizers:
 
     # -- what an optimizer calls -------------------------------------------------------------
 
-    def keep_whole(self, params: set[nn.Parameter]) -> None:
+    def keep_tensors_whole(self, params: set[nn.Parameter]) -> None:
         """Lay ``params`` out so that each tensor lies on one rank. Collective.
 
         Raises:
@@ -239,7 +239,7 @@ class EngineOptimizers:
         if moving:
             for observer in self.observers:
                 observer.layout_changes()
-            relayout.keep_whole(self._runtime, params)
+            relayout.keep_tensors_whole(self._runtime, params)
             self.show_what_travels()
             self._warn_of_padding()
             self._params.locate(self._runtime.groups())
@@ -248,7 +248,7 @@ class EngineOptimizers:
 
     def _warn_of_padding(self) -> None:
         """Warn if whole tensors on many ranks make buffers that are mostly padding."""
-        layouts = [group.params.layout for group in self._runtime.groups() if group.whole]
+        layouts = [group.params.layout for group in self._runtime.groups() if group.keeps_tensors_whole]
         padded, numel = (sum(getattr(each, name) for each in layouts) for name in ("padded_numel", "numel"))
         if padded > MOSTLY_PADDING * numel:
             world_size = layouts[0].world_size
