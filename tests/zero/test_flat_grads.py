@@ -4,7 +4,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nets import Net, rows
 from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
-from zeroshard.zero import STAGES, FlatLayout, Levels, Zero
+from zeroshard.zero import STAGES, FlatLayout, RankGroups, Zero
 from zeroshard.zero.buffers import local_grads
 from zeroshard.zero.buffers.flat_grads import FlatGrads
 
@@ -16,7 +16,7 @@ def _grads(stage, comm, reduce_dtype=torch.float32, reduced_dtype=torch.float32)
         "unit",
         FlatLayout.of(SHAPES, comm.world_size),
         STAGES[stage],
-        Levels.of(comm),
+        RankGroups.of(comm),
         device=torch.device("cpu"),
         reduced_dtype=reduced_dtype,
         reduce_dtype=reduce_dtype,
@@ -176,7 +176,7 @@ def _block(stage, comm, dtypes):
     param_dtype, reduce_dtype = dtypes
     layout, device = FlatLayout.of(BLOCK, comm.world_size), torch.device("cpu")
     settings = {"device": device, "reduced_dtype": torch.float32, "reduce_dtype": reduce_dtype}
-    grads = FlatGrads("unit", layout, STAGES[stage], Levels.of(comm), **settings)
+    grads = FlatGrads("unit", layout, STAGES[stage], RankGroups.of(comm), **settings)
 
     def accumulate(seed, slots=range(10)):
         drawn = torch.Generator().manual_seed(seed)

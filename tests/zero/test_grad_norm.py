@@ -6,7 +6,7 @@ from torch import nn
 
 from nets import Net, rows
 from zeroshard.comm import LocalCommunicator, run_threads
-from zeroshard.zero import STAGES, FlatLayout, Levels, Zero
+from zeroshard.zero import STAGES, FlatLayout, RankGroups, Zero
 from zeroshard.zero.buffers.flat_grads import FlatGrads
 from zeroshard.zero.buffers.grad_norm import clip_, global_norm
 
@@ -19,7 +19,7 @@ def _buffers(stage, comm, dtype=torch.float32):
     for size in SIZES:
         layout = FlatLayout.of([("a", (size,))], comm.world_size)
         grads = FlatGrads(
-            "unit", layout, STAGES[stage], Levels.of(comm), device=CPU, reduced_dtype=dtype, reduce_dtype=dtype
+            "unit", layout, STAGES[stage], RankGroups.of(comm), device=CPU, reduced_dtype=dtype, reduce_dtype=dtype
         )
         grads.accumulate(0, torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype))
         grads.reduce()
@@ -54,7 +54,7 @@ def test_partial_sums_are_added_in_the_order_of_ranks(stage):
         layout = FlatLayout.of([("a", (3,))], comm.world_size)
         wide = torch.float64
         grads = FlatGrads(
-            "a", layout, STAGES[stage], Levels.of(comm), device=CPU, reduced_dtype=wide, reduce_dtype=wide
+            "a", layout, STAGES[stage], RankGroups.of(comm), device=CPU, reduced_dtype=wide, reduce_dtype=wide
         )
         grads.accumulate(0, torch.tensor([2.0**53, 1.0, 1.0], dtype=wide))
         grads.reduce()

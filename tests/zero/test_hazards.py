@@ -271,7 +271,7 @@ def test_what_computes_waits_for_neither_of_the_last_two_reductions(stage, shard
     with device:
         model(torch.ones(2, WIDTH)).sum().backward()
     reductions = _begun(device, "reduce_scatter")[:5]  # of blocks; the root's is the last, and is waited for
-    name = zero.levels.shard.stream.name
+    name = zero.rank_groups.shard_group.stream.name
     ends = [clock[name] + 1 for _, clock, _ in reductions]
     assert all(waited[name] < end for end, (_, _, waited) in zip(ends, reductions[2:], strict=False))
 

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from zeroshard.comm import NullCommunicator, run_threads
-from zeroshard.zero import STAGES, Levels, MixedPrecision, Unit
+from zeroshard.zero import STAGES, MixedPrecision, RankGroups, Unit
 from zeroshard.zero.buffers.unit import build_groups
 
 
@@ -18,7 +18,7 @@ def _params():
 
 def _unit(stage=3, precision=None):
     groups = build_groups(
-        "u", _params(), STAGES[stage], Levels.of(NullCommunicator(2)), precision or MixedPrecision(), {}
+        "u", _params(), STAGES[stage], RankGroups.of(NullCommunicator(2)), precision or MixedPrecision(), {}
     )
     return Unit("u", nn.Identity(), groups)
 
@@ -52,7 +52,7 @@ def test_parameters_leave_their_group_for_one_that_keeps_tensors_whole(stage, pr
         values = {name: param.clone() for name, param in params}
         frozen = values["frozen"]
         values["frozen"] = frozen.to(precision.compute_dtype(frozen.dtype)).to(frozen.dtype)  # it has no master
-        unit = Unit("u", nn.Identity(), build_groups("u", params, STAGES[stage], Levels.of(comm), precision, {}))
+        unit = Unit("u", nn.Identity(), build_groups("u", params, STAGES[stage], RankGroups.of(comm), precision, {}))
         loads = [0] * 2
         chosen = {dict(params)["b"], dict(params)["wide"]}
         unit.keep_tensors_whole(chosen, loads)

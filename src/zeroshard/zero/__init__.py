@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from zeroshard.zero.buffers.partition import DrawsParts as DrawsParts
     from zeroshard.zero.buffers.unit import Unit as Unit
     from zeroshard.zero.engine import Zero as Zero
-    from zeroshard.zero.levels import Levels as Levels
     from zeroshard.zero.local_steps.outer_steps import Meeting as Meeting
     from zeroshard.zero.local_steps.outer_steps import OuterSteps as OuterSteps
     from zeroshard.zero.local_steps.outer_steps import ReplicaDivergedError as ReplicaDivergedError
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from zeroshard.zero.optimizers.requirements import Reach as Reach
     from zeroshard.zero.optimizers.requirements import classify as classify
     from zeroshard.zero.precision import MixedPrecision as MixedPrecision
+    from zeroshard.zero.rank_groups import RankGroups as RankGroups
     from zeroshard.zero.sharded_optimizer.optimizer import ShardedOptimizer as ShardedOptimizer
     from zeroshard.zero.state.named_shards import NamedShard as NamedShard
     from zeroshard.zero.state.named_shards import ShardReader as ShardReader

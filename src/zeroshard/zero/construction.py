@@ -15,8 +15,8 @@ from zeroshard.zero.buffers.partition import Init, UnitSpec, materialise, partit
 from zeroshard.zero.buffers.unit import FlatGroup, Unit, build_groups
 from zeroshard.zero.buffers.unit_choice import UnitChoice, told
 from zeroshard.zero.compat.module_methods import has_engine
-from zeroshard.zero.levels import Levels, check_wire
 from zeroshard.zero.precision import MixedPrecision
+from zeroshard.zero.rank_groups import RankGroups, check_wire
 from zeroshard.zero.runtime.module_buffers import BufferSync, check_sync
 from zeroshard.zero.strategy import ShardingStrategy
 from zeroshard.zero.tensor_broadcast import as_bytes, put_bytes
@@ -80,7 +80,7 @@ def build_units(
     model: nn.Module,
     units: UnitChoice | None,
     strategy: ShardingStrategy,
-    levels: Levels,
+    rank_groups: RankGroups,
     precision: MixedPrecision,
     init: Init | None,
     device: torch.device | str | None,
@@ -90,32 +90,32 @@ def build_units(
     Arguments and errors are those of `zeroshard.Zero`.
     """
     check_wire(strategy, precision)
-    _check_lookups(model, levels)
+    _check_lookups(model, rank_groups)
     on_meta = any(param.is_meta for param in model.parameters())
     if on_meta and init is None:
         raise ValueError("init: the model has parameters on the meta device; give a function that fills them")
     any_meta = on_meta or any(buffer.is_meta for buffer in model.buffers())
     meta = materialise(model, _default_device(device), init) if any_meta else set()
     fill = dict.fromkeys(meta, init) if init is not None else {}
-    with same_on_every_rank(levels.world) as told_units:
+    with same_on_every_rank(rank_groups.world) as told_units:
         root_spec, specs = partition(model, units)
         told_units += [f"unit {spec.name}" for spec in specs]
-    if levels.world.rank == 0:
+    if rank_groups.world.rank == 0:
         _log.info("Zero: %s", told(model, [spec.module for spec in specs]))
 
     def build(spec: UnitSpec) -> Unit:
-        groups = build_groups(spec.name, spec.params, strategy, levels, precision, fill, ALL)
+        groups = build_groups(spec.name, spec.params, strategy, rank_groups, precision, fill, ALL)
         return Unit(spec.name, spec.module, groups, read_in_backward=spec.read_in_backward)
 
     root = build(root_spec)
-    _broadcast_buffers(model, levels.world)
+    _broadcast_buffers(model, rank_groups.world)
     return root, [build(spec) for spec in specs]
 
 
-def _check_lookups(model: nn.Module, levels: Levels) -> None:
+def _check_lookups(model: nn.Module, rank_groups: RankGroups) -> None:
     """Raise ValueError for an embedding whose forward rescales rows in place, because ranks look up different rows."""
     for name, part in model.named_modules():
-        if levels.world.world_size > 1 and isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm:
+        if rank_groups.world.world_size > 1 and isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm:
             raise ValueError(
                 f"{name or 'model'}: with max_norm={part.max_norm} forward rescales the rows that it looks up, which "
                 "differ between ranks; leave max_norm out, and clip rows inside zero.full_params(write_back=True)"

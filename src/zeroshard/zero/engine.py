@@ -24,7 +24,6 @@ from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.buffers.unit_choice import UnitChoice
 from zeroshard.zero.compat.module_methods import ModulePatches
-from zeroshard.zero.levels import Levels, check_change, check_levels, communicator
 from zeroshard.zero.local_steps.observer import LocalStepsObserver
 from zeroshard.zero.local_steps.outer_steps import OuterSteps
 from zeroshard.zero.local_steps.settings import LocalSteps
@@ -32,6 +31,7 @@ from zeroshard.zero.optimizers import adoption
 from zeroshard.zero.optimizers.ema import Ema
 from zeroshard.zero.optimizers.state_dict import unsharded_state
 from zeroshard.zero.precision import MixedPrecision
+from zeroshard.zero.rank_groups import RankGroups, check_change, check_rank_groups, communicator
 from zeroshard.zero.runtime.module_buffers import BufferSync, ModuleBuffers
 from zeroshard.zero.runtime.module_hooks import attach
 from zeroshard.zero.runtime.runtime import Runtime
@@ -67,7 +67,7 @@ class Zero:
             the last; or ``"sharded"``, reduced after each. See `micro_batch`. None: as the `grads` column says.
         device: where meta parameters are allocated; None: the current CUDA device if there is one, else the CPU.
         shard_size: number of neighbouring ranks (a node's, say) over which training state is sharded; the world then
-            has ``world_size / shard_size`` replicas. None: all ranks. See `zeroshard.zero.levels`.
+            has ``world_size / shard_size`` replicas. None: all ranks. See `zeroshard.zero.rank_groups`.
         buffers: how ranks synchronise buffers that a forward changes, such as running statistics, after each backward
             that reduces. ``"broadcast"``: every rank takes rank 0's, as DDP does. ``"keep"``: each rank keeps its own,
             and rank 0's are saved.
@@ -77,7 +77,7 @@ class Zero:
             this many micro-batches, or a multiple, over all ranks. See `zeroshard.zero.transport.exact_sums`.
 
     Attributes:
-        levels: the ranks that shard together, and those that hold the same shard.
+        rank_groups: the ranks that shard together, and those that hold the same shard.
         local_steps: with local steps, the object whose `step` is called after each optimizer step; else None.
 
     Raises:
@@ -123,20 +123,22 @@ class Zero:
             construction.check_arguments(model, prefetch, accumulate, self.precision, buffers)
             told += construction.described(model, self.strategy, self.precision, prefetch, shard_size, buffers, checked)
         self._accumulate = accumulate if reproducible is None else "sharded"
-        check_levels(self.strategy, shard_size, self.precision, **checked)
+        check_rank_groups(self.strategy, shard_size, self.precision, **checked)
         groups = self.strategy.secondary_shard_size, self.precision.node_size
-        self.levels = Levels.of(self.comm, shard_size, *groups, reproducible)
+        self.rank_groups = RankGroups.of(self.comm, shard_size, *groups, reproducible)
 
         on_meta = [param for param in model.parameters() if param.is_meta]
-        levels = self.levels if local_steps is None else self.levels.inside
-        root, others = construction.build_units(model, units, self.strategy, levels, self.precision, init, device)
-        inside = ModuleBuffers(model, levels.world, buffers, may_change=reproducible is None)
-        self._runtime = Runtime(root, others, levels, self.strategy, prefetch, inside)
-        between = ModuleBuffers(model, self.levels.replicas, buffers)
-        self.local_steps = None if local_steps is None else OuterSteps(local_steps, self._runtime, self.levels, between)
-        self._optimizers = EngineOptimizers(self._runtime, levels)
+        rank_groups = self.rank_groups if local_steps is None else self.rank_groups.within_replica
+        root, others = construction.build_units(model, units, self.strategy, rank_groups, self.precision, init, device)
+        module_buffers = ModuleBuffers(model, rank_groups.world, buffers, may_change=reproducible is None)
+        self._runtime = Runtime(root, others, rank_groups, self.strategy, prefetch, module_buffers)
+        self.local_steps: OuterSteps | None = None
+        if local_steps is not None:
+            replicated = ModuleBuffers(model, self.rank_groups.replicate_group, buffers)
+            self.local_steps = OuterSteps(local_steps, self._runtime, self.rank_groups, replicated)
+        self._optimizers = EngineOptimizers(self._runtime, rank_groups)
         if reproducible is not None:
-            self._optimizers.observers.append(ReproducibleSteps(self._runtime, levels))
+            self._optimizers.observers.append(ReproducibleSteps(self._runtime, rank_groups))
         casts = {root: self.precision.param_dtype if self.precision.cast_forward_inputs else None}
         self._handles = [h for unit in (root, *others) for h in attach(unit, self._runtime, casts.get(unit))]
         self._module_patches = ModulePatches(model, self._runtime, self._optimizers)
@@ -180,7 +182,7 @@ class Zero:
     @contextmanager
     def no_sync(self) -> Generator[None]:
         """In this block backwards accumulate unsharded gradients and do not reduce; reproducible steps still do."""
-        before, self._runtime.sync = self._runtime.sync, self.levels.reproducible is not None
+        before, self._runtime.sync = self._runtime.sync, self.rank_groups.reproducible is not None
         try:
             yield
         finally:
@@ -249,7 +251,7 @@ class Zero:
             RuntimeError: inside `full_params` or `Ema.weights`, or while gradients wait for a step.
         """
         strategy = resolve_strategy(stage)
-        check_change(strategy, self.precision, self.levels, local_steps=self.local_steps is not None)
+        check_change(strategy, self.precision, self.rank_groups, local_steps=self.local_steps is not None)
         relayout.restage(self._runtime, strategy, self._optimizers.state_holders("restage"))
         self.strategy = strategy
         self._optimizers.hold_pieces()

@@ -33,7 +33,7 @@ from zeroshard.lab.predict.work import Work, work_of
 from zeroshard.zero import loaded_later
 from zeroshard.zero.buffers.holdings import holdings
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
-from zeroshard.zero.levels import Levels
+from zeroshard.zero.rank_groups import RankGroups
 from zeroshard.zero.runtime.module_buffers import ModuleBuffers
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.strategy import SHARD
@@ -161,7 +161,7 @@ class _Log(StorageEvents):
     def __init__(self) -> None:
         super().__init__(self._comes_or_goes, self._ran)
         self.told: list[EngineAction | tuple[int, int]] = []
-        self.levels: Levels | None = None
+        self.rank_groups: RankGroups | None = None
         self.wires: dict[str, BufferFormats] = {}  # by buffer
         self.has_streams = False
         self.freed: dict[int, torch.UntypedStorage] = {}  # storages of the unsharded weights that the engine frees
@@ -181,8 +181,8 @@ class _Log(StorageEvents):
         label = current_label()
         control = label == CONTROL
         buffer, phase = (CONTROL, CONTROL) if control else label.rsplit("/", 1)
-        assert self.levels is not None
-        nodes, replicas = self.levels.nodes, comm is self.levels.replicas and not control
+        assert self.rank_groups is not None
+        nodes, replicas = self.rank_groups.nodes, comm is self.rank_groups.replicate_group and not control
         before, after = self._converted(comm, op, buffer, phase, replicas=replicas)
         replicas = replicas or (nodes is not None and comm is nodes.between)
         if not self.has_streams:
@@ -250,14 +250,14 @@ class _Engine:
         world = _Peers(num_shards * settings.num_replicas, settings.rank, log, uniform_order=settings.uniform_order)
         near = settings.strategy.secondary_shard_size if num_shards > 1 else None
         nodes = settings.nodes_of(num_shards)
-        log.levels = levels = Levels.of(
+        log.rank_groups = rank_groups = RankGroups.of(
             world, num_shards if settings.num_replicas > 1 else None, near, nodes, settings.reproducible
         )
         groups: dict[str, list[FlatGroup]] = {name: [] for name in ("root", *names)}
         self._grads: dict[str, tuple[FlatGroup, int, Tensor]] = {}
         for buffer in buffers:
             assert buffer.unit in groups, f"a unit that the trace does not know: {buffer.unit}"
-            group = _group(buffer, settings, levels)
+            group = _group(buffer, settings, rank_groups)
             groups[buffer.unit].append(group)
             if isinstance(group.grads.reducer, ExactReducer):
                 group.grads.reducer.chunk_numel = CHUNK_NUMEL.get(settings.device_type, OTHER_CHUNK_NUMEL)
@@ -273,7 +273,7 @@ class _Engine:
         self._runtime = Runtime(
             self._root,
             self._units,
-            levels,
+            rank_groups,
             settings.strategy,
             settings.prefetch,
             ModuleBuffers(nn.Module(), world, "keep"),
@@ -339,7 +339,7 @@ class _Engine:
 _IN_BACKWARD = ("backward_begins", "grad", "backward_over")
 
 
-def _group(buffer: Buffer, settings: Settings, levels: Levels) -> FlatGroup:
+def _group(buffer: Buffer, settings: Settings, rank_groups: RankGroups) -> FlatGroup:
     params = [
         (slot.name, nn.Parameter(torch.empty(slot.shape, dtype=buffer.dtype, device="meta"), buffer.trained))
         for slot in buffer.layout.slots
@@ -348,7 +348,7 @@ def _group(buffer: Buffer, settings: Settings, levels: Levels) -> FlatGroup:
         buffer.name,
         params,
         settings.strategy,
-        levels,
+        rank_groups,
         settings.precision.exactly() if buffer.exact else settings.precision,
         loaded_later,
         buffer.layout,

@@ -11,13 +11,13 @@ outlives a backward:
 
 Both are freed when gradients are cleared (``zero_grad()``); ``zero_grad(set_to_none=False)`` fills them with zeros.
 
-[Note: Two levels]
+[Note: Several collectives]
     How the local buffer becomes the reduced shard is the business of a `GradientReducer`. A reduction may take several
-    collectives: with replicas (see `levels`) the reduce-scatter in this rank's group is followed by an all-reduce of
-    the shard over the replicas. Each is issued when the one before it is done, at the same place in every rank's order:
-    the code that walks the schedule calls `reduce_across` there. If another gradient arrives between two of them, the
-    first sum is copied out of the local buffer. A reducer may accumulate (`ExactReducer`): then every backward is
-    reduced, at every stage, and *reduced* is its sum.
+    collectives: with replicas (see `rank_groups`) the reduce-scatter in the shard group is followed by an all-reduce of
+    the shard over the replicate group. Each is issued when the one before it is done, at the same place in every rank's
+    order: the code that walks the schedule calls `reduce_across` there. If another gradient arrives between two of
+    them, the first sum is copied out of the local buffer. A reducer may accumulate (`ExactReducer`): then every
+    backward is reduced, at every stage, and *reduced* is its sum.
 
 [Note: Unused parameters]
     A parameter without a gradient on this rank contributes zeros. Ranks agree once per backward which parameters had a
@@ -34,7 +34,7 @@ from zeroshard.zero.buffers.layout import FlatLayout, Piece, view_of
 from zeroshard.zero.buffers.local_grads import LocalGrads
 from zeroshard.zero.buffers.reduction import GradientReducer, GradientReduction
 from zeroshard.zero.buffers.unusable_grads import UnusableGrads
-from zeroshard.zero.levels import Levels
+from zeroshard.zero.rank_groups import RankGroups
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
 from zeroshard.zero.streams import NO_STREAMS, Streams
 from zeroshard.zero.torch_internals import storage_id
@@ -57,7 +57,7 @@ class FlatGrads:
         name: str,
         layout: FlatLayout,
         strategy: ShardingStrategy,
-        levels: Levels,
+        rank_groups: RankGroups,
         *,
         device: torch.device,
         reduced_dtype: torch.dtype,
@@ -66,17 +66,17 @@ class FlatGrads:
     ) -> None:
         self.name = name
         self.layout = layout
-        self.comm = comm = levels.shard
+        self.comm = comm = rank_groups.shard_group
         self.shard_optim = strategy.optim is SHARD
         self.num_backwards = 0
-        plain = GradientReducer(comm, levels.replicas, layout, everywhere=not self.shard_optim)
+        plain = GradientReducer(comm, rank_groups.replicate_group, layout, everywhere=not self.shard_optim)
         self.reducer = plain if reducer is None else reducer
         self.keep_local = (strategy.grads is not SHARD or comm.world_size == 1) and not self.reducer.accumulates
         self.device, self.reduced_dtype, self.reduce_dtype = device, reduced_dtype, reduce_dtype
         self.used = [False] * len(layout.slots)
         self.unusable = UnusableGrads()
         self.reduced: Tensor | None = None
-        self._local = LocalGrads(layout, comm, reduce_dtype, device, levels.world.world_size)
+        self._local = LocalGrads(layout, comm, reduce_dtype, device, rank_groups.world.world_size)
         self._work: Work | None = None
         self._arriving: Tensor | None = None
         self._reduction: GradientReduction | None = None  # the one in flight
@@ -116,7 +116,7 @@ class FlatGrads:
         """Before the local buffer is written: move reduced gradients, or a reduction in flight, out of it."""
         if self._work is None and self.reduced is None:
             return
-        if self.has_collectives_left:  # [Note: Two levels]
+        if self.has_collectives_left:  # [Note: Several collectives]
             assert self._work is not None
             assert self._arriving is not None
             self._work.wait()
@@ -146,7 +146,7 @@ class FlatGrads:
             self.reduced is None and not self.keep_local and self.reduce_dtype == self.reduced_dtype
         ):
             # It outlives the local buffer, so it gets its own memory.
-            comm = self.comm if self.reducer.accumulates else self.reducer.replicas
+            comm = self.comm if self.reducer.accumulates else self.reducer.replicate_group
             return empty_for(comm, part.numel(), self.reduced_dtype, part.device)
         return part
 
@@ -160,7 +160,7 @@ class FlatGrads:
             self.reduce_across()
 
     def reduce_across(self) -> None:
-        """Issue the next collective of the reduction in flight, if one is left: [Note: Two levels]. Collective."""
+        """Issue the next collective of the reduction in flight, if any: [Note: Several collectives]. Collective."""
         if self._reduction is None or not self._reduction.num_left:
             return
         assert self._work is not None

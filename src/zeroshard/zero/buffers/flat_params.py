@@ -34,8 +34,8 @@ from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.shards import gather_shards
 from zeroshard.zero.buffers.transport import WeightTransport
 from zeroshard.zero.buffers.written_weights import bit_sums
-from zeroshard.zero.levels import Levels
 from zeroshard.zero.precision import MixedPrecision
+from zeroshard.zero.rank_groups import RankGroups
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
 from zeroshard.zero.streams import NO_STREAMS, Mark, Streams
 from zeroshard.zero.torch_internals import storage_id
@@ -99,7 +99,7 @@ class FlatParams:
         name: str,
         params: list[tuple[str, nn.Parameter]],
         strategy: ShardingStrategy,
-        levels: Levels,
+        rank_groups: RankGroups,
         precision: MixedPrecision,
         init: Init | None,
         layout: FlatLayout | None = None,
@@ -109,9 +109,9 @@ class FlatParams:
     ) -> None:
         self.name = name
         self.params = [param for _, param in params]
-        self.levels, self.comm = levels, (comm := levels.shard)
+        self.rank_groups, self.comm = rank_groups, (comm := rank_groups.shard_group)
         shapes = [(param_name, param.shape) for param_name, param in params]
-        self.layout = layout or FlatLayout.of(shapes, comm.world_size, ALIGNMENT, levels.parts)
+        self.layout = layout or FlatLayout.of(shapes, comm.world_size, ALIGNMENT, rank_groups.parts)
         self.shard_optim = strategy.optim is SHARD and comm.world_size > 1
         self.shard_params = strategy.params is SHARD and comm.world_size > 1
         self.state = UNSHARDED
@@ -119,7 +119,7 @@ class FlatParams:
         self._streams: Streams = NO_STREAMS
         self._written_at: Mark = None  # the point in a stream where the master was complete
         self.dtype = self.params[0].dtype
-        initial = initial_values(name, params, init, self.layout, levels, shard_params=self.shard_params)
+        initial = initial_values(name, params, init, self.layout, rank_groups, shard_params=self.shard_params)
         own = slice(*self.layout.interval(comm.rank))
         compute_dtype = precision.compute_dtype(self.dtype)
         same = frozen or compute_dtype == self.dtype

@@ -11,7 +11,7 @@ from zeroshard.comm import empty_for, labelled
 from zeroshard.zero.buffers.layout import FlatLayout
 from zeroshard.zero.buffers.partition import DrawsParts, Init
 from zeroshard.zero.buffers.shards import gather_shards
-from zeroshard.zero.levels import Levels
+from zeroshard.zero.rank_groups import RankGroups
 
 
 def loaded_later(name: str, param: Tensor) -> None:
@@ -24,7 +24,7 @@ def initial_values(
     params: Sequence[tuple[str, nn.Parameter]],
     init: Init | None,
     layout: FlatLayout,
-    levels: Levels,
+    rank_groups: RankGroups,
     *,
     shard_params: bool,
 ) -> Tensor:
@@ -35,7 +35,7 @@ def initial_values(
         params: the parameters with their names, in the order of the layout.
         init: function that draws the values; None: the parameters have values, and rank 0's are broadcast.
         layout: layout of the buffer.
-        levels: the ranks.
+        rank_groups: the ranks.
         shard_params: whether weights are sharded. If so, other ranks' shards may be left without values, and the
             buffer's storage can be resized.
     """
@@ -43,35 +43,35 @@ def initial_values(
     if shard_params:  # memory of torch's own: the storage will be resized
         flat = torch.empty(numel, dtype=dtype, device=device)
     else:
-        flat = empty_for(levels.shard, numel, dtype, device)
+        flat = empty_for(rank_groups.shard_group, numel, dtype, device)
     layout.zero_padding(flat)
     if isinstance(init, DrawsParts):
-        _draw_own(name, flat, init, layout, levels, shard_params=shard_params)
+        _draw_own(name, flat, init, layout, rank_groups, shard_params=shard_params)
         return flat
     with torch.no_grad():
         for (param_name, param), view in zip(params, layout.views(flat), strict=True):
             if init is None:
                 view.copy_(param)
-            elif init is loaded_later or levels.world.rank == 0:  # other ranks receive rank 0's values
+            elif init is loaded_later or rank_groups.world.rank == 0:  # other ranks receive rank 0's values
                 init(param_name, view)
     if init is loaded_later:
         return flat
     with labelled(f"{name}/start"):
-        levels.world.broadcast(flat, src=0).wait()
+        rank_groups.world.broadcast(flat, src=0).wait()
     return flat
 
 
 def _draw_own(
-    name: str, flat: Tensor, init: DrawsParts, layout: FlatLayout, levels: Levels, *, shard_params: bool
+    name: str, flat: Tensor, init: DrawsParts, layout: FlatLayout, rank_groups: RankGroups, *, shard_params: bool
 ) -> None:
     """Draw this rank's shard in the first replica, and broadcast it to the others: processors may round differently."""
-    rank = levels.shard.rank
-    for piece in layout.owned(rank) if levels.writes else ():
+    rank = rank_groups.shard_group.rank
+    for piece in layout.owned(rank) if rank_groups.writes else ():
         slot = layout.slots[piece.slot]
         with torch.no_grad():
             init.part(slot.name, flat[piece.offset :][: piece.numel], piece.interval[0], slot.numel)
     with labelled(f"{name}/start"):
         own = flat[slice(*layout.interval(rank))]
-        levels.replicas.broadcast(own, src=0).wait()
+        rank_groups.replicate_group.broadcast(own, src=0).wait()
         if not shard_params:
-            gather_shards(levels.shard, layout, flat, own).wait()
+            gather_shards(rank_groups.shard_group, layout, flat, own).wait()

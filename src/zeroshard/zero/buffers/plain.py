@@ -10,8 +10,8 @@ import torch
 from zeroshard.zero.buffers.layout import FlatLayout
 from zeroshard.zero.buffers.reduction import GradientReducer
 from zeroshard.zero.buffers.transport import WeightTransport
-from zeroshard.zero.levels import Levels
 from zeroshard.zero.precision import MixedPrecision
+from zeroshard.zero.rank_groups import RankGroups
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
 
 _LACKS = "members: PLAIN has no {}; use zeroshard.zero.transport.members.ALL"
@@ -25,7 +25,7 @@ class BufferFacts:
     layout: FlatLayout
     dtype: torch.dtype
     device: torch.device
-    levels: Levels
+    rank_groups: RankGroups
     strategy: ShardingStrategy
     precision: MixedPrecision
 
@@ -50,14 +50,15 @@ class PlainMembers:
         form, size = buffer.precision.weights_format(buffer.dtype), buffer.strategy.secondary_shard_size
         if form is not None or size is not None:
             raise ValueError(_LACKS.format("wire format or second copy of weights"))
-        return WeightTransport(buffer.levels.shard, buffer.layout)
+        return WeightTransport(buffer.rank_groups.shard_group, buffer.layout)
 
     def reducer(self, buffer: BufferFacts) -> GradientReducer:
         """The plain one."""
-        levels, everywhere = buffer.levels, buffer.strategy.optim is not SHARD
-        if buffer.precision.gradients_format(buffer.dtype) is not None or levels.reproducible is not None:
+        rank_groups, everywhere = buffer.rank_groups, buffer.strategy.optim is not SHARD
+        if buffer.precision.gradients_format(buffer.dtype) is not None or rank_groups.reproducible is not None:
             raise ValueError(_LACKS.format("wire format or exact sum of gradients"))
-        return GradientReducer(levels.shard, levels.replicas, buffer.layout, everywhere=everywhere)
+        ranks = rank_groups.shard_group, rank_groups.replicate_group
+        return GradientReducer(*ranks, buffer.layout, everywhere=everywhere)
 
 
 PLAIN = PlainMembers()

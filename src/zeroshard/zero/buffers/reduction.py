@@ -54,20 +54,22 @@ class GradientReducer:
 
     Args:
         comm: the ranks that hold the shards.
-        replicas: the ranks that hold the same shard as this one.
+        replicate_group: the ranks that hold the same shard as this one.
         layout: layout of the buffer.
         everywhere: whether every rank needs the sum of all shards, because its optimizer is replicated.
     """
 
     accumulates = False  # whether a reduction's result contains the gradients reduced before
 
-    def __init__(self, comm: Communicator, replicas: Communicator, layout: FlatLayout, *, everywhere: bool) -> None:
-        self.comm, self.replicas, self.layout, self.everywhere = comm, replicas, layout, everywhere
+    def __init__(
+        self, comm: Communicator, replicate_group: Communicator, layout: FlatLayout, *, everywhere: bool
+    ) -> None:
+        self.comm, self.replicate_group, self.layout, self.everywhere = comm, replicate_group, layout, everywhere
 
     def begin(self, local: Tensor) -> GradientReduction:
         """Return a reduction of ``local [padded_numel]``, whose values are undefined after it. Collective."""
         plain = PlainReduction(self.comm, self.layout, local, everywhere=self.everywhere)
-        return plain if self.replicas.world_size == 1 else OverReplicas(plain, self.replicas)
+        return plain if self.replicate_group.world_size == 1 else OverReplicas(plain, self.replicate_group)
 
     def target(self, reduced: Tensor | None, fresh: Callable[[], Tensor]) -> Tensor:
         """Return the tensor that the next reduction writes: ``fresh()``, or ``reduced``, to which it adds."""
@@ -76,7 +78,7 @@ class GradientReducer:
     @property
     def needs_even_shards(self) -> bool:
         """Whether shards must have one length."""
-        return self.replicas.world_size > 1
+        return self.replicate_group.world_size > 1
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -121,18 +123,18 @@ class PlainReduction:
 
 
 class OverReplicas:
-    """A reduction inside this rank's group, then the all-reduce of its shard over the ``replicas``."""
+    """A reduction in the shard group, then the all-reduce of its shard over the replicate group."""
 
     packed = None
 
-    def __init__(self, inside: PlainReduction, replicas: Communicator) -> None:
-        self._inside, self._replicas = inside, replicas
+    def __init__(self, within: PlainReduction, replicate_group: Communicator) -> None:
+        self._within, self._replicate_group = within, replicate_group
         self.num_left = 2
 
     def issue(self, target: Tensor) -> Work:
-        """Issue the reduction inside the group; once it is done, the all-reduce."""
+        """Issue the reduction in the shard group; once it is done, the all-reduce."""
         self.num_left -= 1
-        return self._inside.issue(target) if self.num_left else self._replicas.all_reduce(target)
+        return self._within.issue(target) if self.num_left else self._replicate_group.all_reduce(target)
 
     def deliver(self, target: Tensor) -> None:
         """The all-reduce has written the target."""

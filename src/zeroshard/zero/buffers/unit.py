@@ -23,8 +23,8 @@ from zeroshard.zero.buffers.layout import ALIGNMENT, FlatLayout, Piece
 from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.plain import PLAIN, BufferFacts, Members
 from zeroshard.zero.buffers.shards import gather_shards
-from zeroshard.zero.levels import Levels
 from zeroshard.zero.precision import MixedPrecision
+from zeroshard.zero.rank_groups import RankGroups
 from zeroshard.zero.strategy import ShardingStrategy
 from zeroshard.zero.streams import Streams
 
@@ -43,7 +43,7 @@ class FlatGroup:
         name: str,
         params: list[tuple[str, nn.Parameter]],
         strategy: ShardingStrategy,
-        levels: Levels,
+        rank_groups: RankGroups,
         precision: MixedPrecision,
         init: Init | None,
         layout: FlatLayout | None = None,
@@ -54,24 +54,24 @@ class FlatGroup:
         if frozen is None:
             frozen = not any(param.requires_grad for _, param in params)
         self._again = partial(
-            FlatGroup, strategy=strategy, levels=levels, precision=precision, init=None, members=members
+            FlatGroup, strategy=strategy, rank_groups=rank_groups, precision=precision, init=None, members=members
         )
         self._frozen = frozen
         formats = (precision.weights_format(master_dtype), precision.gradients_format(master_dtype))
         self._travels_packed = any(form is not None for form in formats)
         if layout is None:
             shapes = [(param_name, param.shape) for param_name, param in params]
-            layout = FlatLayout.of(shapes, levels.shard.world_size, ALIGNMENT, levels.parts)
-        facts = BufferFacts(name, layout, master_dtype, device, levels, strategy, precision)
+            layout = FlatLayout.of(shapes, rank_groups.shard_group.world_size, ALIGNMENT, rank_groups.parts)
+        facts = BufferFacts(name, layout, master_dtype, device, rank_groups, strategy, precision)
         transport = members.transport(facts)
         self.params = FlatParams(
-            name, params, strategy, levels, precision, init, layout, frozen=frozen, transport=transport
+            name, params, strategy, rank_groups, precision, init, layout, frozen=frozen, transport=transport
         )
         self.grads = FlatGrads(
             name,
             layout,
             strategy,
-            levels,
+            rank_groups,
             device=device,
             reduced_dtype=precision.reduced_dtype(master_dtype),
             reduce_dtype=precision.gradient_dtype(master_dtype),
@@ -285,7 +285,7 @@ def build_groups(
     name: str,
     params: list[tuple[str, nn.Parameter]],
     strategy: ShardingStrategy,
-    levels: Levels,
+    rank_groups: RankGroups,
     precision: MixedPrecision,
     init: dict[nn.Parameter, Init],
     members: Members = PLAIN,
@@ -301,7 +301,7 @@ def build_groups(
         group_name = name if index == 0 else f"{name}#{index}"
         policy = precision.exactly() if exact else precision
         drawn = init.get(chosen[0][1])
-        groups.append(FlatGroup(group_name, chosen, strategy, levels, policy, drawn, members=members))
+        groups.append(FlatGroup(group_name, chosen, strategy, rank_groups, policy, drawn, members=members))
     return groups
 
 

@@ -58,7 +58,8 @@ class ModulePatches:
                 module.__dict__["generate"] = _generate_together(module, runtime)
         self._handles.append(model.register_forward_pre_hook(uncompiled(_begins(self._known, set(model.parameters())))))
         computes_otherwise = any(group.params.full.dtype != group.params.dtype for group in runtime.groups())
-        if runtime.levels.shard.world_size > 1 or computes_otherwise:  # else weights are always unsharded and current
+        # Else weights are always unsharded and current.
+        if runtime.rank_groups.shard_group.world_size > 1 or computes_otherwise:
             self._handles += attach_parts(runtime.all_units(), model, runtime.part_begins)
 
     def remove(self) -> None:
@@ -156,7 +157,7 @@ def _apply_where_unsharded(module: nn.Module, runtime: Runtime) -> Callable[...,
     """Return a ``module.apply`` that raises on several ranks outside of `pinned`: changes would be lost or differ."""
 
     def apply(fn: Callable[[nn.Module], None]) -> nn.Module:
-        if runtime.levels.world.world_size > 1 and not runtime.is_pinned:
+        if runtime.rank_groups.world.world_size > 1 and not runtime.is_pinned:
             raise RuntimeError(
                 "model.apply(): weights that it changes are sharded, or each rank's own; call it before Zero(), or, "
                 "with the same values on every rank, inside zero.full_params(write_back=True)"

@@ -25,10 +25,10 @@ from zeroshard.comm import CONTROL, labelled
 from zeroshard.comm.agree import agreement
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.buffers.unusable_grads import mark_unusable
-from zeroshard.zero.levels import Levels
 from zeroshard.zero.local_steps.outer_optimizer import Difference, Outer
 from zeroshard.zero.local_steps.settings import LocalSteps
 from zeroshard.zero.local_steps.step_order import StepOrder
+from zeroshard.zero.rank_groups import RankGroups
 from zeroshard.zero.runtime.module_buffers import ModuleBuffers
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.tensor_broadcast import as_bytes, put_bytes
@@ -63,7 +63,7 @@ class OuterSteps:
     Args:
         settings: how the replicas meet.
         runtime: the engine's runtime.
-        levels: the communicators of the whole world, of a replica, and of the ranks that hold the same shard.
+        rank_groups: the communicators of the whole world, of a replica, and of the ranks that hold the same shard.
         buffers: the model's buffers, which are synchronised over replicas at meetings.
 
     Attributes:
@@ -74,11 +74,12 @@ class OuterSteps:
         before_change: called before a meeting changes weights and anchors, which a save may still be reading.
     """
 
-    def __init__(self, settings: LocalSteps, runtime: Runtime, levels: Levels, buffers: ModuleBuffers) -> None:
+    def __init__(self, settings: LocalSteps, runtime: Runtime, rank_groups: RankGroups, buffers: ModuleBuffers) -> None:
         settings.check_units(len(runtime.all_units()))
-        with agreement(levels.world, "local_steps", "give every rank the same LocalSteps") as described:
+        with agreement(rank_groups.world, "local_steps", "give every rank the same LocalSteps") as described:
             described.append(str(settings))
-        self.settings, self.comm, self.shard, self._world = settings, levels.replicas, levels.shard, levels.world
+        self.settings, self._world = settings, rank_groups.world
+        self.comm, self.shard = rank_groups.replicate_group, rank_groups.shard_group
         self._runtime, self._buffers = runtime, buffers
         self._outer: dict[tuple[Unit, int], Outer] = {}
         self.order = StepOrder()

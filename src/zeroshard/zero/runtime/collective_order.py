@@ -22,7 +22,7 @@ from zeroshard.comm import CONTROL, Communicator, labelled
 from zeroshard.comm.agree import both_ends, digest_of, is_one, require_same, send_bytes
 from zeroshard.comm.operation_log import OperationLog, first_difference
 from zeroshard.zero.buffers.unit import Unit
-from zeroshard.zero.levels import Levels
+from zeroshard.zero.rank_groups import RankGroups
 
 _STEPS = (
     "backward: ranks ran a different number of backwards before a step of the optimizer, so their weights may differ; "
@@ -36,15 +36,15 @@ class CollectiveOrder:
     """Records the gathers and steps of this rank, and agrees with other ranks on orders and flags.
 
     Args:
-        levels: the communicators of all ranks (`world`) and of the ranks that gather together (`shard`).
+        rank_groups: the communicators of all ranks (`world`) and of the ranks that gather together (`shard_group`).
         units: the root unit, then the others, in the same order on every rank.
 
     Attributes:
         settings: describes the engine's optimizers, which ranks must have in common.
     """
 
-    def __init__(self, levels: Levels, units: Sequence[Unit]) -> None:
-        self.comm, self._gathering = levels.world, levels.shard
+    def __init__(self, rank_groups: RankGroups, units: Sequence[Unit]) -> None:
+        self.comm, self._gathering = rank_groups.world, rank_groups.shard_group
         self._log = OperationLog(REMEMBERED)
         self.settings: Callable[[], list[str]] = list
         self._settings_digest = b""

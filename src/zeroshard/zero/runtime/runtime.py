@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
-from zeroshard.zero.levels import Levels
+from zeroshard.zero.rank_groups import RankGroups
 from zeroshard.zero.runtime.backward_pass import BackwardPass, Run
 from zeroshard.zero.runtime.collective_order import CollectiveOrder
 from zeroshard.zero.runtime.forward_pass import ForwardPass
@@ -58,15 +58,15 @@ class Runtime:
         self,
         root: Unit,
         units: list[Unit],
-        levels: Levels,
+        rank_groups: RankGroups,
         strategy: ShardingStrategy,
         prefetch: int,
         buffers: ModuleBuffers,
     ) -> None:
         self.root, self.units = root, units
-        self.levels, self.comm = levels, levels.world
+        self.rank_groups, self.comm = rank_groups, rank_groups.world
         self.prefetch, self._streams = prefetch, ByDevice()
-        self.collectives = CollectiveOrder(levels, [root, *units])
+        self.collectives = CollectiveOrder(rank_groups, [root, *units])
         self._weights = UnshardedWeights([root, *units], self.collectives)
         self._reductions = Reductions(self.collectives, buffers)
         self.apply_strategy(strategy)
@@ -368,7 +368,7 @@ class Runtime:
 
     def apply_strategy(self, strategy: ShardingStrategy) -> None:
         """From now on shard weights and gradients as this row of the stage table says."""
-        several = self.levels.shard.world_size > 1
+        several = self.rank_groups.shard_group.world_size > 1
         self.shard_params = self._weights.shard_params = strategy.params is SHARD and several
         self.shard_grads = strategy.grads is SHARD and several
         self.reshard_after_forward = strategy.reshard_after_forward

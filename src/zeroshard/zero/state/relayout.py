@@ -43,7 +43,7 @@ def keep_tensors_whole(runtime: Runtime, params: set[nn.Parameter]) -> None:
             "optimizer: it needs a new layout, in which gradients of the step under way would be lost; "
             "make it before backward, or after zero_grad()"
         )
-    loads = [0] * (runtime.levels.shard.world_size * runtime.levels.parts)
+    loads = [0] * (runtime.rank_groups.shard_group.world_size * runtime.rank_groups.parts)
     for unit in runtime.all_units():
         unit.keep_tensors_whole(params, loads)
     runtime.laid_out_anew(leaving)

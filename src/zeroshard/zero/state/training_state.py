@@ -41,10 +41,10 @@ from zeroshard.zero.transport.members import PackedReducer
 
 def named_shards(model: nn.Module, runtime: Runtime, optimizers: Sequence[Stateful]) -> Iterator[NamedShard]:
     """See `Zero.named_shards`."""
-    if not runtime.levels.writes:
+    if not runtime.rank_groups.writes:
         return
     take_names(model, runtime)
-    rank = runtime.levels.shard.rank
+    rank = runtime.rank_groups.shard_group.rank
     for group in runtime.groups():
         group.params.take_changes()
         first = group.params.layout.slots[0].name

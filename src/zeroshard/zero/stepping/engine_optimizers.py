@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 from zeroshard.zero.buffers import grad_norm
 from zeroshard.zero.buffers.flat_grads import FlatGrads
 from zeroshard.zero.buffers.unusable_grads import mark_unusable
-from zeroshard.zero.levels import Levels
 from zeroshard.zero.optimizers.description import described
 from zeroshard.zero.optimizers.ema import Ema
 from zeroshard.zero.optimizers.methods import install_methods
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer, ShardedParams
 from zeroshard.zero.optimizers.state_dict import Stateful, cut_states
+from zeroshard.zero.rank_groups import RankGroups
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.state import relayout, training_state
 from zeroshard.zero.state.full_state import take_names
@@ -45,8 +45,8 @@ class EngineOptimizers:
         require_same_model: raises if the model has other parameters than the engine was built with.
     """
 
-    def __init__(self, runtime: Runtime, levels: Levels) -> None:
-        self._runtime, self._levels = runtime, levels
+    def __init__(self, runtime: Runtime, rank_groups: RankGroups) -> None:
+        self._runtime, self._rank_groups = runtime, rank_groups
         self.observers: list[Observer] = []
         self._params = ShardedParams(runtime.groups())
         self._known: list[PiecewiseOptimizer] = []
@@ -215,7 +215,7 @@ class EngineOptimizers:
         exact = any(
             group.params.dtype == torch.float64 for group in self._runtime.groups() if group.grads.reduced is not None
         )
-        norm = grad_norm.global_norm(buffers, self._levels.shard, norm_type, device)
+        norm = grad_norm.global_norm(buffers, self._rank_groups.shard_group, norm_type, device)
         grad_norm.clip_(buffers, norm, float(max_norm))
         return norm if exact else norm.to(torch.float32)
 

@@ -121,7 +121,7 @@ class ExactReducer(GradientReducer):
     """Adds the gradients of every backward to one exact sum; the optimizer sees this sum rounded.
 
     Args:
-        comm, replicas, layout, everywhere: as `GradientReducer`; there is one replica.
+        comm, replicate_group, layout, everywhere: as `GradientReducer`; there is one replica.
         dtype: dtype in which gradients are sent.
         device: device of the gradients.
 
@@ -136,14 +136,14 @@ class ExactReducer(GradientReducer):
     def __init__(
         self,
         comm: Communicator,
-        replicas: Communicator,
+        replicate_group: Communicator,
         layout: FlatLayout,
         *,
         everywhere: bool,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        super().__init__(comm, replicas, layout, everywhere=everywhere)
+        super().__init__(comm, replicate_group, layout, everywhere=everywhere)
         self._interval = slice(*layout.interval(comm.rank))
         self._dtype, self._device = dtype, device
         self.chunk_numel = CHUNK_NUMEL.get(device.type, OTHER_CHUNK_NUMEL)

@@ -10,7 +10,7 @@ from zeroshard.zero.buffers.layout import FlatLayout
 from zeroshard.zero.buffers.plain import BufferFacts
 from zeroshard.zero.buffers.reduction import GradientReducer, GradientReduction, PlainReduction
 from zeroshard.zero.buffers.transport import WeightTransport
-from zeroshard.zero.levels import Nodes
+from zeroshard.zero.rank_groups import Nodes
 from zeroshard.zero.strategy import SHARD
 from zeroshard.zero.transport.exact_sums import ExactReducer
 from zeroshard.zero.transport.node_copy import NodeTransport
@@ -23,27 +23,28 @@ class AllMembers:
 
     def transport(self, buffer: BufferFacts) -> WeightTransport:
         """Return the transport of the buffer's weights."""
-        comm, strategy = buffer.levels.shard, buffer.strategy
+        comm, strategy = buffer.rank_groups.shard_group, buffer.strategy
         transport = WeightTransport(comm, buffer.layout)
         if comm.world_size == 1 or strategy.optim is not SHARD:
             return transport
         form, shard_params = buffer.precision.weights_format(buffer.dtype), strategy.params is SHARD
         if form is not None:
             transport = PackedTransport(comm, buffer.layout, form, compares=not shard_params)
-        if shard_params and strategy.secondary_shard_size is not None and buffer.levels.node is not None:
-            transport = NodeTransport(transport, buffer.levels.node)
+        if shard_params and strategy.secondary_shard_size is not None and buffer.rank_groups.node_group is not None:
+            transport = NodeTransport(transport, buffer.rank_groups.node_group)
         return transport
 
     def reducer(self, buffer: BufferFacts) -> GradientReducer:
         """Return the reducer of the buffer's gradients."""
-        levels, precision, everywhere = buffer.levels, buffer.precision, buffer.strategy.optim is not SHARD
-        ranks, form = (levels.shard, levels.replicas, buffer.layout), precision.gradients_format(buffer.dtype)
-        if levels.reproducible is not None:
+        rank_groups, precision, everywhere = buffer.rank_groups, buffer.precision, buffer.strategy.optim is not SHARD
+        ranks = rank_groups.shard_group, rank_groups.replicate_group, buffer.layout
+        form = precision.gradients_format(buffer.dtype)
+        if rank_groups.reproducible is not None:
             sent = precision.gradient_dtype(buffer.dtype)
             return ExactReducer(*ranks, everywhere=everywhere, dtype=sent, device=buffer.device)
         if form is not None and not everywhere:
-            rounding = Rounding(precision.rounding_seed, buffer.name, levels.world.rank)
-            return PackedReducer(*ranks, form, levels.nodes, rounding)
+            rounding = Rounding(precision.rounding_seed, buffer.name, rank_groups.world.rank)
+            return PackedReducer(*ranks, form, rank_groups.nodes, rounding)
         return GradientReducer(*ranks, everywhere=everywhere)
 
 
@@ -54,7 +55,7 @@ class PackedReducer(GradientReducer):
     """Reduces gradients in a wire format.
 
     Args:
-        comm, replicas, layout: as `GradientReducer`.
+        comm, replicate_group, layout: as `GradientReducer`.
         form: the wire format. With replicas only the sum over them uses it.
         nodes: the nodes, if gradients are summed inside a node first; else None.
         rounding: rounding keys of this buffer.
@@ -65,20 +66,20 @@ class PackedReducer(GradientReducer):
     def __init__(
         self,
         comm: Communicator,
-        replicas: Communicator,
+        replicate_group: Communicator,
         layout: FlatLayout,
         form: Format,
         nodes: Nodes | None,
         rounding: Rounding,
     ) -> None:
-        super().__init__(comm, replicas, layout, everywhere=False)
+        super().__init__(comm, replicate_group, layout, everywhere=False)
         self._form, self._nodes, self.rounding = form, nodes, rounding
 
     def begin(self, local: Tensor) -> GradientReduction:
         """Return a reduction of ``local [padded_numel]``. Collective."""
-        if self.replicas.world_size > 1:
-            inside = PlainReduction(self.comm, self.layout, local, everywhere=False)
-            return PackedOverReplicas(inside, self.replicas, self._form, self.rounding)
+        if self.replicate_group.world_size > 1:
+            within = PlainReduction(self.comm, self.layout, local, everywhere=False)
+            return PackedOverReplicas(within, self.replicate_group, self._form, self.rounding)
         if self.comm.world_size == 1:
             return super().begin(local)
         if self._nodes is None:
@@ -96,10 +97,10 @@ class PackedReducer(GradientReducer):
 
 
 class PackedOverReplicas:
-    """A reduction inside this rank's group, then `AcrossReplicas`, which reads the shard that it gives."""
+    """A reduction in the shard group, then `AcrossReplicas`, which reads the shard that it gives."""
 
-    def __init__(self, inside: PlainReduction, replicas: Communicator, form: Format, rounding: Rounding) -> None:
-        self._inside, self._replicas, self._form, self._rounding = inside, replicas, form, rounding
+    def __init__(self, within: PlainReduction, replicate_group: Communicator, form: Format, rounding: Rounding) -> None:
+        self._within, self._replicate_group, self._form, self._rounding = within, replicate_group, form, rounding
         self._across: AcrossReplicas | None = None
         self.num_left = 3
 
@@ -112,9 +113,9 @@ class PackedOverReplicas:
         """Issue the next of three collectives."""
         self.num_left -= 1
         if self.num_left == 2:
-            return self._inside.issue(target)
+            return self._within.issue(target)
         if self._across is None:
-            self._across = AcrossReplicas(self._replicas, self._form, target, self._rounding)
+            self._across = AcrossReplicas(self._replicate_group, self._form, target, self._rounding)
         return self._across.issue(target)
 
     def deliver(self, target: Tensor) -> None:

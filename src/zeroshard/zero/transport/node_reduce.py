@@ -23,14 +23,14 @@ from torch import Tensor
 
 from zeroshard.comm import Work, all_to_all, empty_for
 from zeroshard.wire_formats import Format
-from zeroshard.zero.levels import Nodes
+from zeroshard.zero.rank_groups import Nodes
 from zeroshard.zero.transport import wire
 
 
 class NodeReduce:
     """A reduce-scatter of two collectives; the second can be issued only when the first is done.
 
-    See [Note: Two levels] in `flat_grads`.
+    See [Note: Several collectives] in `flat_grads`.
 
     Args:
         nodes: the nodes of the ranks that shard together.
@@ -44,11 +44,11 @@ class NodeReduce:
     """
 
     def __init__(self, nodes: Nodes, form: Format, local: Tensor, rounding: wire.Rounding) -> None:
-        self._inside, self._between = inside, between = nodes.inside, nodes.between
+        self._within, self._between = within, between = nodes.within, nodes.between
         self._form, self._rounding = form, rounding
-        shards = local.view(between.world_size, inside.world_size, -1)  # [M, N, n]
-        self._turned: Tensor | None = empty_for(inside, local.numel(), local.dtype, local.device)
-        self._turned.view(inside.world_size, between.world_size, -1).copy_(shards.transpose(0, 1))
+        shards = local.view(between.world_size, within.world_size, -1)  # [M, N, n]
+        self._turned: Tensor | None = empty_for(within, local.numel(), local.dtype, local.device)
+        self._turned.view(within.world_size, between.world_size, -1).copy_(shards.transpose(0, 1))
         self._own = local.new_empty(shards.shape[-1])
         # Allocated here, on the first collective's stream: the second's never waits for the readers of these buffers.
         self._sent = wire.rows_for(between, form, self._own.numel(), local.device)
@@ -59,9 +59,9 @@ class NodeReduce:
         """Issue the next collective, once the one before it is done."""
         self.num_left -= 1
         assert self._turned is not None
-        sums = self._turned.view(self._inside.world_size, -1)[self._inside.rank]  # [M * n]
+        sums = self._turned.view(self._within.world_size, -1)[self._within.rank]  # [M * n]
         if self.num_left:
-            return self._inside.reduce_scatter(sums, self._turned)
+            return self._within.reduce_scatter(sums, self._turned)
         return self._exchange(sums.view(self._between.world_size, -1))
 
     def _exchange(self, sums: Tensor) -> Work:

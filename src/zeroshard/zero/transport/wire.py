@@ -207,8 +207,8 @@ class PackedReduce:
 class AcrossReplicas:
     """The sum of a shard over replicas in a wire format: an all-to-all of pieces, then a gather of their sums.
 
-    The second collective can be issued only when the first is done: see [Note: Two levels] in `flat_grads`. Every
-    replica decodes the same quantised sums, so that all have the same bits.
+    The second collective can be issued only when the first is done: see [Note: Several collectives] in `flat_grads`.
+    Every replica decodes the same quantised sums, so that all have the same bits.
 
     Args:
         comm: the replicas.

@@ -8,7 +8,7 @@ from torch import nn
 
 from nets import Net, Turn, backward, one_process, rows, train
 from zeroshard.comm import NullCommunicator, labelled, run_threads
-from zeroshard.zero import STAGES, FlatLayout, Levels, ShardingStrategy, Zero
+from zeroshard.zero import STAGES, FlatLayout, RankGroups, ShardingStrategy, Zero
 from zeroshard.zero.buffers.flat_grads import FlatGrads
 
 SHARDING = [1, 2, 3]
@@ -16,12 +16,17 @@ SHARDING = [1, 2, 3]
 
 def test_neighbours_shard_and_their_counterparts_are_replicas():
     def go(comm):
-        levels = Levels.of(comm, 2)
+        rank_groups = RankGroups.of(comm, 2)
         everyone = torch.empty(3), torch.empty(2)
         rank = torch.tensor([float(comm.rank)])
-        levels.replicas.all_gather(everyone[0], rank)
-        levels.shard.all_gather(everyone[1], rank)
-        return [each.tolist() for each in everyone], levels.shard.rank, levels.replicas.rank, levels.writes
+        rank_groups.replicate_group.all_gather(everyone[0], rank)
+        rank_groups.shard_group.all_gather(everyone[1], rank)
+        return (
+            [each.tolist() for each in everyone],
+            rank_groups.shard_group.rank,
+            rank_groups.replicate_group.rank,
+            rank_groups.writes,
+        )
 
     assert run_threads(go, 6) == [
         ([[0.0, 2.0, 4.0], [0.0, 1.0]], 0, 0, True),
@@ -129,9 +134,9 @@ def test_between_the_two_sums_a_late_gradient_issues_nothing_and_spoils_nothing(
     layout = FlatLayout.of([("a", (4,)), ("b", (4,))], 2)
 
     def go(comm, stage):
-        levels = Levels.of(comm, 2)
+        rank_groups = RankGroups.of(comm, 2)
         dtype = {"reduced_dtype": torch.float32, "reduce_dtype": torch.float32}
-        grads = FlatGrads("unit", layout, STAGES[stage], levels, device=torch.device("cpu"), **dtype)
+        grads = FlatGrads("unit", layout, STAGES[stage], rank_groups, device=torch.device("cpu"), **dtype)
         grads.accumulate(0, torch.ones(4))
         grads.accumulate(1, torch.ones(4))
         grads.reduce()

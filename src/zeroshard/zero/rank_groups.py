@@ -1,11 +1,11 @@
-"""Two levels of ranks: training state is sharded over a few ranks, and each such group is a full replica of it.
+"""Groups of ranks: those that shard training state among themselves, those that hold the same shard, those of a node.
 
 Ranks of one node communicate faster than ranks of two nodes. So ``shard_size`` neighbouring ranks, a node's, shard
-parameters, gradients and optimizer states among themselves, and the groups are replicas of each other::
+parameters, gradients and optimizer states among themselves, and each such group is a replica of all of the state::
 
                  shard 0   shard 1
-    replica 0    rank 0    rank 1        weights are gathered along a row;
-    replica 1    rank 2    rank 3        gradients are reduced along a row, then the shard along its column
+    replica 0    rank 0    rank 1        a row is a shard group: weights are gathered along it;
+    replica 1    rank 2    rank 3        a column is a replicate group: the shards of gradients are summed along it
 
 Along a row, ranks send what a world of ``shard_size`` ranks would send. Along a column, ranks all-reduce one shard of
 the gradients, once per reduction: only ``1 / shard_size`` of the model crosses between nodes.
@@ -33,32 +33,33 @@ class Nodes:
     """Nodes of equally many ranks, as one rank sees them, for gradients that are summed inside a node first.
 
     Attributes:
-        inside: the ranks of this rank's node.
+        within: the ranks of this rank's node.
         between: the ranks that have this rank's place in each node, in the order of nodes.
     """
 
-    inside: Communicator
+    within: Communicator
     between: Communicator
 
 
 @dataclass(frozen=True)
-class Levels:
+class RankGroups:
     """Communicators over the groups of ranks that one rank belongs to.
 
     Attributes:
         world: all ranks.
-        shard: the ranks among which training state is sharded; this rank owns the shard with its rank's number there.
-        replicas: the ranks that own the same shard.
-        node: the ranks among which a second copy of weights is sharded; None without a second copy.
+        shard_group: the ranks among which training state is sharded; this rank owns the shard with its rank's number
+            there.
+        replicate_group: the ranks that own the same shard.
+        node_group: the ranks among which a second copy of weights is sharded; None without a second copy.
         nodes: the nodes, if gradients are reduced in two steps, first inside a node; None: in one step.
         reproducible: number of parts into which shards are cut, over all ranks; None: one per rank. See
             `zeroshard.zero.transport.exact_sums`.
     """
 
     world: Communicator
-    shard: Communicator
-    replicas: Communicator
-    node: Communicator | None = None
+    shard_group: Communicator
+    replicate_group: Communicator
+    node_group: Communicator | None = None
     nodes: Nodes | None = None
     reproducible: int | None = None
 
@@ -70,8 +71,8 @@ class Levels:
         secondary_shard_size: int | None = None,
         node_size: int | None = None,
         reproducible: int | None = None,
-    ) -> Levels:
-        """Return the levels of a world whose state is sharded over ``shard_size`` ranks, None: over all. Collective.
+    ) -> RankGroups:
+        """Return the groups of a world whose state is sharded over ``shard_size`` ranks, None: over all. Collective.
 
         ``secondary_shard_size``: as in `ShardingStrategy`; ``node_size``: as in `MixedPrecision`; ``reproducible``:
         as in `Zero`.
@@ -84,29 +85,28 @@ class Levels:
             rules.check_shard_size(shard_size, world_size)
         if reproducible is not None:
             check_reproducible(reproducible, comm)
-        node, nodes = None, None
+        node_group, nodes = None, None
         if secondary_shard_size is not None:
             rules.check_groups("secondary_shard_size", secondary_shard_size, shard_size or world_size)
-            node = split(comm, _rows(world_size, secondary_shard_size))
+            node_group = split(comm, _rows(world_size, secondary_shard_size))
         if node_size is not None:
             rules.check_node_sums("node_size", node_size, shard_size if shard_size != world_size else None)
             rules.check_groups("node_size", node_size, world_size)
-            inside = node if node_size == secondary_shard_size else None
-            inside = inside or split(comm, _rows(world_size, node_size))
-            nodes = Nodes(inside, split(comm, _columns(world_size, node_size)))
+            within = node_group if node_size == secondary_shard_size else None
+            within = within or split(comm, _rows(world_size, node_size))
+            nodes = Nodes(within, split(comm, _columns(world_size, node_size)))
         if shard_size is None or shard_size == world_size:
-            return cls(
-                world=comm, shard=comm, replicas=LocalCommunicator(), node=node, nodes=nodes, reproducible=reproducible
-            )
+            return cls(comm, comm, LocalCommunicator(), node_group, nodes, reproducible)
         if shard_size == 1:
-            return cls(world=comm, shard=LocalCommunicator(), replicas=comm, node=node)
-        shard = split(comm, _rows(world_size, shard_size))
-        return cls(world=comm, shard=shard, replicas=split(comm, _columns(world_size, shard_size)), node=node)
+            return cls(comm, LocalCommunicator(), comm, node_group)
+        shard_group = split(comm, _rows(world_size, shard_size))
+        return cls(comm, shard_group, split(comm, _columns(world_size, shard_size)), node_group)
 
     @property
-    def inside(self) -> Levels:
-        """The levels inside one replica, as if it were the world: for an engine whose replicas take local steps."""
-        return Levels(world=self.shard, shard=self.shard, replicas=LocalCommunicator(), node=self.node)
+    def within_replica(self) -> RankGroups:
+        """The groups of one replica, as if it were the world: for an engine whose replicas take local steps."""
+        alone = LocalCommunicator()
+        return RankGroups(self.shard_group, self.shard_group, replicate_group=alone, node_group=self.node_group)
 
     @property
     def parts(self) -> int:
@@ -116,7 +116,7 @@ class Levels:
     @property
     def writes(self) -> bool:
         """Whether this rank is in the first replica, which writes and draws the state that all replicas share."""
-        return self.replicas.rank == 0
+        return self.replicate_group.rank == 0
 
 
 def _rows(world_size: int, length: int) -> list[list[int]]:
@@ -129,13 +129,15 @@ def _columns(world_size: int, length: int) -> list[list[int]]:
     return [list(range(first, world_size, length)) for first in range(length)]
 
 
-def check_change(strategy: ShardingStrategy, precision: MixedPrecision, levels: Levels, *, local_steps: bool) -> None:
-    """Raise ValueError if an engine cannot change to the row: for its levels, wire format, or another second copy."""
+def check_change(
+    strategy: ShardingStrategy, precision: MixedPrecision, rank_groups: RankGroups, *, local_steps: bool
+) -> None:
+    """Raise ValueError if an engine cannot change to the row: for its ranks, wire format, or another second copy."""
     check_wire(strategy, precision)
-    if levels.shard is not levels.world and not local_steps:
+    if rank_groups.shard_group is not rank_groups.world and not local_steps:
         rules.check_something_is_sharded(_stage(strategy))
     size = strategy.secondary_shard_size
-    if size is not None and (levels.node is None or levels.node.world_size != size):
+    if size is not None and (rank_groups.node_group is None or rank_groups.node_group.world_size != size):
         raise ValueError(f"secondary_shard_size: {size} is not what the engine was made with; give it to Zero()")
 
 
@@ -155,7 +157,7 @@ def check_reproducible(reproducible: int, comm: Communicator) -> None:
         )
 
 
-def check_levels(
+def check_rank_groups(
     strategy: ShardingStrategy,
     shard_size: int | None,
     precision: MixedPrecision,
