@@ -91,6 +91,17 @@ class GradientReducer:
     def clear(self) -> None:
         """Drop what was accumulated."""
 
+    @property
+    def saved_step(self) -> int | None:
+        """The step of the next reduction, which checkpoints keep; None: reductions are the same in each step."""
+        return None
+
+    def load_step(self, step: int) -> None:
+        """Continue at the step that a checkpoint has for this buffer."""
+
+    def resume_at(self, step: int) -> None:
+        """Continue at the run's step, unless `load_step` has set another."""
+
     def continue_from(self, other: GradientReducer) -> None:
         """Continue as ``other``, the reducer of the same parameters in another layout or at another stage."""
 

@@ -36,7 +36,6 @@ from zeroshard.zero.state.named_shards import (
     saved_settings,
 )
 from zeroshard.zero.torch_internals import not_saved, own_buffers
-from zeroshard.zero.transport.members import PackedReducer
 
 
 def named_shards(model: nn.Module, runtime: Runtime, optimizers: Sequence[Stateful]) -> Iterator[NamedShard]:
@@ -48,11 +47,8 @@ def named_shards(model: nn.Module, runtime: Runtime, optimizers: Sequence[Statef
     for group in runtime.groups():
         group.params.take_changes()
         first = group.params.layout.slots[0].name
-        reducer = group.grads.reducer
-        if isinstance(reducer, PackedReducer) and any(
-            own.slot == own.interval[0] == 0 for own in group.params.layout.owned(rank)
-        ):
-            step = reducer.rounding.next_step
+        step = group.grads.reducer.saved_step
+        if step is not None and any(own.slot == own.interval[0] == 0 for own in group.params.layout.owned(rank)):
             yield NamedShard(first, ROUNDING, (), (0, 1), torch.tensor([step]))
         for piece, shard in zip(group.params.pieces, group.shards, strict=True):
             slot = group.params.layout.slots[piece.slot]
@@ -137,8 +133,8 @@ def _load_rounding(group: FlatGroup, reader: ShardReader) -> None:
     """Load the step that numbers the group's next stochastic rounding; it lags if parameters were frozen for a time."""
     names = (slot.name for slot in group.params.layout.slots)
     saved = next((name for name in names if ROUNDING in reader.kinds(name)), None)
-    if saved is not None and isinstance(group.grads.reducer, PackedReducer):
-        group.grads.reducer.rounding.loaded(int(reader.read(saved, ROUNDING, (0, 1))))
+    if saved is not None:
+        group.grads.reducer.load_step(int(reader.read(saved, ROUNDING, (0, 1))))
 
 
 def reader_of(runtime: Runtime, reader: ShardReader, kind: str) -> Callable[[Tensor], Tensor | None]:

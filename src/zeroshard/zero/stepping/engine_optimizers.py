@@ -30,7 +30,6 @@ from zeroshard.zero.state.full_state import take_names
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader
 from zeroshard.zero.stepping.ema_observer import EmaObserver
 from zeroshard.zero.stepping.observer import Observer
-from zeroshard.zero.transport.members import PackedReducer
 
 MOSTLY_PADDING = 8  # a buffer this many times as large as its parameters costs more than a node's ranks save
 
@@ -160,8 +159,7 @@ class EngineOptimizers:
     def resume_at(self, step: int) -> None:
         """See `Zero.resume_at`."""
         for group in self._runtime.groups():
-            if isinstance(group.grads.reducer, PackedReducer):
-                group.grads.reducer.rounding.begin_at(step)
+            group.grads.reducer.resume_at(step)
         for observer in self.observers:
             observer.resumes_at(step)
 

@@ -90,10 +90,23 @@ class PackedReducer(GradientReducer):
         """Record that gradients are cleared: the next reduction belongs to the next step."""
         self.rounding.end_step()
 
+    @property
+    def saved_step(self) -> int:
+        """The step that numbers the next rounding."""
+        return self.rounding.next_step
+
+    def load_step(self, step: int) -> None:
+        """Round as in this step, which lags behind the run's if parameters were frozen for a time."""
+        self.rounding.loaded(step)
+
+    def resume_at(self, step: int) -> None:
+        """Round as in this step, unless a checkpoint had one."""
+        self.rounding.begin_at(step)
+
     def continue_from(self, other: GradientReducer) -> None:
         """Round as ``other`` would have done."""
-        if isinstance(other, PackedReducer):
-            self.rounding.resume_at(other.rounding.next_step)
+        if other.saved_step is not None:
+            self.rounding.resume_at(other.saved_step)
 
 
 class PackedOverReplicas:
