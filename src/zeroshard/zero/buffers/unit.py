@@ -171,7 +171,7 @@ class Unit:
         name: the module's name in the model; ``"root"`` for the root unit.
         module: the module whose forward uses the weights.
         read_in_backward: whether its backward uses them too; if not, they are not gathered again for backward.
-        inside: number of calls of the module that are in forward now; recomputation does not count.
+        num_running_forwards: number of calls of the module that are in forward now; recomputation does not count.
         entered: whether a call of the module is in forward now, or was recomputed and its backward has not ended.
         calls: number of forward calls whose backward has not begun, by the number of the model's forward.
         active: number of calls in backward now.
@@ -185,7 +185,7 @@ class Unit:
         self.module = module
         self.read_in_backward = read_in_backward
         self.groups = groups
-        self.inside, self.entered = 0, False
+        self.num_running_forwards, self.entered = 0, False
         self.calls: dict[int, int] = {}
         self.active = 0
         self.held = False
@@ -193,7 +193,7 @@ class Unit:
 
     def forget_calls(self, forward_runs: Iterable[int] | None = None) -> None:
         """Expect no more backwards of these forwards; None: of any forward."""
-        self.entered = self.inside > 0
+        self.entered = self.num_running_forwards > 0
         if forward_runs is None:
             self.calls, self.kept = {}, {}
             return

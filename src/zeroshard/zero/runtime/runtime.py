@@ -107,7 +107,7 @@ class Runtime:
             self._runs_again(unit)
         else:
             self._begin_forward() if unit is self.root else self._forward_pass.reach(unit)
-            unit.inside += 1
+            unit.num_running_forwards += 1
         unit.entered = True
         self._weights.unshard(unit)
 
@@ -137,15 +137,15 @@ class Runtime:
         self._grad_hooks.apply_assigned_grads()  # before this forward takes memory: frees gradients set to None
         self._grad_hooks.attach_trained()
         for unit in self.all_units():
-            unit.inside, unit.entered = 0, False  # an exception may have ended a forward
+            unit.num_running_forwards, unit.entered = 0, False  # an exception may have ended a forward
         self._forwards.begin(grads=torch.is_grad_enabled())
         self._forward_pass.begin(reshard_after_forward=self.reshard_after_forward)
 
     def forward_ends(self, unit: Unit, *, grads_flow: bool, keep: bool) -> None:
         """Free the unit's weights, unless backward needs them at once."""
         run = self.forward_run
-        unit.inside = max(unit.inside - 1, 0)
-        unit.entered = unit.inside > 0
+        unit.num_running_forwards = max(unit.num_running_forwards - 1, 0)
+        unit.entered = unit.num_running_forwards > 0
         if keep:
             unit.kept[run.index] = run
         if grads_flow:
@@ -267,7 +267,7 @@ class Runtime:
         self._weights.held_by_graph = False
         self._forwards.forget()
         for unit in self.all_units():
-            unit.inside = 0
+            unit.num_running_forwards = 0
             unit.forget_calls()
 
     def _reduce(self, unit: Unit) -> None:

@@ -98,10 +98,10 @@ class UnshardedWeights:
     def reshard(self, unit: Unit) -> None:
         """Free the unit's unsharded weights, unless they are pinned or a later backward needs them."""
         # A backward may run in the middle of a forward (forces as the gradient of an energy).
-        needed = self.pinned or self.held_by_graph or unit.inside or unit.kept
+        needed = self.pinned or self.held_by_graph or unit.num_running_forwards or unit.kept
         if self.shard_params and not needed:
             unit.reshard()
-            if not self._units[0].inside:
+            if not self._units[0].num_running_forwards:
                 self._watch(unit)
 
     def watch_freed(self) -> None:
