@@ -1,8 +1,10 @@
+import shutil
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.checkpoint import folder
+from zeroshard.checkpoint import folder, store
 
 
 def _make(path, *names):
@@ -49,6 +51,19 @@ def test_pruning_deletes_whole_ones_and_what_interrupted_saves_left(tmp_path):
     assert sorted(path.name for path in deleted) == ["step-00000001", "step-00000003"]
     left = sorted(entry.name for entry in tmp_path.iterdir())
     assert left == [".step-00000009.tmp", "step-00000002", "step-00000004"]
+
+
+def test_what_was_being_replaced_is_no_longer_complete(tmp_path, monkeypatch):
+    _make(tmp_path, "step-00000001", "step-00000002")
+    path = tmp_path / "step-00000001"
+    (tmp_path / "step-00000002").rename(store.temporary(path))
+    monkeypatch.setattr("shutil.rmtree", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))  # killed there
+    with pytest.raises(KeyboardInterrupt):
+        store.commit(path)
+    monkeypatch.undo()
+    assert folder.is_complete(path)
+    shutil.rmtree(path)  # by hand
+    assert not folder.is_complete(path)  # what is left of the replaced one is not taken for it
 
 
 def test_what_is_being_deleted_is_no_longer_complete(tmp_path, monkeypatch):
