@@ -88,7 +88,7 @@ LEFT = [
     r"outer_difference",
     r"buffers=.average.",
     r"\bleaves=|\+leaves|transport[./]leaves|check_leaves|Leaf(Sum|Reduce)",
-    r"zero[./]levels|\bLevels\.|import Levels|check_levels",
+    r"parallel[./]replica\b|zero[./]levels|\bLevels\.|import Levels|check_levels",
     r"zero_scope|scope_probe|current_scope|comm import .*\bscope\b",
 ]
 # The history of the project may name it.

@@ -106,7 +106,7 @@ def test_a_batch_that_micro_batches_cannot_share_is_refused():
         ({"reproducible": 8, "accumulate": "local"}, "accumulate adds up on each rank first"),
         (
             {"reproducible": 8, "strategy": "zero2", "shard_size": 2, "local_steps": {"every": 4}},
-            "replicas take steps of their own",
+            "local_steps lets replicas take steps of their own",
         ),
         (
             {"reproducible": 4, "nnodes": "2:3", "nproc": 2, "rdzv_endpoint": "a:1"},

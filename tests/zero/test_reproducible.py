@@ -350,7 +350,7 @@ class _WithoutExchange(NullCommunicator):
         ),
         (
             {"reproducible": 2, "shard_size": 1, "local_steps": LocalSteps(every=2)},
-            "reproducible: 2 is given, and replicas take",
+            "reproducible: 2 is given, and local_steps lets",
         ),
         (
             {"reproducible": 2, "comm": _WithoutExchange(2)},

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from zeroshard.parallel.base import Setup
-from zeroshard.parallel.replica import Replica
+from zeroshard.parallel.ddp_strategy import DdpStrategy
 
 
-class Ddp(Replica):
+class Ddp(DdpStrategy):
     """Replicates weights, gradients and optimizer state on every rank; averages gradients while backward runs.
 
     Raises:

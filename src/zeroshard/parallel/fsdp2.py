@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from zeroshard.comm import Communicator, TorchCommunicator
 from zeroshard.parallel.base import Setup
-from zeroshard.parallel.replica import is_grouped, load_average, require_group
+from zeroshard.parallel.ddp_strategy import is_grouped, load_average, require_group
 from zeroshard.zero.buffers.initial import loaded_later
 from zeroshard.zero.buffers.partition import DrawsParts
 from zeroshard.zero.optimizers.ema import EMA, Ema

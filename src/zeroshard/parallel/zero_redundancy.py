@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.parallel.base import Setup
-from zeroshard.parallel.replica import Replica, require_group
+from zeroshard.parallel.ddp_strategy import DdpStrategy, require_group
 from zeroshard.zero.state.named_shards import NamedShard
 
 with warnings.catch_warnings():  # the import compiles torch's functional optimizers by torch.jit, which is deprecated
@@ -22,7 +22,7 @@ with warnings.catch_warnings():  # the import compiles torch's functional optimi
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
 
-class ZeroRedundancy(Replica):
+class ZeroRedundancy(DdpStrategy):
     """Replicates weights and gradients on every rank; each parameter's optimizer state is on one rank only.
 
     Raises:

@@ -86,7 +86,7 @@ def check_same_bits(
     """
     for name, given, why in (
         (wire, wire, "rounds what each rank sends"),
-        ("replicas", local_steps, "take steps of their own"),
+        ("local_steps", local_steps, "lets replicas take steps of their own"),
         ("shard_size", shard_size, "adds up over two levels of ranks, with a rounding between them"),
         ("accumulate", accumulate == "local", "adds up on each rank first, with a rounding after it"),
     ):

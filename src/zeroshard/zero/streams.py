@@ -8,7 +8,7 @@ is. So the engine issues its collectives from streams of its own, and uses event
                 the shard, and for the last use of the weights that were freed last, whose memory is reused
     gather      all-gathers; each waits only for its copy_in
     reduce      reductions of gradients; each waits for the kernels that computed the gradients
-    replicas    sums over replicas; each waits for the reduction before it, so that the compute stream need not
+    replicate   sums over replicas; each waits for the reduction before it, so that the compute stream need not
     save        copies of state to the host for a checkpoint; the next optimizer step waits for them
 
 The compute stream waits for a gather before the weights' first use, and for a reduction before its buffer is freed or
@@ -34,7 +34,7 @@ import torch
 from zeroshard.comm import Work
 from zeroshard.comm.labels import on_side_stream
 
-Lane = Literal["copy_in", "gather", "reduce", "replicas", "save"]
+Lane = Literal["copy_in", "gather", "reduce", "replicate", "save"]
 Mark = Any
 """A point in a stream for which other streams can wait (a CUDA event); None on a device without streams."""
 

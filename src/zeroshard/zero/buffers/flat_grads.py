@@ -165,7 +165,7 @@ class FlatGrads:
             return
         assert self._work is not None
         assert self._arriving is not None
-        with labelled(f"{self.name}/grads"), self._streams.on("replicas"):
+        with labelled(f"{self.name}/grads"), self._streams.on("replicate"):
             self._work.wait()
             self._work = self._streams.issued(self._reduction.issue(self._arriving))
 

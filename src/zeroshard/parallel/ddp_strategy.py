@@ -35,7 +35,7 @@ from zeroshard.zero.state.named_shards import (
 from zeroshard.zero.state.training_state import persistent_buffers, read_states, states_kept
 
 
-class Replica:
+class DdpStrategy:
     """Replicates weights and gradients on every rank. A subclass makes `optimizer`.
 
     Without a process group, which one rank alone does not need, the model is the plain module and not in DDP.
