@@ -19,15 +19,15 @@ def _told(stage, world_size, *, num_replicas=1, syncs=(True,), **settings):
     net = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3)))
     buffers = tuple(buffers_of(net, world_size, [net[0], net[1]]))
     events = (
-        Event("forward_begins"),
-        *(event for p in (0, 1) for event in (Event("forward_begins", p), Event("forward_ends", p, grads_flow=True))),
-        Event("forward_ends", grads_flow=True),
-        Event("backward_begins"),
+        Event("pre_forward"),
+        *(event for p in (0, 1) for event in (Event("pre_forward", p), Event("post_forward", p, grads_flow=True))),
+        Event("post_forward", grads_flow=True),
+        Event("pre_backward"),
         Event("grad", param="2.weight"),
         *(
             event
             for p in (1, 0)
-            for event in (Event("backward_begins", p), Event("grad", p, "weight"), Event("backward_ends", p))
+            for event in (Event("pre_backward", p), Event("grad", p, "weight"), Event("post_backward", p))
         ),
         Event("backward_over"),
     )

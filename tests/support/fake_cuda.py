@@ -107,11 +107,11 @@ def backward_events(zero):
             group.grads.accumulate(slot, torch.empty_like(param))
 
     def inside():
-        runtime.backward_begins(runtime.root, run)
+        runtime.pre_backward(runtime.root, run)
         for unit in reversed(runtime.units):
-            runtime.backward_begins(unit, run)
+            runtime.pre_backward(unit, run)
             grads_of(unit)
-            runtime.backward_ends(unit, run)
+            runtime.post_backward(unit, run)
         grads_of(runtime.root)
 
     _Inside.apply(torch.zeros((), requires_grad=True), inside).backward()

@@ -45,7 +45,7 @@ def test_the_mean_over_ranks_of_the_sum_over_micro_batches(stage, world_size):
             grads.accumulate(0, torch.full((2, 2), scale * (comm.rank + 1)))
             grads.accumulate(1, torch.full((3,), scale))
         grads.reduce()
-        grads.settle()
+        grads.wait_for_reduce()
         return _whole(grads, comm).tolist()
 
     mean = 3 * sum(range(1, world_size + 1)) / world_size
@@ -63,7 +63,7 @@ def test_micro_batches_that_cancel_leave_nothing(stage, world_size):
         for gradient in (-3.0, 3.0):
             grads.accumulate(0, torch.full((2, 2), gradient))
         grads.reduce()
-        grads.settle()
+        grads.wait_for_reduce()
         return _whole(grads, comm).tolist()
 
     nothing = [0.0] * FlatLayout.of(SHAPES, world_size).padded_numel
@@ -77,14 +77,14 @@ def test_reductions_add_up_until_they_are_cleared(stage):
         for _ in range(3):
             grads.accumulate(0, torch.ones(2, 2))
             grads.reduce()
-        grads.settle()
+        grads.wait_for_reduce()
         first = _whole(grads, comm).tolist()
         grads.clear({0, 1})
         assert grads.reduced is None
         assert not grads.pending
         grads.accumulate(1, torch.ones(3))
         grads.reduce()
-        grads.settle()
+        grads.wait_for_reduce()
         return first, _whole(grads, comm).tolist()
 
     for first, second in on_ranks(go, 2):
@@ -101,7 +101,7 @@ def test_what_was_cleared_before_it_was_reduced_is_forgotten(stage):
         assert not grads.pending
         grads.accumulate(0, torch.ones(2, 2))
         grads.reduce()
-        grads.settle()
+        grads.wait_for_reduce()
         return _whole(grads, comm).tolist()
 
     assert on_ranks(go, 2) == [[1.0] * 4 + [0.0] * 4] * 2
@@ -112,7 +112,7 @@ def test_gradients_arrive_in_any_dtype_and_sparse():
     grads.accumulate(0, torch.ones(2, 2, dtype=torch.bfloat16))
     grads.accumulate(0, torch.eye(2).to_sparse())
     grads.reduce()
-    grads.settle()
+    grads.wait_for_reduce()
     assert grads.reduced.tolist() == [2, 1, 1, 2, 0, 0, 0]
     assert grads.reduced.dtype == torch.float64
 
@@ -219,7 +219,7 @@ def test_gradients_that_wait_for_each_other_have_the_same_bits(stage, world_size
                 if len(slots) != 8:  # the last ones still wait when they are reduced
                     accumulate(comm.rank + 7, slots[:2])
                 grads.reduce()
-                grads.settle()
+                grads.wait_for_reduce()
                 found.append(grads.reduced.clone())
                 grads.clear(set(range(10)))
                 assert not grads.waiting_bytes

@@ -24,14 +24,14 @@ def test_a_freed_weight_is_nan_in_its_shape_and_holds_no_memory():
 
 def test_what_autograd_saved_is_there_again_after_a_gather():
     flat = _flat(3)
-    flat.gather()
-    flat.wait()
+    flat.unshard()
+    flat.wait_for_unshard()
     saved = flat.params[0].t()
     values = saved.tolist()
-    flat.release()
+    flat.reshard()
     assert saved.untyped_storage().nbytes() == 0
-    flat.gather()
-    flat.wait()
+    flat.unshard()
+    flat.wait_for_unshard()
     assert saved.tolist() == values
     assert saved.data_ptr() == flat.params[0].data_ptr()
 
@@ -40,8 +40,8 @@ def test_frozen_integers_are_zero_where_they_are_freed():
     params = [("n", nn.Parameter(torch.tensor([1, 2, 3]), requires_grad=False))]
     flat = FlatParams("unit", params, STAGES[3], RankGroups.of(NullCommunicator(2)), BF16, None)
     assert flat.params[0].tolist() == [0, 0, 0]
-    flat.gather()
-    flat.wait()
+    flat.unshard()
+    flat.wait_for_unshard()
     assert flat.full.dtype == torch.int64
 
 
@@ -50,8 +50,8 @@ def test_frozen_integers_are_zero_where_they_are_freed():
 def test_weights_and_shards_lie_where_kernels_read_fast(stage, dtype):
     params = [(name, nn.Parameter(torch.ones(shape, dtype=dtype))) for name, shape in [("a", ()), ("b", (33, 41))]]
     flat = FlatParams("unit", params, STAGES[stage], RankGroups.of(NullCommunicator(3, 1)), MixedPrecision(), None)
-    flat.gather()
-    flat.wait()
+    flat.unshard()
+    flat.wait_for_unshard()
     assert flat.params[1].data_ptr() % 16 == 0
     assert flat.master.data_ptr() % 16 == 0
     assert flat.layout.interval(1)[0] * dtype.itemsize % 16 == 0
@@ -62,7 +62,7 @@ def test_a_gather_that_an_exception_left_in_flight_does_not_hide_a_later_step():
     for _ in range(2):
         flat.master.add_(1.0)
         flat.mark_stale()
-        flat.gather()  # the first is not waited for: its forward raised
-    flat.wait()
+        flat.unshard()  # the first is not waited for: its forward raised
+    flat.wait_for_unshard()
     assert flat.state is WeightState.UNSHARDED
     assert flat.full[: flat.master.numel()].tolist() == flat.master.tolist()

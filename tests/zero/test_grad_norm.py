@@ -23,7 +23,7 @@ def _buffers(stage, comm, dtype=torch.float32):
         )
         grads.accumulate(0, torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype))
         grads.reduce()
-        grads.settle()
+        grads.wait_for_reduce()
         found.append(grads)
     return found
 
@@ -58,7 +58,7 @@ def test_partial_sums_are_added_in_the_order_of_ranks(stage):
         )
         grads.accumulate(0, torch.tensor([2.0**53, 1.0, 1.0], dtype=wide))
         grads.reduce()
-        grads.settle()
+        grads.wait_for_reduce()
         grads.reduced.round_()  # a third three times over
         return global_norm([grads], comm, 1.0, CPU).item()
 

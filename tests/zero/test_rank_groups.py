@@ -146,7 +146,7 @@ def test_between_the_two_sums_a_late_gradient_issues_nothing_and_spoils_nothing(
         grads.reduce_across()
         grads.reduce()
         grads.reduce_across()
-        grads.settle()
+        grads.wait_for_reduce()
         return grads.reduced.tolist()
 
     for stage in SHARDING:

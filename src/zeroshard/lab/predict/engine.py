@@ -306,14 +306,14 @@ class _Engine:
     def _hear(self, event: Event) -> list[EngineAction | tuple[int, int]]:
         runtime = self._runtime
         unit = self._root if event.unit == ROOT else self._units[event.unit]
-        if event.name in ("forward_begins", "runs_again"):
-            runtime.forward_begins(unit)
-        elif event.name == "forward_ends":
-            runtime.forward_ends(unit, grads_flow=event.grads_flow, keep=event.keep)
-        elif event.name == "backward_begins":
-            runtime.backward_begins(unit, runtime.forward_run.index)
-        elif event.name == "backward_ends":
-            runtime.backward_ends(unit, runtime.forward_run.index)
+        if event.name in ("pre_forward", "recompute"):
+            runtime.pre_forward(unit)
+        elif event.name == "post_forward":
+            runtime.post_forward(unit, grads_flow=event.grads_flow, keep_unsharded=event.keep_unsharded)
+        elif event.name == "pre_backward":
+            runtime.pre_backward(unit, runtime.forward_run.index)
+        elif event.name == "post_backward":
+            runtime.post_backward(unit, runtime.forward_run.index)
         elif event.name == "grad":
             group, slot, grad = self._grads[event.param if unit is self._root else f"{unit.name}.{event.param}"]
             runtime.expect_grad(group)
@@ -336,7 +336,7 @@ class _Engine:
         return told
 
 
-_IN_BACKWARD = ("backward_begins", "grad", "backward_over")
+_IN_BACKWARD = ("pre_backward", "grad", "backward_over")
 
 
 def _group(buffer: Buffer, settings: Settings, rank_groups: RankGroups) -> FlatGroup:

@@ -17,12 +17,12 @@ from zeroshard.lab.predict.work import Work
 ROOT = -1
 EventName = Literal[
     "start",
-    "forward_begins",
-    "forward_ends",
-    "runs_again",
-    "backward_begins",
+    "pre_forward",
+    "post_forward",
+    "recompute",
+    "pre_backward",
     "grad",
-    "backward_ends",
+    "post_backward",
     "backward_over",
 ]
 
@@ -32,19 +32,19 @@ class Event:
     """An event that a hook reports to the engine.
 
     Attributes:
-        name: which event. ``runs_again``: forward is recomputed inside backward; ``grad``: a parameter's gradient is
+        name: which event. ``recompute``: forward is recomputed inside backward; ``grad``: a parameter's gradient is
             ready.
         unit: the unit's place in the order of execution; `ROOT` for the root unit.
         param: for ``grad``, the parameter's name within the unit.
-        grads_flow: for ``forward_ends``, whether the backward of this call will be reported.
-        keep: for ``forward_ends``, whether no hook will report when the weights are needed again.
+        grads_flow: for ``post_forward``, whether the backward of this call will be reported.
+        keep_unsharded: for ``post_forward``, whether no hook will report when the weights are needed again.
     """
 
     name: EventName
     unit: int = ROOT
     param: str = ""
     grads_flow: bool = False
-    keep: bool = False
+    keep_unsharded: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Trace:
         """Bytes that forward keeps for backward."""
         total = 0
         for span in self.spans:
-            if span.event.name == "backward_begins":
+            if span.event.name == "pre_backward":
                 break
             total += span.kept
         return total
@@ -138,9 +138,9 @@ def _by_unit(spans: Sequence[Span]) -> tuple[dict[int, list[Span]], dict[int, li
     current = head
     for span in spans:
         event = span.event
-        if event.unit != ROOT and event.name == "forward_begins":
+        if event.unit != ROOT and event.name == "pre_forward":
             current = forward.setdefault(event.unit, [])
-        elif event.unit != ROOT and event.name == "backward_begins":
+        elif event.unit != ROOT and event.name == "pre_backward":
             current = backward.setdefault(event.unit, [])
         current.append(span)
     return forward, backward, head

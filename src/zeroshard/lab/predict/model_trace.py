@@ -311,25 +311,25 @@ class _Log:
     def backward_pass(self) -> object:
         return self._pass
 
-    def forward_begins(self, unit: Any) -> None:
+    def pre_forward(self, unit: Any) -> None:
         if in_backward():
-            self._event("runs_again", unit)
+            self._event("recompute", unit)
         else:
-            self._event("forward_begins", unit)
+            self._event("pre_forward", unit)
 
-    def forward_ends(self, unit: Any, *, grads_flow: bool, keep: bool) -> None:
-        self._event("forward_ends", unit, grads_flow=grads_flow, keep=keep)
+    def post_forward(self, unit: Any, *, grads_flow: bool, keep_unsharded: bool) -> None:
+        self._event("post_forward", unit, grads_flow=grads_flow, keep_unsharded=keep_unsharded)
 
     def views(self, unit: Any, tensors: Iterable[Tensor]) -> list[Tensor]:
         return []
 
-    def backward_begins(self, unit: Any, forward_run: int | None) -> None:
+    def pre_backward(self, unit: Any, forward_run: int | None) -> None:
         self._backward()
-        self._event("backward_begins", unit)
+        self._event("pre_backward", unit)
 
-    def backward_ends(self, unit: Any, forward_run: int | None) -> None:
+    def post_backward(self, unit: Any, forward_run: int | None) -> None:
         self._backward()
-        self._event("backward_ends", unit)
+        self._event("post_backward", unit)
 
     def _backward(self) -> None:
         if self._pass is None:
@@ -359,7 +359,7 @@ class _Log:
     def spans(self) -> Generator[Span]:
         """The entries as spans."""
         begins = next(
-            (i for i, e in enumerate(self._entries) if isinstance(e, Event) and e.name == "backward_begins"),
+            (i for i, e in enumerate(self._entries) if isinstance(e, Event) and e.name == "pre_backward"),
             len(self._entries),
         )
         kept: set[int] = set()

@@ -158,9 +158,9 @@ class _Ledger:
         return Moment(found, f"{self._phase} of {self._place}")
 
 
-_LOSS_IS_THERE = Event("backward_begins", ROOT)
+_LOSS_IS_THERE = Event("pre_backward", ROOT)
 _HOOK = Work(0, 0, "float32", num_hooks=1)
-_PHASES: dict[str, Phase] = {"forward_begins": "forward", "backward_begins": "backward"}
+_PHASES: dict[str, Phase] = {"pre_forward": "forward", "pre_backward": "backward"}
 
 
 def _widened_bytes(buffers: Sequence[Buffer], settings: Settings) -> int:

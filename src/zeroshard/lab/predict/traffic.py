@@ -88,16 +88,16 @@ def flows_of(buffers: Iterable[Buffer]) -> list[bool]:
 
 def _events(flows: Sequence[bool]) -> Iterator[Event]:
     """Events of a micro-batch in which each unit runs once, without ``grad`` events: reductions do not need them."""
-    yield Event("forward_begins")
+    yield Event("pre_forward")
     for place, flow in enumerate(flows):
-        yield Event("forward_begins", place)
-        yield Event("forward_ends", place, grads_flow=flow)
-    yield Event("forward_ends", grads_flow=True)
-    yield Event("backward_begins")
+        yield Event("pre_forward", place)
+        yield Event("post_forward", place, grads_flow=flow)
+    yield Event("post_forward", grads_flow=True)
+    yield Event("pre_backward")
     for place in reversed(range(len(flows))):
         if flows[place]:
-            yield Event("backward_begins", place)
-            yield Event("backward_ends", place)
+            yield Event("pre_backward", place)
+            yield Event("post_backward", place)
     yield Event("backward_over")
 
 

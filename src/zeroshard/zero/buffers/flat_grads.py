@@ -82,8 +82,8 @@ class FlatGrads:
         self._reduction: GradientReduction | None = None  # the one in flight
         self._streams: Streams = NO_STREAMS
         start, stop = layout.interval(comm.rank)
-        self._held = slice(start, stop) if self.shard_optim else slice(0, layout.padded_numel)
-        self.offset = self._held.start  # of `reduced` in the flat buffer
+        self._own_slice = slice(start, stop) if self.shard_optim else slice(0, layout.padded_numel)
+        self.offset = self._own_slice.start  # of `reduced` in the flat buffer
 
     def use_streams(self, streams: Streams) -> None:
         """Issue reductions on these CUDA streams from now on."""
@@ -123,7 +123,7 @@ class FlatGrads:
             if self._local.contains(self._arriving):
                 self._arriving = self._arriving.clone()
             return
-        self.settle()
+        self.wait_for_reduce()
         if self.reduced is not None and self.keep_local and not self.pending and self._local.contains(self.reduced):
             self.reduced = self.reduced.clone()
 
@@ -131,7 +131,7 @@ class FlatGrads:
 
     def reduce(self) -> None:
         """Start the reduction of the local buffer, with zeros for parameters without a gradient. Collective."""
-        self._go_across()
+        self._reduce_the_rest()
         self._vacate_local()
         local = self._local.complete()
         self._arriving = target = self.reducer.target(self.reduced, lambda: self._target(local))
@@ -141,7 +141,7 @@ class FlatGrads:
 
     def _target(self, local: Tensor) -> Tensor:
         """Where the mean of the part of ``local`` that this rank's optimizer sees is to be written."""
-        part = local[self._held]
+        part = local[self._own_slice]
         if self.reducer.accumulates or (
             self.reduced is None and not self.keep_local and self.reduce_dtype == self.reduced_dtype
         ):
@@ -155,7 +155,7 @@ class FlatGrads:
         """Whether the reduction in flight still has collectives to issue, by `reduce_across`."""
         return self._reduction is not None and self._reduction.num_left > 0
 
-    def _go_across(self) -> None:
+    def _reduce_the_rest(self) -> None:
         while self.has_collectives_left:
             self.reduce_across()
 
@@ -169,11 +169,11 @@ class FlatGrads:
             self._work.wait()
             self._work = self._streams.issued(self._reduction.issue(self._arriving))
 
-    def settle(self) -> None:
+    def wait_for_reduce(self) -> None:
         """Finish the reduction in flight, if any, and add its result to `reduced`."""
         if self._work is None:
             return
-        self._go_across()
+        self._reduce_the_rest()
         self._work.wait()
         arrived, self._work, self._arriving = self._arriving, None, None
         reduction, self._reduction = self._reduction, None
@@ -201,25 +201,25 @@ class FlatGrads:
     def of_slot(self, slot: int) -> Tensor:
         """This rank's part of the reduced gradient of a slot: a 1-D view."""
         assert self.reduced is not None
-        start, stop = self._held_of(slot)
+        start, stop = self._own_slice_of(slot)
         return self.reduced[start:stop]
 
     def put(self, slot: int, part: Tensor) -> None:
         """Replace this rank's part of the gradient of ``slot`` by ``part``."""
-        self.settle()
+        self.wait_for_reduce()
         self._local.copy_in()
         if self.reduced is None:
-            numel = self._held.stop - self._held.start
+            numel = self._own_slice.stop - self._own_slice.start
             self.reduced = torch.zeros(numel, dtype=self.reduced_dtype, device=self.device)
-        start, stop = self._held_of(slot)
+        start, stop = self._own_slice_of(slot)
         self.reduced[start:stop].copy_(part)
         self._local.written[slot], self.used[slot] = False, True
         self.unusable.forget({slot})
 
-    def _held_of(self, slot: int) -> tuple[int, int]:
+    def _own_slice_of(self, slot: int) -> tuple[int, int]:
         place = self.layout.slots[slot]
-        start = min(max(place.offset - self.offset, 0), self._held.stop - self.offset)
-        return start, min(max(place.offset + place.numel - self.offset, start), self._held.stop - self.offset)
+        start = min(max(place.offset - self.offset, 0), self._own_slice.stop - self.offset)
+        return start, min(max(place.offset + place.numel - self.offset, start), self._own_slice.stop - self.offset)
 
     def shards(self) -> list[Tensor]:
         """The reduced gradients on this rank, split by rank (and part) of the layout, for partial sums of the norm."""
@@ -230,7 +230,7 @@ class FlatGrads:
 
     def zero(self, slots: set[int]) -> None:
         """Fill the gradients of ``slots`` with zeros, reduced or not; a slot without a gradient still has none."""
-        self.settle()
+        self.wait_for_reduce()
         self.reducer.end_step()
         self.unusable.forget(slots)
         self._local.copy_in()
@@ -245,7 +245,7 @@ class FlatGrads:
 
     def clear(self, slots: set[int]) -> None:
         """Drop the gradients of ``slots``; when no slot has one, free all buffers."""
-        self.settle()
+        self.wait_for_reduce()
         self.reducer.end_step()
         self.unusable.forget(slots)
         for slot in slots:

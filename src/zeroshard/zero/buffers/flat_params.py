@@ -46,9 +46,9 @@ class WeightState(Enum):
 
     | from                 | by                                              | to           |
     |----------------------|-------------------------------------------------|--------------|
-    | `SHARDED`, `STALE`   | `FlatParams.gather`                             | `GATHERING`  |
-    | `GATHERING`          | `FlatParams.wait`                               | `UNSHARDED`  |
-    | any                  | `FlatParams.release`, where weights are sharded | `SHARDED`    |
+    | `SHARDED`, `STALE`   | `FlatParams.unshard`                            | `GATHERING`  |
+    | `GATHERING`          | `FlatParams.wait_for_unshard`                   | `UNSHARDED`  |
+    | any                  | `FlatParams.reshard`, where weights are sharded | `SHARDED`    |
     | any but `SHARDED`    | `FlatParams.mark_stale`, where they are not     | `STALE`      |
 
     A master that is all of the unsharded weights makes them never stale: `mark_stale` leaves them `UNSHARDED`.
@@ -144,9 +144,9 @@ class FlatParams:
         self.param_views.show(self._views)
         self.pieces = self.layout.owned(comm.rank) if self.shard_optim else self.layout.updated_by_all(self.full.device)
         self.master_offset = own.start if self.shard_optim else 0
-        self.release()
+        self.reshard()
 
-    def thaw(self) -> bool:
+    def widen_master(self) -> bool:
         """Make a master in the parameters' own dtype, because they will be trained; return whether it is new."""
         if self.master.dtype == self.dtype:
             return False
@@ -159,7 +159,7 @@ class FlatParams:
         """Return a view of the master, in the piece's shape."""
         return view_of(self.master, piece.offset - self.master_offset, piece.shape)
 
-    def gather(self, *, again: bool = False) -> None:
+    def unshard(self, *, again: bool = False) -> None:
         """Issue the all-gather that makes ``full`` unsharded and current, unless one is in flight.
 
         If ``full`` is unsharded and current, gather only with ``again``: other ranks may have freed theirs.
@@ -188,13 +188,13 @@ class FlatParams:
             with labelled(f"{self.name}/weights"), self._streams.on("gather", copied_at):
                 self._work = self._streams.issued(self.transport.start(self.full))
 
-    def wait(self) -> None:
+    def wait_for_unshard(self) -> None:
         """Wait for the gather in flight, and make the parameters views of ``full``."""
-        self._finish()
+        self._finish_gather()
         if self.state is not SHARDED and not self.param_views.visible:
             self.param_views.show(self._views)
 
-    def _finish(self) -> None:
+    def _finish_gather(self) -> None:
         """Wait for the gather in flight, and complete ``full``."""
         work, self._work = self._work, None
         if self.state is GATHERING:
@@ -205,11 +205,11 @@ class FlatParams:
         if self.transport.finish(self.full):
             self._written_at = self._streams.mark()
 
-    def release(self) -> None:
+    def reshard(self) -> None:
         """Free the unsharded weights, if weights are sharded."""
         if not self.shard_params or self.state is SHARDED:
             return
-        self._finish()
+        self._finish_gather()
         self.take_changes()
         self.param_views.hide()
         self._streams.freed()
@@ -221,19 +221,19 @@ class FlatParams:
         self.full.untyped_storage().resize_(0)
         self.state = SHARDED
 
-    def hand_out(self) -> None:
+    def expose(self) -> None:
         """Record that unsharded weights are exposed to the user, who may keep views of them, or write into them."""
         if not self._aliased:
             self._is_exposed, self._exposed_bits = True, bit_sums(self.full)
 
     def mark_stale(self) -> None:
-        """Record that the master has changed, so that the next `gather` refreshes ``full``."""
+        """Record that the master has changed, so that the next `unshard` refreshes ``full``."""
         self.param_views.drop_assigned()  # the assigned tensor is older than the master
         self.param_views.accept()  # writes into weights that are stale now are dropped
-        self.release()
+        self.reshard()
         self.transport.invalidate()
         if self.state is not SHARDED and (self.shard_optim or not self._aliased):
-            self._finish()  # an exception may have ended a forward before it was waited for
+            self._finish_gather()  # an exception may have ended a forward before it was waited for
             self.state = STALE
             if not self._aliased and self.param_views.visible:
                 self.param_views.hide()
@@ -266,7 +266,7 @@ class FlatParams:
             self.write_back()
 
     def drop_changes(self) -> bool:
-        """Let the next `gather` undo writes into exposed weights, unless the master is a view; return if there were."""
+        """Have the next `unshard` undo writes into weights, unless the master is a view; return whether any were."""
         before, self._exposed_bits = self._exposed_bits, None
         lost = before is not None and not torch.equal(before, bit_sums(self.full))
         lost = lost and (self.shard_params or self.param_views.written)
@@ -277,7 +277,7 @@ class FlatParams:
         if not self._aliased and self.param_views.visible and self.param_views.written:
             self.param_views.accept()
             if self.shard_params:
-                self.release()
+                self.reshard()
             else:
                 self.state = STALE
                 self._written_at = self._streams.mark()
@@ -313,12 +313,12 @@ class FlatParams:
 
     @property
     def readable(self) -> bool:
-        """Whether ``full`` is unsharded and current now, or will be after `wait`."""
+        """Whether ``full`` is unsharded and current now, or will be after `wait_for_unshard`."""
         return self.state in (UNSHARDED, GATHERING)
 
     @property
     def gather_in_flight(self) -> bool:
-        """Whether `gather` was called without `wait` since."""
+        """Whether `unshard` was called without `wait_for_unshard` since."""
         return self._work is not None or self.state is GATHERING
 
     @property

@@ -35,7 +35,7 @@ class FlatGroup:
     Attributes:
         shards: for each of ``params.pieces``, the `nn.Parameter` that the optimizer updates: a view of the master, 1-D
             unless the layout keeps tensors whole.
-        awaited: whether some rank may have gradients that wait for a reduction; the same on every rank.
+        unreduced: whether some rank may have gradients that wait for a reduction; the same on every rank.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class FlatGroup:
         if self.grads.reduced_dtype != master_dtype:
             for shard in self.shards:
                 shard.grad_dtype = None  # so that its gradient may have a narrower dtype
-        self.awaited = False
+        self.unreduced = False
 
     def use_streams(self, streams: Streams) -> None:
         """Gather and reduce on these streams from now on."""
@@ -135,16 +135,16 @@ class FlatGroup:
         made.grads.reducer.continue_from(self.grads.reducer)
         return made
 
-    def thaw(self) -> None:
+    def unfreeze(self) -> None:
         """Prepare for training parameters that were frozen from the start: [Note: Frozen] in `flat_params`."""
         self._frozen = False
-        if self.params.thaw():
+        if self.params.widen_master():
             for piece, shard in zip(self.params.pieces, self.shards, strict=True):
                 shard.data = self.params.piece_of_master(piece)
 
     def _take_out(self) -> list[tuple[str, nn.Parameter]]:
         """Move the parameters, unsharded and in their own dtype, out of the buffer; return them by name. Collective."""
-        self.params.wait()
+        self.params.wait_for_unshard()
         self.params.show_as_current()
         layout = self.params.layout
         named = [(slot.name, param) for slot, param in zip(layout.slots, self.params.params, strict=True)]
@@ -175,9 +175,10 @@ class Unit:
         entered: whether a call of the module is in forward now, or was recomputed and its backward has not ended.
         calls: number of forward calls whose backward has not begun, by the number of the model's forward.
         active: number of calls in backward now.
-        held: whether weights stay unsharded until the last of several calls in one forward has had its backward.
-        kept: the forwards, by number, after which weights stay unsharded until backward is over, because no hook will
-            tell when backward needs them.
+        keep_unsharded: whether weights stay unsharded until the last of several calls in one forward has had its
+            backward.
+        keep_unsharded_after: the forwards, by number, after which weights stay unsharded until backward is over,
+            because no hook will tell when backward needs them.
     """
 
     def __init__(self, name: str, module: nn.Module, groups: list[FlatGroup], *, read_in_backward: bool = True) -> None:
@@ -188,35 +189,30 @@ class Unit:
         self.num_running_forwards, self.entered = 0, False
         self.calls: dict[int, int] = {}
         self.active = 0
-        self.held = False
-        self.kept: dict[int, object] = {}
+        self.keep_unsharded = False
+        self.keep_unsharded_after: dict[int, object] = {}
 
     def forget_calls(self, forward_runs: Iterable[int] | None = None) -> None:
         """Expect no more backwards of these forwards; None: of any forward."""
         self.entered = self.num_running_forwards > 0
         if forward_runs is None:
-            self.calls, self.kept = {}, {}
+            self.calls, self.keep_unsharded_after = {}, {}
             return
         for index in forward_runs:
             self.calls.pop(index, None)
-            self.kept.pop(index, None)
+            self.keep_unsharded_after.pop(index, None)
 
-    def gather(self, *, again: bool = False) -> bool:
+    def unshard(self, *, again: bool = False) -> bool:
         """Issue the gather of the weights (``again``: even of current ones); return whether a gather was started."""
         before = self.gather_in_flight
         for group in self.groups:
-            group.params.gather(again=again)
+            group.params.unshard(again=again)
         return self.gather_in_flight and not before
 
-    def wait(self) -> None:
+    def wait_for_unshard(self) -> None:
         """Wait for the gather in flight."""
         for group in self.groups:
-            group.params.wait()
-
-    def unshard(self) -> None:
-        """Gather the weights and wait for them."""
-        self.gather()
-        self.wait()
+            group.params.wait_for_unshard()
 
     @property
     def gather_in_flight(self) -> bool:
@@ -226,9 +222,9 @@ class Unit:
     def reshard(self) -> None:
         """Free the unsharded weights, if weights are sharded."""
         for group in self.groups:
-            group.params.release()
+            group.params.reshard()
 
-    def reduce_grads(self) -> None:
+    def reduce(self) -> None:
         """Start to reduce this rank's gradients. Collective: every rank reduces all trained groups, used or not."""
         for group in self.trained_groups():
             group.grads.reduce()
@@ -236,7 +232,7 @@ class Unit:
     def reduce_across(self) -> None:
         """Issue the next collective, over replicas or nodes, say, of each group's reduction. Collective.
 
-        Call it in the order of `reduce_grads`.
+        Call it in the order of `reduce`.
         """
         for group in self.groups:
             group.grads.reduce_across()
@@ -246,14 +242,14 @@ class Unit:
         """Whether a reduction still has collectives to issue: see `reduce_across`."""
         return any(group.grads.has_collectives_left for group in self.groups)
 
-    def settle(self) -> None:
+    def wait_for_reduce(self) -> None:
         """Wait for the reductions in flight."""
         for group in self.groups:
-            group.grads.settle()
+            group.grads.wait_for_reduce()
 
     def trained_groups(self) -> list[FlatGroup]:
         """Return the groups that take gradients now, or may have some from a backward that did not reduce."""
-        return [group for group in self.groups if group.trained or group.awaited]
+        return [group for group in self.groups if group.trained or group.unreduced]
 
     def keep_tensors_whole(self, chosen: set[nn.Parameter], loads: list[int]) -> None:
         """Move the chosen parameters to groups that keep tensors whole. Collective; see that of `FlatGroup`."""
@@ -271,7 +267,7 @@ class Unit:
 
     @property
     def readable(self) -> bool:
-        """Whether the module's parameters are unsharded and current now, or will be after `wait`."""
+        """Whether the module's parameters are unsharded and current now, or will be after `wait_for_unshard`."""
         return all(group.params.readable for group in self.groups)
 
     def named_slots(self) -> Iterator[tuple[str, nn.Parameter, FlatGroup, int]]:

@@ -60,7 +60,7 @@ class ModulePatches:
         computes_otherwise = any(group.params.full.dtype != group.params.dtype for group in runtime.groups())
         # Else weights are always unsharded and current.
         if runtime.rank_groups.shard_group.world_size > 1 or computes_otherwise:
-            self._handles += attach_parts(runtime.all_units(), model, runtime.part_begins)
+            self._handles += attach_parts(runtime.all_units(), model, runtime.pre_forward_of_part)
 
     def remove(self) -> None:
         """Restore the original methods."""

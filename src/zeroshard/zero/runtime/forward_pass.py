@@ -30,7 +30,7 @@ class ForwardPass:
         ran: units in order of their first call in this forward.
         by_parts: units that were not called themselves, only their submodules, so that no hook frees their weights.
         read_while_stale: units whose current weights arrived after a forward that may have read the stale ones.
-        kept_for_backward: the unit whose weights stay unsharded until its backward, or None: [Note: The turn].
+        unsharded_until_backward: the unit whose weights stay unsharded until its backward, or None: [Note: The turn].
     """
 
     def __init__(self, root: Unit, units: Sequence[Unit], weights: UnshardedWeights, prefetch: int) -> None:
@@ -39,7 +39,7 @@ class ForwardPass:
         self.ran: dict[Unit, None] = {}
         self.by_parts: dict[Unit, None] = {}
         self.read_while_stale: set[Unit] = set()
-        self.kept_for_backward: Unit | None = None
+        self.unsharded_until_backward: Unit | None = None
         self._frees_after_use = True
         self._cursor = Cursor([], lambda op: None)
 
@@ -53,15 +53,15 @@ class ForwardPass:
         self.ran, self.by_parts, self.read_while_stale = {}, {}, set()
         # One answer for all units, called or skipped: every rank must keep the same units unsharded.
         self._frees_after_use = reshard_after_forward or not torch.is_grad_enabled()
-        self.kept_for_backward = self.order[-1] if self.order and torch.is_grad_enabled() else None
-        self._weights.gather(self._root)
+        self.unsharded_until_backward = self.order[-1] if self.order and torch.is_grad_enabled() else None
+        self._weights.unshard(self._root)
         if self._weights.shard_params:
             self._weights.show_as_current()
-            self._cursor = Cursor(forward_ops(len(self.order)), lambda op: self._weights.gather(self.order[op.place]))
+            self._cursor = Cursor(forward_ops(len(self.order)), lambda op: self._weights.unshard(self.order[op.place]))
             self._cursor.through(Op("gather", min(self._prefetch, len(self.order)) - 1))
         else:
             for unit in self.order:
-                self._weights.gather(unit)
+                self._weights.unshard(unit)
 
     def reach(self, unit: Unit) -> None:
         """Issue the gathers up to this unit and ``prefetch`` units further."""
@@ -85,8 +85,8 @@ class ForwardPass:
 
     def free(self, unit: Unit) -> None:
         """Free the unit's weights, unless backward needs them at once."""
-        if self._frees_after_use and unit is not self.kept_for_backward:
-            self._weights.reshard(unit)
+        if self._frees_after_use and unit is not self.unsharded_until_backward:
+            self._weights.reshard_unless_needed(unit)
 
     def _skipped(self, unit: Unit) -> None:
         """Wait for the gather of a unit that was not called; its weights may be gathered again only after that."""
@@ -94,4 +94,4 @@ class ForwardPass:
             # A read without a module's call has seen stale values: the new version lets autograd detect that.
             torch.autograd.graph.increment_version([p for group in unit.groups for p in group.params.params])
             self.read_while_stale.add(unit)
-        unit.wait()
+        unit.wait_for_unshard()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.runtime.grad_home import GradHome, GradTaker
-from zeroshard.zero.runtime.sharded_grad import ShardedGrad, held
+from zeroshard.zero.runtime.sharded_grad import ShardedGrad, own_slice
 from zeroshard.zero.torch_internals import as_plain, let_foreach_take
 from zeroshard.zero.uncompiled import uncompiled
 
@@ -56,7 +56,7 @@ class GradHooks:
         frozen = []
         for param_grad in self._frozen:
             if param_grad.param.requires_grad:
-                param_grad.group.thaw()
+                param_grad.group.unfreeze()
                 self._handles.append(
                     param_grad.param.register_post_accumulate_grad_hook(_hook(self._taker, param_grad))
                 )
@@ -164,7 +164,7 @@ class ParamGrad:
         full = grad.full_tensor() if isinstance(grad, ShardedGrad) else grad.detach()
         if full.is_sparse:
             full = full.to_dense()
-        start, stop = held(self._home)
+        start, stop = own_slice(self._home)
         self.group.grads.put(self.slot, full.reshape(-1)[start:stop])
         self.group.expose_grads()
         self.show()

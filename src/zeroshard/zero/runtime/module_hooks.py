@@ -54,19 +54,19 @@ from zeroshard.zero.uncompiled import uncompiled
 class Listener(Protocol):
     """Receives the events; ``forward_run`` is the number of the model's forward that the call belonged to."""
 
-    def forward_begins(self, unit: Unit) -> None:
+    def pre_forward(self, unit: Unit) -> None:
         """A unit's module is called."""
         ...
 
-    def forward_ends(self, unit: Unit, *, grads_flow: bool, keep: bool) -> None:
-        """The unit's module returns. ``keep``: no hook will tell when its weights are needed again, so they stay."""
+    def post_forward(self, unit: Unit, *, grads_flow: bool, keep_unsharded: bool) -> None:
+        """The unit's module returns. ``keep_unsharded``: no hook will tell when its weights are needed again."""
         ...
 
-    def backward_begins(self, unit: Unit, forward_run: int | None) -> None:
+    def pre_backward(self, unit: Unit, forward_run: int | None) -> None:
         """Gradients have reached the outputs of a call; ``forward_run``: None for a call recomputed in backward."""
         ...
 
-    def backward_ends(self, unit: Unit, forward_run: int | None) -> None:
+    def post_backward(self, unit: Unit, forward_run: int | None) -> None:
         """Gradients have reached the inputs of a call; ``forward_run`` is None for a recomputed one."""
         ...
 
@@ -102,18 +102,18 @@ def attach(unit: Unit, listener: Listener, cast: torch.dtype | None) -> list[Any
         if in_transform():
             require_readable(unit)
             return _all_cast(args, kwargs, cast)
-        listener.forward_begins(unit)
+        listener.pre_forward(unit)
         if torch.is_grad_enabled() and not in_backward():
             # Hook them now: the module may change its inputs in place, or put its outputs into the same container.
             inputs = [t for t in _tensors_of(args, kwargs) if t.requires_grad and t.grad_fn is not None]
             run = listener.forward_run
             index = run.index
-            run.hook(inputs, _once_per_pass(listener, lambda: listener.backward_ends(unit, index)))
+            run.hook(inputs, _once_per_pass(listener, lambda: listener.post_backward(unit, index)))
         return _all_cast(args, kwargs, cast)
 
     def begins_nested() -> None:
-        listener.backward_begins(unit, None)
-        at_end_of_backward(uncompiled(lambda: listener.backward_ends(unit, None)))
+        listener.pre_backward(unit, None)
+        at_end_of_backward(uncompiled(lambda: listener.post_backward(unit, None)))
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """After forward: report that the unit is done, and hook the outputs, whose gradients begin the backward."""
@@ -125,16 +125,16 @@ def attach(unit: Unit, listener: Listener, cast: torch.dtype | None) -> list[Any
             for tensor in _with_bases(tensors_in(output), _tensors_of(args, kwargs)):
                 tensor.register_hook(event)
         elif not torch.is_grad_enabled():
-            listener.forward_ends(unit, grads_flow=False, keep=False)
+            listener.post_forward(unit, grads_flow=False, keep_unsharded=False)
         else:
             run = listener.forward_run
             inputs = [t for t in _tensors_of(args, kwargs) if t.requires_grad]
             outputs = _with_bases(tensors_in(output), inputs)
             # The hooks refer to ``run``, so it lives as long as a graph of this forward does.
-            run.hook(outputs, _once_per_pass(listener, lambda: listener.backward_begins(unit, run.index)))
+            run.hook(outputs, _once_per_pass(listener, lambda: listener.pre_backward(unit, run.index)))
             # Gradients will flow, but no tensor of the output was found to tell us when: the weights must stay.
-            keep = not outputs and bool(inputs or unit.trained_groups())
-            listener.forward_ends(unit, grads_flow=bool(outputs), keep=keep)
+            keep_unsharded = not outputs and bool(inputs or unit.trained_groups())
+            listener.post_forward(unit, grads_flow=bool(outputs), keep_unsharded=keep_unsharded)
         return None if output is returned else output
 
     return [
@@ -143,28 +143,29 @@ def attach(unit: Unit, listener: Listener, cast: torch.dtype | None) -> list[Any
     ]
 
 
-def attach_parts(units: Iterable[Unit], model: nn.Module, part_begins: Callable[[Unit], None]) -> list[Any]:
-    """Hook each module, but the units' own, that owns parameters of a unit, to call ``part_begins(unit)`` first.
+def attach_parts(units: Iterable[Unit], model: nn.Module, pre_forward_of_part: Callable[[Unit], None]) -> list[Any]:
+    """Hook each module, but the units' own, that owns parameters of a unit, to call ``pre_forward_of_part`` first.
 
     So a model may call a unit's submodules instead of the unit. In compiled code the hook is traced: inside of the unit
-    it adds nothing to the graph, and outside of it the graph ends before ``part_begins``. Returns removable handles.
+    it adds nothing to the graph, and outside of it the graph ends before ``pre_forward_of_part``. Returns removable
+    handles.
     """
     homes = {param: unit for unit in units for group in unit.groups for param in group.params.params}
-    handles, part_begins = [], uncompiled(part_begins)
+    handles, pre_forward_of_part = [], uncompiled(pre_forward_of_part)
     for module in model.modules():
         owners = dict.fromkeys(homes[param] for param in module.parameters(recurse=False) if param in homes)
         others = [unit for unit in owners if unit.module is not module]
-        handles += [module.register_forward_pre_hook(_tells(part_begins, unit)) for unit in others]
+        handles += [module.register_forward_pre_hook(_tells(pre_forward_of_part, unit)) for unit in others]
     return handles
 
 
-def _tells(part_begins: Callable[[Unit], None], unit: Unit) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+def _tells(pre_forward_of_part: Callable[[Unit], None], unit: Unit) -> Callable[[nn.Module, tuple[Any, ...]], None]:
     def before(module: nn.Module, args: tuple[Any, ...]) -> None:
         """Before the forward of a part: report it, unless the unit's own forward is running."""
         if in_transform():
             require_readable(unit)
         elif not unit.entered:
-            part_begins(unit)
+            pre_forward_of_part(unit)
 
     return before
 

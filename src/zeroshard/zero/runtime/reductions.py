@@ -27,13 +27,13 @@ class Reductions:
 
     def start(self, unit: Unit, *, shard_grads: bool) -> None:
         """Start to reduce the unit's gradients; if ``shard_grads``, wait for older reductions to free their buffers."""
-        unit.reduce_grads()
+        unit.reduce()
         self._across()  # for earlier units: their first reduction has had time to finish
         self._to_replicas.append(unit)
         if shard_grads:
             self._in_flight.append(unit)
             while len(self._in_flight) > MAX_REDUCTIONS_IN_FLIGHT:
-                self._in_flight.popleft().settle()
+                self._in_flight.popleft().wait_for_reduce()
 
     def _across(self) -> None:
         """Issue the next collective, over replicas or nodes, of each unit that has one left."""
@@ -41,7 +41,7 @@ class Reductions:
             unit.reduce_across()
         self._to_replicas = deque(unit for unit in self._to_replicas if unit.has_collectives_left)
 
-    def settle(self, all_units: Sequence[Unit]) -> None:
+    def finish(self, all_units: Sequence[Unit]) -> None:
         """Agree on which parameters had gradients on any rank, reduce late gradients, and wait for all. Collective.
 
         Raises:
@@ -61,12 +61,12 @@ class Reductions:
             start = stop
         for unit, is_late in zip(units, flags[start : start + len(late)], strict=True):
             if is_late:
-                unit.reduce_grads()
+                unit.reduce()
         while any(unit.has_collectives_left for unit in units):
             for unit in units:
                 unit.reduce_across()
         for unit in units:
-            unit.settle()
+            unit.wait_for_reduce()
         for group in groups:
             group.grads.num_backwards += 1
         self._in_flight.clear()

@@ -101,31 +101,31 @@ class Runtime:
         """The forward that is running, or the last one."""
         return self._forwards.current
 
-    def forward_begins(self, unit: Unit) -> None:
+    def pre_forward(self, unit: Unit) -> None:
         """Wait until the unit's weights are unsharded and current, and issue the gathers of the next units."""
         if in_backward():
-            self._runs_again(unit)
+            self._pre_recompute(unit)
         else:
             self._begin_forward() if unit is self.root else self._forward_pass.reach(unit)
             unit.num_running_forwards += 1
         unit.entered = True
-        self._weights.unshard(unit)
+        self._weights.unshard_and_wait(unit)
 
-    def part_begins(self, unit: Unit) -> None:
+    def pre_forward_of_part(self, unit: Unit) -> None:
         """Unshard a unit whose submodule is called outside of the unit's forward: [Note: Parts] in `module_hooks`."""
         if in_backward():
-            self._runs_again(unit)
+            self._pre_recompute(unit)
         else:
             if unit is not self.root:
                 self._forward_pass.reach(unit)
             if torch.is_grad_enabled():
-                unit.kept[self.forward_run.index] = self.forward_run
+                unit.keep_unsharded_after[self.forward_run.index] = self.forward_run
             elif unit is not self.root:
                 self._forward_pass.by_parts.setdefault(unit)
         if unit.gather_in_flight or not unit.readable:
-            self._weights.unshard(unit)
+            self._weights.unshard_and_wait(unit)
 
-    def _runs_again(self, unit: Unit) -> None:
+    def _pre_recompute(self, unit: Unit) -> None:
         """Walk the schedule up to a unit that is recomputed, unless a recorded call of it still awaits its backward."""
         backward = self.backward_pass
         if unit is not self.root and backward is not None and not unit.calls.get(backward.forward_run):
@@ -141,23 +141,23 @@ class Runtime:
         self._forwards.begin(grads=torch.is_grad_enabled())
         self._forward_pass.begin(reshard_after_forward=self.reshard_after_forward)
 
-    def forward_ends(self, unit: Unit, *, grads_flow: bool, keep: bool) -> None:
+    def post_forward(self, unit: Unit, *, grads_flow: bool, keep_unsharded: bool) -> None:
         """Free the unit's weights, unless backward needs them at once."""
         run = self.forward_run
         unit.num_running_forwards = max(unit.num_running_forwards - 1, 0)
         unit.entered = unit.num_running_forwards > 0
-        if keep:
-            unit.kept[run.index] = run
+        if keep_unsharded:
+            unit.keep_unsharded_after[run.index] = run
         if grads_flow:
             unit.calls[run.index] = unit.calls.get(run.index, 0) + 1
         if unit is self.root:
             self._forward_pass.gather_the_rest()
             run.ends()
             self._forward_pass.free_what_nobody_frees()
-            if not grads_flow and not keep:
-                self._weights.reshard(unit)
+            if not grads_flow and not keep_unsharded:
+                self._weights.reshard_unless_needed(unit)
             return
-        if not keep:
+        if not keep_unsharded:
             self._forward_pass.free(unit)
 
     def views(self, unit: Unit, tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -166,21 +166,21 @@ class Runtime:
 
     # -- backward ---------------------------------------------------------------------------------------------
 
-    def backward_begins(self, unit: Unit, forward_run: int | None) -> None:
+    def pre_backward(self, unit: Unit, forward_run: int | None) -> None:
         """Walk the schedule until this unit's weights are unsharded; see [Note: Which call] in `module_hooks`."""
         backward = self._backward(forward_run)
         forward_run = backward.forward_run = backward.forward_run if forward_run is None else forward_run
         if unit is self.root:
-            self._weights.unshard(unit)  # a forward without gradients may have come in between and freed them
+            self._weights.unshard_and_wait(unit)  # a forward without gradients may have come in between and freed them
             return
         left = unit.calls[forward_run] = max(unit.calls.get(forward_run, 0) - 1, 0)
         unit.active += 1
         if left == 0:
             backward.before_end(unit, forward_run)
         if unit.read_in_backward:
-            self._weights.unshard(unit)
+            self._weights.unshard_and_wait(unit)
 
-    def backward_ends(self, unit: Unit, forward_run: int | None) -> None:
+    def post_backward(self, unit: Unit, forward_run: int | None) -> None:
         """Reduce the unit's gradients, if no other call of it is still to come."""
         backward = self._backward(forward_run)
         forward_run = backward.forward_run if forward_run is None else forward_run
@@ -189,7 +189,7 @@ class Runtime:
             return
         backward.through_end(unit, forward_run)
         if self.reshard_after_forward or not self._expected(unit):
-            self._weights.reshard(unit)
+            self._weights.reshard_unless_needed(unit)
 
     def _expected(self, unit: Unit) -> bool:
         """Whether calls of the unit are still to come in this backward."""
@@ -216,8 +216,8 @@ class Runtime:
                 prefetch=self.prefetch,
                 gather=self.shard_params,
             )
-            self._weights.held_by_graph |= self.backward_pass.creates_graph
-            self._hold_what_runs_again(self.backward_pass)
+            self._weights.keep_unsharded_for_graph |= self.backward_pass.creates_graph
+            self._keep_unsharded_what_runs_again(self.backward_pass)
             at_end_of_backward(partial(uncompiled(self._end_backward), run))
         return self.backward_pass
 
@@ -243,28 +243,30 @@ class Runtime:
         if op.action == "gather":
             others_may_have_freed_it = self.reshard_after_forward and (
                 not backward.is_first(op.sweep)
-                or (bool(unit.kept) and unit is not self._forward_pass.kept_for_backward)
+                or (bool(unit.keep_unsharded_after) and unit is not self._forward_pass.unsharded_until_backward)
             )
-            self._weights.gather(unit, again=others_may_have_freed_it)
-            if unit.kept or unit.held or unit.active:
-                unit.wait()  # the next read of these weights triggers no hook
+            self._weights.unshard(unit, again=others_may_have_freed_it)
+            if unit.keep_unsharded_after or unit.keep_unsharded or unit.active:
+                unit.wait_for_unshard()  # the next read of these weights triggers no hook
         elif op.action == "reduce":
             self._reduce(unit)
-        elif self.reshard_after_forward and not (unit.active or unit.held or unit.calls.get(backward.run_of(op))):
-            self._weights.reshard(unit)
+        elif self.reshard_after_forward and not (
+            unit.active or unit.keep_unsharded or unit.calls.get(backward.run_of(op))
+        ):
+            self._weights.reshard_unless_needed(unit)
 
-    def _hold_what_runs_again(self, backward: BackwardPass) -> None:
-        """Gather and keep units that one forward called several times: the schedule has one place for each unit."""
+    def _keep_unsharded_what_runs_again(self, backward: BackwardPass) -> None:
+        """Keep units unsharded that one forward called several times: the schedule has one place for each unit."""
         for unit in backward.units:
             several = any(unit.calls.get(index, 0) > 1 for index in backward.forward_runs)
             if several and self.shard_params and unit.read_in_backward:
-                self._weights.gather(unit)
-                unit.held = True
+                self._weights.unshard(unit)
+                unit.keep_unsharded = True
 
     def forget_calls(self) -> None:
         """Forget all forwards that were run: weights have changed, and no backward of them is expected any more."""
         self.collectives.note_step()
-        self._weights.held_by_graph = False
+        self._weights.keep_unsharded_for_graph = False
         self._forwards.forget()
         for unit in self.all_units():
             unit.num_running_forwards = 0
@@ -274,7 +276,7 @@ class Runtime:
         if self.sync:
             self._reductions.start(unit, shard_grads=self.shard_grads)
         if unit is not self.root and not unit.active and not self._expected(unit):
-            self._weights.reshard(unit)
+            self._weights.reshard_unless_needed(unit)
 
     def _end_backward(self, run: Run) -> None:
         backward = self.backward_pass
@@ -282,16 +284,16 @@ class Runtime:
         try:
             backward.cursor.finish()
             if self.sync:
-                self._reductions.settle(self.all_units())
+                self._reductions.finish(self.all_units())
         except BaseException:
             backward.fail()
             raise
         self.unreduced = not self.sync
         for unit in self.all_units():
             unit.forget_calls(backward.forward_runs)
-            self._weights.reshard(unit)
+            self._weights.reshard_unless_needed(unit)
             for group in unit.groups:
-                group.awaited = not self.sync and (group.trained or group.awaited)
+                group.unreduced = not self.sync and (group.trained or group.unreduced)
                 if group.grads.reduced is not None:
                     group.expose_grads()
         self._forget_backward()
@@ -304,7 +306,7 @@ class Runtime:
         self._forwards.forget(over)
         for unit in self.all_units():
             unit.active = 0
-            unit.held = False
+            unit.keep_unsharded = False
             unit.forget_calls(over)
 
     # -- gradients --------------------------------------------------------------------------------------------
@@ -331,7 +333,7 @@ class Runtime:
             what,
             self.backward_pass,
             removed=self.removed,
-            has_graph=self._weights.held_by_graph and torch.is_grad_enabled(),
+            has_graph=self._weights.keep_unsharded_for_graph and torch.is_grad_enabled(),
             unreduced=self.unreduced,
         )
 
@@ -348,7 +350,7 @@ class Runtime:
 
     def clear_slots(self, group: FlatGroup, slots: set[int]) -> None:
         """Clear the gradients of the group's parameters in these slots."""
-        group.awaited = group.awaited and len(slots) < len(group.params.params)
+        group.unreduced = group.unreduced and len(slots) < len(group.params.params)
         group.grads.clear(slots)
         for piece, shard in zip(group.params.pieces, group.shards, strict=True):
             if piece.slot in slots:

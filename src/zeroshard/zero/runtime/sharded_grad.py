@@ -89,7 +89,7 @@ class ShardedGrad(Tensor):
         Raises:
             RuntimeError: the gradient was cleared, or is not reduced yet.
         """
-        return _through(self._views, gather(self._home))
+        return _through(self._views, gather_full(self._home))
 
     def to_local(self) -> Tensor:
         """1-D: the part that this rank holds, a view of the engine's own memory; raises as `full_tensor` does."""
@@ -151,7 +151,7 @@ def _through(views: Iterable[View], full: Tensor) -> Tensor:
     return full
 
 
-def gather(home: GradHome) -> Tensor:
+def gather_full(home: GradHome) -> Tensor:
     """Return the unsharded gradient in the parameter's shape, as a new tensor. Collective if it is sharded."""
     local = home.local()
     if not home.sharded:
@@ -178,7 +178,7 @@ class _FullGrads:
     def gradient(self, home: GradHome) -> Tensor:
         """The unsharded gradient, in the parameter's shape."""
         if id(home) not in self._gathered:
-            self._gathered[id(home)] = gather(home)
+            self._gathered[id(home)] = gather_full(home)
         return self._gathered[id(home)]
 
     def __call__(self, value: Any) -> Any:
@@ -218,12 +218,12 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: li
     full_grads = _FullGrads()
     result = func(*tree_map(full_grads, args), **tree_map(full_grads, kwargs))
     for home in {id(grad._home): grad._home for grad in written}.values():
-        start, stop = held(home)
+        start, stop = own_slice(home)
         home.local().copy_(full_grads.gradient(home).reshape(-1)[start:stop])
     return None if result is None else (written[0] if isinstance(result, Tensor) else list(written))
 
 
-def held(home: GradHome) -> tuple[int, int]:
+def own_slice(home: GradHome) -> tuple[int, int]:
     """``[start, stop)`` of the part of the flattened gradient that `GradHome.local` returns on this rank."""
     return home.intervals[home.comm.rank] if home.sharded else (0, math.prod(home.shape))
 
@@ -236,7 +236,7 @@ def _part(value: Any, home: GradHome) -> Any:
         value = value.full_tensor()
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
-    start, stop = held(home)
+    start, stop = own_slice(home)
     return value.expand(home.shape).reshape(-1)[start:stop]
 
 
@@ -255,7 +255,7 @@ def norms(homes: Sequence[GradHome], order: float) -> Tensor:
     for rank in [comm.rank] if sharded else range(comm.world_size):
         for cuts in zip(*[home.cuts(rank) for home in homes], strict=True):
             for home, local, (start, stop) in zip(homes, locals_, cuts, strict=True):
-                before = held(home)[0]
+                before = own_slice(home)[0]
                 part = local[start - before : stop - before]
                 norm = norm_of(part, order).to(torch.float64) if stop > start else zero
                 parts.append(norm if math.isinf(order) else norm**order)

@@ -69,7 +69,8 @@ class UnshardedWeights:
     Attributes:
         shard_params: whether unsharded weights are freed after use.
         pinned: whether this is inside `pin`, which keeps all weights unsharded and current.
-        held_by_graph: whether a backward ran with ``create_graph``: its graph may read weights without calling hooks.
+        keep_unsharded_for_graph: whether a backward ran with ``create_graph``: its graph may read weights without
+            calling hooks.
         order: the units but the root, in the order in which a forward gathers them.
     """
 
@@ -77,28 +78,28 @@ class UnshardedWeights:
         self._units, self._collectives = units, collectives
         self.shard_params = False
         self.pinned = False
-        self.held_by_graph = False
+        self.keep_unsharded_for_graph = False
         self.order: Sequence[Unit] = units[1:]
         self._warned = self._warned_of_loss = False
         self._versions = GraphVersions()
 
-    def gather(self, unit: Unit, *, again: bool = False) -> None:
+    def unshard(self, unit: Unit, *, again: bool = False) -> None:
         """Issue the gather of the unit's weights; ``again``: even if they are current, as other ranks may lack them.
 
         Inside `pin` no rank does, and what the user has written there must neither be gathered over nor kept.
         """
-        if unit.gather(again=again and not self.pinned) and self.shard_params:
+        if unit.unshard(again=again and not self.pinned) and self.shard_params:
             self._collectives.note_gather(unit)
 
-    def unshard(self, unit: Unit) -> None:
+    def unshard_and_wait(self, unit: Unit) -> None:
         """Gather the unit's weights and wait for them."""
-        self.gather(unit)
-        unit.wait()
+        self.unshard(unit)
+        unit.wait_for_unshard()
 
-    def reshard(self, unit: Unit) -> None:
+    def reshard_unless_needed(self, unit: Unit) -> None:
         """Free the unit's unsharded weights, unless they are pinned or a later backward needs them."""
         # A backward may run in the middle of a forward (forces as the gradient of an energy).
-        needed = self.pinned or self.held_by_graph or unit.num_running_forwards or unit.kept
+        needed = self.pinned or self.keep_unsharded_for_graph or unit.num_running_forwards or unit.keep_unsharded_after
         if self.shard_params and not needed:
             unit.reshard()
             if not self._units[0].num_running_forwards:
@@ -129,10 +130,10 @@ class UnshardedWeights:
         for unit in self._units:
             for group in unit.groups:
                 group.params.take_changes()  # keeps changes from before this block; changes inside it are dropped below
-            unit.gather()
+            unit.unshard()
         for unit in self._units:
-            unit.wait()
-        self._hand_out()
+            unit.wait_for_unshard()
+        self._expose()
         self.pinned = True
         lost = False
         try:
@@ -142,7 +143,7 @@ class UnshardedWeights:
             for unit in self._units:
                 for group in unit.groups:
                     lost = group.params.drop_changes() or lost
-                self.reshard(unit)
+                self.reshard_unless_needed(unit)
         if lost and not self._warned_of_loss:
             self._warned_of_loss = True
             warnings.warn(
@@ -163,16 +164,16 @@ class UnshardedWeights:
             for group in unit.groups:
                 group.params.mark_stale()
                 if group.params.state is STALE or self.pinned:
-                    group.params.gather()
+                    group.params.unshard()
         for unit in self._units:
-            unit.wait()
+            unit.wait_for_unshard()
         if self.pinned:
-            self._hand_out()
+            self._expose()
 
-    def _hand_out(self) -> None:
+    def _expose(self) -> None:
         for unit in self._units:
             for group in unit.groups:
-                group.params.hand_out()
+                group.params.expose()
 
     def watch_reads(self) -> None:
         """From now on call `bring_up_to_date` before stale or sharded weights are read."""
@@ -207,9 +208,9 @@ class UnshardedWeights:
             return
         units = [self._units[0], *self.order]
         for unit in units:
-            self.gather(unit)
+            self.unshard(unit)
         for unit in units:
-            unit.wait()
+            unit.wait_for_unshard()
 
     def show_as_current(self) -> None:
         """Stop watching for reads of weights until the next step."""
