@@ -14,7 +14,7 @@ from zeroshard.comm.agree import agreement
 from zeroshard.zero.buffers.partition import Init, UnitSpec, materialise, partition
 from zeroshard.zero.buffers.unit import FlatGroup, Unit, build_groups
 from zeroshard.zero.buffers.unit_choice import UnitChoice, told
-from zeroshard.zero.compat.module_methods import has_engine
+from zeroshard.zero.compat.late_modules import has_engine
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.rank_groups import RankGroups, check_wire
 from zeroshard.zero.runtime.module_buffers import BufferSync, check_sync

@@ -143,7 +143,7 @@ class Zero:
         self._handles = [h for unit in (root, *others) for h in attach(unit, self._runtime, casts.get(unit))]
         self._module_patches = ModulePatches(model, self._runtime, self._optimizers)
         adoption.replaced(on_meta)
-        adoption.register_params(model.parameters(), self._optimizers.adopt)
+        adoption.register_params(model.parameters(), self._optimizers)
         self._optimizers.show_what_travels()
         if self.local_steps is not None:
             self._optimizers.observers.append(LocalStepsObserver(self.local_steps))
@@ -399,4 +399,4 @@ class Zero:
             if param.grad_dtype is None:
                 param.grad_dtype = weight.dtype
         self._module_patches.remove()
-        adoption.unregister_params(self.model.parameters())
+        adoption.unregister_params(self.model.parameters(), self._optimizers)

@@ -6,8 +6,10 @@ Tests of each are those of the feature that uses it: if torch drops a name, this
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -125,6 +127,13 @@ def compiler_looks() -> bool:
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The module's own entries, which may be written to; ``parameters(recurse=False)`` leaves names and ties out."""
     return module._parameters
+
+
+def contents_of(modules: Iterable[nn.Module]) -> list[int]:
+    """What tells whether modules got, lost or exchanged parameters or children: much cheaper than a walk over them."""
+    modules = list(modules)
+    owned = [*map(attrgetter("_parameters"), modules), *map(attrgetter("_modules"), modules)]
+    return [*map(len, owned), *map(id, chain.from_iterable(map(methodcaller("values"), owned)))]
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:

@@ -115,6 +115,7 @@ class FlatParams:
         self.shard_optim = strategy.optim is SHARD and comm.world_size > 1
         self.shard_params = strategy.params is SHARD and comm.world_size > 1
         self.state = UNSHARDED
+        self._watches: dict[tuple[WeightState, Callable[[], None]], outdated.Watch] = {}
         self._work: Work | None = None
         self._streams: Streams = NO_STREAMS
         self._written_at: Mark = None  # the point in a stream where the master was complete
@@ -242,8 +243,13 @@ class FlatParams:
 
     def watch_reads(self) -> None:
         """Call `on_read` before a read of the parameters, if they are stale or freed."""
-        if self.on_read is not None and self.state in (STALE, SHARDED):
-            outdated.mark(self.params, self.on_read, self.param_views.name_of if self.state is SHARDED else None)
+        if self.on_read is None or self.state not in (STALE, SHARDED):
+            return
+        key = self.state, self.on_read
+        if key not in self._watches:
+            name_of = self.param_views.name_of if self.state is SHARDED else None
+            self._watches[key] = outdated.Watch(self.on_read, name_of)
+        self._watches[key].mark(self.params)
 
     def use_streams(self, streams: Streams) -> None:
         """Gather on these streams from now on."""

@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,27 +21,40 @@ from torch import Tensor, nn
 
 from zeroshard.zero.torch_internals import UNWATCHED, as_plain, is_functorch_wrapped_tensor, storage_id, tree_leaves
 
-_READ = "_zeroshard_read"  # attributes of outdated parameters: the callback that runs before a read,
-_NAME = "_zeroshard_name"  # and, if they are sharded, the function that knows their names
+NO_COPY = (
+    "copy.deepcopy(model): the copy would drive this model's engine; copy it before Zero(), "
+    "use zero.ema() for an average of its weights, or load zero.state_dict() into a new one"
+)
 _PLAIN = UNWATCHED
 
 
-def mark(
-    params: Iterable[nn.Parameter], read: Callable[[], None], sharded: Callable[[Tensor], str] | None = None
-) -> None:
-    """Call ``read`` before the first read of any of these parameters.
+class Watch:
+    """Calls ``read`` before the first read of parameters, while their class is one that it has made.
 
     Args:
-        params: the parameters.
         read: called before their values are read. If they are not sharded, it must call `unmark` in the end.
         sharded: if they are, returns their names for an error: they must not be written to.
     """
-    for param in params:
-        kind = type(param)
-        if kind.__torch_function__ is _PLAIN:  # else a user's class that intercepts reads itself
-            param.__class__ = _outdated(kind)
-        if isinstance(param, _Outdated):
-            vars(param)[_READ], vars(param)[_NAME] = read, sharded
+
+    def __init__(self, read: Callable[[], None], sharded: Callable[[Tensor], str] | None = None) -> None:
+        self._members = {"_zeroshard_read": staticmethod(read), "_zeroshard_name": sharded and staticmethod(sharded)}
+        self._kinds: dict[type, type] = {}
+
+    def mark(self, params: Iterable[nn.Parameter]) -> None:
+        """Begin to watch these parameters."""
+        for param in params:
+            kind = type(param)
+            if issubclass(kind, _Outdated):
+                kind = kind.__mro__[2]
+            elif kind.__torch_function__ is not _PLAIN:  # a user's class that intercepts reads itself
+                continue
+            if kind not in self._kinds:
+                self._kinds[kind] = self._outdated(kind)
+            param.__class__ = self._kinds[kind]
+
+    def _outdated(self, kind: type) -> type:
+        """Return a subclass of ``kind``, with the same name, whose instances call back before they are read."""
+        return type(kind.__name__, (_Outdated, kind), {"__module__": kind.__module__, **self._members})
 
 
 def unmark(params: Iterable[Any]) -> None:
@@ -50,11 +62,13 @@ def unmark(params: Iterable[Any]) -> None:
     for param in params:
         if isinstance(param, _Outdated):
             param.__class__ = type(param).__mro__[2]
-            del vars(param)[_READ], vars(param)[_NAME]
 
 
 class _Outdated:
     """Base class that calls back before a parameter's values are read."""
+
+    _zeroshard_read: Callable[[], None]
+    _zeroshard_name: Callable[[Tensor], str] | None
 
     @classmethod
     def __torch_function__(
@@ -65,23 +79,26 @@ class _Outdated:
             with as_plain():
                 return func(*args, **kwargs)
         for leaf in _written(func, args, kwargs):
-            if isinstance(leaf, _Outdated) and vars(leaf)[_NAME] is not None:
-                raise _refused(vars(leaf)[_NAME](leaf), assigned=func == _ASSIGNS)
+            name_of = type(leaf)._zeroshard_name if isinstance(leaf, _Outdated) else None
+            if name_of is not None:
+                raise _refused(name_of(leaf), assigned=func == _ASSIGNS)
         sharded = None
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, _Outdated):  # the callback of another one may have restored it
-                vars(leaf)[_READ]()
+                type(leaf)._zeroshard_read()
             if isinstance(leaf, _Outdated):
                 sharded = leaf
         return func(*args, **kwargs) if sharded is None else _read(func, args, kwargs, sharded)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        vars(self)[_READ]()
+        if any(isinstance(made, nn.Module) for made in memo.values()):  # deepcopy notes a module before what is in it
+            raise RuntimeError(NO_COPY)
+        type(self)._zeroshard_read()
         unmark([self])
         return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        vars(self)[_READ]()
+        type(self)._zeroshard_read()
         unmark([self])
         return self.__reduce_ex__(protocol)
 
@@ -122,12 +139,6 @@ def _refused(name: str, *, assigned: bool) -> RuntimeError:
     what = "it was written to while the weights were sharded, and one NaN stood for more than one element of the "
     what = "its .data was assigned to while the weights were sharded" if assigned else f"{what}written-to tensor"
     return RuntimeError(f"{name}: {what}; do it inside zero.full_params(write_back=True), on every rank")
-
-
-@functools.cache
-def _outdated(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Return a subclass of ``kind``, with the same name, whose instances call back before they are read."""
-    return type(kind.__name__, (_Outdated, kind), {"__module__": kind.__module__})
 
 
 def _attribute(name: str) -> list[Any]:

@@ -76,6 +76,11 @@ class ParamViews:
         """Copy tensors that were assigned to visible parameters' ``.data`` to their places; return if any were."""
         elsewhere = self._elsewhere() if self.visible else []
         for name, param, view in elsewhere:
+            if (param.dtype, param.device) != (view.dtype, view.device):
+                raise RuntimeError(
+                    f"{name}: its .data is {param.dtype} on {param.device} now; a parameter under an engine stays "
+                    f"{view.dtype} on {view.device}"
+                )
             if param.shape != view.shape:
                 raise RuntimeError(
                     f"{name}: its .data is a tensor of shape {tuple(param.shape)} now; a parameter under an engine "

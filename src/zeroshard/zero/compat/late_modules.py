@@ -14,14 +14,22 @@ forward and each step the model's parameters are compared with those that the en
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 
 from torch import nn
 
 from zeroshard.zero.buffers.unit import Unit
-from zeroshard.zero.torch_internals import own_parameters
+from zeroshard.zero.optimizers.adoption import has_owner
+from zeroshard.zero.torch_internals import contents_of, own_parameters
 
-MARK = "_zeroshard"  # on modules and parameters that have an engine
+_modules_of_engines: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def has_engine(model: nn.Module) -> bool:
+    """Whether the model, a submodule, or a parameter that it shares with another model has an engine already."""
+    owned = any(module in _modules_of_engines for module in model.modules())
+    return owned or any(has_owner(param) for param in model.parameters())
 
 
 class Known:
@@ -36,16 +44,19 @@ class Known:
         self._model, self._root = model, root
         self._homes = {param: unit for unit in (root, *units) for _, param, _, _ in unit.named_slots()}
         self._owned = {(module, param) for module in model.modules() for param in own_parameters(module).values()}
-        for part in (*model.modules(), *model.parameters()):
-            vars(part)[MARK] = True
+        self._modules = list(model.modules())
+        self._contents = contents_of(self._modules)
+        self._kept = [*self._modules, *model.parameters()]  # so that nothing new can have an address that is compared
+        _modules_of_engines.update(self._modules)
 
     def forget(self) -> None:
-        """Unmark the model's modules and parameters, because its engine is being removed."""
-        for part in (*self._model.modules(), *self._model.parameters()):
-            vars(part).pop(MARK, None)
+        """Let the model's modules have another engine, because this one is being removed."""
+        _modules_of_engines.difference_update([*self._modules, *self._model.modules()])
 
     def require_unchanged(self) -> None:
         """Raise RuntimeError for a parameter that came later and is trained, or that was tied outside of its unit."""
+        if contents_of(self._modules) == self._contents:  # as nearly always
+            return
         for module in self._model.modules():
             for key, param in own_parameters(module).items():
                 # functional_call puts other tensors there for the length of a call
@@ -55,7 +66,7 @@ class Known:
     def _require_gathered(self, module: nn.Module, key: str, param: nn.Parameter) -> None:
         unit = self._homes.get(param)
         prefix = next((f"{name}." for name, each in self._model.named_modules() if each is module and name), "")
-        if unit is None and param.requires_grad and MARK not in vars(param):
+        if unit is None and param.requires_grad and not has_owner(param):
             raise RuntimeError(
                 f"{prefix}{key}: a parameter that comes after Zero() would never be trained, nor be the same on every "
                 "rank; put it into the model before, freeze it, or copy its values into the old one inside "

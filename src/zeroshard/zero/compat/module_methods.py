@@ -1,6 +1,12 @@
 """Replaces methods of `nn.Module` that would be silently wrong on sharded weights; some of them raise a clear error.
 
 Users keep calling the model as an ordinary module. Most methods work unchanged; this file handles the others.
+
+[Note: Modules with methods of ours]
+    The model and the units' modules have them, and modules outside of the units that own parameters. A module inside of
+    a unit keeps its own, because what they do to parameters is noticed there: a read of sharded weights warns, a write
+    to them raises, a write to current ones counts as `written_weights` says, and a ``.data`` of another dtype or device
+    is refused (`param_views`). `EngineHook` refuses copies of any module that the engine has hooked.
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from zeroshard.zero.compat.late_modules import MARK, Known
+from zeroshard.zero.compat.late_modules import Known
 from zeroshard.zero.runtime.module_hooks import attach_parts
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.stepping.engine_optimizers import EngineOptimizers
@@ -29,7 +35,7 @@ _NO_DDP = (
 
 
 class ModulePatches:
-    """Replaces methods of ``model`` and its submodules until `remove`.
+    """Replaces methods of ``model`` and some of its submodules until `remove`: [Note: Modules with methods of ours].
 
     Args:
         model: the model that the engine has taken over.
@@ -47,16 +53,19 @@ class ModulePatches:
         model.__dict__.update(self._on_model)
         self._known = Known(model, runtime.root, runtime.units)
         optimizers.require_same_model = self._known.require_unchanged
-        for module in model.modules():
-            module.__dict__["_apply"] = _apply_in_place(module)
-            module.__dict__["apply"] = _apply_where_unsharded(module, runtime)
+        runtime.before_forward = _before_forward(self._known, set(model.parameters()))
+        of_units = [unit.module for unit in runtime.all_units()]
+        inside = {part for unit in runtime.units for part in unit.module.modules()}
+        others = (part for part in model.modules() if part not in inside and [*part.parameters(recurse=False)])
+        for module in of_units:
+            vars(module)["apply"] = _apply_where_unsharded(module, runtime)
+        for module in dict.fromkeys([*of_units, *others]):
+            vars(module)["_apply"] = _apply_in_place(module)
             self._handles.append(module.register_state_dict_pre_hook(_refuse_state(runtime)))
             self._handles.append(module.register_load_state_dict_pre_hook(_refuse_load))
-            module.__dict__["__deepcopy__"] = _refuse_copy
-            module.__dict__["__reduce_ex__"] = _refuse_pickle
+        for module in model.modules():
             if "synced_gpus" in _words_of(getattr(type(module), "generate", None)):
-                module.__dict__["generate"] = _generate_together(module, runtime)
-        self._handles.append(model.register_forward_pre_hook(uncompiled(_begins(self._known, set(model.parameters())))))
+                vars(module)["generate"] = _generate_together(module, runtime)
         computes_otherwise = any(group.params.full.dtype != group.params.dtype for group in runtime.groups())
         # Else weights are always unsharded and current.
         if runtime.rank_groups.shard_group.world_size > 1 or computes_otherwise:
@@ -69,14 +78,9 @@ class ModulePatches:
         for name in self._on_model:
             self._model.__dict__.pop(name, None)
         for module in self._model.modules():
-            for name in ("__deepcopy__", "__reduce_ex__", "_apply", "apply", "generate"):
+            for name in ("_apply", "apply", "generate"):
                 module.__dict__.pop(name, None)
         self._known.forget()
-
-
-def has_engine(model: nn.Module) -> bool:
-    """Whether the model, a submodule, or a parameter that it shares with another model has an engine already."""
-    return any(MARK in vars(part) for part in (*model.modules(), *model.parameters()))
 
 
 def _refuse_state(runtime: Runtime) -> Callable[[nn.Module, str, bool], None]:
@@ -98,20 +102,6 @@ def _refuse_state(runtime: Runtime) -> Callable[[nn.Module, str, bool], None]:
 
 def _refuse_load(*_: Any) -> None:
     raise RuntimeError("model.load_state_dict(): the weights are sharded; use zero.load_state_dict()")
-
-
-def _refuse_copy(memo: dict[int, Any]) -> nn.Module:
-    raise RuntimeError(
-        "copy.deepcopy(model): the copy would drive this model's engine; copy it before Zero(), "
-        "use zero.ema() for an average of its weights, or load zero.state_dict() into a new one"
-    )
-
-
-def _refuse_pickle(protocol: int) -> Any:
-    raise RuntimeError(
-        "torch.save(model), pickle: the model holds this rank's engine; save zero.state_dict(), or everything by "
-        "zeroshard.save()"
-    )
 
 
 def _apply_in_place(module: nn.Module) -> Callable[..., nn.Module]:
@@ -195,8 +185,8 @@ class _RefusesDdp:
         raise RuntimeError(_NO_DDP)
 
 
-def _begins(known: Known, params: set[nn.Parameter]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+def _before_forward(known: Known, params: set[nn.Parameter]) -> Callable[[], None]:
+    def before() -> None:
         around = DistributedDataParallel._active_ddp_module
         if around is not None and not params.isdisjoint(around.parameters()):
             raise RuntimeError(_NO_DDP)

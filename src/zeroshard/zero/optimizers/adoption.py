@@ -4,48 +4,70 @@ Every script has this line, before `Zero` or after it. Left alone, such an optim
 stale or freed, and the master weights would never change. So before its first step the engine takes it over: it
 becomes what `Zero.optimizer` would have made. An optimizer that cannot be taken over is refused by name.
 
-torch has one list of hooks for the steps of all optimizers in the process. Ours is added to it once; if no engine knows
-the optimizer that steps, the hook looks up which engine its parameters belong to.
+torch has one list of hooks for the steps of all optimizers in the process. Ours is in it while there is an engine; if
+no engine knows the optimizer that steps, the hook looks up which engine its parameters belong to.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeroshard.zero.optimizers.methods import is_known
 from zeroshard.zero.uncompiled import uncompiled
 
+
+class Adopter(Protocol):
+    """The optimizers of an engine."""
+
+    def adopt(self, optimizer: Optimizer, *, may_move: bool = False) -> None:
+        """Take over an optimizer that the user has made."""
+
+
 _owners: Any = WeakTensorKeyDictionary()  # parameter -> weak reference to its engine's `EngineOptimizers.adopt`
 _replaced: Any = WeakTensorKeyDictionary()  # parameters on the meta device that `Zero` has replaced by others
-_lock = threading.Lock()
-_watching = False
+_engines: weakref.WeakSet[Any] = weakref.WeakSet()  # the objects whose method `adopt` is
+_lock = threading.RLock()  # the garbage collector may free an engine, and so run `_forget`, while this thread has it
+_hook: RemovableHandle | None = None
 
 
-def register_params(params: Iterable[Tensor], adopt: Callable[..., None]) -> None:
-    """From now on the method ``adopt`` takes over optimizers of these parameters."""
-    global _watching
-    reference = weakref.WeakMethod(adopt)
+def register_params(params: Iterable[Tensor], engine: Adopter) -> None:
+    """From now on ``engine`` takes over optimizers of these parameters."""
+    global _hook
+    reference = weakref.WeakMethod(engine.adopt)
     with _lock:
         for param in params:
             _owners[param] = reference
-        if not _watching:
-            register_optimizer_step_pre_hook(uncompiled(_before_any_step))
-            _watching = True
+        _engines.add(engine)
+        weakref.finalize(engine, _forget).atexit = False
+        if _hook is None:
+            _hook = register_optimizer_step_pre_hook(uncompiled(_before_any_step))
 
 
-def unregister_params(params: Iterable[Tensor]) -> None:
+def unregister_params(params: Iterable[Tensor], engine: Adopter) -> None:
     """Make these parameters ordinary ones again."""
     with _lock:
         for param in params:
             _owners.pop(param, None)
+        _engines.discard(engine)
+        _forget()
+
+
+def _forget() -> None:
+    """An engine is gone: with the last one goes torch's hook, unless it must refuse replaced parameters."""
+    global _hook
+    with _lock:
+        if _hook is not None and not any(True for _ in _engines) and not len(_replaced):
+            _hook.remove()
+            _hook = None
 
 
 def replaced(params: Iterable[Tensor]) -> None:

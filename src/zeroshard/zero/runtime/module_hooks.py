@@ -38,6 +38,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from zeroshard.zero.buffers.outdated import NO_COPY
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.torch_internals import (
     at_end_of_backward,
@@ -137,9 +138,10 @@ def attach(unit: Unit, listener: Listener, cast: torch.dtype | None) -> list[Any
             listener.post_forward(unit, grads_flow=bool(outputs), keep_unsharded=keep_unsharded)
         return None if output is returned else output
 
+    hook = _unit_hook()
     return [
-        unit.module.register_forward_pre_hook(uncompiled(before), with_kwargs=True, prepend=True),
-        unit.module.register_forward_hook(uncompiled(after), with_kwargs=True),
+        unit.module.register_forward_pre_hook(hook(before), with_kwargs=True, prepend=True),
+        unit.module.register_forward_hook(hook(after), with_kwargs=True),
     ]
 
 
@@ -155,19 +157,49 @@ def attach_parts(units: Iterable[Unit], model: nn.Module, pre_forward_of_part: C
     for module in model.modules():
         owners = dict.fromkeys(homes[param] for param in module.parameters(recurse=False) if param in homes)
         others = [unit for unit in owners if unit.module is not module]
-        handles += [module.register_forward_pre_hook(_tells(pre_forward_of_part, unit)) for unit in others]
+        handles += [module.register_forward_pre_hook(_PartHook(pre_forward_of_part, unit)) for unit in others]
     return handles
 
 
-def _tells(pre_forward_of_part: Callable[[Unit], None], unit: Unit) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+class EngineHook:
+    """A module's hook that belongs to one engine: it, and so the module, can be neither copied nor pickled."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise RuntimeError(NO_COPY)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(
+            "torch.save(model), pickle: the model holds this rank's engine; save zero.state_dict(), or everything by "
+            "zeroshard.save()"
+        )
+
+
+@cache
+def _unit_hook() -> Any:  # a class; made late, because `uncompiled` imports the compiler
+    class UnitHook(EngineHook):
+        """Runs a function before or after the forward of a unit."""
+
+        def __init__(self, run: Callable[..., Any]) -> None:
+            self._run = run
+
+        @uncompiled
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            """Run the function."""
+            return self._run(*args, **kwargs)
+
+    return UnitHook
+
+
+class _PartHook(EngineHook):
+    def __init__(self, pre_forward_of_part: Callable[[Unit], None], unit: Unit) -> None:
+        self._pre_forward, self._unit = pre_forward_of_part, unit
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Before the forward of a part: report it, unless the unit's own forward is running."""
         if in_transform():
-            require_readable(unit)
-        elif not unit.entered:
-            pre_forward_of_part(unit)
-
-    return before
+            require_readable(self._unit)
+        elif not self._unit.entered:
+            self._pre_forward(self._unit)
 
 
 class ForwardRun:

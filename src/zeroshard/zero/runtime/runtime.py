@@ -15,7 +15,7 @@ gathered and reduced as the schedule says (`zeroshard.zero.runtime.schedule`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -52,6 +52,7 @@ class Runtime:
         sync: whether backward passes reduce; False inside `no_sync`.
         unreduced: whether the last backward pass left gradients on this rank that are not reduced yet.
         backward_pass: the backward pass that is running, or that an exception ended; else None.
+        before_forward: raises if this forward of the model would be wrong; called before it begins.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Runtime:
         self.sync = True
         self.removed = self.unreduced = False
         self.backward_pass: BackwardPass | None = None
+        self.before_forward: Callable[[], None] = lambda: None
         self._order_agreed = False
         self._forwards = Forwards()
         self._forward_pass = ForwardPass(root, units, self._weights, prefetch)
@@ -132,6 +134,7 @@ class Runtime:
             backward.before_end(unit, backward.forward_run)
 
     def _begin_forward(self) -> None:
+        self.before_forward()
         if self.backward_pass is not None:
             self._forget_backward()  # an exception ended it
         self._grad_hooks.apply_assigned_grads()  # before this forward takes memory: frees gradients set to None
