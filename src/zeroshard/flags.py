@@ -51,7 +51,7 @@ class Flag:
 
     path: tuple[str, ...]
     kind: Literal["one", "many", "switch"]
-    says: bool = True  # the value that a switch sets
+    switch_value: bool = True  # the value that a switch sets
 
 
 def flags_of(config: type[BaseModel], shorthands: dict[str, str], positionals: Sequence[str] = ()) -> dict[str, Flag]:
@@ -71,7 +71,7 @@ def flags_of(config: type[BaseModel], shorthands: dict[str, str], positionals: S
         if field.annotation is bool:
             table, dot, leaf = name.rpartition(".")
             flags[f"--{name}"] = Flag(path, "switch")
-            flags[f"--{table}{dot}no-{leaf}"] = Flag(path, "switch", says=False)
+            flags[f"--{table}{dot}no-{leaf}"] = Flag(path, "switch", switch_value=False)
         else:
             flags[f"--{name}"] = Flag(path, "many" if get_origin(field.annotation) is tuple else "one")
     for table, key in shorthands.items():
@@ -105,8 +105,8 @@ def read_flags(argv: Sequence[str], flags: dict[str, Flag], positionals: Sequenc
             todo = f"here it is {known}" if known in flags else nearest(name, flags, "see --help")
             raise UserError(name, "there is no such flag", todo)
         if flag.kind == "switch":
-            value: Any = flag.says if not equals else joined
-            if equals and not flag.says:
+            value: Any = flag.switch_value if not equals else joined
+            if equals and not flag.switch_value:
                 raise UserError(name, "takes no value", f"write {name} alone")
         elif equals:
             value = [joined] if flag.kind == "many" else joined

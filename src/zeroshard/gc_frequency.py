@@ -11,14 +11,15 @@ import gc
 from collections.abc import Generator
 from contextlib import contextmanager
 
-AS_EVER = gc.get_threshold()
-SELDOM = 100_000, 50, 1000  # new objects before generation 0 is collected; then collections before the next generation
+DEFAULT_THRESHOLDS = gc.get_threshold()
+# New objects before generation 0 is collected, then collections before each next generation.
+RARE_THRESHOLDS = 100_000, 50, 1000
 
 
 @contextmanager
 def rare_collections() -> Generator[None]:
     """For a process that runs one command: few collections inside the block, and none when the interpreter exits."""
-    gc.set_threshold(*SELDOM)
+    gc.set_threshold(*RARE_THRESHOLDS)
     try:
         yield
     finally:
@@ -28,4 +29,4 @@ def rare_collections() -> Generator[None]:
 def default_collections() -> None:
     """Restore Python's default frequency, but ignore the objects that live already, until ``gc.unfreeze()``."""
     gc.freeze()
-    gc.set_threshold(*AS_EVER)
+    gc.set_threshold(*DEFAULT_THRESHOLDS)

@@ -131,15 +131,18 @@ def test_what_a_node_does_together_is_among_the_remedies_and_is_explained(settin
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"gpus": 2}, r"^wire.node_size: 2 does not divide .*2 ranks .*; leave it out"),
+        ({"gpus": 2}, r"^wire.node_size: groups of 2 do not partition .*2 ranks .*; leave it out"),
         (
             {"wire": {"grads": "int8", "node_size": 3}},
-            r"^wire.node_size: 3 does not divide .*8 .*; choose .* 4$",
+            r"^wire.node_size: groups of 3 do not partition .*8 .*; choose .* 4$",
         ),
         ({"shard_size": 2}, r"^wire.node_size: 2 is given, and with shard_size = 2"),
         ({"ask": "fewest-gpus"}, r"^wire.node_size: fewest-gpus changes the GPUs that it shares out"),
         ({"stage": "0"}, r"^wire.grads: .*stage 0 has no wire format"),
-        ({"ask": "remedy", "wire": {"grads": "int8", "node_size": 5}}, r"^wire.node_size: 5 does not divide .*8"),
+        (
+            {"ask": "remedy", "wire": {"grads": "int8", "node_size": 5}},
+            r"^wire.node_size: groups of 5 do not partition .*8",
+        ),
     ],
 )
 def test_nodes_that_make_no_sense_are_refused_in_a_line(given, words):
@@ -175,12 +178,15 @@ def test_rows_name_the_second_copy_and_groups_in_a_node_have_none():
     ("given", "words"),
     [
         ({"stage": "2"}, r"^node_copy: 2 is given, and stage 2 has no sharded weights to gather again; .* --stage 3"),
-        ({"node_copy": 3}, r"^node_copy: 3 does not divide .*8 ranks .*; choose one of 2, 4$"),
-        ({"gpus": 24, "gpus_per_node": 4, "node_copy": 8}, r"^node_copy: 8 does not .* in a node; choose one of 2, 4$"),
-        ({"shard_size": 2, "gpus": 4}, r"^node_copy: 2 does not divide .*2 ranks .*; leave it out"),
+        ({"node_copy": 3}, r"^node_copy: groups of 3 do not partition .*8 ranks .*; choose one of 2, 4$"),
+        (
+            {"gpus": 24, "gpus_per_node": 4, "node_copy": 8},
+            r"^node_copy: groups of 8 do not .* in a node; choose one of 2, 4$",
+        ),
+        ({"shard_size": 2, "gpus": 4}, r"^node_copy: groups of 2 do not partition .*2 ranks .*; leave it out"),
         ({"reshard_after_forward": False}, r"^node_copy: 2 is given, and weights that stay unsharded"),
         ({"ask": "fewest-gpus"}, r"^node_copy: fewest-gpus changes the GPUs that it shares out"),
-        ({"ask": "remedy", "node_copy": 5}, r"^node_copy: 5 does not divide .*8 ranks"),
+        ({"ask": "remedy", "node_copy": 5}, r"^node_copy: groups of 5 do not partition .*8 ranks"),
     ],
 )
 def test_a_copy_that_makes_no_sense_is_refused_in_a_line(given, words):
@@ -195,7 +201,7 @@ def test_a_row_of_ones_own_with_a_copy_that_cannot_be_is_refused_in_a_line():
             plan("gpt2-demo", stage=stage, overrides=SIZES, **{**NODES, **given})
 
     row = replace(STAGES[3], secondary_shard_size=2)
-    refused(r"^secondary_shard_size: 2 does not divide .*2 ranks .*; leave it out", row, shard_size=2)
+    refused(r"^secondary_shard_size: groups of 2 do not partition .*2 ranks .*; leave it out", row, shard_size=2)
     refused(r"^node_copy: 2 is given, and the row has 2; leave one of the two out", row, node_copy=2)
     refused(r"^node_copy: 2 is given, and stage 1 has no sharded weights", 1, node_copy=2)
-    refused(r"^node_copy: True does not divide", 3, node_copy=True)
+    refused(r"^node_copy: must be at least 2, got True; leave it out", 3, node_copy=True)

@@ -185,7 +185,7 @@ def test_more_ranks_than_the_global_batch_feeds_are_refused(tiny_config):
 
 def test_a_shard_size_that_does_not_share_out_the_world_is_refused(tiny_config):
     line = _refusal(tiny_config(shard_size=4), world_size=2)
-    assert line == "shard_size: 4 does not divide a world of 2; choose one of 1, 2"
+    assert line == "shard_size: groups of 4 ranks do not partition a world of 2; choose one of 1, 2"
     assert not Path(tiny_config().out).exists()
 
 

@@ -251,7 +251,7 @@ SEVERAL = {"nnodes": "2:4", "rdzv_endpoint": "node0:29400"}
         ),
         (
             {"nproc": 2, "shard_size": 4},
-            "shard_size: 4 does not divide a world of 6; choose one of 1, 2, 3, 6",
+            "shard_size: groups of 4 ranks do not partition a world of 6; choose one of 1, 2, 3, 6",
         ),
     ],
 )

@@ -49,7 +49,7 @@ def test_quantities_become_bytes_and_seconds_here_and_nowhere_else():
         (["--link.mode", "netns", "--link.latency", "1ms"], "link.bandwidth: netns shapes a bandwidth; give one"),
         ([*SIMULATED, "--strategy", "ddp"], "link.mode: simulated slows only zeroshard's communicators, and ddp"),
         ([*SIMULATED, "--strategy", "fsdp2"], "link.mode: simulated slows only zeroshard's communicators, and fsdp2"),
-        ([*SIMULATED, "--nproc", "3", "--link.node-size", "2"], "link.node_size: 2 does not divide 3 ranks"),
+        ([*SIMULATED, "--nproc", "3", "--link.node-size", "2"], "link.node_size: groups of 2 do not partition 3 ranks"),
         (["--link.mode", "netns", "--link.bandwidth", "1Gbit/s"], "nproc: netns joins nodes, and no ranks of 1"),
         (
             ["--link.mode", "netns", "--link.bandwidth", "1Gbit/s", "--nproc", "2", "--comm", "shm"],

@@ -80,9 +80,11 @@ def test_wires_that_make_no_sense_are_refused(given, words):
 def test_a_node_that_does_not_share_out_the_ranks_is_refused(tiny_config):
     for size, num_ranks, todo in ((2, 1, "leave it out"), (2, 2, "leave it out"), (3, 4, "choose one of 2")):
         config = tiny_config(strategy="zero2", wire={"grads": "int8", "node_size": size})
-        with pytest.raises(UserError, match=rf"^wire.node_size: .* does not divide {num_ranks} ranks into .*; {todo}"):
+        with pytest.raises(UserError, match=rf"^wire.node_size: .* do not partition {num_ranks} ranks into .*; {todo}"):
             check_shard_size(config, num_ranks)
     for size, num_ranks, todo in ((2, 2, "leave it out"), (3, 4, "choose one of 2"), (4, 4, "choose one of 2")):
         config = tiny_config(strategy="zero3", node_copy=size)
-        with pytest.raises(UserError, match=rf"^node_copy: {size} does not divide {num_ranks} ranks .*; {todo}"):
+        with pytest.raises(
+            UserError, match=rf"^node_copy: groups of {size} do not partition {num_ranks} ranks .*; {todo}"
+        ):
             check_shard_size(config, num_ranks)

@@ -243,7 +243,7 @@ def test_arguments_that_make_no_sense_are_refused():
         Zero([linear()], comm=LocalCommunicator())
     with pytest.raises(ValueError, match="stage: 4 is not a ZeRO stage"):
         Zero(Net(), stage=4, comm=LocalCommunicator())
-    with pytest.raises(ValueError, match="prefetch: -1 units ahead"):
+    with pytest.raises(ValueError, match=r"^prefetch must be at least 0, got -1"):
         Zero(Net(), comm=LocalCommunicator(), prefetch=-1)
     with pytest.raises(ValueError, match="accumulate: 'both' is unknown"):
         Zero(Net(), comm=LocalCommunicator(), accumulate="both")

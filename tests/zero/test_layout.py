@@ -141,23 +141,23 @@ def test_one_element_on_four_ranks_belongs_to_the_first():
 
 
 def test_a_world_has_at_least_one_rank():
-    with pytest.raises(ValueError, match="world_size: 0 ranks; give at least 1"):
+    with pytest.raises(ValueError, match=r"^world_size must be at least 1, got 0"):
         FlatLayout((), 0)
-    with pytest.raises(ValueError, match="world_size: 0 ranks; give at least 1"):
+    with pytest.raises(ValueError, match=r"^world_size must be at least 1, got 0"):
         FlatLayout.whole([], 0)
-    with pytest.raises(ValueError, match="alignment: 0 elements; give at least 1"):
+    with pytest.raises(ValueError, match=r"^alignment must be at least 1, got 0"):
         FlatLayout.of([("a", (2,))], 2, 0)
 
 
 @pytest.mark.parametrize("make", [FlatLayout.of, FlatLayout.whole])
 def test_numbers_that_lay_out_nothing_are_refused_by_name(make):
     for world_size in (-1, 1.5, "2", True, None):
-        with pytest.raises(ValueError, match=r"^world_size: .* ranks; give at least 1"):
+        with pytest.raises(ValueError, match=r"^world_size must be at least 1, got "):
             make([("a", (3,))], world_size)
-        with pytest.raises(ValueError, match=r"^parts: .* of a shard; give at least 1"):
+        with pytest.raises(ValueError, match=r"^parts must be at least 1, got "):
             make([("a", (3,))], 2, parts=world_size)
     for shape in ((-1,), (2, -3), (1.5,), ("2",)):
-        with pytest.raises(ValueError, match=r"^shapes: a has .*; give whole numbers from 0 on"):
+        with pytest.raises(ValueError, match=r"^shapes: each size of a must be an integer of at least 0, got "):
             make([("a", shape)], 2)
     for rank in (-1, 2):
         with pytest.raises(ValueError, match=f"^rank: {rank} is outside a world of 2; ranks count from 0"):

@@ -33,7 +33,7 @@ def test_a_value_of_another_type_is_refused_by_name(given, said):
 
 @pytest.mark.parametrize("prefetch", [1.5, "1", True])
 def test_an_engine_takes_no_value_of_another_type(prefetch):
-    with pytest.raises(ValueError, match=r"^prefetch: .* units ahead; give 0 or more"):
+    with pytest.raises(ValueError, match=r"^prefetch must be at least 0, got "):
         Zero(Net(), prefetch=prefetch)
     with pytest.raises(TypeError, match=r"^precision: 'bf16' is not a MixedPrecision"):
         Zero(Net(), precision="bf16")

@@ -40,7 +40,7 @@ def test_neighbours_shard_and_their_counterparts_are_replicas():
 
 @pytest.mark.parametrize("shard_size", [-2, 0, 3, 5, 8, True, 2.5])
 def test_a_size_that_does_not_share_out_the_world_is_refused(shard_size):
-    line = rf"^shard_size: {shard_size} does not divide a world of 4; choose one of 1, 2, 4$"
+    line = rf"^shard_size: groups of {shard_size} ranks do not partition a world of 4; choose one of 1, 2, 4$"
     with pytest.raises(ValueError, match=line):
         Zero(Net(), comm=NullCommunicator(4), shard_size=shard_size)
 

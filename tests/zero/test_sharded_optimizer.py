@@ -627,7 +627,7 @@ def test_parameters_that_cannot_be_used_are_refused_in_words():
     for given, error, message in wrong:
         with pytest.raises(error, match=message):
             alone(given)
-    with pytest.raises(ValueError, match="bucket_bytes: 0 bytes hold nothing"):
+    with pytest.raises(ValueError, match=r"^bucket_bytes must be at least 1, got 0"):
         alone([param], bucket_bytes=0)
     with pytest.raises(ValueError, match="comm: process_group is given too"):
         ShardedOptimizer([param], O.SGD, process_group=object(), comm=LocalCommunicator())

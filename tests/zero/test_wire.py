@@ -354,10 +354,12 @@ def test_nodes_are_whole_and_there_is_something_to_send():
         Zero(_net(), 2, comm=NullCommunicator(world_size), precision=_in_nodes(node_size), **kwargs)
 
     with pytest.raises(
-        ValueError, match=r"^node_size: 4 does not divide 6 ranks into several groups; choose one of 2, 3$"
+        ValueError, match=r"^node_size: groups of 4 do not partition 6 ranks into several; choose one of 2, 3$"
     ):
         zero(6, 4)
-    with pytest.raises(ValueError, match=r"^node_size: 2 does not divide 1 ranks into several groups; leave it out$"):
+    with pytest.raises(
+        ValueError, match=r"^node_size: groups of 2 do not partition 1 ranks into several; leave it out$"
+    ):
         zero(1, 2)
     with pytest.raises(
         ValueError, match=r"^node_size: 2 is given, and with shard_size = 2 gradients are added up inside"
@@ -368,7 +370,7 @@ def test_nodes_are_whole_and_there_is_something_to_send():
     ):
         zero(4, 2, shard_size=2, local_steps=LocalSteps(every=4))
     for size in (0, 1, True, 2.0, "2"):
-        with pytest.raises(ValueError, match=r"are no ranks of a node; give 2 or more$"):
+        with pytest.raises(ValueError, match=r"^node_size must be at least 2, got "):
             MixedPrecision(reduce="int8", node_size=size)
     with pytest.raises(ValueError, match=r"^node_size: 2 is given, and gradients have no wire format"):
         MixedPrecision(gather="int8", node_size=2)

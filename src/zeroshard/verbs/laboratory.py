@@ -79,7 +79,7 @@ def sweep(config: None, words: Sequence[str]) -> int:
         return ExitStatus.OK
     for name, flag in flags_of(TrainConfig, SHORTHANDS).items():
         flags[f"--base.{name[2:]}"] = replace(flag, path=("base", *flag.path))
-        if flag.says:
+        if flag.switch_value:
             flags[f"--axes.{name[2:]}"] = Flag(("axes", ".".join(flag.path)), "many")
     given = read_flags(words, flags)
     asked = validate(SweepConfig, merge(raw, given))

@@ -68,7 +68,7 @@ def check_arguments(
     if has_engine(model):
         raise ValueError("model: it, or a part of it, has an engine already; call remove() on that one first")
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
-        raise ValueError(f"prefetch: {prefetch!r} units ahead; give 0 or more")
+        raise ValueError(f"prefetch must be at least 0, got {prefetch!r}")
     if not isinstance(precision, MixedPrecision):
         raise TypeError(f"precision: {precision!r} is not a MixedPrecision; give MixedPrecision(torch.bfloat16)")
     if accumulate not in (None, "local", "sharded"):

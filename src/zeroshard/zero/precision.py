@@ -92,7 +92,7 @@ class MixedPrecision:
         if size is None:
             return
         if isinstance(size, bool) or not isinstance(size, int) or size < 2:
-            raise ValueError(f"node_size: {size!r} are no ranks of a node; give 2 or more")
+            raise ValueError(f"node_size must be at least 2, got {size!r}")
         if self.reduce is None:
             what = f"{size} is given, and gradients have no wire format"
             raise ValueError(f"node_size: {what}; add reduce='int8', or leave it out")

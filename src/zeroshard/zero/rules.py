@@ -18,7 +18,7 @@ def check_shard_size(size: int, world_size: int, field: str = "shard_size") -> N
     """Check that ``world_size`` ranks divide into groups of ``size``."""
     sizes = [each for each in range(1, world_size + 1) if world_size % each == 0]
     if isinstance(size, bool) or size not in sizes:
-        what = f"{size} does not divide a world of {world_size}"
+        what = f"groups of {size} ranks do not partition a world of {world_size}"
         raise UserError(field, what, f"choose one of {', '.join(map(str, sizes))}")
 
 
@@ -30,9 +30,13 @@ def check_groups(field: str, size: int, num_ranks: int, sizes: Sequence[int] | N
     each_in_a_node = "" if sizes is None else ", each in a node"
     if sizes is None:
         sizes = [each for each in range(2, num_ranks) if num_ranks % each == 0]
-    if isinstance(size, bool) or size not in sizes:
+    if isinstance(size, bool) or size < 2:
+        raise UserError(field, f"must be at least 2, got {size}", "leave it out")
+    if size not in sizes:
         todo = f"choose one of {', '.join(map(str, sizes))}" if sizes else "leave it out"
-        raise UserError(field, f"{size} does not divide {num_ranks} ranks into several groups{each_in_a_node}", todo)
+        raise UserError(
+            field, f"groups of {size} do not partition {num_ranks} ranks into several{each_in_a_node}", todo
+        )
 
 
 def check_node_sums(field: str, size: int | None, shard_size: int | None) -> None:

@@ -77,7 +77,7 @@ class ShardingStrategy:
         if self.secondary_shard_size is not None:
             size = self.secondary_shard_size
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"secondary_shard_size: {size!r} is not a number of ranks; give 1 or more")
+                raise ValueError(f"secondary_shard_size must be at least 1, got {size!r}")
             shards, reshards = self.params is SHARD, self.reshard_after_forward
             who = "a row of replicated weights"
             rules.check_second_copy("secondary_shard_size", size, who, shards=shards, reshards=reshards)

@@ -23,7 +23,7 @@ class NullCommunicator(FlatCommunicator):
 
     def __init__(self, world_size: int, rank: int = 0) -> None:
         if world_size < 1:
-            raise ValueError(f"world_size: {world_size} ranks; give at least 1")
+            raise ValueError(f"world_size must be at least 1, got {world_size}")
         check_rank(rank, world_size)
         self.world_size = world_size
         self.rank = rank

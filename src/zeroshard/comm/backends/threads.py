@@ -211,7 +211,7 @@ def run_threads(fn: Callable[[ThreadCommunicator], T], world_size: int, *, timeo
         BaseException: the exception of the first rank that failed; the other ranks raise at their next collective.
     """
     if world_size < 1:
-        raise ValueError(f"world_size: {world_size} ranks; give at least 1")
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
     table = _Table(world_size, timeout_s)
     results: list[Any] = [None] * world_size
     errors: list[BaseException | None] = [None] * world_size

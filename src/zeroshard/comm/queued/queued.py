@@ -38,7 +38,7 @@ class QueuedCommunicator(FlatCommunicator):
         for part in list(self._parts):
             part.close()
         self._worker.close()
-        self._leave()
+        self._disconnect()
 
     def _submit(self, op: str, operation: Operation, *tensors: Tensor) -> Work:
         """Queue ``operation`` on the worker; the first of ``tensors`` is the unsharded one."""
@@ -46,17 +46,17 @@ class QueuedCommunicator(FlatCommunicator):
         topic = topic_of(self._log, op, tensors[0] if tensors else None)
 
         def run() -> None:
-            self._take_up(topic)
+            self._set_topic(topic)
             operation()
 
         return self._worker.submit(run)
 
-    # -- what a subclass implements; all but `_leave` run on the worker's thread ---------------------------------
+    # -- what a subclass implements; all but `_disconnect` run on the worker's thread ---------------------------------
 
     @abstractmethod
-    def _take_up(self, topic: int) -> None:
+    def _set_topic(self, topic: int) -> None:
         """Label all messages from now on with this topic."""
 
     @abstractmethod
-    def _leave(self) -> None:
+    def _disconnect(self) -> None:
         """Close the connections or the memory to the other ranks; may be called twice."""

@@ -41,7 +41,7 @@ MIN_CHUNK_BYTES = 256 << 10  # below it, a message costs more than its bytes
 MAX_CHUNK_BYTES = 2 << 20
 _CHUNKS_PER_SHARD = 4  # enough to overlap; more only adds messages
 
-Leave = Callable[[Tensor], None]  # sends a chunk to the right neighbour
+SendChunk = Callable[[Tensor], None]  # sends a chunk to the right neighbour
 
 
 class RingCommunicator(QueuedCommunicator):
@@ -78,10 +78,10 @@ class RingCommunicator(QueuedCommunicator):
         """Bytes of the receive buffers of this ring and of the rings split from it."""
         return self._memory.nbytes + sum(part.buffer_bytes for part in self._parts)
 
-    def _take_up(self, topic: int) -> None:
+    def _set_topic(self, topic: int) -> None:
         self.transport.topic = topic
 
-    def _leave(self) -> None:
+    def _disconnect(self) -> None:
         self.transport.close()
 
     # -- the rings, on the worker's thread ----------------------------------------------------------------------
@@ -95,14 +95,12 @@ class RingCommunicator(QueuedCommunicator):
         shards = (self._shard(flat, first - step) for step in range(self.world_size - 1))
         return [_chunks(flat, start, stop, chunk) for start, stop in shards]
 
-    def _reduce(self, flat: Tensor, op: ReduceOp, output: Tensor, leave: Leave, *, last_leaves: bool) -> None:
-        """Reduce-scatter ``flat``, this rank's shard into ``output``; if ``last_leaves`` it is sent on too."""
+    def _reduce(self, flat: Tensor, op: ReduceOp, output: Tensor, send: SendChunk, *, send_last: bool) -> None:
+        """Reduce-scatter ``flat``, this rank's shard into ``output``; if ``send_last`` it is sent on too."""
         combine, chunk, left = COMBINE[op], self._chunk(flat), (self.rank - 1) % self.world_size
         *travelling, own = self._arrivals(flat, chunk, self.rank - 2)
         hops = [(part, part, True) for parts in travelling for part in parts]
-        hops += [
-            (part, out, last_leaves) for part, out in zip(own, _chunks(output, 0, len(output), chunk), strict=True)
-        ]
+        hops += [(part, out, send_last) for part, out in zip(own, _chunks(output, 0, len(output), chunk), strict=True)]
         buffers = self._landing(flat.dtype, chunk)
 
         def post(index: int) -> Work:
@@ -110,16 +108,16 @@ class RingCommunicator(QueuedCommunicator):
 
         posted = [post(index) for index in range(min(2, len(hops)))]
         for part in _chunks(flat, *self._shard(flat, self.rank - 1), chunk):
-            leave(part)
-        for index, (part, target, leaves) in enumerate(hops):
+            send(part)
+        for index, (part, target, is_sent) in enumerate(hops):
             posted[index].wait()
             combine(part, buffers[index % 2, : len(part)], out=target)
             if index + 2 < len(hops):
                 posted.append(post(index + 2))
-            if leaves:
-                leave(target)
+            if is_sent:
+                send(target)
 
-    def _gather(self, flat: Tensor, leave: Leave) -> None:
+    def _gather(self, flat: Tensor, send: SendChunk) -> None:
         """All-gather in ``flat``, once this rank's own shard has been sent."""
         left = (self.rank - 1) % self.world_size
         steps = self._arrivals(flat, self._chunk(flat), self.rank - 1)
@@ -127,7 +125,7 @@ class RingCommunicator(QueuedCommunicator):
         for step, part, work in posted:
             work.wait()
             if step < self.world_size - 2:
-                leave(part)
+                send(part)
 
     def _reduce_scatter(self, unsharded: Tensor, op: ReduceOp, shard: Tensor) -> None:
         if self.world_size == 1:
@@ -138,7 +136,7 @@ class RingCommunicator(QueuedCommunicator):
             shard.copy_(small.reduce_rows(small.gather_rows(unsharded, self.transport), op)[start:stop])
             return
         sends = _Sends(self)
-        self._reduce(unsharded, op, shard, sends, last_leaves=False)
+        self._reduce(unsharded, op, shard, sends, send_last=False)
         sends.wait()
 
     def _writes_input(self, unsharded: Tensor) -> bool:
@@ -161,7 +159,7 @@ class RingCommunicator(QueuedCommunicator):
         elif self.world_size > 1:
             sends = _Sends(self)
             start, stop = self._shard(flat, self.rank)
-            self._reduce(flat, op, flat[start:stop], sends, last_leaves=True)
+            self._reduce(flat, op, flat[start:stop], sends, send_last=True)
             self._gather(flat, sends)
             sends.wait()
 

@@ -293,7 +293,7 @@ def thread_transports(world_size: int, *, timeout_s: float = 120.0) -> list[Sock
         ValueError: ``world_size`` below 1.
     """
     if world_size < 1:
-        raise ValueError(f"world_size: {world_size} ranks; give at least 1")
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
     store = dist.HashStore()
 
     def join(rank: int) -> SocketTransport:

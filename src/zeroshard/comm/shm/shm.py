@@ -87,10 +87,10 @@ class SharedMemoryCommunicator(QueuedCommunicator):
         own = NUM_SLOTS * SLOT_BYTES if self.world_size > 1 else 0
         return own + sum(part.buffer_bytes for part in self._parts)
 
-    def _take_up(self, topic: int) -> None:
+    def _set_topic(self, topic: int) -> None:
         self._slots.topic = topic
 
-    def _leave(self) -> None:
+    def _disconnect(self) -> None:
         self._slots.close()
 
     # -- the collectives, on the worker's thread ----------------------------------------------------------------

@@ -75,7 +75,7 @@ class Link:
         if not self.bytes_per_s > 0:
             raise ValueError(f"bytes_per_s: {self.bytes_per_s} lets nothing pass; give more than 0")
         if self.burst_bytes < 0:
-            raise ValueError(f"burst_bytes: {self.burst_bytes} is below 0; give 0 or more")
+            raise ValueError(f"burst_bytes must be at least 0, got {self.burst_bytes}")
 
 
 def bytes_per_link(op: str, num_bytes: int, world_size: int) -> float:
@@ -147,7 +147,7 @@ class ThrottledCommunicator(Wrapper):
 
     def __init__(self, inner: Communicator, link: Link, *, node_size: int = 1, inside: Link | None = None) -> None:
         if node_size < 1:
-            raise ValueError(f"node_size: {node_size} ranks; give at least 1")
+            raise ValueError(f"node_size must be at least 1, got {node_size}")
         super().__init__(inner)
         self._links = {"between": link, "inside": inside or Link()}
         self._buckets = {level: _Bucket() for level in self._links}

@@ -352,7 +352,9 @@ class TrainConfig(Config):
             what = f"{getattr(self, field)} restarts ranks, and inside netns they could not reach the store"
             raise UserError(field, what, "leave it out, or use --link.mode simulated")
         if nproc and nproc % node_size:
-            raise UserError("link.node_size", f"{node_size} does not divide {nproc} ranks", "change one of them")
+            raise UserError(
+                "link.node_size", f"groups of {node_size} do not partition {nproc} ranks", "change one of them"
+            )
         if mode == "netns" and nproc // node_size < 2:
             what = f"netns joins nodes, and {nproc or 'no'} ranks of {node_size} to a node are fewer than two"
             raise UserError("nproc", what, "give --nproc, at least twice link.node_size")

@@ -62,7 +62,7 @@ class Slot:
 
     def __post_init__(self) -> None:
         if any(not isinstance(size, int) or size < 0 for size in self.shape):
-            raise ValueError(f"shapes: {self.name} has {self.shape}; give whole numbers from 0 on")
+            raise ValueError(f"shapes: each size of {self.name} must be an integer of at least 0, got {self.shape}")
 
     @property
     def numel(self) -> int:
@@ -85,10 +85,9 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _check_counts(world_size: int, alignment: int, parts: int) -> None:
     """Raise ValueError for a number of a `FlatLayout` that is not a whole number from 1 on."""
-    counts = (("world_size", world_size, "ranks"), ("alignment", alignment, "elements"), ("parts", parts, "of a shard"))
-    for name, value, of in counts:
+    for name, value in (("world_size", world_size), ("alignment", alignment), ("parts", parts)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}: {value!r} {of}; give at least 1")
+            raise ValueError(f"{name} must be at least 1, got {value!r}")
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ class ShardedOptimizer(Optimizer):
                 "optimizer_cls: a ShardedOptimizer cannot be sharded again; give the optimizer's own class"
             )
         if bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes: {bucket_bytes} bytes hold nothing; give at least 1")
+            raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
         if comm is not None and process_group is not None:
             raise ValueError("comm: process_group is given too, and both name the ranks; give one of the two")
         self.comm, self.bucket_bytes = communicator(comm, process_group), bucket_bytes
