@@ -1,4 +1,4 @@
-"""Fewer meetings: what local steps save on a slow link, what they cost in loss, and when a target loss is reached.
+"""Fewer outer steps: what local steps save on a slow link, what they cost in loss, and when a target loss is reached.
 
     sudo python benchmarks/study/local_steps.py --text tinyshakespeare.txt               # minutes: 0.9 M parameters
     sudo python benchmarks/study/local_steps.py --text tinyshakespeare.txt --full        # hours: 10 M, 2,000 steps
@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace, folder: Path, replicas: int, every: int, 
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    """A row for each number of replicas and of steps between meetings, seeds together, against ``every`` 1."""
+    """A row for each number of replicas and of local steps (``every``), seeds together, against ``every`` 1."""
     head = ("replicas", "every", "val loss", "against 1", "step", "against 1", "crossed", "of 1", "to loss of 1")
     rows = [head]
     for replicas, every in dict.fromkeys((each["replicas"], each["every"]) for each in found):

@@ -7,8 +7,8 @@
     python benchmarks/study/time_to_loss.py draw                        # the figure, and tables
 
 All but the last write into docs/study.json, each its own part. ``links`` takes turns: in each round every remedy takes
-its steps, so that what else the machine does meets all alike. At a step without a meeting replicas send nothing, so a
-round of H steps is H - 1 of these and one meeting: both are measured, with a meeting every second step.
+its steps, so that what else the machine does meets all alike. At a step without an outer step replicas send nothing, so
+a round of H steps is H - 1 of these and one with an outer step: both are measured, with one every second step.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ ROUNDS = 4  # after one that warms up
 IDS = 1024  # of the tokenizer
 PORT = 29518  # in namespaces of its own
 WIRES = ("none", "bf16", "int8", "int8,int4", "int4")
-# Who takes turns, and its steps in a turn. Meetings do not depend on the stage where a replica is one rank.
+# Who takes turns, and its steps in a turn. Outer steps do not depend on the stage where a replica is one rank.
 CONTESTANTS = {
     **{
         f"{wire} at stage {stage}": (wire, stage, 1)
@@ -183,8 +183,8 @@ def per_step(link: dict[str, Any], remedy: str, stage: int) -> tuple[float, floa
             found.append(statistics.median(turns))
         else:
             every = settings_of(remedy)["local_steps.every"]
-            alone, meeting = (statistics.median(turns[first::2]) for first in (0, 1))
-            found.append(((every - 1) * alone + meeting) / every)
+            alone, outer_step = (statistics.median(turns[first::2]) for first in (0, 1))
+            found.append(((every - 1) * alone + outer_step) / every)
     return found[0], found[1]
 
 

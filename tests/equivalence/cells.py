@@ -36,7 +36,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
 from equivalence import remedies
-from equivalence.remedies import COPY, LOCAL, MEETINGS, WIRE
+from equivalence.remedies import COPY, EVERY_SECOND, LOCAL, WIRE
 from zeroshard.comm import Communicator, RingCommunicator, SharedMemoryCommunicator
 from zeroshard.parallel import STRATEGIES, Ddp, Setup, Strategy
 from zeroshard.zero import ShardedOptimizer
@@ -203,7 +203,7 @@ class BuildError(Exception):
 def train(comm: Communicator, cell: Cell, *, on_grid: bool, each_step: bool = False) -> list[State]:
     """Train one cell on this rank: the whole model's weights at the end, or after each step, on the CPU. Collective.
 
-    Of replicas that take local steps: after each meeting.
+    Of replicas that take local steps: after each outer step.
 
     Raises:
         BuildError: the strategy refuses the cell.
@@ -241,7 +241,7 @@ def train(comm: Communicator, cell: Cell, *, on_grid: bool, each_step: bool = Fa
             strategy.clip_grad_norm_(MAX_NORM)
         return loss.detach()
 
-    return _steps(cell, [strategy.optimizer], [backward], weights, each_step, lambda _: remedies.meet(strategy))
+    return _steps(cell, [strategy.optimizer], [backward], weights, each_step, lambda _: remedies.count_step(strategy))
 
 
 def trained(comm: Any, cell: Cell, on_grid: bool, transport: str = "gloo") -> list[State] | str:
@@ -527,7 +527,7 @@ def _steps(
 ) -> list[State]:
     """Each optimizer takes its steps by its own backward; ``over``: called with a step's number when all have."""
     schedules = [LambdaLR(each, lambda step: 1 / (1 + step)) for each in optimizers if FEATURES[cell.feature].groups]
-    every = MEETINGS.every if cell.strategy == LOCAL else 1
+    every = EVERY_SECOND.every if cell.strategy == LOCAL else 1
     states: list[State] = []
     for step in range(NUM_STEPS):
         for optimizer, backward in zip(optimizers, backwards, strict=True):

@@ -36,7 +36,7 @@ from equivalence.cells import (
     train,
     trained,
 )
-from equivalence.remedies import LOCAL, MEETINGS, WIRE
+from equivalence.remedies import EVERY_SECOND, LOCAL, WIRE
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.zero import ReplicaDivergedError
 
@@ -198,7 +198,7 @@ def test_a_slip_is_seen(strategy, slip, monkeypatch):
             strict=True,
         )
     ]
-    assert len(by_step) == NUM_STEPS // (MEETINGS.every if strategy == LOCAL else 1)
+    assert len(by_step) == NUM_STEPS // (EVERY_SECOND.every if strategy == LOCAL else 1)
     assert by_step[-1] > 1e-7
     assert by_step[0] > max(1e-8, rounding)
 

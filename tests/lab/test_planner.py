@@ -14,7 +14,7 @@ from zeroshard.lab.planner.advice import reason, recommended, why_not_the_fastes
 from zeroshard.lab.planner.planner import planner_for
 from zeroshard.lab.planner.request import Given, Request
 from zeroshard.lab.planner.show import lines, seconds, text
-from zeroshard.lab.predict.meetings import Meetings
+from zeroshard.lab.predict.outer_steps import OuterStepCost
 from zeroshard.lab.predict.process_memory import NCCL_BYTES, NCCL_PAIR_BYTES
 from zeroshard.models import build_model
 from zeroshard.models.adapters import Lora
@@ -47,7 +47,7 @@ def _row(stage, tokens_per_s, headroom_bytes=2**30, *, fits=True, micro_batch=1)
         shard_size=8,
         binds="matrix products",
         spread=(1.0, 1.0),
-        meetings=Meetings(),
+        outer_steps=OuterStepCost(),
         node_copy=0,
         node_size=0,
     )

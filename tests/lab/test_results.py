@@ -51,7 +51,7 @@ def test_speeds_of_local_steps_are_those_of_whole_rounds(tmp_path):
     (folder / "config.toml").write_text(dump_toml(replicas))
     lines = [{"event": "start", "step": 0, "world_size": 2}]
     for step in range(1, 41):
-        step_s = 0.1 + (0.0 if step % every else 0.9)  # at each fourth step replicas meet
+        step_s = 0.1 + (0.0 if step % every else 0.9)  # at each fourth step replicas take an outer step
         lines.append({"event": "step", "step": step, "loss": 1.0, "grad_norm": 1.0, "lr": 1.0, "step_s": step_s})
         lines[-1] |= {"tokens": step, "tokens_per_s": 1 / step_s}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

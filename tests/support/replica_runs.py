@@ -1,4 +1,4 @@
-"""A small model that replicas train by local steps, for the tests of meetings, of checkpoints and of refusals."""
+"""A small model that replicas train by local steps, for the tests of outer steps, of checkpoints and of refusals."""
 
 from __future__ import annotations
 
@@ -72,6 +72,6 @@ def near(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 def both(zero):
-    with zero.local_steps.anchors():
-        anchors = zero.state_dict()
-    return anchors, zero.state_dict()
+    with zero.local_steps.global_weights():
+        global_weights = zero.state_dict()
+    return global_weights, zero.state_dict()

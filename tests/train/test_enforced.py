@@ -24,7 +24,7 @@ def _wire(strategy, weights, grads, other=EXACT, **given):
     return 2, {"strategy": strategy, "wire": {"weights": weights, "grads": grads}, **given}, other
 
 
-def _meetings(strategy, shard_size, **replicas):
+def _outer_steps(strategy, shard_size, **replicas):
     other = torch.float32 if replicas.get("wire") == "bfloat16" else torch.float16
     steps = LocalSteps(2, fragments=replicas.get("fragments", 1), wire=other)
     given = {"strategy": strategy, "shard_size": shard_size, "local_steps": {"every": 2, **replicas}}
@@ -60,11 +60,11 @@ CASES = {
         {"strategy": "zero0", "reproducible": 4, "dtype": "bfloat16"},
         {"reproducible": None},
     ),
-    "local steps": (*_meetings("zero2", 2), SOAK),
-    "local steps in bfloat16": (*_meetings("zero3", 2, wire="bfloat16", fragments=2), SOAK),
-    "local steps in int8": _meetings("zero0", 2, wire="int8"),
-    "local steps in int4": (*_meetings("zero1", 1, wire="int4"), SOAK),
-    "local steps in e4m3": (*_meetings("zero3", 2, wire="e4m3"), SOAK),
+    "local steps": (*_outer_steps("zero2", 2), SOAK),
+    "local steps in bfloat16": (*_outer_steps("zero3", 2, wire="bfloat16", fragments=2), SOAK),
+    "local steps in int8": _outer_steps("zero0", 2, wire="int8"),
+    "local steps in int4": (*_outer_steps("zero1", 1, wire="int4"), SOAK),
+    "local steps in e4m3": (*_outer_steps("zero3", 2, wire="e4m3"), SOAK),
 }
 
 
@@ -86,7 +86,7 @@ def _moving(**other):
 
     def planner(job):
         sent = predict(replace(job, **other))
-        return replace(predict(job), messages=sent.messages, meetings=sent.meetings)
+        return replace(predict(job), messages=sent.messages, outer_steps=sent.outer_steps)
 
     return planner
 

@@ -13,7 +13,7 @@ from zeroshard.comm import run_threads
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.lab.planner.run_plan import predict
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.local_steps_settings import early_momentum, unmet_steps
+from zeroshard.train.config.local_steps_settings import early_momentum, steps_after_last_outer_step
 from zeroshard.train.config.validate import validate
 from zeroshard.train.loop.loop import train
 from zeroshard.train.loop.replica_guards import other_replicas
@@ -27,9 +27,9 @@ FRAGMENTS = {"every": 3, "fragments": 2, "outer_lr": 0.4}
 
 def _trained(comm, config, until=None, planned=False):
     status, run = train_on(comm, config, until=until, predict=predict if planned else None)
-    with run.local_steps.anchors():
-        anchors = run.strategy.state_dict()
-    return status, anchors, run.strategy.state_dict(), run.contract
+    with run.local_steps.global_weights():
+        global_weights = run.strategy.state_dict()
+    return status, global_weights, run.strategy.state_dict(), run.contract
 
 
 @pytest.mark.parametrize(
@@ -43,34 +43,35 @@ def _trained(comm, config, until=None, planned=False):
         pytest.param("zero3", 1, {**FRAGMENTS, "wire": "int4"}, marks=SOAK),
     ],
 )
-def test_a_run_keeps_its_plan_and_logs_its_meetings(tiny_config, strategy, shard_size, given):
+def test_a_run_keeps_its_plan_and_logs_its_outer_steps(tiny_config, strategy, shard_size, given):
     config = tiny_config(
         strategy=strategy, shard_size=shard_size, local_steps=given, plan={"enforce": True}, eval_interval=0
     )
-    (status, anchors, _, contract), *others = run_threads(lambda comm: _trained(comm, config, planned=True), 4)
+    (status, global_weights, _, contract), *others = run_threads(lambda comm: _trained(comm, config, planned=True), 4)
     assert status == ExitStatus.OK
     assert (contract.num_broken, contract.difference) == (0, "")
     assert contract.num_checked == 5
-    assert all(torch.equal(anchors[name], other[1][name]) for other in others for name in anchors)
-    meetings = {event["step"]: event["meeting"] for event in events_of(config.out, "step") if "meeting" in event}
+    assert all(torch.equal(global_weights[name], other[1][name]) for other in others for name in global_weights)
+    events = events_of(config.out, "step")
+    outer_steps = {event["step"]: event["outer_step"] for event in events if "outer_step" in event}
     every = given["every"]
-    assert {step for step, meeting in meetings.items() if meeting["arrived"] == [0]} == set(
+    assert {step for step, each in outer_steps.items() if each["arrived"] == [0]} == set(
         range(every // given.get("fragments", 1), 7, every)
     )
-    assert all(meeting["difference_norm"] > 0 and meeting["num_bytes"] > 0 for meeting in meetings.values())
-    assert {meeting["num_replicas"] for meeting in meetings.values()} == {4 // shard_size}
-    assert all("loss" in meeting for meeting in meetings.values())
+    assert all(outer_step["difference_norm"] > 0 and outer_step["num_bytes"] > 0 for outer_step in outer_steps.values())
+    assert {outer_step["num_replicas"] for outer_step in outer_steps.values()} == {4 // shard_size}
+    assert all("loss" in outer_step for outer_step in outer_steps.values())
 
 
 @pytest.mark.parametrize("given", [{"every": 3}, pytest.param(FRAGMENTS, marks=SOAK)], ids=["diloco", "fragments"])
-def test_a_run_that_stops_between_meetings_goes_on_to_the_bit(tiny_config, given):
+def test_a_run_that_stops_between_outer_steps_goes_on_to_the_bit(tiny_config, given):
     config = tiny_config(strategy="zero2", shard_size=1, local_steps=given, eval_interval=2)
     parts = config.model_copy(update={"out": f"{config.out}-parts"})
     whole = run_threads(lambda comm: _trained(comm, config), 2)
     run_threads(lambda comm: _trained(comm, parts, until=4), 2)
     resumed = run_threads(lambda comm: _trained(comm, parts.model_copy(update={"resume": "auto"})), 2)
-    for (_, anchors, local, _), (_, anchors_then, local_then, _) in zip(whole, resumed, strict=True):
-        assert all(torch.equal(anchors[name], anchors_then[name]) for name in anchors)
+    for (_, global_weights, local, _), (_, global_weights_then, local_then, _) in zip(whole, resumed, strict=True):
+        assert all(torch.equal(global_weights[name], global_weights_then[name]) for name in global_weights)
         assert all(torch.equal(local[name], local_then[name]) for name in local)
     assert events_of(parts.out, "eval")[-1] == events_of(config.out, "eval")[-1]
     manifest = checkpoint.read_manifest(checkpoint.latest(checkpoint_folder(Path(parts.out))))
@@ -78,7 +79,7 @@ def test_a_run_that_stops_between_meetings_goes_on_to_the_bit(tiny_config, given
 
 
 def test_ranks_stop_together_where_replicas_meet(tiny_config):
-    """A rank that is told to stop between meetings goes on until the next."""
+    """A rank that is told to stop between outer steps goes on until the next."""
     config = tiny_config(strategy="zero1", shard_size=1, local_steps={"every": 4}, eval_interval=0, max_steps=8)
 
     def go(comm):
@@ -127,7 +128,7 @@ def test_a_replica_that_diverges_ends_the_run_in_a_line(tiny_config, capsys):
         ),
         (
             {"local_steps": {"every": 4, "fragments": 5}, "shard_size": 1},
-            r"local_steps.fragments: 5 fragments cannot meet",
+            r"local_steps.fragments: 5 fragments cannot synchronise",
         ),
         ({"local_steps": {"every": 4, "wire": "int7"}, "shard_size": 1}, r"local_steps.wire: 'int7' is not a choice"),
         (
@@ -171,9 +172,9 @@ def test_a_world_of_one_replica_and_more_fragments_than_units_are_refused(tiny_c
         ({"fragments": 2}, 14, "up to 6 of the last steps; with 12 or 16 it misses 4"),
     ],
 )
-def test_steps_after_the_last_meeting_are_told_of(given, max_steps, words):
+def test_steps_after_the_last_outer_step_are_told_of(given, max_steps, words):
     config = validate(TrainConfig, {"local_steps": {"every": 8, **given}, "shard_size": 1})
-    said = unmet_steps(config.local_steps, max_steps)
+    said = steps_after_last_outer_step(config.local_steps, max_steps)
     assert said.endswith(words) if words else not said
 
 
@@ -195,6 +196,6 @@ def test_a_run_that_goes_on_says_what_becomes_of_its_replicas():
     local, plain = {"local_steps": {"every": 8}, "shard_size": 2}, {"shard_size": 2}
     assert other_replicas(local, 4, local, 4) == other_replicas(plain, 4, plain, 8) == []
     assert "there were 2 replicas, now there are 3" in other_replicas(local, 4, local, 6)[0]
-    assert "the steps of the last ones since their last meeting are lost" in other_replicas(local, 6, local, 4)[0]
+    assert "the steps of the last ones since their last outer step are lost" in other_replicas(local, 6, local, 4)[0]
     assert "without outer momentum" in other_replicas(local, 4, plain, 4)[0]
     assert "take local steps from here on" in other_replicas(plain, 4, local, 4)[0]

@@ -27,7 +27,7 @@ from zeroshard.zero import LocalSteps, MixedPrecision, Zero
 
 
 def _by_hand(settings: LocalSteps, num_replicas: int, num_steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The anchors and the first replica's weights, in one process."""
+    """The global weights and the first replica's weights, in one process."""
     models = [Net() for _ in range(num_replicas)]
     inner = [torch.optim.AdamW(model.parameters(), lr=0.03) for model in models]
     fragments = {1: [("",)], 2: [("first", "last", "blocks.1"), ("blocks.0",)]}[settings.fragments]
@@ -38,7 +38,7 @@ def _by_hand(settings: LocalSteps, num_replicas: int, num_steps: int) -> tuple[d
             optim.step()
             optim.zero_grad()
         replicas.step()
-    return replicas.anchors, dict(models[0].named_parameters())
+    return replicas.global_weights, dict(models[0].named_parameters())
 
 
 @pytest.mark.parametrize("settings", [AVERAGING, DILOCO, FRAGMENTS], ids=["averaging", "diloco", "fragments"])
@@ -47,48 +47,48 @@ def test_it_is_the_algorithm_of_the_paper(settings):
         engine = engine_of(comm, 2, settings)
         met = train(comm, engine, range(9))
         local = engine[1].state_dict()
-        with engine[1].local_steps.anchors():
+        with engine[1].local_steps.global_weights():
             return met, engine[1].state_dict(), local
 
-    anchors, local = _by_hand(settings, 2, 9)
+    global_weights, local = _by_hand(settings, 2, 9)
     (met, ours, mine), (_, theirs, _) = run_threads(rank_main, 2)
-    near(anchors, ours)
+    near(global_weights, ours)
     near(local, mine)
     assert same(ours, theirs)
-    assert [meeting.num_replicas for meeting in met] == [2] * len(met)
+    assert [outer_step.num_replicas for outer_step in met] == [2] * len(met)
     expected = {
         AVERAGING: [(step, 0) for step in range(1, 10)],
         DILOCO: [(3, 0), (6, 0), (9, 0)],
         FRAGMENTS: [(2, 0), (4, 1), (6, 0), (8, 1)],
     }
-    assert [(meeting.step, meeting.fragment) for meeting in met] == expected[settings]
-    assert all(meeting.difference_norm > 0 for meeting in met)
+    assert [(outer_step.step, outer_step.fragment) for outer_step in met] == expected[settings]
+    assert all(outer_step.difference_norm > 0 for outer_step in met)
 
 
 @pytest.mark.parametrize("delivery", ["late", pytest.param("on_time", marks=SOAK)])
 @ALL_KINDS
 @pytest.mark.parametrize("shard_size", [pytest.param(1, marks=SOAK), 2])
-def test_stages_inside_a_replica_have_the_same_bits_and_replicas_the_same_anchors(settings, shard_size, delivery):
+def test_stages_in_a_replica_have_the_same_bits_and_replicas_the_same_global_weights(settings, shard_size, delivery):
     def rank_main(comm):
         comm = late(comm) if delivery == "late" else comm
         found = []
         for stage in STAGES:
             engine = engine_of(comm, stage, settings, shard_size)
             train(comm, engine, range(9))
-            with engine[1].local_steps.anchors():
-                anchors = engine[1].state_dict()
-            found.append((anchors, engine[1].state_dict()))
+            with engine[1].local_steps.global_weights():
+                global_weights = engine[1].state_dict()
+            found.append((global_weights, engine[1].state_dict()))
         return found
 
     by_rank = run_threads(rank_main, 4)
     for found in by_rank:
-        for anchors, local in found:
-            assert same(anchors, by_rank[0][0][0])
+        for global_weights, local in found:
+            assert same(global_weights, by_rank[0][0][0])
             assert same(local, found[0][1])
-            assert settings is not DILOCO or same(anchors, local)  # the ninth step was a meeting
+            assert settings is not DILOCO or same(global_weights, local)  # the ninth step was an outer step
 
 
-def test_weights_of_another_dtype_follow_their_masters_through_a_meeting():
+def test_weights_of_another_dtype_follow_their_masters_through_an_outer_step():
     precision = MixedPrecision(param_dtype=torch.bfloat16)
 
     def rank_main(comm):
@@ -118,7 +118,7 @@ def test_only_differences_cross_replicas_once_in_so_many_steps():
         assert {r.op for r in crossing} == {"all_reduce"}
         assert {r.label.rpartition("/")[2] for r in crossing} == {"difference"}
         shard_bytes = sum(4 * g.params.layout.shard_numel for u in engine[1].units for g in u.groups)
-        assert [meeting.num_bytes for meeting in met] == [shard_bytes] * 2
+        assert [outer_step.num_bytes for outer_step in met] == [shard_bytes] * 2
         assert engine[1].memory_bytes()["outer"] == 2 * shard_bytes
         return sum(r.num_bytes for r in crossing) == 2 * shard_bytes
 
@@ -147,7 +147,7 @@ def test_sixty_four_local_steps_send_a_sixtieth_across_replicas_with_all_control
         assert 0 < local <= each_step / 60
 
 
-def test_a_narrow_wire_halves_the_bytes_and_keeps_anchors_alike():
+def test_a_narrow_wire_halves_the_bytes_and_keeps_global_weights_alike():
     def rank_main(comm):
         found = {}
         for wire in (None, torch.bfloat16, "int8"):

@@ -12,22 +12,22 @@ from zeroshard.comm import LocalCommunicator, ObservedCommunicator, run_threads
 from zeroshard.zero import LocalSteps, Zero
 
 
-def test_a_last_meeting_may_be_called_for_and_the_model_taken_back():
+def test_a_last_outer_step_may_be_called_for_and_the_model_taken_back():
     def rank_main(comm):
         engine = engine_of(comm, 3, FRAGMENTS)
         train(comm, engine, range(3))
-        met = engine[1].local_steps.meet()
-        anchors, local = both(engine[1])
-        assert same(anchors, local)
+        met = engine[1].local_steps.outer_step()
+        global_weights, local = both(engine[1])
+        assert same(global_weights, local)
         train(comm, engine, range(3, 4))
-        anchors = both(engine[1])[0]
+        global_weights = both(engine[1])[0]
         engine[1].remove()
-        assert same(anchors, engine[0].state_dict())
-        return [meeting.fragment for meeting in met], anchors
+        assert same(global_weights, engine[0].state_dict())
+        return [outer_step.fragment for outer_step in met], global_weights
 
-    (fragments, anchors), (_, theirs) = run_threads(rank_main, 2)
+    (fragments, global_weights), (_, theirs) = run_threads(rank_main, 2)
     assert fragments == [0, 1]
-    assert same(anchors, theirs)
+    assert same(global_weights, theirs)
 
 
 def test_a_replica_that_skips_a_step_goes_on_with_the_others():
@@ -44,11 +44,11 @@ def test_a_replica_that_skips_a_step_goes_on_with_the_others():
             zero.local_steps.step(taken=taken)
         return [(r.op, r.num_bytes, r.label) for r in observed.records], both(engine[1])[0]
 
-    (issued, anchors), *others = run_threads(rank_main, 4)
-    assert all(theirs == issued and same(anchors, other) for theirs, other in others)
+    (issued, global_weights), *others = run_threads(rank_main, 4)
+    assert all(theirs == issued and same(global_weights, other) for theirs, other in others)
 
 
-def test_another_stage_between_meetings_keeps_anchors():
+def test_another_stage_between_outer_steps_keeps_global_weights():
     def rank_main(comm):
         found = []
         for restaged in (False, True):
@@ -60,8 +60,8 @@ def test_another_stage_between_meetings_keeps_anchors():
             found.append(both(engine[1]))
         return found
 
-    for (anchors, local), (anchors_then, local_then) in run_threads(rank_main, 4):
-        assert same(anchors, anchors_then)
+    for (global_weights, local), (global_weights_then, local_then) in run_threads(rank_main, 4):
+        assert same(global_weights, global_weights_then)
         assert same(local, local_then)
 
 
@@ -89,7 +89,7 @@ def test_whole_tensors_and_parameters_that_are_trained_later(stage):
     assert not same({"w": first["blocks.0.weight"]}, {"w": Net().blocks[0].weight.detach()})
 
 
-def test_loaded_weights_are_the_anchors_on_every_replica_also_what_each_had_alone():
+def test_loaded_weights_are_the_global_weights_on_every_replica_also_what_each_had_alone():
     def rank_main(comm):
         _, zero, _ = engine = engine_of(comm, 2, DILOCO)
         train(comm, engine, range(2))
@@ -103,8 +103,8 @@ def test_loaded_weights_are_the_anchors_on_every_replica_also_what_each_had_alon
     by_rank = run_threads(rank_main, 2)
     first = by_rank[0][0][0]
     assert not same(first, by_rank[1][0][0])
-    for (_, anchors, local), written in by_rank:
-        assert same(first, anchors)
+    for (_, global_weights, local), written in by_rank:
+        assert same(first, global_weights)
         assert same(first, local)
         assert not written.pop("last.bias").any()
         assert same(written, first)
@@ -121,7 +121,7 @@ def test_loaded_weights_are_the_anchors_on_every_replica_also_what_each_had_alon
         ({"every": 4, "outer_lr": 0.0}, "outer_lr: 0.0 is not above 0"),
         ({"every": 4, "outer_lr": math.nan}, "outer_lr: nan"),
         ({"every": 4, "outer_momentum": 1.0}, "outer_momentum: 1.0 is outside"),
-        ({"every": 4, "fragments": 5}, "fragments: 5 fragments cannot meet at different steps of 4"),
+        ({"every": 4, "fragments": 5}, "fragments: 5 fragments cannot synchronise at different steps of 4"),
         ({"every": 4, "fragments": 0}, "fragments: 0"),
         ({"every": 4, "wire": torch.int8}, "wire: torch.int8 is not a wire format"),
         ({"every": 4, "wire": "int7"}, "wire: 'int7' is not a wire format"),
@@ -207,15 +207,15 @@ def test_ranks_with_other_settings_are_told_apart_before_they_miss_each_other():
     run_threads(rank_main, 2)
 
 
-def test_what_would_change_anchors_for_weights_is_refused():
+def test_what_would_change_global_weights_for_weights_is_refused():
     net, zero, optim = engine = engine_of(LocalCommunicator(), 2, DILOCO)
     train(zero.comm, engine, range(1))
     loss_of(net, 0, 0, 1).backward()
-    with zero.local_steps.anchors():
-        for act in (optim.step, zero.local_steps.step, zero.local_steps.meet, lambda: list(zero.named_shards())):
-            with pytest.raises(RuntimeError, match=r"leave local_steps.anchors\(\) first"):
+    with zero.local_steps.global_weights():
+        for act in (optim.step, zero.local_steps.step, zero.local_steps.outer_step, lambda: list(zero.named_shards())):
+            with pytest.raises(RuntimeError, match=r"leave local_steps.global_weights\(\) first"):
                 act()
-    with pytest.raises(RuntimeError, match="each replica has weights of its own between meetings"):
+    with pytest.raises(RuntimeError, match="each replica has weights of its own between outer steps"):
         zero.full_params(write_back=True).__enter__()
     with pytest.raises(ValueError, match="ema: replicas with local steps have no weights in common"):
         zero.ema()

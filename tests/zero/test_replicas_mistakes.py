@@ -29,15 +29,15 @@ def test_a_replica_whose_first_step_is_skipped_sends_as_much_as_the_others():
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_what_is_written_after_a_meeting_is_saved_beside_the_anchors(stage, tmp_path):
+def test_what_is_written_after_an_outer_step_is_saved_beside_the_global_weights(stage, tmp_path):
     def rank_main(comm):
         engine = engine_of(comm, stage, DILOCO, 2)
         net, zero, _ = engine
         train(comm, engine, range(3))
         with torch.no_grad():
             net.last.bias.clamp_(-0.01, 0.01)
-        anchors, local = both(zero)
-        assert local["last.bias"].abs().max() <= 0.01 < anchors["last.bias"].abs().max()
+        global_weights, local = both(zero)
+        assert local["last.bias"].abs().max() <= 0.01 < global_weights["last.bias"].abs().max()
         checkpoint.save(tmp_path / "saved", zero, step=3)
         train(comm, engine, range(3, 5))
         other = engine_of(comm, 2, DILOCO, 2)
@@ -85,7 +85,7 @@ def test_a_step_that_was_skipped_and_cleared_is_no_mistake(clear):
 
 @pytest.mark.parametrize("shared", [False, True], ids=["units apart", "in the same units"])
 def test_half_of_a_step_is_told_of(shared):
-    """Two optimizers, and a meeting between their steps."""
+    """Two optimizers, and an outer step between their steps."""
 
     def rank_main(comm):
         net = Net()
@@ -132,30 +132,32 @@ def test_a_scaler_may_skip_the_step_of_one_optimizer_of_two():
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("num_steps", [2, 3], ids=["between meetings", "at rest"])
-def test_gradients_of_anchors_may_be_read_and_not_stepped_by(stage, num_steps):
+@pytest.mark.parametrize("num_steps", [2, 3], ids=["between outer steps", "at rest"])
+def test_gradients_of_global_weights_may_be_read_and_not_stepped_by(stage, num_steps):
     def rank_main(comm):
         net, zero, optim = engine = engine_of(comm, stage, DILOCO, 2)
         train(comm, engine, range(num_steps))
-        with zero.local_steps.anchors():
+        with zero.local_steps.global_weights():
             loss_of(net, 7, 0, 1).backward()
-            with pytest.raises(RuntimeError, match=r"^step: the anchors are in the place of the weights"):
+            with pytest.raises(RuntimeError, match=r"^step: global weights are in the place of local ones"):
                 optim.step()
-        of_anchors = zero.full_grads()
+        of_global_weights = zero.full_grads()
         before = zero.state_dict()
-        with pytest.raises(RuntimeError, match=r"^step: these are gradients of the anchors, .* call zero_grad\(\)"):
+        with pytest.raises(
+            RuntimeError, match=r"^step: these are gradients of the global weights, .* call zero_grad\(\)"
+        ):
             optim.step()
         assert same(zero.state_dict(), before)
         optim.zero_grad()
         train(comm, engine, range(num_steps, 4))
-        return of_anchors
+        return of_global_weights
 
     alike = run_threads(rank_main, 4)
     assert all(same(alike[0], other) for other in alike)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_an_evaluation_of_anchors_between_forward_and_backward_leaves_the_gradients_as_they_are(stage):
+def test_an_evaluation_of_global_weights_between_forward_and_backward_leaves_the_gradients_as_they_are(stage):
     def rank_main(comm):
         grads = []
         for evaluated in (False, True):
@@ -163,7 +165,7 @@ def test_an_evaluation_of_anchors_between_forward_and_backward_leaves_the_gradie
             train(comm, engine, range(2))
             loss = loss_of(net, 7, 0, 1)
             if evaluated:
-                with zero.local_steps.anchors(), torch.no_grad():
+                with zero.local_steps.global_weights(), torch.no_grad():
                     loss_of(net, 8, 0, 1)
             loss.backward()
             grads.append(zero.full_grads())
@@ -178,7 +180,7 @@ def test_no_backward_goes_through_a_forward_of_other_weights(stage):
         net, zero, optim = engine = engine_of(comm, stage, DILOCO, 2)
         train(comm, engine, range(2))
         before = loss_of(net, 7, 0, 1)
-        with zero.local_steps.anchors():
+        with zero.local_steps.global_weights():
             inside = loss_of(net, 7, 0, 1)
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 before.backward()

@@ -23,7 +23,7 @@ from zeroshard.zero import Zero
 
 
 def _saved(path, settings, at, stage=2, shard_size=1, world_size=2):
-    """What a run of 9 steps ends with, by rank, that was saved after ``at`` steps: anchors, local weights."""
+    """What a run of 9 steps ends with, by rank, that was saved after ``at`` steps: global weights, local weights."""
 
     def rank_main(comm):
         engine = engine_of(comm, stage, settings, shard_size)
@@ -39,7 +39,7 @@ def _saved(path, settings, at, stage=2, shard_size=1, world_size=2):
 @pytest.mark.parametrize("at", [2, 3, pytest.param(0, marks=SOAK), pytest.param(4, marks=SOAK)])
 @ALL_KINDS
 def test_a_restart_has_the_same_bits_at_any_stage(settings, at, now, tmp_path):
-    """Saved before all steps, between meetings, and at one."""
+    """Saved before all steps, between outer steps, and at one."""
 
     def rank_main(comm):
         engine = engine_of(comm, now, settings)
@@ -49,12 +49,13 @@ def test_a_restart_has_the_same_bits_at_any_stage(settings, at, now, tmp_path):
         return both(engine[1])
 
     expected = _saved(tmp_path / "c", settings, at)
-    for (anchors, local), (anchors_now, local_now) in zip(expected, run_threads(rank_main, 2), strict=True):
-        assert same(anchors, anchors_now)
+    found = run_threads(rank_main, 2)
+    for (global_weights, local), (global_weights_now, local_now) in zip(expected, found, strict=True):
+        assert same(global_weights, global_weights_now)
         assert same(local, local_now)
 
 
-def test_another_number_of_replicas_begins_at_the_anchors(tmp_path):
+def test_another_number_of_replicas_begins_at_the_global_weights(tmp_path):
     expected = _saved(tmp_path / "c", DILOCO, 5, shard_size=2, world_size=4)
 
     def rank_main(comm):
@@ -67,17 +68,17 @@ def test_another_number_of_replicas_begins_at_the_anchors(tmp_path):
 
     assert expected
     by_rank = run_threads(rank_main, 3)
-    (anchors, local), *_ = by_rank[0]
-    assert not same(anchors, local)  # the first two replicas go on where they were
-    (anchors_of_third, third), states, _ = by_rank[2]
-    assert same(anchors, anchors_of_third)
-    assert same(anchors, third)
+    (global_weights, local), *_ = by_rank[0]
+    assert not same(global_weights, local)  # the first two replicas go on where they were
+    (global_weights_of_third, third), states, _ = by_rank[2]
+    assert same(global_weights, global_weights_of_third)
+    assert same(global_weights, third)
     first_states = by_rank[0][1]
     assert all(torch.equal(states[k]["exp_avg"], first_states[k]["exp_avg"]) for k in states)
     assert all(same(after, by_rank[0][2]) for _, _, after in by_rank)
 
 
-def test_statistics_of_modules_go_on_as_each_replica_had_them_and_are_made_alike_at_meetings(tmp_path):
+def test_statistics_of_modules_go_on_as_each_replica_had_them_and_are_made_alike_at_outer_steps(tmp_path):
     def rank_main(comm, resumes):
         net = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
         zero = Zero(net, 2, comm=comm, shard_size=1, local_steps=DILOCO)
@@ -104,7 +105,7 @@ def test_statistics_of_modules_go_on_as_each_replica_had_them_and_are_made_alike
     assert torch.equal(common, local)  # the first replica's
 
 
-def test_whoever_reads_weights_reads_the_anchors(tmp_path):
+def test_whoever_reads_weights_reads_the_global_weights(tmp_path):
     def save(comm):
         engine = engine_of(comm, 2, DILOCO)
         train(comm, engine, range(4))
@@ -126,12 +127,12 @@ def test_whoever_reads_weights_reads_the_anchors(tmp_path):
         optim.step()
         return both(replicas[1])[0], kinds
 
-    anchors, kinds = run_threads(rank_main, 2)[0]
+    global_weights, kinds = run_threads(rank_main, 2)[0]
     assert kinds == {"step", "exp_avg", "exp_avg_sq"}
     whole = checkpoint.consolidate(tmp_path / "c")
-    assert same(expected, anchors)
-    assert same(anchors, whole["model"])
-    assert set(whole["optimizer"]["state"]) == set(anchors)
+    assert same(expected, global_weights)
+    assert same(global_weights, whole["model"])
+    assert set(whole["optimizer"]["state"]) == set(global_weights)
     assert {kind for state in whole["optimizer"]["state"].values() for kind in state} == kinds
 
 
@@ -152,10 +153,10 @@ def test_replicas_may_begin_at_a_checkpoint_that_knows_of_none_and_meet_as_if_fr
         train(comm, engine, range(4))
         checkpoint.load(tmp_path / "c", engine[1])
         found = both(engine[1])
-        return found, [meeting.step for meeting in train(comm, engine, range(4, 9))]
+        return found, [outer_step.step for outer_step in train(comm, engine, range(4, 9))]
 
     expected = run_threads(save, 2)[0]
-    for (anchors, local), met in run_threads(load, 2):
-        assert same(expected, anchors)
+    for (global_weights, local), met in run_threads(load, 2):
+        assert same(expected, global_weights)
         assert same(expected, local)
         assert met == [6, 9]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from zeroshard.zero.buffers.partition import DrawsParts as DrawsParts
     from zeroshard.zero.buffers.unit import Unit as Unit
     from zeroshard.zero.engine import Zero as Zero
-    from zeroshard.zero.local_steps.outer_steps import Meeting as Meeting
+    from zeroshard.zero.local_steps.outer_steps import OuterStep as OuterStep
     from zeroshard.zero.local_steps.outer_steps import OuterSteps as OuterSteps
     from zeroshard.zero.local_steps.outer_steps import ReplicaDivergedError as ReplicaDivergedError
     from zeroshard.zero.local_steps.settings import LocalSteps as LocalSteps

@@ -285,7 +285,7 @@ class Zero:
 
         It equals ``model.state_dict()`` of the unsharded model, with buffers and tied names but without extra state
         (`nn.Module.get_extra_state`). One unit at a time is unsharded on the device. With ``rank0_only`` other ranks
-        return an empty dict. Replicas with local steps return their own weights; inside `anchors`, the anchors.
+        return an empty dict. Replicas with local steps return their own weights; inside `global_weights`, these.
         """
         return full_state.state_dict(self.model, self._runtime, keep=not rank0_only or self.comm.rank == 0)
 
@@ -375,7 +375,8 @@ class Zero:
         """Return resident bytes of training state on this rank now: params, grads, master, optimizer; ema, outer.
 
         ``master`` counts master weights whose dtype is not the compute dtype; a master of the compute dtype is (a
-        shard of) the weights and counts as ``params``. ``outer``: anchors and momentum of replicas with local steps.
+        shard of) the weights and counts as ``params``. ``outer``: with local steps, global weights and
+        momentum.
         """
         return resident_bytes(self.units, self._optimizers.optimizers, self._optimizers.observers)
 
@@ -386,10 +387,10 @@ class Zero:
     def remove(self) -> None:
         """Remove the engine: the module gets unsharded, current weights of its own, and no hooks. Collective.
 
-        Weights have the dtype that they had before the engine was built. With local steps they are the anchors.
+        Weights have the dtype that they had before the engine was built. With local steps they are the global weights.
         """
         if self.local_steps is not None:
-            self.local_steps.keep_anchors()
+            self.local_steps.keep_global_weights()
         weights = construction.ordinary_weights(self._runtime.groups())
         for handle in self._handles:
             handle.remove()

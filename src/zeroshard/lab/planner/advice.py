@@ -46,8 +46,8 @@ def describe(row: Row, world_size: int) -> str:
         stage += f", gradients added up in nodes of {row.node_size}"
     if row.shard_size < world_size:
         stage += f" over {row.shard_size} GPUs, replicated {world_size // row.shard_size} times"
-    if row.meetings.every > 1:
-        stage += f", meeting every {row.meetings.every:,} steps"
+    if row.outer_steps.every > 1:
+        stage += f", with an outer step every {row.outer_steps.every:,} steps"
     return f"{stage}, {micro_batch}"
 
 

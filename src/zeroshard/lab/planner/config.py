@@ -124,7 +124,7 @@ class PlanConfig(Config):
             rules.check_local_steps("local_steps.every", self.local_steps.every, self.shard_size)
         if self.local_steps.on and (self.explain or self.dry_run or self.ask != "none"):
             flag = "explain" if self.explain else "dry_run" if self.dry_run else "ask"
-            what = "answers of steps alone, and with local_steps.every some of them have a meeting"
+            what = "answers of steps alone, and with local_steps.every some of them have an outer step"
             raise UserError(flag, what, "leave one of the two out")
         if self.wire.given and (self.stage == "0" or (self.dry_run and self.stage == "all")):
             rules.check_wire(f"wire.{self.wire.given}", getattr(self.wire, self.wire.given), 0)

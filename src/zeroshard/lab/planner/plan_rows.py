@@ -9,7 +9,7 @@ from zeroshard.lab.planner.price import Cost
 from zeroshard.lab.predict.actions import Step
 from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.hardware import Device, Link
-from zeroshard.lab.predict.meetings import Meetings
+from zeroshard.lab.predict.outer_steps import OuterStepCost
 from zeroshard.lab.predict.process_memory import ProcessMemory
 from zeroshard.lab.predict.rates import Software
 from zeroshard.lab.predict.timeline import Timing
@@ -37,7 +37,7 @@ class Row:
         tokens_per_s: tokens per second of all ranks together.
         mfu: model FLOPs as a share of the device's data-sheet peak for this dtype; None if that is not known.
         binds: the bottleneck: what to change first to be faster, or to fit.
-        meetings: the cost of meetings of replicas that take local steps; ``timing`` includes a step's share of it.
+        outer_steps: the cost of the outer steps of local steps; ``timing`` includes a step's share of it.
         padding: size of the padded flat buffers relative to the parameters in them.
         node_copy: ranks of a node that share a second copy of the weights; 0: there is none.
         node_size: ranks of a node that sum gradients before these are sent in a wire format; 0: none do.
@@ -61,7 +61,7 @@ class Row:
     binds: Binds
     spread: tuple[float, float] = (1.0, 1.0)
     padding: float = 1.0
-    meetings: Meetings = field(default_factory=Meetings)
+    outer_steps: OuterStepCost = field(default_factory=OuterStepCost)
     node_copy: int = 0
     node_size: int = 0
     by_link: tuple[OnLink, ...] = field(default=(), repr=False)
@@ -95,7 +95,7 @@ class Row:
                 "bytes_by_op": bytes_by_op(self.by_link),
                 "by_link": [asdict(each) for each in self.by_link],
             },
-            **({"meetings": self.meetings.as_dict()} if self.meetings.every > 1 else {}),
+            **({"outer_steps": self.outer_steps.as_dict()} if self.outer_steps.every > 1 else {}),
             "step_s": self.timing.step_s,
             "compute_s": self.timing.compute_s,
             "comm_s": self.timing.comm_s,

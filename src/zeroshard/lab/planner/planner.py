@@ -15,7 +15,7 @@ from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.float8 import in_float8
 from zeroshard.lab.predict.hardware import Device
-from zeroshard.lab.predict.meetings import Meetings, meetings_of
+from zeroshard.lab.predict.outer_steps import OuterStepCost, outer_step_cost
 from zeroshard.lab.predict.process_memory import Process, ProcessMemory, process_memory
 from zeroshard.lab.predict.rates import SPREAD_UNCALIBRATED, Software, spread
 from zeroshard.lab.predict.step import step_of
@@ -80,13 +80,13 @@ class Planner:
         buffers = self.workload.buffers(shards, replicated=shards < world_size, reproducible=self.reproducible)
         step = self.step(strategy, micro_batch, shards, alone=local_steps is not None)
         timing = simulate(step, self.device, self.cluster, software=self.software)
-        meetings = Meetings()
+        outer_steps = OuterStepCost()
         if local_steps is not None:
-            meetings = meetings_of(buffers, local_steps, strategy, self.cluster, self.device)
-            timing = meetings.added_to(timing)
+            outer_steps = outer_step_cost(buffers, local_steps, strategy, self.cluster, self.device)
+            timing = outer_steps.added_to(timing)
         node_size = self._settings(strategy, micro_batch, shards).nodes_of(shards) or 0
         process = self._process_memory(step, strategy, micro_batch, shards, node_size)
-        needed = step.peak.total + process.total + meetings.outer_bytes
+        needed = step.peak.total + process.total + outer_steps.outer_bytes
         left = self.device.memory_bytes - needed
         fits = left >= self.headroom * self.device.memory_bytes
         tokens_per_s = step.tokens * world_size / timing.step_s if timing.step_s else 0.0
@@ -108,7 +108,7 @@ class Planner:
             mfu=mfu,
             binds=bottleneck(timing, fits=fits),
             spread=SPREAD_UNCALIBRATED if self.fp8 else spread(self.device),
-            meetings=meetings,
+            outer_steps=outer_steps,
             padding=padding_of(buffers),
             node_copy=strategy.secondary_shard_size or 0,
             node_size=node_size,

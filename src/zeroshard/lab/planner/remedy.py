@@ -1,7 +1,7 @@
 """Answers ``plan --ask remedy``: which remedy for a slow network is enough, and what each costs.
 
 A remedy sends fewer bytes than the stages do: 16-bit gradients, int8 both ways, gradients summed inside a node before
-they are sent, a second copy of weights in the node, state sharded inside a node only, or fewer meetings of replicas.
+they are sent, a second copy of weights in the node, state sharded inside a node only, or fewer outer steps.
 Each is compared with the fastest step on a network of unlimited bandwidth. For local steps the answer is the smallest
 ``every`` that keeps `ENOUGH` of that speed: a larger one only makes the loss worse, by how much has to be measured.
 """
@@ -24,7 +24,7 @@ from zeroshard.lab.planner.show import seconds, stage_zero_note
 from zeroshard.zero import LocalSteps, MixedPrecision
 
 ENOUGH = 0.8  # share of the compute-bound speed that is enough
-MOST_STEPS = 4096  # most steps between meetings; runs have some thousands of steps
+MOST_STEPS = 4096  # most local steps for each outer step; runs have some thousands of steps
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Remedy:
             "node_copy": self.row.node_copy,
             "node_size": self.row.node_size,
             "micro_batch": self.row.micro_batch,
-            "every": self.row.meetings.every,
+            "every": self.row.outer_steps.every,
             "step_s": self.row.timing.step_s,
             "quantise_s": self.row.timing.wire_s,
             "share_of_compute_bound_speed": self.share,
@@ -63,7 +63,7 @@ class Remedy:
 def remedies(
     planner: Planner, stages: Sequence[int], micro_batch: int | None = None, shard_size: int | None = None
 ) -> Answer:
-    """Every remedy that fits, with its speed and memory; the value is the best one's number of steps between meetings.
+    """Every remedy that fits, with its speed and memory; the value is the best one's local steps per outer step.
 
     Args:
         planner: the workload's planner, on the given network.
@@ -91,10 +91,10 @@ def remedies(
     found = [Remedy(name, row, row.tokens_per_s / bound) for name, row in every]
     base = min((each.row for each in found), key=lambda row: row.needed_bytes)
     enough = [each for each in found if each.share >= ENOUGH]
-    best = min(enough, key=lambda each: (each.row.meetings.every, each.row.needed_bytes), default=None)
+    best = min(enough, key=lambda each: (each.row.outer_steps.every, each.row.needed_bytes), default=None)
     return Answer(
-        None if best is None else best.row.meetings.every,
-        "steps between meetings",
+        None if best is None else best.row.outer_steps.every,
+        "local steps for each outer step",
         _told(planner, found, base, best),
         tuple(each.as_dict(base) for each in found),
     )
@@ -153,13 +153,13 @@ def _local(planner: Planner, stages: Sequence[int], rows: int, alone: int, bound
         if lowest is None:
             continue
 
-        def met(every: int, settings: LocalSteps = settings, stage: int = lowest) -> Row:
+        def row_of(every: int, settings: LocalSteps = settings, stage: int = lowest) -> Row:
             return planner.row(stage, rows, alone, replace(settings, every=every))
 
-        def is_slow(every: int, met: Callable[[int], Row] = met) -> bool:
-            return every == 1 or met(every).tokens_per_s < ENOUGH * bound
+        def is_slow(every: int, met: Callable[[int], Row] = row_of) -> bool:
+            return every == 1 or row_of(every).tokens_per_s < ENOUGH * bound
 
-        row = met(min(most(is_slow, MOST_STEPS - 1) + 1, MOST_STEPS))
+        row = row_of(min(most(is_slow, MOST_STEPS - 1) + 1, MOST_STEPS))
         copied = f", copy over {row.node_copy}" if row.node_copy else ""
         yield f"{name}, stage {lowest} over {alone}{copied}", row
 
@@ -169,7 +169,7 @@ def _told(planner: Planner, found: Sequence[Remedy], base: Row, best: Remedy | N
     cells = [
         (
             each.name,
-            f"{each.row.meetings.every:,}",
+            f"{each.row.outer_steps.every:,}",
             seconds(each.row.timing.step_s),
             f"{each.share:.1%}",
             f"{each.row.needed_bytes / GIB:.2f} GiB",
@@ -187,9 +187,9 @@ def _told(planner: Planner, found: Sequence[Remedy], base: Row, best: Remedy | N
     if best is None:
         what = "of the compute-bound speed; larger micro-batches send less a token."
         conclusion = f"Nothing here keeps {ENOUGH:.0%} {what}"
-    elif best.row.meetings.every == 1:
+    elif best.row.outer_steps.every == 1:
         conclusion = f"{best.name} keeps {best.share:.0%} with all ranks at each step."
     else:
-        every = f"a meeting every {best.row.meetings.every:,} steps"
+        every = f"an outer step every {best.row.outer_steps.every:,} steps"
         conclusion = f"{best.name} keeps {best.share:.0%} with {every}; measure the loss."
     return "\n".join([*lines, "", conclusion, *stage_zero_note(planner.workload.precision, [e.row for e in found])])

@@ -14,9 +14,9 @@ from zeroshard.lab.predict.buffers import Buffer, buffers_of
 from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.float8 import in_float8
 from zeroshard.lab.predict.hardware import Calibration, Link, read_calibration
-from zeroshard.lab.predict.meetings import meeting_messages, outer_bytes, quantising_s
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES, ema_bytes, state_bytes
 from zeroshard.lab.predict.model_trace import trace_language_model
+from zeroshard.lab.predict.outer_steps import outer_bytes, outer_step_messages, quantising_s
 from zeroshard.lab.predict.step import Settings, Step, step_of
 from zeroshard.lab.predict.timeline import Timing, simulate
 from zeroshard.lab.predict.traffic import flows_of, messages
@@ -54,7 +54,7 @@ def predict(job: Job) -> Planned:
             raise
         return replace(planned, why_no_peak=error.what)
     beside = planned.memory_bytes.get("ema", 0) + planned.memory_bytes.get("outer", 0)
-    step_s = None if calibration is None else _step_s(job, buffers, step, planned.meetings, calibration)
+    step_s = None if calibration is None else _step_s(job, buffers, step, planned.outer_steps, calibration)
     return replace(planned, peak_bytes=step.peak.total + beside, step_s=step_s)
 
 
@@ -105,19 +105,19 @@ def _exact(job: Job, buffers: list[Buffer], settings: Settings) -> Planned:
         flows=None if job.model.lora is None else flows_of(buffers),
         reproducible=job.reproducible,
     )
-    return Planned(resident, _sent(job, found), meetings=_meetings(job, buffers))
+    return Planned(resident, _sent(job, found), outer_steps=_outer_steps(job, buffers))
 
 
 def _step_s(
-    job: Job, buffers: list[Buffer], step: Step, meetings: Mapping[int, Sequence[Sent]], calibration: Calibration
+    job: Job, buffers: list[Buffer], step: Step, outer_steps: Mapping[int, Sequence[Sent]], calibration: Calibration
 ) -> float:
-    """Seconds of a step on the measured device; with local steps, including the step's share of a meeting."""
+    """Seconds of a step on the measured device; with local steps, including the step's share of an outer step."""
     if calibration.link is not None and job.links is not None:
         calibration = replace(calibration, link=behind(calibration.link, job.links))
     if job.local_steps is None:
         return _timing(step, calibration, job.world_size).step_s
-    meeting_s = _meeting_s(job, buffers, meetings, calibration)
-    return _timing(step, calibration, job.shard_size).step_s + meeting_s / job.local_steps.every
+    outer_step_s = _outer_step_s(job, buffers, outer_steps, calibration)
+    return _timing(step, calibration, job.shard_size).step_s + outer_step_s / job.local_steps.every
 
 
 def _sent(job: Job, found: Iterable[Message]) -> list[Sent]:
@@ -128,22 +128,22 @@ def _sent(job: Job, found: Iterable[Message]) -> list[Sent]:
     ]
 
 
-def _meetings(job: Job, buffers: list[Buffer]) -> dict[int, list[Sent]]:
-    """By fragment, the collectives of its meeting; empty without local steps."""
+def _outer_steps(job: Job, buffers: list[Buffer]) -> dict[int, list[Sent]]:
+    """By fragment, the collectives of its outer step; empty without local steps."""
     found: dict[int, list[Sent]] = {}
     for fragment in range(0 if job.local_steps is None else job.local_steps.fragments):
         assert job.local_steps is not None
         whole = job.row.optim is not SHARD and job.shard_size > 1
         num_replicas = job.world_size // job.shard_size
-        sent = meeting_messages(buffers, job.local_steps, fragment, num_replicas, unsharded_masters=whole)
+        sent = outer_step_messages(buffers, job.local_steps, fragment, num_replicas, unsharded_masters=whole)
         found[fragment] = [
             Sent(m.op, m.num_bytes, f"{m.buffer}/{m.phase}", m.world_size) for m in sent if m.world_size > 1
         ]
     return found
 
 
-def _meeting_s(
-    job: Job, buffers: list[Buffer], meetings: Mapping[int, Sequence[Sent]], calibration: Calibration
+def _outer_step_s(
+    job: Job, buffers: list[Buffer], outer_steps: Mapping[int, Sequence[Sent]], calibration: Calibration
 ) -> float:
     """Seconds of the communication of all fragments' differences, and of their quantisation."""
     if job.local_steps is None:
@@ -151,7 +151,7 @@ def _meeting_s(
     quantise_s = quantising_s(buffers, job.local_steps, job.world_size // job.shard_size, calibration.device)
     link = calibration.link or NOBODY
     cluster = Cluster(job.world_size, 1, link, link)
-    sent = [message for each in meetings.values() for message in each if message.label.endswith("/difference")]
+    sent = [message for each in outer_steps.values() for message in each if message.label.endswith("/difference")]
     sent_s = sum(cluster.collective_s(m.op, m.num_bytes, m.world_size, replicas=True) for m in sent)
     return quantise_s + sent_s
 

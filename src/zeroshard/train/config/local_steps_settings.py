@@ -1,7 +1,7 @@
 """The table ``[local_steps]`` of a run's settings: local steps (DiLoCo).
 
 A replica is a group of ``shard_size`` ranks. With local steps each replica trains by itself for ``every`` steps. Then
-the replicas *meet*: they average their weight differences, and an outer optimizer applies the mean. See
+the replicas take an *outer step*: they average their weight differences, and an outer optimizer applies the mean. See
 `zeroshard.local_steps.local_steps`.
 """
 
@@ -22,19 +22,19 @@ MOST_FROM_NEW_WEIGHTS = 1.5
 
 
 class LocalStepsConfig(Config):
-    """Whether replicas (groups of ``shard_size`` ranks) take local steps, and how they meet (DiLoCo)."""
+    """Whether replicas (groups of ``shard_size`` ranks) take local steps, and how they synchronise (DiLoCo)."""
 
     every: int = Field(
         1,
         ge=1,
-        description="Steps between meetings of replicas, the groups of shard_size ranks; 1: gradients at each step.",
+        description="Local steps of each replica (shard_size ranks) for each outer step; 1: gradients at each step.",
     )
     outer_lr: float = Field(
         0.7, gt=0, allow_inf_nan=False, description="Learning rate of the outer optimizer, which moves common weights."
     )
     outer_momentum: float = Field(0.9, ge=0, lt=1, description="Nesterov momentum of the outer optimizer.")
     fragments: int = Field(
-        1, ge=1, description="Parts of the model that meet at different steps, each after `every` of them."
+        1, ge=1, description="Parts of the model that synchronise at different steps, each after `every` of them."
     )
     wire: Literal["float32", "bfloat16", "e4m3", "fp8", "int8", "int4"] = Field(
         "float32", description="Wire format of differences: a type, or numbers that share a scale by blocks of 256."
@@ -46,14 +46,16 @@ class LocalStepsConfig(Config):
         return self.every > 1
 
     @model_validator(mode="after")
-    def _meetings_are_possible(self) -> Self:
+    def _outer_steps_are_possible(self) -> Self:
         fields = type(self).model_fields
         given = [name for name in fields if name != "every" and getattr(self, name) != fields[name].default]
         if given and not self.on:
             what = f"{getattr(self, given[0])} is given, and local_steps.every is 1: replicas take no local steps"
             raise UserError(f"local_steps.{given[0]}", what, "add --local-steps.every 32, or leave it out")
         if self.fragments > self.every:
-            what = f"{self.fragments} fragments cannot meet at different steps of {self.every} (local_steps.every)"
+            what = (
+                f"{self.fragments} fragments cannot synchronise at different steps of {self.every} (local_steps.every)"
+            )
             raise UserError("local_steps.fragments", what, f"give at most {self.every}")
         return self
 
@@ -93,14 +95,14 @@ def check_num_replicas(local_steps: LocalStepsConfig, shard_size: int, world_siz
         check_local_steps("local_steps.every", local_steps.every, shard_size, world_size)
 
 
-def unmet_steps(local_steps: LocalStepsConfig, max_steps: int) -> str:
-    """Return a warning if another ``max_steps`` would leave fewer final steps without a meeting; else "".
+def steps_after_last_outer_step(local_steps: LocalStepsConfig, max_steps: int) -> str:
+    """Return a warning if another ``max_steps`` would leave fewer final steps without an outer step; else "".
 
-    Steps after the last meeting are missing from the common weights, which are what evaluation and export read.
+    Steps after the last outer step are missing from the common weights, which are what evaluation and export read.
     """
     every, fragments = local_steps.every, local_steps.fragments
 
-    def missed(steps: int) -> int:  # by the fragment that has met longest ago
+    def missed(steps: int) -> int:  # by the fragment whose outer step is longest ago
         return max((steps - (fragment + 1) * every // fragments) % every for fragment in range(fragments))
 
     near = range(max(1, max_steps - every), max_steps + every)

@@ -47,7 +47,7 @@ def train(
     Args:
         run: the run to train.
         stop_wanted: returns the number of the signal that was received, or True for any; 0 for none. If it returns one
-            on any rank, all ranks stop after that step (replicas: after their next meeting) and save a checkpoint.
+            on any rank, all ranks stop after that step (replicas: after their next outer step) and save a checkpoint.
         alive: called after each step, batch of an evaluation and part of a save: `Watchdog.alive`.
     """
     saving = Saving(run, alive)
@@ -158,13 +158,13 @@ def _evaluate(
 ) -> tuple[float, float | None, dict[str, float]]:
     """Evaluate: the validation loss, that of the moving average (if there is one), and further sets' losses by name.
 
-    Replicas that take local steps evaluate the anchors, which are the last weights that all of them had in common.
-    ``settle`` is called before these or averages replace the weights, which an unfinished save may still read.
+    Replicas that take local steps evaluate the global weights, the last that all of them had in common. ``settle``
+    is called before these or averages replace the weights, which an unfinished save may still read.
     """
     strategy = run.strategy
     if run.local_steps is not None:
         settle()
-    with nullcontext() if run.local_steps is None else run.local_steps.anchors():
+    with nullcontext() if run.local_steps is None else run.local_steps.global_weights():
         loss = evaluate(strategy.model, run.corpus.eval_batches, strategy.comm, run.device, alive)
         named = {
             name: evaluate(strategy.model, batches, strategy.comm, run.device, alive)

@@ -42,7 +42,7 @@ def other_replicas(before: Mapping[str, Any], world_before: int, now: Mapping[st
     if count_now > count:
         what = "the new ones begin at the last common weights, with the first one's optimizer states"
     else:
-        what = "the steps of the last ones since their last meeting are lost"
+        what = "the steps of the last ones since their last outer step are lost"
     return [f"there were {count} replicas, now there are {count_now}: {what}"]
 
 

@@ -12,7 +12,7 @@ All randomness of a step is a pure function of (seed, step, rank), so a resumed 
     On a GPU the host waits for the device once per step, after backward and before the update. It reads the mean loss,
     the gradient norm and the requests to stop, which were summed over ranks on the device. The host needs them at that
     point to decide whether to take the step. The decision determines the update, the optimizer's step counts, the
-    moving average, the next learning rate, a meeting of replicas, and the collectives that the plan expects. Reading
+    moving average, the next learning rate, an outer step, and the collectives that the plan expects. Reading
     the values one step later for the log would therefore save no wait.
 """
 
@@ -33,7 +33,7 @@ from zeroshard.comm import CONTROL, labelled
 from zeroshard.data.base import as_arguments
 from zeroshard.errors import ExitStatus
 from zeroshard.profiling.flops import hardware_flops_utilisation, model_flops_utilisation
-from zeroshard.train.loop.meetings import fragments_that_met, meet
+from zeroshard.train.loop.outer_steps import fragments_of_outer_step, outer_step_if_due
 from zeroshard.train.loop.run import Run
 from zeroshard.train.loop.stopping import as_numbers, wish_of_all
 from zeroshard.train.loop.validation_loss import sum_in_any_order
@@ -81,7 +81,7 @@ def take_step(run: Run, step: int, stop_wanted: Callable[[], int]) -> tuple[Step
         scaler.update()
     memory_bytes = strategy.memory_bytes()  # here weights, gradients and optimizer states all exist
     strategy.optimizer.zero_grad()
-    meeting, stop = meet(run, health.loss, health.stop, taken=verdict == "taken")
+    outer_step, stop = outer_step_if_due(run, health.loss, health.stop, taken=verdict == "taken")
     speed = _speed(run, perf_counter() - start)
     taken = verdict == "taken"
     traffic, exposed_s = _communicated(run, step, memory_bytes, taken=taken)
@@ -99,7 +99,7 @@ def take_step(run: Run, step: int, stop_wanted: Callable[[], int]) -> tuple[Step
         loss_scale=loss_scale,
         exposed_s=exposed_s,
         spans_s=run.clock.take(),
-        meeting=meeting,
+        outer_step=outer_step,
         **speed,
     )
     return record, stop
@@ -116,7 +116,7 @@ def _communicated(
     exposed_s = run.comm.exposed.take() if run.comm and run.comm.world_size > 1 else {}
     records = run.comm.drain() if run.comm else []
     if run.contract:
-        run.contract.see(step + 1, records, memory_bytes, taken=taken, fragments=fragments_that_met(run))
+        run.contract.see(step + 1, records, memory_bytes, taken=taken, fragments=fragments_of_outer_step(run))
     if run.measures:
         run.measures.see(records, exposed_s)
     return traffic, exposed_s

@@ -49,7 +49,7 @@ class LogFiles:
             self._exposed_s[label] += seconds
         self._num_steps += 1
         values = asdict(record) | {"exposed_s": by_kind(record.exposed_s)}
-        self._write("step", {name: value for name, value in values.items() if name != "meeting" or value})
+        self._write("step", {name: value for name, value in values.items() if name != "outer_step" or value})
 
     def on_eval(
         self, step: int, loss: float, ema_loss: float | None = None, named: Mapping[str, float] | None = None

@@ -76,12 +76,12 @@ class Planned:
     peak_bytes: int | None = None
     step_s: float | None = None
     why_no_peak: str = ""  # why the peak could not be predicted
-    # with local steps: the collectives of each fragment's meeting
-    meetings: Mapping[int, Sequence[Sent]] = field(default_factory=dict)
+    # with local steps: the collectives of each fragment's outer step
+    outer_steps: Mapping[int, Sequence[Sent]] = field(default_factory=dict)
 
     def at(self, fragments: Sequence[int]) -> Sequence[Sent]:
-        """Return the collectives of a step after which these fragments meet, in order."""
-        return [*self.messages, *(message for fragment in fragments for message in self.meetings[fragment])]
+        """Return the collectives of a step after which these fragments take an outer step, in order."""
+        return [*self.messages, *(message for fragment in fragments for message in self.outer_steps[fragment])]
 
 
 Predict = Callable[[Job], Planned]
@@ -113,7 +113,7 @@ class Contract:
         """Compare step number ``step``, counted from 1, with the plan; a skipped step is not, nor the one after it.
 
         ``records`` are this rank's collectives, ``memory_bytes`` its resident bytes before ``zero_grad``,
-        ``fragments`` those that met after the step.
+        ``fragments`` those of the outer step after it.
         """
         follows, self._follows = self._follows, taken
         if not (follows and taken):

@@ -35,12 +35,12 @@ class StepRecord:
     # seconds for which this rank's computation waited for communication, by unit, kind and phase
     # ("blocks.3/weights/backward", ..., "control"); on CUDA, time that the device has not reached yet counts later
     exposed_s: Mapping[str, float] = field(default_factory=dict)
-    # seconds of this rank's step by part: "data", "forward", "backward", "clip", "update", "meeting"
+    # seconds of this rank's step by part: "data", "forward", "backward", "clip", "update", "outer_step"
     spans_s: Mapping[str, float] = field(default_factory=dict)
     hfu: float | None = None  # as ``mfu``, with the FLOPs that activation checkpointing recomputes
-    # if replicas met: the fragments whose differences ``arrived``, ``num_bytes`` and ``difference_norm`` of these,
+    # after an outer step: the fragments whose differences ``arrived``, ``num_bytes`` and ``difference_norm`` of these,
     # ``num_replicas``, and the mean ``loss`` over all replicas
-    meeting: Mapping[str, Any] = field(default_factory=dict)
+    outer_step: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Observer(Protocol):

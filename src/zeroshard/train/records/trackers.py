@@ -231,9 +231,9 @@ def values_of(record: StepRecord) -> dict[str, float]:
         "speed/step_s": record.step_s,
         "speed/mfu": record.mfu,
         "speed/exposed_s": sum(record.exposed_s.values()) if record.exposed_s else None,
-        "meeting/difference_norm": record.meeting.get("difference_norm"),
-        "meeting/num_bytes": record.meeting.get("num_bytes"),
-        "meeting/loss": record.meeting.get("loss"),
+        "outer_step/difference_norm": record.outer_step.get("difference_norm"),
+        "outer_step/num_bytes": record.outer_step.get("num_bytes"),
+        "outer_step/loss": record.outer_step.get("loss"),
         **{f"exposed/{kind.replace('/', '_')}_ms": 1e3 * seconds for kind, seconds in waits.items()},
         **{f"memory/{name}_MiB": value / _MIB for name, value in record.memory_bytes.items() if value},
     }

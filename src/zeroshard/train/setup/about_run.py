@@ -77,7 +77,8 @@ def next_command(config: TrainConfig, folder: Path) -> str:
 def strategy_in_words(name: str, world_size: int, shard_size: int = 0, *, chosen: bool = False, every: int = 1) -> str:
     """Describe a strategy, as ``zero2: optimizer states and gradients sharded over 2 ranks``.
 
-    ``shard_size``: ranks over which training state is sharded; 0: all. ``every``: steps between meetings of replicas.
+    ``shard_size``: ranks over which training state is sharded; 0: all. ``every``: local steps for each
+    outer step.
     """
     said = f"{name} (chosen by auto)" if chosen else name
     if name in _TORCH_STRATEGIES:
@@ -92,11 +93,11 @@ def strategy_in_words(name: str, world_size: int, shard_size: int = 0, *, chosen
     sharded = [words for column, words in _KINDS if getattr(row, column).value == "shard"]
     if not sharded and every == 1:
         return f"{said} all training state replicated on {_ranks(world_size)}"
-    sharded = sharded or ["anchors"]
+    sharded = sharded or ["global weights"]
     kinds = " and ".join([", ".join(sharded[:-1]), sharded[-1]] if sharded[1:] else sharded)
     over = shard_size or world_size
     copies = f", in {world_size // over} replicas" if over < world_size else ""
-    copies += f" that meet every {every:,} steps" if every > 1 else ""
+    copies += f" that synchronise every {every:,} steps" if every > 1 else ""
     return f"{said} {kinds} sharded over {_ranks(over)}{copies}"
 
 

@@ -220,7 +220,7 @@ def reduce_dtype(config: TrainConfig) -> torch.dtype | None:
 
 
 def local_steps(given: LocalStepsConfig, num_units: int) -> LocalSteps | None:
-    """Return how replicas take local steps and meet; None if all ranks take each step together.
+    """Return how replicas take local and outer steps; None if all ranks take each step together.
 
     Raises:
         UserError: there are more fragments than units, which are ``num_units`` and the root.

@@ -30,7 +30,7 @@ from zeroshard.parallel.zero import ZeroStrategy
 from zeroshard.profiling.flops import peak_bf16_flops_per_s
 from zeroshard.stopwatch import Stopwatch
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.local_steps_settings import early_momentum, unmet_steps
+from zeroshard.train.config.local_steps_settings import early_momentum, steps_after_last_outer_step
 from zeroshard.train.links import Links
 from zeroshard.train.loop.best_loss import BestLoss
 from zeroshard.train.loop.data import Corpus
@@ -182,7 +182,10 @@ def _build_in(
 
 def _warn_of_local_steps(config: TrainConfig, *, draw: bool) -> None:
     """Print what a user of local steps should know before the run; ``draw``: the run begins with new weights."""
-    warnings = [unmet_steps(config.local_steps, config.max_steps), early_momentum(config.local_steps) if draw else ""]
+    warnings = [
+        steps_after_last_outer_step(config.local_steps, config.max_steps),
+        early_momentum(config.local_steps) if draw else "",
+    ]
     for warning in filter(None, warnings):
         print(warning, file=sys.stderr, flush=True)
 

@@ -4,7 +4,7 @@ Between steps a rank has what the stage table says that it keeps. While a step r
 a few units come on top, if these are sharded:
 
     params, master, grads, optimizer, ema    state that outlives its use
-    outer                                    with local steps: anchors and momentum
+    outer                                    with local steps: global weights and momentum
     unit_buffers                             unsharded weights of a unit in use, unsharded gradients not yet reduced
     prefetch                                 unsharded weights whose gather is in flight
 """

@@ -1,6 +1,6 @@
 """Gradients with which no optimizer may step, because they were computed at other weights than it would update.
 
-Such gradients come from a backward inside ``ema.weights()`` or ``local_steps.anchors()``.
+Such gradients come from a backward inside ``ema.weights()`` or ``local_steps.global_weights()``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def mark_unusable(buffers: Iterable[UnusableGrads], whose: str | None, where: st
 
     Args:
         buffers: all flat buffers of the model.
-        whose: the values whose gradients these are, such as "the anchors"; None: the weights are back.
+        whose: the values whose gradients these are, such as "the global weights"; None: the weights are back.
         where: the block, as the user writes it.
     """
     why = (

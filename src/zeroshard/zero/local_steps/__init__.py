@@ -1,1 +1,1 @@
-"""Replicas that synchronise ("meet") every H steps instead of every step: DiLoCo and its streaming form."""
+"""Local steps: replicas synchronise every H steps instead of every step, as DiLoCo and its streaming form do."""

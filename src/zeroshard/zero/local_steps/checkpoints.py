@@ -1,19 +1,19 @@
 """Saves replicas that take local steps to a checkpoint, and loads them.
 
-State that all replicas share is saved once, under the ordinary names: the anchor in place of the weights (kind
-``"param"``), ``"outer_momentum"`` and ``"outer_steps"``. So any reader of weights reads the anchors, the last weights
-that all replicas had in common.
+State that all replicas share is saved once, under the ordinary names: the global weights in place of the local ones
+(kind ``"param"``; in fp32 also ``"global"`` if weights have another dtype), ``"outer_momentum"`` and ``"outer_steps"``.
+So any reader of weights reads the global weights, the last that all replicas had in common.
 
-State that replicas do not share is saved for each of them: the states of its inner optimizer, and between meetings its
-local weights (kind ``"local"``) and its modules' statistics. The first replica's states and statistics have the
+State that replicas do not share is saved for each of them: the states of its inner optimizer, and between outer steps
+its local weights (kind ``"local"``) and its modules' statistics. The first replica's states and statistics have the
 ordinary names, as an engine without local steps saves them; all others have names like ``NAME@replica1``, which only
 `ReplicaReader` asks for.
 
     loaded into as many replicas                 every replica resumes with the same bits
     fewer                                        the last ones' inner states and local steps are left out
-    more                                         a new one begins at the anchor, with the first one's inner states
-    no local steps, another strategy             the anchors, with the first one's inner states
-    replicas, from a checkpoint that has none    the weights are the anchors; no momentum; inner states for each
+    more                                         a new one begins at the global weights, with the first's inner states
+    no local steps, another strategy             the global weights, with the first one's inner states
+    replicas, from a checkpoint that has none    the saved weights are global; no momentum; inner states for each
 
 Stage and ``shard_size`` may change in each case, because everything is saved as intervals of tensors.
 """
@@ -38,22 +38,22 @@ LOCAL = "local"
 def named_shards(outer_steps: OuterSteps, written: Iterator[NamedShard]) -> Iterator[NamedShard]:
     """Yield the shards that this rank writes; ``written``: those that it would write if its replica were the world."""
     number = outer_steps.comm.rank
-    at_anchor = outer_steps.still_at_anchor()
-    anchors = {
+    at_global_weights = outer_steps.still_at_global_weights()
+    global_weights = {
         (slot, piece.interval): (group, outer, piece)
         for _, group, outer in outer_steps.by_group()
         for slot, piece in _owned(group)
     }
     for shard in written:
-        if shard.kind == "param" and (shard.name, shard.interval) in anchors:
-            group, outer, piece = anchors[shard.name, shard.interval]
+        if shard.kind == "param" and (shard.name, shard.interval) in global_weights:
+            group, outer, piece = global_weights[shard.name, shard.interval]
             if number == 0:
                 yield from _common(outer_steps, shard, group, outer, piece)
-            if not at_anchor:
+            if not at_global_weights:
                 yield replace(shard, name=of_replica(shard.name, number), kind=LOCAL)
         elif number == 0:
             yield shard
-        elif shard.kind not in MODEL_KINDS or (shard.kind == "buffer" and not at_anchor):
+        elif shard.kind not in MODEL_KINDS or (shard.kind == "buffer" and not at_global_weights):
             yield replace(shard, name=of_replica(shard.name, number))
 
 
@@ -65,12 +65,12 @@ def _owned(group: FlatGroup) -> Iterator[tuple[str, Piece]]:
 def _common(
     outer_steps: OuterSteps, shard: NamedShard, group: FlatGroup, outer: Outer, piece: Piece
 ) -> Iterator[NamedShard]:
-    """Yield the anchor of one piece, with the outer optimizer's state that belongs to it."""
+    """Yield the global weights of one piece, with the outer optimizer's state that belongs to it."""
     cut = _cut(group, piece)
-    anchor = outer.anchor[cut]
-    yield replace(shard, tensor=anchor.to(shard.tensor.dtype))
-    if anchor.dtype != shard.tensor.dtype:
-        yield replace(shard, kind="anchor", tensor=anchor)
+    global_weights = outer.global_weights[cut]
+    yield replace(shard, tensor=global_weights.to(shard.tensor.dtype))
+    if global_weights.dtype != shard.tensor.dtype:
+        yield replace(shard, kind="global", tensor=global_weights)
     yield replace(shard, kind="outer_momentum", tensor=outer.momentum[cut])
     if shard.interval[0] == 0:
         yield NamedShard(shard.name, "outer_steps", (), (0, 1), torch.tensor([outer_steps.num_steps]))
@@ -116,8 +116,8 @@ class ReplicaReader:
 
 
 def load(outer_steps: OuterSteps, reader: ShardReader) -> None:
-    """Load anchors and momentum from ``reader``; the weights must be loaded already."""
-    num_steps, at_anchor = 0, True
+    """Load global weights and momentum from ``reader``; the weights must be loaded already."""
+    num_steps, at_global_weights = 0, True
     for key, group in outer_steps.groups():
         slots = [slot.name for slot in group.params.layout.slots]
         facts = next((name for name in slots if "outer_steps" in reader.kinds(name)), None)
@@ -127,11 +127,11 @@ def load(outer_steps: OuterSteps, reader: ShardReader) -> None:
         outer.restart_from_first(group)
         for name, piece in _owned(group):
             kinds, cut = reader.kinds(name), _cut(group, piece)
-            anchor = reader.read(name, "anchor" if "anchor" in kinds else "param", piece.interval)
-            outer.anchor[cut] = anchor.to(outer.anchor)
+            global_weights = reader.read(name, "global" if "global" in kinds else "param", piece.interval)
+            outer.global_weights[cut] = global_weights.to(outer.global_weights)
             if "outer_momentum" in kinds:
                 outer.momentum[cut] = reader.read(name, "outer_momentum", piece.interval).to(outer.momentum)
         if facts is not None:
             num_steps = int(reader.read(facts, "outer_steps", (0, 1)))
-            at_anchor = at_anchor and LOCAL not in reader.kinds(of_replica(facts, 0))
-    outer_steps.loaded(num_steps, at_anchor=at_anchor)
+            at_global_weights = at_global_weights and LOCAL not in reader.kinds(of_replica(facts, 0))
+    outer_steps.loaded(num_steps, at_global_weights=at_global_weights)

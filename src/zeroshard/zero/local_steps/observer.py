@@ -36,17 +36,17 @@ class LocalStepsObserver(Observer):
             ) from error
         if kept is not None:
             raise ValueError(
-                f"optimizer_cls: {kind.__name__} {kept}, which a meeting of replicas replaces; give one that keeps "
+                f"optimizer_cls: {kind.__name__} {kept}, which an outer step replaces; give one that keeps "
                 "moments of gradients alone, such as AdamW, or leave out local_steps"
             )
 
     def layout_changes(self) -> None:
-        """Refuse it once there are anchors."""
+        """Refuse it once there are global weights."""
         self._outer_steps.require_same_layout()
 
     def before_step(self, members: set[nn.Parameter]) -> None:
-        """Make current weights the first anchors."""
-        self._outer_steps.begin_anchors()
+        """Make current weights the first global weights."""
+        self._outer_steps.begin_global_weights()
 
     def after_step(self, optimizer: Optimizer, members: set[nn.Parameter]) -> None:
         """Record the step, to which a call of `OuterSteps.step` belongs."""
@@ -61,7 +61,7 @@ class LocalStepsObserver(Observer):
         self._outer_steps.num_steps = self._outer_steps.num_steps or step
 
     def require_weights(self, what: str) -> None:
-        """Raise RuntimeError while anchors are in the place of the weights."""
+        """Raise RuntimeError while global weights are in the place of the weights."""
         self._outer_steps.require_local(what)
 
     def require_common(self, what: str) -> None:
@@ -69,7 +69,7 @@ class LocalStepsObserver(Observer):
         self._outer_steps.require_rest(what)
 
     def shards(self, written: Iterator[NamedShard]) -> Iterator[NamedShard]:
-        """Anchors in the place of weights, and what replicas do not share under names of their own."""
+        """Global weights in the place of weights, and what replicas do not share under names of their own."""
         self._outer_steps.order.require_counted("named_shards")
         yield from checkpoints.named_shards(self._outer_steps, written)
 
@@ -78,10 +78,10 @@ class LocalStepsObserver(Observer):
         return checkpoints.ReplicaReader(reader, self._outer_steps.comm.rank)
 
     def load(self, reader: ShardReader) -> None:
-        """Load anchors and momentum."""
+        """Load global weights and momentum."""
         checkpoints.load(self._outer_steps, reader)
 
     @property
     def tensors(self) -> Sequence[tuple[str, Tensor]]:
-        """Anchors and momentum."""
+        """Global weights and momentum."""
         return self._outer_steps.tensors

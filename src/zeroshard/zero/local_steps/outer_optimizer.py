@@ -1,11 +1,12 @@
-"""The outer optimizer of one flat group, on this rank's shard: the anchor and its momentum.
+"""The outer optimizer of one flat group, on this rank's shard: the global weights and their momentum.
 
-    difference  = mean over replicas of (anchor - local)
+    difference  = mean over replicas of (global - local)
     momentum   <- outer_momentum * momentum + difference
-    anchor     <- anchor - outer_lr * (difference + outer_momentum * momentum)          Nesterov, as `torch.optim.SGD`
+    global     <- global - outer_lr * (difference + outer_momentum * momentum)          Nesterov, as `torch.optim.SGD`
 
-Anchor and momentum are sharded over the ranks of a replica at every stage, even at stage 0, by the layout of the group,
-so the stage changes neither their place nor their bits. They are fp32, or the master weights' dtype if that is wider.
+Global weights and momentum are sharded over the ranks of a replica at every stage, even at stage 0, by the layout of
+the group, so the stage changes neither their place nor their bits. They are fp32, or the master weights' dtype if that
+is wider.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Difference:
     """The mean over replicas of the changes to one group's shard, while it is being computed. Every call is collective.
 
     Args:
-        outer: has the anchor, from which the current weights are subtracted.
+        outer: has the global weights, from which the current weights are subtracted.
         group: the group.
         replicas: the ranks that hold the same shard.
         settings: say in which format the difference is sent.
@@ -39,24 +40,24 @@ class Difference:
         self, outer: Outer, group: FlatGroup, replicas: Communicator, settings: LocalSteps, num_steps: int
     ) -> None:
         group.params.take_changes()
-        own, anchor, factor = own_master(group.params), outer.anchor, 1.0 / replicas.world_size
+        own, global_weights, factor = own_master(group.params), outer.global_weights, 1.0 / replicas.world_size
         self._label = f"{group.params.name}/difference"
         self._packed: AcrossReplicas | None = None
         self._mean: Tensor
         if settings.form is not None and replicas.world_size > 1 and own.numel():
-            self._mean = (anchor - own).mul_(factor)
+            self._mean = (global_weights - own).mul_(factor)
             outer.rounding.resume_at(num_steps)
             self._packed = AcrossReplicas(replicas, settings.form, self._mean, outer.rounding)
             self.num_bytes = self._packed.packed.nbytes
             with labelled(self._label):
                 self._work = self._packed.issue(self._mean)
             return
-        self._mean = empty_for(replicas, own.numel(), settings.dtype or anchor.dtype, own.device)
-        if self._mean.dtype == own.dtype == anchor.dtype:
-            torch.sub(anchor, own, out=self._mean)
+        self._mean = empty_for(replicas, own.numel(), settings.dtype or global_weights.dtype, own.device)
+        if self._mean.dtype == own.dtype == global_weights.dtype:
+            torch.sub(global_weights, own, out=self._mean)
             self._mean.mul_(factor)
         else:
-            self._mean.copy_((anchor - own).mul_(factor))
+            self._mean.copy_((global_weights - own).mul_(factor))
         self.num_bytes = self._mean.nbytes
         with labelled(self._label):
             self._work = replicas.all_reduce(self._mean)
@@ -69,7 +70,9 @@ class Difference:
                 self._work = self._packed.issue(self._mean)
 
     def mean(self) -> Tensor:
-        """Wait for the mean: ``[shard_numel]``, in the dtype in which it was sent; from a block format the anchor's."""
+        """Wait for the mean: ``[shard_numel]``, in the dtype in which it was sent; from a block format that of the
+        global weights.
+        """
         self._work.wait()
         if self._packed is not None:
             self._packed.deliver(self._mean)
@@ -78,57 +81,57 @@ class Difference:
 
 
 class Outer:
-    """This rank's outer state of one group; the anchor starts from the group's current weights.
+    """This rank's outer state of one group; the global weights start from the group's current ones.
 
     ``rank``: this rank's number in the world; in a block format each rank rounds with noise of its own.
 
     Attributes:
-        anchor, momentum: ``[shard_numel]``, fp32 or wider.
+        global_weights, momentum: ``[shard_numel]``, fp32 or wider.
         rounding: how differences are rounded to a block format.
     """
 
     def __init__(self, group: FlatGroup, settings: LocalSteps, rank: int) -> None:
         own = own_master(group.params)
-        self.anchor = own.to(torch.promote_types(own.dtype, torch.float32), copy=True)
-        self.momentum = torch.zeros_like(self.anchor)
+        self.global_weights = own.to(torch.promote_types(own.dtype, torch.float32), copy=True)
+        self.momentum = torch.zeros_like(self.global_weights)
         self.rounding = Rounding(settings.rounding_seed, f"{group.params.name}/difference", rank)
 
     def restart_from_first(self, group: FlatGroup) -> None:
-        """Make the current weights the anchor, without momentum."""
-        self.anchor.copy_(own_master(group.params))
+        """Make the current weights global, without momentum."""
+        self.global_weights.copy_(own_master(group.params))
         self.momentum.zero_()
 
     def step(self, mean: Tensor, settings: LocalSteps) -> None:
-        """Update the anchor by the mean difference, which is overwritten."""
-        difference = mean.to(self.anchor.dtype)
+        """Update the global weights by the mean difference, which is overwritten."""
+        difference = mean.to(self.global_weights.dtype)
         self.momentum.mul_(settings.outer_momentum).add_(difference)
         difference.add_(self.momentum * settings.outer_momentum)
-        self.anchor.sub_(difference.mul_(settings.outer_lr))
+        self.global_weights.sub_(difference.mul_(settings.outer_lr))
 
     def show(self, group: FlatGroup) -> None:
-        """Make the group's weights the anchor. Collective over the replica's ranks."""
+        """Copy the global weights into the group's. Collective over the replica's ranks."""
         params = group.params
-        anchor = self.anchor.to(params.master.dtype)
+        global_weights = self.global_weights.to(params.master.dtype)
         if params.shard_optim or params.comm.world_size == 1:
-            own_master(params).copy_(anchor)
+            own_master(params).copy_(global_weights)
             return
-        with labelled(f"{params.name}/anchor"):
-            gather_shards(params.comm, params.layout, params.master, anchor).wait()
+        with labelled(f"{params.name}/global_weights"):
+            gather_shards(params.comm, params.layout, params.master, global_weights).wait()
 
     def is_shown(self, group: FlatGroup) -> bool:
-        """Whether this rank's shard of the weights has the anchor's values."""
+        """Whether this rank's shard of the weights has the values of the global ones."""
         own = own_master(group.params)
-        return torch.equal(own, self.anchor.to(own.dtype))
+        return torch.equal(own, self.global_weights.to(own.dtype))
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of anchor and momentum."""
-        return self.anchor.nbytes + self.momentum.nbytes
+        """Bytes of global weights and momentum."""
+        return self.global_weights.nbytes + self.momentum.nbytes
 
     @property
     def tensors(self) -> list[Tensor]:
         """All resident tensors."""
-        return [self.anchor, self.momentum]
+        return [self.global_weights, self.momentum]
 
 
 def own_master(params: FlatParams) -> Tensor:

@@ -1,12 +1,12 @@
-"""`OuterSteps`: the replicas of an engine that takes local steps, and their meetings.
+"""`OuterSteps`: the outer steps of an engine whose replicas take local steps.
 
 Inside a replica the engine works as in a world of ``shard_size`` ranks, at any stage: gradients, norms and control
 collectives stay inside. All communication between replicas is here: of initial weights, differences, and statistics of
 modules. See `zeroshard.zero.local_steps.settings`.
 
 [Note: The same order everywhere]
-    Which fragments meet depends on the number of steps alone, so every rank issues the same collectives at the same
-    step. A replica that skips an update (its loss was NaN) still calls ``step(taken=False)``:
+    Which fragments take an outer step depends on the number of steps alone, so every rank issues the same
+    collectives at the same step. A replica that skips an update (its loss was NaN) still calls ``step(taken=False)``:
     it marks its weights stale, as an update would have done, so that its next forward issues the others' gathers.
 """
 
@@ -35,8 +35,8 @@ from zeroshard.zero.tensor_broadcast import as_bytes, put_bytes
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """A meeting of one fragment: its mean difference was applied to the anchor.
+class OuterStep:
+    """An outer step of one fragment: its mean difference was applied to the global weights.
 
     Attributes:
         step: steps done.
@@ -58,20 +58,20 @@ class ReplicaDivergedError(RuntimeError):
 
 
 class OuterSteps:
-    """The replicas of an engine, as `Zero.local_steps`: call `step` after each step of the optimizer.
+    """The outer steps of an engine, as `Zero.local_steps`: call `step` after each step of the optimizer.
 
     Args:
-        settings: how the replicas meet.
+        settings: when and how replicas take outer steps.
         runtime: the engine's runtime.
         rank_groups: the communicators of the whole world, of a replica, and of the ranks that hold the same shard.
-        buffers: the model's buffers, which are synchronised over replicas at meetings.
+        buffers: the model's buffers, which are synchronised over replicas at outer steps.
 
     Attributes:
         comm: the ranks that hold the same shard, one of each replica.
         shard: the ranks of this replica.
         num_steps: steps done, including skipped ones.
-        applied: whether anchors are in the place of the local weights.
-        before_change: called before a meeting changes weights and anchors, which a save may still be reading.
+        applied: whether global weights are in the place of the local weights.
+        before_change: called before an outer step changes local and global weights, which a save may still read.
     """
 
     def __init__(self, settings: LocalSteps, runtime: Runtime, rank_groups: RankGroups, buffers: ModuleBuffers) -> None:
@@ -85,7 +85,7 @@ class OuterSteps:
         self.order = StepOrder()
         self.num_steps = 0
         self.applied = False
-        self.at_anchor = True  # whether local weights are the anchors and need not be saved beside them
+        self.at_global_weights = True  # whether local weights are the global ones, not to be saved apart
         self.before_change: Callable[[], None] = lambda: None
 
     # -- what the engine calls ----------------------------------------------------------------------------------
@@ -102,8 +102,8 @@ class OuterSteps:
                 put_bytes(buffer, content)
         self._runtime.refresh_after_replacement()
 
-    def begin_anchors(self) -> None:
-        """Before weights change: make current weights the anchors of groups that are trained for the first time."""
+    def begin_global_weights(self) -> None:
+        """Before weights change: of groups that are trained for the first time the current weights become global."""
         for key, group in self.groups():
             if group.trained or any(group.grads.used):
                 self.outer_of(key, group)
@@ -115,51 +115,51 @@ class OuterSteps:
             RuntimeError: it has stepped before, and `step` was not called in between.
         """
         self.order.stepped(optimizer, members)
-        self.at_anchor = False
+        self.at_global_weights = False
 
     def restart_from_first(self) -> None:
-        """Restart after weights were replaced: the first replica's become all anchors, without momentum. Collective."""
+        """Restart after weights were replaced: the first replica's become global, without momentum. Collective."""
         self.begin_alike()
         for key, group in self.groups():
             if key in self._outer:
                 self._outer[key].restart_from_first(group)
-        self.at_anchor = True
+        self.at_global_weights = True
 
-    def keep_anchors(self) -> None:
-        """Make the anchors the weights for good. Collective."""
+    def keep_global_weights(self) -> None:
+        """Make the global weights the model's for good. Collective."""
         with torch.no_grad():
-            for _, group, outer in [] if self.at_anchor else list(self.by_group()):
+            for _, group, outer in [] if self.at_global_weights else list(self.by_group()):
                 outer.show(group)
         self._runtime.refresh_after_replacement()
-        self.at_anchor = True
+        self.at_global_weights = True
 
     def require_local(self, what: str) -> None:
-        """Raise RuntimeError about ``what`` while anchors are in the place of the local weights."""
+        """Raise RuntimeError about ``what`` while global weights are in the place of local ones."""
         if self.applied:
             raise RuntimeError(
-                f"{what}: the anchors are in the place of the weights; leave local_steps.anchors() first"
+                f"{what}: global weights are in the place of local ones; leave local_steps.global_weights() first"
             )
 
     def require_rest(self, what: str) -> None:
         """Raise RuntimeError about ``what`` if each replica has weights of its own."""
-        if not self.at_anchor:
+        if not self.at_global_weights:
             raise RuntimeError(
-                f"{what}: each replica has weights of its own between meetings; do it before the first step, or after "
-                "zero.local_steps.meet()"
+                f"{what}: each replica has weights of its own between outer steps; do it before the first step, or "
+                "after zero.local_steps.outer_step()"
             )
 
     def require_same_layout(self) -> None:
-        """Raise RuntimeError if there are anchors, which have the present layout."""
+        """Raise RuntimeError if there are global weights, which have the present layout."""
         if self._outer:
             raise RuntimeError(
-                "optimizer: it needs a new layout, and the anchors of replicas have the old one; make it before the "
-                "first step"
+                "optimizer: it needs a new layout, and the global weights have the old one; make it before the first "
+                "step"
             )
 
     # -- the step -----------------------------------------------------------------------------------------------
 
-    def step(self, *, taken: bool = True) -> list[Meeting]:
-        """Count one more step of all optimizers together, and have the fragments meet that are due. Collective.
+    def step(self, *, taken: bool = True) -> list[OuterStep]:
+        """Count one more step of all optimizers together, and take an outer step of the fragments due. Collective.
 
         Call it after each step of the optimizer, even one that a `GradScaler` has skipped, but not after each backward.
 
@@ -167,34 +167,37 @@ class OuterSteps:
             taken: False if this replica skipped its update; even then this must be called.
 
         Returns:
-            The meetings; usually none.
+            The outer steps; usually none.
 
         Raises:
-            RuntimeError: a difference has NaN/Inf, on every rank; or inside `anchors` or `Zero.full_params`.
+            RuntimeError: a difference has NaN/Inf, on every rank; or inside `global_weights` or `Zero.full_params`.
         """
         self.require_local("local_steps.step")
         self._runtime.require_unpinned("local_steps.step")
         self.order.ends((group for _, group in self.groups()), taken=taken)
-        self.begin_anchors()  # for a replica whose first step was skipped
+        self.begin_global_weights()  # for a replica whose first step was skipped
         self.num_steps += 1
         if not taken:
             self._mark_stale(group for _, group in self.groups())
         fragments = self.settings.fragments_at(self.num_steps)
         if not fragments:
             return []
-        met = self._meet(fragments)
-        self.at_anchor = self.settings.fragments == 1
-        return met
+        steps = self._outer_step(fragments)
+        self.at_global_weights = self.settings.fragments == 1
+        return steps
 
-    def meet(self) -> list[Meeting]:
-        """Have all fragments meet now, as at the end of training: then all replicas have the anchors. Collective."""
-        self.require_local("local_steps.meet")
-        self._runtime.require_unpinned("local_steps.meet")
-        met = self._meet(list(range(self.settings.fragments)))
-        self.at_anchor = True
-        return met
+    def outer_step(self) -> list[OuterStep]:
+        """Take an outer step of all fragments now, as at the end of training. Collective.
 
-    def _meet(self, fragments: list[int]) -> list[Meeting]:
+        After it all replicas have the global weights.
+        """
+        self.require_local("local_steps.outer_step")
+        self._runtime.require_unpinned("local_steps.outer_step")
+        steps = self._outer_step(list(range(self.settings.fragments)))
+        self.at_global_weights = True
+        return steps
+
+    def _outer_step(self, fragments: list[int]) -> list[OuterStep]:
         with torch.no_grad():
             sent = {
                 fragment: [
@@ -216,7 +219,7 @@ class OuterSteps:
                     "the weights of a replica have diverged; lower lr, or resume from the last checkpoint"
                 )
         self.before_change()
-        met = []
+        steps = []
         with torch.no_grad():
             for (fragment, parts), norm in zip(sent.items(), norms, strict=True):
                 for group, outer, difference in parts:
@@ -224,8 +227,8 @@ class OuterSteps:
                     outer.show(group)
                     self._mark_stale([group])
                 num_bytes = sum(difference.num_bytes for _, _, difference in parts)
-                met.append(Meeting(self.num_steps, fragment, num_bytes, norm, self.comm.world_size))
-        return met
+                steps.append(OuterStep(self.num_steps, fragment, num_bytes, norm, self.comm.world_size))
+        return steps
 
     def _norms(self, means: Iterable[list[Tensor]]) -> list[float]:
         """The norm of each fragment's mean difference, over a replica's ranks. Collective."""
@@ -253,18 +256,19 @@ class OuterSteps:
             torch.autograd.graph.increment_version(group.params.params)  # backward through an old graph raises
             group.params.mark_stale()
 
-    # -- anchors ------------------------------------------------------------------------------------------------
+    # -- global weights -----------------------------------------------------------------------------------------
 
     @contextmanager
-    def anchors(self) -> Generator[None]:
-        """In this block the model computes with the anchors, the same on every replica: evaluate them. Collective.
+    def global_weights(self) -> Generator[None]:
+        """In this block, as to evaluate them, the model computes with the global weights. Collective.
 
-        If local weights are the anchors already, they stay. Else this rank keeps a copy of its local master weights.
-        Gradients of this block may be read, but no optimizer steps by them.
+        They are the same on every replica. If local weights are the global ones already, they stay. Else this rank
+        keeps a copy of its local master weights. Gradients of this block may be read, but no optimizer steps by them.
         """
-        self.require_local("anchors")
-        with nullcontext() if self.still_at_anchor() else self._shown():
-            self._visit("the anchors")  # even if nothing was swapped: training in this block must raise at its step
+        self.require_local("global_weights")
+        with nullcontext() if self.still_at_global_weights() else self._shown():
+            # Even if nothing was swapped: training in this block must raise at its step.
+            self._visit("the global weights")
             try:
                 yield
             finally:
@@ -272,7 +276,7 @@ class OuterSteps:
 
     def _visit(self, whose: str | None) -> None:
         self.applied = whose is not None
-        mark_unusable((group.grads.unusable for _, group in self.groups()), whose, "local_steps.anchors()")
+        mark_unusable((group.grads.unusable for _, group in self.groups()), whose, "local_steps.global_weights()")
 
     @contextmanager
     def _shown(self) -> Generator[None]:
@@ -290,26 +294,26 @@ class OuterSteps:
                     group.params.master.copy_(master)
             self._runtime.refresh_after_replacement("back")
 
-    def still_at_anchor(self) -> bool:
-        """Whether local weights are still the anchors: no longer if any were written to since. Collective."""
-        if not self.at_anchor:
+    def still_at_global_weights(self) -> bool:
+        """Whether local weights are still the global weights: no longer if any were written to since. Collective."""
+        if not self.at_global_weights:
             return False
         self._runtime.take_changes()
         written = any(not outer.is_shown(group) for _, group, outer in self.by_group())
         flag = torch.tensor([written], dtype=torch.uint8, device=self._world.control_device)
         with labelled(CONTROL):
             self._world.all_reduce(flag, "max").wait()
-        self.at_anchor = not flag.item()
-        return self.at_anchor
+        self.at_global_weights = not flag.item()
+        return self.at_global_weights
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of anchors and momentum on this rank."""
+        """Bytes of global weights and momentum on this rank."""
         return sum(outer.num_bytes for outer in self._outer.values())
 
     @property
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """``(unit's name, tensor)`` of all resident tensors: anchors and momentum."""
+        """``(unit's name, tensor)`` of all resident tensors: global weights and momentum."""
         return [(unit.name, tensor) for (unit, _), outer in self._outer.items() for tensor in outer.tensors]
 
     def by_group(self) -> Iterator[tuple[tuple[Unit, int], FlatGroup, Outer]]:
@@ -318,9 +322,9 @@ class OuterSteps:
             if key in self._outer:
                 yield key, group, self._outer[key]
 
-    def loaded(self, num_steps: int, *, at_anchor: bool) -> None:
-        """Resume from a checkpoint, whose anchors are loaded already."""
-        self.num_steps, self.at_anchor = num_steps, at_anchor
+    def loaded(self, num_steps: int, *, at_global_weights: bool) -> None:
+        """Resume from a checkpoint, whose global weights are loaded already."""
+        self.num_steps, self.at_global_weights = num_steps, at_global_weights
         self.order.forget()
 
     def outer_of(self, key: tuple[Unit, int], group: FlatGroup) -> Outer:

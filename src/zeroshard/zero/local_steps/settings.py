@@ -1,21 +1,21 @@
-"""`LocalSteps`: the settings of replicas that take local steps, and the schedule of their meetings. Pure arithmetic.
+"""`LocalSteps`: the settings of replicas that take local steps, and the schedule of outer steps. Pure arithmetic.
 
-Each replica takes ``every`` steps of its own (the *inner* optimizer). Then the replicas *meet*: the mean over replicas
-of the change by these steps, ``anchor - local``, is the gradient of an *outer* optimizer, SGD with Nesterov momentum.
-It updates the *anchor*, the last weights that all replicas had in common::
+Each replica takes ``every`` steps of its own (the *inner* optimizer). Then the replicas take an *outer
+step*: the mean over replicas of the change by these steps, ``global - local``, is the gradient of an *outer* optimizer,
+SGD with Nesterov momentum. It updates the *global weights*, the last that all replicas had in common::
 
     step        1   2   3   4   5   6   7   8
-    replica 0   .   .   .   M   .   .   .   M       every=4: M is a meeting
-    replica 1   .   .   .   M   .   .   .   M
+    replica 0   .   .   .   O   .   .   .   O       every=4: O is an outer step
+    replica 1   .   .   .   O   .   .   .   O
 
 Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models",
 https://arxiv.org/abs/2311.08105, algorithm 1; its numbers are the defaults here.
 
-With ``fragments`` the units of the model meet at different steps, each every ``every`` steps::
+With ``fragments`` the units of the model take their outer steps at different times, each every ``every`` steps::
 
     step        1   2   3   4   5   6   7   8
-    fragment 0  .   M   .   .   .   M   .   .       every=4, fragments=2
-    fragment 1  .   .   .   M   .   .   .   M
+    fragment 0  .   O   .   .   .   O   .   .       every=4, fragments=2
+    fragment 1  .   .   .   O   .   .   .   O
 
 Unit i (the root is unit 0) is in fragment ``i % fragments``, the strided pattern of Douillard et al. 2025, "Streaming
 DiLoCo with overlapping communication", https://arxiv.org/abs/2501.18512, section 2.
@@ -34,15 +34,16 @@ from zeroshard.wire_formats import BLOCK, FORMATS, SAME_AS, BlockFormat, FormatN
 
 @dataclass(frozen=True)
 class LocalSteps:
-    """How the groups of ``shard_size`` ranks, the replicas, meet.
+    """How the groups of ``shard_size`` ranks, the replicas, take local and outer steps.
 
     Attributes:
-        every: steps from one meeting of a unit to the next, 1 or more.
+        every: steps from one outer step of a unit to the next, 1 or more.
         outer_lr: learning rate of the outer SGD; 1.0 with no momentum averages weights.
         outer_momentum: its Nesterov momentum, in [0, 1); 0.0: none.
-        fragments: number of parts into which the units are divided; the parts meet at different steps.
+        fragments: number of parts into which the units are divided; each takes its outer steps at other times.
         wire: format in which differences travel: a dtype, in which they are also summed, or a block format (``"int8"``,
-            ``"int4"``, ``"e4m3"`` or ``"fp8"``), which is summed in fp32; None: the anchor's dtype, usually fp32.
+            ``"int4"``, ``"e4m3"`` or ``"fp8"``), which is summed in fp32; None: the dtype of the
+            global weights, usually fp32.
         block: elements that share a scale in a block format.
         rounding_seed: seed of the noise by which differences are rounded to a block format.
 
@@ -60,7 +61,7 @@ class LocalSteps:
 
     def __post_init__(self) -> None:
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
-            raise ValueError(f"every: {self.every!r} steps between meetings; give 1 or more")
+            raise ValueError(f"every: {self.every!r} local steps for each outer step; give 1 or more")
         self._check_types()
         if not (isfinite(self.outer_lr) and self.outer_lr > 0):
             raise ValueError(f"outer_lr: {self.outer_lr} is not above 0; DiLoCo's is 0.7")
@@ -68,7 +69,7 @@ class LocalSteps:
             raise ValueError(f"outer_momentum: {self.outer_momentum} is outside [0, 1); DiLoCo's is 0.9")
         if not 1 <= self.fragments <= self.every:
             raise ValueError(
-                f"fragments: {self.fragments} fragments cannot meet at different steps of {self.every}; "
+                f"fragments: {self.fragments} fragments cannot synchronise at different steps of {self.every}; "
                 f"give 1 to {self.every}"
             )
         is_dtype = isinstance(self.wire, torch.dtype) and self.wire.is_floating_point
@@ -96,11 +97,11 @@ class LocalSteps:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype in which differences travel, if ``wire`` is one; None for a block format or the anchor's dtype."""
+        """The dtype in which differences travel, if ``wire`` is one; None: a block format, or as global weights."""
         return self.wire if isinstance(self.wire, torch.dtype) else None
 
     def fragments_at(self, num_steps: int) -> list[int]:
-        """The fragments that meet once ``num_steps`` steps are done; at most one."""
+        """The fragments that take an outer step once ``num_steps`` steps are done; at most one."""
         return [
             fragment
             for fragment in range(self.fragments)

@@ -1,7 +1,7 @@
 """Checks that `OuterSteps.step` is called once after each step of all optimizers.
 
-If it were never called, replicas would never meet. If it were called after each backward, or before the optimizer's
-step, they would meet too often, and an optimizer would use gradients of weights that a meeting has replaced.
+If it were never called, there would be no outer step. If it were called after each backward, or before the optimizer's
+step, outer steps would come too often, and an optimizer would use gradients of weights that an outer step has replaced.
 
 [Note: Steps that were skipped]
     A `torch.amp.GradScaler` skips a step silently, possibly that of one optimizer among several. So gradients that
@@ -36,8 +36,8 @@ class StepOrder:
         """Record a step of the optimizer; raises RuntimeError if it has stepped before without `ends` in between."""
         if any(optimizer is known for known in self._stepped):
             raise RuntimeError(
-                "step: the optimizer stepped twice without zero.local_steps.step(), so replicas would never meet; call "
-                "it after each step of the optimizer"
+                "step: the optimizer stepped twice without zero.local_steps.step(), so there would be no outer step; "
+                "call it after each step of the optimizer"
             )
         self._stepped.append(optimizer)
         self._members |= members
@@ -60,5 +60,5 @@ class StepOrder:
         if self._stepped:
             raise RuntimeError(
                 f"{what}: the optimizer has stepped, and zero.local_steps.step() was not called since; call it first, "
-                "or a resumed run would count a step less and meet at others"
+                "or a resumed run would count a step less and take its outer steps at others"
             )

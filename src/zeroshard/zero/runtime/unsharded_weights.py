@@ -24,7 +24,7 @@ from zeroshard.zero.torch_internals import (
 
 Replaced = Literal["for good", "for now", "back"]
 """How weights were replaced outside of a step: by others; by weights that are there for a block only (averages,
-anchors); by the weights from before such a block."""
+global weights); by the weights from before such a block."""
 
 _FAR = 1 << 20  # added to versions in such a block: more than steps add while a graph from the block is still alive
 
@@ -33,7 +33,7 @@ class GraphVersions:
     """The version counters of one engine's parameters, by which autograd raises in a backward through replaced weights.
 
     A graph refers to parameters, and autograd compares their versions with those that it saw in forward. If weights are
-    replaced for the length of a block only (by averages or anchors), their versions are restored with them: an
+    replaced for the length of a block only (by averages or global weights), their versions are restored with them: an
     evaluation may come between a forward and its backward, while a backward through the evaluation's own forward raises
     after the block.
     """

@@ -137,7 +137,7 @@ class EngineOptimizers:
         self._runtime.refresh_after_replacement("back" if self.ema.applied else "for now")
 
     def require_weights(self, what: str) -> None:
-        """Raise RuntimeError about ``what`` while averages or anchors are in the weights' place."""
+        """Raise RuntimeError about ``what`` while averages or global weights are in the weights' place."""
         for observer in self.observers:
             observer.require_weights(what)
 
@@ -257,7 +257,7 @@ class EngineOptimizers:
             )
 
     def before_update(self, optimizer: Optimizer | None) -> None:
-        """Refuse a step that would drop gradients, or change averages or anchors instead of the weights."""
+        """Refuse a step that would drop gradients, or change averages or global weights instead of the weights."""
         self._runtime.require_reduced("step")
         self._runtime.require_unpinned("step")
         self.require_weights("step")

@@ -1,12 +1,13 @@
 """Predicts the memory and traffic of replicas that take local steps (DiLoCo).
 
-Such replicas synchronise every H steps, at a *meeting*: the mean over replicas of the difference between their weights
-and the *anchor*, the last weights that they had in common, becomes the gradient of an outer optimizer with momentum.
+Such replicas take an *outer step* after every H local steps: the mean over replicas of the difference between their
+weights and the *global weights*, the last that they had in common, becomes the gradient of an outer optimizer with
+momentum.
 With S the padded elements of a rank's shard of all trained buffers, W ranks in a replica, and R replicas:
 
-    resident         8 S bytes: anchor and outer momentum in fp32, at every stage
-    a meeting        all-reduce of the shard over the replicas, w S bytes every H steps; w is the wire's itemsize
-    at stage 0       all-gather of the anchors inside the replica: m P bytes, m the master's itemsize, P = S W
+    resident         8 S bytes: global weights and outer momentum in fp32, at every stage
+    an outer step    all-reduce of the shard over the replicas, w S bytes every H steps; w is the wire's itemsize
+    at stage 0       all-gather of the global weights inside the replica: m P bytes, m the master's itemsize, P = S W
 
 An all-reduce of B bytes among R ranks moves 2 (R - 1) / R B over a link in each direction, and only control messages
 leave a replica otherwise. So the traffic between replicas is 1 / H of that of all-reducing the gradients at each step.
@@ -33,12 +34,12 @@ from zeroshard.zero.strategy import SHARD
 
 
 @dataclass(frozen=True)
-class Meetings:
-    """The cost of meetings for one rank; all zeros if replicas take each step together.
+class OuterStepCost:
+    """The cost of outer steps for one rank; all zeros if replicas take each step together.
 
     Attributes:
-        every: steps from one meeting to the next.
-        outer_bytes: resident bytes of anchor and outer momentum.
+        every: steps from one outer step to the next.
+        outer_bytes: resident bytes of global weights and outer momentum.
         crossing_bytes: bytes that a rank gives to the all-reduces over replicas, or to the all-to-alls if differences
             have a block format, in ``every`` steps.
         comm_s: seconds of these collectives and of those that follow, for all of which computation waits, in ``every``
@@ -53,7 +54,7 @@ class Meetings:
     quantise_s: float = 0.0
 
     def added_to(self, timing: Timing) -> Timing:
-        """``timing`` of a step plus the step's share of the meetings."""
+        """``timing`` of a step plus the step's share of the outer steps."""
         return replace(
             timing,
             step_s=timing.step_s + (self.comm_s + self.quantise_s) / self.every,
@@ -68,18 +69,18 @@ class Meetings:
         return asdict(self)
 
 
-def meetings_of(
+def outer_step_cost(
     buffers: Sequence[Buffer],
     settings: LocalSteps,
     strategy: ShardingStrategy,
     cluster: Cluster,
     device: Device,
-) -> Meetings:
-    """The cost of meetings in ``settings.every`` steps.
+) -> OuterStepCost:
+    """The cost of outer steps in ``settings.every`` steps.
 
     Args:
         buffers: the model's flat buffers, root first, laid out for the ``shard_size``.
-        settings: when and how replicas meet.
+        settings: when and how replicas take outer steps.
         strategy: the row of the stage table inside a replica.
         cluster: the ranks and the links between them.
         device: the rank's device, which quantises differences if they have a wire format.
@@ -90,14 +91,14 @@ def meetings_of(
     found = [
         message
         for fragment in range(settings.fragments)
-        for message in meeting_messages(buffers, settings, fragment, num_replicas, unsharded_masters=whole)
+        for message in outer_step_messages(buffers, settings, fragment, num_replicas, unsharded_masters=whole)
     ]
     crossing = [message for message in found if message.phase == "difference"]
     comm_s = sum(cluster.collective_s(m.op, m.num_bytes, num_replicas, replicas=True) for m in crossing)
-    comm_s += sum(cluster.collective_s(m.op, m.num_bytes, shard_size) for m in found if m.phase == "anchor")
+    comm_s += sum(cluster.collective_s(m.op, m.num_bytes, shard_size) for m in found if m.phase == "global_weights")
     num_bytes = sum(message.num_bytes for message in crossing if message.op != "all_gather")
     quantise_s = quantising_s(buffers, settings, num_replicas, device)
-    return Meetings(settings.every, outer_bytes(buffers), num_bytes, comm_s, quantise_s)
+    return OuterStepCost(settings.every, outer_bytes(buffers), num_bytes, comm_s, quantise_s)
 
 
 def quantising_s(buffers: Sequence[Buffer], settings: LocalSteps, num_replicas: int, device: Device) -> float:
@@ -111,18 +112,18 @@ def quantising_s(buffers: Sequence[Buffer], settings: LocalSteps, num_replicas: 
 
 
 def outer_bytes(buffers: Sequence[Buffer]) -> int:
-    """Resident bytes of anchors and outer momentum on a rank; ``buffers`` are laid out for the ``shard_size``."""
+    """Resident bytes of global weights and outer momentum on a rank; ``buffers``: laid out for the ``shard_size``."""
     return sum(2 * buffer.layout.shard_numel * _wide(buffer.dtype).itemsize for buffer in _trained(buffers))
 
 
-def meeting_messages(
+def outer_step_messages(
     buffers: Sequence[Buffer], settings: LocalSteps, fragment: int, num_replicas: int, *, unsharded_masters: bool
 ) -> list[Message]:
-    """The collectives of a fragment's meeting, in order. In a block format pieces are exchanged, and sums gathered.
+    """The collectives of a fragment's outer step, in order. In a block format pieces are exchanged, and sums gathered.
 
     Args:
         buffers: the model's flat buffers, root first, laid out for the ``shard_size``.
-        settings: when and how replicas meet.
+        settings: when and how replicas take outer steps.
         fragment: index of the fragment.
         num_replicas: number of replicas.
         unsharded_masters: whether each rank holds unsharded master weights (stage 0) in a replica of several ranks.
@@ -130,7 +131,7 @@ def meeting_messages(
     units = list(dict.fromkeys(["root", *(buffer.unit for buffer in buffers)]))
     differences: list[Message] = []
     sums: list[Message] = []
-    anchors: list[Message] = []
+    global_weights: list[Message] = []
     for buffer in _trained(buffers):
         if settings.fragment_of(units.index(buffer.unit)) != fragment:
             continue
@@ -144,8 +145,8 @@ def meeting_messages(
             differences.append(Message("all_reduce", num_bytes, name, "difference", num_replicas))
         if unsharded_masters:
             num_bytes = layout.padded_numel * buffer.dtype.itemsize
-            anchors.append(Message("all_gather", num_bytes, name, "anchor", layout.world_size))
-    return [*differences, *sums, *anchors]
+            global_weights.append(Message("all_gather", num_bytes, name, "global_weights", layout.world_size))
+    return [*differences, *sums, *global_weights]
 
 
 def _trained(buffers: Sequence[Buffer]) -> list[Buffer]:
