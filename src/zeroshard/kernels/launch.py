@@ -143,7 +143,7 @@ def next_power_of_2(number: int) -> int:
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors: persistent programs that run at the same time, at one each."""
+    """Return the number of multiprocessors: persistent programs that run at the same time: [Note: Bits]."""
     if device.type != "cuda":
         return INTERPRETED_PROGRAMS
     return _num_multiprocessors(device)

@@ -193,7 +193,10 @@ def _claim() -> tuple[int, int]:
 
 
 def _lock(number: int) -> int | None:
-    """Lock a network number; returns the lock's file descriptor, or None if another process holds it."""
+    """Lock a network number: [Note: Nothing is left behind].
+
+    Returns the lock's file descriptor, or None if another process holds it.
+    """
     LOCKS.mkdir(parents=True, exist_ok=True)
     descriptor = open_regular(LOCKS / f"network-{number}", os.O_RDWR | os.O_CREAT, 0o600, follow=False)
     try:

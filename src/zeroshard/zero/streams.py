@@ -150,7 +150,7 @@ class DeviceStreams:
 
     def freed(self) -> None:
         """See `Streams.freed`."""
-        self._freed[self._api.current_stream(self._device)] = self.mark()
+        self._freed[self._api.current_stream(self._device)] = self.mark()  # [Note: No record_stream]
 
 
 class ByDevice:

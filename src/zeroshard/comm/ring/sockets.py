@@ -196,7 +196,7 @@ class _Lines:
             outgoing.end()
 
     def _keep(self, rank: int, line: socket.socket) -> None:
-        """Keep the connection on which ``rank`` sends to us; called on the listener's thread."""
+        """Keep the line on which ``rank`` sends to us, on the listener's thread: [Note: Who may connect]."""
         with contextlib.suppress(OSError):  # it is closed already: reading from it will raise
             _settle(line, socket.SO_RCVTIMEO, self._timeout_s)
         with self._came:
@@ -356,7 +356,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 def _fill(line: socket.socket, view: memoryview) -> None:
     while len(view):
-        num_bytes = line.recv_into(view, 0, socket.MSG_WAITALL)
+        num_bytes = line.recv_into(view, 0, socket.MSG_WAITALL)  # [Note: Few large calls]
         if not num_bytes:
             raise ConnectionResetError("it has hung up")
         view = view[num_bytes:]

@@ -35,7 +35,7 @@ class Exposed:
 
         ``issuing``: the block issues the operation rather than wait for it, which on CUDA costs no time on the device.
         """
-        if device.type == "cuda" and (issuing or is_on_side_stream()):
+        if device.type == "cuda" and (issuing or is_on_side_stream()):  # [Note: Two clocks]
             return nullcontext()
         return self._watch.span(with_phase(label), device)
 

@@ -155,7 +155,10 @@ class ThrottledCommunicator(Wrapper):
         self._begin(range(inner.world_size), {"between": 1, "inside": 1})
 
     def _begin(self, names: Sequence[int], num_rings: dict[str, int]) -> None:
-        """Set up for ranks whose numbers in the unsplit world are ``names``, and ``num_rings`` to share each link."""
+        """Set up for ranks whose numbers in the unsplit world are ``names``, and ``num_rings`` on each link.
+
+        See [Note: What shares a link].
+        """
         self._names, self._num_rings = names, num_rings
         self._levels = [
             _Level(self._links[level], self._buckets[level], num_rings[level], self._exchanged(level))

@@ -163,7 +163,10 @@ def trace_model(
 
 @contextmanager
 def _fakes() -> Generator[None]:
-    """Use fake tensors in this block; torch's log of untraceable operations is off, because the caller reports them."""
+    """Use fake tensors in this block: [Note: Fake devices].
+
+    Torch's log of untraceable operations is off, because the caller reports them.
+    """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:

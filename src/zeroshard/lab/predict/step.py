@@ -66,7 +66,7 @@ def step_of(
         reproducible=settings.reproducible is not None,
         device_type=settings.device_type,
     )
-    num_taken = min(settings.num_micro, 3)
+    num_taken = min(settings.num_micro, 3)  # [Note: Many micro-batches]
     syncs = tuple(settings.reduces_each_backward or micro == num_taken - 1 for micro in range(num_taken))
     events = tuple(span.event for span in trace.spans)
     told = recorded(events, trace.units, tuple(buffers), replace(settings, num_micro=1, accumulate=None), syncs)

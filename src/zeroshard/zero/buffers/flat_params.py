@@ -2,7 +2,7 @@
 
 [Note: Storage and saved views]
     Autograd saves views of weights in forward (``weight.t()``, say) and reads them in backward. Freed weights must
-    therefore come back in the *same* storage: `release` resizes the flat buffer's storage to nothing and `gather`
+    therefore come back in the *same* storage: `reshard` resizes the flat buffer's storage to nothing and `unshard`
     resizes it back, so that views from before are valid again. While the storage is empty, each parameter's ``.data``
     is one NaN expanded to its shape: code that reads a freed weight sees NaN, never stray memory. ``param.data = view``
     hides the refresh from autograd's version check: the engine guarantees that weights change only between steps.
@@ -113,7 +113,7 @@ class FlatParams:
         shapes = [(param_name, param.shape) for param_name, param in params]
         self.layout = layout or FlatLayout.of(shapes, comm.world_size, ALIGNMENT, rank_groups.parts)
         self.shard_optim = strategy.optim is SHARD and comm.world_size > 1
-        self.shard_params = strategy.params is SHARD and comm.world_size > 1
+        self.shard_params = strategy.params is SHARD and comm.world_size > 1  # [Note: One rank]
         self.state = UNSHARDED
         self._watches: dict[tuple[WeightState, Callable[[], None]], outdated.Watch] = {}
         self._work: Work | None = None
@@ -219,7 +219,7 @@ class FlatParams:
             with torch.inference_mode(False):
                 self.full = torch.empty_like(self.full)
                 self._views = self.layout.views(self.full)
-        self.full.untyped_storage().resize_(0)
+        self.full.untyped_storage().resize_(0)  # [Note: Storage and saved views]
         self.state = SHARDED
 
     def expose(self) -> None:
@@ -260,9 +260,9 @@ class FlatParams:
         outdated.unmark(self.params)
 
     def take_changes(self) -> None:
-        """Copy values that were written into unsharded, current weights to the master: [Note: Changes in place].
+        """Copy values that were written into unsharded, current weights to the master.
 
-        Every rank must call it, and must have written the same values.
+        Every rank must call it, and must have written the same values: [Note: Changes in place] in `written_weights`.
         """
         if not self.param_views.visible:
             self.param_views.refuse_assigned()

@@ -31,7 +31,7 @@ LEAST_TOGETHER = 3  # fewer gradients would need as many operations together as 
 
 
 class SmallGrads:
-    """The gradients that wait to be copied into one flat buffer.
+    """The gradients that wait to be copied into one flat buffer: [Note: Small gradients].
 
     Args:
         layout: layout of the buffer.

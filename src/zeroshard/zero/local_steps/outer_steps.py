@@ -177,7 +177,7 @@ class OuterSteps:
         self.order.ends((group for _, group in self.groups()), taken=taken)
         self.begin_global_weights()  # for a replica whose first step was skipped
         self.num_steps += 1
-        if not taken:
+        if not taken:  # [Note: The same order everywhere]
             self._mark_stale(group for _, group in self.groups())
         fragments = self.settings.fragments_at(self.num_steps)
         if not fragments:

@@ -47,7 +47,7 @@ class StepOrder:
         for group in groups if taken else ():
             for slot, param in enumerate(group.params.params):
                 if group.grads.used[slot] and param not in self._members:
-                    group.grads.unusable.why[slot] = _WAITED
+                    group.grads.unusable.why[slot] = _WAITED  # [Note: Steps that were skipped]
         self.forget()
 
     def forget(self) -> None:

@@ -132,7 +132,7 @@ class ShardedParams:
 
 
 class PiecewiseOptimizer:
-    """An optimizer over pieces, and the model's parameters that they are pieces of.
+    """An optimizer over pieces, and the model's parameters that they are pieces of: [Note: Whose parameters].
 
     Attributes:
         optimizer: an instance of exactly the class that was asked for.
@@ -309,7 +309,10 @@ def _are(found: Iterable[Any], expected: Sequence[Any]) -> bool:
 def _kept_whole(
     optimizer_cls: type[Optimizer], kwargs: Mapping[str, Any], group: Mapping[str, Any], chosen: list[nn.Parameter]
 ) -> set[nn.Parameter]:
-    """Those of a group's parameters that must be whole tensors: all or none; ValueError for a class that is refused."""
+    """Those of a group's parameters that must be whole tensors, all or none: [Note: Element by element].
+
+    ValueError: the class is refused.
+    """
     device = chosen[0].device if chosen else torch.device("cpu")
     kind = classify(optimizer_cls, kwargs, group, device)
     if kind.refused:

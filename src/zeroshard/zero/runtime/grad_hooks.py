@@ -113,7 +113,10 @@ class GradHooks:
 
 
 class ParamGrad:
-    """One parameter and the `ShardedGrad` that it shows, which is reused unless user code still refers to it."""
+    """One parameter and the `ShardedGrad` that it shows: [Note: What a parameter shows].
+
+    The `ShardedGrad` is reused unless user code still refers to it.
+    """
 
     def __init__(self, home: GradHome, group: FlatGroup, param: nn.Parameter) -> None:
         self.param, self.group = param, group

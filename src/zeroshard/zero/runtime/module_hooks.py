@@ -100,7 +100,7 @@ def attach(unit: Unit, listener: Listener, cast: torch.dtype | None) -> list[Any
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Before forward: have the engine unshard weights, and hook the inputs, whose gradients end the backward."""
-        if in_transform():
+        if in_transform():  # [Note: Transforms]
             require_readable(unit)
             return _all_cast(args, kwargs, cast)
         listener.pre_forward(unit)
@@ -121,7 +121,7 @@ def attach(unit: Unit, listener: Listener, cast: torch.dtype | None) -> list[Any
         if in_transform():
             return None
         returned, output = output, _outliving(listener, unit, output)
-        if in_backward():
+        if in_backward():  # [Note: Recomputation]
             event = uncompiled(_once_per_pass(listener, begins_nested))
             for tensor in _with_bases(tensors_in(output), _tensors_of(args, kwargs)):
                 tensor.register_hook(event)
@@ -149,8 +149,8 @@ def attach_parts(units: Iterable[Unit], model: nn.Module, pre_forward_of_part: C
     """Hook each module, but the units' own, that owns parameters of a unit, to call ``pre_forward_of_part`` first.
 
     So a model may call a unit's submodules instead of the unit. In compiled code the hook is traced: inside of the unit
-    it adds nothing to the graph, and outside of it the graph ends before ``pre_forward_of_part``. Returns removable
-    handles.
+    it adds nothing to the graph, and outside of it the graph ends before ``pre_forward_of_part``; see
+    [Note: Hooks inside of a unit] in `uncompiled`. Returns removable handles.
     """
     homes = {param: unit for unit in units for group in unit.groups for param in group.params.params}
     handles, pre_forward_of_part = [], uncompiled(pre_forward_of_part)

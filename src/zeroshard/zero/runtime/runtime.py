@@ -205,7 +205,7 @@ class Runtime:
             self._forget_backward()
         if self.backward_pass is None:
             self._grad_hooks.apply_assigned_grads()
-            if not self._order_agreed and self.units:
+            if not self._order_agreed and self.units:  # [Note: Order of execution]
                 order = self.collectives.agree_on_units(self.units, list(self._forward_pass.ran))
                 self._forward_pass.take_order(order)
                 self._weights.order = order
