@@ -66,9 +66,9 @@ def test_the_files_that_answer_a_newcomers_questions_exist():
     assert [path for path in paths if not (PACKAGE / path).is_file()] == []
 
 
-def test_no_file_is_longer_than_four_hundred_lines():
+def test_no_file_is_longer_than_six_hundred_lines():
     lines = {str(path.relative_to(PACKAGE)): len(path.read_text().splitlines()) for path in modules().values()}
-    assert {path: num_lines for path, num_lines in lines.items() if num_lines > 400} == {}
+    assert {path: num_lines for path, num_lines in lines.items() if num_lines > 600} == {}
 
 
 SETTERS = [
