@@ -8,6 +8,7 @@ from zeroshard.lab.predict.memory import OPTIMIZER_STATES, state_bytes
 from zeroshard.lab.predict.traffic import bytes_by_op, messages
 from zeroshard.models import build_model
 from zeroshard.zero import STAGES, FlatLayout, MixedPrecision
+from zeroshard.zero.whole_tensors.layout import whole_layout
 
 ADAMW = OPTIMIZER_STATES["AdamW"]
 SIXTEEN = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -77,7 +78,7 @@ def test_whole_parameters_cannot_be_shared_out_evenly():
     with torch.device("meta"):
         model = build_model("gpt2-124m")
     shapes = [(name, tuple(param.shape)) for name, param in model.named_parameters()]
-    whole, flat = FlatLayout.whole(shapes, 8), FlatLayout.of(shapes, 8)
+    whole, flat = whole_layout(shapes, 8), FlatLayout.of(shapes, 8)
     assert whole.longest == 50257 * 768
     assert whole.longest * 8 / flat.numel == pytest.approx(2.48, abs=0.01)
     assert flat.shard_numel * 8 / flat.numel < 1.0001

@@ -30,5 +30,5 @@ def test_buffers_are_those_that_an_engine_makes_and_tensors_lie_where_it_puts_th
     assert [(b.unit, b.name, b.layout, b.dtype, b.trained) for b in predicted] == [
         (name, group.params.name, group.params.layout, group.params.master.dtype, group.trained) for name, group in made
     ]
-    lie_whole = [buffer.layout.longest is not None for buffer in predicted]
+    lie_whole = [buffer.layout.keeps_tensors_whole for buffer in predicted]
     assert (any(lie_whole), all(lie_whole)) == (unsplit != "none", unsplit == "all")

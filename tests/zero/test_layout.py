@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroshard.zero import FlatLayout
-from zeroshard.zero.buffers.layout import ALIGNMENT, LEAST_ALIGNED, WHOLE_ALIGNMENT, balance
+from zeroshard.zero.buffers.layout import ALIGNMENT, LEAST_ALIGNED
+from zeroshard.zero.whole_tensors.layout import WHOLE_ALIGNMENT, balance, whole_layout
 
 shapes = st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), max_size=6)
 
@@ -17,7 +18,7 @@ def _layout(shapes, world_size):
 
 
 def _whole(shapes, world_size, loads=()):
-    return FlatLayout.whole([(f"p{i}", shape) for i, shape in enumerate(shapes)], world_size, loads)
+    return whole_layout([(f"p{i}", shape) for i, shape in enumerate(shapes)], world_size, loads)
 
 
 def _aligned(shapes, world_size):
@@ -144,12 +145,12 @@ def test_a_world_has_at_least_one_rank():
     with pytest.raises(ValueError, match=r"^world_size must be at least 1, got 0"):
         FlatLayout((), 0)
     with pytest.raises(ValueError, match=r"^world_size must be at least 1, got 0"):
-        FlatLayout.whole([], 0)
+        whole_layout([], 0)
     with pytest.raises(ValueError, match=r"^alignment must be at least 1, got 0"):
         FlatLayout.of([("a", (2,))], 2, 0)
 
 
-@pytest.mark.parametrize("make", [FlatLayout.of, FlatLayout.whole])
+@pytest.mark.parametrize("make", [FlatLayout.of, whole_layout])
 def test_numbers_that_lay_out_nothing_are_refused_by_name(make):
     for world_size in (-1, 1.5, "2", True, None):
         with pytest.raises(ValueError, match=r"^world_size must be at least 1, got "):
@@ -170,7 +171,7 @@ def test_numbers_that_lay_out_nothing_are_refused_by_name(make):
 def test_pieces_end_where_parts_do(whole):
     """A world of 2 with 4 parts is laid out, and cut, as one of 8."""
     shapes = [("a", (300, 7)), ("b", (5,)), ("c", (33, 40)), ("d", ()), ("e", (11, 3))]
-    lay_out = FlatLayout.whole if whole else functools.partial(FlatLayout.of, alignment=8)
+    lay_out = whole_layout if whole else functools.partial(FlatLayout.of, alignment=8)
     cut = {world_size: lay_out(shapes, world_size, parts=8 // world_size) for world_size in (1, 2, 4, 8)}
     pieces = {size: [p for rank in range(size) for p in layout.owned(rank)] for size, layout in cut.items()}
     for world_size, layout in cut.items():

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from zeroshard.comm import NullCommunicator
 from zeroshard.zero import OptimizerKind, Zero
-from zeroshard.zero.optimizers import requirements
-from zeroshard.zero.optimizers.reach_probe import probe
-from zeroshard.zero.optimizers.requirements import OF_TORCH, Reach, classify
+from zeroshard.zero.whole_tensors import requirements
+from zeroshard.zero.whole_tensors.reach_probe import probe
+from zeroshard.zero.whole_tensors.requirements import OF_TORCH, Reach, classify
 
 SETTINGS = [
     ("SGD", {"lr": torch.tensor(0.1), "momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "foreach": True}),

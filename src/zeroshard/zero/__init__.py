@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from zeroshard.zero.local_steps.outer_steps import OuterSteps as OuterSteps
     from zeroshard.zero.local_steps.outer_steps import ReplicaDivergedError as ReplicaDivergedError
     from zeroshard.zero.local_steps.settings import LocalSteps as LocalSteps
-    from zeroshard.zero.optimizers.requirements import OptimizerKind as OptimizerKind
-    from zeroshard.zero.optimizers.requirements import Reach as Reach
-    from zeroshard.zero.optimizers.requirements import classify as classify
     from zeroshard.zero.precision import MixedPrecision as MixedPrecision
     from zeroshard.zero.rank_groups import RankGroups as RankGroups
     from zeroshard.zero.sharded_optimizer.optimizer import ShardedOptimizer as ShardedOptimizer
@@ -33,5 +30,8 @@ if TYPE_CHECKING:
     from zeroshard.zero.strategy import Placement as Placement
     from zeroshard.zero.strategy import ShardingStrategy as ShardingStrategy
     from zeroshard.zero.strategy import resolve_strategy as resolve_strategy
+    from zeroshard.zero.whole_tensors.requirements import OptimizerKind as OptimizerKind
+    from zeroshard.zero.whole_tensors.requirements import Reach as Reach
+    from zeroshard.zero.whole_tensors.requirements import classify as classify
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

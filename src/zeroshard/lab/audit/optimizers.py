@@ -1,7 +1,7 @@
 """Which optimizers may be sharded, and how much sharding changes their results: classified and measured per class.
 
-`zeroshard.zero.optimizers.requirements` says whether a class may get slices of tensors. The measurement then trains a
-small model at every stage, with threads as ranks, and an unsharded twin of it: the twin's optimizer is the same class
+`zeroshard.zero.whole_tensors.requirements` says whether a class may get slices of tensors. The measurement then trains
+a small model at every stage, with threads as ranks, and an unsharded twin of it: the twin's optimizer is the same class
 over unsharded parameters, and it gets the very gradients that the ranks have averaged. Any difference after `NUM_STEPS`
 is therefore caused by sharding the optimizer, and by nothing else.
 """

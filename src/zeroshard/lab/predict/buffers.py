@@ -15,6 +15,7 @@ from zeroshard.zero.buffers.layout import ALIGNMENT, FlatLayout
 from zeroshard.zero.buffers.partition import partition
 from zeroshard.zero.buffers.unit_choice import UnitChoice
 from zeroshard.zero.precision import MixedPrecision
+from zeroshard.zero.whole_tensors.layout import whole_layout
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def buffers_of(
             if kind in tensors:
                 packed = any((policy.weights_format(kind[0]), policy.gradients_format(kind[0])))
                 even = replicated or packed or reproducible is not None
-                layout = FlatLayout.whole(tensors[kind], world_size, loads, even=even, parts=parts)
+                layout = whole_layout(tensors[kind], world_size, loads, even=even, parts=parts)
                 layout.add_loads(loads)
                 if named:
                     name = f"{spec.name}#{len(flat) + len(further)}"

@@ -114,7 +114,7 @@ def state_bytes(
                 total["grads"] += _exact_bytes(buffer, strategy, rank, precision)
             else:
                 total["grads"] += _grad_bytes(buffer, strategy, rank, precision, num_reductions)
-            kept = optimizer if buffer.layout.longest is None or whole_optimizer is None else whole_optimizer
+            kept = optimizer if not buffer.layout.keeps_tensors_whole or whole_optimizer is None else whole_optimizer
             owner = rank if _shards_optim(buffer, strategy) else None
             total["optimizer"] += _optimizer_bytes(buffer, owner, kept, device_type)
     return total
@@ -194,7 +194,9 @@ def _exact_bytes(buffer: Buffer, strategy: ShardingStrategy, rank: int, precisio
 def _optimizer_bytes(buffer: Buffer, rank: int | None, optimizer: OptimizerState, device_type: str) -> int:
     """Bytes of optimizer state for a buffer; ``rank`` None: the optimizer is replicated."""
     layout = buffer.layout
-    if rank is None and layout.longest is None and device_type == "cpu":  # computed without a loop over all ranks
+    if (
+        rank is None and not layout.keeps_tensors_whole and device_type == "cpu"
+    ):  # computed without a loop over all ranks
         shard_numel = max(layout.part_numel, 1)
         slots = [slot for slot in layout.slots if slot.numel]
         num_pieces = sum(
@@ -202,7 +204,7 @@ def _optimizer_bytes(buffer: Buffer, rank: int | None, optimizer: OptimizerState
         )
         num_bytes = sum(optimizer.numel((slot.numel,)) for slot in slots) * buffer.dtype.itemsize
         return num_bytes + num_pieces * optimizer.num_scalars * SCALAR_BYTES
-    if rank is None and (device_type != "cpu" or layout.longest is not None):
+    if rank is None and (device_type != "cpu" or layout.keeps_tensors_whole):
         pieces = layout.tensors()
     else:
         ranks = range(layout.world_size) if rank is None else [rank]

@@ -9,27 +9,17 @@ the same number of elements, however uneven the parameters are. That suits optim
 an engine's layouts, slots and shards of at least `LEAST_ALIGNED` elements begin at multiples of `ALIGNMENT` elements,
 so that a parameter of one element does not misalign those after it.
 
-If an optimizer needs whole tensors (see `requirements`), no slot crosses the border of a shard. Tensors are assigned to
-shards, the largest first, each to the shard with the least so far, and all shards are as long as the longest::
-
-    slot 0               slot 2   slot 1
-    |--------------------|--------|-----------|........|          . padding
-    |       rank 0       |       rank 1       |  ...
-
-Graham 1969, "Bounds on Multiprocessing Timing Anomalies": the longest shard is at most 4/3 - 1/(3 W) of the shortest
-possible, which is at least the largest tensor. A buffer with few tensors on many ranks would be mostly padding. There
-each shard is only as long as what its rank owns, and most ranks own nothing (`FlatLayout.owners`).
+If an optimizer needs whole tensors, no slot crosses the border of a shard: `zeroshard.zero.whole_tensors.layout`.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,15 +31,6 @@ of 16 bytes; more would only pad. Most parameters have a multiple of `ALIGNMENT`
 
 LEAST_ALIGNED = 256
 """Elements of the smallest slot, and of the smallest shard, that is aligned: for less, padding would exceed 3 %."""
-
-MOSTLY_PADDING = 4
-"""A buffer of whole tensors that would be longer than its parameters by more than this factor may have shards of
-different lengths."""
-
-WHOLE_ALIGNMENT = 16
-"""Elements to which whole tensors are aligned: 64 bytes of fp32. The alignment of a tensor decides which matrix kernel
-runs, and kernels sum in different orders. So a tensor must have the same alignment in every buffer to have the same
-bits at each stage."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +64,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 
-def _check_counts(world_size: int, alignment: int, parts: int) -> None:
+def check_counts(world_size: int, alignment: int, parts: int) -> None:
     """Raise ValueError for a number of a `FlatLayout` that is not a whole number from 1 on."""
     for name, value in (("world_size", world_size), ("alignment", alignment), ("parts", parts)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -117,11 +98,8 @@ class FlatLayout:
     """Slots in a flat buffer that is divided into ``world_size`` shards.
 
     Attributes:
-        slots: places of the parameters, in their order; `of` puts them end to end, `whole` each within one shard.
+        slots: places of the parameters, in their order, end to end.
         world_size: number of shards.
-        longest: if tensors are whole, elements of the longest shard; None if shards may cut tensors.
-        owners: if shards differ in length, ``(rank, start, stop)`` of each rank that owns something, in order; None if
-            all shards have one length.
         alignment: offsets of slots and lengths of shards from `LEAST_ALIGNED` elements on are multiples of this.
         parts: number of equal parts of each shard; pieces end at their borders. A world of 2 with 4 parts is laid out,
             and cut into pieces, as one of 8: see `zeroshard.zero.transport.exact_sums`.
@@ -133,75 +111,33 @@ class FlatLayout:
 
     slots: tuple[Slot, ...]
     world_size: int
-    longest: int | None = None
     alignment: int = 1
-    owners: tuple[tuple[int, int, int], ...] | None = None
     parts: int = 1
+    keeps_tensors_whole: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        _check_counts(self.world_size, self.alignment, self.parts)
+        check_counts(self.world_size, self.alignment, self.parts)
 
     @classmethod
     def of(
         cls, shapes: Iterable[tuple[str, Sequence[int]]], world_size: int, alignment: int = 1, parts: int = 1
     ) -> FlatLayout:
         """Lay out parameters ``(name, shape)`` end to end, in the order given; other arguments: see the attributes."""
-        _check_counts(world_size, alignment, parts)
+        check_counts(world_size, alignment, parts)
         slots: list[Slot] = []
         offset = 0
         for name, shape in shapes:
             slot = Slot(name, tuple(shape), offset)
             if slot.numel >= LEAST_ALIGNED:
-                slot = Slot(name, slot.shape, _aligned(offset, alignment))
+                slot = Slot(name, slot.shape, aligned(offset, alignment))
             slots.append(slot)
             offset = slot.offset + slot.numel
         return cls(tuple(slots), world_size, alignment=alignment, parts=parts)
 
-    @classmethod
-    def whole(
-        cls,
-        shapes: Iterable[tuple[str, Sequence[int]]],
-        world_size: int,
-        loads: Sequence[int] = (),
-        *,
-        even: bool = True,
-        parts: int = 1,
-    ) -> FlatLayout:
-        """Lay out parameters ``(name, shape)`` so that each lies in one part of one shard.
-
-        Args:
-            shapes: names and shapes of the parameters.
-            world_size: number of shards.
-            loads: elements that each part of each rank owns in other buffers. Of parts that own equally much of this
-                buffer, the one that owns least of the others is next, so that not every buffer's largest tensor goes to
-                the same rank.
-            even: whether shards must have one length. If not, and if the buffer would be over `MOSTLY_PADDING` times as
-                long as its parameters, each shard is only as long as what its rank owns.
-            parts: see the attribute.
-        """
-        _check_counts(world_size, 1, parts)
-        slots = [Slot(name, tuple(shape), 0) for name, shape in shapes]
-        owners = balance([slot.numel for slot in slots], list(loads) or [0] * (world_size * parts))
-        filled = [0] * (world_size * parts)
-        starts = []
-        for slot, owner in zip(slots, owners, strict=True):
-            starts.append(filled[owner])
-            filled[owner] += _aligned(slot.numel, WHOLE_ALIGNMENT)
-        longest, intervals = max(filled), None
-        begins: dict[int, int] = {}
-        if not even and longest * world_size > MOSTLY_PADDING * sum(filled):
-            ranks = [rank for rank, numel in enumerate(filled) if numel]
-            ends = list(itertools.accumulate(filled[rank] for rank in ranks))
-            intervals = tuple((rank, end - filled[rank], end) for rank, end in zip(ranks, ends, strict=True))
-            begins = {rank: start for rank, start, _ in intervals}
-        placed = zip(slots, owners, starts, strict=True)
-        return cls(
-            tuple(Slot(s.name, s.shape, begins.get(owner, owner * longest) + start) for s, owner, start in placed),
-            world_size,
-            longest * parts,
-            owners=intervals,
-            parts=parts,
-        )
+    @property
+    def owners(self) -> tuple[tuple[int, int, int], ...] | None:
+        """``(rank, start, stop)`` of each rank that owns something, in order; None: all shards have one length."""
+        return None
 
     @cached_property
     def numel(self) -> int:
@@ -211,11 +147,9 @@ class FlatLayout:
     @cached_property
     def shard_numel(self) -> int:
         """Elements of each rank's shard, padding included; if shards differ, of the longest."""
-        if self.longest is not None:
-            return self.longest
         end = max((slot.offset + slot.numel for slot in self.slots), default=0)
         least = -(-end // (self.world_size * self.parts))
-        return self.parts * (_aligned(least, self.alignment) if least >= LEAST_ALIGNED else least)
+        return self.parts * (aligned(least, self.alignment) if least >= LEAST_ALIGNED else least)
 
     @property
     def part_numel(self) -> int:
@@ -225,13 +159,7 @@ class FlatLayout:
     @property
     def padded_numel(self) -> int:
         """Elements of the flat buffer."""
-        if self.owners is not None:
-            return _aligned(self.owners[-1][2], self.world_size) if self.owners else 0  # any group's size divides it
         return self.shard_numel * self.world_size
-
-    @cached_property
-    def _intervals(self) -> dict[int, tuple[int, int]]:
-        return {rank: (start, stop) for rank, start, stop in self.owners or ()}
 
     def own_numel(self, rank: int) -> int:
         """Elements of ``rank``'s shard."""
@@ -242,8 +170,6 @@ class FlatLayout:
         """``[start, stop)`` of ``rank``'s shard in the flat buffer; (0, 0) if it owns nothing."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank: {rank} is outside a world of {self.world_size}; ranks count from 0")
-        if self.owners is not None:
-            return self._intervals.get(rank, (0, 0))
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     @cached_property
@@ -258,15 +184,6 @@ class FlatLayout:
         if position < self.padded_numel:
             gaps.append((position, self.padded_numel))
         return tuple(gaps)
-
-    def add_loads(self, loads: list[int]) -> None:
-        """Add the elements of whole tensors that each part of each rank owns to its entry of ``loads``."""
-        for slot in self.slots:
-            if slot.numel and self.owners is None:
-                loads[slot.offset // self.part_numel] += slot.numel
-            elif slot.numel and self.owners is not None:
-                rank = next(rank for rank, start, stop in self.owners if start <= slot.offset < stop)
-                loads[rank] += slot.numel
 
     def zero_padding(self, flat: Tensor) -> None:
         """Fill the padding of ``flat [padded_numel]`` with zeros."""
@@ -323,30 +240,9 @@ class FlatLayout:
 
     def _piece(self, index: int, first: int, last: int) -> Piece:
         slot = self.slots[index]
-        shape = (last - first,) if self.longest is None else slot.shape
-        return Piece(index, (first - slot.offset, last - slot.offset), first, shape)
+        return Piece(index, (first - slot.offset, last - slot.offset), first, (last - first,))
 
 
-def balance(numels: Sequence[int], loads: Sequence[int]) -> list[int]:
-    """Return the shard of each tensor: the largest is placed first, each in the shard that has least; ties by order.
-
-    Args:
-        numels: elements of each tensor.
-        loads: elements of each shard in other buffers; they decide between shards that have equally much here.
-    """
-    if len(loads) > len(numels):  # there are no more owners than tensors: those with the least load
-        chosen = sorted(np.argsort(np.asarray(loads), kind="stable")[: len(numels)].tolist())
-        if len(chosen) < len(loads) and chosen:
-            return [chosen[owner] for owner in balance(numels, [loads[shard] for shard in chosen])]
-    here, total = [0] * len(loads), list(loads)
-    owners = [0] * len(numels)
-    for index in sorted(range(len(numels)), key=lambda index: -numels[index]):
-        owner = min(range(len(here)), key=lambda shard: (here[shard], total[shard]))
-        owners[index] = owner
-        here[owner] += _aligned(numels[index], WHOLE_ALIGNMENT)
-        total[owner] += _aligned(numels[index], WHOLE_ALIGNMENT)
-    return owners
-
-
-def _aligned(numel: int, alignment: int) -> int:
+def aligned(numel: int, alignment: int) -> int:
+    """``numel``, rounded up to a multiple of ``alignment``."""
     return -(-numel // alignment) * alignment

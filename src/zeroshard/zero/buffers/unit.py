@@ -11,7 +11,7 @@ and frozen weights need neither gradients nor refreshing. Nearly every unit has 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -27,6 +27,9 @@ from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.rank_groups import RankGroups
 from zeroshard.zero.strategy import ShardingStrategy
 from zeroshard.zero.streams import Streams
+
+LaysOut = Callable[[Sequence[tuple[str, Sequence[int]]], int, bool, int], FlatLayout]
+"""``(names and shapes, number of shards, whether these must have one length, parts of each) -> layout``."""
 
 
 class FlatGroup:
@@ -99,9 +102,9 @@ class FlatGroup:
     @property
     def keeps_tensors_whole(self) -> bool:
         """Whether the layout keeps tensors whole."""
-        return self.params.layout.longest is not None
+        return self.params.layout.keeps_tensors_whole
 
-    def keep_tensors_whole(self, chosen: set[nn.Parameter], name: str, loads: list[int]) -> list[FlatGroup]:
+    def keep_tensors_whole(self, chosen: set[nn.Parameter], name: str, lay_out: LaysOut) -> list[FlatGroup]:
         """Return the parameters in new groups: first one of those not chosen, if any, then one of the chosen.
 
         Collective. The values are those of the master weights; there must be no gradients.
@@ -109,15 +112,14 @@ class FlatGroup:
         Args:
             chosen: the parameters of the group whose tensors are to be whole.
             name: name of their new group, if it is not the only one.
-            loads: elements of whole tensors that each rank owns so far; those of this group are added.
+            lay_out: makes the layout of the new group.
         """
         layout, named = self.params.layout, self._take_out()
         stay = [(name, param) for name, param in named if param not in chosen]
         leave = [(name, param) for name, param in named if param in chosen]
         shapes = [(name, param.shape) for name, param in leave]
         even = self._travels_packed or self.grads.reducer.needs_even_shards
-        own = FlatLayout.whole(shapes, layout.world_size, loads, even=even, parts=layout.parts)
-        own.add_loads(loads)
+        own = lay_out(shapes, layout.world_size, even, layout.parts)
         made = [self._again(self.params.name, stay, frozen=self._frozen)] if stay else []
         made.append(self._again(name if stay else self.params.name, leave, layout=own, frozen=self._frozen))
         for group in made:
@@ -251,12 +253,12 @@ class Unit:
         """Return the groups that take gradients now, or may have some from a backward that did not reduce."""
         return [group for group in self.groups if group.trained or group.unreduced]
 
-    def keep_tensors_whole(self, chosen: set[nn.Parameter], loads: list[int]) -> None:
+    def keep_tensors_whole(self, chosen: set[nn.Parameter], lay_out: LaysOut) -> None:
         """Move the chosen parameters to groups that keep tensors whole. Collective; see that of `FlatGroup`."""
         for index, group in enumerate(list(self.groups)):
             moving = chosen.intersection(group.params.params)
             if moving and not group.keeps_tensors_whole:
-                first, *second = group.keep_tensors_whole(moving, f"{self.name}#{len(self.groups)}", loads)
+                first, *second = group.keep_tensors_whole(moving, f"{self.name}#{len(self.groups)}", lay_out)
                 self.groups[index] = first
                 self.groups += second
 

@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 from zeroshard.zero.local_steps import checkpoints
 from zeroshard.zero.local_steps.outer_steps import OuterSteps
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
-from zeroshard.zero.optimizers.reach_probe import weights_kept
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader
 from zeroshard.zero.stepping.observer import Observer
+from zeroshard.zero.whole_tensors.reach_probe import weights_kept
 
 
 class LocalStepsObserver(Observer):

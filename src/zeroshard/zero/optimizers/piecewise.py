@@ -27,8 +27,8 @@ from torch.optim import Optimizer
 
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.optimizers.kept_states import ParamFacts
-from zeroshard.zero.optimizers.reach import no_class
-from zeroshard.zero.optimizers.requirements import Reach, classify
+from zeroshard.zero.whole_tensors.reach import no_class
+from zeroshard.zero.whole_tensors.requirements import Reach, classify
 
 # States that torch keeps as one number per parameter, not one per element.
 SCALAR_STATES = frozenset({"step", "eta", "mu", "mu_product"})

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.zero.optimizers.adoption import has_owner
-from zeroshard.zero.optimizers.reach import no_class
-from zeroshard.zero.optimizers.requirements import Reach, classify
 from zeroshard.zero.torch_internals import is_traceable_wrapper_subclass
+from zeroshard.zero.whole_tensors.reach import no_class
+from zeroshard.zero.whole_tensors.requirements import Reach, classify
 
 PER_RANK = ("params", "param_names")  # keys whose values differ between a group and the inner optimizer's group
 

@@ -17,6 +17,7 @@ from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.optimizers.state_dict import Stateful, cut, describe, states_by_slot
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.strategy import ShardingStrategy
+from zeroshard.zero.whole_tensors.layout import balanced
 
 
 def groups_to_leave(runtime: Runtime, params: set[nn.Parameter]) -> list[FlatGroup]:
@@ -45,7 +46,7 @@ def keep_tensors_whole(runtime: Runtime, params: set[nn.Parameter]) -> None:
         )
     loads = [0] * (runtime.rank_groups.shard_group.world_size * runtime.rank_groups.parts)
     for unit in runtime.all_units():
-        unit.keep_tensors_whole(params, loads)
+        unit.keep_tensors_whole(params, balanced(loads))
     runtime.laid_out_anew(leaving)
 
 

@@ -15,8 +15,8 @@ and have zeros in them, so that clipping inside the optimizer and its treatment 
 replaced by one that moves weights: a run may start from 0.
 
 A class may begin something after some steps. So a class that has passed is tried again at later steps, to which the
-numbers in it that count steps are put forward (`zeroshard.zero.optimizers.clocks`). If its later steps cannot be tried,
-it is taken for per-tensor: whole tensors are right for an element-wise class too.
+numbers in it that count steps are put forward (`clocks`). If its later steps cannot be tried, it is taken
+for per-tensor: whole tensors are right for an element-wise class too.
 
 The proof is by example: a class that behaves differently for tensors larger than the largest one here is not detected.
 A class that runs on GPUs only cannot be tried: it must declare its reach.
@@ -33,9 +33,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroshard.zero.optimizers.clocks import AROUND, FAR, Clocks
-from zeroshard.zero.optimizers.random_generators import borrowed_generators, seed_generators
-from zeroshard.zero.optimizers.reach import OptimizerKind, Reach
+from zeroshard.zero.whole_tensors.clocks import AROUND, FAR, Clocks
+from zeroshard.zero.whole_tensors.random_generators import borrowed_generators, seed_generators
+from zeroshard.zero.whole_tensors.reach import OptimizerKind, Reach
 
 NUM_STEPS = 6
 NUM_FIRST, NUM_LATER = 3, 4  # in trials of later steps: before the clocks are put forward, and from each time on

@@ -38,8 +38,8 @@ import torch
 from torch import optim
 from torch.optim import Optimizer
 
-from zeroshard.zero.optimizers.reach import OptimizerKind, Reach
-from zeroshard.zero.optimizers.reach_probe import LEARNING_RATE, probe
+from zeroshard.zero.whole_tensors.reach import OptimizerKind, Reach
+from zeroshard.zero.whole_tensors.reach_probe import LEARNING_RATE, probe
 
 __all__ = ["OptimizerKind", "Reach", "classify"]
 

@@ -1,0 +1,164 @@
+"""Layouts of flat buffers in which each tensor lies on one rank, for optimizers that look at whole tensors.
+
+No slot crosses the border of a shard. Tensors are assigned to shards, the largest first, each to the shard with the
+least so far, and all shards are as long as the longest::
+
+    slot 0               slot 2   slot 1
+    |--------------------|--------|-----------|........|          . padding
+    |       rank 0       |       rank 1       |  ...
+
+Graham 1969, "Bounds on Multiprocessing Timing Anomalies": the longest shard is at most 4/3 - 1/(3 W) of the shortest
+possible, which is at least the largest tensor. A buffer with few tensors on many ranks would be mostly padding. There
+each shard is only as long as what its rank owns, and most ranks own nothing (`WholeLayout.owners`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import numpy as np
+
+from zeroshard.zero.buffers.layout import FlatLayout, Piece, Slot, aligned, check_counts
+from zeroshard.zero.buffers.unit import LaysOut
+
+MOSTLY_PADDING = 4
+"""A buffer of whole tensors that would be longer than its parameters by more than this factor may have shards of
+different lengths."""
+
+WHOLE_ALIGNMENT = 16
+"""Elements to which whole tensors are aligned: 64 bytes of fp32. The alignment of a tensor decides which matrix kernel
+runs, and kernels sum in different orders. So a tensor must have the same alignment in every buffer to have the same
+bits at each stage."""
+
+
+@dataclass(frozen=True)
+class WholeLayout(FlatLayout):
+    """Slots in a flat buffer, each within one part of one shard; `whole_layout` makes one.
+
+    Attributes:
+        longest: elements of the longest shard.
+        intervals: if shards differ in length, ``(rank, start, stop)`` of each rank that owns something, in order; None
+            if all shards have one length.
+    """
+
+    longest: int = 0
+    intervals: tuple[tuple[int, int, int], ...] | None = None
+    keeps_tensors_whole: ClassVar[bool] = True
+
+    @property
+    def owners(self) -> tuple[tuple[int, int, int], ...] | None:
+        """`intervals`."""
+        return self.intervals
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of the longest shard."""
+        return self.longest
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of the flat buffer."""
+        if self.intervals is None:
+            return self.longest * self.world_size
+        return aligned(self.intervals[-1][2], self.world_size) if self.intervals else 0  # any group's size divides it
+
+    @cached_property
+    def _by_rank(self) -> dict[int, tuple[int, int]]:
+        return {rank: (start, stop) for rank, start, stop in self.intervals or ()}
+
+    def interval(self, rank: int) -> tuple[int, int]:
+        """``[start, stop)`` of ``rank``'s shard in the flat buffer; (0, 0) if it owns nothing."""
+        return super().interval(rank) if self.intervals is None else self._by_rank.get(rank, (0, 0))
+
+    def add_loads(self, loads: list[int]) -> None:
+        """Add the elements of the tensors that each part of each rank owns to its entry of ``loads``."""
+        for slot in (slot for slot in self.slots if slot.numel):
+            owner = slot.offset // self.part_numel
+            if self.intervals is not None:
+                owner = next(rank for rank, start, stop in self.intervals if start <= slot.offset < stop)
+            loads[owner] += slot.numel
+
+    def _piece(self, index: int, first: int, last: int) -> Piece:
+        slot = self.slots[index]
+        return Piece(index, (first - slot.offset, last - slot.offset), first, slot.shape)
+
+
+def whole_layout(
+    shapes: Iterable[tuple[str, Sequence[int]]],
+    world_size: int,
+    loads: Sequence[int] = (),
+    *,
+    even: bool = True,
+    parts: int = 1,
+) -> WholeLayout:
+    """Lay out parameters ``(name, shape)`` so that each lies in one part of one shard.
+
+    Args:
+        shapes: names and shapes of the parameters.
+        world_size: number of shards.
+        loads: elements that each part of each rank owns in other buffers. Of parts that own equally much of this
+            buffer, the one that owns least of the others is next, so that not every buffer's largest tensor goes to
+            the same rank.
+        even: whether shards must have one length. If not, and if the buffer would be over `MOSTLY_PADDING` times as
+            long as its parameters, each shard is only as long as what its rank owns.
+        parts: see `FlatLayout`.
+    """
+    check_counts(world_size, 1, parts)
+    slots = [Slot(name, tuple(shape), 0) for name, shape in shapes]
+    owners = balance([slot.numel for slot in slots], list(loads) or [0] * (world_size * parts))
+    filled = [0] * (world_size * parts)
+    starts = []
+    for slot, owner in zip(slots, owners, strict=True):
+        starts.append(filled[owner])
+        filled[owner] += aligned(slot.numel, WHOLE_ALIGNMENT)
+    longest, intervals = max(filled), None
+    begins: dict[int, int] = {}
+    if not even and longest * world_size > MOSTLY_PADDING * sum(filled):
+        ranks = [rank for rank, numel in enumerate(filled) if numel]
+        ends = list(itertools.accumulate(filled[rank] for rank in ranks))
+        intervals = tuple((rank, end - filled[rank], end) for rank, end in zip(ranks, ends, strict=True))
+        begins = {rank: start for rank, start, _ in intervals}
+    placed = zip(slots, owners, starts, strict=True)
+    return WholeLayout(
+        tuple(Slot(s.name, s.shape, begins.get(owner, owner * longest) + start) for s, owner, start in placed),
+        world_size,
+        parts=parts,
+        longest=longest * parts,
+        intervals=intervals,
+    )
+
+
+def balanced(loads: list[int]) -> LaysOut:
+    """Return `whole_layout` as `Unit.keep_tensors_whole` calls it; each layout's elements are added to ``loads``."""
+
+    def lay_out(shapes: Sequence[tuple[str, Sequence[int]]], world_size: int, even: bool, parts: int) -> WholeLayout:
+        layout = whole_layout(shapes, world_size, loads, even=even, parts=parts)
+        layout.add_loads(loads)
+        return layout
+
+    return lay_out
+
+
+def balance(numels: Sequence[int], loads: Sequence[int]) -> list[int]:
+    """Return the shard of each tensor: the largest is placed first, each in the shard that has least; ties by order.
+
+    Args:
+        numels: elements of each tensor.
+        loads: elements of each shard in other buffers; they decide between shards that have equally much here.
+    """
+    if len(loads) > len(numels):  # there are no more owners than tensors: those with the least load
+        chosen = sorted(np.argsort(np.asarray(loads), kind="stable")[: len(numels)].tolist())
+        if len(chosen) < len(loads) and chosen:
+            return [chosen[owner] for owner in balance(numels, [loads[shard] for shard in chosen])]
+    here, total = [0] * len(loads), list(loads)
+    owners = [0] * len(numels)
+    for index in sorted(range(len(numels)), key=lambda index: -numels[index]):
+        owner = min(range(len(here)), key=lambda shard: (here[shard], total[shard]))
+        owners[index] = owner
+        here[owner] += aligned(numels[index], WHOLE_ALIGNMENT)
+        total[owner] += aligned(numels[index], WHOLE_ALIGNMENT)
+    return owners
