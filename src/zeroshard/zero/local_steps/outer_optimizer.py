@@ -28,7 +28,7 @@ class Difference:
     Args:
         outer: has the global weights, from which the current weights are subtracted.
         group: the group.
-        replicas: the ranks that hold the same shard.
+        replicate_group: the ranks that hold the same shard.
         settings: say in which format the difference is sent.
         num_steps: steps done, by which it is rounded to a block format.
 
@@ -37,22 +37,22 @@ class Difference:
     """
 
     def __init__(
-        self, outer: Outer, group: FlatGroup, replicas: Communicator, settings: LocalSteps, num_steps: int
+        self, outer: Outer, group: FlatGroup, replicate_group: Communicator, settings: LocalSteps, num_steps: int
     ) -> None:
         group.params.take_changes()
-        own, global_weights, factor = own_master(group.params), outer.global_weights, 1.0 / replicas.world_size
+        own, global_weights, factor = own_master(group.params), outer.global_weights, 1.0 / replicate_group.world_size
         self._label = f"{group.params.name}/difference"
         self._packed: AcrossReplicas | None = None
         self._mean: Tensor
-        if settings.form is not None and replicas.world_size > 1 and own.numel():
+        if settings.form is not None and replicate_group.world_size > 1 and own.numel():
             self._mean = (global_weights - own).mul_(factor)
             outer.rounding.resume_at(num_steps)
-            self._packed = AcrossReplicas(replicas, settings.form, self._mean, outer.rounding)
+            self._packed = AcrossReplicas(replicate_group, settings.form, self._mean, outer.rounding)
             self.num_bytes = self._packed.packed.nbytes
             with labelled(self._label):
                 self._work = self._packed.issue(self._mean)
             return
-        self._mean = empty_for(replicas, own.numel(), settings.dtype or global_weights.dtype, own.device)
+        self._mean = empty_for(replicate_group, own.numel(), settings.dtype or global_weights.dtype, own.device)
         if self._mean.dtype == own.dtype == global_weights.dtype:
             torch.sub(global_weights, own, out=self._mean)
             self._mean.mul_(factor)
@@ -60,7 +60,7 @@ class Difference:
             self._mean.copy_((global_weights - own).mul_(factor))
         self.num_bytes = self._mean.nbytes
         with labelled(self._label):
-            self._work = replicas.all_reduce(self._mean)
+            self._work = replicate_group.all_reduce(self._mean)
 
     def issue_gather(self) -> None:
         """In a block format: wait for the exchange of pieces, sum them, and issue the gather of sums."""

@@ -211,7 +211,7 @@ class AcrossReplicas:
     Every replica decodes the same quantised sums, so that all have the same bits.
 
     Args:
-        comm: the replicas.
+        comm: the replicate group.
         form: the wire format.
         values: ``[n]``, this replica's shard; read by the constructor, and written by `deliver`.
         rounding: rounding keys of this buffer.
