@@ -188,7 +188,7 @@ def test_its_own_messages_are_control_messages():
         ({"latency_s": -1.0}, "latency_s: -1.0 is no time"),
         ({"latency_s": float("nan")}, "latency_s: nan is no time"),
         ({"bytes_per_s": 0.0}, "bytes_per_s: 0.0 lets nothing pass"),
-        ({"burst_bytes": -1}, "burst_bytes: -1 is below 0"),
+        ({"burst_bytes": -1}, "burst_bytes must be at least 0, got -1"),
     ],
 )
 def test_a_link_that_cannot_be_is_refused(kwargs, line):
