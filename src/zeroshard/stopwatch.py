@@ -40,8 +40,8 @@ class Stopwatch:
             finally:
                 self._seconds[label] += time.perf_counter() - began
 
-    def take(self) -> dict[str, float]:
-        """Seconds by label since the last `take`, of spans that the device has finished; the others come later."""
+    def take_seconds(self) -> dict[str, float]:
+        """Seconds by label since the last call, of spans that the device has finished; the others come later."""
         unread, self._unread = self._unread, []
         for label, start, end in unread:
             if end.query():

@@ -67,11 +67,11 @@ def exposed_s(monkeypatch):
         optim = zero.optimizer(torch.optim.SGD, lr=1e-3)
         for step in range(3):
             if step == 1:
-                observed.exposed.take()
+                observed.exposed.take_seconds()
             model(torch.ones(2, WIDTH)).sum().backward()
             optim.step()
             optim.zero_grad()
-        return sum(seconds for label, seconds in observed.exposed.take().items() if label != "control") / 2
+        return sum(seconds for label, seconds in observed.exposed.take_seconds().items() if label != "control") / 2
 
     return measure
 

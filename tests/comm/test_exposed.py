@@ -48,11 +48,11 @@ def _gather(observed):
 
 def test_on_the_cpu_issuing_and_waiting_both_stand_in_the_way(observed):
     work = _gather(observed)
-    assert observed.exposed.take() == {"blocks.3/weights/forward": pytest.approx(0.01)}
-    assert observed.exposed.take() == {}
+    assert observed.exposed.take_seconds() == {"blocks.3/weights/forward": pytest.approx(0.01)}
+    assert observed.exposed.take_seconds() == {}
     observed.drain()
     work.wait()  # its record is gone, its time is not lost
-    assert observed.exposed.take() == {"blocks.3/weights/forward": pytest.approx(0.02)}
+    assert observed.exposed.take_seconds() == {"blocks.3/weights/forward": pytest.approx(0.02)}
 
 
 def test_what_backward_waits_for_is_told_apart(observed):
@@ -60,13 +60,13 @@ def test_what_backward_waits_for_is_told_apart(observed):
     y = x * 2
     y.register_hook(lambda grad: _gather(observed).wait())
     y.sum().backward()
-    assert observed.exposed.take() == {"blocks.3/weights/backward": pytest.approx(0.03)}
+    assert observed.exposed.take_seconds() == {"blocks.3/weights/backward": pytest.approx(0.03)}
 
 
 def test_control_messages_are_one_kind(observed):
     with labelled(CONTROL):
         observed.all_reduce(torch.zeros(1), "max").wait()
-    assert list(observed.exposed.take()) == [CONTROL]
+    assert list(observed.exposed.take_seconds()) == [CONTROL]
 
 
 def test_kinds_are_sums_over_units():
@@ -106,14 +106,14 @@ def test_on_cuda_the_stream_is_timed_and_events_not_reached_yet_wait_for_a_later
     for label in ("a/weights", "b/weights"):
         with exposed.timed(label, cuda):
             pass
-    assert exposed.take() == {}
+    assert exposed.take_seconds() == {}
     for event in _Event.made[:2]:
         event.passed = True
-    assert exposed.take() == {"a/weights/forward": pytest.approx(0.01)}
+    assert exposed.take_seconds() == {"a/weights/forward": pytest.approx(0.01)}
     for event in _Event.made:
         event.passed = True
-    assert exposed.take() == {"b/weights/forward": pytest.approx(0.01)}
-    assert exposed.take() == {}
+    assert exposed.take_seconds() == {"b/weights/forward": pytest.approx(0.01)}
+    assert exposed.take_seconds() == {}
 
 
 def test_what_a_stream_beside_the_one_that_computes_waits_for_is_not_exposed(monkeypatch):

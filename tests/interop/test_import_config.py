@@ -60,7 +60,7 @@ def test_nanogpts_own_defaults_are_gpt2s_recipe():
     assert (config.data.source, config.data.tokenizer, config.data.val_fraction) == ("openwebtext", "gpt2", 0.0005)
     assert (config.seed, config.device) == (1337, "cuda")
     assert list(rows(migration)) == list(SETTINGS)
-    assert migration.told() == []
+    assert migration.lines() == []
 
 
 def test_a_file_of_nanogpt_is_read_and_later_words_win(tmp_path):
@@ -70,7 +70,7 @@ def test_a_file_of_nanogpt_is_read_and_later_words_win(tmp_path):
     assert (config.micro_batch_size, config.global_batch_size, config.eval_rows) == (5, 200, 1000)
     assert (config.data.source, config.data.tokenizer) == ("tinyshakespeare", "bytes")
     assert (config.device, config.dtype) == ("cpu", "float32")  # whatever nanoGPT's dtype says
-    assert migration.told() == ["ignored: wandb_run_name (line 7 is no constant)"]
+    assert migration.lines() == ["ignored: wandb_run_name (line 7 is no constant)"]
     assert tomllib.loads(migration.text()) == migration.values
     before = read_nanogpt(["--batch_size=5", str(tmp_path / "c.py"), "--dataset=mine"]).config()
     assert (before.micro_batch_size, before.data.path, before.data.tokenizer) == (64, ("data/mine",), "gpt2")

@@ -77,11 +77,11 @@ def test_without_the_setting_no_checkpoint_is_the_best(train_with):
 
 def test_nan_is_never_the_best():
     best = BestLoss(patience=2)
-    assert not best.see(1, float("nan"))
+    assert not best.record(1, float("nan"))
     assert best.state_dict() == {"step": None, "loss": None, "num_worse": 1}
-    assert best.see(2, 5.0)
+    assert best.record(2, 5.0)
     assert not best.exhausted
-    assert [best.see(step, 5.0) for step in (3, 4)] == [False, False]
+    assert [best.record(step, 5.0) for step in (3, 4)] == [False, False]
     assert best.exhausted
 
 

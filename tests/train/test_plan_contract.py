@@ -23,28 +23,28 @@ def _records(*sent):
 
 def test_a_step_that_follows_another_is_held_to_the_plan():
     contract = Contract(PLANNED)
-    contract.see(1, _records(REDUCE), {}, taken=True)  # gathers nothing: there were no weights to refresh
+    contract.compare(1, _records(REDUCE), {}, taken=True)  # gathers nothing: there were no weights to refresh
     assert contract.num_checked == 0
-    contract.see(2, _records(GATHER, REDUCE), {"params": 8, "grads": 4}, taken=True)
+    contract.compare(2, _records(GATHER, REDUCE), {"params": 8, "grads": 4}, taken=True)
     assert (contract.num_checked, contract.num_broken, contract.difference) == (1, 0, "")
 
 
 def test_a_step_after_an_evaluation_or_a_skipped_one_is_not():
     contract = Contract(PLANNED)
-    contract.see(1, [], {}, taken=True)
+    contract.compare(1, [], {}, taken=True)
     contract.interrupt()
-    contract.see(2, [], {}, taken=True)
-    contract.see(3, [], {}, taken=False)
-    contract.see(4, [], {}, taken=True)
+    contract.compare(2, [], {}, taken=True)
+    contract.compare(3, [], {}, taken=False)
+    contract.compare(4, [], {}, taken=True)
     assert contract.num_checked == 0
-    contract.see(5, [], {}, taken=True)
+    contract.compare(5, [], {}, taken=True)
     assert contract.num_broken == 1
 
 
 def test_the_first_difference_is_kept_and_later_ones_counted():
     contract = Contract(PLANNED)
     for step in range(1, 4):
-        contract.see(step, _records(GATHER, REDUCE), {"params": 8, "grads": step}, taken=True)
+        contract.compare(step, _records(GATHER, REDUCE), {"params": 8, "grads": step}, taken=True)
     assert contract.num_broken == 2
     assert contract.difference == "step 2: grads has 2 bytes resident, planned were 4"
 
@@ -67,7 +67,7 @@ def test_a_message_that_differs_is_named(measured, said):
 def test_the_report_has_predicted_beside_measured():
     contract = Contract(PLANNED)
     for step in (1, 2):
-        contract.see(step, _records(GATHER, REDUCE), {"params": 8, "grads": 2}, taken=True)
+        contract.compare(step, _records(GATHER, REDUCE), {"params": 8, "grads": 2}, taken=True)
     report = contract.report(peak_bytes=90, step_s=None)
     assert report["memory_bytes"]["grads"] == {"predicted": 4, "measured": 2, "ratio": 0.5}
     assert report["messages"]["all_gather"]["number"] == {"predicted": 1, "measured": 1, "ratio": 1.0}

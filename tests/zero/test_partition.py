@@ -4,7 +4,7 @@ from torch import nn
 
 from zeroshard.zero import loaded_later
 from zeroshard.zero.buffers.partition import materialise, partition
-from zeroshard.zero.buffers.unit_choice import told
+from zeroshard.zero.buffers.unit_choice import describe_units
 
 
 class Shared(nn.Module):
@@ -236,5 +236,5 @@ def test_words_that_mean_no_unit_are_refused_with_what_there_is(units, error, me
 
 def test_what_was_chosen_is_one_line():
     model = Pretrained()
-    assert told(model, list(model.model.layers)) == "2 units: Layer, model.layers.0 ... model.layers.1"
-    assert told(model, []) == "no units: all parameters are gathered together"
+    assert describe_units(model, list(model.model.layers)) == "2 units: Layer, model.layers.0 ... model.layers.1"
+    assert describe_units(model, []) == "no units: all parameters are gathered together"

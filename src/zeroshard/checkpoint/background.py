@@ -268,7 +268,7 @@ class BackgroundSaver:
         for shard, place in zip(shards, places, strict=True):
             tensor = shard.tensor.detach()
             stays = self._in_place and shard.kind != "buffer"
-            if copies.takes(tensor.device):
+            if copies.accepts(tensor.device):
                 (later if stays else now).append((tensor, place))
                 tensor = place
             elif stays:

@@ -82,7 +82,7 @@ class HostCopies:
         self._streams = streams
         self._under_way: list[tuple[torch.device, Mark, list[Tensor]]] = []
 
-    def takes(self, device: torch.device) -> bool:
+    def accepts(self, device: torch.device) -> bool:
         """Whether copies from this device run on a stream; the caller copies or reads tensors on other devices."""
         return self._streams[device] is not NO_STREAMS
 

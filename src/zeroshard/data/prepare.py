@@ -32,7 +32,7 @@ from zeroshard.data.meta import (
     read_meta,
     write_meta,
 )
-from zeroshard.data.prepared import is_prepared, say, without_rules
+from zeroshard.data.prepared import is_prepared, warn, without_rules
 from zeroshard.data.registry import is_hub_name
 from zeroshard.data.sources import Source, SyntheticSize, SyntheticTokens, TextSource, left_out_of, open_source
 from zeroshard.data.spec import DataSpec
@@ -136,7 +136,7 @@ def prepare(
         return out  # without asking the hub: a commit was read, and a commit does not change
     source = _open(spec)
     for line in left_out_of(source):
-        say(line)
+        warn(line)
     if spec.format != "text" and not isinstance(source, Tables):
         what = f"{spec.format} reads rows, and the source {', '.join(spec.paths[:3]) or spec.source} has none"
         todo = "name .jsonl or .parquet files by --data text --data.path, or a data set of the hub"

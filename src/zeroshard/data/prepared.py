@@ -55,6 +55,6 @@ def rule_of(meta: DataMeta) -> str:
     return meta.spec.get("split", "")
 
 
-def say(line: str) -> None:
+def warn(line: str) -> None:
     """Print a one-line warning on stderr."""
     print(f"warning: {line}", file=sys.stderr, flush=True)

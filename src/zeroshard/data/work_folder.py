@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from zeroshard.data.prepared import differences, say
+from zeroshard.data.prepared import differences, warn
 from zeroshard.errors import UserError
 from zeroshard.regular_files import json_of, open_regular, read_text
 
@@ -130,7 +130,7 @@ def _locked(work: Path, out: Path) -> IO[str]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say(f"another process is preparing {out}: waiting for it")
+            warn(f"another process is preparing {out}: waiting for it")
             fcntl.flock(lock, fcntl.LOCK_EX)
         if (work / "lock").exists() and os.path.samestat(os.fstat(lock.fileno()), (work / "lock").stat()):
             return lock

@@ -25,7 +25,7 @@ from zeroshard.data import EvalBatches, Tokenizer, load_tokenizer, read_meta
 from zeroshard.data.base import EvalBatch
 from zeroshard.data.examples.row_plan import rows_of_folder
 from zeroshard.data.joining import num_text_bytes
-from zeroshard.data.prepared import rule_of, say
+from zeroshard.data.prepared import rule_of, warn
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.inference.generate import checkpoint_of, load_for_text, load_weights, name_of, nothing_in
 from zeroshard.launch.environment import World, world_from_env
@@ -236,7 +236,7 @@ def _warn_of_overlap(folder: Path, tokens_folder: Path) -> None:
         shares = ours.spec.get("val_fraction"), theirs.spec.get("val_fraction")
         why = f"the run held out {shares[0]} of its text, and this folder holds out {shares[1]}"
     if why:
-        say(f"{tokens_folder} may hold for validation what the run was trained on: {why}")
+        warn(f"{tokens_folder} may hold for validation what the run was trained on: {why}")
 
 
 def _known_ids(batches: Iterable[EvalBatch], vocab_size: int, folder: Path) -> Iterator[EvalBatch]:

@@ -34,6 +34,6 @@ def run_import_config(words: Sequence[str]) -> int:
     migration = KINDS[words[0]](words[1:])
     migration.config()
     print(migration.text(), end="")
-    for line in migration.told():
+    for line in migration.lines():
         print(line, file=sys.stderr)
     return int(ExitStatus.OK)

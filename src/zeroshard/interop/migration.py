@@ -73,7 +73,7 @@ class Migration:
         fate = "default" if is_default else "ignored" if isinstance(found, str) else "mapped"
         self.rows.append(Row(key, value, fate, ", ".join(ours), why))
 
-    def told(self) -> list[str]:
+    def lines(self) -> list[str]:
         """Return lines for the console about what has no effect here, one for each reason; the table says it too."""
         keys: dict[str, list[str]] = {}
         for row in self.rows:

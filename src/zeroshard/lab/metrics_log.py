@@ -70,7 +70,7 @@ class MetricsLog:
     torn: bool = False
     problem: str = ""
 
-    def take(self, line: bytes) -> bool:
+    def add_line(self, line: bytes) -> bool:
         """Parse a line and store its event; returns whether it could be parsed."""
         try:
             entry = json_of(line)
@@ -99,7 +99,7 @@ def read_log(path: Path) -> MetricsLog:
         with open_binary(path) as file:
             for number, line in enumerate(file, start=1):
                 log.torn = not line.endswith(b"\n")
-                if not log.torn and not log.take(line):
+                if not log.torn and not log.add_line(line):
                     bad.append(number)
     except FileNotFoundError:
         return log

@@ -13,7 +13,7 @@ from zeroshard.comm import Communicator, labelled
 from zeroshard.comm.agree import agreement
 from zeroshard.zero.buffers.partition import Init, UnitSpec, materialise, partition
 from zeroshard.zero.buffers.unit import FlatGroup, Unit, build_groups
-from zeroshard.zero.buffers.unit_choice import UnitChoice, told
+from zeroshard.zero.buffers.unit_choice import UnitChoice, describe_units
 from zeroshard.zero.compat.late_modules import has_engine
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.rank_groups import RankGroups, check_wire
@@ -101,7 +101,7 @@ def build_units(
         root_spec, specs = partition(model, units)
         told_units += [f"unit {spec.name}" for spec in specs]
     if rank_groups.world.rank == 0:
-        _log.info("Zero: %s", told(model, [spec.module for spec in specs]))
+        _log.info("Zero: %s", describe_units(model, [spec.module for spec in specs]))
 
     def build(spec: UnitSpec) -> Unit:
         groups = build_groups(spec.name, spec.params, strategy, rank_groups, precision, fill, ALL)

@@ -39,9 +39,9 @@ class Exposed:
             return nullcontext()
         return self._watch.span(with_phase(label), device)
 
-    def take(self) -> dict[str, float]:
-        """Return the seconds by label since the last `take`, of spans that the device has passed; others come later."""
-        return self._watch.take()
+    def take_seconds(self) -> dict[str, float]:
+        """Return the seconds by label since the last call, of spans that the device has passed; others come later."""
+        return self._watch.take_seconds()
 
 
 def by_kind(seconds: Mapping[str, float]) -> dict[str, float]:

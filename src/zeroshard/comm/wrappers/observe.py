@@ -73,7 +73,7 @@ class ObservedCommunicator(Wrapper):
     """``inner``, with a record of every operation in ``records``, in the order of issue. Its parts share the list.
 
     Records accumulate until `drain` takes them. Exposed communication time accumulates in ``exposed`` until
-    `Exposed.take` takes it.
+    `Exposed.take_seconds` takes it.
 
     Args:
         inner: the communicator to observe.

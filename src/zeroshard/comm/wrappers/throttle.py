@@ -106,7 +106,7 @@ class _Bucket:
     def __init__(self) -> None:
         self._spent_until = -math.inf
 
-    def take(self, start_s: float, seconds: float, burst_s: float) -> float:
+    def reserve(self, start_s: float, seconds: float, burst_s: float) -> float:
         """Charge a transfer that takes ``seconds`` and begins at ``start_s`` or later; return the time of its end."""
         self._spent_until = max(start_s - burst_s, self._spent_until) + seconds
         return max(start_s, self._spent_until)
@@ -223,7 +223,7 @@ class ThrottledCommunicator(Wrapper):
         start_s = max(delayed.start_s(), self._last_s)
         num_bytes = bytes_per_link(delayed.op, delayed.num_bytes, self.world_size)
         passed = [
-            level.bucket.take(
+            level.bucket.reserve(
                 start_s,
                 (delayed.num_bytes * level.exchanged if delayed.op == "all_to_all" else num_bytes)
                 * level.num_rings

@@ -49,10 +49,10 @@ WARM_S = 0.1  # each timing repeats its call for about this long (at most 2000 c
 def run(world: int, comms: Sequence[str], num_rounds: int, device: str, num_threads: int) -> tuple[Report, Calibration]:
     """Measure on ``world`` ranks at once; the calibration's link is that of the first of ``comms``."""
     found = on_ranks(measure, world, list(comms), num_rounds, device=device, num_threads=num_threads)
-    return told(found, world, comms, device, num_threads)
+    return device_from(found, world, comms, device, num_threads)
 
 
-def told(
+def device_from(
     found: Mapping[str, Any], world: int, comms: Sequence[str], device: str, num_threads: int
 ) -> tuple[Report, Calibration]:
     """Build the report and the calibration, as `run` returns them, from the measurements of `measure`."""

@@ -115,7 +115,11 @@ def _with_cost(config: PlanConfig, found: Plan, width: int) -> str:
     cost = found.cost(config.tokens, parse_prices(config.price, 1)[0]) if asked else None
     content = found.as_dict() | ({"cost": None if cost is None else cost.as_dict()} if asked else {})
     content["command"] = next_command.next_command(config, found)
-    lines = [text(found, width), *([cost.sentence()] if cost is not None else []), *next_command.told(config, found)]
+    lines = [
+        text(found, width),
+        *([cost.sentence()] if cost is not None else []),
+        *next_command.suggestion(config, found),
+    ]
     return _printed(config, content, "\n".join(lines), _unused_network(config, [found.cluster]))
 
 

@@ -50,7 +50,7 @@ def next_command(config: PlanConfig, plan: Plan) -> str | None:
     return shlex.join(["zeroshard", "train", *(word for each in settings.items() for word in _words(*each))])
 
 
-def told(config: PlanConfig, plan: Plan) -> list[str]:
+def suggestion(config: PlanConfig, plan: Plan) -> list[str]:
     """Lines that show the command to the user; empty if there is none."""
     command = next_command(config, plan)
     if command is None:

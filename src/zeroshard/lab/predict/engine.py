@@ -222,7 +222,7 @@ class _Log(StorageEvents):
         if work is not None:
             self.told.append(work)
 
-    def take(self, units: Sequence[Unit]) -> list[EngineAction | tuple[int, int]]:
+    def take_actions(self, units: Sequence[Unit]) -> list[EngineAction | tuple[int, int]]:
         """Return and clear the actions of the event that just ended."""
         self.look_for_freed()
         if self._unknown:
@@ -328,7 +328,7 @@ class _Engine:
         self._runtime.clear_grads()
 
     def _take(self) -> list[EngineAction | tuple[int, int]]:
-        told = self.log.take([self._root, *self._units])
+        told = self.log.take_actions([self._root, *self._units])
         waiting = sum([group.grads.waiting_bytes for group in self._groups])
         if waiting != self._waiting_bytes:  # gradients to be copied; the trace has freed them
             told.append(Change("temporaries", waiting - self._waiting_bytes))

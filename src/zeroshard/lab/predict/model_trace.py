@@ -195,7 +195,7 @@ def _trace(
         given = inputs(micro_batch)
         if precision.param_dtype is not None and precision.cast_forward_inputs:
             given = tree_map(lambda x: _cast(x, precision.param_dtype), given)
-        recorder = StorageEvents(log.heard, log.ran)
+        recorder = StorageEvents(log.storage_changed, log.ran)
         arguments = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
         recorder.ignore([*fake.parameters(), *fake.buffers(), *arguments])
         with _kernels_of(device_type, log), recorder:
@@ -293,7 +293,7 @@ class _Log:
 
     # -- what happens -----------------------------------------------------------------------------------------
 
-    def heard(self, storage: int, change: int) -> None:
+    def storage_changed(self, storage: int, change: int) -> None:
         """Record that a storage was allocated (``change`` bytes) or freed (negative)."""
         self._entries.append((storage, change))
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-Heard = Callable[[int, int], None]  # called with a storage's number and its change in bytes
+OnChange = Callable[[int, int], None]  # called with a storage's number and its change in bytes
 Ran = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
 
 
@@ -24,13 +24,13 @@ class StorageEvents(TorchDispatchMode):
     """Reports each allocation and free of a storage in this block.
 
     Args:
-        heard: called with the storage's number and its bytes, which are negative if it is freed.
+        on_change: called with the storage's number and its bytes, which are negative if it is freed.
         ran: called after each operation, with the operator, its arguments and its result.
     """
 
-    def __init__(self, heard: Heard, ran: Ran | None = None) -> None:
+    def __init__(self, on_change: OnChange, ran: Ran | None = None) -> None:
         super().__init__()
-        self._heard, self._ran = heard, ran
+        self._on_change, self._ran = on_change, ran
         self._numbers: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._next = 0
 
@@ -70,8 +70,8 @@ class StorageEvents(TorchDispatchMode):
         def gone(_: Any) -> None:
             del self._numbers[key]
             if num_bytes:
-                self._heard(number, -num_bytes)
+                self._on_change(number, -num_bytes)
 
         self._numbers[key] = (number, weakref.ref(storage, gone))
         if num_bytes:
-            self._heard(number, num_bytes)
+            self._on_change(number, num_bytes)

@@ -26,7 +26,7 @@ class SweepProgress:
     def begins(self, case: Case, repeat: int) -> None:
         """Say on a terminal that a run begins, which may take minutes."""
         if self._stream.isatty():
-            self.say(f"{'':9}{_named(case)}  run {repeat + 1}, since {time.strftime('%H:%M:%S')}")
+            self.print_line(f"{'':9}{_named(case)}  run {repeat + 1}, since {time.strftime('%H:%M:%S')}")
 
     def ended(self, case: Case, repeat: int, run: RunResult, *, seconds: float | None, failure: str = "") -> None:
         """Say that a run has ended; ``seconds`` None: it had ended before this sweep started."""
@@ -36,24 +36,24 @@ class SweepProgress:
         took = "done before" if seconds is None else f"done in {seconds:.1f} s"
         fate = f"failed: {failure}" if failure else f"{took}  {_facts(run)}"
         count = f"[{self._num_ended:{len(str(self.num_all))}}/{self.num_all}]"
-        self.say(f"{count} {_named(case)}  run {repeat + 1}  {fate}{self._left()}")
+        self.print_line(f"{count} {_named(case)}  run {repeat + 1}  {fate}{self._left()}")
 
     def refused(self, case: Case) -> None:
         """Say that a case cannot run, and why."""
-        self.say(f"{_named(case)}  refused: {case.refusal}")
+        self.print_line(f"{_named(case)}  refused: {case.refusal}")
 
     def list_cases(self, cases: Sequence[Case]) -> None:
         """Print the cases that would run."""
         for case in cases:
             refused = f"  refused: {case.refusal}" if case.refusal else ""
-            self.say(f"{case.name}  {in_words(case.axes)}{refused}")
+            self.print_line(f"{case.name}  {in_words(case.axes)}{refused}")
 
-    def say_results(self, folder: Path) -> None:
+    def print_results(self, folder: Path) -> None:
         """Print the median of each case, with the lowest and the highest of its repeats."""
         for case in read_sweep(folder).cases:
-            self.say(f"{_named(case)}  {_medians(case)}")
+            self.print_line(f"{_named(case)}  {_medians(case)}")
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Print a line."""
         print(line, file=self._stream, flush=True)
 

@@ -66,7 +66,7 @@ def run_sweep(
             return ExitStatus.OK
         _tell_of_others(folder, cases, board)
         runner.run(cases)
-        board.say_results(folder)
+        board.print_results(folder)
         return ExitStatus.FAILED if runner.num_failed else ExitStatus.OK
 
 
@@ -170,7 +170,7 @@ def _tell_of_others(folder: Path, cases: Sequence[Case], board: SweepProgress) -
     if others:
         cases_are, they_stay = ("case is", "it stays") if len(others) == 1 else ("cases are", "they stay")
         what = f"{len(others)} finished {cases_are} of an earlier sweep and not of this one"
-        board.say(f"{what}; {they_stay} in {folder / 'cases'}")
+        board.print_line(f"{what}; {they_stay} in {folder / 'cases'}")
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -18,7 +18,7 @@ class BestLoss:
         self.step: int | None = None  # None before the first evaluation
         self.loss, self.num_worse = inf, 0  # num_worse: evaluations since the lowest loss
 
-    def see(self, step: int, loss: float) -> bool:
+    def record(self, step: int, loss: float) -> bool:
         """Record the loss after ``step`` steps; return whether it is the lowest so far. NaN never is."""
         if loss < self.loss:
             self.step, self.loss, self.num_worse = step, loss, 0

@@ -92,7 +92,7 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Aliv
             if val_loss is None:
                 alive(PATIENCE_S)  # the first evaluation may compile
             val_loss, ema_val_loss, named = _evaluate(run, step, saving.settle, saving.alive)
-            is_best = run.best.see(step, val_loss) and schedule.keep_best
+            is_best = run.best.record(step, val_loss) and schedule.keep_best
             at_end = at_end or run.best.exhausted
         if is_best or stop or at_end or _is_due(step, schedule.checkpoint_interval):
             saving.begin(step)
@@ -181,7 +181,7 @@ def _evaluate(
         run.contract.interrupt()
     if run.comm:
         run.comm.drain()  # the evaluation's collectives belong to no step
-        run.comm.exposed.take()
+        run.comm.exposed.take_seconds()
     return loss, ema_loss, named
 
 

@@ -84,7 +84,7 @@ class Measures:
         if self._trace is not None and number == first_traced + self._asked.trace_steps - 1:
             self._end_trace()
 
-    def see(self, records: Iterable[CommRecord], exposed_s: dict[str, float]) -> None:
+    def add_step(self, records: Iterable[CommRecord], exposed_s: dict[str, float]) -> None:
         """Add a step's collectives and its exposed communication; the first step warms up and is left out of the sums.
 
         ``exposed_s``: seconds for which computation waited for collectives, by label.
@@ -168,5 +168,5 @@ class Measures:
                 rounds.append(readings.tolist())
         if self._comm is not None:
             self._comm.drain()  # these collectives belong to no step
-            self._comm.exposed.take()
+            self._comm.exposed.take_seconds()
         return clock_offsets(rounds)

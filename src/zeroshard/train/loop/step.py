@@ -98,7 +98,7 @@ def take_step(run: Run, step: int, stop_wanted: Callable[[], int]) -> tuple[Step
         num_skipped=guard.num_skipped,
         loss_scale=loss_scale,
         exposed_s=exposed_s,
-        spans_s=run.clock.take(),
+        spans_s=run.clock.take_seconds(),
         outer_step=outer_step,
         **speed,
     )
@@ -113,12 +113,12 @@ def _communicated(
     Also passes the step's collectives to the run's plan and measurements.
     """
     traffic = run.comm.totals() if run.comm else {}
-    exposed_s = run.comm.exposed.take() if run.comm and run.comm.world_size > 1 else {}
+    exposed_s = run.comm.exposed.take_seconds() if run.comm and run.comm.world_size > 1 else {}
     records = run.comm.drain() if run.comm else []
     if run.contract:
-        run.contract.see(step + 1, records, memory_bytes, taken=taken, fragments=fragments_of_outer_step(run))
+        run.contract.compare(step + 1, records, memory_bytes, taken=taken, fragments=fragments_of_outer_step(run))
     if run.measures:
-        run.measures.see(records, exposed_s)
+        run.measures.add_step(records, exposed_s)
     return traffic, exposed_s
 
 

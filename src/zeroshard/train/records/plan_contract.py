@@ -101,7 +101,7 @@ class Contract:
     expected: Sequence[Sent] | None = None  # planned for the last step compared
     _follows: bool = False
 
-    def see(
+    def compare(
         self,
         step: int,
         records: Iterable[CommRecord],

@@ -204,7 +204,7 @@ def _begin(
     setting = attention_boundary_setting(config)
     if setting and not model.keeps_examples_apart:
         require_apart(strategy.model, setting, vocab_size, config.micro_batch_size, config.seq_len, device)
-        comm.exposed.take()  # the check's own waits are not the run's
+        comm.exposed.take_seconds()  # the check's own waits are not the run's
 
 
 def _with_records(

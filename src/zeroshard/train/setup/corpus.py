@@ -20,7 +20,7 @@ from zeroshard.data.examples.template import TEMPLATE_FILES, find_template, has_
 from zeroshard.data.lanes import open_stream
 from zeroshard.data.meta import SPLITS, DataMeta, read_meta
 from zeroshard.data.mixing import JoinedRows, Mixture
-from zeroshard.data.prepared import say
+from zeroshard.data.prepared import warn
 from zeroshard.data.sources import SyntheticSize, has_columns, open_source
 from zeroshard.data.spec import data_dir
 from zeroshard.data.stream import StreamBatches, validation_tokens
@@ -167,7 +167,7 @@ def _streamed(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
         todo = "leave it out, or name .parquet or .jsonl files, or a data set of the hub"
         raise UserError("data.streaming", f"the source {data.source} is no table of texts", todo)
     for line in tables.left_out if comm.rank == 0 else ():
-        say(line)
+        warn(line)
     tokenizer = make_tokenizer(data.tokenizer, ())
     text = open_stream(tables, tokenizer, tokenizer_identity(data.tokenizer), data.val_fraction)
     agree_on(comm, {"data": text.identity})

@@ -109,7 +109,7 @@ class FlatGrads:
             grad = grad.to_dense()
         self._vacate_local()
         self.unusable.record_added(slot)
-        self._local.add(slot, grad, first=not self.used[slot])
+        self._local.accumulate(slot, grad, first=not self.used[slot])
         self.used[slot] = True
 
     def _vacate_local(self) -> None:

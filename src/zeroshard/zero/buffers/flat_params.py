@@ -142,7 +142,7 @@ class FlatParams:
         self.param_views = ParamViews(self.layout, self.params, compute_dtype, self.full.device)
         self._is_exposed = False  # whether the user may keep views of `full`
         self._exposed_bits: Tensor | None = None  # `bit_sums` of `full` when it was exposed or written back
-        self.param_views.show(self._views)
+        self.param_views.show_weights(self._views)
         self.pieces = self.layout.owned(comm.rank) if self.shard_optim else self.layout.updated_by_all(self.full.device)
         self.master_offset = own.start if self.shard_optim else 0
         self.reshard()
@@ -193,7 +193,7 @@ class FlatParams:
         """Wait for the gather in flight, and make the parameters views of ``full``."""
         self._finish_gather()
         if self.state is not SHARDED and not self.param_views.visible:
-            self.param_views.show(self._views)
+            self.param_views.show_weights(self._views)
 
     def _finish_gather(self) -> None:
         """Wait for the gather in flight, and complete ``full``."""
@@ -212,7 +212,7 @@ class FlatParams:
             return
         self._finish_gather()
         self.take_changes()
-        self.param_views.hide()
+        self.param_views.show_placeholder()
         self._streams.freed()
         if self._is_exposed:  # the old memory is left to the user's views, which crash if it is freed under them
             self._is_exposed, self._views = False, []
@@ -237,7 +237,7 @@ class FlatParams:
             self._finish_gather()  # an exception may have ended a forward before it was waited for
             self.state = STALE
             if not self._aliased and self.param_views.visible:
-                self.param_views.hide()
+                self.param_views.show_placeholder()
         self.watch_reads()
         self._written_at = self._streams.mark()
 

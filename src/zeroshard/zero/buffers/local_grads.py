@@ -47,13 +47,13 @@ class SmallGrads:
         small = sum(slot.numel <= SMALL_NUMEL for slot in layout.slots)
         self._num_together = small if small >= LEAST_TOGETHER and dtype.is_floating_point else 0
 
-    def takes(self, grad: Tensor) -> bool:
+    def should_wait(self, grad: Tensor) -> bool:
         """Whether ``grad``, its parameter's first, is to wait: it is small, owns its memory, and others will follow."""
         if not self._num_together or grad.numel() > SMALL_NUMEL or grad.layout != torch.strided:
             return False
         return grad.is_floating_point() and grad.untyped_storage().nbytes() <= 2 * max(grad.nbytes, 256)
 
-    def add(self, slot: int, grad: Tensor, views: Sequence[Tensor], scale: float) -> None:
+    def defer(self, slot: int, grad: Tensor, views: Sequence[Tensor], scale: float) -> None:
         """Let the gradient wait; if it is the last one expected, copy all into the buffer."""
         self._waiting[slot] = grad
         self.num_bytes += grad.nbytes
@@ -126,12 +126,12 @@ class LocalGrads:
             self._views = self._layout.views(self.buffer)
         return self._views
 
-    def add(self, slot: int, grad: Tensor, *, first: bool) -> None:
+    def accumulate(self, slot: int, grad: Tensor, *, first: bool) -> None:
         """Add ``grad``, in the parameter's shape, to the sum; ``first``: no other has come since they were cleared."""
         view = self.views()[slot]
-        if first and self._small.takes(grad):
+        if first and self._small.should_wait(grad):
             self.written[slot] = True
-            self._small.add(slot, grad, self._views, self.scale)
+            self._small.defer(slot, grad, self._views, self.scale)
             return
         if slot in self._small:
             self.copy_in()

@@ -34,14 +34,14 @@ class ParamViews:
         self.visible = False
         self._versions = 0
 
-    def show(self, views: list[Tensor]) -> None:
+    def show_weights(self, views: list[Tensor]) -> None:
         """Make the parameters these views."""
         self.views, self.visible = views, True
         for param, view in zip(self._params, views, strict=True):
             param.data = view
         self.accept()
 
-    def hide(self) -> None:
+    def show_placeholder(self) -> None:
         """Show the placeholder."""
         for param, hidden in zip(self._params, self._hidden, strict=True):
             param.data = hidden

@@ -97,7 +97,7 @@ def _largest_of_one_class(
     return max(lists, key=lambda blocks: sum(p.numel() for b in blocks for p in b.parameters()), default=[])
 
 
-def told(model: nn.Module, chosen: list[nn.Module]) -> str:
+def describe_units(model: nn.Module, chosen: list[nn.Module]) -> str:
     """Describe the chosen units: ``32 units: LlamaDecoderLayer, model.layers.0 ... model.layers.31``."""
     names = {module: name for name, module in model.named_modules()}
     distinct = list(dict.fromkeys(chosen))

@@ -58,7 +58,7 @@ class ShardedParams:
 
     def __init__(self, groups: Iterable[FlatGroup]) -> None:
         self._homes: dict[nn.Parameter, tuple[FlatGroup, int]] = {}
-        self._taken: set[nn.Parameter] = set()
+        self._claimed: set[nn.Parameter] = set()
         self.locate(groups)
 
     def locate(self, groups: Iterable[FlatGroup]) -> None:
@@ -67,7 +67,7 @@ class ShardedParams:
             for slot, param in enumerate(group.params.params):
                 self._homes[param] = (group, slot)
 
-    def take(self, given: Mapping[str, Any]) -> list[nn.Parameter]:
+    def claim(self, given: Mapping[str, Any]) -> list[nn.Parameter]:
         """Return the parameters of a param group, and refuse them to any other group from now on.
 
         Raises:
@@ -89,12 +89,12 @@ class ShardedParams:
                     f"params: a tensor of shape {tuple(param.shape)} is no parameter of the model; "
                     "take parameters from the model after Zero(model) was built"
                 )
-            if param in self._taken:
+            if param in self._claimed:
                 raise ValueError(
                     f"params: a parameter of shape {tuple(param.shape)} is in two groups, or another optimizer of this "
                     "engine has it; name it once, and to begin anew clear that one's state (optimizer.state.clear())"
                 )
-            self._taken.add(param)
+            self._claimed.add(param)
             chosen.append(param)
         return chosen
 
@@ -123,11 +123,11 @@ class ShardedParams:
     @contextmanager
     def all_or_none(self) -> Generator[None]:
         """If this block fails, let other groups have the parameters that `take` returned in it."""
-        before = set(self._taken)
+        before = set(self._claimed)
         try:
             yield
         except BaseException:
-            self._taken = before
+            self._claimed = before
             raise
 
 
@@ -165,7 +165,7 @@ class PiecewiseOptimizer:
         self.has_state, self.holds_pieces = False, True
         self.make = partial(optimizer_cls, **kwargs)
         with sharded.all_or_none():
-            self.by_group = [sharded.take(group) for group in groups]
+            self.by_group = [sharded.claim(group) for group in groups]
             pairs = list(zip(groups, self.by_group, strict=True))
             kept_whole = {
                 param for group, chosen in pairs for param in _kept_whole(optimizer_cls, kwargs, group, chosen)
@@ -198,7 +198,7 @@ class PiecewiseOptimizer:
         self.has_state, self.holds_pieces = bool(optimizer.state), False
         self.make = partial(type(optimizer), **kwargs)
         with sharded.all_or_none():
-            self.by_group = [sharded.take(group) for group in optimizer.param_groups]
+            self.by_group = [sharded.claim(group) for group in optimizer.param_groups]
             for group, chosen in zip(optimizer.param_groups, self.by_group, strict=True):
                 try:
                     kept_whole = _kept_whole(type(optimizer), kwargs, group, chosen)
@@ -286,7 +286,7 @@ class PiecewiseOptimizer:
     def add_param_group(self, add_group: Callable[[dict[str, Any]], None], given: dict[str, Any]) -> None:
         """Add a group of the model's parameters; ``add_group``: the class's own method."""
         with self.sharded.all_or_none():
-            chosen = self.sharded.take(given)
+            chosen = self.sharded.claim(given)
             kept_whole = _kept_whole(type(self.optimizer), self._kwargs, given, chosen)
             if kept_whole:
                 self.make([{**given, "params": [_stand_in(param) for param in chosen]}])

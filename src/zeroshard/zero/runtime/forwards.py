@@ -46,7 +46,7 @@ class Forwards:
         first = self.outstanding.index(begun) if begun in self.outstanding else -1
         return [first, *(int(index not in gone) for index in self.outstanding)]
 
-    def taken(self, votes: list[int]) -> list[int]:
+    def by_votes(self, votes: list[int]) -> list[int]:
         """The forwards that this backward goes through by the ranks' ``votes``, the latest first."""
         first, *flags = votes
         return [index for place, index in enumerate(self.outstanding) if place <= first and flags[place]][::-1]

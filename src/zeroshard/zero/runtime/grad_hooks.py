@@ -73,7 +73,7 @@ class GradHooks:
             param_grad.hide()
         self._handles, self._hooked, self._frozen = [], [], []
 
-    def show(self) -> None:
+    def show_grads(self) -> None:
         """After a backward: set ``param.grad`` of every parameter that had a gradient on any rank.
 
         Raises:
@@ -104,7 +104,7 @@ class GradHooks:
             else:
                 param_grad.replace(grad)
 
-    def hide(self, params: set[nn.Parameter] | None) -> None:
+    def hide_grads(self, params: set[nn.Parameter] | None) -> None:
         """Set ``grad`` of ``params`` (None: of all) to None, after their gradients were cleared."""
         with as_plain():
             for param_grad in self._hooked:
@@ -177,7 +177,7 @@ def _hook(taker_ref: weakref.ref[GradTaker], param_grad: ParamGrad) -> Callable[
     # Weak references: the garbage collector cannot follow a parameter's hooks. The module's hooks keep us alive.
     param_grad_ref = weakref.ref(param_grad)
 
-    def take(param: Tensor) -> None:
+    def move_to_buffer(param: Tensor) -> None:
         """Move the gradient that autograd left in ``param.grad`` to the flat buffer, and show the `ShardedGrad`."""
         taker, param_grad = taker_ref(), param_grad_ref()
         assert taker is not None
@@ -194,4 +194,4 @@ def _hook(taker_ref: weakref.ref[GradTaker], param_grad: ParamGrad) -> Callable[
         param_grad.group.grads.accumulate(param_grad.slot, grad)
         param_grad.show()
 
-    return uncompiled(take)
+    return uncompiled(move_to_buffer)

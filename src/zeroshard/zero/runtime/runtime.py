@@ -236,7 +236,7 @@ class Runtime:
         votes = forwards.votes(begun)
         if self.shard_params:
             votes = self.collectives.agree_on_forwards(votes)
-        return forwards.taken(votes) or [begun]
+        return forwards.by_votes(votes) or [begun]
 
     def _take(self, op: Op) -> None:
         """Execute one operation of this backward's schedule."""
@@ -300,7 +300,7 @@ class Runtime:
                 if group.grads.reduced is not None:
                     group.expose_grads()
         self._forget_backward()
-        self._grad_hooks.show()
+        self._grad_hooks.show_grads()
 
     def _forget_backward(self) -> None:
         """End the backward pass; after a failure expect no backward of the other forwards either."""
@@ -349,7 +349,7 @@ class Runtime:
             if chosen:
                 self.clear_slots(group, chosen) if set_to_none else group.grads.zero(chosen)
         if set_to_none:
-            self._grad_hooks.hide(params)
+            self._grad_hooks.hide_grads(params)
 
     def clear_slots(self, group: FlatGroup, slots: set[int]) -> None:
         """Clear the gradients of the group's parameters in these slots."""

@@ -69,7 +69,7 @@ class ExactGradientSum:
                 high.copy_(torch.where(same, high, there.to(high.dtype)))
                 low.copy_(torch.where(same, low, torch.zeros_like(low)))
 
-    def add(self, rows: Tensor) -> None:
+    def add_rows(self, rows: Tensor) -> None:
         """Add each of ``rows [k, n]``."""
         rows = _real(rows)
         term, total, part = self.high.new_empty(3, self._chunk_numel)
@@ -220,5 +220,5 @@ class ExactReduction:
     def _add(self, own: Tensor) -> None:
         self._added = True
         rows = self._local if self.packed is None else self.packed
-        self._exact.add(rows.view(self._comm.world_size, -1))
+        self._exact.add_rows(rows.view(self._comm.world_size, -1))
         self._exact.write(own)

@@ -62,7 +62,7 @@ class PackedTransport(WeightTransport):
         super().__init__(comm, layout)
         self.form, self._form, self._compares = form, form, compares
         self._packed: Tensor | None = None  # [world_size, bytes]: codes and scales of all shards, while they arrive
-        self._seen: bytes | None = None  # `seen` of this rank's own part of the weights, as it arrived
+        self._digest: bytes | None = None  # `seen` of this rank's own part of the weights, as it arrived
 
     def prepare(self, full: Tensor, master: Tensor, *, changed: bool) -> None:
         """Quantise this rank's shard."""
@@ -88,7 +88,7 @@ class PackedTransport(WeightTransport):
         for row, shard in by_rank(packed, full.view(self.comm.world_size, -1)):
             dequantise(row, shard, self._form)
         record_read(packed)
-        self._seen = seen(full[self._own]) if self._compares else None
+        self._digest = digest_of(full[self._own]) if self._compares else None
         return False
 
     def take_written(self, master: Tensor, written: Tensor) -> None:
@@ -97,7 +97,7 @@ class PackedTransport(WeightTransport):
         Afterwards ``written`` is quantised anew: a block's scale may have changed, and with it the values of other
         elements in the block.
         """
-        if self._seen is not None and self._seen == seen(written):
+        if self._digest is not None and self._digest == digest_of(written):
             return
         if take_where_it_differs(master, written, quantise_roundtrip(master, self._form, written.dtype)):
             written.copy_(quantise_roundtrip(master, self._form, written.dtype))
@@ -257,7 +257,7 @@ class AcrossReplicas:
         record_read(self.packed)
 
 
-def seen(full: Tensor) -> bytes | None:
+def digest_of(full: Tensor) -> bytes | None:
     """Return a hash of sums by which a write into ``full`` is detected; None on a GPU, because the host would block."""
     if full.device.type != "cpu":
         return None

@@ -42,7 +42,7 @@ class _Number(NamedTuple):
     def value(self) -> float:
         return float(self.container[self.key])
 
-    def add(self, amount: int) -> None:
+    def advance(self, amount: int) -> None:
         value = self.container[self.key]
         self.container[self.key] = value + amount
 
@@ -93,7 +93,7 @@ class Clocks:
         clocks = [number for number in _numbers(optimizer) if self._counting.get(number.where)]
         amount = to - int(max((clock.value for clock in clocks), default=to))
         for clock in clocks if amount > 0 else ():
-            clock.add(amount)
+            clock.advance(amount)
         self._last = {}
 
 
