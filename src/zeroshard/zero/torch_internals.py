@@ -47,6 +47,11 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def versions_of(tensors: Iterable[Tensor]) -> int:
+    """The sum of the tensors' versions, which grows with each write to one of them."""
+    return sum([tensor._version for tensor in tensors])
+
+
 def set_versions(params: Sequence[Tensor], numbers: Sequence[int]) -> None:
     """Set versions back; `torch.autograd.graph.increment_version` only counts on."""
     _unsafe_set_version_counter(tuple(params), tuple(numbers))

@@ -26,6 +26,8 @@ Both are freed when gradients are cleared (``zero_grad()``); ``zero_grad(set_to_
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -197,6 +199,21 @@ class FlatGrads:
         """The reduced gradients of a piece: a view, in the piece's shape."""
         assert self.reduced is not None
         return view_of(self.reduced, piece.offset - self.offset, piece.shape)
+
+    def cuts(self, pieces: Sequence[Piece]) -> list[int]:
+        """In turn, lengths of the gaps between 1-D pieces of `reduced` and of the pieces; [] if these are unordered."""
+        lengths, end = [], self.offset
+        for piece in pieces:
+            if len(piece.shape) != 1 or piece.offset < end:
+                return []
+            lengths += [piece.offset - end, piece.shape[0]]
+            end = piece.offset + piece.shape[0]
+        return [*lengths, self._own_slice.stop - end]
+
+    def pieces(self, pieces: Sequence[Piece], cuts: list[int]) -> list[Tensor]:
+        """`piece` of all of them; ``cuts``: what `cuts` returned. One operation makes all views of 1-D pieces."""
+        assert self.reduced is not None
+        return list(self.reduced.split(cuts)[1::2]) if cuts else [self.piece(piece) for piece in pieces]
 
     def of_slot(self, slot: int) -> Tensor:
         """This rank's part of the reduced gradient of a slot: a 1-D view."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.zero.buffers.layout import FlatLayout
-from zeroshard.zero.torch_internals import as_plain, storage_id, version_of
+from zeroshard.zero.torch_internals import as_plain, storage_id, versions_of
 
 
 class ParamViews:
@@ -62,7 +62,7 @@ class ParamViews:
 
     def _count(self) -> int:
         with as_plain():
-            return sum([version_of(param) for param in self._params])
+            return versions_of(self._params)
 
     def _elsewhere(self) -> list[tuple[str, nn.Parameter, Tensor]]:
         """Return ``(name, parameter, expected .data)`` of parameters to whose ``.data`` a tensor was assigned."""

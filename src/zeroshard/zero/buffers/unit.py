@@ -80,6 +80,7 @@ class FlatGroup:
             reduce_dtype=precision.gradient_dtype(master_dtype),
             reducer=members.reducer(facts),
         )
+        self._cuts = self.grads.cuts(self.params.pieces)
         floating = master_dtype.is_floating_point or master_dtype.is_complex
         self.shards = [
             nn.Parameter(self.params.piece_of_master(piece), requires_grad=floating) for piece in self.params.pieces
@@ -156,9 +157,10 @@ class FlatGroup:
 
     def expose_grads(self) -> None:
         """Set ``grad`` of the optimizer's pieces to the reduced gradients; None if no rank had one."""
-        used = self.grads.used
-        for piece, shard in zip(self.params.pieces, self.shards, strict=True):
-            shard.grad = self.grads.piece(piece) if used[piece.slot] else None
+        used, pieces = self.grads.used, self.params.pieces
+        grads = self.grads.pieces(pieces, self._cuts)
+        for piece, shard, grad in zip(pieces, self.shards, grads, strict=True):
+            shard.grad = grad if used[piece.slot] else None
 
     def shards_of(self, slot: int) -> list[tuple[Piece, nn.Parameter]]:
         """Return the optimizer's pieces of one parameter on this rank."""

@@ -163,6 +163,7 @@ class PiecewiseOptimizer:
         groups: list[dict[str, Any]] = given if isinstance(given[0], dict) else [{"params": given}]
         self.sharded, self.listener, self._kwargs = sharded, listener, kwargs
         self.has_state, self.holds_pieces = False, True
+        self._members: set[nn.Parameter] = set()
         self.make = partial(optimizer_cls, **kwargs)
         with sharded.all_or_none():
             self.by_group = [sharded.claim(group) for group in groups]
@@ -196,6 +197,7 @@ class PiecewiseOptimizer:
         kwargs = {key: value for key, value in optimizer.defaults.items() if key in accepted}
         self.optimizer, self.sharded, self.listener, self._kwargs = optimizer, sharded, listener, kwargs
         self.has_state, self.holds_pieces = bool(optimizer.state), False
+        self._members = set()
         self.make = partial(type(optimizer), **kwargs)
         with sharded.all_or_none():
             self.by_group = [sharded.claim(group) for group in optimizer.param_groups]
@@ -217,7 +219,9 @@ class PiecewiseOptimizer:
     @property
     def members(self) -> set[nn.Parameter]:
         """The model's parameters that it updates."""
-        return {param for chosen in self.by_group for param in chosen}
+        if len(self._members) != sum(map(len, self.by_group)):  # no parameter is in two groups, and none leaves one
+            self._members = {param for chosen in self.by_group for param in chosen}
+        return self._members
 
     def facts(self) -> list[list[ParamFacts]]:
         """What the optimizer knows of its parameters that are in the model, for each param group."""

@@ -93,10 +93,11 @@ class GradHooks:
     def apply_assigned_grads(self) -> None:
         """Apply what the user assigned to ``param.grad``: None clears the gradient, a tensor replaces it."""
         with nullcontext() if torch.compiler.is_compiling() else as_plain():
+            # Three times in each step for each parameter, hence in one expression.
             found = [
-                (param_grad, grad)
-                for param_grad in self._hooked
-                if (grad := param_grad.param.grad) is not param_grad.expected
+                (each, grad)
+                for each in self._hooked
+                if (grad := each.param.grad) is not (each.grad if each.group.grads.used[each.slot] else None)
             ]
         for param_grad, grad in found:
             if grad is None:
@@ -130,11 +131,6 @@ class ParamGrad:
     def used(self) -> bool:
         """Whether the parameter has had a gradient since gradients were cleared."""
         return self.group.grads.used[self.slot]
-
-    @property
-    def expected(self) -> ShardedGrad | None:
-        """What ``param.grad`` is unless the user has assigned to it."""
-        return self.grad if self.group.grads.used[self.slot] else None
 
     def show(self) -> None:
         """Set ``param.grad`` to the parameter's `ShardedGrad`."""

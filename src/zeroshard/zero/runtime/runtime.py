@@ -316,7 +316,8 @@ class Runtime:
 
     def expect_grad(self, group: FlatGroup) -> None:
         """Begin the backward pass, if none runs: a gradient of a parameter of the group is about to arrive."""
-        self._backward()
+        if self.backward_pass is None or self.backward_pass.failed:  # asked here too: this runs for each parameter
+            self._backward()
         if self._forward_pass.read_while_stale:
             refuse_stale_reads(group, self._forward_pass.read_while_stale)
 
@@ -344,6 +345,8 @@ class Runtime:
         """Clear the gradients of ``params`` (None: of all), or set them to zero if ``set_to_none`` is False."""
         if params is None and self.backward_pass is not None and self.backward_pass.failed:
             self._forget_backward()
+        if params is not None and len(params) == sum(len(group.params.params) for group in self.groups()):
+            params = None  # all of them: no need to look up each
         for group in self.groups():
             chosen = {i for i, p in enumerate(group.params.params) if params is None or p in params}
             if chosen:

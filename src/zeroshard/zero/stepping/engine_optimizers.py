@@ -280,6 +280,7 @@ class EngineOptimizers:
         members = self._members(optimizer)
         for observer in self.observers:
             observer.after_step(optimizer, members)
+        all_of_them = len(members) == sum(len(group.params.params) for group in self._runtime.groups())
         skips = type(optimizer).__module__.startswith("torch.optim.")  # parameters without a gradient
         for group in self._runtime.groups():
             trained = [
@@ -287,7 +288,7 @@ class EngineOptimizers:
                 for param, used in zip(group.params.params, group.grads.used, strict=True)
                 if used or (param.requires_grad and not skips)
             ]
-            moved = [param for param in trained if param in members]
+            moved = trained if all_of_them else [param for param in trained if param in members]
             if moved:
                 torch.autograd.graph.increment_version(moved)  # a backward through an earlier graph must raise
                 group.params.mark_stale()
