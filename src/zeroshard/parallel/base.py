@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm import Communicator
+from zeroshard.local_steps.settings import LocalSteps
 from zeroshard.zero.engine import Accumulate
-from zeroshard.zero.local_steps.settings import LocalSteps
 from zeroshard.zero.optimizers.ema import Ema
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader
 

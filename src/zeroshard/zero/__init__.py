@@ -10,6 +10,11 @@ from typing import TYPE_CHECKING
 from zeroshard.lazily import lazy_names
 
 if TYPE_CHECKING:
+    from zeroshard.local_steps.outer_steps import OuterStep as OuterStep
+    from zeroshard.local_steps.outer_steps import OuterSteps as OuterSteps
+    from zeroshard.local_steps.outer_steps import ReplicaDivergedError as ReplicaDivergedError
+    from zeroshard.local_steps.settings import LocalSteps as LocalSteps
+    from zeroshard.sharded_optimizer.optimizer import ShardedOptimizer as ShardedOptimizer
     from zeroshard.zero.buffers.initial import loaded_later as loaded_later
     from zeroshard.zero.buffers.layout import FlatLayout as FlatLayout
     from zeroshard.zero.buffers.layout import Piece as Piece
@@ -17,13 +22,8 @@ if TYPE_CHECKING:
     from zeroshard.zero.buffers.partition import DrawsParts as DrawsParts
     from zeroshard.zero.buffers.unit import Unit as Unit
     from zeroshard.zero.engine import Zero as Zero
-    from zeroshard.zero.local_steps.outer_steps import OuterStep as OuterStep
-    from zeroshard.zero.local_steps.outer_steps import OuterSteps as OuterSteps
-    from zeroshard.zero.local_steps.outer_steps import ReplicaDivergedError as ReplicaDivergedError
-    from zeroshard.zero.local_steps.settings import LocalSteps as LocalSteps
     from zeroshard.zero.precision import MixedPrecision as MixedPrecision
     from zeroshard.zero.rank_groups import RankGroups as RankGroups
-    from zeroshard.zero.sharded_optimizer.optimizer import ShardedOptimizer as ShardedOptimizer
     from zeroshard.zero.state.named_shards import NamedShard as NamedShard
     from zeroshard.zero.state.named_shards import ShardReader as ShardReader
     from zeroshard.zero.strategy import STAGES as STAGES

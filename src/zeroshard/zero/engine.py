@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,6 @@ from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.buffers.unit_choice import UnitChoice
 from zeroshard.zero.compat.module_methods import ModulePatches
-from zeroshard.zero.local_steps.observer import LocalStepsObserver
-from zeroshard.zero.local_steps.outer_steps import OuterSteps
-from zeroshard.zero.local_steps.settings import LocalSteps
 from zeroshard.zero.optimizers import adoption
 from zeroshard.zero.optimizers.ema import Ema
 from zeroshard.zero.optimizers.state_dict import unsharded_state
@@ -40,6 +37,10 @@ from zeroshard.zero.state.named_shards import NamedShard, ShardReader, named_gro
 from zeroshard.zero.stepping.engine_optimizers import EngineOptimizers
 from zeroshard.zero.stepping.reproducible import ReproducibleSteps
 from zeroshard.zero.strategy import REPLICATE, ShardingStrategy, resolve_strategy
+
+if TYPE_CHECKING:
+    from zeroshard.local_steps.outer_steps import OuterSteps
+    from zeroshard.local_steps.settings import LocalSteps
 
 Accumulate = Literal["local", "sharded"]
 
@@ -71,7 +72,7 @@ class Zero:
         buffers: how ranks synchronise buffers that a forward changes, such as running statistics, after each backward
             that reduces. ``"broadcast"``: every rank takes rank 0's, as DDP does. ``"keep"``: each rank keeps its own,
             and rank 0's are saved.
-        local_steps: let the groups of ``shard_size`` ranks take local steps; see `zeroshard.zero.local_steps`.
+        local_steps: let the groups of ``shard_size`` ranks take local steps; see `zeroshard.local_steps`.
         secondary_shard_size: as in `ShardingStrategy`, if ``stage`` is a number.
         reproducible: compute the same bits on 1, 2, 4, ... up to this many ranks, a power of two. Each step must add up
             this many micro-batches, or a multiple, over all ranks. See `zeroshard.zero.transport.exact_sums`.
@@ -132,11 +133,11 @@ class Zero:
         root, others = construction.build_units(model, units, self.strategy, rank_groups, self.precision, init, device)
         module_buffers = ModuleBuffers(model, rank_groups.world, buffers, may_change=reproducible is None)
         self._runtime = Runtime(root, others, rank_groups, self.strategy, prefetch, module_buffers)
+        self._optimizers = EngineOptimizers(self._runtime, rank_groups)
         self.local_steps: OuterSteps | None = None
         if local_steps is not None:
-            replicated = ModuleBuffers(model, self.rank_groups.replicate_group, buffers)
-            self.local_steps = OuterSteps(local_steps, self._runtime, self.rank_groups, replicated)
-        self._optimizers = EngineOptimizers(self._runtime, rank_groups)
+            self.local_steps, observer = local_steps.attach(self._runtime, self.rank_groups, buffers)
+            self._optimizers.observers.append(observer)
         if reproducible is not None:
             self._optimizers.observers.append(ReproducibleSteps(self._runtime, rank_groups))
         casts = {root: self.precision.param_dtype if self.precision.cast_forward_inputs else None}
@@ -145,10 +146,8 @@ class Zero:
         adoption.replaced(on_meta)
         adoption.register_params(model.parameters(), self._optimizers)
         self._optimizers.show_what_travels()
-        if self.local_steps is not None:
-            self._optimizers.observers.append(LocalStepsObserver(self.local_steps))
-            if init is not loaded_later:
-                self.local_steps.begin_alike()
+        if self.local_steps is not None and init is not loaded_later:
+            self.local_steps.begin_alike()
 
     # -- the training step ------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ parameters, gradients and optimizer states among themselves, and each such group
 Along a row, ranks send what a world of ``shard_size`` ranks would send. Along a column, ranks all-reduce one shard of
 the gradients, once per reduction: only ``1 / shard_size`` of the model crosses between nodes.
 
-If replicas take local steps (`zeroshard.zero.local_steps`), ranks communicate along a column only at outer steps.
+If replicas take local steps (`zeroshard.local_steps`), ranks communicate along a column only at outer steps.
 
 Zhang et al. 2022, "MiCS: Near-linear Scaling for Training Gigantic Model on Public Cloud",
 https://arxiv.org/abs/2205.00119, section 3; FSDP calls it hybrid sharding.

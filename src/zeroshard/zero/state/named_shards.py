@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from zeroshard.errors import UserError
 
-# Kinds of state that replicas with local steps have beside their weights: see `zeroshard.zero.local_steps.checkpoints`.
+# Kinds of state that replicas with local steps have beside their weights: see `zeroshard.local_steps.checkpoints`.
 OUTER_KINDS = frozenset({"global", "outer_momentum", "outer_steps"})
 ROUNDING = "rounding_step"  # the step for which gradients in a wire format are rounded next
 # Every other kind is a state of an optimizer.

@@ -26,10 +26,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from zeroshard.local_steps.outer_optimizer import Outer
+from zeroshard.local_steps.outer_steps import OuterSteps
 from zeroshard.zero.buffers.layout import Piece
 from zeroshard.zero.buffers.unit import FlatGroup
-from zeroshard.zero.local_steps.outer_optimizer import Outer
-from zeroshard.zero.local_steps.outer_steps import OuterSteps
 from zeroshard.zero.state.named_shards import MODEL_KINDS, NamedShard, ReadsSettings, ShardReader, of_replica
 
 LOCAL = "local"

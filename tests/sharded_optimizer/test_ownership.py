@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.zero.sharded_optimizer.ownership import Bucket, assign, pack
+from zeroshard.sharded_optimizer.ownership import Bucket, assign, pack
 
 
 def test_the_largest_goes_first_and_to_the_rank_that_has_least():

@@ -7,12 +7,25 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroshard.zero.local_steps import checkpoints
-from zeroshard.zero.local_steps.outer_steps import OuterSteps
+from zeroshard.local_steps import checkpoints
+from zeroshard.local_steps.outer_steps import OuterSteps
+from zeroshard.local_steps.settings import LocalSteps
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
+from zeroshard.zero.rank_groups import RankGroups
+from zeroshard.zero.runtime.module_buffers import BufferSync, ModuleBuffers
+from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader
 from zeroshard.zero.stepping.observer import Observer
 from zeroshard.zero.whole_tensors.reach_probe import weights_kept
+
+
+def attached(
+    settings: LocalSteps, runtime: Runtime, rank_groups: RankGroups, buffers: BufferSync
+) -> tuple[OuterSteps, LocalStepsObserver]:
+    """Return the outer steps of an engine, and their observer. Collective."""
+    over_replicas = ModuleBuffers(runtime.root.module, rank_groups.replicate_group, buffers)
+    outer_steps = OuterSteps(settings, runtime, rank_groups, over_replicas)
+    return outer_steps, LocalStepsObserver(outer_steps)
 
 
 class LocalStepsObserver(Observer):

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from replica_runs import DILOCO, FRAGMENTS, Net, both, engine_of, loss_of, same, train
+from local_steps_runs import DILOCO, FRAGMENTS, Net, both, engine_of, loss_of, same, train
 from zeroshard.comm import LocalCommunicator, ObservedCommunicator, run_threads
 from zeroshard.zero import LocalSteps, Zero
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from replica_runs import DILOCO, Net, both, engine_of, loss_of, same, train
+from local_steps_runs import DILOCO, Net, both, engine_of, loss_of, same, train
 from zeroshard import checkpoint
 from zeroshard.comm import LocalCommunicator, NullCommunicator, ObservedCommunicator, run_threads
 from zeroshard.zero import LocalSteps, Zero

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from equivalence.remedies import Replicas
 from late import late
-from replica_runs import (
+from local_steps_runs import (
     ALL_KINDS,
     AVERAGING,
     DILOCO,

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm import Communicator, empty_for, labelled
+from zeroshard.local_steps.settings import LocalSteps
 from zeroshard.zero.buffers.flat_params import FlatParams
 from zeroshard.zero.buffers.shards import gather_shards
 from zeroshard.zero.buffers.unit import FlatGroup
-from zeroshard.zero.local_steps.settings import LocalSteps
 from zeroshard.zero.transport.wire import AcrossReplicas, Rounding
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from replica_runs import (
+from local_steps_runs import (
     ALL_KINDS,
     DILOCO,
     SOAK,

@@ -25,11 +25,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isfinite
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from zeroshard.lazily import loaded
 from zeroshard.wire_formats import BLOCK, FORMATS, SAME_AS, BlockFormat, FormatName, check_block, check_has_range
+
+if TYPE_CHECKING:
+    from zeroshard.zero.rank_groups import RankGroups
+    from zeroshard.zero.runtime.module_buffers import BufferSync
+    from zeroshard.zero.runtime.runtime import Runtime
+    from zeroshard.zero.stepping.observer import Observer
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,15 @@ class LocalSteps:
     def dtype(self) -> torch.dtype | None:
         """The dtype in which differences travel, if ``wire`` is one; None: a block format, or as global weights."""
         return self.wire if isinstance(self.wire, torch.dtype) else None
+
+    def attach(self, runtime: Runtime, rank_groups: RankGroups, buffers: BufferSync) -> tuple[Any, Observer]:
+        """Return an engine's `OuterSteps`, and the observer by which its steps, saves and loads take them along.
+
+        The engine is given these settings, and so need not import what takes outer steps; nor does this file, which
+        that imports. Collective. ``buffers``: as for `zeroshard.Zero`; errors are
+        those of `OuterSteps`.
+        """
+        return loaded("zeroshard.local_steps.observer", "attached")(self, runtime, rank_groups, buffers)
 
     def fragments_at(self, num_steps: int) -> list[int]:
         """The fragments that take an outer step once ``num_steps`` steps are done; at most one."""

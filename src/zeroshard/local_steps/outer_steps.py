@@ -2,7 +2,7 @@
 
 Inside a replica the engine works as in a world of ``shard_size`` ranks, at any stage: gradients, norms and control
 collectives stay inside. All communication between replicas is here: of initial weights, differences, and statistics of
-modules. See `zeroshard.zero.local_steps.settings`.
+modules. See `zeroshard.local_steps.settings`.
 
 [Note: The same order everywhere]
     Which fragments take an outer step depends on the number of steps alone, so every rank issues the same
@@ -23,11 +23,11 @@ from torch.optim import Optimizer
 
 from zeroshard.comm import CONTROL, labelled
 from zeroshard.comm.agree import agreement
+from zeroshard.local_steps.outer_optimizer import Difference, Outer
+from zeroshard.local_steps.settings import LocalSteps
+from zeroshard.local_steps.step_order import StepOrder
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.buffers.unusable_grads import mark_unusable
-from zeroshard.zero.local_steps.outer_optimizer import Difference, Outer
-from zeroshard.zero.local_steps.settings import LocalSteps
-from zeroshard.zero.local_steps.step_order import StepOrder
 from zeroshard.zero.rank_groups import RankGroups
 from zeroshard.zero.runtime.module_buffers import ModuleBuffers
 from zeroshard.zero.runtime.runtime import Runtime
