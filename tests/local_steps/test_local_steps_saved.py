@@ -129,11 +129,11 @@ def test_whoever_reads_weights_reads_the_global_weights(tmp_path):
 
     global_weights, kinds = run_threads(rank_main, 2)[0]
     assert kinds == {"step", "exp_avg", "exp_avg_sq"}
-    whole = checkpoint.consolidate(tmp_path / "c")
+    full = checkpoint.consolidate(tmp_path / "c")
     assert same(expected, global_weights)
-    assert same(global_weights, whole["model"])
-    assert set(whole["optimizer"]["state"]) == set(global_weights)
-    assert {kind for state in whole["optimizer"]["state"].values() for kind in state} == kinds
+    assert same(global_weights, full["model"])
+    assert set(full["optimizer"]["state"]) == set(global_weights)
+    assert {kind for state in full["optimizer"]["state"].values() for kind in state} == kinds
 
 
 def test_replicas_may_begin_at_a_checkpoint_that_knows_of_none_and_meet_as_if_from_its_start(tmp_path):

@@ -98,12 +98,12 @@ def test_weights_of_another_dtype_follow_their_masters_through_an_outer_step():
             train(comm, engine, range(3))
             with zero.full_params():
                 shown = {name: param.detach().clone() for name, param in net.named_parameters()}
-            whole = zero.state_dict()
-            assert all(torch.equal(shown[name], whole[name].bfloat16()) for name in shown)
-            found.append(whole)
+            full = zero.state_dict()
+            assert all(torch.equal(shown[name], full[name].bfloat16()) for name in shown)
+            found.append(full)
         return found
 
-    first, *others = [whole for found in run_threads(rank_main, 4) for whole in found]
+    first, *others = [full for found in run_threads(rank_main, 4) for full in found]
     assert all(same(first, other) for other in others)
 
 

@@ -65,10 +65,10 @@ def test_the_average_is_torchs_and_the_weights_are_back_after_it(stage, world_si
         with ema.weights():
             average, loss = zero.state_dict(), model(_rows(9)).square().mean().item()
             with zero.full_params():
-                whole = {name: param.detach().clone() for name, param in model.named_parameters()}
+                full = {name: param.detach().clone() for name, param in model.named_parameters()}
         after, last_loss = zero.state_dict(), model(_rows(9)).square().mean().item()
         assert all(torch.equal(before[name], after[name]) for name in before)
-        assert all(torch.equal(whole[name], average[name]) for name in average)
+        assert all(torch.equal(full[name], average[name]) for name in average)
         plain = _model()
         plain.load_state_dict(average)
         assert loss == plain(_rows(9)).square().mean().item() != last_loss

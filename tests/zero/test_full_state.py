@@ -111,14 +111,14 @@ def test_full_params_are_unsharded_and_current(stage, precision):
         optim = zero.optimizer(torch.optim.SGD, lr=0.1)
         net(rows(comm.rank)).sum().backward()
         optim.step()
-        whole = zero.state_dict()
+        full = zero.state_dict()
         with zero.full_params(), zero.full_params():
             for name, param in net.named_parameters():
-                assert torch.equal(param.detach(), whole[name].to(param.dtype))
+                assert torch.equal(param.detach(), full[name].to(param.dtype))
             with torch.no_grad():
                 net(rows(0))
             net(rows(0)).sum().backward()
-            assert all(torch.equal(p.detach(), whole[n].to(p.dtype)) for n, p in net.named_parameters())
+            assert all(torch.equal(p.detach(), full[n].to(p.dtype)) for n, p in net.named_parameters())
         if stage == 3:
             assert all(param.isnan().all() for param in net.parameters())
 

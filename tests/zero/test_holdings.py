@@ -47,13 +47,13 @@ def test_unsharded_weights_are_unit_buffers_in_use_and_prefetched_before():
 
 def test_unsharded_gradients_are_unit_buffers_until_they_are_reduced():
     zero, _ = _engine(2)
-    whole = 4 * 72
+    full = 4 * 72
     loss = zero.model(torch.ones(2, 8)).sum()
     seen = []
     zero.model[1][0].weight.register_hook(lambda _: seen.append(held_bytes(zero.holdings())))
     loss.backward()
-    assert seen[0]["unit_buffers"] >= whole
-    assert held_bytes(zero.holdings()) == {"params": 3 * whole, "grads": 3 * whole // 4}
+    assert seen[0]["unit_buffers"] >= full
+    assert held_bytes(zero.holdings()) == {"params": 3 * full, "grads": 3 * full // 4}
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -61,7 +61,7 @@ def test_running_statistics_are_those_of_rank_0_or_each_ranks_own(stage):
 
 def test_a_resumed_run_has_the_statistics_of_one_that_was_not_stopped():
     def go(comm):
-        whole, *_ = _train(comm, 2, "broadcast", range(4))
+        uninterrupted, *_ = _train(comm, 2, "broadcast", range(4))
         first = build()
         zero = Zero(first, 2, comm=comm)
         optim = zero.optimizer(torch.optim.SGD, lr=0.1)
@@ -81,11 +81,11 @@ def test_a_resumed_run_has_the_statistics_of_one_that_was_not_stopped():
             elif step == 1:
                 zero.state_dict()
             comm.barrier()
-        return whole[-1], _statistics(zero.model)
+        return uninterrupted[-1], _statistics(zero.model)
 
     shared: dict[str, torch.Tensor] = {}
-    for whole, resumed in run_threads(go, 2):
-        assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+    for uninterrupted, resumed in run_threads(go, 2):
+        assert all(torch.equal(value, resumed[name]) for name, value in uninterrupted.items())
 
 
 def test_constants_travel_once():

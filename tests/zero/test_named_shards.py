@@ -25,7 +25,7 @@ class Saved:
     """A checkpoint in memory: whole tensors, put together from every rank's pieces."""
 
     def __init__(self, by_rank: list[list[NamedShard]]) -> None:
-        self.whole: dict[tuple[str, str], torch.Tensor] = {}
+        self.full: dict[tuple[str, str], torch.Tensor] = {}
         self.shapes: dict[str, dict[str, tuple[int, ...]]] = {}
         count: dict[tuple[str, str], torch.Tensor] = {}
         for shard in (shard for shards in by_rank for shard in shards):
@@ -33,7 +33,7 @@ class Saved:
             key, cut = (shard.name, shard.kind), slice(*shard.interval)
             assert shard.tensor.dim() == 1
             assert self.shapes.setdefault(shard.name, {}).setdefault(shard.kind, shard.shape) == shard.shape
-            self.whole.setdefault(key, torch.zeros(numel, dtype=shard.tensor.dtype))[cut] = shard.tensor
+            self.full.setdefault(key, torch.zeros(numel, dtype=shard.tensor.dtype))[cut] = shard.tensor
             count.setdefault(key, torch.zeros(numel, dtype=torch.int64))[cut] += 1
         self.tiled = all(times.eq(1).all() for times in count.values())
 
@@ -41,7 +41,7 @@ class Saved:
         return self.shapes.get(name, {})
 
     def read(self, name, kind, interval):
-        return self.whole[name, kind][slice(*interval)].clone()
+        return self.full[name, kind][slice(*interval)].clone()
 
 
 def _net():
@@ -110,9 +110,9 @@ def test_each_rank_writes_its_part_of_pieces_that_are_whole(monkeypatch):
     monkeypatch.setattr(FlatLayout, "updated_by_all", lambda layout, device: layout.tensors())
     on_gpu = Saved([shards for shards, _ in run_threads(lambda comm: _save(comm, 0, "AdamW"), 3)])
     assert on_gpu.tiled
-    assert on_gpu.whole.keys() == on_cpu.whole.keys()
-    for key, whole in on_gpu.whole.items():
-        torch.testing.assert_close(whole, on_cpu.whole[key], rtol=0, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
+    assert on_gpu.full.keys() == on_cpu.full.keys()
+    for key, full in on_gpu.full.items():
+        torch.testing.assert_close(full, on_cpu.full[key], rtol=0, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -138,9 +138,9 @@ def test_one_replica_writes_and_any_stage_world_and_shard_size_reads(wrote, read
     again = Saved([shards for shards, _ in loaded])
     assert again.tiled
     assert again.shapes == saved.shapes
-    assert all(torch.equal(again.whole[key], saved.whole[key]) for key in saved.whole)
+    assert all(torch.equal(again.full[key], saved.full[key]) for key in saved.full)
     for _, weights in loaded[1:]:
-        assert all(torch.equal(weights[name], whole) for name, whole in loaded[0][1].items())
+        assert all(torch.equal(weights[name], full) for name, full in loaded[0][1].items())
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -65,8 +65,8 @@ def test_an_optimizer_updates_as_by_gradients_that_were_rounded(stage, cls, sett
         theirs.step()
         optim.zero_grad()
         theirs.zero_grad()
-    for name, whole in zero.state_dict().items():
-        assert torch.equal(whole, plain.state_dict()[name]), name
+    for name, full in zero.state_dict().items():
+        assert torch.equal(full, plain.state_dict()[name]), name
 
 
 def test_hooks_of_a_step_run_once_and_gradients_are_narrow_before_and_after():

@@ -105,9 +105,9 @@ def test_weights_from_the_node_have_the_bits_of_those_from_everywhere(wire, worl
     num_micro, accumulate = accumulation
     settings = {"precision": WIRES[wire], "shard_size": shard_size, "num_micro": num_micro, "accumulate": accumulate}
     settings |= {"prefetch": prefetch, **AROUND[around]}
-    whole = run_threads(lambda comm: _train(comm, **settings), world_size)
+    plain = run_threads(lambda comm: _train(comm, **settings), world_size)
     near = run_threads(lambda comm: _train(late(comm), secondary_shard_size=2, **settings), world_size)
-    assert all(_same(one, other) for one, other in zip(whole, near, strict=True))
+    assert all(_same(one, other) for one, other in zip(plain, near, strict=True))
 
 
 def test_only_the_first_gather_of_a_step_crosses_between_nodes():

@@ -79,17 +79,17 @@ def test_weights_of_units_whose_parts_were_called_are_freed_after_backward_and_a
     net = Net(block=Block, path=by_parts)
     zero = Zero(net, 3, comm=NullCommunicator(2))
 
-    def whole():
+    def allocated():
         return [any(group.params.state is not WeightState.SHARDED for group in unit.groups) for unit in zero.units]
 
     for _ in range(2):
         loss = net(rows(0)).sum()
-        assert whole() == [True] * 4
+        assert allocated() == [True] * 4
         loss.backward()
-        assert whole() == [False] * 4
+        assert allocated() == [False] * 4
         with torch.no_grad():
             net(rows(0))
-        assert whole() == [False] * 4
+        assert allocated() == [False] * 4
 
 
 def past_its_module(net, x):
@@ -167,7 +167,7 @@ def test_parts_may_be_called_where_another_dtype_computes_and_nothing_is_sharded
                 found = net.blocks[0].up(rows(0).bfloat16()), net.first(rows(1).bfloat16())
         with zero.full_params(), torch.no_grad():
             expected = net.blocks[0].up(rows(0).bfloat16()), net.first(rows(1).bfloat16())
-        return [torch.equal(ours, whole) for ours, whole in zip(found, expected, strict=True)]
+        return [torch.equal(ours, full) for ours, full in zip(found, expected, strict=True)]
 
     assert run_threads(go, 2 if shard_size else 1) == [[True, True]] * (2 if shard_size else 1)
 

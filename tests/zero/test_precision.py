@@ -51,9 +51,9 @@ def test_bf16_has_the_same_bits_at_every_stage(world_size, reduce_dtype):
         assert {tensor.dtype for tensor in state.values()} == {torch.float32}
         assert all(torch.equal(state[name], states[0][name]) for name in state)
     exact = one_process(Net, world_size=world_size)
-    for name, whole in exact.items():
-        torch.testing.assert_close(states[0][name], whole, rtol=0, atol=0.05)
-        assert not torch.equal(states[0][name], whole)
+    for name, full in exact.items():
+        torch.testing.assert_close(states[0][name], full, rtol=0, atol=0.05)
+        assert not torch.equal(states[0][name], full)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -195,14 +195,14 @@ def test_stage_three_holds_the_root_and_as_many_units_as_it_looks_ahead(path, pr
 def test_sharded_gradients_are_unsharded_for_a_few_units_at_a_time(stage):
     net = Net(8)
     zero = Zero(net, stage=stage, comm=NullCommunicator(2))
-    whole = 4 * (6 * 6 + 6)
+    full = 4 * (6 * 6 + 6)
     seen = []
     for block in net.blocks:
         block.weight.register_hook(lambda grad: seen.append(zero.memory_bytes()["grads"]))
     net(rows(0)).sum().backward()
     settled = zero.memory_bytes()["grads"]
-    assert settled == 10 * whole // 2
-    assert max(seen) <= settled + 2 * whole + 4 * whole  # the root's two layers, and units on their way
+    assert settled == 10 * full // 2
+    assert max(seen) <= settled + 2 * full + 4 * full  # the root's two layers, and units on their way
 
 
 class AddsInPlace(nn.Linear):
