@@ -67,10 +67,10 @@ class ParamViews:
     def _elsewhere(self) -> list[tuple[str, nn.Parameter, Tensor]]:
         """Return ``(name, parameter, expected .data)`` of parameters to whose ``.data`` a tensor was assigned."""
         expected = self.views if self.visible else self._hidden
-        homes = {storage_id(view) for view in expected}
+        home = storage_id(expected[0])  # all are views of one buffer, or of one placeholder
         with as_plain():
             triples = zip(self._layout.slots, self._params, expected, strict=True)
-            return [(slot.name, p, view) for slot, p, view in triples if storage_id(p) not in homes]
+            return [(slot.name, p, view) for slot, p, view in triples if storage_id(p) != home]
 
     def take_assigned(self) -> bool:
         """Copy tensors that were assigned to visible parameters' ``.data`` to their places; return if any were."""

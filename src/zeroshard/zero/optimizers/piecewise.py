@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from functools import partial
 from inspect import signature
 from itertools import zip_longest
+from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -307,7 +308,7 @@ class PiecewiseOptimizer:
 
 def _are(found: Iterable[Any], expected: Sequence[Any]) -> bool:
     found = list(found)
-    return len(found) == len(expected) and all(a is b for a, b in zip(found, expected, strict=True))
+    return len(found) == len(expected) and all(map(is_, found, expected))
 
 
 def _kept_whole(
