@@ -258,7 +258,7 @@ def test_a_sum_is_rounded_once_whatever_the_order(dtype):
     for order in (torch.arange(16), torch.arange(16).flip(0), torch.randperm(16, generator=generator)):
         exact = ExactGradientSum(400, dtype, torch.device("cpu"), 64)
         for part in terms[order].split([5, 1, 10]):
-            exact.add(part)
+            exact.add_rows(part)
         target = torch.empty(400, dtype=dtype)
         exact.write(target)
         results.append(target)
