@@ -4,7 +4,7 @@
 
 Several launchers on this machine, each with one rank that is a replica, train by local steps; with ``--one-host`` one
 launcher has all ranks. At random moments a rank is killed (its launcher starts it again with the others), or a launcher
-with its rank, which is started again a little later; never the launcher that serves the meeting, as the machine that
+with its rank, which is started again a little later; never the launcher that serves the rendezvous, as the machine that
 others meet at must stay. Seconds are from the kill to the first step of the attempt that follows. The same training
 undisturbed, with several seeds, says how far losses spread by chance.
 """

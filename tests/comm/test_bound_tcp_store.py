@@ -14,7 +14,7 @@ from zeroshard.launch import bound_tcp_store, process_group
 from zeroshard.launch.bound_tcp_store import open_store
 from zeroshard.launch.environment import World
 from zeroshard.launch.one_host import OneHost
-from zeroshard.launch.rendezvous_address import RendezvousAddress, meeting_at
+from zeroshard.launch.rendezvous_address import RendezvousAddress, rendezvous_at
 from zeroshard.launch.several_hosts import SeveralHosts
 
 
@@ -80,7 +80,7 @@ def test_a_taken_port_is_an_os_error_and_nothing_stays_open():
         assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_what_rank_0_opens_for_all_ranks_listens_at_their_meeting_alone(monkeypatch):
+def test_what_rank_0_opens_for_all_ranks_listens_at_their_rendezvous_alone(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -106,12 +106,12 @@ def test_the_ranks_of_one_host_meet_on_the_loopback_interface_alone():
     assert _listening(where.master_port) == set()
 
 
-def test_a_meeting_of_several_machines_listens_at_its_endpoint_alone(monkeypatch):
+def test_a_rendezvous_of_several_machines_listens_at_its_endpoint_alone(monkeypatch):
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # as `set_for_workers` sets it
     address = _outer_address() or "127.0.0.1"
     with socket.create_server((address, 0)) as free:
         port = free.getsockname()[1]
-    first = SeveralHosts.at(meeting_at(f"{address}:{port}", 2, 2), "test")
+    first = SeveralHosts.at(rendezvous_at(f"{address}:{port}", 2, 2), "test")
     assert _listening(port) == {address}
     # another launcher was faster
     second = SeveralHosts.at(RendezvousAddress(address, port, 2, 2, address, serves=True), "test")

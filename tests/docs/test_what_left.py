@@ -85,7 +85,7 @@ LEFT = [
     r"\[replicas\]",
     r"zero\.replicas\b",
     r"local_steps\.(anchors|meet)\b",
-    r"\bmeeting/(loss|num_bytes|difference)",
+    r"\bmeetings?\b",
     r"at_anchor",
     r"\breplicas\.(every|outer_lr|outer_momentum|fragments|wire|anchors|meet)\b",
     r"outer_difference",

@@ -16,7 +16,7 @@ from zeroshard.train.setup.build import build_run
 
 @pytest.mark.parametrize(("absent", "named"), [({2}, "rank 2 of 4"), ({1, 3}, "rank 1, 3 of 4"), ({0}, "rank 0 of 4")])
 def test_ranks_that_do_not_come_are_named_by_all_that_did(monkeypatch, absent, named):
-    monkeypatch.setattr(agree, "MEETING_S", 0.3)
+    monkeypatch.setattr(agree, "RENDEZVOUS_S", 0.3)
     store, said = dist.HashStore(), []
 
     def rank_main(rank):
@@ -33,7 +33,7 @@ def test_ranks_that_do_not_come_are_named_by_all_that_did(monkeypatch, absent, n
 
 
 def test_a_rank_zero_that_never_comes_is_named(monkeypatch):
-    monkeypatch.setattr(ranks, "MEETING_S", 0.2)
+    monkeypatch.setattr(ranks, "RENDEZVOUS_S", 0.2)
     with socket.socket() as probe, ExitStack() as stack:
         probe.bind(("127.0.0.1", 0))
         world = World(1, 1, 2, "127.0.0.1", probe.getsockname()[1])

@@ -60,7 +60,7 @@ WORTH_A_RESTART = frozenset({int(ExitStatus.FAILED), int(ExitStatus.PEER_LOST)})
 def run_elastic(
     words: Sequence[str],
     nproc: int,
-    meeting: RendezvousAddress,
+    rendezvous: RendezvousAddress,
     *,
     max_restarts: int,
     max_stage_raises: int = 0,
@@ -78,7 +78,7 @@ def run_elastic(
     Args:
         words: the words after ``zeroshard``.
         nproc: how many ranks to start on this machine.
-        meeting: where the ranks meet, on this machine or among several; port 0: any free one.
+        rendezvous: where the ranks meet, on this machine or among several; port 0: any free one.
         max_restarts: how often all ranks are started again after one failed or was lost.
         max_stage_raises: how often they are also started again after one has ended with `ExitStatus.STAGE_RAISED`.
         grace_s: seconds from asking a rank to stop until SIGKILL.
@@ -88,24 +88,24 @@ def run_elastic(
         The exit status of the root cause, and the line to print about it.
     """
     try:
-        if meeting.max_nodes == 1:
-            handler = OneHost(meeting.host, meeting.port, run_id)
+        if rendezvous.max_nodes == 1:
+            handler = OneHost(rendezvous.host, rendezvous.port, run_id)
         else:
-            handler = SeveralHosts.at(meeting, run_id)
+            handler = SeveralHosts.at(rendezvous, run_id)
     except RendezvousConnectionError:
-        return Ending(ExitStatus.PEER_LOST, f"rdzv_endpoint: nobody answers at {meeting.endpoint}; start there too")
-    with TemporaryDirectory(prefix="zeroshard-launch-") as log_dir, _ended_where_cut_off(meeting, log_dir):
-        agent = _agent(words, nproc, meeting, handler, max_restarts, max_stage_raises, grace_s, log_dir)
-        return _run(agent, handler, meeting)
+        return Ending(ExitStatus.PEER_LOST, f"rdzv_endpoint: nobody answers at {rendezvous.endpoint}; start there too")
+    with TemporaryDirectory(prefix="zeroshard-launch-") as log_dir, _ended_where_cut_off(rendezvous, log_dir):
+        agent = _agent(words, nproc, rendezvous, handler, max_restarts, max_stage_raises, grace_s, log_dir)
+        return _run(agent, handler, rendezvous)
 
 
-def _run(agent: _Agent, handler: OneHost | SeveralHosts, meeting: RendezvousAddress) -> Ending:
+def _run(agent: _Agent, handler: OneHost | SeveralHosts, rendezvous: RendezvousAddress) -> Ending:
     try:
         result = agent.run()
         if result is None:  # as torch's agent ends on a spare machine, once the others have finished
             raise RendezvousClosedError
     except (RendezvousTimeoutError, RendezvousClosedError, RendezvousConnectionError, DistError) as error:
-        return Ending(ExitStatus.PEER_LOST, _why_not_met(error, meeting))
+        return Ending(ExitStatus.PEER_LOST, _why_not_met(error, rendezvous))
     except SignalException as stop:
         unsaved = agent.exit_codes() & {ExitStatus.FAILED, ExitStatus.STORAGE}  # a rank has said why
         hung_up = stop.sigval == signal.SIGHUP  # which asks for the same as SIGTERM
@@ -117,36 +117,36 @@ def _run(agent: _Agent, handler: OneHost | SeveralHosts, meeting: RendezvousAddr
     return _ending(result.failures) if result.is_failed() else Ending(ExitStatus.OK)
 
 
-def _why_not_met(error: Exception, meeting: RendezvousAddress) -> str:
+def _why_not_met(error: Exception, rendezvous: RendezvousAddress) -> str:
     """Return one line for the user: why the machines did not meet, or can meet no more."""
     if isinstance(error, RendezvousTimeoutError):
-        what = f"fewer than {meeting.min_nodes} machines came to {meeting.endpoint} within {JOIN_TIMEOUT_S} s"
+        what = f"fewer than {rendezvous.min_nodes} machines came to {rendezvous.endpoint} within {JOIN_TIMEOUT_S} s"
         return f"nnodes: {what}; start the others too"
     if isinstance(error, RendezvousClosedError):
-        return f"rdzv_endpoint: the run that met at {meeting.endpoint} has ended; start it again on every machine"
-    what = f"the machine that served the rendezvous at {meeting.endpoint} is gone"
+        return f"rdzv_endpoint: the run that met at {rendezvous.endpoint} has ended; start it again on every machine"
+    what = f"the machine that served the rendezvous at {rendezvous.endpoint} is gone"
     return f"rdzv_endpoint: {what}; start again on every machine, --resume auto"
 
 
 @contextmanager
-def _ended_where_cut_off(meeting: RendezvousAddress, log_dir: str) -> Generator[None]:
-    """Inside, end this launcher and with it its ranks once the meeting can no longer be reached.
+def _ended_where_cut_off(rendezvous: RendezvousAddress, log_dir: str) -> Generator[None]:
+    """Inside, end this launcher and with it its ranks once the rendezvous can no longer be reached.
 
     The process then ends at once, without cleanup, so ``log_dir`` is removed before.
     """
-    if meeting.max_nodes == 1:
+    if rendezvous.max_nodes == 1:
         yield
         return
 
     def end() -> None:
         """Print why and end this process; called on the thread of `watch`."""
-        what = f"{meeting.endpoint} has not answered for {UNREACHABLE_AFTER_S:.0f} s"
+        what = f"{rendezvous.endpoint} has not answered for {UNREACHABLE_AFTER_S:.0f} s"
         line = f"error: rdzv_endpoint: {what}; start again with --resume auto once it can be reached"
         shutil.rmtree(log_dir, ignore_errors=True)
         end_at_once(line, ExitStatus.PEER_LOST)
 
     left = threading.Event()
-    threading.Thread(target=watch, args=(meeting, left, end), name="meeting", daemon=True).start()
+    threading.Thread(target=watch, args=(rendezvous, left, end), name="rendezvous", daemon=True).start()
     try:
         yield
     finally:
@@ -330,7 +330,7 @@ def _environment(group: WorkerGroup, worker: Worker, restarts: int) -> dict[str,
 def _agent(
     words: Sequence[str],
     nproc: int,
-    meeting: RendezvousAddress,
+    rendezvous: RendezvousAddress,
     handler: OneHost | SeveralHosts,
     max_restarts: int,
     max_stage_raises: int,
@@ -345,7 +345,7 @@ def _agent(
         rdzv_handler=handler,
         max_restarts=max_restarts + max_stage_raises,
         monitor_interval=MONITOR_INTERVAL_S,
-        local_addr=meeting.own_address,
+        local_addr=rendezvous.own_address,
     )
     agent = _Agent(spec, DefaultLogsSpecs(log_dir=log_dir))
     agent._shutdown_timeout = grace_s  # torch 2.11 does not take it as an argument

@@ -1,11 +1,10 @@
 """Several machines in one world: how many may take part, where they meet, and the address of this one.
 
-Each machine runs the same command with the same ``HOST:PORT``. The machine that has the address HOST serves the meeting
-there; the others connect. torch's c10d rendezvous guesses by host names which machine that is, and over which interface
-gloo communicates. It guesses wrong if names resolve to loopback, or if a machine has several networks. We ask the
-kernel instead: an address is this machine's if a socket can be bound to it, and this machine's own address is the
-source address of the route to HOST.
-"""
+Each machine runs the same command with the same ``HOST:PORT``. The machine that has the address HOST serves the
+rendezvous there; the others connect. torch's c10d rendezvous guesses by host names which machine that is, and over
+which interface gloo communicates. It guesses wrong if names resolve to loopback, or if a machine has several networks.
+We ask the kernel instead: an address is this machine's if a socket can be bound to it, and this machine's own address
+is the source address of the route to HOST."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ import psutil
 from zeroshard.errors import UserError
 
 DEFAULT_PORT = 29400  # torchrun's
-PROBE_S = 5.0  # between two attempts to connect to the meeting, and the timeout of each
-UNREACHABLE_AFTER_S = 30.0  # after so long without a connection the meeting counts as unreachable
+PROBE_S = 5.0  # between two attempts to connect to the rendezvous, and the timeout of each
+UNREACHABLE_AFTER_S = 30.0  # after so long without a connection the rendezvous counts as unreachable
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +28,12 @@ class RendezvousAddress:
     """Where the machines of a world meet.
 
     Attributes:
-        host: name or address of the machine that serves the meeting.
+        host: name or address of the machine that serves the rendezvous.
         port: the port there.
         min_nodes: the least number of machines with which a world is started.
         max_nodes: the most machines in a world; further ones may come and wait.
         own_address: address of this machine, on the network that leads to ``host``.
-        serves: whether this process should serve the meeting.
+        serves: whether this process should serve the rendezvous.
     """
 
     host: str = "127.0.0.1"
@@ -58,8 +57,8 @@ class RendezvousAddress:
         return ""
 
 
-def meeting_at(endpoint: str, min_nodes: int, max_nodes: int) -> RendezvousAddress:
-    """Return the meeting at ``endpoint``, which is ``HOST`` or ``HOST:PORT``, with this machine's own address.
+def rendezvous_at(endpoint: str, min_nodes: int, max_nodes: int) -> RendezvousAddress:
+    """Return the rendezvous at ``endpoint``, which is ``HOST`` or ``HOST:PORT``, with this machine's own address.
 
     Raises:
         UserError: ``endpoint`` is neither, or HOST cannot be resolved or reached.
@@ -77,16 +76,16 @@ def meeting_at(endpoint: str, min_nodes: int, max_nodes: int) -> RendezvousAddre
     return RendezvousAddress(host, port, min_nodes, max_nodes, own, serves=_can_serve(str(address), port))
 
 
-def watch(meeting: RendezvousAddress, ended: threading.Event, on_unreachable: Callable[[], None]) -> None:
-    """Call ``on_unreachable`` if nothing answers at the meeting for `UNREACHABLE_AFTER_S`; return once ``ended``.
+def watch(rendezvous: RendezvousAddress, ended: threading.Event, on_unreachable: Callable[[], None]) -> None:
+    """Call ``on_unreachable`` if nothing answers at the rendezvous for `UNREACHABLE_AFTER_S`; return once ``ended``.
 
-    If a link is down, torch's client of the meeting's store blocks until TCP gives up, a quarter of an hour later. So a
-    separate thread runs this function, which tests whether a connection can still be made.
+    If a link is down, torch's client of the rendezvous store blocks until TCP gives up, a quarter of an hour later. So
+    a separate thread runs this function, which tests whether a connection can still be made.
     """
     answered = time.monotonic()
     while not ended.wait(PROBE_S):
         try:
-            socket.create_connection((meeting.host, meeting.port), PROBE_S).close()
+            socket.create_connection((rendezvous.host, rendezvous.port), PROBE_S).close()
             answered = time.monotonic()
         except OSError:
             if time.monotonic() - answered > UNREACHABLE_AFTER_S:

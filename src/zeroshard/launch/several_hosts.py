@@ -35,20 +35,20 @@ class SeveralHosts(DynamicRendezvousHandler):
     """The rendezvous handler of a launcher that is one of several; make it by `at`."""
 
     @classmethod
-    def at(cls, meeting: RendezvousAddress, run_id: str) -> Self:
-        """Serve the store of ``meeting``, or connect to it.
+    def at(cls, rendezvous: RendezvousAddress, run_id: str) -> Self:
+        """Serve the store of ``rendezvous``, or connect to it.
 
         Raises:
-            RendezvousConnectionError: nobody answers at the meeting's address, or another program uses its port.
+            RendezvousConnectionError: nobody answers at its address, or another program uses its port.
         """
-        store = _open(meeting)
+        store = _open(rendezvous)
         return cls.from_backend(
             run_id,
             store,
             C10dRendezvousBackend(store, run_id),
-            meeting.min_nodes,
-            meeting.max_nodes,
-            meeting.own_address,
+            rendezvous.min_nodes,
+            rendezvous.max_nodes,
+            rendezvous.own_address,
             RendezvousTimeout(join=timedelta(seconds=JOIN_TIMEOUT_S), last_call=timedelta(seconds=LAST_CALL_S)),
             keep_alive_interval=HEARTBEAT_S,
             keep_alive_max_attempt=LOST_S // HEARTBEAT_S,
@@ -62,13 +62,13 @@ class SeveralHosts(DynamicRendezvousHandler):
             return 0
 
 
-def _open(meeting: RendezvousAddress) -> dist.TCPStore:
-    host, port = meeting.host, meeting.port
+def _open(rendezvous: RendezvousAddress) -> dist.TCPStore:
+    host, port = rendezvous.host, rendezvous.port
     try:
         try:
-            return open_store(host, port, serves=meeting.serves, timeout_s=READ_TIMEOUT_S)
+            return open_store(host, port, serves=rendezvous.serves, timeout_s=READ_TIMEOUT_S)
         except (OSError, RuntimeError):
-            if not meeting.serves:
+            if not rendezvous.serves:
                 raise
             # another launcher on this machine was faster
             return open_store(host, port, serves=False, timeout_s=READ_TIMEOUT_S)

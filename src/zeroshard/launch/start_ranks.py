@@ -28,7 +28,7 @@ def launch_workers(
     port: int = 0,
     max_restarts: int = 0,
     max_stage_raises: int = 0,
-    meeting: RendezvousAddress | None = None,
+    rendezvous: RendezvousAddress | None = None,
     nodes: NetnsNodes | None = None,
     imports: Sequence[str] = (),
 ) -> Ending:
@@ -42,7 +42,7 @@ def launch_workers(
         port: port of their rendezvous on the loopback interface; 0: any free one.
         max_restarts: how often they are started again after one failed or was lost; see `zeroshard.launch.elastic`.
         max_stage_raises: how often they are also started again after one has ended with `ExitStatus.STAGE_RAISED`.
-        meeting: where they meet the ranks of other machines; ``port`` is then ignored.
+        rendezvous: where they meet the ranks of other machines; ``port`` is then ignored.
         nodes: network namespaces that the ranks enter by `enter_node`; None: they stay in this one.
         imports: modules that every rank will import; with one machine they are imported here, once, and ranks are
             forked afterwards.
@@ -50,13 +50,13 @@ def launch_workers(
     Raises:
         UserError: the port is in use.
     """
-    alone = meeting is None or meeting.max_nodes == 1
-    if meeting is None:
+    alone = rendezvous is None or rendezvous.max_nodes == 1
+    if rendezvous is None:
         address = nodes.address if nodes else _LOOPBACK
         require_free_port(port, address)
-        meeting = RendezvousAddress(address, port, own_address=address)
+        rendezvous = RendezvousAddress(address, port, own_address=address)
     # with one machine it is the loopback interface, which other machines cannot reach
-    interface = meeting.interface if nodes is None else ""
+    interface = rendezvous.interface if nodes is None else ""
     set_for_workers(nproc, nodes=nodes, interface=interface)
     from zeroshard.launch.elastic import run_elastic
     from zeroshard.launch.forked import import_all
@@ -67,7 +67,7 @@ def launch_workers(
     return run_elastic(
         argv,
         nproc,
-        meeting,
+        rendezvous,
         max_restarts=max_restarts,
         max_stage_raises=max_stage_raises,
         grace_s=SHUTDOWN_GRACE_S,

@@ -48,7 +48,9 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
         require_room(config.nproc)
         environment.end_with_starter()
         max_stage_raises = NUM_STAGES - 1 if config.strategy == "auto" else 0
-        meeting = rendezvous_address.meeting_at(config.rdzv_endpoint, *parse_nnodes(config.nnodes)) if several else None
+        rendezvous = (
+            rendezvous_address.rendezvous_at(config.rdzv_endpoint, *parse_nnodes(config.nnodes)) if several else None
+        )
         nproc = max(1, config.nproc)
         with _nodes(config) as nodes:
             ending = start_ranks.launch_workers(
@@ -57,7 +59,7 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
                 config.port,
                 config.max_restarts,
                 max_stage_raises,
-                meeting=meeting,
+                rendezvous=rendezvous,
                 nodes=nodes,
                 imports=(*TRAINS, *_of_strategy(config.strategy)),
             )

@@ -26,7 +26,7 @@ from zeroshard.errors import UserError
 from zeroshard.train.config.validate import by_dotted_name
 
 OWN_TO_A_RANK = frozenset({"nproc", "port", "rdzv_endpoint", "data.dir"})  # settings that may differ between machines
-MEETING_S = 100.0  # how long ranks wait for the next rank to connect
+RENDEZVOUS_S = 100.0  # how long ranks wait for the next rank to connect
 HEARING_S = 10.0  # how long rank 0 keeps the store alive so that others can read why they are refused
 START_ALIKE = "start every rank with the same"
 
@@ -50,7 +50,7 @@ def agree_at(store: dist.Store, rank: int, world_size: int, facts: Mapping[str, 
 
     Raises:
         UserError: as `agree_on`.
-        PeerError: some ranks have not connected, and none has for `MEETING_S`; every rank names the missing ones.
+        PeerError: some ranks have not connected, and none has for `RENDEZVOUS_S`; every rank names the missing ones.
     """
     own = _as_json(facts)
     if rank == 0:
@@ -86,8 +86,8 @@ def _verdict(store: dist.Store, world_size: int) -> tuple[str, str] | str | None
 
 
 def _came(store: dist.Store, key: str) -> bool:
-    """Wait for a key of the store; returns whether it was set within `MEETING_S` from now."""
-    deadline, pause_s = time.monotonic() + MEETING_S, 0.001
+    """Wait for a key of the store; returns whether it was set within `RENDEZVOUS_S` from now."""
+    deadline, pause_s = time.monotonic() + RENDEZVOUS_S, 0.001
     while not store.check([key]):
         if time.monotonic() > deadline:
             return False
@@ -98,7 +98,7 @@ def _came(store: dist.Store, key: str) -> bool:
 
 def _missing(ranks: Sequence[int], world_size: int) -> str:
     named = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank {named} of {world_size} did not join the rendezvous, and none has for {MEETING_S:g} s"
+    return f"rank {named} of {world_size} did not join the rendezvous, and none has for {RENDEZVOUS_S:g} s"
 
 
 def code_version() -> str:

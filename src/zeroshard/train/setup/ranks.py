@@ -21,7 +21,7 @@ from zeroshard.launch.process_group import COLLECTIVE_TIMEOUT_S, init_process_gr
 from zeroshard.launch.rank_exit import end_as_peer_lost
 from zeroshard.parallel import strategy_entry
 from zeroshard.train.links import Links
-from zeroshard.train.setup.agree import MEETING_S, agree_at
+from zeroshard.train.setup.agree import RENDEZVOUS_S, agree_at
 
 
 class Joined(NamedTuple):
@@ -88,7 +88,7 @@ def _met(world: World, facts: Mapping[str, object] | None) -> dist.Store:
         UserError: the port is in use, or a rank has other facts.
     """
     try:
-        store = meet(world, MEETING_S)
+        store = meet(world, RENDEZVOUS_S)
     except dist.DistError as error:
         if world.rank == 0 and "in use" in str(error):
             what = f"{world.master_port}, the port of the rendezvous, is in use on this machine"
@@ -96,7 +96,7 @@ def _met(world: World, facts: Mapping[str, object] | None) -> dist.Store:
         if world.rank == 0:
             raise
         where = f"{world.master_addr}:{world.master_port}"
-        raise PeerError(f"rank 0 did not join the rendezvous at {where} within {MEETING_S:g} s") from error
+        raise PeerError(f"rank 0 did not join the rendezvous at {where} within {RENDEZVOUS_S:g} s") from error
     store.set_timeout(timedelta(seconds=COLLECTIVE_TIMEOUT_S))
     if facts is not None and world.world_size > 1:
         agree_at(dist.PrefixStore("agree", store), world.rank, world.world_size, facts)
