@@ -101,7 +101,7 @@ def memory_of(run: RunResult) -> list[Figure]:
     sums = ", ".join(f"{which} {size(sum(table.values()))}" for which, table in bars.items())
     caption = f"Held by rank 0 between backward and update, without activations: {sums}."
     if "stage 0" in bars:
-        caption += " Stage 0 would replicate every sharded tensor, and no buffers for gathering."
+        caption += " Stage 0 would hold every sharded tensor unsharded, and no buffers for gathering."
     axes = Axis("", ticks=dict(enumerate(bars))), Axis(unit, from_zero=True)
     return [Figure("memory", "Memory of a rank", *axes, tuple(series), caption, height=1.15)]
 
