@@ -4,7 +4,8 @@ Each machine runs the same command with the same ``HOST:PORT``. The machine that
 rendezvous there; the others connect. torch's c10d rendezvous guesses by host names which machine that is, and over
 which interface gloo communicates. It guesses wrong if names resolve to loopback, or if a machine has several networks.
 We ask the kernel instead: an address is this machine's if a socket can be bound to it, and this machine's own address
-is the source address of the route to HOST."""
+is the source address of the route to HOST.
+"""
 
 from __future__ import annotations
 
