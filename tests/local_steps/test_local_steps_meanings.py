@@ -16,14 +16,14 @@ def test_a_last_outer_step_may_be_called_for_and_the_model_taken_back():
     def rank_main(comm):
         engine = engine_of(comm, 3, FRAGMENTS)
         train(comm, engine, range(3))
-        met = engine[1].local_steps.outer_step()
+        outer_steps = engine[1].local_steps.outer_step()
         global_weights, local = both(engine[1])
         assert same(global_weights, local)
         train(comm, engine, range(3, 4))
         global_weights = both(engine[1])[0]
         engine[1].remove()
         assert same(global_weights, engine[0].state_dict())
-        return [outer_step.fragment for outer_step in met], global_weights
+        return [outer_step.fragment for outer_step in outer_steps], global_weights
 
     (fragments, global_weights), (_, theirs) = run_threads(rank_main, 2)
     assert fragments == [0, 1]

@@ -136,7 +136,7 @@ def test_whoever_reads_weights_reads_the_global_weights(tmp_path):
     assert {kind for state in full["optimizer"]["state"].values() for kind in state} == kinds
 
 
-def test_replicas_may_begin_at_a_checkpoint_that_knows_of_none_and_meet_as_if_from_its_start(tmp_path):
+def test_replicas_may_begin_at_a_checkpoint_that_knows_of_none_and_take_outer_steps_as_if_from_its_start(tmp_path):
     """So that checkpoints, evaluations and the last step fall on the same multiples of ``every``."""
 
     def save(comm):
@@ -156,7 +156,7 @@ def test_replicas_may_begin_at_a_checkpoint_that_knows_of_none_and_meet_as_if_fr
         return found, [outer_step.step for outer_step in train(comm, engine, range(4, 9))]
 
     expected = run_threads(save, 2)[0]
-    for (global_weights, local), met in run_threads(load, 2):
+    for (global_weights, local), outer_steps in run_threads(load, 2):
         assert same(expected, global_weights)
         assert same(expected, local)
-        assert met == [6, 9]
+        assert outer_steps == [6, 9]

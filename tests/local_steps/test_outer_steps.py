@@ -45,24 +45,24 @@ def _by_hand(settings: LocalSteps, num_replicas: int, num_steps: int) -> tuple[d
 def test_it_is_the_algorithm_of_the_paper(settings):
     def rank_main(comm):
         engine = engine_of(comm, 2, settings)
-        met = train(comm, engine, range(9))
+        outer_steps = train(comm, engine, range(9))
         local = engine[1].state_dict()
         with engine[1].local_steps.global_weights():
-            return met, engine[1].state_dict(), local
+            return outer_steps, engine[1].state_dict(), local
 
     global_weights, local = _by_hand(settings, 2, 9)
-    (met, ours, mine), (_, theirs, _) = run_threads(rank_main, 2)
+    (outer_steps, ours, mine), (_, theirs, _) = run_threads(rank_main, 2)
     near(global_weights, ours)
     near(local, mine)
     assert same(ours, theirs)
-    assert [outer_step.num_replicas for outer_step in met] == [2] * len(met)
+    assert [outer_step.num_replicas for outer_step in outer_steps] == [2] * len(outer_steps)
     expected = {
         AVERAGING: [(step, 0) for step in range(1, 10)],
         DILOCO: [(3, 0), (6, 0), (9, 0)],
         FRAGMENTS: [(2, 0), (4, 1), (6, 0), (8, 1)],
     }
-    assert [(outer_step.step, outer_step.fragment) for outer_step in met] == expected[settings]
-    assert all(outer_step.difference_norm > 0 for outer_step in met)
+    assert [(outer_step.step, outer_step.fragment) for outer_step in outer_steps] == expected[settings]
+    assert all(outer_step.difference_norm > 0 for outer_step in outer_steps)
 
 
 @pytest.mark.parametrize("delivery", ["late", pytest.param("on_time", marks=SOAK)])
@@ -112,13 +112,13 @@ def test_only_differences_cross_replicas_once_in_so_many_steps():
         observed = ObservedCommunicator(comm)
         engine = engine_of(observed, 3, LocalSteps(every=4), 2)
         observed.drain()
-        met = train(observed, engine, range(8))
+        outer_steps = train(observed, engine, range(8))
         crossing = [r for r in observed.records if r.world_size == 3]
         assert not [r for r in observed.records if r.world_size == 6]
         assert {r.op for r in crossing} == {"all_reduce"}
         assert {r.label.rpartition("/")[2] for r in crossing} == {"difference"}
         shard_bytes = sum(4 * g.params.layout.shard_numel for u in engine[1].units for g in u.groups)
-        assert [outer_step.num_bytes for outer_step in met] == [shard_bytes] * 2
+        assert [outer_step.num_bytes for outer_step in outer_steps] == [shard_bytes] * 2
         assert engine[1].memory_bytes()["outer"] == 2 * shard_bytes
         return sum(r.num_bytes for r in crossing) == 2 * shard_bytes
 
@@ -152,8 +152,8 @@ def test_a_narrow_wire_halves_the_bytes_and_keeps_global_weights_alike():
         found = {}
         for wire in (None, torch.bfloat16, "int8"):
             engine = engine_of(comm, 2, LocalSteps(every=2, wire=wire))
-            (met,) = train(comm, engine, range(2))
-            found[wire] = met.num_bytes, engine[1].state_dict()
+            (outer_step,) = train(comm, engine, range(2))
+            found[wire] = outer_step.num_bytes, engine[1].state_dict()
         return found
 
     first, second = run_threads(rank_main, 2)

@@ -53,13 +53,13 @@ def engine_of(comm, stage, settings, shard_size=1, cls=torch.optim.AdamW, lr=0.0
 
 def train(comm, engine, steps):
     net, zero, optim = engine
-    met = []
+    outer_steps = []
     for step in steps:
         loss_of(net, step, comm.rank, comm.world_size).backward()
         optim.step()
         optim.zero_grad()
-        met += zero.local_steps.step()
-    return met
+        outer_steps += zero.local_steps.step()
+    return outer_steps
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

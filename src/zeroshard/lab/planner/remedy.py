@@ -156,7 +156,7 @@ def _local(planner: Planner, stages: Sequence[int], rows: int, alone: int, bound
         def row_of(every: int, settings: LocalSteps = settings, stage: int = lowest) -> Row:
             return planner.row(stage, rows, alone, replace(settings, every=every))
 
-        def is_slow(every: int, met: Callable[[int], Row] = row_of) -> bool:
+        def is_slow(every: int, row_of: Callable[[int], Row] = row_of) -> bool:
             return every == 1 or row_of(every).tokens_per_s < ENOUGH * bound
 
         row = row_of(min(most(is_slow, MOST_STEPS - 1) + 1, MOST_STEPS))
