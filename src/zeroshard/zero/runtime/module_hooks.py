@@ -196,9 +196,11 @@ class _PartHook(EngineHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Before the forward of a part: report it, unless the unit's own forward is running."""
+        if self._unit.entered:  # nearly always, and then its weights are unsharded
+            return
         if in_transform():
             require_readable(self._unit)
-        elif not self._unit.entered:
+        else:
             self._pre_forward(self._unit)
 
 
