@@ -1,27 +1,37 @@
-"""The random generators of this process, while an optimizer class is tried: seeded, and restored afterwards."""
+"""The random generators of this process, while an optimizer class is tried: seeded, and restored afterwards.
+
+[Note: One at a time]
+    Ranks may be threads of one process, whose generators they share. And two threads must not read a generator's state
+    at once: torch does so under a lock of its own, and if the garbage collector runs meanwhile, the thread that has
+    that lock waits for the interpreter's, which the other one has while it waits for torch's.
+"""
 
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+_in_use = threading.RLock()  # [Note: One at a time]
+
 
 @contextmanager
 def borrowed_generators() -> Generator[None]:
-    """After this block, restore every random generator that an optimizer may draw from."""
+    """After this block, restore every random generator that an optimizer may draw from; other threads wait for it."""
     numpy = _numpy_random()
-    python_state, numpy_state = random.getstate(), numpy.get_state() if numpy else None
-    try:
-        with torch.random.fork_rng([]):
-            yield
-    finally:
-        random.setstate(python_state)
-        if numpy:
-            numpy.set_state(numpy_state)
+    with _in_use:
+        python_state, numpy_state = random.getstate(), numpy.get_state() if numpy else None
+        try:
+            with torch.random.fork_rng([]):
+                yield
+        finally:
+            random.setstate(python_state)
+            if numpy:
+                numpy.set_state(numpy_state)
 
 
 def seed_generators(seed: int) -> None:
