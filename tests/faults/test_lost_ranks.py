@@ -26,7 +26,7 @@ process.prepare_torch()
 from zeroshard.zero.buffers import unit
 
 fault, culprit, *argv = sys.argv[1:]
-reduce_grads, calls = unit.Unit.reduce_grads, []
+reduce, calls = unit.Unit.reduce, []
 
 def reduce_with_fault(self):
     if self.name == "blocks.1" and os.environ["RANK"] == culprit:
@@ -38,9 +38,9 @@ def reduce_with_fault(self):
             if fault == "dies":
                 os._exit(9)
             return
-    reduce_grads(self)
+    reduce(self)
 
-unit.Unit.reduce_grads = reduce_with_fault
+unit.Unit.reduce = reduce_with_fault
 
 if fault.startswith("dies in "):  # inside of blocks.1, which need not be a unit of ours
     from zeroshard.train.loop import loop
