@@ -43,7 +43,6 @@ LEFT = [
     r"cursor_given_back",
     r"doctor --environment",
     r"track\.(tags|mode)\b",
-    r"owned_folder",
     r"int4-delta",
     r"common_copy",
     r"character_meta",
