@@ -236,6 +236,8 @@ def test_the_modules_own_state_dict_is_refused_where_it_has_rounded_weights(stag
         zero = Zero(_net(), stage, comm=comm, precision=precision)
         with zero.full_params(), pytest.raises(RuntimeError, match=words) if words else nullcontext():
             zero.model.state_dict()
+        with zero.full_params(), pytest.raises(RuntimeError, match=words) if words else nullcontext():
+            zero.model.blocks[0][1].state_dict()  # a part of a unit
         with zero.full_params():
             zero.model.blocks[0][0].state_dict()  # a norm, which travels as it is
         return set(zero.state_dict())

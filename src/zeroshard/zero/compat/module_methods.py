@@ -6,7 +6,8 @@ Users keep calling the model as an ordinary module. Most methods work unchanged;
     The model and the units' modules have them, and modules outside of the units that own parameters. A module inside of
     a unit keeps its own, because what they do to parameters is noticed there: a read of sharded weights warns, a write
     to them raises, a write to current ones counts as `written_weights` says, and a ``.data`` of another dtype or device
-    is refused (`param_views`). `EngineHook` refuses copies of any module that the engine has hooked.
+    is refused (`param_views`). Only its `state_dict` is refused where weights are rounded to a wire format, which no
+    value shows. `EngineHook` refuses copies of any module that the engine has hooked.
 """
 
 from __future__ import annotations
@@ -63,6 +64,10 @@ class ModulePatches:
             vars(module)["_apply"] = _apply_in_place(module)
             self._handles.append(module.register_state_dict_pre_hook(_refuse_state(runtime)))
             self._handles.append(module.register_load_state_dict_pre_hook(_refuse_load))
+        rounded = {param for group in runtime.groups() if group.params.is_rounded for param in group.params.params}
+        for module in inside.difference(of_units):  # nothing but this refusal tells a reader that values are rounded
+            if not rounded.isdisjoint(module.parameters(recurse=False)):
+                self._handles.append(module.register_state_dict_pre_hook(_refuse_state(runtime)))
         for module in model.modules():
             if "synced_gpus" in _words_of(getattr(type(module), "generate", None)):
                 vars(module)["generate"] = _generate_together(module, runtime)
