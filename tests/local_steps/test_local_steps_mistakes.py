@@ -49,6 +49,14 @@ def test_what_is_written_after_an_outer_step_is_saved_beside_the_global_weights(
         assert all(same(one, other) for one, other in zip(went_on, resumed, strict=True))
 
 
+def test_a_number_of_steps_is_no_local_steps():
+    def rank_main(comm):
+        with pytest.raises(TypeError, match=r"^local_steps: 4 is no LocalSteps; give LocalSteps\(every=H\)"):
+            engine_of(comm, 2, 4)
+
+    run_threads(rank_main, 2)
+
+
 @pytest.mark.parametrize("when", ["before the step", "after each backward"])
 def test_replicas_that_are_stepped_at_the_wrong_place_say_so(when):
     def rank_main(comm):

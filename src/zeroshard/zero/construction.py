@@ -51,7 +51,12 @@ def described(
 
 
 def check_arguments(
-    model: nn.Module, prefetch: int, accumulate: str | None, precision: MixedPrecision, buffers: BufferSync
+    model: nn.Module,
+    prefetch: int,
+    accumulate: str | None,
+    precision: MixedPrecision,
+    buffers: BufferSync,
+    local_steps: object,
 ) -> None:
     """Raise TypeError or ValueError for a model that an engine cannot train, or an unknown setting."""
     if not isinstance(model, nn.Module):
@@ -71,6 +76,8 @@ def check_arguments(
         raise ValueError(f"prefetch must be at least 0, got {prefetch!r}")
     if not isinstance(precision, MixedPrecision):
         raise TypeError(f"precision: {precision!r} is not a MixedPrecision; give MixedPrecision(torch.bfloat16)")
+    if local_steps is not None and not hasattr(local_steps, "attach"):
+        raise TypeError(f"local_steps: {local_steps!r} is no LocalSteps; give LocalSteps(every=H)")
     if accumulate not in (None, "local", "sharded"):
         raise ValueError(f"accumulate: {accumulate!r} is unknown; choose 'local' or 'sharded'")
     check_sync(buffers)

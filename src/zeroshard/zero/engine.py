@@ -121,7 +121,7 @@ class Zero:
         with construction.same_on_every_rank(self.comm) as told:
             self.strategy = resolve_strategy(stage, secondary_shard_size)
             self.precision = precision or MixedPrecision()
-            construction.check_arguments(model, prefetch, accumulate, self.precision, buffers)
+            construction.check_arguments(model, prefetch, accumulate, self.precision, buffers, local_steps)
             told += construction.described(model, self.strategy, self.precision, prefetch, shard_size, buffers, checked)
         self._accumulate = accumulate if reproducible is None else "sharded"
         check_rank_groups(self.strategy, shard_size, self.precision, **checked)
