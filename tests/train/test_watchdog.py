@@ -21,7 +21,7 @@ class Heard:
 
 
 def test_a_step_that_takes_too_long_leaves_its_stacks(tmp_path, monkeypatch):
-    monkeypatch.setattr(watchdog, "TIME_TO_DUMP_S", 0.1)
+    monkeypatch.setattr(watchdog, "TIME_TO_DUMP_S", 0.2)
     heard = Heard()
     with Watchdog(tmp_path, 2, 0.2, heard) as watch:
         watch.alive()
@@ -114,11 +114,21 @@ def test_steps_in_time_leave_nothing(tmp_path, clock):
     with Watchdog(tmp_path, 0, 100.0, heard) as watch:
         for _ in range(12):
             watch.alive()
+            clock.pass_by(99.0)
+        assert not heard.lines
+    assert not list((tmp_path / "stacks").iterdir())
+
+
+def test_a_step_that_ends_within_the_time_to_dump_leaves_its_stacks_and_goes_on(tmp_path, clock):
+    heard = Heard()
+    with Watchdog(tmp_path, 0, 100.0, heard) as watch:
+        for _ in range(2):
+            watch.alive()
             clock.pass_by(104.0)
         assert not heard.lines
+        assert (tmp_path / "stacks" / "rank-00000.txt").read_text().count("in pass_by") == 2  # once in each step
         clock.now += 2.0
         assert heard.event.wait(600)
-    assert not list((tmp_path / "stacks").iterdir())  # faulthandler has a clock of its own
 
 
 def test_the_first_step_may_compile_and_zero_watches_nothing(tmp_path, monkeypatch):
@@ -148,11 +158,24 @@ def test_what_may_take_longer_is_given_longer_and_in_the_end_for_ever(tmp_path, 
         assert not heard.event.wait(0.1)
         watch.alive(0.0)
         assert heard.event.wait(600)
-    assert timers == [50.0, None, 0.001, None]
+    assert timers[:3] == [50.0, None, 0.001]
+
+
+def test_faulthandlers_thread_comes_only_where_the_watchdogs_could_not_run(tmp_path, monkeypatch):
+    """It reads the frames of running threads without the GIL, which crashes the process now and then."""
+    timers = []
+    monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", lambda limit_s, file: timers.append(limit_s))
+    monkeypatch.setattr(watchdog.faulthandler, "cancel_dump_traceback_later", lambda: timers.append(None))
+    monkeypatch.setattr(watchdog, "TIME_TO_DUMP_S", 0.1)
+    heard = Heard()
+    with Watchdog(tmp_path, 0, 0.02, heard) as watch:
+        watch.alive()
+        assert heard.event.wait(600)
+        assert timers == [0.02 + 0.1 / 2, None]
 
 
 def test_what_hangs_outside_of_a_step_is_not_called_a_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(watchdog, "TIME_TO_DUMP_S", 0.0)
+    monkeypatch.setattr(watchdog, "TIME_TO_DUMP_S", 0.2)
     heard = Heard()
     with Watchdog(tmp_path, 0, 0.01, heard) as watch:
         watch.alive(0.05)

@@ -8,8 +8,9 @@ Progress resets the limit: a completed step, a batch of an evaluation, bytes of 
 Computation must progress within ``limit_s``. A disk or a compiler is allowed `PATIENCE_S` at least, because one flush
 may take minutes even if a step takes milliseconds.
 
-`faulthandler` writes the stacks, from a C thread that does not need the GIL, so a rank that is stuck in a library while
-it holds the GIL is covered too. A Python thread then prints the folder of the stacks and ends the process.
+A Python thread writes the stacks, by `faulthandler`, then prints their folder and ends the process. A rank that is
+stuck in a library while it holds the GIL is covered by `faulthandler`'s own thread, which needs no GIL. That one comes
+a second later, and only if the first could not run: reading the frames of a running thread may crash the process.
 """
 
 from __future__ import annotations
@@ -74,19 +75,28 @@ class Watchdog:
         if math.isinf(limit_s):
             faulthandler.cancel_dump_traceback_later()
         else:
-            faulthandler.dump_traceback_later(limit_s, file=self._file)
+            faulthandler.dump_traceback_later(limit_s + TIME_TO_DUMP_S / 2, file=self._file)
 
     def _watch(self) -> None:
+        dumped = None
         while not self._closed.wait(self._limit_s / LOOKS_PER_LIMIT):
-            if line := self._overdue(TIME_TO_DUMP_S):
-                self._on_hang(line, self._rank == 0)
+            alive = self._alive
+            late_s = self._late_s()
+            if late_s > 0 and alive is not dumped:
+                faulthandler.cancel_dump_traceback_later()
+                faulthandler.dump_traceback(self._file)
+                dumped = alive
+            if late_s > TIME_TO_DUMP_S:
+                self._on_hang(self._message(), self._rank == 0)
                 return
 
-    def _overdue(self, by_s: float) -> str:
-        """Return the message to print if the limit was exceeded by more than ``by_s`` seconds; else ""."""
+    def _late_s(self) -> float:
+        """Return the seconds by which the limit is exceeded; negative before that."""
         since_s, limit_s = self._alive or (0.0, math.inf)
-        if time.monotonic() - since_s <= limit_s + by_s:
-            return ""
+        return time.monotonic() - since_s - limit_s
+
+    def _message(self) -> str:
+        limit_s = max(self._limit_s, self._alive[1] if self._alive else 0.0)
         what = f"a step has taken {limit_s:g} s (step_timeout_s)"
         if limit_s > self._limit_s:
             what = f"nothing has been computed or written for {limit_s:g} s"
@@ -97,8 +107,10 @@ class Watchdog:
     ) -> None:
         if not self._limit_s:
             return
-        if isinstance(error, PeerError) and (line := self._overdue(0.0)):
-            self._on_hang(line, True)  # peers are lost because this step hangs: they ended moments before this rank
+        if isinstance(error, PeerError) and self._late_s() > 0:
+            self._on_hang(
+                self._message(), True
+            )  # peers are lost because this step hangs: they ended moments before this rank
         faulthandler.cancel_dump_traceback_later()
         self._closed.set()
         self._thread.join()
