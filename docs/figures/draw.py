@@ -24,7 +24,7 @@ from zeroshard.lab.predict.memory import OPTIMIZER_STATES, state_bytes
 from zeroshard.lab.predict.traffic import messages
 from zeroshard.models import build_model
 from zeroshard.zero import STAGES, FlatLayout
-from zeroshard.zero.strategy import SHARD
+from zeroshard.zero.core.strategy import SHARD
 
 # readable for the colour-blind: Okabe and Ito, "Color Universal Design", 2008
 COLORS = {"params": "#0072B2", "grads": "#E69F00", "optim": "#009E73"}

@@ -26,7 +26,7 @@ from zeroshard.lab.predict.traffic import flows_of, messages
 from zeroshard.models import build_model
 from zeroshard.models.adapters import Lora
 from zeroshard.zero import STAGES, MixedPrecision, Placement, ShardingStrategy, Zero
-from zeroshard.zero import precision as precision_module
+from zeroshard.zero.core import precision as precision_module
 
 SEQ_LEN = 32
 BF16 = torch.bfloat16

@@ -9,7 +9,7 @@ import pytest
 
 from pages import ROOT
 from zeroshard.zero import STAGES
-from zeroshard.zero.strategy import SHARD
+from zeroshard.zero.core.strategy import SHARD
 
 FIGURES = ROOT / "docs" / "figures"
 

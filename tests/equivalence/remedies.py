@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from zeroshard.parallel import STRATEGIES, Setup, Strategy
 from zeroshard.zero import LocalSteps
-from zeroshard.zero import precision as zero_precision
+from zeroshard.zero.core import precision as zero_precision
 
 WIRE, COPY, LOCAL = "zero2, bf16 weights", "zero3, node copy", "zero1, local steps"
 NODE = 2

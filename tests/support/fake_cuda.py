@@ -14,9 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hazards import HazardDevice
-from zeroshard.comm import current_label
+from zeroshard.comm import current_label, streams
 from zeroshard.comm.base import DONE, own_group
-from zeroshard.zero import streams
 from zeroshard.zero.runtime import collective_order
 
 CUDA = torch.device("cuda", 0)

@@ -21,9 +21,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zeroshard.comm import NullCommunicator, current_label
+from zeroshard.comm import NullCommunicator, current_label, streams
 from zeroshard.comm.base import DONE, own_group
-from zeroshard.zero import streams
 from zeroshard.zero.transport import wire
 
 

@@ -18,7 +18,7 @@ from nets import Net, assert_every_stage_equals_one_process, rows
 from zeroshard.comm import NullCommunicator
 from zeroshard.models.gpt2 import GPT2, GPT2Config
 from zeroshard.zero import STAGES, Zero
-from zeroshard.zero.strategy import SHARD
+from zeroshard.zero.core.strategy import SHARD
 
 
 def attached(model, optimizers=()):

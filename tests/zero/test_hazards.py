@@ -16,10 +16,10 @@ from hazards import Hazard, HazardCommunicator, HazardDevice, on_device
 from nets import NOTHING_RANDOM, WIDTH, Net
 from zeroshard.checkpoint import BackgroundSaver, background
 from zeroshard.checkpoint.host_copies import HostCopies
+from zeroshard.comm.streams import DeviceStreams
 from zeroshard.zero import STAGES, MixedPrecision, Zero
-from zeroshard.zero import precision as zero_precision
 from zeroshard.zero.buffers.flat_grads import FlatGrads
-from zeroshard.zero.streams import DeviceStreams
+from zeroshard.zero.core import precision as zero_precision
 from zeroshard.zero.transport import wire
 
 NUM_STEPS = 3

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroshard.zero import FlatLayout
-from zeroshard.zero.buffers.layout import ALIGNMENT, LEAST_ALIGNED
+from zeroshard.zero.core.layout import ALIGNMENT, LEAST_ALIGNED
 from zeroshard.zero.whole_tensors.layout import WHOLE_ALIGNMENT, balance, whole_layout
 
 shapes = st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), max_size=6)

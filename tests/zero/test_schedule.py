@@ -4,7 +4,7 @@ import torch
 from nets import Net, rows
 from zeroshard.comm import CONTROL, ObservedCommunicator, run_threads
 from zeroshard.zero import Placement, ShardingStrategy, Zero
-from zeroshard.zero.runtime.schedule import ROOT, Cursor, Op, backward_ops, forward_ops
+from zeroshard.zero.core.schedule import ROOT, Cursor, Op, backward_ops, forward_ops
 
 
 def _short(ops):

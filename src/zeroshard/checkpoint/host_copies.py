@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zeroshard.zero.streams import NO_STREAMS, ByDevice, Mark
+from zeroshard.comm.streams import NO_STREAMS, ByDevice, Mark
 
 ALIGNMENT_BYTES = 64
 BLOCK_BYTES = 1 << 30  # of page-locked memory; a larger tensor gets a block of its own, rounded up

@@ -33,8 +33,8 @@ from zeroshard.errors import UserError
 from zeroshard.integrations.plugin import ZeroPlugin, engine_of
 from zeroshard.zero import Zero
 from zeroshard.zero.buffers.unit_choice import choose_units
+from zeroshard.zero.core.strategy import SHARD, resolve_strategy
 from zeroshard.zero.optimizers.adoption import take_over
-from zeroshard.zero.strategy import SHARD, resolve_strategy
 
 SHARDS, META = "zero", "meta.ckpt"  # names inside a checkpoint's folder
 _AROUND = "_zeroshard_around"  # attribute of a module that has an engine: its wrapper `_Wrapper`, the engine's model

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from zeroshard.zero import MixedPrecision, Zero
+from zeroshard.zero.core.strategy import ShardingStrategy
 from zeroshard.zero.engine import Accumulate
 from zeroshard.zero.runtime.module_buffers import BufferSync
-from zeroshard.zero.strategy import ShardingStrategy
 
 _ENGINE = "_zeroshard_engine"  # attribute of a model that has an engine; it lives as long as the model
 _COMPUTES = {"bf16": torch.bfloat16, "no": None, None: None}

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zeroshard.torch_internals import is_traceable_wrapper_subclass
 from zeroshard.zero.optimizers.adoption import has_owner
-from zeroshard.zero.torch_internals import is_traceable_wrapper_subclass
 from zeroshard.zero.whole_tensors.reach import no_class
 from zeroshard.zero.whole_tensors.requirements import Reach, classify
 

@@ -1,6 +1,6 @@
 """The engine: ZeRO stages 0-3 for any module, and any optimizer that works on a part of the elements or tensors.
 
-Names are loaded on first use, so that the command line can ask `zeroshard.zero.rules` without importing torch.
+Names are loaded on first use, so that the command line can ask `zeroshard.rules` without importing torch.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from zeroshard.local_steps.settings import LocalSteps as LocalSteps
     from zeroshard.sharded_optimizer.optimizer import ShardedOptimizer as ShardedOptimizer
     from zeroshard.zero.buffers.initial import loaded_later as loaded_later
-    from zeroshard.zero.buffers.layout import FlatLayout as FlatLayout
-    from zeroshard.zero.buffers.layout import Piece as Piece
-    from zeroshard.zero.buffers.layout import Slot as Slot
     from zeroshard.zero.buffers.partition import DrawsParts as DrawsParts
     from zeroshard.zero.buffers.unit import Unit as Unit
+    from zeroshard.zero.core.layout import FlatLayout as FlatLayout
+    from zeroshard.zero.core.layout import Piece as Piece
+    from zeroshard.zero.core.layout import Slot as Slot
+    from zeroshard.zero.core.precision import MixedPrecision as MixedPrecision
+    from zeroshard.zero.core.strategy import STAGES as STAGES
+    from zeroshard.zero.core.strategy import Placement as Placement
+    from zeroshard.zero.core.strategy import ShardingStrategy as ShardingStrategy
+    from zeroshard.zero.core.strategy import resolve_strategy as resolve_strategy
     from zeroshard.zero.engine import Zero as Zero
-    from zeroshard.zero.precision import MixedPrecision as MixedPrecision
     from zeroshard.zero.rank_groups import RankGroups as RankGroups
     from zeroshard.zero.state.named_shards import NamedShard as NamedShard
     from zeroshard.zero.state.named_shards import ShardReader as ShardReader
-    from zeroshard.zero.strategy import STAGES as STAGES
-    from zeroshard.zero.strategy import Placement as Placement
-    from zeroshard.zero.strategy import ShardingStrategy as ShardingStrategy
-    from zeroshard.zero.strategy import resolve_strategy as resolve_strategy
     from zeroshard.zero.whole_tensors.requirements import OptimizerKind as OptimizerKind
     from zeroshard.zero.whole_tensors.requirements import Reach as Reach
     from zeroshard.zero.whole_tensors.requirements import classify as classify

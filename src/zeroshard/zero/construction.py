@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from zeroshard.comm import Communicator, labelled
 from zeroshard.comm.agree import agreement
+from zeroshard.torch_internals import is_traceable_wrapper_subclass
 from zeroshard.zero.buffers.partition import Init, UnitSpec, materialise, partition
 from zeroshard.zero.buffers.unit import FlatGroup, Unit, build_groups
 from zeroshard.zero.buffers.unit_choice import UnitChoice, describe_units
 from zeroshard.zero.compat.late_modules import has_engine
-from zeroshard.zero.precision import MixedPrecision
+from zeroshard.zero.core.precision import MixedPrecision
+from zeroshard.zero.core.strategy import ShardingStrategy
 from zeroshard.zero.rank_groups import RankGroups, check_wire
 from zeroshard.zero.runtime.module_buffers import BufferSync, check_sync
-from zeroshard.zero.strategy import ShardingStrategy
 from zeroshard.zero.tensor_broadcast import as_bytes, put_bytes
-from zeroshard.zero.torch_internals import is_traceable_wrapper_subclass
 from zeroshard.zero.transport.members import ALL
 
 _log = logging.getLogger("zeroshard.zero")

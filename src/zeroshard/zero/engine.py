@@ -24,10 +24,11 @@ from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.buffers.unit_choice import UnitChoice
 from zeroshard.zero.compat.module_methods import ModulePatches
+from zeroshard.zero.core.precision import MixedPrecision
+from zeroshard.zero.core.strategy import REPLICATE, ShardingStrategy, resolve_strategy
 from zeroshard.zero.optimizers import adoption
 from zeroshard.zero.optimizers.ema import Ema
 from zeroshard.zero.optimizers.state_dict import unsharded_state
-from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.rank_groups import RankGroups, check_change, check_rank_groups, communicator
 from zeroshard.zero.runtime.module_buffers import BufferSync, ModuleBuffers
 from zeroshard.zero.runtime.module_hooks import attach
@@ -36,7 +37,6 @@ from zeroshard.zero.state import full_state, relayout
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader, named_group, restore_settings
 from zeroshard.zero.stepping.engine_optimizers import EngineOptimizers
 from zeroshard.zero.stepping.reproducible import ReproducibleSteps
-from zeroshard.zero.strategy import REPLICATE, ShardingStrategy, resolve_strategy
 
 if TYPE_CHECKING:
     from zeroshard.local_steps.outer_steps import OuterSteps

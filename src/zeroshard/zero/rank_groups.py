@@ -22,10 +22,10 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from zeroshard import rules
 from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator, split
-from zeroshard.zero import rules
-from zeroshard.zero.precision import MixedPrecision
-from zeroshard.zero.strategy import SHARD, ShardingStrategy
+from zeroshard.zero.core.precision import MixedPrecision
+from zeroshard.zero.core.strategy import SHARD, ShardingStrategy
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from zeroshard import rules
 from zeroshard.errors import UserError
 from zeroshard.lab.planner.price import parse_prices
 from zeroshard.lab.predict.hardware import find_device, find_link
 from zeroshard.train.config.local_steps_settings import LocalStepsConfig
 from zeroshard.train.config.sections import Config, Count, LoraConfig, ModelConfig
 from zeroshard.train.config.wire_settings import WireConfig
-from zeroshard.zero import rules
 
 Question = Literal[
     "none",

@@ -12,14 +12,15 @@ from typing import Unpack
 
 from torch import nn
 
+from zeroshard import rules
 from zeroshard.errors import UserError
 from zeroshard.lab.planner.advice import MICRO_BATCHES, reason, recommended, why_not_the_fastest
 from zeroshard.lab.planner.changes import changes_that_fit
 from zeroshard.lab.planner.plan_rows import Plan, Row
 from zeroshard.lab.planner.planner import Planner, copy_sizes, planner_for
 from zeroshard.lab.planner.request import Given
-from zeroshard.zero import STAGES, LocalSteps, ShardingStrategy, rules
-from zeroshard.zero.strategy import SHARD
+from zeroshard.zero import STAGES, LocalSteps, ShardingStrategy
+from zeroshard.zero.core.strategy import SHARD
 
 
 def plan(

@@ -23,7 +23,7 @@ from zeroshard.lab.predict.timeline import simulate
 from zeroshard.lab.predict.traffic import bytes_by_link
 from zeroshard.lab.predict.workload import Workload
 from zeroshard.zero import STAGES, LocalSteps, ShardingStrategy
-from zeroshard.zero.strategy import SHARD
+from zeroshard.zero.core.strategy import SHARD
 
 __all__ = ["HEADROOM", "Planner", "padding_of", "planner_for"]
 

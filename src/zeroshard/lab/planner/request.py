@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 import torch
 from torch import nn
 
+from zeroshard import rules
 from zeroshard.errors import UserError
 from zeroshard.kernels import Choice
 from zeroshard.lab.predict.actions import Accumulate
@@ -21,7 +22,7 @@ from zeroshard.lab.predict.rates import SUSTAINED, Attention, Impl, Loss, Softwa
 from zeroshard.lab.predict.workload import DTYPES, Workload, known_optimizer, preset
 from zeroshard.models import LanguageModel
 from zeroshard.models.adapters import Lora
-from zeroshard.zero import MixedPrecision, rules
+from zeroshard.zero import MixedPrecision
 from zeroshard.zero.buffers.unit_choice import UnitChoice, choose_units
 
 HEADROOM = 0.02  # share of a device's memory that must stay free, for what the plan does not predict

@@ -24,7 +24,7 @@ from zeroshard.models import LanguageModel
 from zeroshard.train.links import Links
 from zeroshard.train.records.plan_contract import Job, Planned, Sent
 from zeroshard.zero import MixedPrecision, ShardingStrategy
-from zeroshard.zero.strategy import SHARD
+from zeroshard.zero.core.strategy import SHARD
 
 NOBODY = Link("none", 0.0, 1.0, "one rank talks to nobody")
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from zeroshard.lab.predict.work import Work
 from zeroshard.zero import MixedPrecision, ShardingStrategy
-from zeroshard.zero.strategy import SHARD
+from zeroshard.zero.core.strategy import SHARD
 
 CATEGORIES = (
     "params",

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from zeroshard.comm import CONTROL, Groups, ReduceOp, current_label
 from zeroshard.comm.base import own_group
 from zeroshard.comm.labels import is_on_side_stream, on_side_stream
+from zeroshard.comm.streams import Lane, Mark, NoStreams
 from zeroshard.lab.predict.actions import Issue, Message, Settings, Wait
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.conversions import BufferFormats
@@ -33,11 +34,10 @@ from zeroshard.lab.predict.work import Work, work_of
 from zeroshard.zero import loaded_later
 from zeroshard.zero.buffers.holdings import holdings
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
+from zeroshard.zero.core.strategy import SHARD
 from zeroshard.zero.rank_groups import RankGroups
 from zeroshard.zero.runtime.module_buffers import ModuleBuffers
 from zeroshard.zero.runtime.runtime import Runtime
-from zeroshard.zero.strategy import SHARD
-from zeroshard.zero.streams import Lane, Mark, NoStreams
 from zeroshard.zero.transport.exact_sums import CHUNK_NUMEL, OTHER_CHUNK_NUMEL, ExactReducer
 from zeroshard.zero.transport.members import ALL
 

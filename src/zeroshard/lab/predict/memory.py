@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.zero import MixedPrecision, ShardingStrategy
-from zeroshard.zero.strategy import SHARD
+from zeroshard.zero.core.strategy import SHARD
 
 SCALAR_BYTES = 4  # torch keeps a parameter's step count as one fp32 number
 

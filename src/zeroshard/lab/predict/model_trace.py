@@ -37,11 +37,11 @@ from zeroshard.lab.predict.work import Work, bytes_read, dtype_name, work_of, wo
 from zeroshard.models import LanguageModel, build_model
 from zeroshard.models.adapters import Lora, is_adapter
 from zeroshard.models.presets import nearest_preset
+from zeroshard.torch_internals import in_backward
 from zeroshard.zero import MixedPrecision
 from zeroshard.zero.buffers.partition import UnitSpec, partition
 from zeroshard.zero.buffers.unit_choice import UnitChoice, choose_units
 from zeroshard.zero.runtime.module_hooks import ForwardRun, attach
-from zeroshard.zero.torch_internals import in_backward
 
 Inputs = Callable[[int], tuple[Any, ...]]  # from a number of rows to the model's arguments for them, on any device
 

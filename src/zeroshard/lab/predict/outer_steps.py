@@ -30,7 +30,7 @@ from zeroshard.lab.predict.conversions import across_replicas, conversion_s
 from zeroshard.lab.predict.hardware import Device
 from zeroshard.lab.predict.timeline import Timing
 from zeroshard.zero import LocalSteps, ShardingStrategy
-from zeroshard.zero.strategy import SHARD
+from zeroshard.zero.core.strategy import SHARD
 
 
 @dataclass(frozen=True)

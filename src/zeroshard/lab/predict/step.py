@@ -34,7 +34,7 @@ from zeroshard.lab.predict.engine import Change, EngineAction, recorded
 from zeroshard.lab.predict.memory import OptimizerState, state_bytes
 from zeroshard.lab.predict.model_spans import ROOT, Event, Span, Trace
 from zeroshard.lab.predict.work import Work, dtype_name
-from zeroshard.zero.strategy import SHARD
+from zeroshard.zero.core.strategy import SHARD
 
 __all__ = ["Settings", "Step", "step_of"]
 

@@ -16,6 +16,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from zeroshard import rules
 from zeroshard.comm.registry import COMMUNICATORS, comm_entry
 from zeroshard.errors import UserError
 from zeroshard.models.hugging_face.folder import is_hugging_face
@@ -36,7 +37,6 @@ from zeroshard.train.config.sections import (
 )
 from zeroshard.train.config.sizes import parse_nnodes
 from zeroshard.train.config.wire_settings import WireConfig, check_wire
-from zeroshard.zero import rules
 
 # Default rates for fine-tuning trained weights: Stanford Alpaca's, https://github.com/tatsu-lab/stanford_alpaca
 FINE_TUNING: Mapping[str, float] = MappingProxyType({"lr": 2e-5, "min_lr": 2e-6})

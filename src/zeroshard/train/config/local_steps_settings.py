@@ -13,8 +13,8 @@ from pydantic import Field, model_validator
 
 from zeroshard.errors import UserError
 from zeroshard.parallel.registry import strategies_with, strategy_entry
+from zeroshard.rules import check_local_steps
 from zeroshard.train.config.sections import Config
-from zeroshard.zero.rules import check_local_steps
 
 # Largest outer_lr / (1 - outer_momentum) for which a run from new weights prints no warning: 1.4 made the loss 2 %
 # worse, 2.0 more than that, and 7 (DiLoCo's) 25 %. See docs/slow-links.md.

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroshard import rules
 from zeroshard.comm import Communicator
 from zeroshard.errors import UserError
 from zeroshard.kernels import describe
@@ -34,7 +35,7 @@ from zeroshard.train.config.local_steps_settings import LocalStepsConfig, check_
 from zeroshard.train.config.sections import LoraConfig, ModelConfig
 from zeroshard.train.setup.agree import agree_on, model_facts
 from zeroshard.train.setup.compiled import compile_blocks
-from zeroshard.zero import LocalSteps, loaded_later, rules
+from zeroshard.zero import LocalSteps, loaded_later
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FP8 = "fp8"  # value of ``dtype``: matrix products of blocks in 8 bits, everything else in bfloat16

@@ -32,14 +32,14 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm import Work, empty_for, labelled
-from zeroshard.zero.buffers.layout import FlatLayout, Piece, view_of
+from zeroshard.comm.streams import NO_STREAMS, Streams
+from zeroshard.torch_internals import storage_id
 from zeroshard.zero.buffers.local_grads import LocalGrads
 from zeroshard.zero.buffers.reduction import GradientReducer, GradientReduction
 from zeroshard.zero.buffers.unusable_grads import UnusableGrads
+from zeroshard.zero.core.layout import FlatLayout, Piece, view_of
+from zeroshard.zero.core.strategy import SHARD, ShardingStrategy
 from zeroshard.zero.rank_groups import RankGroups
-from zeroshard.zero.strategy import SHARD, ShardingStrategy
-from zeroshard.zero.streams import NO_STREAMS, Streams
-from zeroshard.zero.torch_internals import storage_id
 
 
 class FlatGrads:

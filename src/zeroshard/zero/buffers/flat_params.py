@@ -26,19 +26,19 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm import Work, empty_for, labelled
+from zeroshard.comm.streams import NO_STREAMS, Mark, Streams
+from zeroshard.torch_internals import storage_id
 from zeroshard.zero.buffers import outdated
 from zeroshard.zero.buffers.initial import initial_values
-from zeroshard.zero.buffers.layout import ALIGNMENT, FlatLayout, Piece, view_of
 from zeroshard.zero.buffers.param_views import ParamViews
 from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.shards import gather_shards
 from zeroshard.zero.buffers.transport import WeightTransport
 from zeroshard.zero.buffers.written_weights import bit_sums
-from zeroshard.zero.precision import MixedPrecision
+from zeroshard.zero.core.layout import ALIGNMENT, FlatLayout, Piece, view_of
+from zeroshard.zero.core.precision import MixedPrecision
+from zeroshard.zero.core.strategy import SHARD, ShardingStrategy
 from zeroshard.zero.rank_groups import RankGroups
-from zeroshard.zero.strategy import SHARD, ShardingStrategy
-from zeroshard.zero.streams import NO_STREAMS, Mark, Streams
-from zeroshard.zero.torch_internals import storage_id
 
 
 class WeightState(Enum):

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm import empty_for, labelled
-from zeroshard.zero.buffers.layout import FlatLayout
 from zeroshard.zero.buffers.partition import DrawsParts, Init
 from zeroshard.zero.buffers.shards import gather_shards
+from zeroshard.zero.core.layout import FlatLayout
 from zeroshard.zero.rank_groups import RankGroups
 
 

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm import Communicator, empty_for
-from zeroshard.zero.buffers.layout import FlatLayout
-from zeroshard.zero.torch_internals import copy_each, scale_each, storage_id
+from zeroshard.torch_internals import copy_each, scale_each, storage_id
+from zeroshard.zero.core.layout import FlatLayout
 
 SMALL_NUMEL = 1 << 16  # most elements of a gradient that waits for others
 LEAST_TOGETHER = 3  # fewer gradients would need as many operations together as one by one

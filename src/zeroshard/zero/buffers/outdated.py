@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.zero.torch_internals import UNWATCHED, as_plain, is_functorch_wrapped_tensor, storage_id, tree_leaves
+from zeroshard.torch_internals import UNWATCHED, as_plain, is_functorch_wrapped_tensor, storage_id, tree_leaves
 
 NO_COPY = (
     "copy.deepcopy(model): the copy would drive this model's engine; copy it before Zero(), "

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from zeroshard.zero.buffers.layout import FlatLayout
-from zeroshard.zero.torch_internals import as_plain, storage_id, versions_of
+from zeroshard.torch_internals import as_plain, storage_id, versions_of
+from zeroshard.zero.core.layout import FlatLayout
 
 
 class ParamViews:

@@ -13,8 +13,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from zeroshard.torch_internals import has_forward_hooks, not_saved, own_buffers, own_parameters, version_of
 from zeroshard.zero.buffers.unit_choice import UnitChoice, choose_units, is_container
-from zeroshard.zero.torch_internals import has_forward_hooks, not_saved, own_buffers, own_parameters, version_of
 
 Init = Callable[[str, torch.Tensor], None]
 

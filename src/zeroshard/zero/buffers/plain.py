@@ -7,12 +7,12 @@ from typing import Protocol
 
 import torch
 
-from zeroshard.zero.buffers.layout import FlatLayout
 from zeroshard.zero.buffers.reduction import GradientReducer
 from zeroshard.zero.buffers.transport import WeightTransport
-from zeroshard.zero.precision import MixedPrecision
+from zeroshard.zero.core.layout import FlatLayout
+from zeroshard.zero.core.precision import MixedPrecision
+from zeroshard.zero.core.strategy import SHARD, ShardingStrategy
 from zeroshard.zero.rank_groups import RankGroups
-from zeroshard.zero.strategy import SHARD, ShardingStrategy
 
 _LACKS = "members: PLAIN has no {}; use zeroshard.zero.transport.members.ALL"
 

@@ -22,8 +22,8 @@ from typing import Protocol
 from torch import Tensor
 
 from zeroshard.comm import Communicator, Work
-from zeroshard.zero.buffers.layout import FlatLayout
 from zeroshard.zero.buffers.shards import reduce_shards
+from zeroshard.zero.core.layout import FlatLayout
 
 
 class GradientReduction(Protocol):

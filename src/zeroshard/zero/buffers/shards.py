@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from zeroshard.comm import Communicator, Work, reduce_scatter_consuming
-from zeroshard.zero.buffers.layout import FlatLayout
+from zeroshard.zero.core.layout import FlatLayout
 
 
 def gather_shards(comm: Communicator, layout: FlatLayout, full: Tensor, own: Tensor) -> Work:

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from zeroshard.comm import Communicator, Work
 from zeroshard.wire_formats import Format
-from zeroshard.zero.buffers.layout import FlatLayout
 from zeroshard.zero.buffers.shards import gather_shards
 from zeroshard.zero.buffers.written_weights import take_where_it_differs
+from zeroshard.zero.core.layout import FlatLayout
 
 
 class WeightTransport:

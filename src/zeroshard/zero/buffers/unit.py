@@ -17,16 +17,16 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from zeroshard.comm.streams import Streams
 from zeroshard.zero.buffers.flat_grads import FlatGrads
 from zeroshard.zero.buffers.flat_params import STALE, FlatParams
-from zeroshard.zero.buffers.layout import ALIGNMENT, FlatLayout, Piece
 from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.plain import PLAIN, BufferFacts, Members
 from zeroshard.zero.buffers.shards import gather_shards
-from zeroshard.zero.precision import MixedPrecision
+from zeroshard.zero.core.layout import ALIGNMENT, FlatLayout, Piece
+from zeroshard.zero.core.precision import MixedPrecision
+from zeroshard.zero.core.strategy import ShardingStrategy
 from zeroshard.zero.rank_groups import RankGroups
-from zeroshard.zero.strategy import ShardingStrategy
-from zeroshard.zero.streams import Streams
 
 LaysOut = Callable[[Sequence[tuple[str, Sequence[int]]], int, bool, int], FlatLayout]
 """``(names and shapes, number of shards, whether these must have one length, parts of each) -> layout``."""

@@ -19,9 +19,9 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from zeroshard.torch_internals import contents_of, own_parameters
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.optimizers.adoption import has_owner
-from zeroshard.zero.torch_internals import contents_of, own_parameters
 
 _modules_of_engines: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 

@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from zeroshard.torch_internals import own_buffers, own_parameters
+from zeroshard.uncompiled import uncompiled
 from zeroshard.zero.compat.late_modules import Known
 from zeroshard.zero.runtime.module_hooks import attach_parts
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.stepping.engine_optimizers import EngineOptimizers
-from zeroshard.zero.torch_internals import own_buffers, own_parameters
-from zeroshard.zero.uncompiled import uncompiled
 
 _NO_DDP = (
     "DistributedDataParallel: the model is under Zero(), which averages gradients itself; use the model without it "

@@ -13,11 +13,11 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from zeroshard.torch_internals import hooks_of, without_load_hooks
+from zeroshard.uncompiled import uncompiled
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 from zeroshard.zero.optimizers.state_dict import cut_into_pieces, own_unsharded_state
 from zeroshard.zero.optimizers.step_hooks import surrounding_ids
-from zeroshard.zero.torch_internals import hooks_of, without_load_hooks
-from zeroshard.zero.uncompiled import uncompiled
 
 _OURS = "_zeroshard"  # on an optimizer that an engine knows
 

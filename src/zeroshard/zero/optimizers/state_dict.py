@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from zeroshard.comm import Communicator
 from zeroshard.comm.agree import send_bytes
-from zeroshard.zero.buffers.layout import Piece
 from zeroshard.zero.buffers.unit import FlatGroup
+from zeroshard.zero.core.layout import Piece
 from zeroshard.zero.optimizers.kept_states import require_kept
 from zeroshard.zero.optimizers.piecewise import SCALAR_STATES, PiecewiseOptimizer
 from zeroshard.zero.tensor_broadcast import PendingBroadcasts

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from zeroshard.torch_internals import hooks_of
+from zeroshard.uncompiled import uncompiled
 from zeroshard.zero.optimizers.operands import OperandsOfSteps, WidenedGrads
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
-from zeroshard.zero.torch_internals import hooks_of
-from zeroshard.zero.uncompiled import uncompiled
 
 
 def surrounding_ids(piecewise: PiecewiseOptimizer) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from zeroshard.zero.buffers.unit import Unit
-from zeroshard.zero.runtime.schedule import Cursor, Op, backward_ops
+from zeroshard.zero.core.schedule import Cursor, Op, backward_ops
 
 
 class Run:

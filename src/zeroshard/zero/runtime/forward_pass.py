@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from zeroshard.zero.buffers.unit import Unit
-from zeroshard.zero.runtime.schedule import Cursor, Op, forward_ops
+from zeroshard.zero.core.schedule import Cursor, Op, forward_ops
 from zeroshard.zero.runtime.unsharded_weights import UnshardedWeights
 
 

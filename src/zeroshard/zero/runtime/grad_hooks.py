@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroshard.torch_internals import as_plain, let_foreach_take
+from zeroshard.uncompiled import uncompiled
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.runtime.grad_home import GradHome, GradTaker
 from zeroshard.zero.runtime.sharded_grad import ShardedGrad, own_slice
-from zeroshard.zero.torch_internals import as_plain, let_foreach_take
-from zeroshard.zero.uncompiled import uncompiled
 
 
 class GradHooks:

@@ -38,9 +38,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from zeroshard.zero.buffers.outdated import NO_COPY
-from zeroshard.zero.buffers.unit import Unit
-from zeroshard.zero.torch_internals import (
+from zeroshard.torch_internals import (
     at_end_of_backward,
     base_of,
     in_backward,
@@ -49,7 +47,9 @@ from zeroshard.zero.torch_internals import (
     tree_map,
     version_of,
 )
-from zeroshard.zero.uncompiled import uncompiled
+from zeroshard.uncompiled import uncompiled
+from zeroshard.zero.buffers.outdated import NO_COPY
+from zeroshard.zero.buffers.unit import Unit
 
 
 class Listener(Protocol):

@@ -3,7 +3,7 @@
 A forward pass begins when the model is called. Weights that the last step made stale are refreshed in the same order
 on every rank; sharded weights are gathered `prefetch` units ahead of their use and freed after it. A backward pass
 begins with the first gradient that reaches a unit's output and ends when autograd is done. In between, units are
-gathered and reduced as the schedule says (`zeroshard.zero.runtime.schedule`).
+gathered and reduced as the schedule says (`zeroshard.zero.core.schedule`).
 
 [Note: Order of execution]
     The schedule has the units in the order in which rank 0's forward called them; rank 0 broadcasts it at the first
@@ -22,7 +22,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from zeroshard.comm.streams import ByDevice
+from zeroshard.torch_internals import at_end_of_backward, in_backward
+from zeroshard.uncompiled import uncompiled
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
+from zeroshard.zero.core.schedule import ROOT, Op
+from zeroshard.zero.core.strategy import SHARD, ShardingStrategy
 from zeroshard.zero.rank_groups import RankGroups
 from zeroshard.zero.runtime.backward_pass import BackwardPass, Run
 from zeroshard.zero.runtime.collective_order import CollectiveOrder
@@ -33,12 +38,7 @@ from zeroshard.zero.runtime.grad_refusals import refuse_stale_reads, require_usa
 from zeroshard.zero.runtime.module_buffers import ModuleBuffers
 from zeroshard.zero.runtime.module_hooks import ForwardRun
 from zeroshard.zero.runtime.reductions import Reductions
-from zeroshard.zero.runtime.schedule import ROOT, Op
 from zeroshard.zero.runtime.unsharded_weights import Replaced, UnshardedWeights
-from zeroshard.zero.strategy import SHARD, ShardingStrategy
-from zeroshard.zero.streams import ByDevice
-from zeroshard.zero.torch_internals import at_end_of_backward, in_backward
-from zeroshard.zero.uncompiled import uncompiled
 
 
 class Runtime:

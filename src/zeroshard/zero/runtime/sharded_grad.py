@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm import CONTROL, labelled
+from zeroshard.torch_internals import UNWATCHED, in_backward, tree_map, wrapper_without_memory
 from zeroshard.zero.buffers.grad_norm import norm_of, norms_of_partials
 from zeroshard.zero.runtime.grad_home import GradHome
-from zeroshard.zero.torch_internals import UNWATCHED, in_backward, tree_map, wrapper_without_memory
 
 aten = torch.ops.aten
 View = Callable[[Tensor], Tensor]

@@ -11,16 +11,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from zeroshard.zero.buffers.flat_params import STALE
-from zeroshard.zero.buffers.unit import Unit
-from zeroshard.zero.runtime.collective_order import CollectiveOrder
-from zeroshard.zero.torch_internals import (
+from zeroshard.torch_internals import (
     compiler_looks,
     is_functorch_wrapped_tensor,
     set_versions,
     storage_id,
     version_of,
 )
+from zeroshard.zero.buffers.flat_params import STALE
+from zeroshard.zero.buffers.unit import Unit
+from zeroshard.zero.runtime.collective_order import CollectiveOrder
 
 Replaced = Literal["for good", "for now", "back"]
 """How weights were replaced outside of a step: by others; by weights that are there for a block only (averages,

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zeroshard.torch_internals import not_saved, own_buffers, own_parameters
 from zeroshard.zero.buffers.unit import gather_reduced
 from zeroshard.zero.optimizers.adoption import has_owner
 from zeroshard.zero.runtime.runtime import Runtime
-from zeroshard.zero.torch_internals import not_saved, own_buffers, own_parameters
 
 
 class IncompatibleKeys(NamedTuple):

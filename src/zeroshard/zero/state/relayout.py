@@ -14,9 +14,9 @@ from torch import nn
 
 from zeroshard.comm.agree import agreement
 from zeroshard.zero.buffers.unit import FlatGroup
+from zeroshard.zero.core.strategy import ShardingStrategy
 from zeroshard.zero.optimizers.state_dict import Stateful, cut, describe, states_by_slot
 from zeroshard.zero.runtime.runtime import Runtime
-from zeroshard.zero.strategy import ShardingStrategy
 from zeroshard.zero.whole_tensors.layout import balanced
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroshard.torch_internals import not_saved, own_buffers
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.optimizers.kept_states import Kept, ParamFacts, SavedState, alike, of_groups
 from zeroshard.zero.optimizers.methods import load_pieces
@@ -35,7 +36,6 @@ from zeroshard.zero.state.named_shards import (
     saved_dtype,
     saved_settings,
 )
-from zeroshard.zero.torch_internals import not_saved, own_buffers
 
 
 def named_shards(model: nn.Module, runtime: Runtime, optimizers: Sequence[Stateful]) -> Iterator[NamedShard]:

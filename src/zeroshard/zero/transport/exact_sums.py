@@ -28,8 +28,8 @@ from torch import Tensor
 
 from zeroshard.comm import Communicator, Work, all_to_all, empty_for
 from zeroshard.comm.base import DONE
-from zeroshard.zero.buffers.layout import FlatLayout
 from zeroshard.zero.buffers.reduction import GradientReducer
+from zeroshard.zero.core.layout import FlatLayout
 
 CHUNK_NUMEL = {"cpu": 1 << 15}
 """Elements that are added at a time, by type of device: on a CPU five operands in float64 fit into a core's cache."""

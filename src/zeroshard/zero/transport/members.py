@@ -6,12 +6,12 @@ from torch import Tensor
 
 from zeroshard.comm import Communicator, Work
 from zeroshard.wire_formats import Format
-from zeroshard.zero.buffers.layout import FlatLayout
 from zeroshard.zero.buffers.plain import BufferFacts
 from zeroshard.zero.buffers.reduction import GradientReducer, GradientReduction, PlainReduction
 from zeroshard.zero.buffers.transport import WeightTransport
+from zeroshard.zero.core.layout import FlatLayout
+from zeroshard.zero.core.strategy import SHARD
 from zeroshard.zero.rank_groups import Nodes
-from zeroshard.zero.strategy import SHARD
 from zeroshard.zero.transport.exact_sums import ExactReducer
 from zeroshard.zero.transport.node_copy import NodeTransport
 from zeroshard.zero.transport.node_reduce import NodeReduce

@@ -24,9 +24,9 @@ from torch import Tensor
 from zeroshard.comm import Communicator, Work, all_to_all, empty_for
 from zeroshard.lazily import loaded
 from zeroshard.wire_formats import DtypeFormat, Format, rounding_key
-from zeroshard.zero.buffers.layout import FlatLayout
 from zeroshard.zero.buffers.transport import WeightTransport
 from zeroshard.zero.buffers.written_weights import bit_sums, take_where_it_differs
+from zeroshard.zero.core.layout import FlatLayout
 
 
 def _kernel(name: str) -> Callable[..., None]:

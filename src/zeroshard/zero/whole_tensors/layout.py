@@ -22,8 +22,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from zeroshard.zero.buffers.layout import FlatLayout, Piece, Slot, aligned, check_counts
 from zeroshard.zero.buffers.unit import LaysOut
+from zeroshard.zero.core.layout import FlatLayout, Piece, Slot, aligned, check_counts
 
 MOSTLY_PADDING = 4
 """A buffer of whole tensors that would be longer than its parameters by more than this factor may have shards of

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from zeroshard.zero import rules
+from zeroshard import rules
 
 
 class Placement(Enum):
