@@ -29,6 +29,8 @@ SUPPORT = Path(__file__).parent
 PYTHON = str(SUPPORT / "forked-python")
 ADDRESS = "ZEROSHARD_TESTS_FORK_SERVER"
 _LENGTH = struct.Struct("!I")
+_server: subprocess.Popen | None = None  # in the process that has started it
+TIME_TO_START_S = 300.0
 
 
 def still_running(processes: Iterable[psutil.Process], timeout_s: float = 300.0) -> list[psutil.Process]:
@@ -48,12 +50,15 @@ def _runs(process: psutil.Process) -> bool:
 
 def start_server() -> None:
     """Start the server that this process and those it starts will use; it ends with this process."""
+    global _server
     if ADDRESS in os.environ:
         return
     folder = tempfile.mkdtemp(prefix="zeroshard-fork-")
     path = f"{folder}/socket"
     env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    server = subprocess.Popen([sys.executable, SUPPORT / "fork_server.py", path], stdin=subprocess.PIPE, env=env)
+    _server = server = subprocess.Popen(
+        [sys.executable, SUPPORT / "fork_server.py", path], stdin=subprocess.PIPE, env=env
+    )
     os.environ[ADDRESS] = path
 
     def end() -> None:
@@ -68,11 +73,13 @@ def start_server() -> None:
 def connect() -> socket.socket:
     """A connection to the server, once it listens."""
     start_server()
-    client = socket.socket(socket.AF_UNIX)
+    client, deadline = socket.socket(socket.AF_UNIX), time.monotonic() + TIME_TO_START_S
     while True:
         try:
             client.connect(os.environ[ADDRESS])
         except (FileNotFoundError, ConnectionRefusedError):
+            if (_server is not None and _server.poll() is not None) or time.monotonic() > deadline:
+                raise RuntimeError("tests/support/fork_server.py has ended; what it wrote to stderr says why") from None
             select.select([], [], [], 0.02)  # it is starting
         else:
             return client
