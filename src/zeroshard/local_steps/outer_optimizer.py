@@ -17,7 +17,6 @@ from torch import Tensor
 from zeroshard.comm import Communicator, empty_for, labelled
 from zeroshard.local_steps.settings import LocalSteps
 from zeroshard.zero.buffers.flat_params import FlatParams
-from zeroshard.zero.buffers.shards import gather_shards
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.transport.wire import AcrossReplicas, Rounding
 
@@ -116,7 +115,7 @@ class Outer:
             own_master(params).copy_(global_weights)
             return
         with labelled(f"{params.name}/global_weights"):
-            gather_shards(params.comm, params.layout, params.master, global_weights).wait()
+            params.layout.gather(params.comm, params.master, global_weights).wait()
 
     def is_shown(self, group: FlatGroup) -> bool:
         """Whether this rank's shard of the weights has the values of the global ones."""

@@ -241,9 +241,10 @@ class FlatGrads:
     def shards(self) -> list[Tensor]:
         """The reduced gradients on this rank, split by rank (and part) of the layout, for partial sums of the norm."""
         assert self.reduced is not None
-        if self.layout.owners is not None and not self.shard_optim:
-            return [self.reduced[slice(*self.layout.interval(rank))] for rank in range(self.comm.world_size)]
-        return list(self.reduced.split(self.layout.part_numel)) if self.layout.part_numel else []
+        shards = [self.reduced] if self.shard_optim else self.layout.split(self.reduced)
+        if self.layout.parts == 1:
+            return shards
+        return [part for shard in shards for part in shard.split(self.layout.part_numel)]
 
     def zero(self, slots: set[int]) -> None:
         """Fill the gradients of ``slots`` with zeros, reduced or not; a slot without a gradient still has none."""

@@ -32,7 +32,6 @@ from zeroshard.zero.buffers import outdated
 from zeroshard.zero.buffers.initial import initial_values
 from zeroshard.zero.buffers.param_views import ParamViews
 from zeroshard.zero.buffers.partition import Init
-from zeroshard.zero.buffers.shards import gather_shards
 from zeroshard.zero.buffers.transport import WeightTransport
 from zeroshard.zero.buffers.written_weights import bit_sums
 from zeroshard.zero.core.layout import ALIGNMENT, FlatLayout, Piece, view_of
@@ -309,7 +308,7 @@ class FlatParams:
             return self.master.to(self.dtype, copy=True)
         flat = torch.empty(self.layout.padded_numel, dtype=self.master.dtype, device=self.master.device)
         with labelled(f"{self.name}/state"):
-            gather_shards(self.comm, self.layout, flat, self.master).wait()
+            self.layout.gather(self.comm, flat, self.master).wait()
         return flat.to(self.dtype)
 
     @property

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from zeroshard.comm import empty_for, labelled
 from zeroshard.zero.buffers.partition import DrawsParts, Init
-from zeroshard.zero.buffers.shards import gather_shards
 from zeroshard.zero.core.layout import FlatLayout
 from zeroshard.zero.rank_groups import RankGroups
 
@@ -74,4 +73,4 @@ def _draw_own(
         own = flat[slice(*layout.interval(rank))]
         rank_groups.replicate_group.broadcast(own, src=0).wait()
         if not shard_params:
-            gather_shards(rank_groups.shard_group, layout, flat, own).wait()
+            layout.gather(rank_groups.shard_group, flat, own).wait()

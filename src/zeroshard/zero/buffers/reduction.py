@@ -22,7 +22,6 @@ from typing import Protocol
 from torch import Tensor
 
 from zeroshard.comm import Communicator, Work
-from zeroshard.zero.buffers.shards import reduce_shards
 from zeroshard.zero.core.layout import FlatLayout
 
 
@@ -118,16 +117,9 @@ class PlainReduction:
     def issue(self, target: Tensor) -> Work:
         """Issue the collective."""
         self.num_left = 0
-        comm, layout, local = self._comm, self._layout, self._local
-        if not self._everywhere:
-            return reduce_shards(comm, layout, target, local)
-        if comm.uniform_order or layout.owners is not None:
-            return comm.all_reduce(local)
-        # This backend's all-reduce adds in another order than its reduce-scatter. Reduce-scatter and all-gather, so
-        # that stage 0 has the bits of the other stages.
-        start, stop = layout.interval(comm.rank)
-        comm.reduce_scatter(local[start:stop], local).wait()
-        return comm.all_gather(local, local[start:stop])
+        if self._everywhere:
+            return self._layout.all_reduce(self._comm, self._local)
+        return self._layout.reduce(self._comm, target, self._local)
 
     def deliver(self, target: Tensor) -> None:
         """The collective has written the target."""

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from zeroshard.comm import Communicator, Work
 from zeroshard.wire_formats import Format
-from zeroshard.zero.buffers.shards import gather_shards
 from zeroshard.zero.buffers.written_weights import take_where_it_differs
 from zeroshard.zero.core.layout import FlatLayout
 
@@ -54,7 +53,7 @@ class WeightTransport:
         """Issue the collective."""
         assert self._sent is not None
         sent, self._sent = self._sent, None
-        return gather_shards(self.comm, self.layout, full, sent)
+        return self.layout.gather(self.comm, full, sent)
 
     def finish(self, full: Tensor) -> bool:
         """Complete ``full`` after the collective; return whether memory was written that `prepare` reads later."""

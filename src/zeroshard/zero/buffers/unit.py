@@ -22,7 +22,6 @@ from zeroshard.zero.buffers.flat_grads import FlatGrads
 from zeroshard.zero.buffers.flat_params import STALE, FlatParams
 from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.plain import PLAIN, BufferFacts, Members
-from zeroshard.zero.buffers.shards import gather_shards
 from zeroshard.zero.core.layout import ALIGNMENT, FlatLayout, Piece
 from zeroshard.zero.core.precision import MixedPrecision
 from zeroshard.zero.core.strategy import ShardingStrategy
@@ -325,5 +324,5 @@ def gather_reduced(group: FlatGroup) -> Tensor:
     if not group.params.shard_optim:
         return reduced.clone()
     flat = torch.empty(group.params.layout.padded_numel, dtype=reduced.dtype, device=reduced.device)
-    gather_shards(group.params.comm, group.params.layout, flat, reduced).wait()
+    group.params.layout.gather(group.params.comm, flat, reduced).wait()
     return flat

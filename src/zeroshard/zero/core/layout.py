@@ -23,6 +23,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from zeroshard.comm import Communicator, Work, reduce_scatter_consuming
+
 ALIGNMENT = 8
 """Elements to which an engine aligns slots and shards: 16 bytes of a 16-bit dtype, 32 of fp32. One load of a GPU thread
 takes 16 bytes, matrix kernels and their descriptors require tensors to be aligned to 16 bytes, and NCCL copies in units
@@ -134,11 +136,6 @@ class FlatLayout:
             offset = slot.offset + slot.numel
         return cls(tuple(slots), world_size, alignment=alignment, parts=parts)
 
-    @property
-    def owners(self) -> tuple[tuple[int, int, int], ...] | None:
-        """``(rank, start, stop)`` of each rank that owns something, in order; None: all shards have one length."""
-        return None
-
     @cached_property
     def numel(self) -> int:
         """Elements of all parameters."""
@@ -193,6 +190,32 @@ class FlatLayout:
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return each parameter as a view of ``flat [padded_numel]``, in its shape."""
         return [view_of(flat, slot.offset, slot.shape) for slot in self.slots]
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """Return each rank's shard of ``flat [padded_numel]``, in the order of ranks, as a view."""
+        return list(flat.split(self.shard_numel))
+
+    # Collectives over the ranks that hold the shards, ``comm``. Whoever waits for the handle has the result.
+
+    def gather(self, comm: Communicator, full: Tensor, own: Tensor) -> Work:
+        """Start to gather every rank's shard ``own`` into ``full [padded_numel]``, of which ``own`` may be a slice."""
+        return comm.all_gather(full, own)
+
+    def reduce(self, comm: Communicator, target: Tensor, local: Tensor) -> Work:
+        """Start to sum all ranks' ``local [padded_numel]``, this rank's shard of the sum into ``target``.
+
+        ``target`` may be that shard of ``local``. The values of ``local`` are undefined afterwards.
+        """
+        return reduce_scatter_consuming(comm, target, local)
+
+    def all_reduce(self, comm: Communicator, local: Tensor) -> Work:
+        """Start to sum all ranks' ``local [padded_numel]`` in place, with the bits that `reduce` gives each shard."""
+        if comm.uniform_order:
+            return comm.all_reduce(local)
+        # This backend's all-reduce adds in another order than its reduce-scatter: issue the latter, and gather.
+        start, stop = self.interval(comm.rank)
+        comm.reduce_scatter(local[start:stop], local).wait()
+        return comm.all_gather(local, local[start:stop])
 
     def owned(self, rank: int) -> tuple[Piece, ...]:
         """Return the pieces of parameters in ``rank``'s shard, in order; empty parameters belong to no rank."""
