@@ -79,6 +79,7 @@ def connect() -> socket.socket:
             client.connect(os.environ[ADDRESS])
         except (FileNotFoundError, ConnectionRefusedError):
             if (_server is not None and _server.poll() is not None) or time.monotonic() > deadline:
+                client.close()
                 raise RuntimeError("tests/support/fork_server.py has ended; what it wrote to stderr says why") from None
             select.select([], [], [], 0.02)  # it is starting
         else:
