@@ -14,6 +14,12 @@ _EITHER = "leave one of the two out"
 _ALL_OF_OURS = "choose stage 1, 2 or 3, or leave it out"
 
 
+def check_count(field: str, value: object, at_least: int = 1) -> None:
+    """Check that ``value`` is a whole number, and not below ``at_least``; raises ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise ValueError(f"{field} must be at least {at_least}, got {value!r}")
+
+
 def check_shard_size(size: int, world_size: int, field: str = "shard_size") -> None:
     """Check that ``world_size`` ranks divide into groups of ``size``."""
     sizes = [each for each in range(1, world_size + 1) if world_size % each == 0]

@@ -23,6 +23,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from zeroshard import rules
 from zeroshard.comm import Communicator, Work, reduce_scatter_consuming
 
 ALIGNMENT = 8
@@ -69,8 +70,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 def check_counts(world_size: int, alignment: int, parts: int) -> None:
     """Raise ValueError for a number of a `FlatLayout` that is not a whole number from 1 on."""
     for name, value in (("world_size", world_size), ("alignment", alignment), ("parts", parts)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value!r}")
+        rules.check_count(name, value)
 
 
 @dataclass(frozen=True)

@@ -6,32 +6,16 @@ activations may be 16 bits wide if a 32-bit master copy of the weights takes the
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import dataclass
 
 import torch
 
-from zeroshard.errors import UserError
-from zeroshard.wire_formats import (
-    BLOCK,
-    FORMATS,
-    SAME_AS,
-    BlockFormat,
-    DtypeFormat,
-    Format,
-    FormatName,
-    check_block,
-    check_has_range,
-)
-
-EXACT_NUMEL = 4096
-"""Elements of the smallest parameter that is sent in a wire format: a smaller one has few bytes to save."""
+from zeroshard.wire_formats import BLOCK, check_has_range
+from zeroshard.wire_policy import WirePolicy
 
 
 @dataclass(frozen=True)
-class MixedPrecision:
+class MixedPrecision(WirePolicy):
     """A dtype policy. The default changes nothing: parameters compute and are sent in the dtype that they have.
 
     Attributes:
@@ -53,8 +37,8 @@ class MixedPrecision:
             `zeroshard.zero.transport.node_reduce`. None: each rank sends its gradients to every other in ``reduce``.
         rounding_seed: seed of the noise by which gradients are rounded stochastically.
 
-    Parameters with one dimension or none (norm weights, biases) or fewer than `EXACT_NUMEL` elements are sent without a
-    wire format, in flat buffers of their own: there are few of them, and a block's largest element sets its scale.
+    Parameters with one dimension or none (norm weights, biases) or fewer than 4,096 elements are sent without a wire
+    format, in flat buffers of their own: there are few of them, and a block's largest element sets its scale.
 
     Raises:
         ValueError: a dtype that is not a floating-point one; no such format; a block that does not pack; a
@@ -71,31 +55,17 @@ class MixedPrecision:
     node_size: int | None = None
 
     def __post_init__(self) -> None:
-        check_block("block", self.block)
-        self._check_nodes()
+        self.check_wire()
         if not isinstance(self.cast_forward_inputs, bool):
             raise ValueError(f"cast_forward_inputs: {self.cast_forward_inputs!r} is not a bool; give True or False")
-        if isinstance(self.rounding_seed, bool) or not isinstance(self.rounding_seed, int):
-            raise ValueError(f"rounding_seed: {self.rounding_seed!r} is not a whole number; give an int")
-        for field in ("gather", "reduce"):
-            _check_travels(field, getattr(self, field))
-        for field in ("param_dtype", "reduce_dtype"):
-            dtype = getattr(self, field)
-            if dtype is not None and not isinstance(dtype, torch.dtype):
+        for field, dtype in (("param_dtype", self.param_dtype), ("reduce_dtype", self.reduce_dtype)):
+            if dtype is None:
+                continue
+            if not isinstance(dtype, torch.dtype):
                 raise ValueError(f"{field}: {dtype!r} is not a torch.dtype; use torch.bfloat16 or torch.float32")
             check_has_range(field, dtype)
-            if dtype is not None and not dtype.is_floating_point:
+            if not dtype.is_floating_point:
                 raise ValueError(f"{field}: {dtype} is not a floating-point dtype; use torch.bfloat16 or torch.float32")
-
-    def _check_nodes(self) -> None:
-        size = self.node_size
-        if size is None:
-            return
-        if isinstance(size, bool) or not isinstance(size, int) or size < 2:
-            raise ValueError(f"node_size must be at least 2, got {size!r}")
-        if self.reduce is None:
-            what = f"{size} is given, and gradients have no wire format"
-            raise ValueError(f"node_size: {what}; add reduce='int8', or leave it out")
 
     def compute_dtype(self, master: torch.dtype) -> torch.dtype:
         """The dtype of unsharded weights whose master has dtype ``master``."""
@@ -105,34 +75,6 @@ class MixedPrecision:
         """The dtype in which gradients of weights with that master dtype accumulate and are reduced."""
         return self.reduce_dtype if self.reduce_dtype is not None and master.is_floating_point else master
 
-    @property
-    def has_wire(self) -> bool:
-        """Whether weights or gradients have a wire format."""
-        return self.gather is not None or self.reduce is not None
-
-    def weights_format(self, master: torch.dtype) -> Format | None:
-        """The wire format of weights with that master dtype; None: they are sent in the compute dtype."""
-        return self._format(self.gather) if master.is_floating_point else None
-
-    def gradients_format(self, master: torch.dtype) -> Format | None:
-        """The wire format of gradients of weights with that master dtype; None: the dtype in which they accumulate."""
-        return self._format(self.reduce) if master.is_floating_point else None
-
-    def _format(self, wire: torch.dtype | str | None) -> Format | None:
-        if wire is None:
-            return None
-        if isinstance(wire, torch.dtype):
-            return DtypeFormat(wire)
-        return BlockFormat(cast(FormatName, wire), self.block)
-
-    def is_exact(self, shape: Sequence[int]) -> bool:
-        """Whether a parameter of that shape is exempt from the wire format."""
-        return self.has_wire and (len(shape) < 2 or math.prod(shape) < EXACT_NUMEL)
-
-    def exactly(self) -> MixedPrecision:
-        """Return the same policy without wire formats."""
-        return replace(self, gather=None, reduce=None, node_size=None)
-
     def reduced_dtype(self, master: torch.dtype) -> torch.dtype:
         """The dtype in which reduced gradients of weights with that master dtype wait for the optimizer.
 
@@ -141,13 +83,3 @@ class MixedPrecision:
         """
         reduce = self.gradient_dtype(master)
         return reduce if reduce == torch.bfloat16 else master
-
-
-def _check_travels(field: str, wire: torch.dtype | str | None) -> None:
-    """Raise UserError, a ValueError, unless ``wire`` is None, a floating-point dtype or a wire format."""
-    if isinstance(wire, torch.dtype):
-        check_has_range(field, wire)
-    if wire is None or wire in (*FORMATS, *SAME_AS) or (isinstance(wire, torch.dtype) and wire.is_floating_point):
-        return
-    todo = f"choose a floating-point dtype, or {', '.join(FORMATS)}"
-    raise UserError(field, f"{wire!r} is not a wire format", todo)

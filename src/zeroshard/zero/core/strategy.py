@@ -21,11 +21,8 @@ from zeroshard import rules
 class Placement(Enum):
     """Where a kind of training state lives."""
 
-    REPLICATE = "replicate"
-    """Unsharded on every rank."""
-
-    SHARD = "shard"
-    """One ``1 / world_size`` slice of each flat buffer on each rank."""
+    REPLICATE = "replicate"  # unsharded on every rank
+    SHARD = "shard"  # one ``1 / world_size`` slice of each flat buffer on each rank
 
 
 REPLICATE, SHARD = Placement.REPLICATE, Placement.SHARD
@@ -40,9 +37,8 @@ class ShardingStrategy:
         reshard_after_forward: with sharded `params`, free unsharded weights after forward and gather them again for
             backward, except those of the last unit, which backward needs first. False keeps them until the unit's
             backward is over: less communication, more memory.
-        secondary_shard_size: with sharded `params`, keep a second copy of them, sharded over this many neighbouring
-            ranks (a node's), from which weights are gathered again until the next step:
-            `zeroshard.zero.transport.node_copy`. None: no second copy.
+        secondary_shard_size: with sharded `params`, gather them again from a second copy that is sharded over this many
+            neighbouring ranks, a node's: `zeroshard.zero.transport.node_copy`. None: no second copy.
 
     Raises:
         ValueError: an unknown placement; sharded `params` or `grads` without what they need; a
@@ -75,12 +71,9 @@ class ShardingStrategy:
         if not isinstance(self.reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward: {self.reshard_after_forward!r} is not a bool; give True or False")
         if self.secondary_shard_size is not None:
-            size = self.secondary_shard_size
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"secondary_shard_size must be at least 1, got {size!r}")
-            shards, reshards = self.params is SHARD, self.reshard_after_forward
-            who = "a row of replicated weights"
-            rules.check_second_copy("secondary_shard_size", size, who, shards=shards, reshards=reshards)
+            field, size, who = "secondary_shard_size", self.secondary_shard_size, "a row of replicated weights"
+            rules.check_count(field, size)
+            rules.check_second_copy(field, size, who, shards=self.params is SHARD, reshards=self.reshard_after_forward)
 
 
 STAGES: dict[int, ShardingStrategy] = {
