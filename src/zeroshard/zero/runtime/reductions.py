@@ -1,4 +1,17 @@
-"""The gradient reductions of one backward: issued unit by unit, a few of them in flight, and completed at its end."""
+"""The gradient reductions of one backward: issued unit by unit, a few of them in flight, and completed at its end.
+
+[Note: Ahead of a gather]
+    A reduction in flight keeps its unit's local gradients in memory. Where weights are gathered one unit ahead,
+    collectives are issued in this order (`schedule`)::
+
+        reduce 3, gather 1 | backward of 2 | reduce 2, gather 0 | backward of 1 | ...
+
+    Backward of 1 waits for ``gather 1``, and collectives among the same ranks run in the order in which they were
+    issued, so ``reduce 3`` is done by then too. To wait for it just before ``gather 0`` is issued costs no time:
+    ``gather 1`` and ``reduce 2`` are still queued. It frees a buffer before that gather allocates one, and one
+    reduction is in flight while a unit's gradients are computed. Where nothing is gathered in between there are up to
+    `MAX_REDUCTIONS_IN_FLIGHT`.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +46,13 @@ class Reductions:
         if shard_grads:
             self._in_flight.append(unit)
             while len(self._in_flight) > MAX_REDUCTIONS_IN_FLIGHT:
+                self._in_flight.popleft().wait_for_reduce()
+
+    def free_ahead_of_gather(self) -> None:
+        """Wait for all reductions but the newest, because a gather is about to be issued: [Note: Ahead of a gather]."""
+        # If the newest has collectives left, the one before has only just issued its last.
+        if self._in_flight and not self._in_flight[-1].has_collectives_left:
+            while len(self._in_flight) > 1:
                 self._in_flight.popleft().wait_for_reduce()
 
     def _across(self) -> None:

@@ -248,6 +248,8 @@ class Runtime:
                 not backward.is_first(op.sweep)
                 or (bool(unit.keep_unsharded_after) and unit is not self._forward_pass.unsharded_until_backward)
             )
+            if not unit.readable and self.prefetch <= 1:
+                self._reductions.free_ahead_of_gather()
             self._weights.unshard(unit, again=others_may_have_freed_it)
             if unit.keep_unsharded_after or unit.keep_unsharded or unit.active:
                 unit.wait_for_unshard()  # the next read of these weights triggers no hook
