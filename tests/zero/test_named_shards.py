@@ -10,7 +10,7 @@ from nets import Net, rows
 from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
 from zeroshard.errors import UserError
 from zeroshard.zero import STAGES, NamedShard, Zero
-from zeroshard.zero.core.layout import FlatLayout
+from zeroshard.zero.buffers.flat_layout import FlatLayout
 
 OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "amsgrad": True}),

@@ -34,10 +34,11 @@ from torch import Tensor
 from zeroshard.comm import Work, empty_for, labelled
 from zeroshard.comm.streams import NO_STREAMS, Streams
 from zeroshard.torch_internals import storage_id
+from zeroshard.zero.buffers.flat_layout import FlatLayout
 from zeroshard.zero.buffers.local_grads import LocalGrads
 from zeroshard.zero.buffers.reduction import GradientReducer, GradientReduction
 from zeroshard.zero.buffers.unusable_grads import UnusableGrads
-from zeroshard.zero.core.layout import FlatLayout, Piece, view_of
+from zeroshard.zero.core.layout import Piece, view_of
 from zeroshard.zero.core.strategy import SHARD, ShardingStrategy
 from zeroshard.zero.rank_groups import RankGroups
 
@@ -239,12 +240,12 @@ class FlatGrads:
         return start, min(max(place.offset + place.numel - self.offset, start), self._own_slice.stop - self.offset)
 
     def shards(self) -> list[Tensor]:
-        """The reduced gradients on this rank, split by rank (and part) of the layout, for partial sums of the norm."""
+        """The reduced gradients on this rank, split by rank and part of the layout, for partial sums of the norm."""
         assert self.reduced is not None
         shards = [self.reduced] if self.shard_optim else self.layout.split(self.reduced)
         if self.layout.parts == 1:
             return shards
-        return [part for shard in shards for part in shard.split(self.layout.part_numel)]
+        return [part for shard in shards for part in shard.tensor_split(self.layout.parts)]
 
     def zero(self, slots: set[int]) -> None:
         """Fill the gradients of ``slots`` with zeros, reduced or not; a slot without a gradient still has none."""

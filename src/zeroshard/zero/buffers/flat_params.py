@@ -29,12 +29,13 @@ from zeroshard.comm import Work, empty_for, labelled
 from zeroshard.comm.streams import NO_STREAMS, Mark, Streams
 from zeroshard.torch_internals import storage_id
 from zeroshard.zero.buffers import outdated
+from zeroshard.zero.buffers.flat_layout import FlatLayout
 from zeroshard.zero.buffers.initial import initial_values
 from zeroshard.zero.buffers.param_views import ParamViews
 from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.transport import WeightTransport
 from zeroshard.zero.buffers.written_weights import bit_sums
-from zeroshard.zero.core.layout import ALIGNMENT, FlatLayout, Piece, view_of
+from zeroshard.zero.core.layout import ALIGNMENT, Piece, view_of
 from zeroshard.zero.core.precision import MixedPrecision
 from zeroshard.zero.core.strategy import SHARD, ShardingStrategy
 from zeroshard.zero.rank_groups import RankGroups

@@ -33,11 +33,11 @@ def global_norm(
         device: where the result lives.
     """
     sharded = bool(grads) and grads[0].shard_optim and comm.world_size > 1
-    parts = grads[0].layout.parts if grads else 1
-    num_partials = parts if sharded else parts * comm.world_size
+    shards_of = [buffer.shards() for buffer in grads]
+    num_partials = len(shards_of[0]) if grads else 1
     partials = torch.zeros(num_partials, dtype=torch.float64, device=device)
-    for buffer in grads:
-        places = [(place, shard) for place, shard in enumerate(buffer.shards()) if shard.numel()]
+    for split in shards_of:
+        places = [(place, shard) for place, shard in enumerate(split) if shard.numel()]
         shards = [shard for _, shard in places]
         if shards:
             norms = torch.stack([norm_of(shard, norm_type) for shard in shards]).to(partials)

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from zeroshard.comm.streams import Streams
 from zeroshard.zero.buffers.flat_grads import FlatGrads
+from zeroshard.zero.buffers.flat_layout import FlatLayout
 from zeroshard.zero.buffers.flat_params import STALE, FlatParams
 from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.plain import PLAIN, BufferFacts, Members
-from zeroshard.zero.core.layout import ALIGNMENT, FlatLayout, Piece
+from zeroshard.zero.core.layout import ALIGNMENT, Piece
 from zeroshard.zero.core.precision import MixedPrecision
 from zeroshard.zero.core.strategy import ShardingStrategy
 from zeroshard.zero.rank_groups import RankGroups

@@ -17,17 +17,18 @@ bytes of a reduce-scatter of the same buffer, and fewer than a reduce-scatter of
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
 
 import numpy as np
 from torch import Tensor
 
+from zeroshard import rules
 from zeroshard.comm import Communicator, Work
+from zeroshard.zero.buffers.flat_layout import FlatLayout
 from zeroshard.zero.buffers.unit import LaysOut
-from zeroshard.zero.core.layout import FlatLayout, Piece, Slot, aligned, check_counts
+from zeroshard.zero.core.layout import Piece, Slot
 
 MOSTLY_PADDING = 4
 """A buffer of whole tensors that would be longer than its parameters by more than this factor may have shards of
@@ -51,7 +52,7 @@ class WholeLayout(FlatLayout):
 
     longest: int = 0
     intervals: tuple[tuple[int, int, int], ...] | None = None
-    keeps_tensors_whole: ClassVar[bool] = True
+    keeps_tensors_whole = True
 
     @property
     def shard_numel(self) -> int:
@@ -107,9 +108,10 @@ class WholeLayout(FlatLayout):
                 owner = next(rank for rank, start, stop in self.intervals if start <= slot.offset < stop)
             loads[owner] += slot.numel
 
-    def _piece(self, index: int, first: int, last: int) -> Piece:
-        slot = self.slots[index]
-        return Piece(index, (first - slot.offset, last - slot.offset), first, slot.shape)
+    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
+        """Yield the piece of each parameter that lies in ``flat[start:stop]``, in order, in the parameter's shape."""
+        for piece in super().pieces(start, stop):
+            yield Piece(piece.slot, piece.interval, piece.offset, self.slots[piece.slot].shape)
 
 
 def whole_layout(
@@ -132,7 +134,8 @@ def whole_layout(
             long as its parameters, each shard is only as long as what its rank owns.
         parts: see `FlatLayout`.
     """
-    check_counts(world_size, 1, parts)
+    rules.check_count("world_size", world_size)
+    rules.check_count("parts", parts)
     slots = [Slot(name, tuple(shape), 0) for name, shape in shapes]
     owners = balance([slot.numel for slot in slots], list(loads) or [0] * (world_size * parts))
     filled = [0] * (world_size * parts)
@@ -187,6 +190,11 @@ def balance(numels: Sequence[int], loads: Sequence[int]) -> list[int]:
         here[owner] += aligned(numels[index], WHOLE_ALIGNMENT)
         total[owner] += aligned(numels[index], WHOLE_ALIGNMENT)
     return owners
+
+
+def aligned(numel: int, alignment: int) -> int:
+    """``numel``, rounded up to a multiple of ``alignment``."""
+    return -(-numel // alignment) * alignment
 
 
 class _All:
