@@ -36,9 +36,7 @@ def install_methods(piecewise: PiecewiseOptimizer) -> None:
     surrounding_ids(piecewise)
     add_group = optimizer.add_param_group
     own["add_param_group"] = lambda param_group: piecewise.add_param_group(add_group, param_group)
-    own["zero_grad"] = uncompiled(
-        lambda set_to_none=True: piecewise.listener.clear_grads(piecewise.members, set_to_none=set_to_none)
-    )
+    own["zero_grad"] = uncompiled(piecewise.zero_grad)
     own["state_dict"] = lambda: _state_dict(piecewise)
     own["load_state_dict"] = lambda state_dict: _load_state_dict(piecewise, state_dict)
     _tell_where_states_are(piecewise)
@@ -95,7 +93,7 @@ def _at_pieces(piecewise: PiecewiseOptimizer, method: Callable[..., Any]) -> Cal
     def run(*args: Any, **kwargs: Any) -> Any:
         with piecewise.at_pieces():
             result = method(*args, **kwargs)
-        piecewise.listener.weights_changed(piecewise.members)
+        piecewise.weights_changed()
         return result
 
     return run

@@ -1,35 +1,21 @@
-"""`StepOperands`: where an optimizer's step finds its operands: masters, gradients and states of this rank's pieces.
+"""Operands of a step that are elsewhere between steps: `zeroshard.zero.core.optimizer.StepOperands` says what that is.
 
-The plain member leaves them where they are. Another brings those of some pieces to where the class's own code can use
-them, and takes them back after it. Then a class of `torch.optim` steps unit by unit, so that only one unit's operands
-are brought at a time. A class from elsewhere may count its steps, so it steps once, on all of them.
+A class of `torch.optim` steps unit by unit, so that only one unit's operands are brought at a time. A class from
+elsewhere may count its steps, so it steps once, on all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 
 from zeroshard.zero.buffers.unit import FlatGroup
-from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
+from zeroshard.zero.core.optimizer import PieceOptimizer, StepOperands, pieces_in
 
 Lists = list[list[nn.Parameter]]  # pieces, for each param group
-
-
-class StepOperands:
-    """The operands are on the pieces' device, and of dtypes that the class's own code takes."""
-
-    def are_elsewhere(self, piece: nn.Parameter) -> bool:
-        """Whether operands of the piece must be brought."""
-        return False
-
-    def bring(self, pieces: Iterable[nn.Parameter]) -> None:
-        """Bring the operands of these pieces, which are elsewhere."""
-
-    def take_back(self) -> None:
-        """Take back what was brought, with the values that it has now; nothing, if nothing is there."""
 
 
 class WidenedGrads(StepOperands):
@@ -42,11 +28,11 @@ class WidenedGrads(StepOperands):
     def __init__(self) -> None:
         self._narrow: list[tuple[nn.Parameter, Tensor]] = []
 
-    def are_elsewhere(self, piece: nn.Parameter) -> bool:
-        """Whether the gradient has another dtype than the piece."""
-        return piece.grad is not None and piece.grad.dtype != piece.dtype
+    def elsewhere(self, pieces: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Those of which the gradient has another dtype than the piece."""
+        return [piece for piece in pieces if piece.grad is not None and piece.grad.dtype != piece.dtype]
 
-    def bring(self, pieces: Iterable[nn.Parameter]) -> None:
+    def bring(self, pieces: Sequence[nn.Parameter]) -> None:
         """Show wide copies of the gradients."""
         for piece in pieces:
             assert piece.grad is not None
@@ -63,48 +49,45 @@ class WidenedGrads(StepOperands):
 class OperandsOfSteps:
     """Brings the operands of one optimizer: `begin` before its class's own code, and `end` after it."""
 
-    def __init__(self, piecewise: PiecewiseOptimizer, operands: StepOperands) -> None:
-        self._piecewise, self._operands = piecewise, operands
+    def __init__(self, pieces: PieceOptimizer) -> None:
+        self._of = pieces
 
     def begin(self, *, by_unit: bool) -> None:
         """Bring the operands; the param groups must hold pieces.
 
         ``by_unit``: run the class's step here for all units but the last; the groups then hold only that one's pieces.
         """
-        if not any(self._operands.are_elsewhere(piece) for pieces in self._piecewise.pieces for piece in pieces):
+        if not self._of.operands.elsewhere(chain.from_iterable(self._of.pieces)):
             return
-        step = _own_step(self._piecewise.optimizer) if by_unit else None
+        step = _own_step(self._of.optimizer) if by_unit else None
         if step is None:
-            self._bring(self._piecewise.pieces)
+            self._bring(self._of.pieces)
             return
         *units, last = self._by_unit()
         for pieces in units:
             self._bring(pieces)
-            step(self._piecewise.optimizer)
+            step(self._of.optimizer)
             self.end()
         self._bring(last)
 
     def end(self) -> None:
         """Take back what was brought, also after a step that has raised."""
-        self._operands.take_back()
+        self._of.operands.take_back()
 
     def _bring(self, by_group: Lists) -> None:
-        for group, pieces in zip(self._piecewise.optimizer.param_groups, by_group, strict=True):
+        for group, pieces in zip(self._of.optimizer.param_groups, by_group, strict=True):
             group["params"] = pieces
-            self._operands.bring(filter(self._operands.are_elsewhere, pieces))
+            self._of.operands.bring(self._of.operands.elsewhere(pieces))
 
     def _by_unit(self) -> list[Lists]:
         """The pieces that have gradients, flat group by flat group."""
         found: dict[FlatGroup, Lists] = {}
-        for place, home, piece in self._homes():
-            found.setdefault(home, [[] for _ in self._piecewise.by_group])[place].append(piece)
+        for place, chosen in enumerate(self._of.by_group):
+            for group, slot in (self._of.homes[param] for param in chosen):
+                own = [piece for _, piece in pieces_in(group, slot) if piece.grad is not None]
+                if own:
+                    found.setdefault(group, [[] for _ in self._of.by_group])[place] += own
         return list(found.values())
-
-    def _homes(self) -> Iterator[tuple[int, FlatGroup, nn.Parameter]]:
-        for place, chosen in enumerate(self._piecewise.by_group):
-            for param in chosen:
-                home, slot = self._piecewise.sharded.home(param)
-                yield from ((place, home, piece) for _, piece in home.shards_of(slot) if piece.grad is not None)
 
 
 def _own_step(optimizer: Any) -> Callable[[Any], Any] | None:

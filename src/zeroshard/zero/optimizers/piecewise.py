@@ -1,15 +1,16 @@
-"""The user's optimizer over shards: the class that the user asked for, which is given pieces of the master weights.
+"""`PiecewiseOptimizer`: a `PieceOptimizer` that looks to the user like an optimizer of one process.
 
-[Note: Element by element]
-    An optimizer whose update of an element depends on that element's own history alone computes the same on pieces of
-    a tensor as on the whole tensor. It is given 1-D pieces, cut wherever shards end. One that looks at whole tensors
-    is given whole tensors, each on the rank that owns it. `requirements.classify` says which of the two a class needs,
-    and whether either is right for it.
+It may have been made without the engine, its class may need whole tensors, and its methods work (`methods`,
+`step_hooks`).
 
 [Note: Whose parameters]
     ``param_groups`` hold the model's parameters, as in one process: clipping, scalers and schedules read them there,
     and their ``grad`` is global. Only while the class's own code runs (its ``step``, ``add_param_group``, loading) do
     they hold this rank's pieces. The keys of ``state`` are pieces.
+
+[Note: Whole tensors]
+    A class that looks at more than an element's own history is given whole tensors, each on the rank that owns it.
+    `requirements.classify` says whether a class needs them, and whether even that is right for it.
 """
 
 from __future__ import annotations
@@ -27,12 +28,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.zero.buffers.unit import FlatGroup
+from zeroshard.zero.core.optimizer import Homes, PieceOptimizer, pieces_in
 from zeroshard.zero.optimizers.kept_states import ParamFacts
+from zeroshard.zero.optimizers.operands import WidenedGrads
 from zeroshard.zero.whole_tensors.reach import no_class
 from zeroshard.zero.whole_tensors.requirements import Reach, classify
-
-# States that torch keeps as one number per parameter, not one per element.
-SCALAR_STATES = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 class StepListener(Protocol):
@@ -41,14 +41,14 @@ class StepListener(Protocol):
     def keep_tensors_whole(self, params: set[nn.Parameter]) -> None:
         """Lay these parameters out as whole tensors."""
 
-    def before_update(self, optimizer: Optimizer | None) -> None:
-        """Refuse a step of this optimizer (None: of one with a closure) that would be wrong."""
+    def before_update(self, members: set[nn.Parameter]) -> None:
+        """Refuse a step of the optimizer of these parameters (empty: one with a closure) that would be wrong."""
 
-    def after_update(self, optimizer: Optimizer) -> None:
+    def after_update(self, optimizer: Optimizer, members: set[nn.Parameter]) -> None:
         """Note that a step of this optimizer has changed the master weights of its parameters."""
 
-    def weights_changed(self, members: set[nn.Parameter]) -> None:
-        """Note that the master weights of these parameters have changed, whether they had gradients or not."""
+    def before_change(self) -> None:
+        """Refuse a change of master weights outside of a step where all weights must stay as they are."""
 
     def clear_grads(self, params: set[nn.Parameter] | None, *, set_to_none: bool) -> None:
         """Clear the gradients of ``params`` (None: of all), or set them to zero."""
@@ -58,7 +58,7 @@ class ShardedParams:
     """Translates the model's parameters into the pieces on this rank."""
 
     def __init__(self, groups: Iterable[FlatGroup]) -> None:
-        self._homes: dict[nn.Parameter, tuple[FlatGroup, int]] = {}
+        self.homes: Homes = {}
         self._claimed: set[nn.Parameter] = set()
         self.locate(groups)
 
@@ -66,7 +66,7 @@ class ShardedParams:
         """Record in which group and slot each parameter is now."""
         for group in groups:
             for slot, param in enumerate(group.params.params):
-                self._homes[param] = (group, slot)
+                self.homes[param] = (group, slot)
 
     def claim(self, given: Mapping[str, Any]) -> list[nn.Parameter]:
         """Return the parameters of a param group, and refuse them to any other group from now on.
@@ -85,7 +85,7 @@ class ShardedParams:
             param = member[1] if isinstance(member, tuple) else member  # named_parameters() gives pairs
             if not isinstance(param, Tensor):
                 raise TypeError(f"params: a {type(param).__name__} is no parameter; give the model's parameters")
-            if param not in self._homes:
+            if param not in self.homes:
                 raise ValueError(
                     f"params: a tensor of shape {tuple(param.shape)} is no parameter of the model; "
                     "take parameters from the model after Zero(model) was built"
@@ -99,27 +99,18 @@ class ShardedParams:
             chosen.append(param)
         return chosen
 
-    def home(self, param: nn.Parameter) -> tuple[FlatGroup, int]:
-        """The group that holds a parameter, and its slot there."""
-        return self._homes[param]
-
     def name(self, param: nn.Parameter) -> str:
         """A parameter's ordinary name."""
-        group, slot = self._homes[param]
+        group, slot = self.homes[param]
         return group.params.layout.slots[slot].name
 
     def present(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Those of ``params`` that have not left the model."""
-        return [param for param in params if param not in self._homes[param][0].params.absent]
+        return [param for param in params if param not in self.homes[param][0].params.absent]
 
     def kept_whole(self) -> set[nn.Parameter]:
         """The parameters whose layout keeps each tensor whole on one rank."""
-        return {param for param, (group, _) in self._homes.items() if group.keeps_tensors_whole}
-
-    def pieces(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """This rank's pieces of ``params``, in their order."""
-        homes = (self._homes[param] for param in params)
-        return [shard for group, slot in homes for _, shard in group.shards_of(slot)]
+        return {param for param, (group, _) in self.homes.items() if group.keeps_tensors_whole}
 
     @contextmanager
     def all_or_none(self) -> Generator[None]:
@@ -132,17 +123,13 @@ class ShardedParams:
             raise
 
 
-class PiecewiseOptimizer:
-    """An optimizer over pieces, and the model's parameters that they are pieces of: [Note: Whose parameters].
+class PiecewiseOptimizer(PieceOptimizer):
+    """A `PieceOptimizer` whose param groups show the model's parameters: [Note: Whose parameters].
 
     Attributes:
-        optimizer: an instance of exactly the class that was asked for.
-        make: makes another one, of the same class and settings, over the param groups that it is given.
-        by_group: the model's parameters, for each param group.
-        pieces: the pieces that this rank updates, for each param group.
         holds_pieces: whether its param groups hold the pieces now, as they do while the class's own code runs.
         has_state: whether it has stepped, or state was loaded into it: the same on every rank.
-        sharded: maps parameters to their groups and pieces.
+        sharded: the engine's parameters, of which it claims some.
         listener: is notified of its steps.
     """
 
@@ -162,25 +149,21 @@ class PiecewiseOptimizer:
         if not given:
             raise ValueError("params: the optimizer got an empty list; give it at least one parameter")
         groups: list[dict[str, Any]] = given if isinstance(given[0], dict) else [{"params": given}]
-        self.sharded, self.listener, self._kwargs = sharded, listener, kwargs
-        self.has_state, self.holds_pieces = False, True
-        self._members: set[nn.Parameter] = set()
-        self.make = partial(optimizer_cls, **kwargs)
         with sharded.all_or_none():
-            self.by_group = [sharded.claim(group) for group in groups]
-            pairs = list(zip(groups, self.by_group, strict=True))
-            kept_whole = {
-                param for group, chosen in pairs for param in _kept_whole(optimizer_cls, kwargs, group, chosen)
-            }
+            claimed = [{**group, "params": sharded.claim(group)} for group in groups]
+            kept_whole = {param for group in claimed for param in _kept_whole(optimizer_cls, kwargs, group)}
             if kept_whole:
                 # Build the class once before anything is laid out anew: it may refuse parameters by their shape.
-                self.make([{**group, "params": [_stand_in(param) for param in chosen]} for group, chosen in pairs])
+                optimizer_cls([{**group, "params": _stand_ins(group["params"])} for group in claimed], **kwargs)
                 listener.keep_tensors_whole(kept_whole)
-            self.pieces = [sharded.pieces(chosen) for chosen in self.by_group]
-            self.optimizer = self.make(
-                [{**group, "params": pieces} for group, pieces in zip(groups, self.pieces, strict=True)]
-            )
+            super().__init__(optimizer_cls, claimed, sharded.homes, kwargs)
+        self._attach(sharded, listener, has_state=False)
         self.show_params()
+
+    def _attach(self, sharded: ShardedParams, listener: StepListener, *, has_state: bool) -> None:
+        self.sharded, self.listener, self.operands = sharded, listener, WidenedGrads()
+        self.has_state, self.holds_pieces = has_state, False
+        self._members: set[nn.Parameter] = set()
 
     @classmethod
     def adopted(
@@ -196,15 +179,13 @@ class PiecewiseOptimizer:
         name = type(optimizer).__name__
         accepted = signature(type(optimizer)).parameters
         kwargs = {key: value for key, value in optimizer.defaults.items() if key in accepted}
-        self.optimizer, self.sharded, self.listener, self._kwargs = optimizer, sharded, listener, kwargs
-        self.has_state, self.holds_pieces = bool(optimizer.state), False
-        self._members = set()
-        self.make = partial(type(optimizer), **kwargs)
+        self.optimizer, self.homes, self.make = optimizer, sharded.homes, partial(type(optimizer), **kwargs)
+        self._attach(sharded, listener, has_state=bool(optimizer.state))
         with sharded.all_or_none():
             self.by_group = [sharded.claim(group) for group in optimizer.param_groups]
             for group, chosen in zip(optimizer.param_groups, self.by_group, strict=True):
                 try:
-                    kept_whole = _kept_whole(type(optimizer), kwargs, group, chosen)
+                    kept_whole = _kept_whole(type(optimizer), kwargs, {**group, "params": chosen})
                 except TypeError as error:  # its settings do not tell how it was built
                     raise ValueError(f"step: {error}; make it by zero.optimizer({name}, ...)") from error
                 cut = kept_whole - sharded.kept_whole()
@@ -214,7 +195,7 @@ class PiecewiseOptimizer:
                     )
                 if cut:
                     listener.keep_tensors_whole(cut)
-            self.pieces = [sharded.pieces(chosen) for chosen in self.by_group]
+            self.hold_pieces()
         return self
 
     @property
@@ -229,11 +210,34 @@ class PiecewiseOptimizer:
         return [[self._facts_of(param) for param in self.sharded.present(chosen)] for chosen in self.by_group]
 
     def _facts_of(self, param: nn.Parameter) -> ParamFacts:
-        group, slot = self.sharded.home(param)
+        group, slot = self.homes[param]
         params, shape = group.params, group.params.layout.slots[slot].shape
         return ParamFacts(
             self.sharded.name(param), tuple(shape), params.dtype, params.master.device, group.keeps_tensors_whole
         )
+
+    # -- the engine's part in steps ---------------------------------------------------------------------------
+
+    def before_step(self) -> None:
+        """Have the engine refuse a step that would be wrong; it applies assigned gradients first."""
+        self.listener.before_update(self.members)
+
+    def after_step(self) -> None:
+        """Tell the engine, and mark the weights stale that the step may have changed."""
+        self.has_state = True
+        self.listener.after_update(self.optimizer, self.members)
+        super().after_step()
+
+    def weights_changed(self) -> None:
+        """Mark all of its weights stale, as their masters have changed, whether they had gradients or not."""
+        self.listener.before_change()
+        for group, slots in self.slots.items():
+            torch.autograd.graph.increment_version([group.params.params[slot] for slot in slots])
+            group.params.mark_stale()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the parameters, or set them to zero, in ``param.grad`` too."""
+        self.listener.clear_grads(self.members, set_to_none=set_to_none)
 
     # -- whose parameters -------------------------------------------------------------------------------------
 
@@ -277,31 +281,28 @@ class PiecewiseOptimizer:
     def take_pieces_anew(self) -> None:
         """Take the pieces in the current groups, to which parameters have moved; for an optimizer without state."""
         assert not self.has_state
-        self.pieces = [self.sharded.pieces(chosen) for chosen in self.by_group]
+        self.hold_pieces()
         # Some classes (Adagrad) have state from the start: take the state that is made for the new pieces.
         groups = zip(self.optimizer.param_groups, self.pieces, strict=True)
         fresh = self.make([{**group, "params": pieces} for group, pieces in groups])
         self.optimizer.state.clear()
         self.optimizer.state.update(fresh.state)
 
-    def hold_pieces(self) -> None:
-        """Take the pieces in the current groups, by which its states are already."""
-        self.pieces = [self.sharded.pieces(chosen) for chosen in self.by_group]
-
     def add_param_group(self, add_group: Callable[[dict[str, Any]], None], given: dict[str, Any]) -> None:
         """Add a group of the model's parameters; ``add_group``: the class's own method."""
         with self.sharded.all_or_none():
             chosen = self.sharded.claim(given)
-            kept_whole = _kept_whole(type(self.optimizer), self._kwargs, given, chosen)
+            claimed = {**given, "params": chosen}
+            kept_whole = _kept_whole(type(self.optimizer), self.make.keywords, claimed)
             if kept_whole:
-                self.make([{**given, "params": [_stand_in(param) for param in chosen]}])
+                self.make([{**given, "params": _stand_ins(chosen)}])
                 self.listener.keep_tensors_whole(kept_whole)
-            pieces = self.sharded.pieces(chosen)
+            pieces = [shard for param in chosen for _, shard in pieces_in(*self.homes[param])]
             self.show_pieces()
             try:
                 add_group({**given, "params": pieces})
                 self.by_group.append(chosen)
-                self.pieces.append(pieces)
+                self.hold_pieces()
             finally:
                 self.show_params()
 
@@ -312,12 +313,13 @@ def _are(found: Iterable[Any], expected: Sequence[Any]) -> bool:
 
 
 def _kept_whole(
-    optimizer_cls: type[Optimizer], kwargs: Mapping[str, Any], group: Mapping[str, Any], chosen: list[nn.Parameter]
+    optimizer_cls: type[Optimizer], kwargs: Mapping[str, Any], group: Mapping[str, Any]
 ) -> set[nn.Parameter]:
-    """Those of a group's parameters that must be whole tensors, all or none: [Note: Element by element].
+    """Those of a group's parameters that must be whole tensors, all or none: [Note: Whole tensors].
 
     ValueError: the class is refused.
     """
+    chosen = group["params"]
     device = chosen[0].device if chosen else torch.device("cpu")
     kind = classify(optimizer_cls, kwargs, group, device)
     if kind.refused:
@@ -325,7 +327,7 @@ def _kept_whole(
     return set(chosen) if kind.reach is Reach.PER_TENSOR else set()
 
 
-def _stand_in(param: nn.Parameter) -> nn.Parameter:
-    """A parameter of the same shape, dtype and device without memory of its own."""
-    nothing = torch.zeros((), dtype=param.dtype, device=param.device)
-    return nn.Parameter(nothing.expand(param.shape), requires_grad=param.requires_grad)
+def _stand_ins(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Parameters of the same shapes, dtypes and devices without memory of their own."""
+    nothing = [(param, torch.zeros((), dtype=param.dtype, device=param.device)) for param in params]
+    return [nn.Parameter(each.expand(param.shape), requires_grad=param.requires_grad) for param, each in nothing]

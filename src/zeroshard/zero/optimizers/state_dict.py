@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from zeroshard.comm import Communicator
 from zeroshard.comm.agree import send_bytes
 from zeroshard.zero.buffers.unit import FlatGroup
-from zeroshard.zero.core.layout import Piece
+from zeroshard.zero.core.layout import Piece, Slot
+from zeroshard.zero.core.optimizer import SCALAR_STATES, State, cut, pieces_in
 from zeroshard.zero.optimizers.kept_states import require_kept
-from zeroshard.zero.optimizers.piecewise import SCALAR_STATES, PiecewiseOptimizer
+from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 from zeroshard.zero.tensor_broadcast import PendingBroadcasts
 
-State = dict[str, Any]  # the states of one piece, or of one parameter, by kind
 _PER_PARAM = ("params", "param_names")
 
 
@@ -42,7 +42,7 @@ def own_unsharded_state(piecewise: PiecewiseOptimizer) -> dict[str, Any]:
     Raises:
         RuntimeError: this rank has only a part of the states.
     """
-    groups = [piecewise.sharded.home(param)[0] for param in piecewise.members]
+    groups = [piecewise.homes[param][0] for param in piecewise.members]
     if any(group.params.shard_optim for group in groups):
         raise RuntimeError(
             "optimizer.state_dict(): each rank holds a part of the states; use zero.optim_state_dict(optimizer) on "
@@ -177,11 +177,10 @@ def cut_into_pieces(piecewise: PiecewiseOptimizer, state_dict: Mapping[str, Any]
     for group, chosen in zip(saved_groups, piecewise.by_group, strict=True):
         first = number
         for param in chosen:
-            home, slot = piecewise.sharded.home(param)
-            for piece, _ in home.shards_of(slot):
+            home, slot = piecewise.homes[param]
+            for piece, _ in pieces_in(home, slot):
                 if saved.get(param):
-                    layout_shape = home.params.layout.slots[slot].shape
-                    state[number] = cut(saved[param], piece, layout_shape, home.params.layout.slots[slot].name)
+                    state[number] = cut_unsharded(saved[param], piece, home.params.layout.slots[slot])
                 number += 1
         options = {key: value for key, value in group.items() if key not in _PER_PARAM}
         groups.append({**options, "params": list(range(first, number))})
@@ -198,7 +197,7 @@ def cut_states(piecewise: PiecewiseOptimizer) -> None:
     state = piecewise.optimizer.state
     cuts: dict[nn.Parameter, State] = {}
     for param in [param for param in chain.from_iterable(piecewise.by_group) if param in state]:
-        group, slot = piecewise.sharded.home(param)
+        group, slot = piecewise.homes[param]
         place = group.params.layout.slots[slot]
         for kind, value in state[param].items():
             wide = isinstance(value, Tensor) and value.is_floating_point() and kind not in SCALAR_STATES
@@ -207,8 +206,8 @@ def cut_states(piecewise: PiecewiseOptimizer) -> None:
                     f"step: {kind} of {place.name} is {value.dtype}, and its master {group.params.master.dtype}; "
                     "make the optimizer by zero.optimizer() and load its state there"
                 )
-        for piece, shard in group.shards_of(slot):
-            cuts[shard] = cut(state[param], piece, place.shape, place.name)
+        for piece, shard in pieces_in(group, slot):
+            cuts[shard] = cut_unsharded(state[param], piece, place)
     for param in piecewise.members:
         state.pop(param, None)
     for shard, kept in cuts.items():
@@ -230,24 +229,17 @@ def _pairs(piecewise: PiecewiseOptimizer, saved_groups: list[Mapping[str, Any]])
             yield from zip(chosen, keys, strict=True)
 
 
-def cut(state: Mapping[str, Any], piece: Piece, shape: tuple[int, ...], name: str) -> State:
-    """Return the part of a parameter's unsharded state that belongs to one piece of it; tensors are copies.
+def cut_unsharded(state: Mapping[str, Any], piece: Piece, slot: Slot) -> State:
+    """As `zeroshard.zero.core.optimizer.cut`, of a state from anywhere.
 
     Raises:
         ValueError: a state is not in the parameter's shape, such as one rank's part of another layout.
     """
-    found: State = {}
     for kind, value in state.items():
-        if not isinstance(value, Tensor) or kind in SCALAR_STATES:
-            found[kind] = value.clone() if isinstance(value, Tensor) else value
-        elif tuple(value.shape) == shape:
-            start, stop = piece.interval
-            found[kind] = value.detach().reshape(-1)[start:stop].clone().view(piece.shape)
-        elif piece.shape != shape and value.numel() > 1:
+        several = isinstance(value, Tensor) and value.numel() > 1 and kind not in SCALAR_STATES
+        if several and piece.shape != slot.shape != tuple(value.shape):
             raise ValueError(
-                f"state_dict: {kind} of {name} has the shape {tuple(value.shape)}, its parameter {shape}; give the "
-                "state, as zero.optim_state_dict() returns it"
+                f"state_dict: {kind} of {slot.name} has the shape {tuple(value.shape)}, its parameter {slot.shape}; "
+                "give the state, as zero.optim_state_dict() returns it"
             )
-        else:
-            found[kind] = value.clone()
-    return found
+    return cut(state, piece, slot)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from zeroshard.torch_internals import hooks_of
 from zeroshard.uncompiled import uncompiled
-from zeroshard.zero.optimizers.operands import OperandsOfSteps, WidenedGrads
+from zeroshard.zero.optimizers.operands import OperandsOfSteps
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 
 
@@ -61,7 +61,7 @@ class _Steps:
 
     def __init__(self, piecewise: PiecewiseOptimizer) -> None:
         self._piecewise = piecewise
-        self._operands = OperandsOfSteps(piecewise, WidenedGrads())
+        self._operands = OperandsOfSteps(piecewise)
         self._depth = 0
         self._leaving: Any = None  # the handle of `leaves`
 
@@ -99,7 +99,7 @@ class _Steps:
         itself, *given = args  # torch passes the optimizer first
         closure = given[0] if given else kwargs.get("closure")
         if closure is None:
-            self._piecewise.listener.before_update(optimizer)
+            self._piecewise.before_step()
             self._piecewise.show_pieces()
             self._operands.begin(by_unit=True)
             return None
@@ -107,17 +107,16 @@ class _Steps:
         self._piecewise.show_pieces()
         return ((itself, wrapped, *given[1:]), kwargs) if given else (args, {**kwargs, "closure": wrapped})
 
-    def ends(self, optimizer: Optimizer, *_: Any) -> None:
+    def ends(self, *_: Any) -> None:
         """After the class's own code: show parameters again, and notify the engine."""
         self._depth -= 1
         if not self._depth:
             self._operands.end()
         self._piecewise.show_params()
         if self._depth:
-            self._piecewise.listener.weights_changed(self._piecewise.members)
+            self._piecewise.weights_changed()
         else:
-            self._piecewise.has_state = True
-            self._piecewise.listener.after_update(optimizer)
+            self._piecewise.after_step()
 
     def leaves(self, *_: Any) -> None:
         """After an inner step: show pieces to the rest of the class's own code; [Note: A step inside a step].
@@ -149,7 +148,7 @@ class _Steps:
             called = True
             self._piecewise.show_params()
             result = closure()
-            self._piecewise.listener.before_update(None)
+            self._piecewise.listener.before_update(set())
             self._piecewise.show_pieces()
             self._operands.begin(by_unit=False)
             return result

@@ -256,16 +256,16 @@ class EngineOptimizers:
                 stacklevel=5,
             )
 
-    def before_update(self, optimizer: Optimizer | None) -> None:
+    def before_update(self, members: set[nn.Parameter]) -> None:
         """Refuse a step that would drop gradients, or change averages or global weights instead of the weights."""
         self._runtime.require_reduced("step")
         self._runtime.require_unpinned("step")
         self.require_weights("step")
         self.require_same_model()
         self._runtime.take_changes()
-        self._require_own_grads(self._members(optimizer))
+        self._require_own_grads(members)
         for observer in self.observers:
-            observer.before_step(self._members(optimizer))
+            observer.before_step(members)
 
     def _require_own_grads(self, members: set[nn.Parameter]) -> None:
         """Raise RuntimeError if gradients of ``members`` were computed at other weights than a step would change."""
@@ -274,37 +274,15 @@ class EngineOptimizers:
                 if group.params.params[slot] in members:
                     raise RuntimeError(f"step: {why}")
 
-    def after_update(self, optimizer: Optimizer) -> None:
-        """Mark the weights that ``optimizer`` may have changed, the same on every rank."""
+    def after_update(self, optimizer: Optimizer, members: set[nn.Parameter]) -> None:
+        """Expect no backward of earlier forwards any more, and tell the observers."""
         self._runtime.forget_calls()
-        members = self._members(optimizer)
         for observer in self.observers:
             observer.after_step(optimizer, members)
-        all_of_them = len(members) == sum(len(group.params.params) for group in self._runtime.groups())
-        skips = type(optimizer).__module__.startswith("torch.optim.")  # parameters without a gradient
-        for group in self._runtime.groups():
-            trained = [
-                param
-                for param, used in zip(group.params.params, group.grads.used, strict=True)
-                if used or (param.requires_grad and not skips)
-            ]
-            moved = trained if all_of_them else [param for param in trained if param in members]
-            if moved:
-                torch.autograd.graph.increment_version(moved)  # a backward through an earlier graph must raise
-                group.params.mark_stale()
 
-    def _members(self, optimizer: Optimizer | None) -> set[nn.Parameter]:
-        """The parameters that ``optimizer`` updates; empty for None."""
-        return next((known.members for known in self._known if known.optimizer is optimizer), set())
-
-    def weights_changed(self, members: set[nn.Parameter]) -> None:
-        """Mark weights stale, as master weights of ``members`` have changed, whether they had gradients or not."""
+    def before_change(self) -> None:
+        """Raise RuntimeError inside `full_params`, which promises weights that are current."""
         self._runtime.require_unpinned("optimizer")
-        for group in self._runtime.groups():
-            moved = [param for param in group.params.params if param in members]
-            if moved:
-                torch.autograd.graph.increment_version(moved)
-                group.params.mark_stale()
 
     def clear_grads(self, params: set[nn.Parameter] | None, *, set_to_none: bool = True) -> None:
         """Clear the gradients of ``params`` (None: of all), or set them to zero if ``set_to_none`` is False."""
