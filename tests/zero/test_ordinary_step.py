@@ -1,0 +1,114 @@
+"""What one must read to follow an ordinary step: the files of the engine that it runs through, and what changes there.
+
+Each is a count with a bound. Whoever lowers a count lowers its bound with it.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import zeroshard.zero
+from zeroshard.comm import run_threads
+from zeroshard.zero import MixedPrecision, Zero
+from zeroshard.zero.buffers.flat_params import FlatParams
+
+ENGINE = Path(zeroshard.zero.__file__).parent
+
+MOST_CORE_FILES = 14  # files of zero/core: ZeRO itself
+MOST_OTHER_FILES = 31  # of what is attached to it, and all the same runs in an ordinary step
+MOST_CHANGING = 7  # attributes of weights that get another value after construction, on a CPU
+MOST_ASSIGNED = 10  # that any method but the constructor assigns
+
+
+def _engine(comm, stage, **zero_kwargs):
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]
+    zero = Zero(nn.Sequential(nn.Linear(8, 8), *blocks), stage, units=blocks, comm=comm, **zero_kwargs)
+    return zero, zero.optimizer(torch.optim.AdamW, lr=1e-3)
+
+
+def _step(zero, optim):
+    zero.model(torch.ones(4, 8)).square().mean().backward()
+    zero.clip_grad_norm_(1.0)
+    optim.step()
+    optim.zero_grad()
+
+
+def _files_of_a_step(comm):
+    """The files, as paths below `zero/`, of which a step of stage 2 runs a function once it is warm."""
+    zero, optim = _engine(comm, stage=2)
+    for _ in range(3):
+        _step(zero, optim)
+    ran: set[str] = set()
+    sys.setprofile(lambda frame, event, _: ran.add(frame.f_code.co_filename) if event == "call" else None)
+    try:
+        _step(zero, optim)
+    finally:
+        sys.setprofile(None)
+    return {str(Path(name).relative_to(ENGINE)) for name in ran if Path(name).is_relative_to(ENGINE)}
+
+
+def test_an_ordinary_step_runs_through_few_files():
+    files = sorted(set().union(*run_threads(_files_of_a_step, 2)))
+    core = [name for name in files if name.startswith("core/")]
+    others = [name for name in files if name not in core]
+    assert "engine.py" in others, "the profiler has seen nothing"
+    assert len(core) <= MOST_CORE_FILES, f"{len(core)} files of the core:\n" + "\n".join(core)
+    assert len(others) <= MOST_OTHER_FILES, f"{len(others)} files beside the core:\n" + "\n".join(others)
+
+
+def _uses_of_weights(comm):
+    """Gather, step, read, pin, write and restage, with and without a narrower compute dtype."""
+    for precision in (None, MixedPrecision(param_dtype=torch.bfloat16)):
+        zero, optim = _engine(comm, 3, precision=precision)
+        for stage in (3, 2, 0, 3):
+            zero.restage(stage)
+            for _ in range(2):
+                _step(zero, optim)
+            with zero.full_params():
+                zero.model(torch.ones(4, 8))
+            with zero.full_params(write_back=True):
+                zero.model[0].weight.data.mul_(2.0)
+            zero.state_dict()
+
+
+def test_few_attributes_of_weights_change_after_construction(monkeypatch):
+    made, changed = [], {}
+    construct = FlatParams.__init__
+
+    def init(self, *args, **kwargs):
+        construct(self, *args, **kwargs)
+        made.append(self)
+
+    def set_attribute(self, name, value):
+        if any(self is each for each in made) and getattr(self, name, set_attribute) is not value:
+            changed.setdefault(name)
+        object.__setattr__(self, name, value)
+
+    monkeypatch.setattr(FlatParams, "__init__", init)
+    monkeypatch.setattr(FlatParams, "__setattr__", set_attribute, raising=False)
+    run_threads(_uses_of_weights, 2)
+    assert {"state", "full"} <= set(changed), "nothing was recorded"
+    assert len(changed) <= MOST_CHANGING, f"{len(changed)} attributes change: {', '.join(sorted(changed))}"
+
+
+def test_methods_of_weights_assign_few_attributes():
+    assigned: set[str] = set()
+    for cls in FlatParams.__mro__[:-1]:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+        methods = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name != "__init__"]
+        for node in (node for method in methods for node in ast.walk(method)):
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                and ast.unparse(node.value) == "self"
+            ):
+                assigned.add(node.attr)
+    assert {"state", "full"} <= assigned
+    assert len(assigned) <= MOST_ASSIGNED, f"{len(assigned)} attributes are assigned: {', '.join(sorted(assigned))}"
