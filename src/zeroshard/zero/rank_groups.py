@@ -1,14 +1,9 @@
-"""Groups of ranks: those that shard training state among themselves, those that hold the same shard, those of a node.
+"""A world divided into groups of ranks: those of ZeRO (`zeroshard.zero.core.ranks`), and those of a node.
 
-Ranks of one node communicate faster than ranks of two nodes. So ``shard_size`` neighbouring ranks, a node's, shard
-parameters, gradients and optimizer states among themselves, and each such group is a replica of all of the state::
-
-                 shard 0   shard 1
-    replica 0    rank 0    rank 1        a row is a shard group: weights are gathered along it;
-    replica 1    rank 2    rank 3        a column is a replicate group: the shards of gradients are summed along it
-
-Along a row, ranks send what a world of ``shard_size`` ranks would send. Along a column, ranks all-reduce one shard of
-the gradients, once per reduction: only ``1 / shard_size`` of the model crosses between nodes.
+Ranks of one node communicate faster than ranks of two nodes. So ``shard_size`` neighbouring ranks, a node's, may shard
+training state among themselves. Along a row of the table there, ranks send what a world of ``shard_size`` ranks would
+send. Along a column they all-reduce one shard of the gradients, once per reduction: only ``1 / shard_size`` of the
+model crosses between nodes.
 
 If replicas take local steps (`zeroshard.local_steps`), ranks communicate along a column only at outer steps.
 
@@ -24,6 +19,7 @@ import torch.distributed as dist
 
 from zeroshard import rules
 from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator, split
+from zeroshard.zero.core import ranks
 from zeroshard.zero.core.precision import MixedPrecision
 from zeroshard.zero.core.strategy import SHARD, ShardingStrategy
 
@@ -42,7 +38,7 @@ class Nodes:
 
 
 @dataclass(frozen=True)
-class RankGroups:
+class RankGroups(ranks.RankGroups):
     """Communicators over the groups of ranks that one rank belongs to.
 
     Attributes:
@@ -56,9 +52,6 @@ class RankGroups:
             `zeroshard.zero.transport.exact_sums`.
     """
 
-    world: Communicator
-    shard_group: Communicator
-    replicate_group: Communicator
     node_group: Communicator | None = None
     nodes: Nodes | None = None
     reproducible: int | None = None
@@ -112,11 +105,6 @@ class RankGroups:
     def parts(self) -> int:
         """Number of parts of each shard; the optimizer's pieces and partial norms end at the borders of parts."""
         return 1 if self.reproducible is None else self.reproducible // self.world.world_size
-
-    @property
-    def writes(self) -> bool:
-        """Whether this rank is in the first replica, which writes and draws the state that all replicas share."""
-        return self.replicate_group.rank == 0
 
 
 def _rows(world_size: int, length: int) -> list[list[int]]:

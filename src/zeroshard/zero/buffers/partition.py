@@ -1,13 +1,11 @@
-"""Which parameter belongs to which unit.
+"""Units of a model, from what a user gives as ``units``, and models on the meta device.
 
-A parameter belongs to the innermost unit module that contains it; one that several units share (tied weights) or
-that none contains goes to the root unit, whose weights stay unsharded from a forward until its backward is over.
+Which parameter belongs to which unit: `zeroshard.zero.core.partition`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -15,6 +13,7 @@ from torch import nn
 
 from zeroshard.torch_internals import has_forward_hooks, not_saved, own_buffers, own_parameters, version_of
 from zeroshard.zero.buffers.unit_choice import UnitChoice, choose_units, is_container
+from zeroshard.zero.core import partition as by_module
 
 Init = Callable[[str, torch.Tensor], None]
 
@@ -35,13 +34,8 @@ class DrawsParts(Protocol):
         ...
 
 
-@dataclass
-class UnitSpec:
-    """A unit before its buffers exist: the module whose calls use it, and its parameters by name."""
-
-    name: str
-    module: nn.Module
-    params: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+class UnitSpec(by_module.UnitSpec):
+    """A unit before its buffers exist."""
 
     @property
     def read_in_backward(self) -> bool:
@@ -61,37 +55,13 @@ def partition(model: nn.Module, units: UnitChoice | None) -> tuple[UnitSpec, lis
     """
     names = {module: name for name, module in reversed(list(model.named_modules()))}
     chosen = choose_units(model, units)
-    specs: dict[nn.Module, UnitSpec] = {}
     for module in chosen:
         if module not in names:
             raise ValueError(f"units: a {type(module).__name__} is no submodule of the model; give its own submodules")
         if module is not model and is_container(module):
             raise ValueError(f"units: {names[module]!r} is a container that is never called; give its elements")
-        if module is not model:
-            specs.setdefault(module, UnitSpec(names[module], module))
-    root = UnitSpec("root", model)
-    homes = _homes(model, specs, root)
-    for name, param in model.named_parameters():
-        homes[param].params.append((name, param))
-    return root, [spec for spec in specs.values() if spec.params]
-
-
-def _homes(model: nn.Module, specs: dict[nn.Module, UnitSpec], root: UnitSpec) -> dict[nn.Parameter, UnitSpec]:
-    homes: dict[nn.Parameter, UnitSpec] = {}
-    visited: set[tuple[nn.Module, str]] = set()
-
-    def walk(module: nn.Module, home: UnitSpec) -> None:
-        home = specs.get(module, home)
-        if (module, home.name) in visited:
-            return
-        visited.add((module, home.name))
-        for param in module.parameters(recurse=False):
-            homes[param] = home if homes.get(param, home) is home else root
-        for child in module.children():
-            walk(child, home)
-
-    walk(model, root)
-    return homes
+    root, *others = (UnitSpec(*spec) for spec in by_module.partition(model, chosen))
+    return root, others
 
 
 def materialise(model: nn.Module, device: torch.device, init: Init | None = None) -> set[nn.Parameter]:
