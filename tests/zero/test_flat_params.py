@@ -4,7 +4,8 @@ from torch import nn
 
 from zeroshard.comm import NullCommunicator
 from zeroshard.zero import STAGES, MixedPrecision, RankGroups
-from zeroshard.zero.buffers.flat_params import FlatParams, WeightState
+from zeroshard.zero.buffers.flat_params import FlatParams
+from zeroshard.zero.core.weights import WeightState
 
 BF16 = MixedPrecision(param_dtype=torch.bfloat16)
 

@@ -12,7 +12,7 @@ from late import late
 from nets import NOTHING_RANDOM, Net, Turn, backward, linear, one_process, rows, train
 from zeroshard.comm import NullCommunicator, run_threads
 from zeroshard.zero import STAGES, MixedPrecision, Zero
-from zeroshard.zero.buffers.flat_params import WeightState
+from zeroshard.zero.core.weights import WeightState
 
 
 class Block(nn.Module):

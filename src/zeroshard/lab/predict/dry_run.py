@@ -117,7 +117,7 @@ def dry_run(
     if record:
         recorder = AllocationRecorder(zero.holdings)
         # what parameters show while their weights are hidden
-        recorder.ignore(group.params.param_views.placeholder for unit in zero.units for group in unit.groups)
+        recorder.ignore(group.params.placeholder for unit in zero.units for group in unit.groups)
         recorder.follow(model, optimizers[0])
     start, updates = zero.memory_bytes(), []
     seconds: list[float] = []

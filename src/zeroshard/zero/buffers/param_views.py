@@ -1,4 +1,4 @@
-"""What the parameters of one buffer show: unsharded weights, or NaN while those are freed or older than the master."""
+"""What a user has done to the parameters of one buffer: written into them, or assigned a tensor to their ``.data``."""
 
 from __future__ import annotations
 
@@ -12,40 +12,19 @@ from zeroshard.zero.core.layout import FlatLayout
 
 
 class ParamViews:
-    """The ``.data`` of all parameters of one buffer; they show nothing yet.
+    """Compares the parameters of one buffer with what the engine has made them show.
+
+    That is given to each method as ``shown``, in the order of the parameters: views of one buffer, or of one
+    placeholder.
 
     Args:
-        layout: names and shapes of the parameters.
+        layout: names of the parameters.
         params: the parameters, in its order.
-        dtype, device: of the weights.
-
-    Attributes:
-        views: what the parameters show, each in its shape, if they show weights.
-        visible: whether they do.
-        placeholder: the 0-dim NaN (0 for integers) that they show otherwise.
     """
 
-    def __init__(
-        self, layout: FlatLayout, params: Sequence[nn.Parameter], dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, layout: FlatLayout, params: Sequence[nn.Parameter]) -> None:
         self._layout, self._params = layout, params
-        self.placeholder = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
-        self.views = self._hidden = [self.placeholder.expand(slot.shape) for slot in layout.slots]
-        self.visible = False
-        self._versions = 0
-
-    def show_weights(self, views: list[Tensor]) -> None:
-        """Make the parameters these views."""
-        self.views, self.visible = views, True
-        for param, view in zip(self._params, views, strict=True):
-            param.data = view
-        self.accept()
-
-    def show_placeholder(self) -> None:
-        """Show the placeholder."""
-        for param, hidden in zip(self._params, self._hidden, strict=True):
-            param.data = hidden
-        self.visible = False
+        self._versions = self._count()
 
     def name_of(self, param: Tensor) -> str:
         """Return the name of one of the parameters."""
@@ -64,17 +43,16 @@ class ParamViews:
         with as_plain():
             return versions_of(self._params)
 
-    def _elsewhere(self) -> list[tuple[str, nn.Parameter, Tensor]]:
+    def _elsewhere(self, shown: Sequence[Tensor]) -> list[tuple[str, nn.Parameter, Tensor]]:
         """Return ``(name, parameter, expected .data)`` of parameters to whose ``.data`` a tensor was assigned."""
-        expected = self.views if self.visible else self._hidden
-        home = storage_id(expected[0])  # all are views of one buffer, or of one placeholder
+        home = storage_id(shown[0])
         with as_plain():
-            triples = zip(self._layout.slots, self._params, expected, strict=True)
+            triples = zip(self._layout.slots, self._params, shown, strict=True)
             return [(slot.name, p, view) for slot, p, view in triples if storage_id(p) != home]
 
-    def take_assigned(self) -> bool:
-        """Copy tensors that were assigned to visible parameters' ``.data`` to their places; return if any were."""
-        elsewhere = self._elsewhere() if self.visible else []
+    def take_assigned(self, shown: Sequence[Tensor]) -> bool:
+        """Copy tensors that were assigned to parameters' ``.data`` to their places; return if any were."""
+        elsewhere = self._elsewhere(shown)
         for name, param, view in elsewhere:
             if (param.dtype, param.device) != (view.dtype, view.device):
                 raise RuntimeError(
@@ -91,18 +69,18 @@ class ParamViews:
             param.data = view
         return bool(elsewhere)
 
-    def drop_assigned(self) -> bool:
-        """Make parameters with another ``.data`` show what they showed before; return if values differ."""
-        elsewhere = self._elsewhere()
+    def drop_assigned(self, shown: Sequence[Tensor], *, visible: bool) -> bool:
+        """Make parameters with another ``.data`` show ``shown`` again; return if these are visible and differ."""
+        elsewhere = self._elsewhere(shown)
         with as_plain():
-            differs = any(self.visible and not torch.equal(param.detach(), view) for _, param, view in elsewhere)
+            differs = any(visible and not torch.equal(param.detach(), view) for _, param, view in elsewhere)
             for _, param, view in elsewhere:
                 param.data = view
         return differs
 
-    def refuse_assigned(self) -> None:
+    def refuse_assigned(self, shown: Sequence[Tensor]) -> None:
         """Raise RuntimeError if a tensor was assigned to ``.data`` of hidden weights."""
-        for name, param, freed in self._elsewhere():
+        for name, param, freed in self._elsewhere(shown):
             with as_plain():
                 param.data = freed
             raise RuntimeError(
@@ -110,16 +88,15 @@ class ParamViews:
                 "do it inside zero.full_params(write_back=True)"
             )
 
-    def refuse_touched(self, name: str) -> None:
+    def refuse_touched(self, name: str, shown: Sequence[Tensor], placeholder: Tensor) -> None:
         """Raise RuntimeError if hidden weights were assigned, or (on the CPU: no sync with a GPU) written to.
 
-        ``name``: of the buffer.
+        ``name``: of the buffer; ``placeholder``: the NaN that hidden weights show.
         """
-        self.refuse_assigned()
-        nan = self.placeholder
-        if nan.device.type != "cpu" or not nan.is_floating_point() or nan.isnan():
+        self.refuse_assigned(shown)
+        if placeholder.device.type != "cpu" or not placeholder.is_floating_point() or placeholder.isnan():
             return
-        nan.fill_(float("nan"))
+        placeholder.fill_(float("nan"))
         raise RuntimeError(
             f"{name}: weights were written to while they were sharded or older than the last step; "
             "do it inside zero.full_params(write_back=True)"

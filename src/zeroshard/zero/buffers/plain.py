@@ -8,10 +8,10 @@ from typing import Protocol
 import torch
 
 from zeroshard.zero.buffers.reduction import GradientReducer
-from zeroshard.zero.buffers.transport import WeightTransport
 from zeroshard.zero.core.layout import FlatLayout
 from zeroshard.zero.core.precision import MixedPrecision
 from zeroshard.zero.core.strategy import SHARD, ShardingStrategy
+from zeroshard.zero.core.weights import WeightTransport
 from zeroshard.zero.rank_groups import RankGroups
 
 _LACKS = "members: PLAIN has no {}; use zeroshard.zero.transport.members.ALL"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from zeroshard.comm.streams import Streams
 from zeroshard.zero.buffers.flat_grads import FlatGrads
 from zeroshard.zero.buffers.flat_layout import FlatLayout
-from zeroshard.zero.buffers.flat_params import STALE, FlatParams
+from zeroshard.zero.buffers.flat_params import FlatParams
 from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.plain import PLAIN, BufferFacts, Members
 from zeroshard.zero.core.layout import ALIGNMENT, Piece
@@ -267,7 +267,7 @@ class Unit:
     @property
     def stale(self) -> bool:
         """Whether any weights are older than their master weights."""
-        return any(group.params.state is STALE for group in self.groups)
+        return any(group.params.stale for group in self.groups)
 
     @property
     def readable(self) -> bool:

@@ -13,12 +13,35 @@
 
 from __future__ import annotations
 
+from typing import Protocol, runtime_checkable
+
 import torch
 from torch import Tensor
+
+from zeroshard.zero.core.weights import WeightTransport
 
 _CHUNK = 1 << 22  # elements that are compared at a time: little memory compared with the weights
 _CHUNK_ON_CPU = 1 << 17  # elements that fit into a cache
 _ROW_WORDS = 251  # 64-bit words in a row of `bit_sums`
+
+
+@runtime_checkable
+class TakesWritten(Protocol):
+    """A `WeightTransport` after which unsharded weights have other values than the master, rounded to their dtype."""
+
+    def take_written(self, master: Tensor, written: Tensor) -> None:
+        """As `take_written`."""
+        ...
+
+
+def take_written(transport: WeightTransport, master: Tensor, written: Tensor) -> None:
+    """Copy to ``master [n]`` what a user has written into its part of the weights, ``written [n]``."""
+    if isinstance(transport, TakesWritten):
+        transport.take_written(master, written)
+    elif written.dtype == master.dtype:
+        master.copy_(written)
+    else:
+        take_where_it_differs(master, written)
 
 
 def take_where_it_differs(master: Tensor, written: Tensor, shown: Tensor | None = None) -> bool:

@@ -18,7 +18,6 @@ from zeroshard.torch_internals import (
     storage_id,
     version_of,
 )
-from zeroshard.zero.buffers.flat_params import STALE
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.runtime.collective_order import CollectiveOrder
 
@@ -163,7 +162,7 @@ class UnshardedWeights:
         for unit in self._units:
             for group in unit.groups:
                 group.params.mark_stale()
-                if group.params.state is STALE or self.pinned:
+                if group.params.stale or self.pinned:
                     group.params.unshard()
         for unit in self._units:
             unit.wait_for_unshard()

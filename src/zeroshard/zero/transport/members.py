@@ -8,12 +8,12 @@ from zeroshard.comm import Communicator, Work
 from zeroshard.wire_formats import Format
 from zeroshard.zero.buffers.plain import BufferFacts
 from zeroshard.zero.buffers.reduction import GradientReducer, GradientReduction, PlainReduction
-from zeroshard.zero.buffers.transport import WeightTransport
 from zeroshard.zero.core.layout import FlatLayout
 from zeroshard.zero.core.strategy import SHARD
+from zeroshard.zero.core.weights import WeightTransport
 from zeroshard.zero.rank_groups import Nodes
 from zeroshard.zero.transport.exact_sums import ExactReducer
-from zeroshard.zero.transport.node_copy import NodeTransport
+from zeroshard.zero.transport.node_copy import NodeTransport, TransportOverNodes
 from zeroshard.zero.transport.node_reduce import NodeReduce
 from zeroshard.zero.transport.wire import AcrossReplicas, PackedReduce, PackedTransport, Rounding
 
@@ -24,14 +24,14 @@ class AllMembers:
     def transport(self, buffer: BufferFacts) -> WeightTransport:
         """Return the transport of the buffer's weights."""
         comm, strategy = buffer.rank_groups.shard_group, buffer.strategy
-        transport = WeightTransport(comm, buffer.layout)
+        transport = TransportOverNodes(comm, buffer.layout)
         if comm.world_size == 1 or strategy.optim is not SHARD:
             return transport
         form, shard_params = buffer.precision.weights_format(buffer.dtype), strategy.params is SHARD
         if form is not None:
             transport = PackedTransport(comm, buffer.layout, form, compares=not shard_params)
         if shard_params and strategy.secondary_shard_size is not None and buffer.rank_groups.node_group is not None:
-            transport = NodeTransport(transport, buffer.rank_groups.node_group)
+            return NodeTransport(transport, buffer.rank_groups.node_group)
         return transport
 
     def reducer(self, buffer: BufferFacts) -> GradientReducer:

@@ -20,7 +20,23 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm import Communicator, Work
-from zeroshard.zero.buffers.transport import WeightTransport
+from zeroshard.zero.buffers.written_weights import take_written
+from zeroshard.zero.core.weights import WeightTransport
+
+
+class TransportOverNodes(WeightTransport):
+    """A transport over all ranks, whose result a `NodeTransport` copies as it arrives. It is the plain one."""
+
+    def expect(self, full: Tensor) -> None:
+        """As `prepare`, for a collective to which this rank gives a shard of `arriving` itself."""
+
+    def arriving(self, full: Tensor) -> Tensor:
+        """1-D: where the shards of all ranks arrive."""
+        return full
+
+    def arriving_kind(self, full: Tensor) -> tuple[torch.dtype, int]:
+        """Dtype and number of elements of `arriving`."""
+        return full.dtype, full.numel()
 
 
 class NodeTransport(WeightTransport):
@@ -35,7 +51,7 @@ class NodeTransport(WeightTransport):
         current: whether the copy is up to date, so that no gather need cross between nodes.
     """
 
-    def __init__(self, between: WeightTransport, node: Communicator) -> None:
+    def __init__(self, between: TransportOverNodes, node: Communicator) -> None:
         super().__init__(between.comm, between.layout)
         self._between, self._node = between, node
         self.form = between.form
@@ -46,6 +62,7 @@ class NodeTransport(WeightTransport):
         """Allocate the second copy."""
         dtype, numel = self._between.arriving_kind(full)
         self.shard = torch.empty(numel // self._node.world_size, dtype=dtype, device=full.device)
+        self.resident = [self.shard]
 
     def prepare(self, full: Tensor, master: Tensor, *, changed: bool) -> None:
         """Make this rank's shard ready, unless the second copy is."""
@@ -75,18 +92,9 @@ class NodeTransport(WeightTransport):
 
     def take_written(self, master: Tensor, written: Tensor) -> None:
         """As the transport over all ranks."""
-        self._between.take_written(master, written)
-
-    @property
-    def resident(self) -> list[Tensor]:
-        """The second copy."""
-        return [self.shard]
+        take_written(self._between, master, written)
 
     @property
     def in_flight(self) -> list[Tensor]:
         """As of the transport over all ranks."""
         return self._between.in_flight
-
-    def is_rounded(self, master: torch.dtype, compute: torch.dtype) -> bool:
-        """As of the transport over all ranks."""
-        return self._between.is_rounded(master, compute)

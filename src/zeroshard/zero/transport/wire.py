@@ -23,10 +23,10 @@ from torch import Tensor
 
 from zeroshard.comm import Communicator, Work, all_to_all, empty_for
 from zeroshard.lazily import loaded
-from zeroshard.wire_formats import DtypeFormat, Format, rounding_key
-from zeroshard.zero.buffers.transport import WeightTransport
+from zeroshard.wire_formats import Format, rounding_key
 from zeroshard.zero.buffers.written_weights import bit_sums, take_where_it_differs
 from zeroshard.zero.core.layout import FlatLayout
+from zeroshard.zero.transport.node_copy import TransportOverNodes
 
 
 def _kernel(name: str) -> Callable[..., None]:
@@ -49,7 +49,7 @@ def dequantised_sum(rows: Tensor, own: Tensor, rank: int, target: Tensor, form: 
     _kernel("dequantised_sum")(rows, own, rank, target, form)
 
 
-class PackedTransport(WeightTransport):
+class PackedTransport(TransportOverNodes):
     """Sends shards in a wire format.
 
     Args:
@@ -92,7 +92,7 @@ class PackedTransport(WeightTransport):
         return False
 
     def take_written(self, master: Tensor, written: Tensor) -> None:
-        """As `WeightTransport.take_written`, but compare with what was decoded.
+        """As `written_weights.take_written`, but compare with what was decoded.
 
         Afterwards ``written`` is quantised anew: a block's scale may have changed, and with it the values of other
         elements in the block.
@@ -114,10 +114,6 @@ class PackedTransport(WeightTransport):
     def in_flight(self) -> list[Tensor]:
         """The packed shards that arrive."""
         return [] if self._packed is None else [self._packed]
-
-    def is_rounded(self, master: torch.dtype, compute: torch.dtype) -> bool:
-        """Whether it is a block format, or a dtype that neither the master nor the compute dtype is."""
-        return not (isinstance(self._form, DtypeFormat) and self._form.dtype in (master, compute))
 
 
 class Rounding:

@@ -1,0 +1,292 @@
+"""The weights of one group of a unit: a flat buffer that the model computes with, and master weights to be optimized.
+
+    master    | shard of rank 0 | shard of rank 1 | ...     each rank has one; its optimizer updates it
+                       |  `unshard`: an all-gather in the compute dtype
+    full      |  slot 0  |     slot 1    | slot 2 | ...     parameters are views of it; stage 3 frees it by `reshard`
+
+[Note: Storage and saved views]
+    Autograd saves views of weights in forward (``weight.t()``, say) and reads them in backward. Freed weights must
+    therefore come back in the *same* storage: `reshard` resizes the flat buffer's storage to nothing and `unshard`
+    resizes it back, so that views from before are valid again. While the storage is empty, each parameter's ``.data``
+    is one NaN expanded to its shape: code that reads a freed weight sees NaN, never stray memory. ``param.data = view``
+    hides the refresh from autograd's version check: the engine guarantees that weights change only between steps.
+    Weights whose compute dtype is not the master's are hidden in the same way from a step until they are refreshed,
+    because values written into the old weights would be lost.
+
+[Note: One rank]
+    In a world of one rank the shard is the entire buffer: nothing is freed, gathered or copied, at any stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.comm import Communicator, Work, empty_for, labelled
+from zeroshard.comm.streams import NO_STREAMS, Mark, Streams
+from zeroshard.wire_formats import Format
+from zeroshard.zero.core.layout import FlatLayout, Piece, view_of
+from zeroshard.zero.core.precision import MixedPrecision
+from zeroshard.zero.core.strategy import SHARD, ShardingStrategy
+
+if TYPE_CHECKING:
+    from zeroshard.zero.rank_groups import RankGroups
+
+
+class WeightState(Enum):
+    """What is in the memory of unsharded weights, and what the parameters show: views of it, or NaN.
+
+    | parameters show | no memory | values before the last step | a gather writes | current     |
+    |-----------------|-----------|-----------------------------|-----------------|-------------|
+    | NaN             | `SHARDED` | `STALE_HIDDEN`              | `GATHERING`     |             |
+    | views           |           | `STALE_VISIBLE`             | `REFRESHING`    | `UNSHARDED` |
+
+    | method             | from                                      | to                                           |
+    |--------------------|-------------------------------------------|----------------------------------------------|
+    | `unshard`          | `SHARDED`, `STALE_HIDDEN`                 | `GATHERING`                                  |
+    |                    | `STALE_VISIBLE`, `UNSHARDED` with `again` | `REFRESHING`; `UNSHARDED` if nothing is sent |
+    | `wait_for_unshard` | `GATHERING`, `REFRESHING`                 | `UNSHARDED`                                  |
+    | `reshard`          | any, where weights are sharded            | `SHARDED`                                    |
+    | `mark_stale`       | any, where they are not                   | `STALE_HIDDEN`; `STALE_VISIBLE` if a part of |
+    |                    |                                           | it is the master; `UNSHARDED` if all of it is |
+    """
+
+    SHARDED = "sharded"
+    STALE_HIDDEN = "stale, hidden"
+    STALE_VISIBLE = "stale, visible"
+    GATHERING = "gathering"
+    REFRESHING = "refreshing"
+    UNSHARDED = "unsharded"
+
+
+SHARDED, GATHERING, REFRESHING = WeightState.SHARDED, WeightState.GATHERING, WeightState.REFRESHING
+STALE_HIDDEN, STALE_VISIBLE, UNSHARDED = WeightState.STALE_HIDDEN, WeightState.STALE_VISIBLE, WeightState.UNSHARDED
+
+
+class WeightTransport:
+    """How the unsharded weights of one flat buffer come to be from the shards of all ranks; and the plain member.
+
+    A gather has three steps: `prepare` makes this rank's shard ready to be sent (on a GPU on the stream ``copy_in``),
+    `start` issues the collective, and `finish` does what is left once that is done. A new member is a subclass, and a
+    line in `zeroshard.zero.transport.members`:
+
+    | transport         | what is sent                                                                                 |
+    |-------------------|----------------------------------------------------------------------------------------------|
+    | `WeightTransport` | each rank's shard, in the compute dtype                                                      |
+    | `PackedTransport` | its codes and scales in a wire format, decoded by every rank                                 |
+    | `NodeTransport`   | either of them once a step between nodes; later gathers are of a second copy inside the node |
+
+    Args:
+        comm: the ranks that hold the shards.
+        layout: layout of the buffer.
+    """
+
+    form: Format | None = None  # the wire format; None: weights are sent in the compute dtype
+
+    def __init__(self, comm: Communicator, layout: FlatLayout) -> None:
+        self.comm, self.layout = comm, layout
+        self._own = slice(*layout.interval(comm.rank))
+        self._sent: Tensor | None = None
+        self.resident: list[Tensor] = []  # the tensors that stay from one gather to the next
+
+    def attach(self, full: Tensor) -> None:
+        """Allocate what stays from one gather to the next; called once, before the first gather."""
+
+    def prepare(self, full: Tensor, master: Tensor, *, changed: bool) -> None:
+        """Make the shard ``master [own_numel]`` ready; ``changed``: this rank's shard of ``full`` is older than it."""
+        self._sent = master if master.dtype == full.dtype else full[self._own]
+        if changed and self._sent is not master:
+            self._sent.copy_(master)
+
+    def start(self, full: Tensor) -> Work:
+        """Issue the collective."""
+        assert self._sent is not None
+        sent, self._sent = self._sent, None
+        return self.layout.gather(self.comm, full, sent)
+
+    def finish(self, full: Tensor) -> bool:
+        """Complete ``full`` after the collective; return whether memory was written that `prepare` reads later."""
+        return False
+
+    def invalidate(self) -> None:
+        """Record that master weights have changed, on every rank."""
+
+    @property
+    def in_flight(self) -> list[Tensor]:
+        """The tensors of a gather in flight, beside the unsharded weights."""
+        return []
+
+
+class Weights:
+    """Parameters of one dtype and device, as views of one buffer. Collective: rank 0's values are broadcast.
+
+    Attributes:
+        full: ``[padded_numel]`` in the compute dtype; empty storage while the weights are sharded and not in use.
+        master: ``[padded_numel]`` if the optimizer is replicated, else ``[own_numel]``. If it has the compute dtype,
+            weights are not sharded and there is no wire format, it is a view of ``full``.
+        dtype, comm: the parameters' dtype before there was an engine; the ranks that hold the shards.
+        pieces: the pieces of parameters that the optimizer on this rank updates.
+        placeholder: the 0-dim NaN (0 for integers) that parameters show while their weights are hidden.
+        state: what is in ``full`` now, and what the parameters show.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        params: list[tuple[str, nn.Parameter]],
+        layout: FlatLayout,
+        strategy: ShardingStrategy,
+        rank_groups: RankGroups,
+        precision: MixedPrecision,
+        transport: WeightTransport,
+        initial: Callable[[Weights, Tensor], Tensor] | None = None,
+    ) -> None:
+        """``initial``: fills ``flat [padded_numel]``, and returns it in the dtype that the master is to have."""
+        self.name, self.layout, self.transport = name, layout, transport
+        self.params = [param for _, param in params]
+        self.dtype, device = self.params[0].dtype, self.params[0].device
+        self.rank_groups, self.comm = rank_groups, (comm := rank_groups.shard_group)
+        several = comm.world_size > 1  # [Note: One rank]
+        self.shard_optim, self.shard_params = several and strategy.optim is SHARD, several and strategy.params is SHARD
+        if self.shard_params:  # memory of torch's own: the storage will be resized
+            flat = torch.empty(layout.padded_numel, dtype=self.dtype, device=device)
+        else:
+            flat = empty_for(comm, layout.padded_numel, self.dtype, device)
+        layout.zero_padding(flat)
+        flat = (initial or broadcast_values)(self, flat)
+        self.full = flat.to(precision.compute_dtype(self.dtype))
+        self._aliased = self.full.dtype == flat.dtype and not self.shard_params and transport.form is None
+        own = slice(*layout.interval(comm.rank))
+        self.master = flat[own] if self.shard_optim else flat
+        if self.shard_optim and not self._aliased:
+            self.master = empty_for(comm, self.master.numel(), flat.dtype, device).copy_(self.master)
+        del flat
+        transport.attach(self.full)
+        self.pieces = layout.owned(comm.rank) if self.shard_optim else layout.updated_by_all(device)
+        self.master_offset = own.start if self.shard_optim else 0
+        self.placeholder = self.full.new_full((), float("nan") if self.full.is_floating_point() else 0)
+        self._hidden = [self.placeholder.expand(slot.shape) for slot in layout.slots]
+        self._views = layout.views(self.full)
+        self._work: Work | None = None
+        self._streams: Streams = NO_STREAMS
+        self._written_at: Mark = None  # the point in a stream where the master was complete
+        self.state = UNSHARDED
+        self._show(self._views)
+        Weights.reshard(self)  # a subclass is not complete yet
+
+    def use_streams(self, streams: Streams) -> None:
+        """Gather on these streams from now on."""
+        self._streams, self._written_at = streams, streams.mark()
+
+    def piece_of_master(self, piece: Piece) -> Tensor:
+        """Return a view of the master, in the piece's shape."""
+        return view_of(self.master, piece.offset - self.master_offset, piece.shape)
+
+    def unshard(self, *, again: bool = False) -> None:
+        """Issue the all-gather that makes ``full`` unsharded and current, unless one is in flight.
+
+        If ``full`` is unsharded and current, gather only with ``again``: other ranks may have freed theirs.
+        """
+        if self._work is None and (again or not self.readable):
+            self._gather()
+
+    def _gather(self) -> None:
+        changed = not self.readable or self.shard_params  # whether this rank's shard of `full` is not the master's
+        read_at = self._streams.mark() if self.readable else None  # by kernels that are queued already
+        visible = self.visible
+        with torch.no_grad():
+            if not self.shard_optim:
+                if changed and not self._aliased:
+                    self.full.copy_(self.master)
+                self.state = UNSHARDED if visible else GATHERING
+                return
+            with self._streams.on("copy_in", self._written_at, read_at):
+                if self.state is SHARDED:
+                    self.full.untyped_storage().resize_(self.full.nbytes)
+                self.state = REFRESHING if visible else GATHERING
+                self.transport.prepare(self.full, self.master, changed=changed)
+                copied_at = self._streams.mark()
+            with labelled(f"{self.name}/weights"), self._streams.on("gather", copied_at):
+                self._work = self._streams.issued(self.transport.start(self.full))
+
+    def wait_for_unshard(self) -> None:
+        """Wait for the gather in flight, if there is one, and make the parameters views of ``full``."""
+        if not self.gather_in_flight:
+            return
+        work, visible = self._work, self.visible
+        self._work, self.state = None, STALE_VISIBLE if visible else STALE_HIDDEN  # as it is if the collective fails
+        if work is not None:
+            work.wait()
+            if self.transport.finish(self.full):
+                self._written_at = self._streams.mark()
+        if not visible:
+            self._show(self._views)
+        self.state = UNSHARDED
+
+    def reshard(self) -> None:
+        """Free the unsharded weights, if weights are sharded."""
+        if not self.shard_params or self.state is SHARDED:
+            return
+        self.wait_for_unshard()
+        self._show(self._hidden)
+        self._streams.freed()
+        self.full.untyped_storage().resize_(0)  # [Note: Storage and saved views]
+        self.state = SHARDED
+
+    def mark_stale(self) -> None:
+        """Record that the master has changed, so that the next `unshard` refreshes ``full``."""
+        self.reshard()
+        self.transport.invalidate()
+        if self.state is not SHARDED and (self.shard_optim or not self._aliased):
+            self.wait_for_unshard()  # an exception may have ended a forward before it was waited for
+            if self.visible and not self._aliased:
+                self._show(self._hidden)
+            self.state = STALE_VISIBLE if self._aliased else STALE_HIDDEN
+        self._written_at = self._streams.mark()
+
+    def _show(self, tensors: list[Tensor]) -> None:
+        for param, tensor in zip(self.params, tensors, strict=True):
+            param.data = tensor
+
+    def gather_master(self) -> Tensor:
+        """Gather every shard's master: a new tensor ``[padded_numel]`` in the parameters' own dtype. Collective."""
+        if not self.shard_optim:
+            return self.master.to(self.dtype, copy=True)
+        flat = torch.empty(self.layout.padded_numel, dtype=self.master.dtype, device=self.master.device)
+        with labelled(f"{self.name}/state"):
+            self.layout.gather(self.comm, flat, self.master).wait()
+        return flat.to(self.dtype)
+
+    @property
+    def readable(self) -> bool:
+        """Whether ``full`` is unsharded and current now, or will be after `wait_for_unshard`."""
+        return self.state in (UNSHARDED, GATHERING, REFRESHING)
+
+    @property
+    def gather_in_flight(self) -> bool:
+        """Whether `unshard` was called without `wait_for_unshard` since."""
+        return self.state in (GATHERING, REFRESHING)
+
+    @property
+    def stale(self) -> bool:
+        """Whether ``full`` has values that are older than the master."""
+        return self.state in (STALE_HIDDEN, STALE_VISIBLE)
+
+    @property
+    def visible(self) -> bool:
+        """Whether the parameters are views of ``full``."""
+        return self.state in (UNSHARDED, REFRESHING, STALE_VISIBLE)
+
+
+def broadcast_values(weights: Weights, flat: Tensor) -> Tensor:
+    """Fill ``flat [padded_numel]`` with rank 0's values of the parameters, and return it. Collective."""
+    with torch.no_grad():
+        for param, view in zip(weights.params, weights.layout.views(flat), strict=True):
+            view.copy_(param)
+    with labelled(f"{weights.name}/start"):
+        weights.rank_groups.world.broadcast(flat, src=0).wait()
+    return flat
