@@ -9,6 +9,7 @@ import torch
 
 from tiny_runs import events_of, train_on
 from zeroshard.comm import LocalCommunicator
+from zeroshard.ema.average import Ema
 from zeroshard.errors import UserError
 from zeroshard.inference.generate import load_for_text, run_generate
 from zeroshard.parallel import STRATEGIES
@@ -16,7 +17,6 @@ from zeroshard.train.config.command_settings import GenerateConfig
 from zeroshard.train.loop.loop import take_step
 from zeroshard.train.loop.saving import Saving
 from zeroshard.train.setup.build import build_run
-from zeroshard.zero.optimizers.ema import Ema
 
 CPU = torch.device("cpu")
 

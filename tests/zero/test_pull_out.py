@@ -13,6 +13,7 @@ PACKAGE = ROOT / "src" / "zeroshard"
 
 # folder -> (file, line that attaches it, what stands there without it)
 ATTACHED = {
+    "ema": [],
     "local_steps": [],
     "sharded_optimizer": [],
     "zero/transport": [

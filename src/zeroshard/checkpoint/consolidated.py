@@ -26,7 +26,7 @@ from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.store import TORCH_DTYPES
 from zeroshard.checkpoint.streamed_safetensors import StreamedTensor, drafted, intervals, write_streamed
 from zeroshard.checkpoint.verify import damages
-from zeroshard.zero.optimizers.ema import EMA
+from zeroshard.ema.average import EMA
 from zeroshard.zero.state.named_shards import OUTER_KINDS, is_of_replica
 
 _METADATA = {"format": "pt"}

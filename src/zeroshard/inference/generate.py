@@ -18,6 +18,7 @@ from zeroshard import checkpoint
 from zeroshard.comm import Communicator, LocalCommunicator
 from zeroshard.data import Tokenizer, load_tokenizer, read_meta
 from zeroshard.data.joining import prompt_ids
+from zeroshard.ema.average import EMA
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.inference.chat import chat_of, until
 from zeroshard.models import LanguageModel, materialize, model_config
@@ -33,7 +34,6 @@ from zeroshard.train.setup.hugging_face import load_model_tokenizer
 from zeroshard.train.setup.run_folder import tokenizer_folder
 from zeroshard.train.state.folders import checkpoint_folder
 from zeroshard.train.state.saved_run import newest_checkpoint
-from zeroshard.zero.optimizers.ema import EMA
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader, read_whole
 
 

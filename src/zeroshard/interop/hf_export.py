@@ -29,6 +29,7 @@ from zeroshard.data import Tokenizer, load_tokenizer, read_meta
 from zeroshard.data.portable import portable
 from zeroshard.data.special_tokens import GENERATION_CONFIG, TOKENIZER_CONFIG, special_tokens_of
 from zeroshard.data.tokenizer import TOKENIZER_FILE, BpeTokenizer
+from zeroshard.ema.average import EMA
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.interop import hf_folder_export
 from zeroshard.interop.adapter_export import base_of, write_adapters
@@ -47,7 +48,6 @@ from zeroshard.train.setup.run_folder import tokenizer_folder
 from zeroshard.train.state.folders import checkpoint_folder
 from zeroshard.train.state.read_as import MergedWeights, transposed_weights
 from zeroshard.train.state.saved_run import newest_checkpoint
-from zeroshard.zero.optimizers.ema import EMA
 from zeroshard.zero.state.named_shards import ShardReader
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

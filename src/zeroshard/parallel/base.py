@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm import Communicator
+from zeroshard.ema.average import Ema
 from zeroshard.local_steps.settings import LocalSteps
 from zeroshard.zero.engine import Accumulate
-from zeroshard.zero.optimizers.ema import Ema
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader
 
 

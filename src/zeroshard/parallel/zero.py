@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from zeroshard.comm import Communicator
+from zeroshard.ema.average import Ema
 from zeroshard.parallel.base import Setup
 from zeroshard.zero import STAGES, MixedPrecision, Zero
-from zeroshard.zero.optimizers.ema import Ema
 
 
 class ZeroStrategy:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.comm import Communicator
+from zeroshard.lazily import loaded
 from zeroshard.zero import construction
 from zeroshard.zero.buffers.holdings import Holding, holdings, resident_bytes
 from zeroshard.zero.buffers.initial import loaded_later
@@ -27,7 +28,6 @@ from zeroshard.zero.compat.module_methods import ModulePatches
 from zeroshard.zero.core.precision import MixedPrecision
 from zeroshard.zero.core.strategy import REPLICATE, ShardingStrategy, resolve_strategy
 from zeroshard.zero.optimizers import adoption
-from zeroshard.zero.optimizers.ema import Ema
 from zeroshard.zero.optimizers.state_dict import unsharded_state
 from zeroshard.zero.rank_groups import RankGroups, check_change, check_rank_groups, communicator
 from zeroshard.zero.runtime.module_buffers import BufferSync, ModuleBuffers
@@ -39,6 +39,7 @@ from zeroshard.zero.stepping.engine_optimizers import EngineOptimizers
 from zeroshard.zero.stepping.reproducible import ReproducibleSteps
 
 if TYPE_CHECKING:
+    from zeroshard.ema.average import Ema
     from zeroshard.local_steps.outer_steps import OuterSteps
     from zeroshard.local_steps.settings import LocalSteps
 
@@ -228,7 +229,8 @@ class Zero:
         Raises:
             ValueError: a decay outside [0, 1), or there is an average already.
         """
-        return self._optimizers.make_ema(decay)
+        # By its address: the average is attached, and lies one storey above.
+        return loaded("zeroshard.ema.observer", "attached")(self._runtime, self._optimizers.observers, decay)
 
     def zero_grad(self) -> None:
         """Clear all gradients."""

@@ -14,10 +14,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from zeroshard.ema.average import EMA
 from zeroshard.errors import UserError
 from zeroshard.models.adapters import adapted_name, adapters_of, base_name
 from zeroshard.parallel import Strategy
-from zeroshard.zero.optimizers.ema import EMA
 from zeroshard.zero.state.named_shards import MODEL_KINDS, NamedShard, ShardReader
 
 

@@ -1,1 +1,1 @@
-"""The user's optimizers over shards: their steps, clipping, state, and averages of weights."""
+"""The user's optimizers over shards: their steps, operands and states."""

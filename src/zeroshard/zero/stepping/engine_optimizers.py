@@ -17,9 +17,7 @@ from torch.optim import Optimizer
 
 from zeroshard.zero.buffers import grad_norm
 from zeroshard.zero.buffers.flat_grads import FlatGrads
-from zeroshard.zero.buffers.unusable_grads import mark_unusable
 from zeroshard.zero.optimizers.description import described
-from zeroshard.zero.optimizers.ema import Ema
 from zeroshard.zero.optimizers.methods import install_methods
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer, ShardedParams
 from zeroshard.zero.optimizers.state_dict import Stateful, cut_states
@@ -28,7 +26,6 @@ from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.state import relayout, training_state
 from zeroshard.zero.state.full_state import take_names
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader
-from zeroshard.zero.stepping.ema_observer import EmaObserver
 from zeroshard.zero.stepping.observer import Observer
 
 MOSTLY_PADDING = 8  # a buffer this many times as large as its parameters costs more than a node's ranks save
@@ -38,7 +35,6 @@ class EngineOptimizers:
     """The optimizers of one engine; each of them tells it of its steps.
 
     Attributes:
-        ema: the moving average of the weights; None if there is none.
         missed: the parameters whose states in the loaded checkpoint were dropped, because they had no optimizer yet.
         observers: what is attached to the engine.
         require_same_model: raises if the model has other parameters than the engine was built with.
@@ -52,7 +48,6 @@ class EngineOptimizers:
         runtime.collectives.settings = self._settings
         self.missed: set[nn.Parameter] = set()
         self.require_same_model: Callable[[], None] = lambda: None
-        self.ema: Ema | None = None
 
     # -- what the engine asks ---------------------------------------------------------------------------------
 
@@ -116,25 +111,6 @@ class EngineOptimizers:
                 else f"{what}: a {type(optimizer).__name__} that is not this engine's; make it by zero.optimizer()"
             )
         return found[0]
-
-    def make_ema(self, decay: float) -> Ema:
-        """See `Zero.ema`."""
-        if self.ema is not None:
-            raise ValueError("ema: this engine keeps an average already")
-        if any(observer.parts_weights for observer in self.observers):
-            raise ValueError(
-                "ema: replicas with local steps have no weights in common to average; leave one of them out"
-            )
-        masters = [shard for group in self._runtime.groups() for shard in group.shards]
-        self.ema = Ema(masters, decay, self._averages_came_or_went)
-        self.observers.append(EmaObserver(self.ema, self._runtime))
-        return self.ema
-
-    def _averages_came_or_went(self) -> None:
-        assert self.ema is not None
-        whose = None if self.ema.applied else "the averages"
-        mark_unusable((group.grads.unusable for group in self._runtime.groups()), whose, "ema.weights()")
-        self._runtime.refresh_after_replacement("back" if self.ema.applied else "for now")
 
     def require_weights(self, what: str) -> None:
         """Raise RuntimeError about ``what`` while averages or global weights are in the weights' place."""
