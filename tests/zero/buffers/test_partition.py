@@ -27,56 +27,11 @@ def test_units_are_the_elements_of_outermost_module_lists():
     assert _names(root) == ["embed.weight"]
 
 
-def test_every_parameter_has_one_home():
-    model = Shared()
-    root, units = partition(model, None)
-    homes = [param for spec in (root, *units) for _, param in spec.params]
-    assert len(homes) == len(set(homes)) == len(list(model.parameters()))
-
-
-def test_weights_tied_across_units_belong_to_the_root():
-    model = Shared()
-    model.layers[1][0].weight = model.layers[0][0].weight
-    root, units = partition(model, None)
-    assert _names(root) == ["embed.weight", "layers.0.0.weight"]
-    assert "layers.1.0.weight" not in _names(units[1])
-
-
-def test_weights_tied_within_a_unit_stay_in_it():
-    model = Shared()
-    model.layers[0][1].weight = model.layers[0][0].weight
-    _, units = partition(model, None)
-    assert _names(units[0]) == ["layers.0.0.weight", "layers.0.0.bias", "layers.0.1.bias"]
-
-
-def test_a_module_registered_in_two_units_gives_its_parameters_to_the_root():
-    model = Shared()
-    model.layers[1][0] = model.layers[0][0]
-    root, _ = partition(model, None)
-    assert _names(root) == ["embed.weight", "layers.0.0.weight", "layers.0.0.bias"]
-
-
-def test_the_innermost_unit_wins():
-    model = Shared()
-    _, units = partition(model, [model.layers[0], model.layers[0][1]])
-    assert [(unit.name, _names(unit)) for unit in units] == [
-        ("layers.0", ["layers.0.0.weight", "layers.0.0.bias"]),
-        ("layers.0.1", ["layers.0.1.weight", "layers.0.1.bias"]),
-    ]
-
-
 def test_units_may_be_none_a_generator_repeated_or_the_model_itself():
     model = Shared()
     assert partition(model, [])[1] == []
     assert len(partition(model, (layer for layer in model.layers))[1]) == 2
     assert len(partition(model, [model.layers[0], model.layers[0], model])[1]) == 1
-
-
-def test_units_keep_the_order_given_and_need_parameters():
-    model = Shared()
-    model.layers.append(nn.ReLU())
-    _, units = partition(model, [*reversed(model.layers)])
-    assert [unit.name for unit in units] == ["layers.1", "layers.0"]
 
 
 @pytest.mark.parametrize(
