@@ -42,7 +42,7 @@ def _planner(given_, world_size, num_micro=1, micro_batch=1):
 def _padding_bytes(planner, shards):
     """Of all that may be padded: weights, masters, gradients twice, states; and a step count of each piece.
 
-    Where the number of GPUs is no power of two, a gradient is scaled in a copy: [Note: The mean] in `local_grads`.
+    Where the number of GPUs is no power of two, a gradient is scaled in a copy: [Note: The mean] in `gradients`.
     """
     layouts = [buffer.layout for buffer in planner.workload.buffers(shards)]
     padded = sum(24 * (layout.padded_numel - layout.numel) + 16 * len(layout.slots) for layout in layouts)

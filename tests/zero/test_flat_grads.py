@@ -146,9 +146,9 @@ def test_widening_and_scaling_in_one_pass_as_on_a_gpu_has_the_bits_of_two(world_
     locals_ = []
     for one_pass in (False, True):
         grads = _grads(2, NullCommunicator(world_size))
-        assert grads._local._scale_on_device is None
+        assert grads._scale_on_device is None
         if one_pass:
-            grads._local._scale_on_device = torch.tensor([1 / world_size])
+            grads._scale_on_device = torch.tensor([1 / world_size])
         for _ in range(2):
             grads.accumulate(0, gradient)
             grads.accumulate(1, torch.ones(3, dtype=dtype))

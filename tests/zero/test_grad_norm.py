@@ -8,7 +8,7 @@ from nets import Net, rows
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.zero import STAGES, FlatLayout, RankGroups, Zero
 from zeroshard.zero.buffers.flat_grads import FlatGrads
-from zeroshard.zero.buffers.grad_norm import clip_, global_norm
+from zeroshard.zero.core.gradients import clip_, global_norm
 
 CPU = torch.device("cpu")
 SIZES = [5, 1, 12]

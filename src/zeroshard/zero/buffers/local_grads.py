@@ -1,10 +1,4 @@
-"""This rank's own sum of gradients in one flat buffer: ``[padded_numel]``, in the dtype that travels.
-
-[Note: The mean]
-    Gradients are scaled by ``1 / world_size`` while they are copied into the buffer, and then summed over ranks. Every
-    stage does so, and reduces the same buffer in the same order, hence the same bits. If the factor is no power of two,
-    the product is rounded before it is added to the buffer, so that gradients of two micro-batches that cancel leave
-    exactly zero, as they would unscaled.
+"""`FusedGrads`: `Gradients` that add up this rank's own gradients in fewer operations, with the same bits.
 
 [Note: Small gradients]
     Gradients of small parameters wait for each other, and two operations copy all of them into the flat buffer. A block
@@ -18,12 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from zeroshard.comm import Communicator, empty_for
-from zeroshard.torch_internals import copy_each, scale_each, storage_id
+from zeroshard.torch_internals import copy_each, scale_each
+from zeroshard.zero.core.gradients import Gradients
 from zeroshard.zero.core.layout import FlatLayout
 
 SMALL_NUMEL = 1 << 16  # most elements of a gradient that waits for others
@@ -49,7 +44,7 @@ class SmallGrads:
 
     def should_wait(self, grad: Tensor) -> bool:
         """Whether ``grad``, its parameter's first, is to wait: it is small, owns its memory, and others will follow."""
-        if not self._num_together or grad.numel() > SMALL_NUMEL or grad.layout != torch.strided:
+        if not self._num_together or grad.numel() > SMALL_NUMEL or grad.layout != torch.strided or grad.requires_grad:
             return False
         return grad.is_floating_point() and grad.untyped_storage().nbytes() <= 2 * max(grad.nbytes, 256)
 
@@ -59,9 +54,6 @@ class SmallGrads:
         self.num_bytes += grad.nbytes
         if len(self._waiting) == self._num_together:
             self.copy_in(views, scale)
-
-    def __contains__(self, slot: int) -> bool:
-        return slot in self._waiting
 
     def copy_in(self, views: Sequence[Tensor], scale: float) -> None:
         """Copy the waiting gradients into ``views``, the buffer's slots, and multiply them by ``scale``."""
@@ -78,118 +70,74 @@ class SmallGrads:
         self._waiting, self.num_bytes = {}, 0
 
 
-class LocalGrads:
-    """The sums of this rank's gradients, scaled, of the parameters of one `FlatLayout`.
+class FusedGrads(Gradients):
+    """`Gradients` whose small ones are copied into the local buffer together, and others in one kernel each."""
 
-    Args:
-        layout: where each parameter's gradient lies.
-        comm: which allocates the buffer.
-        dtype, device: of the buffer.
-        world_size: ranks over which gradients will be summed; each is multiplied by ``1 / world_size``.
-
-    Attributes:
-        buffer: ``[padded_numel]``; None until the first gradient, and after `free`.
-        written: for each slot, whether a gradient lies there, or waits to be copied there.
-        scale: ``1 / world_size``.
-    """
-
-    def __init__(
-        self, layout: FlatLayout, comm: Communicator, dtype: torch.dtype, device: torch.device, world_size: int
-    ) -> None:
-        self._layout, self._comm, self._dtype, self._device = layout, comm, dtype, device
-        self.buffer: Tensor | None = None
-        self._views: list[Tensor] = []
-        self.written = [False] * len(layout.slots)
-        self._small = SmallGrads(layout, dtype)
-        self.scale = 1.0 / world_size
-        self._scale_is_exact = math.frexp(self.scale)[0] == 0.5
-        self._scale_on_device = self._scale_there()
-
-    @property
-    def pending(self) -> bool:
-        """Whether gradients wait for a reduction."""
-        return any(self.written)
+    @cached_property
+    def _small(self) -> SmallGrads:
+        return SmallGrads(self.layout, self.reduce_dtype)
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes of small gradients that wait to be copied into the buffer."""
+        """Bytes of small gradients that wait to be copied into the local buffer."""
         return self._small.num_bytes
 
-    def contains(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` shares the buffer's memory."""
-        return self.buffer is not None and storage_id(tensor) == storage_id(self.buffer)
-
-    def views(self) -> list[Tensor]:
-        """The slots of the buffer, each in its parameter's shape; allocates the buffer if there is none."""
-        if self.buffer is None:
-            self.buffer = empty_for(self._comm, self._layout.padded_numel, self._dtype, self._device)
-            self._views = self._layout.views(self.buffer)
-        return self._views
-
-    def accumulate(self, slot: int, grad: Tensor, *, first: bool) -> None:
-        """Add ``grad``, in the parameter's shape, to the sum; ``first``: no other has come since they were cleared."""
-        view = self.views()[slot]
-        if first and self._small.should_wait(grad):
-            self.written[slot] = True
-            self._small.defer(slot, grad, self._views, self.scale)
+    def accumulate(self, slot: int, grad: Tensor) -> None:
+        """Add ``grad`` (the parameter's shape, the compute dtype) to slot ``slot`` of this rank's sum."""
+        if self.used[slot]:
+            self._copy_in()  # the slot's first gradient may be among those that wait
+        elif self._small.should_wait(grad):
+            self._vacate_local()
+            self._small.defer(slot, grad, self._local_views(), self._scale)
+            self.written[slot] = self.used[slot] = True
             return
-        if slot in self._small:
-            self.copy_in()
-        if self.written[slot] and self._scale_is_exact:
-            view.add_(grad, alpha=self.scale)
-        elif self.written[slot]:
-            view.add_(grad.to(view.dtype).mul(self.scale))
-        elif grad.dtype == view.dtype and self.scale != 1.0:
-            torch.mul(grad, self.scale, out=view)
-        elif (
-            self._scale_on_device is not None
-            and grad.ndim
-            and torch.promote_types(grad.dtype, view.dtype) == view.dtype
-        ):
-            torch.mul(grad, self._scale_on_device, out=view)
+        super().accumulate(slot, grad)
+
+    def _copy_in(self) -> None:
+        """Copy the small gradients that wait into the local buffer, and scale them."""
+        self._small.copy_in(self._views, self._scale)
+
+    def _complete(self) -> Tensor:
+        self._copy_in()
+        return super()._complete()
+
+    def clear(self, slots: set[int]) -> None:
+        """Drop the gradients of ``slots``; when no slot has one, free all buffers."""
+        super().clear(slots)
+        if any(self.used):
+            self._copy_in()  # those of other slots; what lies in a slot without a gradient is not read
         else:
-            view.copy_(grad)
-            if self.scale != 1.0:
-                view.mul_(self.scale)
-        self.written[slot] = True
+            self._small.clear()
 
-    def copy_in(self) -> None:
-        """Copy the small gradients that wait into the buffer, and scale them."""
-        self._small.copy_in(self._views, self.scale)
+    @cached_property
+    def _scale_is_exact(self) -> bool:
+        """Whether it is a power of two, so that no product is rounded."""
+        return math.frexp(self._scale)[0] == 0.5
 
-    def _scale_there(self) -> Tensor | None:
+    @cached_property
+    def _scale_on_device(self) -> Tensor | None:
         """The scale as a tensor ``[1]`` in the dtype that travels, by which one kernel widens and scales a gradient.
 
         Multiplied by a Python number, the product would be rounded to the gradient's dtype. Only on a GPU, whose
         kernels widen as they read; a CPU would first make a wide copy of the gradient, so there the gradient is copied
         into place and multiplied there. Both give the same bits.
         """
-        if self._device.type != "cuda" or self.scale == 1.0 or not self._dtype.is_floating_point:
+        if self.device.type != "cuda" or self._scale == 1.0 or not self.reduce_dtype.is_floating_point:
             return None
-        return torch.tensor([self.scale], dtype=self._dtype, device=self._device)
+        return torch.tensor([self._scale], dtype=self.reduce_dtype, device=self.device)
 
-    def complete(self) -> Tensor:
-        """Fill slots without a gradient and the padding with zeros; return the buffer. Nothing is written after it."""
-        views = self.views()
-        self.copy_in()
-        for view, written in zip(views, self.written, strict=True):
-            if not written:
-                view.zero_()
-        assert self.buffer is not None
-        self._layout.zero_padding(self.buffer)
-        self.written = [False] * len(self.written)
-        return self.buffer
-
-    def zero(self, slot: int) -> None:
-        """Fill the gradient of ``slot`` with zeros, if there is one."""
-        if self.written[slot]:
-            self.views()[slot].zero_()
-
-    def free(self) -> None:
-        """Free the buffer."""
-        self.buffer, self._views = None, []
-
-    def clear(self) -> None:
-        """Free the buffer, and drop the gradients that wait to be copied there."""
-        self.free()
-        self._small.clear()
+    def _add(self, view: Tensor, grad: Tensor, *, first: bool) -> None:
+        scale, scale_on_device = self._scale, self._scale_on_device
+        if not first:
+            if self._scale_is_exact:
+                view.add_(grad, alpha=scale)
+            else:
+                view.add_(grad.to(view.dtype).mul(scale))
+        elif grad.dtype == view.dtype and scale != 1.0:
+            torch.mul(grad, scale, out=view)
+        elif scale_on_device is not None and grad.ndim and torch.promote_types(grad.dtype, view.dtype) == view.dtype:
+            torch.mul(grad, scale_on_device, out=view)
+        else:
+            view.copy_(grad)
+            if scale != 1.0:
+                view.mul_(scale)

@@ -7,10 +7,10 @@ from typing import Protocol
 
 import torch
 
-from zeroshard.zero.buffers.reduction import GradientReducer
+from zeroshard.zero.buffers.reduction import StatefulReducer
 from zeroshard.zero.core.layout import FlatLayout
 from zeroshard.zero.core.precision import MixedPrecision
-from zeroshard.zero.core.strategy import SHARD, ShardingStrategy
+from zeroshard.zero.core.strategy import ShardingStrategy
 from zeroshard.zero.core.weights import WeightTransport
 from zeroshard.zero.rank_groups import RankGroups
 
@@ -37,7 +37,7 @@ class Members(Protocol):
         """Return the transport of the buffer's weights."""
         ...
 
-    def reducer(self, buffer: BufferFacts) -> GradientReducer:
+    def reducer(self, buffer: BufferFacts) -> StatefulReducer:
         """Return the reducer of the buffer's gradients."""
         ...
 
@@ -52,13 +52,11 @@ class PlainMembers:
             raise ValueError(_LACKS.format("wire format or second copy of weights"))
         return WeightTransport(buffer.rank_groups.shard_group, buffer.layout)
 
-    def reducer(self, buffer: BufferFacts) -> GradientReducer:
+    def reducer(self, buffer: BufferFacts) -> StatefulReducer:
         """The plain one."""
-        rank_groups, everywhere = buffer.rank_groups, buffer.strategy.optim is not SHARD
-        if buffer.precision.gradients_format(buffer.dtype) is not None or rank_groups.reproducible is not None:
+        if buffer.precision.gradients_format(buffer.dtype) is not None or buffer.rank_groups.reproducible is not None:
             raise ValueError(_LACKS.format("wire format or exact sum of gradients"))
-        ranks = rank_groups.shard_group, rank_groups.replicate_group
-        return GradientReducer(*ranks, buffer.layout, everywhere=everywhere)
+        return StatefulReducer(buffer.layout, buffer.strategy, buffer.rank_groups)
 
 
 PLAIN = PlainMembers()

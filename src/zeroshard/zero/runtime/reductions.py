@@ -64,7 +64,7 @@ class Reductions:
     def finish(self, all_units: Sequence[Unit]) -> None:
         """Agree on which parameters had gradients on any rank, reduce late gradients, and wait for all. Collective.
 
-        See [Note: Unused parameters] in `flat_grads`.
+        See [Note: Unused parameters] in `gradients`.
 
         Raises:
             RuntimeError: ranks have issued different gathers; see `CollectiveOrder.agree_on_flags`.

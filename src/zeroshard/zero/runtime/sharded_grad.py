@@ -23,7 +23,7 @@ from torch import Tensor
 
 from zeroshard.comm import CONTROL, labelled
 from zeroshard.torch_internals import UNWATCHED, in_backward, tree_map, wrapper_without_memory
-from zeroshard.zero.buffers.grad_norm import norm_of, norms_of_partials
+from zeroshard.zero.core.gradients import norm_of, norm_of_partials
 from zeroshard.zero.runtime.grad_home import GradHome
 
 aten = torch.ops.aten
@@ -259,7 +259,7 @@ def norms(homes: Sequence[GradHome], order: float) -> Tensor:
                 part = local[start - before : stop - before]
                 norm = norm_of(part, order).to(torch.float64) if stop > start else zero
                 parts.append(norm if math.isinf(order) else norm**order)
-    return norms_of_partials(torch.stack(parts).view(-1, len(homes)), comm if sharded else None, order)
+    return norm_of_partials(torch.stack(parts).view(-1, len(homes)), comm if sharded else None, order)
 
 
 def _norm_dtype(grad: ShardedGrad, dtype: torch.dtype | None) -> torch.dtype:

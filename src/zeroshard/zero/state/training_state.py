@@ -48,9 +48,9 @@ def named_shards(model: nn.Module, runtime: Runtime, optimizers: Sequence[Statef
     for group in runtime.groups():
         group.params.take_changes()
         first = group.params.layout.slots[0].name
-        step = group.grads.reducer.saved_step
-        if step is not None and any(own.slot == own.interval[0] == 0 for own in group.params.layout.owned(rank)):
-            yield NamedShard(first, ROUNDING, (), (0, 1), torch.tensor([step]))
+        rounding = group.grads.reducer.rounding
+        if rounding is not None and any(own.slot == own.interval[0] == 0 for own in group.params.layout.owned(rank)):
+            yield NamedShard(first, ROUNDING, (), (0, 1), torch.tensor([rounding.next_step]))
         for piece, shard in zip(group.params.pieces, group.shards, strict=True):
             slot = group.params.layout.slots[piece.slot]
             if group.params.params[piece.slot] in group.params.absent:
@@ -134,8 +134,9 @@ def _load_rounding(group: FlatGroup, reader: ShardReader) -> None:
     """Load the step that numbers the group's next stochastic rounding; it lags if parameters were frozen for a time."""
     names = (slot.name for slot in group.params.layout.slots)
     saved = next((name for name in names if ROUNDING in reader.kinds(name)), None)
-    if saved is not None:
-        group.grads.reducer.load_step(int(reader.read(saved, ROUNDING, (0, 1))))
+    rounding = group.grads.reducer.rounding
+    if saved is not None and rounding is not None:
+        rounding.loaded(int(reader.read(saved, ROUNDING, (0, 1))))
 
 
 def reader_of(runtime: Runtime, reader: ShardReader, kind: str) -> Callable[[Tensor], Tensor | None]:

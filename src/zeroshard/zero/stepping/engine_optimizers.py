@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroshard.zero.buffers import grad_norm
 from zeroshard.zero.buffers.flat_grads import FlatGrads
+from zeroshard.zero.core.gradients import clip_, global_norm
 from zeroshard.zero.optimizers.description import described
 from zeroshard.zero.optimizers.methods import install_methods
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer, ShardedParams
@@ -135,7 +135,8 @@ class EngineOptimizers:
     def resume_at(self, step: int) -> None:
         """See `Zero.resume_at`."""
         for group in self._runtime.groups():
-            group.grads.reducer.resume_at(step)
+            if (rounding := group.grads.reducer.rounding) is not None:
+                rounding.begin_at(step)
         for observer in self.observers:
             observer.resumes_at(step)
 
@@ -189,8 +190,8 @@ class EngineOptimizers:
         exact = any(
             group.params.dtype == torch.float64 for group in self._runtime.groups() if group.grads.reduced is not None
         )
-        norm = grad_norm.global_norm(buffers, self._rank_groups.shard_group, norm_type, device)
-        grad_norm.clip_(buffers, norm, float(max_norm))
+        norm = global_norm(buffers, self._rank_groups.shard_group, norm_type, device)
+        clip_(buffers, norm, float(max_norm))
         return norm if exact else norm.to(torch.float32)
 
     # -- what an optimizer calls -------------------------------------------------------------

@@ -21,15 +21,16 @@ Summation", https://doi.org/10.1109/TC.2014.2345391, explain why parallel sums n
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from zeroshard.comm import Communicator, Work, all_to_all, empty_for
 from zeroshard.comm.base import DONE
-from zeroshard.zero.buffers.reduction import GradientReducer
+from zeroshard.zero.buffers.reduction import StatefulReducer
+from zeroshard.zero.core.gradients import GradientReduction
 from zeroshard.zero.core.layout import FlatLayout
+from zeroshard.zero.core.strategy import ShardingStrategy
+from zeroshard.zero.rank_groups import RankGroups
 
 CHUNK_NUMEL = {"cpu": 1 << 15}
 """Elements that are added at a time, by type of device: on a CPU five operands in float64 fit into a core's cache."""
@@ -117,11 +118,11 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor).flatten(-2) if tensor.is_complex() else tensor
 
 
-class ExactReducer(GradientReducer):
+class ExactReducer(StatefulReducer):
     """Adds the gradients of every backward to one exact sum; the optimizer sees this sum rounded.
 
     Args:
-        comm, replicate_group, layout, everywhere: as `GradientReducer`; there is one replica.
+        layout, strategy, rank_groups: as `GradientReducer`; there is one replica.
         dtype: dtype in which gradients are sent.
         device: device of the gradients.
 
@@ -135,16 +136,15 @@ class ExactReducer(GradientReducer):
 
     def __init__(
         self,
-        comm: Communicator,
-        replicate_group: Communicator,
         layout: FlatLayout,
+        strategy: ShardingStrategy,
+        rank_groups: RankGroups,
         *,
-        everywhere: bool,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        super().__init__(comm, replicate_group, layout, everywhere=everywhere)
-        self._interval = slice(*layout.interval(comm.rank))
+        super().__init__(layout, strategy, rank_groups)
+        self._interval = slice(*layout.interval(self.comm.rank))
         self._dtype, self._device = dtype, device
         self.chunk_numel = CHUNK_NUMEL.get(device.type, OTHER_CHUNK_NUMEL)
         self.exact: ExactGradientSum | None = None
@@ -154,18 +154,13 @@ class ExactReducer(GradientReducer):
         assert self.exact is not None
         return ExactReduction(self.comm, self._interval, self.exact, local, everywhere=self.everywhere)
 
-    def target(self, reduced: Tensor | None, fresh: Callable[[], Tensor]) -> Tensor:
-        """Return the tensor that the next rounded sum is written to: ``reduced``, or if it is None a fresh one.
-
-        Elements that a user has written into ``reduced``, the gradients so far, replace the sum's.
-        """
+    def follow(self, reduced: Tensor | None) -> None:
+        """Let elements that a user has written into ``reduced``, the gradients so far, replace the sum's."""
         if self.exact is None:
             numel = self._interval.stop - self._interval.start
             self.exact = ExactGradientSum(numel, self._dtype, self._device, self.chunk_numel)
-        if reduced is None:
-            return fresh()
-        self.exact.follow(reduced[self._interval] if self.everywhere else reduced)
-        return reduced
+        if reduced is not None:
+            self.exact.follow(reduced[self._interval] if self.everywhere else reduced)
 
     def clear(self) -> None:
         """Drop the sum."""
@@ -177,7 +172,7 @@ class ExactReducer(GradientReducer):
         return [] if self.exact is None else [self.exact.high, self.exact.low]
 
 
-class ExactReduction:
+class ExactReduction(GradientReduction):
     """A reduce-scatter of one micro-batch's gradients into an exact sum; an all-reduce if all ranks need the sum.
 
     Args:

@@ -7,11 +7,12 @@ from torch import Tensor
 from zeroshard.comm import Communicator, Work
 from zeroshard.wire_formats import Format
 from zeroshard.zero.buffers.plain import BufferFacts
-from zeroshard.zero.buffers.reduction import GradientReducer, GradientReduction, PlainReduction
+from zeroshard.zero.buffers.reduction import StatefulReducer
+from zeroshard.zero.core.gradients import GradientReduction
 from zeroshard.zero.core.layout import FlatLayout
-from zeroshard.zero.core.strategy import SHARD
+from zeroshard.zero.core.strategy import SHARD, ShardingStrategy
 from zeroshard.zero.core.weights import WeightTransport
-from zeroshard.zero.rank_groups import Nodes
+from zeroshard.zero.rank_groups import RankGroups
 from zeroshard.zero.transport.exact_sums import ExactReducer
 from zeroshard.zero.transport.node_copy import NodeTransport, TransportOverNodes
 from zeroshard.zero.transport.node_reduce import NodeReduce
@@ -34,85 +35,56 @@ class AllMembers:
             return NodeTransport(transport, buffer.rank_groups.node_group)
         return transport
 
-    def reducer(self, buffer: BufferFacts) -> GradientReducer:
+    def reducer(self, buffer: BufferFacts) -> StatefulReducer:
         """Return the reducer of the buffer's gradients."""
-        rank_groups, precision, everywhere = buffer.rank_groups, buffer.precision, buffer.strategy.optim is not SHARD
-        ranks = rank_groups.shard_group, rank_groups.replicate_group, buffer.layout
-        form = precision.gradients_format(buffer.dtype)
-        if rank_groups.reproducible is not None:
-            sent = precision.gradient_dtype(buffer.dtype)
-            return ExactReducer(*ranks, everywhere=everywhere, dtype=sent, device=buffer.device)
-        if form is not None and not everywhere:
-            rounding = Rounding(precision.rounding_seed, buffer.name, rank_groups.world.rank)
-            return PackedReducer(*ranks, form, rank_groups.nodes, rounding)
-        return GradientReducer(*ranks, everywhere=everywhere)
+        facts = buffer.layout, buffer.strategy, buffer.rank_groups
+        precision, form = buffer.precision, buffer.precision.gradients_format(buffer.dtype)
+        if buffer.rank_groups.reproducible is not None:
+            return ExactReducer(*facts, dtype=precision.gradient_dtype(buffer.dtype), device=buffer.device)
+        if form is not None and buffer.strategy.optim is SHARD:
+            rounding = Rounding(precision.rounding_seed, buffer.name, buffer.rank_groups.world.rank)
+            return PackedReducer(*facts, form, rounding)
+        return StatefulReducer(*facts)
 
 
 ALL = AllMembers()
 
 
-class PackedReducer(GradientReducer):
+class PackedReducer(StatefulReducer):
     """Reduces gradients in a wire format.
 
     Args:
-        comm, replicate_group, layout: as `GradientReducer`.
+        layout, strategy, rank_groups: as `GradientReducer`; with ``rank_groups.nodes``, gradients are summed inside a
+            node first.
         form: the wire format. With replicas only the sum over them uses it.
-        nodes: the nodes, if gradients are summed inside a node first; else None.
         rounding: rounding keys of this buffer.
     """
 
     needs_even_shards = True
 
     def __init__(
-        self,
-        comm: Communicator,
-        replicate_group: Communicator,
-        layout: FlatLayout,
-        form: Format,
-        nodes: Nodes | None,
-        rounding: Rounding,
+        self, layout: FlatLayout, strategy: ShardingStrategy, rank_groups: RankGroups, form: Format, rounding: Rounding
     ) -> None:
-        super().__init__(comm, replicate_group, layout, everywhere=False)
-        self._form, self._nodes, self.rounding = form, nodes, rounding
+        super().__init__(layout, strategy, rank_groups)
+        self._form, self._nodes, self._keys, self.rounding = form, rank_groups.nodes, rounding, rounding
 
     def begin(self, local: Tensor) -> GradientReduction:
         """Return a reduction of ``local [padded_numel]``. Collective."""
         if self.replicate_group.world_size > 1:
-            within = PlainReduction(self.comm, self.layout, local, everywhere=False)
-            return PackedOverReplicas(within, self.replicate_group, self._form, self.rounding)
+            return PackedOverReplicas(super().begin(local), self.replicate_group, self._form, self._keys)
         if self.comm.world_size == 1:
             return super().begin(local)
         if self._nodes is None:
-            return PackedReduce(self.comm, self._form, local, self.rounding)
-        return NodeReduce(self._nodes, self._form, local, self.rounding)
-
-    def end_step(self) -> None:
-        """Record that gradients are cleared: the next reduction belongs to the next step."""
-        self.rounding.end_step()
-
-    @property
-    def saved_step(self) -> int:
-        """The step that numbers the next rounding."""
-        return self.rounding.next_step
-
-    def load_step(self, step: int) -> None:
-        """Round as in this step, which lags behind the run's if parameters were frozen for a time."""
-        self.rounding.loaded(step)
-
-    def resume_at(self, step: int) -> None:
-        """Round as in this step, unless a checkpoint had one."""
-        self.rounding.begin_at(step)
-
-    def continue_from(self, other: GradientReducer) -> None:
-        """Round as ``other`` would have done."""
-        if other.saved_step is not None:
-            self.rounding.resume_at(other.saved_step)
+            return PackedReduce(self.comm, self._form, local, self._keys)
+        return NodeReduce(self._nodes, self._form, local, self._keys)
 
 
-class PackedOverReplicas:
+class PackedOverReplicas(GradientReduction):
     """A reduction in the shard group, then `AcrossReplicas`, which reads the shard that it gives."""
 
-    def __init__(self, within: PlainReduction, replicate_group: Communicator, form: Format, rounding: Rounding) -> None:
+    def __init__(
+        self, within: GradientReduction, replicate_group: Communicator, form: Format, rounding: Rounding
+    ) -> None:
         self._within, self._replicate_group, self._form, self._rounding = within, replicate_group, form, rounding
         self._across: AcrossReplicas | None = None
         self.num_left = 3

@@ -23,14 +23,15 @@ from torch import Tensor
 
 from zeroshard.comm import Work, all_to_all, empty_for
 from zeroshard.wire_formats import Format
+from zeroshard.zero.core.gradients import GradientReduction
 from zeroshard.zero.rank_groups import Nodes
 from zeroshard.zero.transport import wire
 
 
-class NodeReduce:
+class NodeReduce(GradientReduction):
     """A reduce-scatter of two collectives; the second can be issued only when the first is done.
 
-    See [Note: Several collectives] in `flat_grads`.
+    See [Note: Several collectives] in `gradients`.
 
     Args:
         nodes: the nodes of the ranks that shard together.

@@ -25,6 +25,7 @@ from zeroshard.comm import Communicator, Work, all_to_all, empty_for
 from zeroshard.lazily import loaded
 from zeroshard.wire_formats import Format, rounding_key
 from zeroshard.zero.buffers.written_weights import bit_sums, take_where_it_differs
+from zeroshard.zero.core.gradients import GradientReduction
 from zeroshard.zero.core.layout import FlatLayout
 from zeroshard.zero.transport.node_copy import TransportOverNodes
 
@@ -167,7 +168,7 @@ class Rounding:
         return [rounding_key(*fixed, first + part) for part in range(num_parts)]
 
 
-class PackedReduce:
+class PackedReduce(GradientReduction):
     """A reduce-scatter in a wire format: an all-to-all of quantised shards, and the sum in the order of ranks.
 
     Args:
@@ -203,7 +204,7 @@ class PackedReduce:
 class AcrossReplicas:
     """The sum of a shard over replicas in a wire format: an all-to-all of pieces, then a gather of their sums.
 
-    The second collective can be issued only when the first is done: see [Note: Several collectives] in `flat_grads`.
+    The second collective can be issued only when the first is done: see [Note: Several collectives] in `gradients`.
     Every replica decodes the same quantised sums, so that all have the same bits.
 
     Args:
