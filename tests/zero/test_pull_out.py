@@ -15,6 +15,7 @@ PACKAGE = ROOT / "src" / "zeroshard"
 ATTACHED = {
     "ema": [],
     "local_steps": [],
+    "reach_probe": [],
     "sharded_optimizer": [],
     "zero/transport": [
         (

@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeroshard.comm import NullCommunicator
+from zeroshard.reach_probe import answers
+from zeroshard.reach_probe.probe import probe
 from zeroshard.zero import OptimizerKind, Zero
-from zeroshard.zero.whole_tensors import requirements
-from zeroshard.zero.whole_tensors.reach_probe import probe
 from zeroshard.zero.whole_tensors.requirements import OF_TORCH, Reach, classify
 
 SETTINGS = [
@@ -214,7 +214,7 @@ def test_no_optimizer_of_torch_is_tried_when_a_model_is_trained(monkeypatch):
     def tried(cls, *_):
         raise AssertionError(f"{cls.__name__} was tried")
 
-    monkeypatch.setattr(requirements, "probe", tried)
+    monkeypatch.setattr(answers, "probe", tried)
     for cls in OF_TORCH.keys() - {torch.optim.LBFGS, torch.optim.SparseAdam}:
         model = nn.Sequential(nn.Linear(4, 4, bias=False))
         Zero(model, 2, comm=NullCommunicator(2)).optimizer(cls, model.parameters())

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zeroshard.reach import no_class
 from zeroshard.torch_internals import is_traceable_wrapper_subclass
 from zeroshard.zero.optimizers.adoption import has_owner
-from zeroshard.zero.whole_tensors.reach import no_class
 from zeroshard.zero.whole_tensors.requirements import Reach, classify
 
 PER_RANK = ("params", "param_names")  # keys whose values differ between a group and the inner optimizer's group

@@ -27,11 +27,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroshard.reach import no_class
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.core.optimizer import Homes, PieceOptimizer, pieces_in
 from zeroshard.zero.optimizers.kept_states import ParamFacts
 from zeroshard.zero.optimizers.operands import WidenedGrads
-from zeroshard.zero.whole_tensors.reach import no_class
 from zeroshard.zero.whole_tensors.requirements import Reach, classify
 
 

@@ -29,8 +29,6 @@ Nobody checks a declaration: if an optimizer is declared element-wise and is not
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,8 +36,7 @@ import torch
 from torch import optim
 from torch.optim import Optimizer
 
-from zeroshard.zero.whole_tensors.reach import OptimizerKind, Reach
-from zeroshard.zero.whole_tensors.reach_probe import LEARNING_RATE, probe
+from zeroshard.reach import OptimizerKind, Reach
 
 __all__ = ["OptimizerKind", "Reach", "classify"]
 
@@ -63,9 +60,6 @@ OF_TORCH: dict[type[Optimizer], OptimizerKind] = {
 }
 """The answers for torch's own classes, which a test compares with the experiment. They hold for the classes themselves
 with any settings, never for a subclass."""
-
-_lock = threading.Lock()  # ranks may be threads, which share the random generators that a probe seeds and restores
-_known: weakref.WeakKeyDictionary[type[Optimizer], dict[Any, OptimizerKind]] = weakref.WeakKeyDictionary()
 
 
 def classify(
@@ -96,19 +90,11 @@ def classify(
     declared = _declared(optimizer_cls, {**settings, **options})
     if declared:
         return declared
-    if isinstance(options.get("lr"), int | float):
-        options["lr"] = LEARNING_RATE  # groups that differ in lr alone share one answer
     if optimizer_cls in OF_TORCH and optimizer_cls.__module__.startswith("torch.optim"):  # its names may be replaced
         return OF_TORCH[optimizer_cls]
-    with _lock:
-        known = _known.setdefault(optimizer_cls, {})
-        try:
-            key = (_plain(settings), _plain(options), device.type == "cpu")
-        except TypeError:
-            return probe(optimizer_cls, settings, options, device)
-        if key not in known:
-            known[key] = probe(optimizer_cls, settings, options, device)
-        return known[key]
+    from zeroshard.reach_probe.answers import found_by_probe  # found late: few classes need the experiment
+
+    return found_by_probe(optimizer_cls, settings, options, device)
 
 
 def _declared(optimizer_cls: type[Optimizer], settings: Mapping[str, Any]) -> OptimizerKind | None:
@@ -126,14 +112,3 @@ def _declared(optimizer_cls: type[Optimizer], settings: Mapping[str, Any]) -> Op
         name = f"{optimizer_cls.__name__}.zero_reach"
         raise ValueError(f"{name}: {answer!r} is no reach; give a zeroshard.zero.Reach, or one of {values}") from None
     return OptimizerKind(reach, f"it is declared {reach.value} by its zero_reach", ALL_NDIMS)
-
-
-def _plain(value: Any) -> Any:
-    """A hashable stand-in for plain settings; TypeError for others."""
-    if isinstance(value, Mapping):
-        return tuple((key, _plain(value[key])) for key in sorted(value))
-    if isinstance(value, list | tuple):
-        return tuple(_plain(each) for each in value)
-    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
-        return type(value), value
-    raise TypeError(f"{type(value).__name__} is no plain value")

@@ -33,9 +33,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroshard.zero.whole_tensors.clocks import AROUND, FAR, Clocks
-from zeroshard.zero.whole_tensors.random_generators import borrowed_generators, seed_generators
-from zeroshard.zero.whole_tensors.reach import OptimizerKind, Reach
+from zeroshard.random_generators import borrowed_generators, seed_generators
+from zeroshard.reach import OptimizerKind, Reach
+from zeroshard.reach_probe.clocks import AROUND, FAR, Clocks
 
 NUM_STEPS = 6
 NUM_FIRST, NUM_LATER = 3, 4  # in trials of later steps: before the clocks are put forward, and from each time on
