@@ -45,14 +45,14 @@ class WeightState(Enum):
     | NaN             | `SHARDED` | `STALE_HIDDEN`              | `GATHERING`     |             |
     | views           |           | `STALE_VISIBLE`             | `REFRESHING`    | `UNSHARDED` |
 
-    | method             | from                                      | to                                           |
-    |--------------------|-------------------------------------------|----------------------------------------------|
-    | `unshard`          | `SHARDED`, `STALE_HIDDEN`                 | `GATHERING`                                  |
-    |                    | `STALE_VISIBLE`, `UNSHARDED` with `again` | `REFRESHING`; `UNSHARDED` if nothing is sent |
-    | `wait_for_unshard` | `GATHERING`, `REFRESHING`                 | `UNSHARDED`                                  |
-    | `reshard`          | any, where weights are sharded            | `SHARDED`                                    |
-    | `mark_stale`       | any, where they are not                   | `STALE_HIDDEN`; `STALE_VISIBLE` if a part of |
-    |                    |                                           | it is the master; `UNSHARDED` if all of it is |
+    | method             | from                                        | to                                           |
+    |--------------------|---------------------------------------------|----------------------------------------------|
+    | `unshard`          | `SHARDED`, `STALE_HIDDEN`                   | `GATHERING`                                  |
+    |                    | `STALE_VISIBLE`, `UNSHARDED` with ``again`` | `REFRESHING`; `UNSHARDED` if nothing is sent |
+    | `wait_for_unshard` | `GATHERING`, `REFRESHING`                   | `UNSHARDED`                                  |
+    | `reshard`          | any, where weights are sharded              | `SHARDED`                                    |
+    | `mark_stale`       | any, where a part of them is the master     | `STALE_VISIBLE`                              |
+    |                    | any, where the master is another tensor     | `STALE_HIDDEN`                               |
     """
 
     SHARDED = "sharded"
@@ -68,7 +68,7 @@ STALE_HIDDEN, STALE_VISIBLE, UNSHARDED = WeightState.STALE_HIDDEN, WeightState.S
 
 
 class WeightTransport:
-    """How the unsharded weights of one flat buffer come to be from the shards of all ranks; and the plain member.
+    """How the unsharded weights of one buffer come to be from the shards of the ranks ``comm``; the plain member.
 
     A gather has three steps: `prepare` makes this rank's shard ready to be sent (on a GPU on the stream ``copy_in``),
     `start` issues the collective, and `finish` does what is left once that is done. A new member is a subclass, and a
@@ -79,10 +79,6 @@ class WeightTransport:
     | `WeightTransport` | each rank's shard, in the compute dtype                                                      |
     | `PackedTransport` | its codes and scales in a wire format, decoded by every rank                                 |
     | `NodeTransport`   | either of them once a step between nodes; later gathers are of a second copy inside the node |
-
-    Args:
-        comm: the ranks that hold the shards.
-        layout: layout of the buffer.
     """
 
     form: Format | None = None  # the wire format; None: weights are sent in the compute dtype
@@ -91,7 +87,8 @@ class WeightTransport:
         self.comm, self.layout = comm, layout
         self._own = slice(*layout.interval(comm.rank))
         self._sent: Tensor | None = None
-        self.resident: list[Tensor] = []  # the tensors that stay from one gather to the next
+        self.resident: list[Tensor] = []  # what stays from one gather to the next
+        self.in_flight: list[Tensor] = []  # what a gather in flight has, beside the unsharded weights
 
     def attach(self, full: Tensor) -> None:
         """Allocate what stays from one gather to the next; called once, before the first gather."""
@@ -114,11 +111,6 @@ class WeightTransport:
 
     def invalidate(self) -> None:
         """Record that master weights have changed, on every rank."""
-
-    @property
-    def in_flight(self) -> list[Tensor]:
-        """The tensors of a gather in flight, beside the unsharded weights."""
-        return []
 
 
 class Weights:
@@ -187,15 +179,12 @@ class Weights:
         return view_of(self.master, piece.offset - self.master_offset, piece.shape)
 
     def unshard(self, *, again: bool = False) -> None:
-        """Issue the all-gather that makes ``full`` unsharded and current, unless one is in flight.
-
-        If ``full`` is unsharded and current, gather only with ``again``: other ranks may have freed theirs.
-        """
+        """Issue the gather of ``full``, unless it is current; ``again``: even then: other ranks may have freed theirs."""
         if self._work is None and (again or not self.readable):
             self._gather()
 
     def _gather(self) -> None:
-        changed = not self.readable or self.shard_params  # whether this rank's shard of `full` is not the master's
+        changed = not self.readable or self.shard_params  # whether this rank's shard of `full` must be written
         read_at = self._streams.mark() if self.readable else None  # by kernels that are queued already
         visible = self.visible
         with torch.no_grad():

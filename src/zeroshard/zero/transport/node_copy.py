@@ -54,7 +54,7 @@ class NodeTransport(WeightTransport):
     def __init__(self, between: TransportOverNodes, node: Communicator) -> None:
         super().__init__(between.comm, between.layout)
         self._between, self._node = between, node
-        self.form = between.form
+        self.form, self.in_flight = between.form, between.in_flight
         self.shard = torch.empty(0)
         self.current = False
 
@@ -93,8 +93,3 @@ class NodeTransport(WeightTransport):
     def take_written(self, master: Tensor, written: Tensor) -> None:
         """As the transport over all ranks."""
         take_written(self._between, master, written)
-
-    @property
-    def in_flight(self) -> list[Tensor]:
-        """As of the transport over all ranks."""
-        return self._between.in_flight

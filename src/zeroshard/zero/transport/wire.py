@@ -62,7 +62,6 @@ class PackedTransport(TransportOverNodes):
     def __init__(self, comm: Communicator, layout: FlatLayout, form: Format, *, compares: bool) -> None:
         super().__init__(comm, layout)
         self.form, self._form, self._compares = form, form, compares
-        self._packed: Tensor | None = None  # [world_size, bytes]: codes and scales of all shards, while they arrive
         self._digest: bytes | None = None  # `seen` of this rank's own part of the weights, as it arrived
 
     def prepare(self, full: Tensor, master: Tensor, *, changed: bool) -> None:
@@ -72,12 +71,13 @@ class PackedTransport(TransportOverNodes):
 
     def expect(self, full: Tensor) -> None:
         """Allocate the packed shards."""
-        self._packed = rows_for(self.comm, self._form, full.numel() // self.comm.world_size, full.device)
+        numel = full.numel() // self.comm.world_size
+        self.in_flight[:] = [rows_for(self.comm, self._form, numel, full.device)]
 
     @property
     def _rows(self) -> Tensor:
-        assert self._packed is not None
-        return self._packed
+        """``[world_size, bytes]``: codes and scales of all shards, while they arrive."""
+        return self.in_flight[0]
 
     def start(self, full: Tensor) -> Work:
         """Issue the all-gather of codes and scales."""
@@ -85,7 +85,7 @@ class PackedTransport(TransportOverNodes):
 
     def finish(self, full: Tensor) -> bool:
         """Decode all shards."""
-        packed, self._packed = self._rows, None
+        packed = self.in_flight.pop()
         for row, shard in by_rank(packed, full.view(self.comm.world_size, -1)):
             dequantise(row, shard, self._form)
         record_read(packed)
@@ -110,11 +110,6 @@ class PackedTransport(TransportOverNodes):
     def arriving_kind(self, full: Tensor) -> tuple[torch.dtype, int]:
         """Bytes, of all shards."""
         return torch.uint8, self.layout.world_size * self._form.num_bytes(self.layout.shard_numel)
-
-    @property
-    def in_flight(self) -> list[Tensor]:
-        """The packed shards that arrive."""
-        return [] if self._packed is None else [self._packed]
 
 
 class Rounding:
