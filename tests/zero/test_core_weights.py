@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from zeroshard.comm import run_threads
+from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.zero.core.layout import FlatLayout
 from zeroshard.zero.core.precision import MixedPrecision
+from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.core.strategy import STAGES
 from zeroshard.zero.core.weights import Weights, WeightState, WeightTransport
-from zeroshard.zero.rank_groups import RankGroups
 
 WORLD_SIZE = 2
 PRECISIONS = {"fp32": MixedPrecision(), "bf16": MixedPrecision(param_dtype=torch.bfloat16)}
@@ -21,8 +21,8 @@ def _weights(comm, stage, precision):
     """Seven elements that each rank begins with values of its own: shards end in the middle of the first parameter."""
     params = [("a", nn.Parameter(torch.arange(6.0).view(2, 3) + comm.rank)), ("b", nn.Parameter(torch.tensor(6.0)))]
     layout = FlatLayout.of([(name, param.shape) for name, param in params], comm.world_size)
-    transport = WeightTransport(comm, layout)
-    return Weights("unit", params, layout, STAGES[stage], RankGroups.of(comm), PRECISIONS[precision], transport)
+    transport, rank_groups = WeightTransport(comm, layout), RankGroups(comm, comm, LocalCommunicator())
+    return Weights("unit", params, layout, STAGES[stage], rank_groups, PRECISIONS[precision], transport)
 
 
 def _shown(weights):
@@ -78,7 +78,9 @@ def test_the_state_says_what_is_in_memory_and_what_parameters_show(row):
             assert weights.visible is not all(param.isnan().all() for param in weights.params)
             assert bool(weights.full.untyped_storage().nbytes()) is (weights.state is not WeightState.SHARDED)
             states.append(weights.state.name)
+        weights.unshard()
         weights.wait_for_unshard()
+        assert _shown(weights) == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]  # whatever was in flight
         return states
 
     assert run_threads(go, WORLD_SIZE) == [STATES[row]] * WORLD_SIZE

@@ -11,6 +11,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -18,13 +19,14 @@ import zeroshard.zero
 from zeroshard.comm import run_threads
 from zeroshard.zero import MixedPrecision, Zero
 from zeroshard.zero.buffers.flat_params import FlatParams
+from zeroshard.zero.core.weights import Weights
 
 ENGINE = Path(zeroshard.zero.__file__).parent
 
 MOST_CORE_FILES = 14  # files of zero/core: ZeRO itself
 MOST_OTHER_FILES = 31  # of what is attached to it, and all the same runs in an ordinary step
 MOST_CHANGING = 7  # attributes of weights that get another value after construction, on a CPU
-MOST_ASSIGNED = 10  # that any method but the constructor assigns
+MOST_ASSIGNED = {Weights: 4, FlatParams: 10}  # that any method but the constructor assigns
 
 
 def _engine(comm, stage, **zero_kwargs):
@@ -98,9 +100,10 @@ def test_few_attributes_of_weights_change_after_construction(monkeypatch):
     assert len(changed) <= MOST_CHANGING, f"{len(changed)} attributes change: {', '.join(sorted(changed))}"
 
 
-def test_methods_of_weights_assign_few_attributes():
+@pytest.mark.parametrize("weights", MOST_ASSIGNED)
+def test_methods_of_weights_assign_few_attributes(weights):
     assigned: set[str] = set()
-    for cls in FlatParams.__mro__[:-1]:
+    for cls in weights.__mro__[:-1]:
         tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
         methods = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name != "__init__"]
         for node in (node for method in methods for node in ast.walk(method)):
@@ -110,5 +113,6 @@ def test_methods_of_weights_assign_few_attributes():
                 and ast.unparse(node.value) == "self"
             ):
                 assigned.add(node.attr)
-    assert {"state", "full"} <= assigned
-    assert len(assigned) <= MOST_ASSIGNED, f"{len(assigned)} attributes are assigned: {', '.join(sorted(assigned))}"
+    assert "state" in assigned
+    most = MOST_ASSIGNED[weights]
+    assert len(assigned) <= most, f"{len(assigned)} attributes are assigned: {', '.join(sorted(assigned))}"

@@ -10,8 +10,7 @@
     resizes it back, so that views from before are valid again. While the storage is empty, each parameter's ``.data``
     is one NaN expanded to its shape: code that reads a freed weight sees NaN, never stray memory. ``param.data = view``
     hides the refresh from autograd's version check: the engine guarantees that weights change only between steps.
-    Weights whose compute dtype is not the master's are hidden in the same way from a step until they are refreshed,
-    because values written into the old weights would be lost.
+    Stale weights are hidden in the same way, unless the master is a part of them: what is written there would be lost.
 
 [Note: One rank]
     In a world of one rank the shard is the entire buffer: nothing is freed, gathered or copied, at any stage.
@@ -21,20 +20,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from zeroshard.comm import Communicator, Work, empty_for, labelled
-from zeroshard.comm.streams import NO_STREAMS, Mark, Streams
+from zeroshard.comm.streams import NO_STREAMS, Streams
 from zeroshard.wire_formats import Format
 from zeroshard.zero.core.layout import FlatLayout, Piece, view_of
 from zeroshard.zero.core.precision import MixedPrecision
+from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.core.strategy import SHARD, ShardingStrategy
-
-if TYPE_CHECKING:
-    from zeroshard.zero.rank_groups import RankGroups
 
 
 class WeightState(Enum):
@@ -90,9 +86,6 @@ class WeightTransport:
         self.resident: list[Tensor] = []  # what stays from one gather to the next
         self.in_flight: list[Tensor] = []  # what a gather in flight has, beside the unsharded weights
 
-    def attach(self, full: Tensor) -> None:
-        """Allocate what stays from one gather to the next; called once, before the first gather."""
-
     def prepare(self, full: Tensor, master: Tensor, *, changed: bool) -> None:
         """Make the shard ``master [own_numel]`` ready; ``changed``: this rank's shard of ``full`` is older than it."""
         self._sent = master if master.dtype == full.dtype else full[self._own]
@@ -123,7 +116,6 @@ class Weights:
         dtype, comm: the parameters' dtype before there was an engine; the ranks that hold the shards.
         pieces: the pieces of parameters that the optimizer on this rank updates.
         placeholder: the 0-dim NaN (0 for integers) that parameters show while their weights are hidden.
-        state: what is in ``full`` now, and what the parameters show.
     """
 
     def __init__(
@@ -157,29 +149,27 @@ class Weights:
         if self.shard_optim and not self._aliased:
             self.master = empty_for(comm, self.master.numel(), flat.dtype, device).copy_(self.master)
         del flat
-        transport.attach(self.full)
         self.pieces = layout.owned(comm.rank) if self.shard_optim else layout.updated_by_all(device)
         self.master_offset = own.start if self.shard_optim else 0
         self.placeholder = self.full.new_full((), float("nan") if self.full.is_floating_point() else 0)
         self._hidden = [self.placeholder.expand(slot.shape) for slot in layout.slots]
         self._views = layout.views(self.full)
         self._work: Work | None = None
-        self._streams: Streams = NO_STREAMS
-        self._written_at: Mark = None  # the point in a stream where the master was complete
+        self.use_streams(NO_STREAMS)
         self.state = UNSHARDED
         self._show(self._views)
         Weights.reshard(self)  # a subclass is not complete yet
 
     def use_streams(self, streams: Streams) -> None:
         """Gather on these streams from now on."""
-        self._streams, self._written_at = streams, streams.mark()
+        self._streams, self._written_at = streams, streams.mark()  # a point in a stream where the master is complete
 
     def piece_of_master(self, piece: Piece) -> Tensor:
         """Return a view of the master, in the piece's shape."""
         return view_of(self.master, piece.offset - self.master_offset, piece.shape)
 
     def unshard(self, *, again: bool = False) -> None:
-        """Issue the gather of ``full``, unless it is current; ``again``: even then: other ranks may have freed theirs."""
+        """Issue the gather of ``full``, unless it is current; ``again``: even so, as other ranks may lack theirs."""
         if self._work is None and (again or not self.readable):
             self._gather()
 
@@ -218,13 +208,12 @@ class Weights:
 
     def reshard(self) -> None:
         """Free the unsharded weights, if weights are sharded."""
-        if not self.shard_params or self.state is SHARDED:
-            return
-        self.wait_for_unshard()
-        self._show(self._hidden)
-        self._streams.freed()
-        self.full.untyped_storage().resize_(0)  # [Note: Storage and saved views]
-        self.state = SHARDED
+        if self.shard_params and self.state is not SHARDED:
+            self.wait_for_unshard()
+            self._show(self._hidden)
+            self._streams.freed()
+            self.full.untyped_storage().resize_(0)  # [Note: Storage and saved views]
+            self.state = SHARDED
 
     def mark_stale(self) -> None:
         """Record that the master has changed, so that the next `unshard` refreshes ``full``."""

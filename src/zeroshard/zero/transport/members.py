@@ -32,7 +32,8 @@ class AllMembers:
         if form is not None:
             transport = PackedTransport(comm, buffer.layout, form, compares=not shard_params)
         if shard_params and strategy.secondary_shard_size is not None and buffer.rank_groups.node_group is not None:
-            return NodeTransport(transport, buffer.rank_groups.node_group)
+            compute_dtype = buffer.precision.compute_dtype(buffer.dtype)
+            return NodeTransport(transport, buffer.rank_groups.node_group, compute_dtype, buffer.device)
         return transport
 
     def reducer(self, buffer: BufferFacts) -> StatefulReducer:

@@ -34,9 +34,9 @@ class TransportOverNodes(WeightTransport):
         """1-D: where the shards of all ranks arrive."""
         return full
 
-    def arriving_kind(self, full: Tensor) -> tuple[torch.dtype, int]:
-        """Dtype and number of elements of `arriving`."""
-        return full.dtype, full.numel()
+    def arriving_kind(self, dtype: torch.dtype) -> tuple[torch.dtype, int]:
+        """Dtype and number of elements of `arriving`; ``dtype``: the compute dtype."""
+        return dtype, self.layout.padded_numel
 
 
 class NodeTransport(WeightTransport):
@@ -45,24 +45,23 @@ class NodeTransport(WeightTransport):
     Args:
         between: the transport over all ranks.
         node: the node's ranks.
+        dtype, device: of the unsharded weights.
 
     Attributes:
         shard: this rank's part of the second copy, ``[n / node size]``.
         current: whether the copy is up to date, so that no gather need cross between nodes.
     """
 
-    def __init__(self, between: TransportOverNodes, node: Communicator) -> None:
+    def __init__(
+        self, between: TransportOverNodes, node: Communicator, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__(between.comm, between.layout)
         self._between, self._node = between, node
         self.form, self.in_flight = between.form, between.in_flight
-        self.shard = torch.empty(0)
-        self.current = False
-
-    def attach(self, full: Tensor) -> None:
-        """Allocate the second copy."""
-        dtype, numel = self._between.arriving_kind(full)
-        self.shard = torch.empty(numel // self._node.world_size, dtype=dtype, device=full.device)
+        sent, numel = between.arriving_kind(dtype)
+        self.shard = torch.empty(numel // node.world_size, dtype=sent, device=device)
         self.resident = [self.shard]
+        self.current = False
 
     def prepare(self, full: Tensor, master: Tensor, *, changed: bool) -> None:
         """Make this rank's shard ready, unless the second copy is."""

@@ -107,7 +107,7 @@ class PackedTransport(TransportOverNodes):
         """The packed shards."""
         return self._rows.view(-1)
 
-    def arriving_kind(self, full: Tensor) -> tuple[torch.dtype, int]:
+    def arriving_kind(self, dtype: torch.dtype) -> tuple[torch.dtype, int]:
         """Bytes, of all shards."""
         return torch.uint8, self.layout.world_size * self._form.num_bytes(self.layout.shard_numel)
 
