@@ -11,22 +11,20 @@ pieces of a tensor as on the whole tensor. It is an ordinary `torch.optim.Optimi
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from io import BytesIO
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from zeroshard.comm.agree import gather_bytes
-from zeroshard.zero.core.layout import Piece, Slot
+from zeroshard.zero.core.layout import Piece
 
 if TYPE_CHECKING:
     from zeroshard.zero.buffers.unit import FlatGroup
 
-SCALAR_STATES = frozenset({"step", "eta", "mu", "mu_product"})  # torch keeps one number of each for a parameter
 Homes = dict[nn.Parameter, tuple["FlatGroup", int]]  # the group that holds a parameter, and its slot there
 State = dict[str, Any]  # the states of a parameter, or of a piece, by kind
 
@@ -34,8 +32,8 @@ State = dict[str, Any]  # the states of a parameter, or of a piece, by kind
 class StepOperands:
     """Where a step finds its operands (masters, gradients, states): here, on the device and as the class takes them.
 
-    A subclass keeps some in another way between steps: gradients in bfloat16, which the class's own code is shown in
-    its pieces' dtype (`zeroshard.zero.optimizers.operands`); or states on the host, or on disk.
+    A subclass keeps some in another way between steps: gradients in bfloat16, which the class is shown in its pieces'
+    dtype (`zeroshard.zero.optimizers.operands`); or states on the host, or on disk.
     """
 
     def elsewhere(self, pieces: Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -50,24 +48,23 @@ class StepOperands:
 
 
 class PieceOptimizer:
-    """An optimizer over this rank's pieces of parameters.
+    """An instance of the user's class, `optimizer`, over this rank's pieces of ``params``.
 
     Attributes:
-        optimizer: an instance of exactly the class that was asked for; the keys of its ``state`` are pieces.
-        make: makes another one, of the same class and settings, over the param groups that it is given.
         by_group, pieces: for each param group, the model's parameters, and this rank's pieces of them.
         slots: for each flat group that holds some of the parameters, their slots.
     """
 
     operands = StepOperands()
 
-    def __init__(self, cls: type[Optimizer], params: Iterable[Any], homes: Homes, settings: dict[str, Any]) -> None:
+    def __init__(self, cls: type[Optimizer], params: Iterable[Any], homes: Homes, settings: Mapping[str, Any]) -> None:
         given = list(params)  # parameters, or dicts of some and their settings, as the class itself takes them
         groups = given if isinstance(given[0], dict) else [{"params": given}]
-        self.homes, self.make = homes, partial(cls, **settings)
+        self.homes = homes
         self.by_group: list[list[nn.Parameter]] = [list(group["params"]) for group in groups]
         self.hold_pieces()
-        self.optimizer = self.make([{**group, "params": own} for group, own in zip(groups, self.pieces, strict=True)])
+        pieces = [{**group, "params": own} for group, own in zip(groups, self.pieces, strict=True)]
+        self.optimizer: Optimizer = cls(pieces, **settings)
 
     def hold_pieces(self) -> None:
         """Take the pieces in the flat groups that hold the parameters now."""
@@ -111,52 +108,32 @@ class PieceOptimizer:
             piece.grad = None
 
     def unsharded_states(self) -> dict[str, State]:
-        """Return the states of whole parameters on the CPU, by the parameters' names: group by group. Collective."""
+        """Return all states on the CPU, by parameters' names: tensors ``[numel]``, and numbers ``[]``. Collective."""
         found: dict[str, State] = {}
-        for group in self.slots:
-            slots = group.params.layout.slots
-            for piece, state in _of_all_ranks(group, [self.optimizer.state.get(shard, {}) for shard in group.shards]):
-                parts = found.setdefault(slots[piece.slot].name, {})
-                for kind, value in state.items():
-                    of_elements = isinstance(value, Tensor) and value.shape == piece.shape
-                    parts[kind] = [*parts.get(kind, []), value] if of_elements else value
-            for slot in slots:
-                state = found.get(slot.name, {})
-                state |= {kind: torch.cat(v).view(slot.shape) for kind, v in state.items() if isinstance(v, list)}
-        return {name: state for name, state in found.items() if state}
+        for group in self.slots:  # one at a time: its states are unsharded on every rank
+            params, own = group.params, BytesIO()
+            torch.save([self.optimizer.state.get(shard, {}) for shard in group.shards], own)
+            sent = gather_bytes(params.comm, own.getvalue()) if params.shard_optim else [own.getvalue()]
+            for rank, content in enumerate(sent):
+                pieces = params.layout.owned(rank) if params.shard_optim else params.pieces
+                for piece, state in zip(pieces, torch.load(BytesIO(content), "cpu"), strict=True):
+                    whole = found.setdefault(params.layout.slots[piece.slot].name, {})
+                    for kind, value in ((kind, torch.as_tensor(value)) for kind, value in state.items()):
+                        whole[kind] = torch.cat([whole[kind], value]) if kind in whole and value.dim() else value
+        return found
 
     def load_unsharded_states(self, states: Mapping[str, State]) -> None:
-        """Load what `unsharded_states` returned; each rank takes its pieces, and settings do not change."""
-        loaded: list[State] = []
+        """Load what `unsharded_states` returned, in any world; the settings of param groups do not change."""
+        loaded: dict[int, State] = {}
         for group, slot in (self.homes[param] for param in chain.from_iterable(self.by_group)):
-            place = group.params.layout.slots[slot]
-            loaded += [cut(states.get(place.name, {}), piece, place) for piece, _ in pieces_in(group, slot)]
-        numbered = {number: state for number, state in enumerate(loaded) if state}
+            whole = states.get(group.params.layout.slots[slot].name, {})
+            for part in (slice(*piece.interval) for piece, _ in pieces_in(group, slot)):
+                own = {kind: value[part] if value.dim() else value for kind, value in whole.items()}
+                loaded[len(loaded)] = {kind: value.clone() for kind, value in own.items()}
         # The class's own method knows the dtype and device of each kind of state.
-        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": numbered})
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": loaded})
 
 
 def pieces_in(group: FlatGroup, slot: int) -> list[tuple[Piece, nn.Parameter]]:
     """This rank's pieces of the parameter in a slot."""
     return [pair for pair in zip(group.params.pieces, group.shards, strict=True) if pair[0].slot == slot]
-
-
-def cut(state: Mapping[str, Any], piece: Piece, slot: Slot) -> State:
-    """Return a piece's part of a parameter's states: of those in its shape; others, such as ``step``, are copied."""
-    (start, stop), found = piece.interval, dict[str, Any]()
-    for kind, value in state.items():
-        if isinstance(value, Tensor) and value.shape == slot.shape and kind not in SCALAR_STATES:
-            found[kind] = value.detach().reshape(-1)[start:stop].clone().view(piece.shape)
-        else:
-            found[kind] = value.clone() if isinstance(value, Tensor) else value
-    return found
-
-
-def _of_all_ranks(group: FlatGroup, own: list[State]) -> list[tuple[Piece, State]]:
-    """The pieces of every rank with their states, in the order of ranks; ``own``: this rank's. Collective."""
-    params, content = group.params, BytesIO()
-    if not params.shard_optim:
-        return list(zip(params.pieces, own, strict=True))
-    torch.save(own, content)
-    sent = [torch.load(BytesIO(each), "cpu") for each in gather_bytes(params.comm, content.getvalue())]
-    return [pair for rank, states in enumerate(sent) for pair in zip(params.layout.owned(rank), states, strict=True)]

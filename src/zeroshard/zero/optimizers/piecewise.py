@@ -127,6 +127,7 @@ class PiecewiseOptimizer(PieceOptimizer):
     """A `PieceOptimizer` whose param groups show the model's parameters: [Note: Whose parameters].
 
     Attributes:
+        make: makes another one, of the same class and settings, over the param groups that it is given.
         holds_pieces: whether its param groups hold the pieces now, as they do while the class's own code runs.
         has_state: whether it has stepped, or state was loaded into it: the same on every rank.
         sharded: the engine's parameters, of which it claims some.
@@ -149,12 +150,13 @@ class PiecewiseOptimizer(PieceOptimizer):
         if not given:
             raise ValueError("params: the optimizer got an empty list; give it at least one parameter")
         groups: list[dict[str, Any]] = given if isinstance(given[0], dict) else [{"params": given}]
+        self.make = partial(optimizer_cls, **kwargs)
         with sharded.all_or_none():
             claimed = [{**group, "params": sharded.claim(group)} for group in groups]
             kept_whole = {param for group in claimed for param in _kept_whole(optimizer_cls, kwargs, group)}
             if kept_whole:
                 # Build the class once before anything is laid out anew: it may refuse parameters by their shape.
-                optimizer_cls([{**group, "params": _stand_ins(group["params"])} for group in claimed], **kwargs)
+                self.make([{**group, "params": _stand_ins(group["params"])} for group in claimed])
                 listener.keep_tensors_whole(kept_whole)
             super().__init__(optimizer_cls, claimed, sharded.homes, kwargs)
         self._attach(sharded, listener, has_state=False)

@@ -19,12 +19,13 @@ from zeroshard.comm import Communicator
 from zeroshard.comm.agree import send_bytes
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.core.layout import Piece, Slot
-from zeroshard.zero.core.optimizer import SCALAR_STATES, State, cut, pieces_in
+from zeroshard.zero.core.optimizer import State, pieces_in
 from zeroshard.zero.optimizers.kept_states import require_kept
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 from zeroshard.zero.tensor_broadcast import PendingBroadcasts
 
 _PER_PARAM = ("params", "param_names")
+SCALAR_STATES = frozenset({"step", "eta", "mu", "mu_product"})  # torch keeps one number of each for a parameter
 
 
 class Stateful(Protocol):
@@ -180,7 +181,7 @@ def cut_into_pieces(piecewise: PiecewiseOptimizer, state_dict: Mapping[str, Any]
             home, slot = piecewise.homes[param]
             for piece, _ in pieces_in(home, slot):
                 if saved.get(param):
-                    state[number] = cut_unsharded(saved[param], piece, home.params.layout.slots[slot])
+                    state[number] = cut(saved[param], piece, home.params.layout.slots[slot])
                 number += 1
         options = {key: value for key, value in group.items() if key not in _PER_PARAM}
         groups.append({**options, "params": list(range(first, number))})
@@ -207,7 +208,7 @@ def cut_states(piecewise: PiecewiseOptimizer) -> None:
                     "make the optimizer by zero.optimizer() and load its state there"
                 )
         for piece, shard in pieces_in(group, slot):
-            cuts[shard] = cut_unsharded(state[param], piece, place)
+            cuts[shard] = cut(state[param], piece, place)
     for param in piecewise.members:
         state.pop(param, None)
     for shard, kept in cuts.items():
@@ -229,17 +230,24 @@ def _pairs(piecewise: PiecewiseOptimizer, saved_groups: list[Mapping[str, Any]])
             yield from zip(chosen, keys, strict=True)
 
 
-def cut_unsharded(state: Mapping[str, Any], piece: Piece, slot: Slot) -> State:
-    """As `zeroshard.zero.core.optimizer.cut`, of a state from anywhere.
+def cut(state: Mapping[str, Any], piece: Piece, slot: Slot) -> State:
+    """Return the part of a parameter's unsharded state that belongs to one piece of it; tensors are copies.
 
     Raises:
         ValueError: a state is not in the parameter's shape, such as one rank's part of another layout.
     """
+    found: State = {}
     for kind, value in state.items():
-        several = isinstance(value, Tensor) and value.numel() > 1 and kind not in SCALAR_STATES
-        if several and piece.shape != slot.shape != tuple(value.shape):
+        if not isinstance(value, Tensor) or kind in SCALAR_STATES:
+            found[kind] = value.clone() if isinstance(value, Tensor) else value
+        elif tuple(value.shape) == slot.shape:
+            start, stop = piece.interval
+            found[kind] = value.detach().reshape(-1)[start:stop].clone().view(piece.shape)
+        elif piece.shape != slot.shape and value.numel() > 1:
             raise ValueError(
                 f"state_dict: {kind} of {slot.name} has the shape {tuple(value.shape)}, its parameter {slot.shape}; "
                 "give the state, as zero.optim_state_dict() returns it"
             )
-    return cut(state, piece, slot)
+        else:
+            found[kind] = value.clone()
+    return found

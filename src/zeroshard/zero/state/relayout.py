@@ -15,7 +15,7 @@ from torch import nn
 from zeroshard.comm.agree import agreement
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.core.strategy import ShardingStrategy
-from zeroshard.zero.optimizers.state_dict import Stateful, cut_unsharded, describe, states_by_slot
+from zeroshard.zero.optimizers.state_dict import Stateful, cut, describe, states_by_slot
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.whole_tensors.layout import balanced
 
@@ -79,7 +79,7 @@ def restage(runtime: Runtime, strategy: ShardingStrategy, holders: Sequence[Stat
                 slot = new.params.layout.slots[piece.slot]
                 for holder, by_slot in zip(holders, states, strict=True):
                     if piece.slot in by_slot:
-                        holder.state[shard] = cut_unsharded(by_slot[piece.slot], piece, slot)
+                        holder.state[shard] = cut(by_slot[piece.slot], piece, slot)
     runtime.apply_strategy(strategy)
     runtime.forget_calls()
     runtime.laid_out_anew(runtime.groups())

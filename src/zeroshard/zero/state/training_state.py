@@ -18,11 +18,10 @@ from torch.optim import Optimizer
 
 from zeroshard.torch_internals import not_saved, own_buffers
 from zeroshard.zero.buffers.unit import FlatGroup
-from zeroshard.zero.core.optimizer import SCALAR_STATES
 from zeroshard.zero.optimizers.kept_states import Kept, ParamFacts, SavedState, alike, of_groups
 from zeroshard.zero.optimizers.methods import load_pieces
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
-from zeroshard.zero.optimizers.state_dict import Stateful
+from zeroshard.zero.optimizers.state_dict import SCALAR_STATES, Stateful
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.state.full_state import outside, take_names
 from zeroshard.zero.state.named_shards import (
