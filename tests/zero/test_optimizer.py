@@ -13,6 +13,7 @@ from torch import nn
 from nets import Net, one_process, rows, set_values
 from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
 from zeroshard.zero import STAGES, Zero
+from zeroshard.zero.core.optimizer import pieces_in
 
 
 @pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
@@ -568,7 +569,7 @@ def _homes(zero, net):
         for group in unit.groups
         for slot, param in enumerate(group.params.params)
     }
-    homes = [groups[param][0].shards_of(groups[param][1]) for param in others(net)]
+    homes = [pieces_in(*groups[param]) for param in others(net)]
     return [home for home in homes for _ in home]
 
 

@@ -1,7 +1,4 @@
-"""A unit: parameters that are gathered, freed and reduced together, such as a block's; the root unit has all others.
-
-A unit's parameters are grouped by dtype, device and whether they are trained, because a flat buffer has one of each
-and frozen weights need neither gradients nor refreshing. Nearly every unit has one group.
+"""The groups and units of `Zero`: those of the core, whose parameters may move to other layouts and other stages.
 
 [Note: Laid out anew]
     The right layout depends on the optimizer, which is made after the units. Groups begin with shards that may end in
@@ -11,35 +8,33 @@ and frozen weights need neither gradients nor refreshing. Nearly every unit has 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from zeroshard.comm.streams import Streams
 from zeroshard.zero.buffers.flat_grads import FlatGrads
 from zeroshard.zero.buffers.flat_layout import FlatLayout
 from zeroshard.zero.buffers.flat_params import FlatParams
 from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.plain import PLAIN, BufferFacts, Members
-from zeroshard.zero.core.layout import ALIGNMENT, Piece
+from zeroshard.zero.core import units
+from zeroshard.zero.core.layout import ALIGNMENT
 from zeroshard.zero.core.precision import MixedPrecision
 from zeroshard.zero.core.strategy import ShardingStrategy
+from zeroshard.zero.core.units import Group, groups_of
 from zeroshard.zero.rank_groups import RankGroups
 
 LaysOut = Callable[[Sequence[tuple[str, Sequence[int]]], int, bool, int], FlatLayout]
 """``(names and shapes, number of shards, whether these must have one length, parts of each) -> layout``."""
 
 
-class FlatGroup:
-    """One flat buffer of weights, the buffer of their gradients, and the pieces of both that the optimizer sees.
+class FlatGroup(Group):
+    """A group whose buffers can be made anew, in another layout or for another row of the stage table."""
 
-    Attributes:
-        shards: for each of ``params.pieces``, the `nn.Parameter` that the optimizer updates: a view of the master, 1-D
-            unless the layout keeps tensors whole.
-        unreduced: whether some rank may have gradients that wait for a reduction; the same on every rank.
-    """
+    params: FlatParams
+    grads: FlatGrads
 
     def __init__(
         self,
@@ -66,39 +61,30 @@ class FlatGroup:
             shapes = [(param_name, param.shape) for param_name, param in params]
             layout = FlatLayout.of(shapes, rank_groups.shard_group.world_size, ALIGNMENT, rank_groups.parts)
         facts = BufferFacts(name, layout, master_dtype, device, rank_groups, strategy, precision)
-        transport = members.transport(facts)
-        self.params = FlatParams(
-            name, params, strategy, rank_groups, precision, init, layout, frozen=frozen, transport=transport
-        )
-        self.grads = FlatGrads(
-            name,
-            layout,
-            strategy,
-            rank_groups,
-            device=device,
-            reduced_dtype=precision.reduced_dtype(master_dtype),
-            reduce_dtype=precision.gradient_dtype(master_dtype),
-            reducer=members.reducer(facts),
+        super().__init__(
+            FlatParams(
+                name,
+                params,
+                strategy,
+                rank_groups,
+                precision,
+                init,
+                layout,
+                frozen=frozen,
+                transport=members.transport(facts),
+            ),
+            FlatGrads(
+                name,
+                layout,
+                strategy,
+                rank_groups,
+                device=device,
+                reduced_dtype=precision.reduced_dtype(master_dtype),
+                reduce_dtype=precision.gradient_dtype(master_dtype),
+                reducer=members.reducer(facts),
+            ),
         )
         self._cuts = self.grads.cuts(self.params.pieces)
-        floating = master_dtype.is_floating_point or master_dtype.is_complex
-        self.shards = [
-            nn.Parameter(self.params.piece_of_master(piece), requires_grad=floating) for piece in self.params.pieces
-        ]
-        if self.grads.reduced_dtype != master_dtype:
-            for shard in self.shards:
-                shard.grad_dtype = None  # so that its gradient may have a narrower dtype
-        self.unreduced = False
-
-    def use_streams(self, streams: Streams) -> None:
-        """Gather and reduce on these streams from now on."""
-        self.params.use_streams(streams)
-        self.grads.use_streams(streams)
-
-    @property
-    def trained(self) -> bool:
-        """Whether any parameter of the group takes gradients now."""
-        return any(param.requires_grad for param in self.params.params)
 
     @property
     def keeps_tensors_whole(self) -> bool:
@@ -162,23 +148,12 @@ class FlatGroup:
         for piece, shard, grad in zip(pieces, self.shards, grads, strict=True):
             shard.grad = grad if used[piece.slot] else None
 
-    def shards_of(self, slot: int) -> list[tuple[Piece, nn.Parameter]]:
-        """Return the optimizer's pieces of one parameter on this rank."""
-        pairs = zip(self.params.pieces, self.shards, strict=True)
-        return [(piece, shard) for piece, shard in pairs if piece.slot == slot]
 
-
-class Unit:
-    """One or more `FlatGroup`, gathered, freed and reduced as one.
+class Unit(units.Unit[FlatGroup]):
+    """A unit that may be called in more ways than once in a forward.
 
     Attributes:
-        name: the module's name in the model; ``"root"`` for the root unit.
-        module: the module whose forward uses the weights.
-        read_in_backward: whether its backward uses them too; if not, they are not gathered again for backward.
-        num_running_forwards: number of calls of the module that are in forward now; recomputation does not count.
         entered: whether a call of the module is in forward now, or was recomputed and its backward has not ended.
-        calls: number of forward calls whose backward has not begun, by the number of the model's forward.
-        active: number of calls in backward now.
         keep_unsharded: whether weights stay unsharded until the last of several calls in one forward has had its
             backward.
         keep_unsharded_after: the forwards, by number, after which weights stay unsharded until backward is over,
@@ -186,14 +161,8 @@ class Unit:
     """
 
     def __init__(self, name: str, module: nn.Module, groups: list[FlatGroup], *, read_in_backward: bool = True) -> None:
-        self.name = name
-        self.module = module
-        self.read_in_backward = read_in_backward
-        self.groups = groups
-        self.num_running_forwards, self.entered = 0, False
-        self.calls: dict[int, int] = {}
-        self.active = 0
-        self.keep_unsharded = False
+        super().__init__(name, module, groups, read_in_backward=read_in_backward)
+        self.entered = self.keep_unsharded = False
         self.keep_unsharded_after: dict[int, object] = {}
 
     def forget_calls(self, forward_runs: Iterable[int] | None = None) -> None:
@@ -205,55 +174,6 @@ class Unit:
         for index in forward_runs:
             self.calls.pop(index, None)
             self.keep_unsharded_after.pop(index, None)
-
-    def unshard(self, *, again: bool = False) -> bool:
-        """Issue the gather of the weights (``again``: even of current ones); return whether a gather was started."""
-        before = self.gather_in_flight
-        for group in self.groups:
-            group.params.unshard(again=again)
-        return self.gather_in_flight and not before
-
-    def wait_for_unshard(self) -> None:
-        """Wait for the gather in flight."""
-        for group in self.groups:
-            group.params.wait_for_unshard()
-
-    @property
-    def gather_in_flight(self) -> bool:
-        """Whether a gather was started that nobody has waited for yet."""
-        return any(group.params.gather_in_flight for group in self.groups)
-
-    def reshard(self) -> None:
-        """Free the unsharded weights, if weights are sharded."""
-        for group in self.groups:
-            group.params.reshard()
-
-    def reduce(self) -> None:
-        """Start to reduce this rank's gradients. Collective: every rank reduces all trained groups, used or not."""
-        for group in self.trained_groups():
-            group.grads.reduce()
-
-    def reduce_across(self) -> None:
-        """Issue the next collective, over replicas or nodes, say, of each group's reduction. Collective.
-
-        Call it in the order of `reduce`.
-        """
-        for group in self.groups:
-            group.grads.reduce_across()
-
-    @property
-    def has_collectives_left(self) -> bool:
-        """Whether a reduction still has collectives to issue: see `reduce_across`."""
-        return any(group.grads.has_collectives_left for group in self.groups)
-
-    def wait_for_reduce(self) -> None:
-        """Wait for the reductions in flight."""
-        for group in self.groups:
-            group.grads.wait_for_reduce()
-
-    def trained_groups(self) -> list[FlatGroup]:
-        """Return the groups that take gradients now, or may have some from a backward that did not reduce."""
-        return [group for group in self.groups if group.trained or group.unreduced]
 
     def keep_tensors_whole(self, chosen: set[nn.Parameter], lay_out: LaysOut) -> None:
         """Move the chosen parameters to groups that keep tensors whole. Collective; see that of `FlatGroup`."""
@@ -268,11 +188,6 @@ class Unit:
     def stale(self) -> bool:
         """Whether any weights are older than their master weights."""
         return any(group.params.stale for group in self.groups)
-
-    @property
-    def readable(self) -> bool:
-        """Whether the module's parameters are unsharded and current now, or will be after `wait_for_unshard`."""
-        return all(group.params.readable for group in self.groups)
 
     def named_slots(self) -> Iterator[tuple[str, nn.Parameter, FlatGroup, int]]:
         """Yield ``(name, parameter, group, slot)`` of each parameter."""
@@ -291,18 +206,16 @@ def build_groups(
     members: Members = PLAIN,
 ) -> list[FlatGroup]:
     """Make the flat groups of a unit's parameters; functions in ``init`` draw the values of those that are its keys."""
-    by_kind: dict[tuple[torch.dtype, torch.device, bool, bool, bool], list[tuple[str, nn.Parameter]]] = {}
-    for param_name, param in params:
-        exact = precision.is_exact(param.shape)
-        kind = (param.dtype, param.device, param.requires_grad, param in init, exact)
-        by_kind.setdefault(kind, []).append((param_name, param))
-    groups = []
-    for index, ((*_, exact), chosen) in enumerate(by_kind.items()):
-        group_name = name if index == 0 else f"{name}#{index}"
-        policy = precision.exactly() if exact else precision
-        drawn = init.get(chosen[0][1])
-        groups.append(FlatGroup(group_name, chosen, strategy, rank_groups, policy, drawn, members=members))
-    return groups
+
+    def kind(param: nn.Parameter) -> tuple[Hashable, ...]:
+        return *units.kind_of(param), param in init, precision.is_exact(param.shape)
+
+    def make(group_name: str, chosen: list[tuple[str, nn.Parameter]]) -> FlatGroup:
+        first = chosen[0][1]
+        policy = precision.exactly() if precision.is_exact(first.shape) else precision
+        return FlatGroup(group_name, chosen, strategy, rank_groups, policy, init.get(first), members=members)
+
+    return groups_of(name, params, make, kind)
 
 
 def memory_of(groups: Iterator[FlatGroup]) -> dict[str, int]:

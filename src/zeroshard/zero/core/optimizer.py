@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from io import BytesIO
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic
 
 import torch
 from torch import nn
@@ -21,11 +21,9 @@ from torch.optim import Optimizer
 
 from zeroshard.comm.agree import gather_bytes
 from zeroshard.zero.core.layout import Piece
+from zeroshard.zero.core.units import AnyGroup, Group
 
-if TYPE_CHECKING:
-    from zeroshard.zero.buffers.unit import FlatGroup
-
-Homes = dict[nn.Parameter, tuple["FlatGroup", int]]  # the group that holds a parameter, and its slot there
+Homes = dict[nn.Parameter, tuple[AnyGroup, int]]  # the group that holds a parameter, and its slot there
 State = dict[str, Any]  # the states of a parameter, or of a piece, by kind
 
 
@@ -47,7 +45,7 @@ class StepOperands:
         """Take back what was brought, with the values that it has now; nothing, if nothing is there."""
 
 
-class PieceOptimizer:
+class PieceOptimizer(Generic[AnyGroup]):
     """An instance of the user's class, `optimizer`, over this rank's pieces of ``params``.
 
     Attributes:
@@ -57,7 +55,9 @@ class PieceOptimizer:
 
     operands = StepOperands()
 
-    def __init__(self, cls: type[Optimizer], params: Iterable[Any], homes: Homes, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, cls: type[Optimizer], params: Iterable[Any], homes: Homes[AnyGroup], settings: Mapping[str, Any]
+    ) -> None:
         given = list(params)  # parameters, or dicts of some and their settings, as the class itself takes them
         groups = given if isinstance(given[0], dict) else [{"params": given}]
         self.homes = homes
@@ -70,7 +70,7 @@ class PieceOptimizer:
         """Take the pieces in the flat groups that hold the parameters now."""
         homes = [[self.homes[param] for param in chosen] for chosen in self.by_group]
         self.pieces = [[shard for home in chosen for _, shard in pieces_in(*home)] for chosen in homes]
-        self.slots: dict[FlatGroup, set[int]] = {}
+        self.slots: dict[AnyGroup, set[int]] = {}
         for group, slot in chain.from_iterable(homes):
             self.slots.setdefault(group, set()).add(slot)
 
@@ -134,6 +134,6 @@ class PieceOptimizer:
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": loaded})
 
 
-def pieces_in(group: FlatGroup, slot: int) -> list[tuple[Piece, nn.Parameter]]:
+def pieces_in(group: Group, slot: int) -> list[tuple[Piece, nn.Parameter]]:
     """This rank's pieces of the parameter in a slot."""
     return [pair for pair in zip(group.params.pieces, group.shards, strict=True) if pair[0].slot == slot]

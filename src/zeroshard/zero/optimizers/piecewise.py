@@ -58,7 +58,7 @@ class ShardedParams:
     """Translates the model's parameters into the pieces on this rank."""
 
     def __init__(self, groups: Iterable[FlatGroup]) -> None:
-        self.homes: Homes = {}
+        self.homes: Homes[FlatGroup] = {}
         self._claimed: set[nn.Parameter] = set()
         self.locate(groups)
 
@@ -123,7 +123,7 @@ class ShardedParams:
             raise
 
 
-class PiecewiseOptimizer(PieceOptimizer):
+class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
     """A `PieceOptimizer` whose param groups show the model's parameters: [Note: Whose parameters].
 
     Attributes:

@@ -1,0 +1,172 @@
+"""A unit: parameters that are gathered, freed and reduced together, such as a block's; the root unit has all others.
+
+A unit's parameters are grouped by dtype, device and whether they are trained: a flat buffer has one dtype and lies on
+one device, and frozen weights need neither gradients nor refreshing. Nearly every unit has one group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+from torch import nn
+
+from zeroshard.comm.streams import Streams
+from zeroshard.zero.core.gradients import Gradients
+from zeroshard.zero.core.layout import ALIGNMENT, FlatLayout
+from zeroshard.zero.core.precision import MixedPrecision
+from zeroshard.zero.core.ranks import RankGroups
+from zeroshard.zero.core.strategy import ShardingStrategy
+from zeroshard.zero.core.weights import Weights, WeightTransport
+
+Named = list[tuple[str, nn.Parameter]]  # parameters with their names in the model
+
+
+class Group:
+    """One flat buffer of weights, the buffer of their gradients, and the pieces of both that the optimizer sees.
+
+    Attributes:
+        shards: for each of ``params.pieces``, the `nn.Parameter` that the optimizer updates: a view of the master.
+        unreduced: whether some rank may have gradients that wait for a reduction; the same on every rank.
+    """
+
+    def __init__(self, params: Weights, grads: Gradients) -> None:
+        self.params, self.grads = params, grads
+        floating = params.dtype.is_floating_point or params.dtype.is_complex
+        self.shards = [nn.Parameter(params.piece_of_master(piece), requires_grad=floating) for piece in params.pieces]
+        if grads.reduced_dtype != params.dtype:
+            for shard in self.shards:
+                shard.grad_dtype = None  # so that its gradient may have a narrower dtype
+        self.unreduced = False
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        params: Named,
+        strategy: ShardingStrategy,
+        rank_groups: RankGroups,
+        precision: MixedPrecision,
+    ) -> Group:
+        """Move parameters of one dtype and device to flat buffers, in order. Collective."""
+        comm, dtype = rank_groups.shard_group, params[0][1].dtype
+        layout = FlatLayout.of([(each, param.shape) for each, param in params], comm.world_size, ALIGNMENT)
+        transport = WeightTransport(comm, layout)
+        weights = Weights(name, params, layout, strategy, rank_groups, precision, transport)
+        grads = Gradients(
+            name,
+            layout,
+            strategy,
+            rank_groups,
+            device=params[0][1].device,
+            reduced_dtype=precision.reduced_dtype(dtype),
+            reduce_dtype=precision.gradient_dtype(dtype),
+        )
+        return cls(weights, grads)
+
+    def use_streams(self, streams: Streams) -> None:
+        """Gather and reduce on these streams from now on."""
+        self.params.use_streams(streams)
+        self.grads.use_streams(streams)
+
+    @property
+    def trained(self) -> bool:
+        """Whether any parameter of the group takes gradients now."""
+        return any(param.requires_grad for param in self.params.params)
+
+    def expose_grads(self) -> None:
+        """Set ``grad`` of the optimizer's pieces to the reduced gradients; None if no rank had one."""
+        for piece, shard in zip(self.params.pieces, self.shards, strict=True):
+            shard.grad = self.grads.piece(piece) if self.grads.used[piece.slot] else None
+
+
+AnyGroup = TypeVar("AnyGroup", bound=Group)
+
+
+class Unit(Generic[AnyGroup]):
+    """One or more groups, gathered, freed and reduced as one.
+
+    Attributes:
+        name: the module's name in the model; ``"root"`` for the root unit.
+        module: the module whose forward uses the weights.
+        read_in_backward: whether its backward uses them too; if not, they are not gathered again for backward.
+        num_running_forwards: number of calls of the module that are in forward now; recomputation does not count.
+        calls: number of forward calls whose backward has not begun, by the number of the model's forward.
+        active: number of calls in backward now.
+    """
+
+    def __init__(self, name: str, module: nn.Module, groups: list[AnyGroup], *, read_in_backward: bool = True) -> None:
+        self.name, self.module, self.groups = name, module, groups
+        self.read_in_backward = read_in_backward
+        self.num_running_forwards = self.active = 0
+        self.calls: dict[int, int] = {}
+
+    def unshard(self, *, again: bool = False) -> bool:
+        """Issue the gather of the weights (``again``: even of current ones); return whether a gather was started."""
+        before = self.gather_in_flight
+        for group in self.groups:
+            group.params.unshard(again=again)
+        return self.gather_in_flight and not before
+
+    def wait_for_unshard(self) -> None:
+        """Wait for the gather in flight."""
+        for group in self.groups:
+            group.params.wait_for_unshard()
+
+    @property
+    def gather_in_flight(self) -> bool:
+        """Whether a gather was started that nobody has waited for yet."""
+        return any(group.params.gather_in_flight for group in self.groups)
+
+    @property
+    def readable(self) -> bool:
+        """Whether the module's parameters are unsharded and current now, or will be after `wait_for_unshard`."""
+        return all(group.params.readable for group in self.groups)
+
+    def reshard(self) -> None:
+        """Free the unsharded weights, if weights are sharded."""
+        for group in self.groups:
+            group.params.reshard()
+
+    def trained_groups(self) -> list[AnyGroup]:
+        """Return the groups that take gradients now, or may have some from a backward that did not reduce."""
+        return [group for group in self.groups if group.trained or group.unreduced]
+
+    def reduce(self) -> None:
+        """Start to reduce this rank's gradients. Collective: every rank reduces all trained groups, used or not."""
+        for group in self.trained_groups():
+            group.grads.reduce()
+
+    def reduce_across(self) -> None:
+        """Issue the next collective of each group's reduction, over replicas, say. Call it in the order of `reduce`."""
+        for group in self.groups:
+            group.grads.reduce_across()
+
+    @property
+    def has_collectives_left(self) -> bool:
+        """Whether a reduction still has collectives to issue: see `reduce_across`."""
+        return any(group.grads.has_collectives_left for group in self.groups)
+
+    def wait_for_reduce(self) -> None:
+        """Wait for the reductions in flight."""
+        for group in self.groups:
+            group.grads.wait_for_reduce()
+
+
+def kind_of(param: nn.Parameter) -> tuple[Hashable, ...]:
+    """What parameters of one flat buffer have in common."""
+    return param.dtype, param.device, param.requires_grad
+
+
+def groups_of(
+    name: str,
+    params: Named,
+    make: Callable[[str, Named], AnyGroup],
+    kind: Callable[[nn.Parameter], Hashable] = kind_of,
+) -> list[AnyGroup]:
+    """Make the groups of the unit ``name``, one for each kind of its parameters."""
+    by_kind: dict[Hashable, Named] = {}
+    for param_name, param in params:
+        by_kind.setdefault(kind(param), []).append((param_name, param))
+    chosen = enumerate(by_kind.values())
+    return [make(name if index == 0 else f"{name}#{index}", some) for index, some in chosen]
