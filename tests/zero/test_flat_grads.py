@@ -5,7 +5,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nets import Net, rows
 from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
 from zeroshard.zero import STAGES, FlatLayout, RankGroups, Zero
-from zeroshard.zero.buffers import local_grads
+from zeroshard.zero.buffers import small_grads
 from zeroshard.zero.buffers.flat_grads import FlatGrads
 
 SHAPES = [("a", (2, 2)), ("b", (3,))]
@@ -206,7 +206,7 @@ def test_gradients_that_wait_for_each_other_have_the_same_bits(stage, world_size
     """Also where some never come, some are cleared or replaced while others wait, and a second micro-batch follows."""
 
     def means(together):
-        monkeypatch.setattr(local_grads, "LEAST_TOGETHER", 3 if together else 1000)
+        monkeypatch.setattr(small_grads, "LEAST_TOGETHER", 3 if together else 1000)
 
         def go(comm):
             grads, accumulate = _block(stage, comm, dtypes)

@@ -1,11 +1,13 @@
 """`FlatGrads`: the gradients of one flat buffer as the engine needs them.
 
-To `Gradients` it adds reducers that keep something (`StatefulReducer`), gradients that a user reads, replaces or sets
-to zero one by one, and gradients with which no optimizer may step.
+To `Gradients` it adds fewer operations for the local sum, with the same bits; reducers that keep something
+(`StatefulReducer`); gradients that a user reads, replaces or sets to zero one by one; and gradients with which no
+optimizer may step.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -14,15 +16,16 @@ from torch import Tensor
 from zeroshard.comm import empty_for
 from zeroshard.torch_internals import storage_id
 from zeroshard.zero.buffers.flat_layout import FlatLayout
-from zeroshard.zero.buffers.local_grads import FusedGrads
 from zeroshard.zero.buffers.reduction import StatefulReducer
+from zeroshard.zero.buffers.small_grads import SmallGrads
 from zeroshard.zero.buffers.unusable_grads import UnusableGrads
+from zeroshard.zero.core.gradients import Gradients
 from zeroshard.zero.core.layout import Piece
 from zeroshard.zero.core.strategy import ShardingStrategy
 from zeroshard.zero.rank_groups import RankGroups
 
 
-class FlatGrads(FusedGrads):
+class FlatGrads(Gradients):
     """Gradients for the parameters of one `FlatLayout`; arguments as of `Gradients`.
 
     Attributes:
@@ -50,12 +53,71 @@ class FlatGrads(FusedGrads):
         super().__init__(name, layout, strategy, rank_groups, device=device, **dtypes, reducer=reducer)
         self.keep_local = self.keep_local and not reducer.accumulates
         self.num_backwards, self.unusable = 0, UnusableGrads()
+        self._small = SmallGrads(layout, reduce_dtype)
+        self._scale_is_exact = math.frexp(self._scale)[0] == 0.5  # a power of two: no product is rounded
+        self._scale_on_device = self._scale_there()
+
+    # -- this rank's sum -------------------------------------------------------------------------------------------
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of small gradients that wait to be copied into the local buffer."""
+        return self._small.num_bytes
 
     def accumulate(self, slot: int, grad: Tensor) -> None:
         """Add ``grad`` (the parameter's shape, the compute dtype) to slot ``slot`` of this rank's sum."""
-        super().accumulate(slot, grad)
+        small = self._small
         if self.unusable.now is not None:
             self.unusable.record_added(slot)
+        if self.used[slot]:
+            if small.waiting:  # the slot's first gradient may be among them
+                self._copy_in()
+        elif small.should_wait(grad):
+            self._vacate_local()
+            small.defer(slot, grad, self._views or self._local_views(), self._scale)
+            self.written[slot] = self.used[slot] = True
+            return
+        super().accumulate(slot, grad)
+
+    def _add(self, view: Tensor, grad: Tensor, *, first: bool) -> None:
+        if not first:
+            if self._scale_is_exact:
+                view.add_(grad, alpha=self._scale)
+            else:
+                view.add_(grad.to(view.dtype).mul(self._scale))
+        elif grad.dtype == view.dtype and self._scale != 1.0:
+            torch.mul(grad, self._scale, out=view)
+        elif (
+            self._scale_on_device is not None
+            and grad.ndim
+            and torch.promote_types(grad.dtype, view.dtype) == view.dtype
+        ):
+            torch.mul(grad, self._scale_on_device, out=view)
+        else:
+            view.copy_(grad)
+            if self._scale != 1.0:
+                view.mul_(self._scale)
+
+    def _scale_there(self) -> Tensor | None:
+        """The scale as a tensor ``[1]`` in the dtype that travels, by which one kernel widens and scales a gradient.
+
+        Multiplied by a Python number, the product would be rounded to the gradient's dtype. Only on a GPU, whose
+        kernels widen as they read; a CPU would first make a wide copy of the gradient, so there the gradient is copied
+        into place and multiplied there. Both give the same bits.
+        """
+        if self.device.type != "cuda" or self._scale == 1.0 or not self.reduce_dtype.is_floating_point:
+            return None
+        return torch.tensor([self._scale], dtype=self.reduce_dtype, device=self.device)
+
+    def _copy_in(self) -> None:
+        """Copy the small gradients that wait into the local buffer, and scale them."""
+        self._small.copy_in(self._views, self._scale)
+
+    def _complete(self) -> Tensor:
+        self._copy_in()
+        return super()._complete()
+
+    # -- the mean over ranks ---------------------------------------------------------------------------------------
 
     def _target(self, local: Tensor) -> Tensor:
         """Where the mean is to be written: if it outlives the local buffer, in its own memory from the beginning."""
@@ -127,9 +189,12 @@ class FlatGrads(FusedGrads):
         self.wait_for_reduce()
         self._end_step(slots)
         super().clear(slots)
-        if not any(self.used):
-            self.num_backwards = 0
-            self.reducer.clear()
+        if any(self.used):
+            self._copy_in()  # those of other slots; what lies in a slot without a gradient is not read
+            return
+        self.num_backwards = 0
+        self._small.clear()
+        self.reducer.clear()
 
     def _end_step(self, slots: set[int]) -> None:
         if self.reducer.rounding is not None:

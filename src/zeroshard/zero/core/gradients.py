@@ -126,7 +126,8 @@ class Gradients:
         if grad.requires_grad:  # under create_graph
             grad = grad.detach()
         self._vacate_local()
-        self._add(self._local_views()[slot], grad.to_dense() if grad.is_sparse else grad, first=not self.written[slot])
+        view = (self._views or self._local_views())[slot]
+        self._add(view, grad.to_dense() if grad.is_sparse else grad, first=not self.written[slot])
         self.written[slot] = self.used[slot] = True
 
     def _add(self, view: Tensor, grad: Tensor, *, first: bool) -> None:
@@ -146,14 +147,13 @@ class Gradients:
 
     def _vacate_local(self) -> None:
         """Before the local buffer is written: move reduced gradients, or a reduction in flight, out of it."""
-        if self._reduction is None and self.reduced is None:
-            return
-        if self.has_collectives_left:  # [Note: Several collectives]
-            self._work.wait()
-            self._arriving = self._out_of_local(self._arriving)
-            return
-        self.wait_for_reduce()
-        if self.reduced is not None and not self.pending:
+        if self._reduction is not None:
+            if self._reduction.num_left:  # [Note: Several collectives]
+                self._work.wait()
+                self._arriving = self._out_of_local(self._arriving)
+                return
+            self.wait_for_reduce()
+        if self.keep_local and self.reduced is not None and not self.pending:
             self.reduced = self._out_of_local(self.reduced)
 
     # -- the mean over ranks ----------------------------------------------------------------------------------
