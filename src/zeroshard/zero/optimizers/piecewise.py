@@ -29,9 +29,10 @@ from torch.optim import Optimizer
 
 from zeroshard.reach import no_class
 from zeroshard.zero.buffers.unit import FlatGroup
-from zeroshard.zero.core.optimizer import Homes, PieceOptimizer, pieces_in
+from zeroshard.zero.core.optimizer import PieceOptimizer, pieces_in
 from zeroshard.zero.optimizers.kept_states import ParamFacts
 from zeroshard.zero.optimizers.operands import WidenedGrads
+from zeroshard.zero.optimizers.sharded_params import ShardedParams
 from zeroshard.zero.whole_tensors.requirements import Reach, classify
 
 
@@ -52,75 +53,6 @@ class StepListener(Protocol):
 
     def clear_grads(self, params: set[nn.Parameter] | None, *, set_to_none: bool) -> None:
         """Clear the gradients of ``params`` (None: of all), or set them to zero."""
-
-
-class ShardedParams:
-    """Translates the model's parameters into the pieces on this rank."""
-
-    def __init__(self, groups: Iterable[FlatGroup]) -> None:
-        self.homes: Homes[FlatGroup] = {}
-        self._claimed: set[nn.Parameter] = set()
-        self.locate(groups)
-
-    def locate(self, groups: Iterable[FlatGroup]) -> None:
-        """Record in which group and slot each parameter is now."""
-        for group in groups:
-            for slot, param in enumerate(group.params.params):
-                self.homes[param] = (group, slot)
-
-    def claim(self, given: Mapping[str, Any]) -> list[nn.Parameter]:
-        """Return the parameters of a param group, and refuse them to any other group from now on.
-
-        Raises:
-            TypeError: ``params`` is a set or holds something that is no tensor.
-            ValueError: a parameter that is not the model's, or that another group has.
-        """
-        members = given["params"]
-        if isinstance(members, Tensor):
-            members = [members]
-        if isinstance(members, set):
-            raise TypeError("params: a set has no order, and ranks must agree on one; give a list")
-        chosen: list[nn.Parameter] = []
-        for member in members:
-            param = member[1] if isinstance(member, tuple) else member  # named_parameters() gives pairs
-            if not isinstance(param, Tensor):
-                raise TypeError(f"params: a {type(param).__name__} is no parameter; give the model's parameters")
-            if param not in self.homes:
-                raise ValueError(
-                    f"params: a tensor of shape {tuple(param.shape)} is no parameter of the model; "
-                    "take parameters from the model after Zero(model) was built"
-                )
-            if param in self._claimed:
-                raise ValueError(
-                    f"params: a parameter of shape {tuple(param.shape)} is in two groups, or another optimizer of this "
-                    "engine has it; name it once, and to begin anew clear that one's state (optimizer.state.clear())"
-                )
-            self._claimed.add(param)
-            chosen.append(param)
-        return chosen
-
-    def name(self, param: nn.Parameter) -> str:
-        """A parameter's ordinary name."""
-        group, slot = self.homes[param]
-        return group.params.layout.slots[slot].name
-
-    def present(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Those of ``params`` that have not left the model."""
-        return [param for param in params if param not in self.homes[param][0].params.absent]
-
-    def kept_whole(self) -> set[nn.Parameter]:
-        """The parameters whose layout keeps each tensor whole on one rank."""
-        return {param for param, (group, _) in self.homes.items() if group.keeps_tensors_whole}
-
-    @contextmanager
-    def all_or_none(self) -> Generator[None]:
-        """If this block fails, let other groups have the parameters that `take` returned in it."""
-        before = set(self._claimed)
-        try:
-            yield
-        except BaseException:
-            self._claimed = before
-            raise
 
 
 class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):

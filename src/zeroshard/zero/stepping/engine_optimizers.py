@@ -19,7 +19,8 @@ from zeroshard.zero.buffers.flat_grads import FlatGrads
 from zeroshard.zero.core.gradients import clip_, global_norm
 from zeroshard.zero.optimizers.description import described
 from zeroshard.zero.optimizers.methods import install_methods
-from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer, ShardedParams
+from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
+from zeroshard.zero.optimizers.sharded_params import ShardedParams
 from zeroshard.zero.optimizers.state_dict import Stateful, cut_states
 from zeroshard.zero.rank_groups import RankGroups
 from zeroshard.zero.runtime.runtime import Runtime
