@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 
 from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator
 from zeroshard.ema.average import EMA, Ema
+from zeroshard.optimizer_classes.kept_states import Kept
 from zeroshard.parallel.base import Setup
-from zeroshard.zero.optimizers.kept_states import Kept
 from zeroshard.zero.state.full_state import named_state, tied_names
 from zeroshard.zero.state.named_shards import (
     NamedShard,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zeroshard.reach import OptimizerKind
+from zeroshard.optimizer_classes.reach import OptimizerKind
 from zeroshard.reach_probe.probe import LEARNING_RATE, probe
 
 _lock = threading.Lock()  # ranks may be threads, which share the random generators that a probe seeds and restores

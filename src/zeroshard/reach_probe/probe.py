@@ -33,8 +33,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroshard.random_generators import borrowed_generators, seed_generators
-from zeroshard.reach import OptimizerKind, Reach
+from zeroshard.optimizer_classes.random_generators import borrowed_generators, seed_generators
+from zeroshard.optimizer_classes.reach import OptimizerKind, Reach
 from zeroshard.reach_probe.clocks import AROUND, FAR, Clocks
 
 NUM_STEPS = 6

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroshard.reach import no_class
+from zeroshard.optimizer_classes.reach import no_class
 from zeroshard.torch_internals import is_traceable_wrapper_subclass
 from zeroshard.zero.optimizers.adoption import has_owner
 from zeroshard.zero.whole_tensors.requirements import Reach, classify

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroshard.reach import no_class
+from zeroshard.optimizer_classes.kept_states import ParamFacts
+from zeroshard.optimizer_classes.reach import no_class
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.core.optimizer import PieceOptimizer, pieces_in
-from zeroshard.zero.optimizers.kept_states import ParamFacts
 from zeroshard.zero.optimizers.operands import WidenedGrads
 from zeroshard.zero.optimizers.sharded_params import ShardedParams
 from zeroshard.zero.whole_tensors.requirements import Reach, classify

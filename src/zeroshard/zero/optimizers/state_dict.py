@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from zeroshard.comm import Communicator
 from zeroshard.comm.agree import send_bytes
+from zeroshard.optimizer_classes.kept_states import require_kept
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.core.layout import Piece, Slot
 from zeroshard.zero.core.optimizer import State, pieces_in
-from zeroshard.zero.optimizers.kept_states import require_kept
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 from zeroshard.zero.tensor_broadcast import PendingBroadcasts
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroshard.optimizer_classes.kept_states import Kept, ParamFacts, SavedState, alike, of_groups
 from zeroshard.torch_internals import not_saved, own_buffers
 from zeroshard.zero.buffers.unit import FlatGroup
-from zeroshard.zero.optimizers.kept_states import Kept, ParamFacts, SavedState, alike, of_groups
 from zeroshard.zero.optimizers.methods import load_pieces
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 from zeroshard.zero.optimizers.state_dict import SCALAR_STATES, Stateful
@@ -179,7 +179,7 @@ def _kept_by(
     groups: Iterable[tuple[Mapping[str, Any], Sequence[ParamFacts]]],
     reader: ShardReader,
 ) -> dict[str, Kept]:
-    """See `zeroshard.zero.optimizers.kept_states.of_groups`; ``groups``: current settings and parameters."""
+    """See `zeroshard.optimizer_classes.kept_states.of_groups`; ``groups``: current settings and parameters."""
     found: list[tuple[Mapping[str, Any], Mapping[str, Any] | None, Sequence[ParamFacts]]] = []
     for settings, params in groups:
         saved = saved_settings(reader, (param.name for param in params))

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroshard.optimizer_classes.description import described
 from zeroshard.zero.buffers.flat_grads import FlatGrads
 from zeroshard.zero.core.gradients import clip_, global_norm
-from zeroshard.zero.optimizers.description import described
 from zeroshard.zero.optimizers.methods import install_methods
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 from zeroshard.zero.optimizers.sharded_params import ShardedParams

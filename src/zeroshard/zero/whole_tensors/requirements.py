@@ -36,7 +36,7 @@ import torch
 from torch import optim
 from torch.optim import Optimizer
 
-from zeroshard.reach import OptimizerKind, Reach
+from zeroshard.optimizer_classes.reach import OptimizerKind, Reach
 
 __all__ = ["OptimizerKind", "Reach", "classify"]
 

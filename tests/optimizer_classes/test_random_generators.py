@@ -3,7 +3,7 @@ import threading
 
 import torch
 
-from zeroshard.random_generators import borrowed_generators, seed_generators
+from zeroshard.optimizer_classes.random_generators import borrowed_generators, seed_generators
 
 
 def test_threads_borrow_the_generators_one_after_the_other():

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.errors import UserError
-from zeroshard.random_generators import borrowed_generators
+from zeroshard.optimizer_classes.random_generators import borrowed_generators
 
 NUM_STEPS = 4
 _lock = threading.Lock()  # ranks may be threads, which share the random generators that are restored after a trial
