@@ -19,13 +19,13 @@ from zeroshard.wire_formats import DtypeFormat
 from zeroshard.zero.buffers import outdated
 from zeroshard.zero.buffers.flat_layout import FlatLayout
 from zeroshard.zero.buffers.initial import initial_values
-from zeroshard.zero.buffers.param_views import ParamViews
+from zeroshard.zero.buffers.param_changes import ParamChanges
 from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.written_weights import bit_sums, take_written
 from zeroshard.zero.core.layout import ALIGNMENT
 from zeroshard.zero.core.precision import MixedPrecision
 from zeroshard.zero.core.strategy import ShardingStrategy
-from zeroshard.zero.core.weights import SHARDED, STALE_VISIBLE, Weights, WeightTransport
+from zeroshard.zero.core.weights import GATHERING, SHARDED, STALE_VISIBLE, Weights, WeightTransport
 from zeroshard.zero.rank_groups import RankGroups
 
 
@@ -39,7 +39,7 @@ class FlatParams(Weights):
         frozen: whether there is to be no master in the parameters' own dtype: [Note: Frozen].
 
     Attributes:
-        param_views: finds writes into the parameters.
+        changes: finds what a user has written into the parameters, or assigned to them.
         absent: those that have left the model, as far as `take_names` has noticed.
         on_read: called before a read of a parameter whose values are stale or freed, and ends in `show_as_current`;
             None: reads are not watched. See [Note: Read between steps] in `outdated`.
@@ -74,14 +74,14 @@ class FlatParams(Weights):
         self._is_exposed = False  # whether the user may keep views of `full`
         self._exposed_bits: Tensor | None = None  # `bit_sums` of `full` when it was exposed or written back
         self._watches: dict[tuple[bool, Callable[[], None]], outdated.Watch] = {}
-        self.param_views = ParamViews(layout, self.params)
+        self.changes = ParamChanges(layout, self.params)
 
     # -- the life of weights ------------------------------------------------------------------------------------
 
     def _gather(self) -> None:
         """Keep or refuse what was written first, because the gather writes over it."""
         if not self.visible:
-            self.param_views.refuse_touched(self.name, self._shown, self.placeholder)
+            self.changes.refuse_touched(self.name, self._hidden, self.placeholder)
         elif self.readable:
             self.take_changes()
         self.show_as_current()
@@ -89,16 +89,17 @@ class FlatParams(Weights):
 
     def wait_for_unshard(self) -> None:
         """Wait for the gather in flight, and count writes into the parameters from then on."""
-        hidden = not self.visible
+        hidden = self.state is GATHERING
         super().wait_for_unshard()
-        if hidden and self.visible:
-            self.param_views.accept()
+        if hidden:
+            self.changes.accept()
 
     def reshard(self) -> None:
         """Free the unsharded weights, if weights are sharded."""
         if not self.shard_params or self.state is SHARDED:
             return
-        self.wait_for_unshard()
+        if self.gather_in_flight:
+            self.wait_for_unshard()
         self.take_changes()
         if self._is_exposed:  # the old memory is left to the user's views, which crash if it is freed under them
             self._is_exposed = False
@@ -109,8 +110,8 @@ class FlatParams(Weights):
 
     def mark_stale(self) -> None:
         """Record that the master has changed: what was written or assigned to the weights is older, and is dropped."""
-        self.param_views.drop_assigned(self._shown, visible=self.visible)
-        self.param_views.accept()
+        self._drop_assigned()
+        self.changes.accept()
         super().mark_stale()
         self.watch_reads()
 
@@ -137,7 +138,7 @@ class FlatParams(Weights):
             return
         key = sharded, self.on_read
         if key not in self._watches:
-            self._watches[key] = outdated.Watch(self.on_read, self.param_views.name_of if sharded else None)
+            self._watches[key] = outdated.Watch(self.on_read, self.changes.name_of if sharded else None)
         self._watches[key].mark(self.params)
 
     def show_as_current(self) -> None:
@@ -146,32 +147,28 @@ class FlatParams(Weights):
 
     # -- writes -------------------------------------------------------------------------------------------------
 
-    @property
-    def _shown(self) -> list[Tensor]:
-        """What the parameters show, unless a tensor was assigned to their ``.data``."""
-        return self._views if self.visible else self._hidden
-
     def take_changes(self) -> None:
         """Copy values that were written into unsharded, current weights to the master.
 
         Every rank must call it, and must have written the same values: [Note: Changes in place] in `written_weights`.
         """
         if not self.visible:
-            self.param_views.refuse_assigned(self._shown)
+            self.changes.refuse_assigned(self._hidden)
             return
-        assigned = self.param_views.take_assigned(self._shown)
-        if (assigned or self._always_compared or self.param_views.written) and not self.stale:
+        assigned = self.changes.take_assigned(self._views)
+        if (assigned or self._always_compared or self.changes.written) and not self.stale:
             self.write_back()
 
     def write_back(self) -> None:
         """Copy values that were written into unsharded weights to the master; its other elements do not change."""
-        self.param_views.take_assigned(self._shown)
+        assert self.visible, "hidden parameters show NaN"
+        self.changes.take_assigned(self._views)
         if self._aliased:
             return
         with torch.no_grad():
             own = slice(*self.layout.interval(self.comm.rank))
             take_written(self.transport, self.master, self.full[own] if self.shard_optim else self.full)
-        self.param_views.accept()
+        self.changes.accept()
         self._exposed_bits = None if self._exposed_bits is None else bit_sums(self.full)
         self._written_at = self._streams.mark()
         self.transport.invalidate()
@@ -185,19 +182,24 @@ class FlatParams(Weights):
         """Have the next `unshard` undo writes into weights, unless the master is a view; return whether any were."""
         before, self._exposed_bits = self._exposed_bits, None
         lost = before is not None and not torch.equal(before, bit_sums(self.full))
-        lost = lost and (self.shard_params or self.param_views.written)
+        lost = lost and (self.shard_params or self.changes.written)
         if self._aliased:
-            self.param_views.take_assigned(self._shown)
+            self.changes.take_assigned(self._views)
             return lost
-        lost = self.param_views.drop_assigned(self._shown, visible=self.visible) or lost
-        if self.visible and self.param_views.written:
-            self.param_views.accept()
+        lost = self._drop_assigned() or lost
+        if self.visible and self.changes.written:
+            self.changes.accept()
             if self.shard_params:
                 self.reshard()
             else:
                 self.state = STALE_VISIBLE
                 self._written_at = self._streams.mark()
         return lost
+
+    def _drop_assigned(self) -> bool:
+        """Undo assignments to the parameters' ``.data``; return whether visible weights had other values."""
+        visible = self.visible
+        return self.changes.drop_assigned(self._views if visible else self._hidden, visible=visible)
 
     # -- facts --------------------------------------------------------------------------------------------------
 

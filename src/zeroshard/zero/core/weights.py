@@ -174,9 +174,9 @@ class Weights:
             self._gather()
 
     def _gather(self) -> None:
-        changed = not self.readable or self.shard_params  # whether this rank's shard of `full` must be written
-        read_at = self._streams.mark() if self.readable else None  # by kernels that are queued already
-        visible = self.visible
+        current, visible = self.readable, self.visible
+        changed = not current or self.shard_params  # whether this rank's shard of `full` must be written
+        read_at = self._streams.mark() if current else None  # by kernels that are queued already
         with torch.no_grad():
             if not self.shard_optim:
                 if changed and not self._aliased:

@@ -11,7 +11,7 @@ from zeroshard.torch_internals import as_plain, storage_id, versions_of
 from zeroshard.zero.core.layout import FlatLayout
 
 
-class ParamViews:
+class ParamChanges:
     """Compares the parameters of one buffer with what the engine has made them show.
 
     That is given to each method as ``shown``, in the order of the parameters: views of one buffer, or of one
