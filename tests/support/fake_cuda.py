@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hazards import HazardDevice
 from zeroshard.comm import current_label, streams
 from zeroshard.comm.base import DONE, own_group
+from zeroshard.zero.core.passes import Passes
 from zeroshard.zero.runtime import collective_order
 
 CUDA = torch.device("cuda", 0)
@@ -98,7 +99,7 @@ class _Inside(torch.autograd.Function):
 def backward_events(zero):
     """Autograd's events, in their order; a CPU build of torch has no backward for tensors of other devices."""
     runtime = zero._runtime
-    run = runtime.forward_run.index
+    run = runtime.forward
 
     def grads_of(unit):
         for _, param, group, slot in unit.named_slots():
@@ -142,8 +143,6 @@ class Waits(TorchDispatchMode):
 def reads(monkeypatch):
     """How often ranks have agreed on flags, which is the one message that a step reads."""
     counted = []
-    monkeypatch.setattr(
-        collective_order.CollectiveOrder, "_max", lambda self, comm, values: counted.append(comm) or list(values)
-    )
-    monkeypatch.setattr(collective_order.CollectiveOrder, "agree_on_units", lambda self, units, ran: units)
+    monkeypatch.setattr(collective_order, "maxima", lambda comm, values: counted.append(comm) or list(values))
+    monkeypatch.setattr(Passes, "_agree_on_order", lambda self: self.units)
     return counted

@@ -137,7 +137,7 @@ def test_places_in_the_schedule_are_those_of_rank_0():
         net = Net(path=reordered)
         zero = Zero(net, 3, comm=comm)
         net(rows(comm.rank), order=ORDERS[comm.rank]).sum().backward()
-        return [unit.name for unit in zero._runtime._forward_pass.order]
+        return [unit.name for unit in zero._runtime.order]
 
     assert run_threads(go, 2) == [["blocks.2", "blocks.0", "blocks.1"]] * 2
 

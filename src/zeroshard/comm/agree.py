@@ -41,6 +41,16 @@ def largest(comm: Communicator, number: int) -> int:
     return int(message)
 
 
+def maxima(comm: Communicator, numbers: Sequence[int], dtype: torch.dtype = torch.uint8) -> list[int]:
+    """Return the maximum over ranks of each number; every rank gives equally many, which fit into ``dtype``."""
+    if comm.world_size == 1 or not numbers:
+        return list(numbers)
+    message = torch.tensor(numbers, dtype=dtype, device=comm.control_device)
+    with labelled(CONTROL):
+        comm.all_reduce(message, "max").wait()
+    return message.tolist()
+
+
 def by_rank(comm: Communicator, number: int) -> list[int]:
     """Return every rank's number, an int64, in the order of ranks."""
     found = torch.empty(comm.world_size, dtype=torch.int64, device=comm.control_device)

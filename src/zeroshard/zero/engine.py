@@ -31,7 +31,7 @@ from zeroshard.zero.optimizers import adoption
 from zeroshard.zero.optimizers.state_dict import unsharded_state
 from zeroshard.zero.rank_groups import RankGroups, check_change, check_rank_groups, communicator
 from zeroshard.zero.runtime.module_buffers import BufferSync, ModuleBuffers
-from zeroshard.zero.runtime.module_hooks import attach
+from zeroshard.zero.runtime.module_hooks import ModuleHooks
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.state import full_state, relayout
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader, named_group, restore_settings
@@ -142,7 +142,7 @@ class Zero:
         if reproducible is not None:
             self._optimizers.observers.append(ReproducibleSteps(self._runtime, rank_groups))
         casts = {root: self.precision.param_dtype if self.precision.cast_forward_inputs else None}
-        self._handles = [h for unit in (root, *others) for h in attach(unit, self._runtime, casts.get(unit))]
+        self._handles = [h for u in (root, *others) for h in ModuleHooks(u, self._runtime, casts.get(u)).attach()]
         self._module_patches = ModulePatches(model, self._runtime, self._optimizers)
         adoption.replaced(on_meta)
         adoption.register_params(model.parameters(), self._optimizers)

@@ -311,9 +311,9 @@ class _Engine:
         elif event.name == "post_forward":
             runtime.post_forward(unit, grads_flow=event.grads_flow, keep_unsharded=event.keep_unsharded)
         elif event.name == "pre_backward":
-            runtime.pre_backward(unit, runtime.forward_run.index)
+            runtime.pre_backward(unit, runtime.forward)
         elif event.name == "post_backward":
-            runtime.post_backward(unit, runtime.forward_run.index)
+            runtime.post_backward(unit, runtime.forward)
         elif event.name == "grad":
             group, slot, grad = self._grads[event.param if unit is self._root else f"{unit.name}.{event.param}"]
             runtime.expect_grad(group)

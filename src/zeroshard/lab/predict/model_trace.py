@@ -41,7 +41,8 @@ from zeroshard.torch_internals import in_backward
 from zeroshard.zero import MixedPrecision
 from zeroshard.zero.buffers.partition import UnitSpec, partition
 from zeroshard.zero.buffers.unit_choice import UnitChoice, choose_units
-from zeroshard.zero.runtime.module_hooks import ForwardRun, attach
+from zeroshard.zero.runtime.forwards import ForwardRun
+from zeroshard.zero.runtime.module_hooks import ModuleHooks
 
 Inputs = Callable[[int], tuple[Any, ...]]  # from a number of rows to the model's arguments for them, on any device
 
@@ -259,7 +260,7 @@ def _kernels_of(device_type: str, log: _Log) -> Generator[None]:
 
 
 class _Unit:
-    """A stand-in for the engine's `Unit`, with what `zeroshard.zero.runtime.module_hooks.attach` needs of it."""
+    """A stand-in for the engine's `Unit`, with what `zeroshard.zero.runtime.module_hooks.ModuleHooks` needs of it."""
 
     def __init__(self, spec: UnitSpec, index: int) -> None:
         self.name, self.module, self.index = spec.name, spec.module, index
@@ -278,9 +279,9 @@ class _Log:
         self._places: dict[int, int] = {}  # each unit's place in the order of first calls
         self._units = [_Unit(spec, index) for index, spec in enumerate(specs)]
         self._pass: object | None = None
-        self.forward_run = ForwardRun(0)
+        self.forward = ForwardRun(0)
         for unit in self._units:
-            attach(cast("Any", unit), self, None)
+            ModuleHooks(unit, cast("Any", self)).attach()
             for name, param in unit.params:
                 if param.requires_grad:
                     param.register_post_accumulate_grad_hook(self._taker(unit, name.removeprefix(f"{unit.name}.")))
@@ -311,7 +312,7 @@ class _Log:
         self._entries.append(Work(0, sum(map(bytes_read, tensors)), dtype_name(tensors[0].dtype)))
 
     @property
-    def backward_pass(self) -> object:
+    def backward(self) -> object:
         return self._pass
 
     def pre_forward(self, unit: Any) -> None:
@@ -326,11 +327,11 @@ class _Log:
     def views(self, unit: Any, tensors: Iterable[Tensor]) -> list[Tensor]:
         return []
 
-    def pre_backward(self, unit: Any, forward_run: int | None) -> None:
+    def pre_backward(self, unit: Any, forward: object) -> None:
         self._backward()
         self._event("pre_backward", unit)
 
-    def post_backward(self, unit: Any, forward_run: int | None) -> None:
+    def post_backward(self, unit: Any, forward: object) -> None:
         self._backward()
         self._event("post_backward", unit)
 

@@ -154,25 +154,19 @@ class Unit(units.Unit[FlatGroup]):
 
     Attributes:
         entered: whether a call of the module is in forward now, or was recomputed and its backward has not ended.
-        keep_unsharded: whether weights stay unsharded until the last of several calls in one forward has had its
-            backward.
         keep_unsharded_after: the forwards, by number, after which weights stay unsharded until backward is over,
             because no hook will tell when backward needs them.
     """
 
     def __init__(self, name: str, module: nn.Module, groups: list[FlatGroup], *, read_in_backward: bool = True) -> None:
         super().__init__(name, module, groups, read_in_backward=read_in_backward)
-        self.entered = self.keep_unsharded = False
+        self.entered = False
         self.keep_unsharded_after: dict[int, object] = {}
 
-    def forget_calls(self, forward_runs: Iterable[int] | None = None) -> None:
-        """Expect no more backwards of these forwards; None: of any forward."""
+    def forget_forwards(self, forwards: Iterable[int] | None = None) -> None:
+        """Expect no more backwards of the forwards with these numbers; None: of any forward."""
         self.entered = self.num_running_forwards > 0
-        if forward_runs is None:
-            self.calls, self.keep_unsharded_after = {}, {}
-            return
-        for index in forward_runs:
-            self.calls.pop(index, None)
+        for index in list(self.keep_unsharded_after) if forwards is None else forwards:
             self.keep_unsharded_after.pop(index, None)
 
     def keep_tensors_whole(self, chosen: set[nn.Parameter], lay_out: LaysOut) -> None:

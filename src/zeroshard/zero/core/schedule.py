@@ -15,10 +15,6 @@ Backward::
 
 The gather of unit 3 sends nothing: forward has left its weights unsharded on every rank. A unit whose backward reads
 no weights, such as an embedding, is not gathered for it (`Unit.read_in_backward`).
-
-If one backward goes through two forwards, the second comes first::
-
-    gather 3, gather 2 | free 3, gather 1 | ... | free 0 || gather 3, gather 2 | reduce 3, ... reduce 0, reduce root
 """
 
 from __future__ import annotations
@@ -32,8 +28,7 @@ ROOT = -1
 class Op(NamedTuple):
     """One step of a schedule: gather, free or reduce the unit at a place of the order.
 
-    Attributes:
-        sweep: the number of forwards of the model that this backward still has to go through after the op's own.
+    ``sweep``: the number of forwards of the model that backward still has to go through after this one; usually 0.
     """
 
     action: Literal["gather", "free", "reduce"]
@@ -41,36 +36,25 @@ class Op(NamedTuple):
     sweep: int = 0
 
 
-def forward_ops(num_units: int) -> list[Op]:
-    """Gather every unit, first to last."""
-    return [Op("gather", place) for place in range(num_units)]
-
-
-def backward_ops(num_units: int, *, prefetch: int, gather: bool, num_sweeps: int = 1) -> list[Op]:
+def backward_ops(num_units: int, *, prefetch: int, gather: bool) -> list[Op]:
     """From the last unit to the first: gather ``prefetch`` places ahead of use, reduce when the unit's backward ends.
 
-    ``num_sweeps``: forwards that this backward goes through, the latest first. Each sweep but the last gathers and
-    frees every unit; gradients are complete in the last one only, which reduces them.
+    ``gather``: whether weights are sharded.
     """
-    ops: list[Op] = []
-    for sweep in reversed(range(num_sweeps)):
-        ends = [Op("reduce" if sweep == 0 else "free", place, sweep) for place in range(num_units)]
-        next_gather = num_units - 1
-        for place in reversed(range(num_units)):
-            ops += ends[place + 1 : place + 2]
-            while gather and next_gather >= max(place - prefetch, 0):
-                ops.append(Op("gather", next_gather, sweep))
-                next_gather -= 1
-        ops += ends[:1]
+    ops, next_gather = [], num_units - 1
+    for place in reversed(range(num_units)):
+        while gather and next_gather >= max(place - prefetch, 0):
+            ops.append(Op("gather", next_gather))
+            next_gather -= 1
+        ops.append(Op("reduce", place))
     return [*ops, Op("reduce", ROOT)]
 
 
 class Cursor:
-    """A position in a schedule that only moves forward."""
+    """A position in a schedule that only moves forward; ``take`` executes an operation."""
 
-    def __init__(self, ops: Sequence[Op], run: Callable[[Op], None]) -> None:
-        self._ops = ops
-        self._run = run
+    def __init__(self, ops: Sequence[Op], take: Callable[[Op], None]) -> None:
+        self._ops, self._take = ops, take
         self._index = {op: i for i, op in enumerate(ops)}
         self._next = 0
 
@@ -90,4 +74,4 @@ class Cursor:
         while self._next < stop:
             op = self._ops[self._next]
             self._next += 1  # before running: an op may call this cursor again
-            self._run(op)
+            self._take(op)

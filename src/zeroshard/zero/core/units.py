@@ -91,7 +91,6 @@ class Unit(Generic[AnyGroup]):
         module: the module whose forward uses the weights.
         read_in_backward: whether its backward uses them too; if not, they are not gathered again for backward.
         num_running_forwards: number of calls of the module that are in forward now; recomputation does not count.
-        calls: number of forward calls whose backward has not begun, by the number of the model's forward.
         active: number of calls in backward now.
     """
 
@@ -99,7 +98,6 @@ class Unit(Generic[AnyGroup]):
         self.name, self.module, self.groups = name, module, groups
         self.read_in_backward = read_in_backward
         self.num_running_forwards = self.active = 0
-        self.calls: dict[int, int] = {}
 
     def unshard(self, *, again: bool = False) -> bool:
         """Issue the gather of the weights (``again``: even of current ones); return whether a gather was started."""

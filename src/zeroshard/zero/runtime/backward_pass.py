@@ -1,77 +1,78 @@
-"""One backward pass of autograd, as the engine follows it through the schedule of collectives."""
+"""One backward pass of autograd through the graphs of several forwards, or one that an exception ends.
+
+If a backward goes through two forwards, the second comes first::
+
+    gather 3, gather 2 | free 3, gather 1 | ... | free 0 || gather 3, gather 2 | reduce 3, ... reduce 0, reduce root
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 
+from zeroshard.torch_internals import at_end_of_backward
 from zeroshard.zero.buffers.unit import Unit
-from zeroshard.zero.core.schedule import Cursor, Op, backward_ops
+from zeroshard.zero.core.passes import Forward
+from zeroshard.zero.core.schedule import Cursor, Op
+from zeroshard.zero.runtime.forwards import ForwardRun
 
 
-class Run:
-    """One call of autograd; only its final callback refers to this, so it is freed when the call ends or raises."""
+class _Run:
+    """One call of autograd; only its final callback is this object, so it is freed when the call ends or raises."""
+
+    def __call__(self) -> None:
+        """Do nothing."""
 
 
-class BackwardPass:
-    """One backward pass: its units, their places in the schedule, and how far this rank has walked the schedule.
+class BackwardPass(Cursor):
+    """One backward pass: its forwards, and how far this rank has walked the schedule through all of them.
 
     Args:
-        units: in the agreed order.
-        forward_runs: the forwards that it goes through, the latest first, the same on every rank; at least one.
-        prefetch, gather: as `backward_ops` takes them.
+        ops: the schedule of a backward through one forward.
+        forwards: those that it goes through, the latest first, the same on every rank; at least one.
+        order: the units but the root, in the order of the schedule.
         take: executes one operation of the schedule (gather, free or reduce).
-        run: the call of autograd that this pass belongs to.
 
     Attributes:
-        forward_run: the number of the forward whose calls it goes through now.
+        forward: the forward whose calls it goes through now.
+        called_again: units that one forward called several times.
     """
 
     def __init__(
-        self,
-        units: list[Unit],
-        forward_runs: Sequence[int],
-        take: Callable[[Op], None],
-        run: Run,
-        *,
-        prefetch: int,
-        gather: bool,
+        self, ops: Sequence[Op], forwards: Sequence[ForwardRun], order: Sequence[Unit], take: Callable[[Op], None]
     ) -> None:
-        self.units = units
-        self.forward_runs = list(forward_runs)
-        self.forward_run = self.forward_runs[0]
-        self._place = {unit: place for place, unit in enumerate(units)}
-        self._sweep = {index: sweep for sweep, index in enumerate(reversed(self.forward_runs))}
-        ops = backward_ops(len(units), prefetch=prefetch, gather=gather, num_sweeps=len(self.forward_runs))
-        self.cursor = Cursor([op for op in ops if op.action != "gather" or units[op.place].read_in_backward], take)
+        # Each sweep but the last gathers and frees every unit: gradients are complete in the last one only.
+        sweeps = [op._replace(sweep=sweep) for sweep in reversed(range(1, len(forwards))) for op in ops[:-1]]
+        super().__init__([*(op._replace(action="free") if op.action == "reduce" else op for op in sweeps), *ops], take)
+        self.forwards, self.forward = forwards, cast("Forward", forwards[0])
+        self._sweep = {forward: sweep for sweep, forward in enumerate(reversed(forwards))}
+        self.called_again = {unit for unit in order if unit.read_in_backward and self.calls_left(unit) > 1}
+        run = _Run()
+        at_end_of_backward(run)
         self._run = weakref.ref(run)
         self._failed = False
         # If so, a backward through this backward may follow; it reads weights before any hook is called.
         self.creates_graph = torch.is_grad_enabled()
 
-    def before_end(self, unit: Unit, forward_run: int) -> None:
-        """Walk the schedule until the unit's weights are unsharded for backward through its calls of that forward."""
-        if unit in self._place:
-            self.cursor.before(self._end(unit, forward_run))
+    def end(self, place: int, forward: Forward) -> Op:
+        """The operation that frees the unit at that place after its calls in that forward, or reduces its gradients."""
+        sweep = self._sweep.get(forward, 0)  # 0: a forward no longer expected; a graph may be run twice
+        return Op("reduce" if sweep == 0 else "free", place, sweep)
 
-    def through_end(self, unit: Unit, forward_run: int) -> None:
-        """Walk the schedule past the unit's calls of that forward: its weights are freed, or its gradients reduced."""
-        if unit in self._place:
-            self.cursor.through(self._end(unit, forward_run))
+    def calls_left(self, unit: Unit) -> int:
+        """The largest number of calls of the unit, in one of the forwards, whose backward is still to come."""
+        return max([forward.calls.get(unit, 0) for forward in self.forwards])
 
-    def _end(self, unit: Unit, forward_run: int) -> Op:
-        sweep = self._sweep.get(forward_run, 0)  # 0: a forward no longer expected; a graph may be run twice
-        return Op("reduce" if sweep == 0 else "free", self._place[unit], sweep)
-
-    def run_of(self, op: Op) -> int:
-        """The number of the forward that the operation belongs to."""
-        return self.forward_runs[-1 - op.sweep]
+    def forward_of(self, op: Op) -> ForwardRun:
+        """The forward that the operation belongs to."""
+        return self.forwards[-1 - op.sweep]
 
     def is_first(self, sweep: int) -> bool:
         """Whether no earlier sweep of this pass has freed weights that forward left unsharded."""
-        return sweep == len(self.forward_runs) - 1
+        return sweep == len(self.forwards) - 1
 
     @property
     def failed(self) -> bool:

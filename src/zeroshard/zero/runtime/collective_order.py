@@ -18,8 +18,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from zeroshard.comm import CONTROL, Communicator, labelled
-from zeroshard.comm.agree import both_ends, digest_of, is_one, require_same, send_bytes
+from zeroshard.comm.agree import both_ends, digest_of, is_one, maxima, require_same, send_bytes
 from zeroshard.comm.operation_log import OperationLog, first_difference
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.rank_groups import RankGroups
@@ -66,27 +65,9 @@ class CollectiveOrder:
         self._now = self.settings()
         self._settings_digest = digest_of(self._settings_digest + "\n".join(self._now).encode())
 
-    def agree_on_units(self, units: list[Unit], ran: list[Unit]) -> list[Unit]:
-        """Return ``units`` in the order in which rank 0 ran them; ``ran``: this rank's order. Collective."""
-        recorded = list(ran)
-        for place, unit in enumerate(units):
-            if unit not in recorded:  # another rank may run it: put it after the unit registered before it
-                recorded.insert(recorded.index(units[place - 1]) + 1 if place else 0, unit)
-        if self.comm.world_size == 1:
-            return recorded
-        message = torch.tensor(
-            [units.index(unit) for unit in recorded], dtype=torch.int64, device=self.comm.control_device
-        )
-        with labelled(CONTROL):
-            self.comm.broadcast(message, src=0).wait()
-        return [units[place] for place in message.tolist()]
-
     def agree_on_forwards(self, votes: list[int]) -> list[int]:
         """Return the maximum of each vote over ranks. Collective; every rank gives equally many votes."""
-        message = torch.tensor(votes, dtype=torch.int64, device=self._gathering.control_device)
-        with labelled(CONTROL):
-            self._gathering.all_reduce(message, "max").wait()
-        return message.tolist()
+        return maxima(self._gathering, votes, torch.int64)
 
     def agree_on_flags(self, flags: list[bool]) -> list[bool]:
         """Return for each flag whether any rank has set it; check that ranks issued the same gathers. Collective.
@@ -101,28 +82,20 @@ class CollectiveOrder:
         self._note_settings()
         gathers = self._log.digest
         if self._gathering is self.comm:
-            agreed = self._max(self.comm, [*flags, *both_ends(digest_of(gathers + self._settings_digest))])
+            agreed = maxima(self.comm, [*flags, *both_ends(digest_of(gathers + self._settings_digest))])
             self._require_same_settings(agreed[len(flags) :])
             if not is_one(agreed[len(flags) :]):
                 self._raise_divergence()
         else:  # replicas may issue different gathers
-            agreed = self._max(self.comm, [*flags, *both_ends(self._settings_digest)])
+            agreed = maxima(self.comm, [*flags, *both_ends(self._settings_digest)])
             self._require_same_settings(agreed[len(flags) :])
             if not is_one(agreed[len(flags) :]):
                 self._forget()
                 raise RuntimeError(_STEPS)
-            if not is_one(self._max(self._gathering, both_ends(digest_of(gathers)))):
+            if not is_one(maxima(self._gathering, both_ends(digest_of(gathers)))):
                 self._raise_divergence()
         self._forget()
         return [bool(flag) for flag in agreed[: len(flags)]]
-
-    def _max(self, comm: Communicator, values: Sequence[int]) -> list[int]:
-        if comm.world_size == 1 or not values:
-            return list(values)
-        message = torch.tensor(values, dtype=torch.uint8, device=comm.control_device)
-        with labelled(CONTROL):
-            comm.all_reduce(message, "max").wait()
-        return message.tolist()
 
     def _forget(self) -> None:
         self._log = OperationLog(REMEMBERED)
@@ -146,7 +119,7 @@ class CollectiveOrder:
             mine, other = (lines[0], _NOTHING) if len(ours) > len(theirs) else (_NOTHING, lines[0])
             difference = min(len(ours), len(theirs)), mine, other
         self._forget()
-        if any(self._max(self._gathering, [difference is not None and _STEP in difference])):
+        if any(maxima(self._gathering, [difference is not None and _STEP in difference])):
             raise RuntimeError(_STEPS)
         what = "another rank saw it"
         if difference is not None:

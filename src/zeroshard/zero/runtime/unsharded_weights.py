@@ -90,11 +90,6 @@ class UnshardedWeights:
         if unit.unshard(again=again and not self.pinned) and self.shard_params:
             self._collectives.note_gather(unit)
 
-    def unshard_and_wait(self, unit: Unit) -> None:
-        """Gather the unit's weights and wait for them."""
-        self.unshard(unit)
-        unit.wait_for_unshard()
-
     def reshard_unless_needed(self, unit: Unit) -> None:
         """Free the unit's unsharded weights, unless they are pinned or a later backward needs them."""
         # A backward may run in the middle of a forward (forces as the gradient of an energy).
