@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm import Communicator, labelled
 from zeroshard.comm.agree import agreement
+from zeroshard.comm.tensor_broadcast import as_bytes, put_bytes
 from zeroshard.torch_internals import is_traceable_wrapper_subclass
 from zeroshard.zero.buffers.partition import Init, UnitSpec, materialise, partition
 from zeroshard.zero.buffers.unit import FlatGroup, Unit, build_groups
@@ -20,7 +21,6 @@ from zeroshard.zero.core.precision import MixedPrecision
 from zeroshard.zero.core.strategy import ShardingStrategy
 from zeroshard.zero.rank_groups import RankGroups, check_wire
 from zeroshard.zero.runtime.module_buffers import BufferSync, check_sync
-from zeroshard.zero.tensor_broadcast import as_bytes, put_bytes
 from zeroshard.zero.transport.members import ALL
 
 _log = logging.getLogger("zeroshard.zero")

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm import Communicator, labelled
+from zeroshard.comm.tensor_broadcast import PendingBroadcasts
 from zeroshard.torch_internals import not_saved, own_buffers, version_of
-from zeroshard.zero.tensor_broadcast import PendingBroadcasts
 
 BufferSync = Literal["broadcast", "keep"]
 _LABEL = "buffers/step"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from zeroshard.comm import ObservedCommunicator, run_threads
-from zeroshard.zero.tensor_broadcast import (
+from zeroshard.comm.tensor_broadcast import (
     MAX_PENDING_BROADCASTS,
     PendingBroadcasts,
     as_bytes,
