@@ -28,10 +28,10 @@ State = dict[str, Any]  # the states of a parameter, or of a piece, by kind
 
 
 class StepOperands:
-    """Where a step finds its operands (masters, gradients, states): here, on the device and as the class takes them.
+    """Where a step finds masters, gradients and states: here, on the device and as the class takes them.
 
-    A subclass keeps some in another way between steps: gradients in bfloat16, which the class is shown in its pieces'
-    dtype (`zeroshard.zero.optimizers.operands`); or states on the host, or on disk.
+    A subclass keeps some elsewhere between steps: gradients in a narrower dtype (`zeroshard.zero.optimizers.operands`);
+    states on the host, or on disk.
     """
 
     def elsewhere(self, pieces: Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -111,27 +111,25 @@ class PieceOptimizer(Generic[AnyGroup]):
         """Return all states on the CPU, by parameters' names: tensors ``[numel]``, and numbers ``[]``. Collective."""
         found: dict[str, State] = {}
         for group in self.slots:  # one at a time: its states are unsharded on every rank
-            params, own = group.params, BytesIO()
-            torch.save([self.optimizer.state.get(shard, {}) for shard in group.shards], own)
-            sent = gather_bytes(params.comm, own.getvalue()) if params.shard_optim else [own.getvalue()]
-            for rank, content in enumerate(sent):
-                pieces = params.layout.owned(rank) if params.shard_optim else params.pieces
-                for piece, state in zip(pieces, torch.load(BytesIO(content), "cpu"), strict=True):
-                    whole = found.setdefault(params.layout.slots[piece.slot].name, {})
-                    for kind, value in ((kind, torch.as_tensor(value)) for kind, value in state.items()):
-                        whole[kind] = torch.cat([whole[kind], value]) if kind in whole and value.dim() else value
+            slots, file = group.params.layout.slots, BytesIO()
+            pairs = zip(group.params.pieces, group.shards, strict=True)
+            torch.save([(slots[piece.slot].name, self.optimizer.state.get(own, {})) for piece, own in pairs], file)
+            sent = gather_bytes(group.params.comm, file.getvalue()) if group.params.shard_optim else [file.getvalue()]
+            for name, state in chain.from_iterable(torch.load(BytesIO(each), "cpu") for each in sent):
+                whole = found.setdefault(name, {})
+                for kind, value in ((kind, torch.as_tensor(value)) for kind, value in state.items()):
+                    whole[kind] = torch.cat([whole[kind], value]) if kind in whole and value.dim() else value
         return found
 
     def load_unsharded_states(self, states: Mapping[str, State]) -> None:
         """Load what `unsharded_states` returned, in any world; the settings of param groups do not change."""
-        loaded: dict[int, State] = {}
+        loaded: list[State] = []
         for group, slot in (self.homes[param] for param in chain.from_iterable(self.by_group)):
-            whole = states.get(group.params.layout.slots[slot].name, {})
-            for part in (slice(*piece.interval) for piece, _ in pieces_in(group, slot)):
-                own = {kind: value[part] if value.dim() else value for kind, value in whole.items()}
-                loaded[len(loaded)] = {kind: value.clone() for kind, value in own.items()}
+            whole = states.get(group.params.layout.slots[slot].name, {}).items()
+            parts = [slice(*piece.interval) for piece, _ in pieces_in(group, slot)]
+            loaded += [{kind: (each[part] if each.dim() else each).clone() for kind, each in whole} for part in parts]
         # The class's own method knows the dtype and device of each kind of state.
-        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": loaded})
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": dict(enumerate(loaded))})
 
 
 def pieces_in(group: Group, slot: int) -> list[tuple[Piece, nn.Parameter]]:
