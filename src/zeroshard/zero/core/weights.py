@@ -41,14 +41,14 @@ class WeightState(Enum):
     | NaN             | `SHARDED` | `STALE_HIDDEN`              | `GATHERING`     |             |
     | views           |           | `STALE_VISIBLE`             | `REFRESHING`    | `UNSHARDED` |
 
-    | method             | from                                        | to                                           |
-    |--------------------|---------------------------------------------|----------------------------------------------|
-    | `unshard`          | `SHARDED`, `STALE_HIDDEN`                   | `GATHERING`                                  |
-    |                    | `STALE_VISIBLE`, `UNSHARDED` with ``again`` | `REFRESHING`; `UNSHARDED` if nothing is sent |
-    | `wait_for_unshard` | `GATHERING`, `REFRESHING`                   | `UNSHARDED`                                  |
-    | `reshard`          | any, where weights are sharded              | `SHARDED`                                    |
-    | `mark_stale`       | any, where a part of them is the master     | `STALE_VISIBLE`                              |
-    |                    | any, where the master is another tensor     | `STALE_HIDDEN`                               |
+    | method                  | from                                    | to                                           |
+    |-------------------------|-----------------------------------------|----------------------------------------------|
+    | `unshard`               | `SHARDED`, `STALE_HIDDEN`               | `GATHERING`                                  |
+    |                         | `STALE_VISIBLE`; ``again``: `UNSHARDED` | `REFRESHING`; `UNSHARDED` if nothing is sent |
+    | `wait_for_unshard`      | `GATHERING`, `REFRESHING`               | `UNSHARDED`; stale if the collective fails   |
+    | `reshard`, `mark_stale` | any, where weights are sharded          | `SHARDED`                                    |
+    | `mark_stale`            | any, where the master is another tensor | `STALE_HIDDEN`                               |
+    |                         | any, where it is a part of the buffer   | `STALE_VISIBLE`; if it is all: `UNSHARDED`   |
     """
 
     SHARDED = "sharded"
