@@ -51,6 +51,14 @@ def maxima(comm: Communicator, numbers: Sequence[int], dtype: torch.dtype = torc
     return message.tolist()
 
 
+def of_first_rank(comm: Communicator, numbers: Sequence[int]) -> list[int]:
+    """Return rank 0's numbers, of type int64; every rank gives equally many."""
+    message = torch.tensor(numbers, dtype=torch.int64, device=comm.control_device)
+    with labelled(CONTROL):
+        comm.broadcast(message, src=0).wait()
+    return message.tolist()
+
+
 def by_rank(comm: Communicator, number: int) -> list[int]:
     """Return every rank's number, an int64, in the order of ranks."""
     found = torch.empty(comm.world_size, dtype=torch.int64, device=comm.control_device)

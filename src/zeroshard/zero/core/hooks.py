@@ -1,8 +1,7 @@
 """Hooks by which `Passes` hears of a unit's forward and backward, and by which gradients reach their flat buffers.
 
-A module's hooks tell when its forward begins and ends. Hooks on the tensors that go in and come out tell when its
-backward ends and begins: a call's outputs receive their gradients before anything inside runs backward, and its inputs
-receive theirs after everything inside has. A hook on each parameter takes its gradient as soon as autograd has it.
+Hooks on the tensors that go into a module and come out tell when its backward ends and begins: a call's outputs
+receive their gradients before anything inside runs backward, and its inputs receive theirs after everything inside has.
 
 [Note: Which call]
     A module may be called several times before one backward, and the same graph may be run backward twice. So each

@@ -1,12 +1,5 @@
 """The forward and the backward of a step: at each event of a unit, what is unsharded, resharded and reduced.
 
-    forward begins        stale weights are gathered; if weights are sharded, those of the first ``prefetch`` units
-    a unit is called      units up to ``prefetch`` ahead are gathered, and its own weights are waited for
-    it returns            its weights are freed; when the model returns, units that this rank skipped are gathered too
-    its backward begins   units up to ``prefetch`` ahead are gathered, and its own weights are waited for
-    its backward ends     its gradients are reduced, and its weights are freed
-    autograd is done      ranks agree on which parameters had gradients; late ones are reduced; all are waited for
-
 [Note: Order of execution]
     The schedule has the units in the order in which rank 0's forward called them; rank 0 broadcasts it at the first
     backward. A rank may skip units, or call each of them once in another order: weights that were gathered ahead stay
@@ -27,8 +20,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor
 
-from zeroshard.comm import CONTROL, labelled
-from zeroshard.comm.agree import maxima
+from zeroshard.comm.agree import maxima, of_first_rank
 from zeroshard.comm.streams import ByDevice
 from zeroshard.torch_internals import at_end_of_backward
 from zeroshard.uncompiled import uncompiled
@@ -73,7 +65,7 @@ class Passes(Generic[U, AnyGroup]):
         self.backward = cast("Cursor | None", None)
         self._ran: dict[U, None] = {}  # units in order of their first call in the forward
         self._num_gathered = len(units)  # how many units of the order the forward has gathered
-        self._frees_after_use, self._until_backward = True, cast("U | None", None)
+        self._until_backward: set[U] = set()  # units that stay unsharded when they return
         self._in_flight: list[U] = []  # units whose reductions have begun, oldest first
         self._unfinished: list[U] = []  # units whose reductions have collectives left to issue, over replicas
         self._streams = ByDevice()
@@ -107,8 +99,6 @@ class Passes(Generic[U, AnyGroup]):
         if self.shard_params and not (unit.num_running_forwards or unit.active or self._calls_left(unit)):
             unit.reshard()
 
-    # -- forward ----------------------------------------------------------------------------------------------
-
     def pre_forward(self, unit: U) -> None:
         """A unit is called: gather the next ones, and wait until its own weights are unsharded and current."""
         if unit is self.root:
@@ -124,9 +114,8 @@ class Passes(Generic[U, AnyGroup]):
             unit.num_running_forwards = 0
         self.forward, self._ran, self._num_gathered = Forward(), {}, 0
         # One answer for all units, called or skipped: every rank must keep the same units unsharded.
-        grads = torch.is_grad_enabled()
-        self._frees_after_use = self.reshard_after_forward or not grads
-        self._until_backward = self.order[-1] if self.order and grads else None  # [Note: The turn]
+        keep = self.order[-1:] if self.reshard_after_forward else self.order  # [Note: The turn]
+        self._until_backward = set(keep) if torch.is_grad_enabled() else set()
         self.unshard(self.root)
         # Stale weights that stay unsharded need no more memory if they are gathered at once.
         self._gather_first(self.prefetch if self.shard_params else len(self.order))
@@ -156,10 +145,8 @@ class Passes(Generic[U, AnyGroup]):
             self.reshard(unit)
 
     def _free(self, unit: U) -> None:
-        if self._frees_after_use and unit is not self._until_backward:
+        if unit not in self._until_backward:
             self.reshard(unit)
-
-    # -- backward ---------------------------------------------------------------------------------------------
 
     def pre_backward(self, unit: U, forward: Forward) -> None:
         """A call's outputs have their gradients: walk the schedule until the unit's weights are unsharded."""
@@ -273,12 +260,9 @@ class Passes(Generic[U, AnyGroup]):
         return [bool(flag) for flag in maxima(self.comm, flags)]
 
     def _agree_on_order(self) -> list[U]:
-        """The units in the order in which rank 0 ran them. Collective."""
+        """The units in the order in which rank 0 has called them. Collective."""
         order = list(self._ran)
         for place, unit in enumerate(self.units):
             if unit not in order:  # another rank may run it: put it after the unit registered before it
                 order.insert(order.index(self.units[place - 1]) + 1 if place else 0, unit)
-        places = torch.tensor([self.units.index(unit) for unit in order], device=self.comm.control_device)
-        with labelled(CONTROL):
-            self.comm.broadcast(places, src=0).wait()
-        return [self.units[place] for place in places.tolist()]
+        return [self.units[place] for place in of_first_rank(self.comm, [self.units.index(unit) for unit in order])]

@@ -1,9 +1,8 @@
 """The order in which ranks issue their collectives: lists made before the first of them, the same on every rank.
 
 Ranks may run different code for a step (a branch that one of them does not take), yet must issue the same
-collectives in the same order. So no rank issues a collective just when it needs it. Each walks the same list; an
-event of its own execution (a unit's forward begins, its backward begins or ends) only says *how far* it may walk. The
-collectives of a unit that a rank skips are issued all the same, when the rank gets past them.
+collectives in the same order. So each walks the same list; an event of its own execution (a unit's forward begins, its
+backward begins or ends) only says *how far*. The collectives of a unit that a rank skips are issued when it gets there.
 
 Forward, weights sharded, one unit ahead (``prefetch=1``) over four units::
 
@@ -37,10 +36,7 @@ class Op(NamedTuple):
 
 
 def backward_ops(num_units: int, *, prefetch: int, gather: bool) -> list[Op]:
-    """From the last unit to the first: gather ``prefetch`` places ahead of use, reduce when the unit's backward ends.
-
-    ``gather``: whether weights are sharded.
-    """
+    """From the last unit to the first: gather (if ``gather``) ``prefetch`` places ahead of use, reduce after it."""
     ops, next_gather = [], num_units - 1
     for place in reversed(range(num_units)):
         while gather and next_gather >= max(place - prefetch, 0):

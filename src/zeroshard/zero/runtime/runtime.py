@@ -252,7 +252,7 @@ class Runtime(Passes[Unit, FlatGroup]):
         elif unit.read_in_backward:
             others_may_have_freed_it = self.reshard_after_forward and (
                 not backward.is_first(op.sweep)
-                or (bool(unit.keep_unsharded_after) and unit is not self._until_backward)
+                or (bool(unit.keep_unsharded_after) and unit not in self._until_backward)
             )
             if not unit.readable and self.prefetch <= 1:
                 self._finish_older_reductions()
