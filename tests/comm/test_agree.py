@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from zeroshard.comm import LocalCommunicator, ObservedCommunicator, RingCommunicator, agree, run_threads
-from zeroshard.comm.agree import agreement, first_rank_does, gather_bytes, send_bytes
+from zeroshard.comm.agree import agreement, first_rank_does, gather_bytes, maxima, of_first_rank, send_bytes
 from zeroshard.errors import FirstRankStorageError, UserError
 
 
@@ -28,6 +28,14 @@ def test_ranks_that_agree_go_on_after_one_message():
         return _outcome(observed, ["a", "b"]), [record.op for record in observed.records]
 
     assert run_threads(go, 3) == [(None, ["all_gather"])] * 3
+
+
+def test_ranks_take_the_maximum_of_each_number_or_those_of_rank_0():
+    def go(comm):
+        numbers = [comm.rank, 2 - comm.rank, 0]
+        return maxima(comm, numbers), maxima(comm, []), of_first_rank(comm, numbers)
+
+    assert run_threads(go, 3) == [([2, 2, 0], [], [0, 2, 0])] * 3
 
 
 @pytest.mark.parametrize(
