@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from torch._C._autograd import _unsafe_set_version_counter
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._guards import CompileContext
+from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.optim import Optimizer
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [  # with public names in modules that have none
+    "IncompatibleKeys",  # what `nn.Module.load_state_dict` returns
     "is_functorch_wrapped_tensor",  # whether a tensor stands for several, inside of vmap and its kin
     "is_traceable_wrapper_subclass",  # whether a tensor is made of others, as DTensor is
     "tree_leaves",  # of nested containers, as autograd and dynamo walk them

@@ -25,6 +25,7 @@ from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.buffers.unit_choice import UnitChoice
 from zeroshard.zero.compat.module_methods import ModulePatches
+from zeroshard.zero.core.engine import Engine
 from zeroshard.zero.core.precision import MixedPrecision
 from zeroshard.zero.core.strategy import REPLICATE, ShardingStrategy, resolve_strategy
 from zeroshard.zero.optimizers import adoption
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 Accumulate = Literal["local", "sharded"]
 
 
-class Zero:
+class Zero(Engine):
     """Data-parallel training of ``model`` with training state sharded as a row of `STAGES` says.
 
     Construction is collective: training starts from rank 0's parameters and buffers. The model is changed in place
@@ -115,11 +116,10 @@ class Zero:
         secondary_shard_size: int | None = None,
         reproducible: int | None = None,
     ) -> None:
-        self.model = model
-        self.comm: Communicator = communicator(comm)
+        comm = communicator(comm)
         checked: dict[str, Any] = {"reproducible": reproducible, "accumulate": accumulate}
         checked["local_steps"] = local_steps is not None
-        with construction.same_on_every_rank(self.comm) as told:
+        with construction.same_on_every_rank(comm) as told:
             self.strategy = resolve_strategy(stage, secondary_shard_size)
             self.precision = precision or MixedPrecision()
             construction.check_arguments(model, prefetch, accumulate, self.precision, buffers, local_steps)
@@ -127,13 +127,15 @@ class Zero:
         self._accumulate = accumulate if reproducible is None else "sharded"
         check_rank_groups(self.strategy, shard_size, self.precision, **checked)
         groups = self.strategy.secondary_shard_size, self.precision.node_size
-        self.rank_groups = RankGroups.of(self.comm, shard_size, *groups, reproducible)
+        self.rank_groups = RankGroups.of(comm, shard_size, *groups, reproducible)
 
         on_meta = [param for param in model.parameters() if param.is_meta]
         rank_groups = self.rank_groups if local_steps is None else self.rank_groups.within_replica
         root, others = construction.build_units(model, units, self.strategy, rank_groups, self.precision, init, device)
         module_buffers = ModuleBuffers(model, rank_groups.world, buffers, may_change=reproducible is None)
         self._runtime = Runtime(root, others, rank_groups, self.strategy, prefetch, module_buffers)
+        super().__init__(model, self._runtime)
+        self.comm = comm  # of all replicas, where those take local steps
         self._optimizers = EngineOptimizers(self._runtime, rank_groups)
         self.local_steps: OuterSteps | None = None
         if local_steps is not None:
@@ -182,11 +184,8 @@ class Zero:
     @contextmanager
     def no_sync(self) -> Generator[None]:
         """In this block backwards accumulate unsharded gradients and do not reduce; reproducible steps still do."""
-        before, self._runtime.sync = self._runtime.sync, self.rank_groups.reproducible is not None
-        try:
+        with super().no_sync() if self.rank_groups.reproducible is None else nullcontext():
             yield
-        finally:
-            self._runtime.sync = before
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """Wrap the forward and backward of one micro-batch: gradients accumulate as `accumulate` says."""
@@ -207,7 +206,11 @@ class Zero:
             RuntimeError: gradients that accumulated under `no_sync` have not been reduced yet.
             ValueError: ``norm_type`` is not positive.
         """
-        return self._optimizers.clip_grad_norm_(max_norm, norm_type)
+        norm_type = float(norm_type)  # "inf" too, as in torch
+        if not norm_type > 0:
+            raise ValueError(f"norm_type: {norm_type} is not a positive number; use 1, 2, 3 or inf")
+        self._runtime.require_reduced("clip_grad_norm_")
+        return super().clip_grad_norm_(float(max_norm), norm_type)
 
     def full_grads(self) -> dict[str, Tensor | None]:
         """Return each parameter's gradient, averaged over ranks, in its own shape; None without one. Collective.
@@ -288,7 +291,11 @@ class Zero:
         (`nn.Module.get_extra_state`). One unit at a time is unsharded on the device. With ``rank0_only`` other ranks
         return an empty dict. Replicas with local steps return their own weights; inside `global_weights`, these.
         """
-        return full_state.state_dict(self.model, self._runtime, keep=not rank0_only or self.comm.rank == 0)
+        return super().state_dict(rank0_only=rank0_only)
+
+    def named_state(self) -> dict[str, Tensor]:
+        """Return every entry of ``model.state_dict()`` as the live tensor, without running its hooks."""
+        return full_state.named_state(self.model)
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> Any:
         """Load a full state dict, the same on every rank (replicas take the first's); optimizer states do not change.
@@ -301,7 +308,7 @@ class Zero:
         """
         self._optimizers.require_weights("load_state_dict")
         self._runtime.require_unpinned("load_state_dict")
-        result = full_state.load_state_dict(self.model, self._runtime, state, strict=strict)
+        result = super().load_state_dict(state, strict)
         self._optimizers.weights_replaced()
         return result
 

@@ -1,77 +1,17 @@
-"""Full tensors from shards, and back: full state dicts for export and evaluation elsewhere, and full gradients."""
+"""Names and tensors of a model under an engine: full gradients, names, what has left it."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from zeroshard.torch_internals import not_saved, own_buffers, own_parameters
 from zeroshard.zero.buffers.unit import gather_reduced
 from zeroshard.zero.optimizers.adoption import has_owner
 from zeroshard.zero.runtime.runtime import Runtime
-
-
-class IncompatibleKeys(NamedTuple):
-    """The keys that `load_state_dict` could not match."""
-
-    missing_keys: list[str]
-    unexpected_keys: list[str]
-
-
-def state_dict(model: nn.Module, runtime: Runtime, *, keep: bool = True) -> OrderedDict[str, Tensor]:
-    """See `Zero.state_dict`; ``keep``: whether this rank returns it, or only takes part in the gathers."""
-    full: dict[Tensor, Tensor] = {}
-    for group in runtime.groups():
-        gathered = group.params.gather_master()
-        if not keep:
-            continue
-        flat = gathered.cpu()
-        for param, view in zip(group.params.params, group.params.layout.views(flat), strict=True):
-            full[param] = view.clone()
-    state: OrderedDict[str, Tensor] = OrderedDict()
-    for name, tensor in named_state(model).items() if keep else ():
-        # A tied parameter is one tensor under two names, here as in the module.
-        state[name] = full[tensor] if tensor in full else tensor.detach().cpu().clone()
-    return state
-
-
-def load_state_dict(
-    model: nn.Module, runtime: Runtime, state: Mapping[str, Tensor], *, strict: bool
-) -> IncompatibleKeys:
-    """See `Zero.load_state_dict`."""
-    own = named_state(model)
-    keys = IncompatibleKeys([name for name in own if name not in state], [name for name in state if name not in own])
-    wrong = [
-        f"size mismatch for {name}: {tuple(state[name].shape)} in the state, {tuple(tensor.shape)} in the model"
-        for name, tensor in own.items()
-        if name in state and state[name].shape != tensor.shape
-    ]
-    if strict:
-        wrong += [f"missing key: {name}" for name in keys.missing_keys]
-        wrong += [f"unexpected key: {name}" for name in keys.unexpected_keys]
-    if wrong:
-        raise RuntimeError("state_dict does not fit the model: " + "; ".join(wrong))
-    given = {tensor: state[name] for name, tensor in own.items() if name in state}
-    with torch.no_grad():
-        for group in runtime.groups():
-            params = group.params
-            for piece in params.pieces:
-                source = given.get(params.params[piece.slot])
-                if source is not None:
-                    start, stop = piece.interval
-                    params.piece_of_master(piece).copy_(source.reshape(-1)[start:stop].view(piece.shape))
-            torch.autograd.graph.increment_version(params.params)  # a backward through an older graph must fail
-            params.mark_stale()
-        late = set(outside(model).values())
-        for tensor, source in given.items():
-            if not isinstance(tensor, nn.Parameter) or tensor in late:
-                tensor.copy_(source)
-    return keys
 
 
 def full_grads(model: nn.Module, runtime: Runtime) -> dict[str, Tensor | None]:

@@ -11,13 +11,10 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from zeroshard.optimizer_classes.description import described
-from zeroshard.zero.buffers.flat_grads import FlatGrads
-from zeroshard.zero.core.gradients import clip_, global_norm
 from zeroshard.zero.optimizers.methods import install_methods
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 from zeroshard.zero.optimizers.sharded_params import ShardedParams
@@ -180,21 +177,6 @@ class EngineOptimizers:
         for known in self._known:
             known.hold_pieces()
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor:
-        """See `Zero.clip_grad_norm_`."""
-        norm_type = float(norm_type)  # "inf" too, as in torch
-        if not norm_type > 0:
-            raise ValueError(f"norm_type: {norm_type} is not a positive number; use 1, 2, 3 or inf")
-        self._runtime.require_reduced("clip_grad_norm_")
-        buffers = self._reduced_buffers()
-        device = next((b.reduced.device for b in buffers if b.reduced is not None), torch.device("cpu"))
-        exact = any(
-            group.params.dtype == torch.float64 for group in self._runtime.groups() if group.grads.reduced is not None
-        )
-        norm = global_norm(buffers, self._rank_groups.shard_group, norm_type, device)
-        clip_(buffers, norm, float(max_norm))
-        return norm if exact else norm.to(torch.float32)
-
     # -- what an optimizer calls -------------------------------------------------------------
 
     def keep_tensors_whole(self, params: set[nn.Parameter]) -> None:
@@ -265,6 +247,3 @@ class EngineOptimizers:
     def clear_grads(self, params: set[nn.Parameter] | None, *, set_to_none: bool = True) -> None:
         """Clear the gradients of ``params`` (None: of all), or set them to zero if ``set_to_none`` is False."""
         self._runtime.clear_grads(params, set_to_none=set_to_none)
-
-    def _reduced_buffers(self) -> list[FlatGrads]:
-        return [group.grads for group in self._runtime.groups() if group.grads.reduced is not None]

@@ -1,0 +1,161 @@
+"""`Engine`: ZeRO stages 0-3 for a module, by the files of this folder alone.
+
+`zeroshard.Zero` is built of the same classes, with what ordinary scripts do besides attached to them: gradients shown
+in ``param.grad``, optimizers that the user has made, refusals of what would be silently wrong, wire formats.
+
+The path of a step::
+
+    model(...)      hooks -> passes -> Unit.unshard -> Weights.unshard     gathered ahead of use, freed after it
+    backward()      hooks -> Gradients.accumulate; passes -> schedule -> Unit.reduce -> Gradients.reduce
+    step()          the class updates this rank's pieces of the masters -> Weights.mark_stale
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zeroshard.comm import Communicator, LocalCommunicator, labelled
+from zeroshard.torch_internals import IncompatibleKeys
+from zeroshard.zero.core.gradients import clip_, global_norm
+from zeroshard.zero.core.hooks import UnitHooks, take_gradients
+from zeroshard.zero.core.optimizer import PieceOptimizer
+from zeroshard.zero.core.partition import partition
+from zeroshard.zero.core.passes import Passes
+from zeroshard.zero.core.precision import MixedPrecision
+from zeroshard.zero.core.ranks import RankGroups
+from zeroshard.zero.core.strategy import ShardingStrategy, resolve_strategy
+from zeroshard.zero.core.units import Group, Named, Unit, groups_of
+
+
+class Engine:
+    """Trains ``model``, in place, with training state sharded over ranks as a row of `STAGES` says: see `Engine.of`.
+
+    Attributes:
+        model, comm: the module, which is called once before each backward; the ranks that train it together.
+        passes: forward and backward, and the units with their weights and gradients.
+    """
+
+    def __init__(self, model: nn.Module, passes: Passes[Any, Any]) -> None:
+        self.model, self.comm, self.passes = model, passes.comm, passes
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        stage: int | ShardingStrategy = 3,
+        units: Sequence[nn.Module] = (),
+        comm: Communicator | None = None,
+        precision: MixedPrecision | None = None,
+        *,
+        prefetch: int = 1,
+    ) -> Engine:
+        """Move the parameters to flat buffers, and hook the model: it trains from rank 0's values. Collective.
+
+        ``units`` are submodules whose parameters are gathered and reduced together, in the order in which they run;
+        ``prefetch`` is how many of them ahead weights are gathered. ``comm``: None is this process alone.
+        """
+        comm, strategy, policy = comm or LocalCommunicator(), resolve_strategy(stage), precision or MixedPrecision()
+        ranks = RankGroups(comm, comm, LocalCommunicator())
+
+        def unit(name: str, module: nn.Module, params: Named) -> Unit[Group]:
+            return Unit(name, module, groups_of(name, params, lambda *named: Group.of(*named, strategy, ranks, policy)))
+
+        root, *others = [unit(*spec) for spec in partition(model, units)]
+        passes = Passes(root, others, ranks, strategy, prefetch)
+        with labelled("buffers/start"):
+            for buffer in model.buffers():
+                comm.broadcast(buffer, src=0).wait()
+        UnitHooks(root, passes, policy.param_dtype if policy.cast_forward_inputs else None).attach()
+        for each in others:
+            UnitHooks(each, passes).attach()
+        take_gradients(passes)
+        return cls(model, passes)
+
+    def piece_optimizer(
+        self, optimizer_cls: type[Optimizer], params: Iterable[Any] | None = None, **settings: Any
+    ) -> PieceOptimizer[Any]:
+        """Make an element-wise optimizer over this rank's pieces of ``params`` (None: of all parameters)."""
+        homes = {param: (each, slot) for each in self.passes.groups() for slot, param in enumerate(each.params.params)}
+        return PieceOptimizer(optimizer_cls, self.model.parameters() if params is None else params, homes, settings)
+
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
+        """In this block backwards accumulate unsharded gradients and do not reduce."""
+        before, self.passes.sync = self.passes.sync, False
+        try:
+            yield
+        finally:
+            self.passes.sync = before
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale gradients so that their global norm is at most ``max_norm``; return the norm before it. Collective.
+
+        0-dim, of float64 if a parameter is. The same bits on each rank and at each stage.
+        """
+        groups = [group for group in self.passes.groups() if group.grads.reduced is not None]
+        buffers = [group.grads for group in groups]
+        device = next((each.device for each in buffers), torch.device("cpu"))
+        norm = global_norm(buffers, self.passes.rank_groups.shard_group, norm_type, device)
+        clip_(buffers, norm, max_norm)
+        return norm if any(group.params.dtype == torch.float64 for group in groups) else norm.to(torch.float32)
+
+    def named_state(self) -> dict[str, Tensor]:
+        """Return every entry of ``model.state_dict()`` as the live tensor."""
+        return self.model.state_dict(keep_vars=True)
+
+    def state_dict(self, *, rank0_only: bool = False) -> OrderedDict[str, Tensor]:
+        """Return the model's state dict with unsharded master weights, on the CPU. Collective.
+
+        One group at a time is unsharded on the device. With ``rank0_only`` other ranks return an empty dict.
+        """
+        full: dict[Tensor, Tensor] = {}
+        for group in self.passes.groups():
+            master = group.params.gather_master()
+            if rank0_only and self.comm.rank:
+                continue
+            views = group.params.layout.views(master.cpu())
+            full.update((param, view.clone()) for param, view in zip(group.params.params, views, strict=True))
+        if rank0_only and self.comm.rank:
+            return OrderedDict()
+        # A tied parameter is one tensor under two names, here as in the module.
+        named = self.named_state().items()
+        return OrderedDict((name, full[t] if t in full else t.detach().cpu().clone()) for name, t in named)
+
+    def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> Any:
+        """Load a full state dict, the same on every rank; optimizer states do not change.
+
+        Returns and raises what `nn.Module.load_state_dict` does: RuntimeError for shapes that differ and, with
+        ``strict``, for names that are missing or unexpected.
+        """
+        own = self.named_state()
+        given = {tensor: state[name] for name, tensor in own.items() if name in state}
+        missing, unexpected = [name for name in own if name not in state], [name for name in state if name not in own]
+        wrong = [
+            f"size mismatch for {name}: {tuple(state[name].shape)} in the state, {tuple(tensor.shape)} in the model"
+            for name, tensor in own.items()
+            if name in state and state[name].shape != tensor.shape
+        ]
+        if strict:
+            wrong += [f"missing key: {name}" for name in missing] + [f"unexpected key: {name}" for name in unexpected]
+        if wrong:
+            raise RuntimeError("state_dict does not fit the model: " + "; ".join(wrong))
+        with torch.no_grad():
+            for params in (group.params for group in self.passes.groups()):
+                for piece in params.pieces:
+                    if (source := given.get(params.params[piece.slot])) is not None:
+                        part = source.reshape(-1)[slice(*piece.interval)]
+                        params.piece_of_master(piece).copy_(part.view(piece.shape))
+                torch.autograd.graph.increment_version(params.params)  # a backward through an older graph must raise
+                params.mark_stale()
+                for param in params.params:
+                    given.pop(param, None)
+            for tensor, source in given.items():
+                tensor.copy_(source)
+        return IncompatibleKeys(missing, unexpected)
