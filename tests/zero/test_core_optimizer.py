@@ -32,7 +32,7 @@ def built(stage, comm):
     params = params_of()
     groups = build_groups("u", list(params.items()), STAGES[stage], RankGroups.of(comm), MixedPrecision(), {})
     homes = {param: (group, slot) for group in groups for slot, param in enumerate(group.params.params)}
-    return params, groups[0], PieceOptimizer(torch.optim.AdamW, param_groups(params), homes, {"lr": 0.1})
+    return params, groups[0], PieceOptimizer(torch.optim.AdamW, param_groups(params), homes, lr=0.1)
 
 
 def take_step(group, optimizer, step):

@@ -83,7 +83,7 @@ class Engine:
     ) -> PieceOptimizer[Any]:
         """Make an element-wise optimizer over this rank's pieces of ``params`` (None: of all parameters)."""
         homes = {param: (each, slot) for each in self.passes.groups() for slot, param in enumerate(each.params.params)}
-        return PieceOptimizer(optimizer_cls, self.model.parameters() if params is None else params, homes, settings)
+        return PieceOptimizer(optimizer_cls, self.model.parameters() if params is None else params, homes, **settings)
 
     @contextmanager
     def no_sync(self) -> Generator[None]:

@@ -46,31 +46,23 @@ class StepOperands:
 
 
 class PieceOptimizer(Generic[AnyGroup]):
-    """An instance of the user's class, `optimizer`, over this rank's pieces of ``params``.
-
-    Attributes:
-        by_group, pieces: for each param group, the model's parameters, and this rank's pieces of them.
-        slots: for each flat group that holds some of the parameters, their slots.
-    """
+    """An instance of the user's class, `optimizer`, over this rank's pieces of some of the model's parameters."""
 
     operands = StepOperands()
 
-    def __init__(
-        self, cls: type[Optimizer], params: Iterable[Any], homes: Homes[AnyGroup], settings: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, cls: type[Optimizer], params: Iterable[Any], homes: Homes[AnyGroup], /, **settings: Any) -> None:
         given = list(params)  # parameters, or dicts of some and their settings, as the class itself takes them
         groups = given if isinstance(given[0], dict) else [{"params": given}]
-        self.homes = homes
-        self.by_group: list[list[nn.Parameter]] = [list(group["params"]) for group in groups]
+        self.homes, self.by_group = homes, [list(group["params"]) for group in groups]
         self.hold_pieces()
-        pieces = [{**group, "params": own} for group, own in zip(groups, self.pieces, strict=True)]
-        self.optimizer: Optimizer = cls(pieces, **settings)
+        own = [{**group, "params": pieces} for group, pieces in zip(groups, self.pieces, strict=True)]
+        self.optimizer: Optimizer = cls(own, **settings)
 
     def hold_pieces(self) -> None:
-        """Take the pieces in the flat groups that hold the parameters now."""
+        """Take this rank's pieces, for each param group, in the flat groups that hold the parameters now."""
         homes = [[self.homes[param] for param in chosen] for chosen in self.by_group]
         self.pieces = [[shard for home in chosen for _, shard in pieces_in(*home)] for chosen in homes]
-        self.slots: dict[AnyGroup, set[int]] = {}
+        self.slots: dict[AnyGroup, set[int]] = {}  # of these parameters in each of the flat groups
         for group, slot in chain.from_iterable(homes):
             self.slots.setdefault(group, set()).add(slot)
 

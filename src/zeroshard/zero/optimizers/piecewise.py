@@ -90,7 +90,7 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
                 # Build the class once before anything is laid out anew: it may refuse parameters by their shape.
                 self.make([{**group, "params": _stand_ins(group["params"])} for group in claimed])
                 listener.keep_tensors_whole(kept_whole)
-            super().__init__(optimizer_cls, claimed, sharded.homes, kwargs)
+            super().__init__(optimizer_cls, claimed, sharded.homes, **kwargs)
         self._attach(sharded, listener, has_state=False)
         self.show_params()
 
