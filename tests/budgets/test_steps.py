@@ -16,7 +16,6 @@ import torch
 
 from pairwise import cover
 from soak import soaking
-from zeroshard import wire_policy
 from zeroshard.comm import CONTROL, NullCommunicator, ObservedCommunicator, run_threads
 from zeroshard.lab.predict.buffers import buffers_of
 from zeroshard.lab.predict.dry_run import dry_run
@@ -27,6 +26,7 @@ from zeroshard.lab.predict.traffic import flows_of, messages
 from zeroshard.models import build_model
 from zeroshard.models.adapters import Lora
 from zeroshard.zero import STAGES, MixedPrecision, Placement, ShardingStrategy, Zero
+from zeroshard.zero import precision as precision_module
 from zeroshard.zero.whole_tensors.layout import WholeLayout
 
 SEQ_LEN = 32
@@ -197,7 +197,7 @@ def _require_same(predicted, measured):
 @pytest.mark.parametrize(("family", "settings"), list(_settings()))
 def test_a_step_sends_and_holds_what_was_planned(family, settings, monkeypatch):
     if family in ("wires", "nodes", "copies"):
-        monkeypatch.setattr(wire_policy, "EXACT_NUMEL", 64)  # or all of so small a model would travel as it is
+        monkeypatch.setattr(precision_module, "EXACT_NUMEL", 64)  # or all of so small a model would travel as it is
     if family == "adapters":
         pytest.importorskip("peft")
     predicted, listed, measured = _both(**settings)

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard import wire_policy
 from zeroshard.parallel import STRATEGIES, Setup, Strategy
 from zeroshard.zero import LocalSteps
+from zeroshard.zero import precision as precision_module
 
 WIRE, COPY, LOCAL = "zero2, bf16 weights", "zero3, node copy", "zero1, local steps"
 NODE = 2
@@ -31,7 +31,7 @@ EVERY_SECOND = LocalSteps(every=2)
 
 def with_wire(setup: Setup) -> Strategy:
     """`WIRE`; of so small a model every matrix would travel as it is."""
-    wire_policy.EXACT_NUMEL = 1
+    precision_module.EXACT_NUMEL = 1
     return STRATEGIES["zero2"](replace(setup, wire={"gather": torch.bfloat16, "reduce": torch.float32}))
 
 

@@ -70,7 +70,7 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def _small_parameters_travel_so_too(monkeypatch):
-    monkeypatch.setattr("zeroshard.wire_policy.EXACT_NUMEL", 64)
+    monkeypatch.setattr("zeroshard.zero.precision.EXACT_NUMEL", 64)
 
 
 def _trained(comm, config, planner):

@@ -26,7 +26,7 @@ def _trained(comm, config, until=None):
 
 @pytest.fixture(autouse=True)
 def _small_parameters_travel_so_too(monkeypatch):
-    monkeypatch.setattr("zeroshard.wire_policy.EXACT_NUMEL", 64)
+    monkeypatch.setattr("zeroshard.zero.precision.EXACT_NUMEL", 64)
 
 
 def test_a_run_that_is_resumed_at_another_stage_has_the_same_bits(tiny_config):

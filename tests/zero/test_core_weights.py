@@ -8,13 +8,13 @@ from torch import nn
 
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.zero.core.layout import FlatLayout
-from zeroshard.zero.core.precision import MixedPrecision
+from zeroshard.zero.core.precision import Precision
 from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.core.strategy import STAGES
 from zeroshard.zero.core.weights import Weights, WeightState, WeightTransport
 
 WORLD_SIZE = 2
-PRECISIONS = {"fp32": MixedPrecision(), "bf16": MixedPrecision(param_dtype=torch.bfloat16)}
+PRECISIONS = {"fp32": Precision(), "bf16": Precision(param_dtype=torch.bfloat16)}
 
 
 def _weights(comm, stage, precision):

@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from hazards import Hazard, HazardCommunicator, HazardDevice, on_device
 from nets import NOTHING_RANDOM, WIDTH, Net
-from zeroshard import wire_policy
 from zeroshard.checkpoint import BackgroundSaver, background
 from zeroshard.checkpoint.host_copies import HostCopies
 from zeroshard.comm.streams import DeviceStreams
 from zeroshard.zero import STAGES, MixedPrecision, Zero
+from zeroshard.zero import precision as precision_module
 from zeroshard.zero.buffers.flat_grads import FlatGrads
 from zeroshard.zero.transport import wire
 
@@ -131,7 +131,7 @@ def _train(case, monkeypatch, plant=lambda monkeypatch: None):
     model = Net(4, block=lambda: torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH)), path=PATHS[case.path])
     dtype = torch.bfloat16 if case.bfloat16 else None
     precision = MixedPrecision(param_dtype=dtype, gather=case.wire, reduce=case.wire, node_size=case.node_size)
-    monkeypatch.setattr(wire_policy, "EXACT_NUMEL", WIDTH)
+    monkeypatch.setattr(precision_module, "EXACT_NUMEL", WIDTH)
     with device:
         zero = Zero(
             model,

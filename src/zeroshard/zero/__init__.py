@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from zeroshard.zero.buffers.unit import Unit as Unit
     from zeroshard.zero.core.layout import Piece as Piece
     from zeroshard.zero.core.layout import Slot as Slot
-    from zeroshard.zero.core.precision import MixedPrecision as MixedPrecision
     from zeroshard.zero.core.strategy import STAGES as STAGES
     from zeroshard.zero.core.strategy import Placement as Placement
     from zeroshard.zero.core.strategy import ShardingStrategy as ShardingStrategy
     from zeroshard.zero.core.strategy import resolve_strategy as resolve_strategy
     from zeroshard.zero.engine import Zero as Zero
+    from zeroshard.zero.precision import MixedPrecision as MixedPrecision
     from zeroshard.zero.rank_groups import RankGroups as RankGroups
     from zeroshard.zero.state.named_shards import NamedShard as NamedShard
     from zeroshard.zero.state.named_shards import ShardReader as ShardReader

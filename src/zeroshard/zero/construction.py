@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +18,8 @@ from zeroshard.zero.buffers.partition import Init, UnitSpec, materialise, partit
 from zeroshard.zero.buffers.unit import FlatGroup, Unit, build_groups
 from zeroshard.zero.buffers.unit_choice import UnitChoice, describe_units
 from zeroshard.zero.compat.late_modules import has_engine
-from zeroshard.zero.core.precision import MixedPrecision
-from zeroshard.zero.core.strategy import ShardingStrategy
+from zeroshard.zero.core.strategy import ShardingStrategy, resolve_strategy
+from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.rank_groups import RankGroups, check_wire
 from zeroshard.zero.runtime.module_buffers import BufferSync, check_sync
 from zeroshard.zero.transport.members import ALL
@@ -30,6 +31,16 @@ _OTHER_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 def same_on_every_rank(comm: Communicator) -> AbstractContextManager[list[str]]:
     """As `agreement`: raise on every rank what the block raises on one, or if they append different descriptions."""
     return agreement(comm, "Zero", "give every rank the same model and arguments")
+
+
+def row_of(stage: int | ShardingStrategy, secondary_shard_size: int | None) -> ShardingStrategy:
+    """Return the row of the stage table that the arguments of `zeroshard.Zero` name; ValueError if they name none."""
+    row = resolve_strategy(stage)
+    if secondary_shard_size is None:
+        return row
+    if row is stage:
+        raise ValueError("secondary_shard_size: stage is a ShardingStrategy, which has this field; set it there")
+    return replace(row, secondary_shard_size=secondary_shard_size)
 
 
 def described(

@@ -26,10 +26,10 @@ from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.buffers.unit_choice import UnitChoice
 from zeroshard.zero.compat.module_methods import ModulePatches
 from zeroshard.zero.core.engine import Engine
-from zeroshard.zero.core.precision import MixedPrecision
 from zeroshard.zero.core.strategy import REPLICATE, ShardingStrategy, resolve_strategy
 from zeroshard.zero.optimizers import adoption
 from zeroshard.zero.optimizers.state_dict import unsharded_state
+from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.rank_groups import RankGroups, check_change, check_rank_groups, communicator
 from zeroshard.zero.runtime.module_buffers import BufferSync, ModuleBuffers
 from zeroshard.zero.runtime.module_hooks import ModuleHooks
@@ -120,7 +120,7 @@ class Zero(Engine):
         checked: dict[str, Any] = {"reproducible": reproducible, "accumulate": accumulate}
         checked["local_steps"] = local_steps is not None
         with construction.same_on_every_rank(comm) as told:
-            self.strategy = resolve_strategy(stage, secondary_shard_size)
+            self.strategy = construction.row_of(stage, secondary_shard_size)
             self.precision = precision or MixedPrecision()
             construction.check_arguments(model, prefetch, accumulate, self.precision, buffers, local_steps)
             told += construction.described(model, self.strategy, self.precision, prefetch, shard_size, buffers, checked)
@@ -184,8 +184,11 @@ class Zero(Engine):
     @contextmanager
     def no_sync(self) -> Generator[None]:
         """In this block backwards accumulate unsharded gradients and do not reduce; reproducible steps still do."""
-        with super().no_sync() if self.rank_groups.reproducible is None else nullcontext():
+        before, self._runtime.sync = self._runtime.sync, self.rank_groups.reproducible is not None
+        try:
             yield
+        finally:
+            self._runtime.sync = before
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """Wrap the forward and backward of one micro-batch: gradients accumulate as `accumulate` says."""

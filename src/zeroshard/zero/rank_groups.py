@@ -20,8 +20,8 @@ import torch.distributed as dist
 from zeroshard import rules
 from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator, split
 from zeroshard.zero.core import ranks
-from zeroshard.zero.core.precision import MixedPrecision
 from zeroshard.zero.core.strategy import SHARD, ShardingStrategy
+from zeroshard.zero.precision import MixedPrecision
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 from torch import nn
 
-from zeroshard.zero.core.partition import partition
+from zeroshard.zero.core.units import partition
 
 
 class Shared(nn.Module):

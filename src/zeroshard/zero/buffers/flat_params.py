@@ -23,9 +23,9 @@ from zeroshard.zero.buffers.param_changes import ParamChanges
 from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.written_weights import bit_sums, take_written
 from zeroshard.zero.core.layout import ALIGNMENT
-from zeroshard.zero.core.precision import MixedPrecision
 from zeroshard.zero.core.strategy import ShardingStrategy
 from zeroshard.zero.core.weights import GATHERING, SHARDED, STALE_VISIBLE, Weights, WeightTransport
+from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.rank_groups import RankGroups
 
 

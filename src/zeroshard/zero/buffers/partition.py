@@ -1,6 +1,6 @@
 """Units of a model, from what a user gives as ``units``, and models on the meta device.
 
-Which parameter belongs to which unit: `zeroshard.zero.core.partition`.
+Which parameter belongs to which unit: `zeroshard.zero.core.units`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import nn
 
 from zeroshard.torch_internals import has_forward_hooks, not_saved, own_buffers, own_parameters, version_of
 from zeroshard.zero.buffers.unit_choice import UnitChoice, choose_units, is_container
-from zeroshard.zero.core import partition as by_module
+from zeroshard.zero.core import units as by_module
 
 Init = Callable[[str, torch.Tensor], None]
 

@@ -9,9 +9,9 @@ import torch
 
 from zeroshard.zero.buffers.reduction import StatefulReducer
 from zeroshard.zero.core.layout import FlatLayout
-from zeroshard.zero.core.precision import MixedPrecision
 from zeroshard.zero.core.strategy import ShardingStrategy
 from zeroshard.zero.core.weights import WeightTransport
+from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.rank_groups import RankGroups
 
 _LACKS = "members: PLAIN has no {}; use zeroshard.zero.transport.members.ALL"

@@ -21,9 +21,9 @@ from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.plain import PLAIN, BufferFacts, Members
 from zeroshard.zero.core import units
 from zeroshard.zero.core.layout import ALIGNMENT
-from zeroshard.zero.core.precision import MixedPrecision
 from zeroshard.zero.core.strategy import ShardingStrategy
 from zeroshard.zero.core.units import Group, groups_of
+from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.rank_groups import RankGroups
 
 LaysOut = Callable[[Sequence[tuple[str, Sequence[int]]], int, bool, int], FlatLayout]

@@ -1,7 +1,7 @@
 """`Engine`: ZeRO stages 0-3 for a module, by the files of this folder alone.
 
-`zeroshard.Zero` is built of the same classes, with what ordinary scripts do besides attached to them: gradients shown
-in ``param.grad``, optimizers that the user has made, refusals of what would be silently wrong, wire formats.
+`zeroshard.Zero` is this engine with everything attached: gradients shown in ``param.grad``, the user's own optimizers,
+refusals of what would be silently wrong, wire formats, and more.
 
 The path of a step::
 
@@ -13,8 +13,7 @@ The path of a step::
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,12 +25,11 @@ from zeroshard.torch_internals import IncompatibleKeys
 from zeroshard.zero.core.gradients import clip_, global_norm
 from zeroshard.zero.core.hooks import UnitHooks, take_gradients
 from zeroshard.zero.core.optimizer import PieceOptimizer
-from zeroshard.zero.core.partition import partition
 from zeroshard.zero.core.passes import Passes
-from zeroshard.zero.core.precision import MixedPrecision
+from zeroshard.zero.core.precision import Precision
 from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.core.strategy import ShardingStrategy, resolve_strategy
-from zeroshard.zero.core.units import Group, Named, Unit, groups_of
+from zeroshard.zero.core.units import Group, Named, Unit, groups_of, partition
 
 
 class Engine:
@@ -39,7 +37,7 @@ class Engine:
 
     Attributes:
         model, comm: the module, which is called once before each backward; the ranks that train it together.
-        passes: forward and backward, and the units with their weights and gradients.
+        passes: forward and backward, and the units; while its ``sync`` is False, backwards accumulate alone.
     """
 
     def __init__(self, model: nn.Module, passes: Passes[Any, Any]) -> None:
@@ -52,7 +50,7 @@ class Engine:
         stage: int | ShardingStrategy = 3,
         units: Sequence[nn.Module] = (),
         comm: Communicator | None = None,
-        precision: MixedPrecision | None = None,
+        precision: Precision | None = None,
         *,
         prefetch: int = 1,
     ) -> Engine:
@@ -61,7 +59,7 @@ class Engine:
         ``units`` are submodules whose parameters are gathered and reduced together, in the order in which they run;
         ``prefetch`` is how many of them ahead weights are gathered. ``comm``: None is this process alone.
         """
-        comm, strategy, policy = comm or LocalCommunicator(), resolve_strategy(stage), precision or MixedPrecision()
+        comm, strategy, policy = comm or LocalCommunicator(), resolve_strategy(stage), precision or Precision()
         ranks = RankGroups(comm, comm, LocalCommunicator())
 
         def unit(name: str, module: nn.Module, params: Named) -> Unit[Group]:
@@ -85,15 +83,6 @@ class Engine:
         homes = {param: (each, slot) for each in self.passes.groups() for slot, param in enumerate(each.params.params)}
         return PieceOptimizer(optimizer_cls, self.model.parameters() if params is None else params, homes, **settings)
 
-    @contextmanager
-    def no_sync(self) -> Generator[None]:
-        """In this block backwards accumulate unsharded gradients and do not reduce."""
-        before, self.passes.sync = self.passes.sync, False
-        try:
-            yield
-        finally:
-            self.passes.sync = before
-
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients so that their global norm is at most ``max_norm``; return the norm before it. Collective.
 
@@ -116,16 +105,14 @@ class Engine:
         One group at a time is unsharded on the device. With ``rank0_only`` other ranks return an empty dict.
         """
         full: dict[Tensor, Tensor] = {}
-        for group in self.passes.groups():
-            master = group.params.gather_master()
-            if rank0_only and self.comm.rank:
-                continue
-            views = group.params.layout.views(master.cpu())
-            full.update((param, view.clone()) for param, view in zip(group.params.params, views, strict=True))
-        if rank0_only and self.comm.rank:
-            return OrderedDict()
+        keep = self.comm.rank == 0 or not rank0_only
+        for params in (group.params for group in self.passes.groups()):
+            master = params.gather_master()
+            if keep:
+                views = params.layout.views(master.cpu())
+                full.update((param, view.clone()) for param, view in zip(params.params, views, strict=True))
         # A tied parameter is one tensor under two names, here as in the module.
-        named = self.named_state().items()
+        named = self.named_state().items() if keep else ()
         return OrderedDict((name, full[t] if t in full else t.detach().cpu().clone()) for name, t in named)
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> Any:

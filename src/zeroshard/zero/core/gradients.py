@@ -87,7 +87,6 @@ class Gradients:
         layout: FlatLayout,
         strategy: ShardingStrategy,
         rank_groups: RankGroups,
-        *,
         device: torch.device,
         reduced_dtype: torch.dtype,
         reduce_dtype: torch.dtype,

@@ -1,4 +1,4 @@
-"""Mixed precision: the dtype of computation, the dtypes and wire formats of collectives, the dtype of master weights.
+"""Mixed precision: the dtype of computation, the dtype of gradients, the dtype of master weights.
 
 Micikevicius et al. 2018, "Mixed Precision Training", https://arxiv.org/abs/1710.03740, section 3.1: weights and
 activations may be 16 bits wide if a 32-bit master copy of the weights takes the updates.
@@ -10,52 +10,21 @@ from dataclasses import dataclass
 
 import torch
 
-from zeroshard.wire_formats import BLOCK, check_has_range
-from zeroshard.wire_policy import WirePolicy
+from zeroshard.wire_formats import check_has_range
 
 
 @dataclass(frozen=True)
-class MixedPrecision(WirePolicy):
+class Precision:
     """A dtype policy. The default changes nothing: parameters compute and are sent in the dtype that they have.
 
-    Attributes:
-        param_dtype: the compute dtype, of weights in forward and backward. Master weights, which the optimizer updates,
-            keep the parameter's own dtype. None: the parameter's own dtype, without a second copy. A parameter that is
-            frozen when the engine is built is kept in this dtype alone, rounded, until it is trained.
-        reduce_dtype: the dtype in which gradients accumulate and are reduced. None: the master's dtype. Reduced
-            gradients wait for the optimizer in the master's dtype, except bfloat16, which has the range of fp32.
-        cast_forward_inputs: whether floating-point tensors given to the model are cast to ``param_dtype``.
-
-        gather: wire format of weights: a dtype, or a block format (``"int8"``, ``"int4"``, ``"e4m3"`` alias ``"fp8"``).
-            Each rank sends its shard of the fp32 master weights in it, and every rank computes with the decoded values,
-            in ``param_dtype``. None: ``param_dtype``. Stages 1, 2 and 3.
-        reduce: wire format of gradients, as for ``gather``; they are summed in fp32 and accumulate in ``reduce_dtype``.
-            With a ``shard_size`` only sums between replicas use it. None: ``reduce_dtype``. Stages 1, 2 and 3.
-        block: elements that share a scale in a block format.
-        node_size: number of ranks of a node, all neighbours. Ranks then sum gradients inside each node in
-            ``reduce_dtype``, and send only these sums between nodes, in ``reduce``: see
-            `zeroshard.zero.transport.node_reduce`. None: each rank sends its gradients to every other in ``reduce``.
-        rounding_seed: seed of the noise by which gradients are rounded stochastically.
-
-    Parameters with one dimension or none (norm weights, biases) or fewer than 4,096 elements are sent without a wire
-    format, in flat buffers of their own: there are few of them, and a block's largest element sets its scale.
-
-    Raises:
-        ValueError: a dtype that is not a floating-point one; no such format; a block that does not pack; a
-            ``node_size`` below 2, or without ``reduce``.
+    A dtype that is not a floating-point one raises ValueError. `zeroshard.zero.MixedPrecision` says more of the fields.
     """
 
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    cast_forward_inputs: bool = True
-    gather: torch.dtype | str | None = None
-    reduce: torch.dtype | str | None = None
-    block: int = BLOCK
-    rounding_seed: int = 0
-    node_size: int | None = None
+    param_dtype: torch.dtype | None = None  # of weights in forward and backward; masters keep the parameters' own
+    reduce_dtype: torch.dtype | None = None  # in which gradients accumulate and are reduced; None: the master's
+    cast_forward_inputs: bool = True  # whether floating-point inputs of the model are cast to `param_dtype`
 
     def __post_init__(self) -> None:
-        self.check_wire()
         if not isinstance(self.cast_forward_inputs, bool):
             raise ValueError(f"cast_forward_inputs: {self.cast_forward_inputs!r} is not a bool; give True or False")
         for field, dtype in (("param_dtype", self.param_dtype), ("reduce_dtype", self.reduce_dtype)):

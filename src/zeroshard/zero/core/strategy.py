@@ -12,7 +12,7 @@ https://arxiv.org/abs/1910.02054, section 5. There are no stage classes: one eng
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 from zeroshard import rules
@@ -84,17 +84,10 @@ STAGES: dict[int, ShardingStrategy] = {
 }
 
 
-def resolve_strategy(stage: int | ShardingStrategy, secondary_shard_size: int | None = None) -> ShardingStrategy:
-    """Return the row of `STAGES` with that number, or the given `ShardingStrategy` as it is.
-
-    Raises:
-        ValueError: a stage that is not 0, 1, 2 or 3; a ``secondary_shard_size`` beside a `ShardingStrategy`.
-    """
+def resolve_strategy(stage: int | ShardingStrategy) -> ShardingStrategy:
+    """Return the row of `STAGES` with that number (else ValueError), or the given `ShardingStrategy` as it is."""
     if isinstance(stage, ShardingStrategy):
-        if secondary_shard_size is not None:
-            raise ValueError("secondary_shard_size: stage is a ShardingStrategy, which has this field; set it there")
         return stage
     if isinstance(stage, bool) or stage not in STAGES:
         raise ValueError(f"stage: {stage!r} is not a ZeRO stage; choose 0, 1, 2 or 3, or give a ShardingStrategy")
-    row = STAGES[stage]
-    return row if secondary_shard_size is None else replace(row, secondary_shard_size=secondary_shard_size)
+    return STAGES[stage]

@@ -6,15 +6,15 @@ one device, and frozen weights need neither gradients nor refreshing. Nearly eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Hashable, Iterable
+from typing import Generic, NamedTuple, TypeVar
 
 from torch import nn
 
 from zeroshard.comm.streams import Streams
 from zeroshard.zero.core.gradients import Gradients
 from zeroshard.zero.core.layout import ALIGNMENT, FlatLayout
-from zeroshard.zero.core.precision import MixedPrecision
+from zeroshard.zero.core.precision import Precision
 from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.core.strategy import ShardingStrategy
 from zeroshard.zero.core.weights import Weights, WeightTransport
@@ -41,28 +41,14 @@ class Group:
 
     @classmethod
     def of(
-        cls,
-        name: str,
-        params: Named,
-        strategy: ShardingStrategy,
-        rank_groups: RankGroups,
-        precision: MixedPrecision,
+        cls, name: str, params: Named, strategy: ShardingStrategy, rank_groups: RankGroups, precision: Precision
     ) -> Group:
         """Move parameters of one dtype and device to flat buffers, in order. Collective."""
-        comm, dtype = rank_groups.shard_group, params[0][1].dtype
+        comm, dtype, device = rank_groups.shard_group, params[0][1].dtype, params[0][1].device
         layout = FlatLayout.of([(each, param.shape) for each, param in params], comm.world_size, ALIGNMENT)
-        transport = WeightTransport(comm, layout)
-        weights = Weights(name, params, layout, strategy, rank_groups, precision, transport)
-        grads = Gradients(
-            name,
-            layout,
-            strategy,
-            rank_groups,
-            device=params[0][1].device,
-            reduced_dtype=precision.reduced_dtype(dtype),
-            reduce_dtype=precision.gradient_dtype(dtype),
-        )
-        return cls(weights, grads)
+        weights = Weights(name, params, layout, strategy, rank_groups, precision, WeightTransport(comm, layout))
+        dtypes = precision.reduced_dtype(dtype), precision.gradient_dtype(dtype)
+        return cls(weights, Gradients(name, layout, strategy, rank_groups, device, *dtypes))
 
     def use_streams(self, streams: Streams) -> None:
         """Gather and reduce on these streams from now on."""
@@ -168,3 +154,35 @@ def groups_of(
         by_kind.setdefault(kind(param), []).append((param_name, param))
     chosen = enumerate(by_kind.values())
     return [make(name if index == 0 else f"{name}#{index}", some) for index, some in chosen]
+
+
+class UnitSpec(NamedTuple):
+    """A unit before its buffers exist: the module whose calls use it, and its parameters by name."""
+
+    name: str
+    module: nn.Module
+    params: Named
+
+
+def partition(model: nn.Module, units: Iterable[nn.Module]) -> list[UnitSpec]:
+    """Return the root unit, then one for each of the submodules ``units`` that has parameters, in the order given."""
+    names = {module: name for name, module in reversed(list(model.named_modules()))}
+    root = UnitSpec("root", model, [])
+    specs = {module: UnitSpec(names[module], module, []) for module in units if module is not model}
+    homes: dict[nn.Parameter, UnitSpec] = {}
+    visited: set[tuple[nn.Module, str]] = set()
+
+    def walk(module: nn.Module, home: UnitSpec) -> None:
+        home = specs.get(module, home)
+        if (module, home.name) in visited:  # a module may be registered in several places
+            return
+        visited.add((module, home.name))
+        for param in module.parameters(recurse=False):
+            homes[param] = home if homes.get(param, home) is home else root
+        for child in module.children():
+            walk(child, home)
+
+    walk(model, root)
+    for name, param in model.named_parameters():
+        homes[param].params.append((name, param))
+    return [root, *(spec for spec in specs.values() if spec.params)]

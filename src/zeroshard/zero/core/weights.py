@@ -28,7 +28,7 @@ from zeroshard.comm import Communicator, Work, empty_for, labelled
 from zeroshard.comm.streams import NO_STREAMS, Streams
 from zeroshard.wire_formats import Format
 from zeroshard.zero.core.layout import FlatLayout, Piece, view_of
-from zeroshard.zero.core.precision import MixedPrecision
+from zeroshard.zero.core.precision import Precision
 from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.core.strategy import SHARD, ShardingStrategy
 
@@ -125,7 +125,7 @@ class Weights:
         layout: FlatLayout,
         strategy: ShardingStrategy,
         rank_groups: RankGroups,
-        precision: MixedPrecision,
+        precision: Precision,
         transport: WeightTransport,
         initial: Callable[[Weights, Tensor], Tensor] | None = None,
     ) -> None:

@@ -1,0 +1,118 @@
+"""`MixedPrecision`: the dtypes of a run, and which of its tensors are sent in a wire format."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+
+from zeroshard import rules
+from zeroshard.errors import UserError
+from zeroshard.wire_formats import (
+    BLOCK,
+    FORMATS,
+    SAME_AS,
+    BlockFormat,
+    DtypeFormat,
+    Format,
+    FormatName,
+    check_block,
+    check_has_range,
+)
+from zeroshard.zero.core.precision import Precision
+
+EXACT_NUMEL = 4096
+"""Elements of the smallest parameter that is sent in a wire format: a smaller one has few bytes to save."""
+
+
+@dataclass(frozen=True)
+class MixedPrecision(Precision):
+    """A dtype policy. The default changes nothing: parameters compute and are sent in the dtype that they have.
+
+    Attributes:
+        param_dtype: the compute dtype, of weights in forward and backward. Master weights, which the optimizer updates,
+            keep the parameter's own dtype. None: the parameter's own dtype, without a second copy. A parameter that is
+            frozen when the engine is built is kept in this dtype alone, rounded, until it is trained.
+        reduce_dtype: the dtype in which gradients accumulate and are reduced. None: the master's dtype. Reduced
+            gradients wait for the optimizer in the master's dtype, except bfloat16, which has the range of fp32.
+        cast_forward_inputs: whether floating-point tensors given to the model are cast to ``param_dtype``.
+
+        gather: wire format of weights: a dtype, or a block format (``"int8"``, ``"int4"``, ``"e4m3"`` alias ``"fp8"``).
+            Each rank sends its shard of the fp32 master weights in it, and every rank computes with the decoded values,
+            in ``param_dtype``. None: ``param_dtype``. Stages 1, 2 and 3.
+        reduce: wire format of gradients, as for ``gather``; they are summed in fp32 and accumulate in ``reduce_dtype``.
+            With a ``shard_size`` only sums between replicas use it. None: ``reduce_dtype``. Stages 1, 2 and 3.
+        block: elements that share a scale in a block format.
+        node_size: number of ranks of a node, all neighbours. Ranks then sum gradients inside each node in
+            ``reduce_dtype``, and send only these sums between nodes, in ``reduce``: see
+            `zeroshard.zero.transport.node_reduce`. None: each rank sends its gradients to every other in ``reduce``.
+        rounding_seed: seed of the noise by which gradients are rounded stochastically.
+
+    Parameters with one dimension or none (norm weights, biases) or fewer than `EXACT_NUMEL` elements are sent without a
+    wire format, in flat buffers of their own: there are few of them, and a block's largest element sets its scale.
+
+    Raises:
+        ValueError: a dtype that is not a floating-point one; no such format; a block that does not pack; a
+            ``node_size`` below 2, or without ``reduce``.
+    """
+
+    gather: torch.dtype | str | None = None
+    reduce: torch.dtype | str | None = None
+    block: int = BLOCK
+    rounding_seed: int = 0
+    node_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_block("block", self.block)
+        if self.node_size is not None:
+            rules.check_count("node_size", self.node_size, at_least=2)
+            if self.reduce is None:
+                what = f"{self.node_size} is given, and gradients have no wire format"
+                raise UserError("node_size", what, "add reduce='int8', or leave it out")
+        if isinstance(self.rounding_seed, bool) or not isinstance(self.rounding_seed, int):
+            raise ValueError(f"rounding_seed: {self.rounding_seed!r} is not a whole number; give an int")
+        _check_travels("gather", self.gather)
+        _check_travels("reduce", self.reduce)
+        super().__post_init__()
+
+    @property
+    def has_wire(self) -> bool:
+        """Whether weights or gradients have a wire format."""
+        return self.gather is not None or self.reduce is not None
+
+    def weights_format(self, master: torch.dtype) -> Format | None:
+        """The wire format of weights with that master dtype; None: they are sent in the compute dtype."""
+        return _format(self.gather, self.block) if master.is_floating_point else None
+
+    def gradients_format(self, master: torch.dtype) -> Format | None:
+        """The wire format of gradients of weights with that master dtype; None: the dtype in which they accumulate."""
+        return _format(self.reduce, self.block) if master.is_floating_point else None
+
+    def is_exact(self, shape: Sequence[int]) -> bool:
+        """Whether a parameter of that shape is sent without the wire format: a norm's, a bias, or a small one."""
+        return self.has_wire and (len(shape) < 2 or math.prod(shape) < EXACT_NUMEL)
+
+    def exactly(self) -> MixedPrecision:
+        """Return the same policy without wire formats."""
+        return replace(self, gather=None, reduce=None, node_size=None)
+
+
+def _format(wire: torch.dtype | str | None, block: int) -> Format | None:
+    if wire is None:
+        return None
+    if isinstance(wire, torch.dtype):
+        return DtypeFormat(wire)
+    return BlockFormat(cast(FormatName, wire), block)
+
+
+def _check_travels(field: str, wire: torch.dtype | str | None) -> None:
+    """Raise UserError, a ValueError, unless ``wire`` is None, a floating-point dtype or a wire format."""
+    if isinstance(wire, torch.dtype):
+        check_has_range(field, wire)
+    if wire is None or wire in (*FORMATS, *SAME_AS) or (isinstance(wire, torch.dtype) and wire.is_floating_point):
+        return
+    todo = f"choose a floating-point dtype, or {', '.join(FORMATS)}"
+    raise UserError(field, f"{wire!r} is not a wire format", todo)
