@@ -113,8 +113,6 @@ class Gradients:
         """Issue reductions on these CUDA streams from now on."""
         self._streams = streams
 
-    # -- this rank's sum --------------------------------------------------------------------------------------
-
     @property
     def pending(self) -> bool:
         """Whether gradients on this rank wait for a reduction."""
@@ -154,8 +152,6 @@ class Gradients:
             self.wait_for_reduce()
         if self.keep_local and self.reduced is not None and not self.pending:
             self.reduced = self._out_of_local(self.reduced)
-
-    # -- the mean over ranks ----------------------------------------------------------------------------------
 
     def reduce(self) -> None:
         """Start the reduction of the local buffer, with zeros for parameters without a gradient. Collective."""
