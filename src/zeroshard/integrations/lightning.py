@@ -31,8 +31,8 @@ except ModuleNotFoundError as error:
 from zeroshard.checkpoint import load, save
 from zeroshard.errors import UserError
 from zeroshard.integrations.plugin import ZeroPlugin, engine_of
+from zeroshard.unit_choice import choose_units
 from zeroshard.zero import Zero
-from zeroshard.zero.buffers.unit_choice import choose_units
 from zeroshard.zero.core.strategy import SHARD, resolve_strategy
 from zeroshard.zero.optimizers.adoption import take_over
 

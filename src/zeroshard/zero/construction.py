@@ -14,9 +14,9 @@ from zeroshard.comm import Communicator, labelled
 from zeroshard.comm.agree import agreement
 from zeroshard.comm.tensor_broadcast import as_bytes, put_bytes
 from zeroshard.torch_internals import is_traceable_wrapper_subclass
+from zeroshard.unit_choice import UnitChoice, describe_units
 from zeroshard.zero.buffers.partition import Init, UnitSpec, materialise, partition
 from zeroshard.zero.buffers.unit import FlatGroup, Unit, build_groups
-from zeroshard.zero.buffers.unit_choice import UnitChoice, describe_units
 from zeroshard.zero.compat.late_modules import has_engine
 from zeroshard.zero.core.strategy import ShardingStrategy, resolve_strategy
 from zeroshard.zero.precision import MixedPrecision

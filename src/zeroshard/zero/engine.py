@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 
 from zeroshard.comm import Communicator
 from zeroshard.lazily import loaded
+from zeroshard.unit_choice import UnitChoice
 from zeroshard.zero import construction
 from zeroshard.zero.buffers.holdings import Holding, holdings, resident_bytes
 from zeroshard.zero.buffers.initial import loaded_later
 from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.unit import Unit
-from zeroshard.zero.buffers.unit_choice import UnitChoice
 from zeroshard.zero.compat.module_methods import ModulePatches
 from zeroshard.zero.core.engine import Engine
 from zeroshard.zero.core.strategy import REPLICATE, ShardingStrategy, resolve_strategy

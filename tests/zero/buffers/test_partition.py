@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch import nn
 
+from zeroshard.unit_choice import describe_units
 from zeroshard.zero import loaded_later
 from zeroshard.zero.buffers.partition import materialise, partition
-from zeroshard.zero.buffers.unit_choice import describe_units
 
 
 class Shared(nn.Module):

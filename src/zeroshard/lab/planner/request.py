@@ -22,8 +22,8 @@ from zeroshard.lab.predict.rates import SUSTAINED, Attention, Impl, Loss, Softwa
 from zeroshard.lab.predict.workload import DTYPES, Workload, known_optimizer, preset
 from zeroshard.models import LanguageModel
 from zeroshard.models.adapters import Lora
+from zeroshard.unit_choice import UnitChoice, choose_units
 from zeroshard.zero import MixedPrecision
-from zeroshard.zero.buffers.unit_choice import UnitChoice, choose_units
 
 HEADROOM = 0.02  # share of a device's memory that must stay free, for what the plan does not predict
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from zeroshard.unit_choice import UnitChoice
 from zeroshard.zero.buffers.flat_layout import FlatLayout
 from zeroshard.zero.buffers.partition import partition
-from zeroshard.zero.buffers.unit_choice import UnitChoice
 from zeroshard.zero.core.layout import ALIGNMENT
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.whole_tensors.layout import whole_layout

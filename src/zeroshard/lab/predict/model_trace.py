@@ -38,9 +38,9 @@ from zeroshard.models import LanguageModel, build_model
 from zeroshard.models.adapters import Lora, is_adapter
 from zeroshard.models.presets import nearest_preset
 from zeroshard.torch_internals import in_backward
+from zeroshard.unit_choice import UnitChoice, choose_units
 from zeroshard.zero import MixedPrecision
 from zeroshard.zero.buffers.partition import UnitSpec, partition
-from zeroshard.zero.buffers.unit_choice import UnitChoice, choose_units
 from zeroshard.zero.runtime.forwards import ForwardRun
 from zeroshard.zero.runtime.module_hooks import ModuleHooks
 

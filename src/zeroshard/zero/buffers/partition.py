@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from zeroshard.torch_internals import has_forward_hooks, not_saved, own_buffers, own_parameters, version_of
-from zeroshard.zero.buffers.unit_choice import UnitChoice, choose_units, is_container
+from zeroshard.unit_choice import UnitChoice, choose_units, is_container
 from zeroshard.zero.core import units as by_module
 
 Init = Callable[[str, torch.Tensor], None]
