@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hazards import HazardDevice
 from zeroshard.comm import current_label, streams
 from zeroshard.comm.base import DONE, own_group
-from zeroshard.zero.core.passes import Passes
 from zeroshard.zero.runtime import collective_order
 
 CUDA = torch.device("cuda", 0)
@@ -144,5 +143,5 @@ def reads(monkeypatch):
     """How often ranks have agreed on flags, which is the one message that a step reads."""
     counted = []
     monkeypatch.setattr(collective_order, "maxima", lambda comm, values: counted.append(comm) or list(values))
-    monkeypatch.setattr(Passes, "_agree_on_order", lambda self: self.units)
+    monkeypatch.setattr(collective_order.CollectiveOrder, "agree_on_units", lambda self, units, ran: units)
     return counted

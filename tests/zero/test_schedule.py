@@ -35,8 +35,8 @@ def test_a_cursor_runs_everything_on_its_way_and_never_twice():
     assert ran == ops[:2]
     cursor.through(Op("reduce", 1))
     assert ran == ops[:3]
-    cursor.finish()
-    cursor.finish()
+    cursor.through(ops[-1])
+    cursor.through(ops[-1])
     assert ran == ops
 
 
@@ -45,7 +45,7 @@ def test_an_operation_may_move_the_cursor_itself():
 
     def run(op):
         ran.append(op)
-        cursor.finish()
+        cursor.through(ops[-1])
 
     ops = [Op("gather", place) for place in range(3)]
     cursor = Cursor(ops, run)

@@ -53,9 +53,8 @@ class UnitHooks:
         passes.post_forward(unit, grads_flow=bool(outputs))
 
     def with_graph(self, value: Any) -> list[Tensor]:
-        """The tensors in nested containers through which gradients flow on, each once."""
-        found = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
-        return list({id(tensor): tensor for tensor in found}.values())
+        """The tensors in nested containers through which gradients flow on."""
+        return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
 
     def cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """The arguments in the dtype ``cast``, as a pre-hook returns them; None: as they are."""

@@ -1,11 +1,10 @@
 """The forward and the backward of a step: at each event of a unit, what is unsharded, resharded and reduced.
 
 [Note: Order of execution]
-    The schedule has the units in the order in which rank 0's forward called them; rank 0 broadcasts it at the first
-    backward. A rank may skip units, or call each of them once in another order: weights that were gathered ahead stay
-    unsharded until they are used, and gradients that arrive after their unit was reduced are reduced once more at the
-    end. A unit that is called again after it was freed has no place in the schedule and is gathered on the spot, so
-    every rank must call it again.
+    The schedule has the units in one order on every rank. A rank may skip units, or call each of them once in another
+    order: weights that were gathered ahead stay unsharded until they are used, and gradients that arrive after their
+    unit was reduced are reduced once more at the end. A unit that is called again after it was freed has no place in
+    the schedule and is gathered on the spot, so every rank must call it again.
 
 [Note: The turn]
     Backward begins with the unit that forward ended with. So every rank keeps the weights of the last unit of the order
@@ -20,7 +19,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor
 
-from zeroshard.comm.agree import maxima, of_first_rank
+from zeroshard.comm.agree import maxima
 from zeroshard.comm.streams import ByDevice
 from zeroshard.torch_internals import at_end_of_backward
 from zeroshard.uncompiled import uncompiled
@@ -49,18 +48,16 @@ class Passes(Generic[U, AnyGroup]):
     """Receives the events of hooks, and unshards, reshards and reduces units in the order of the schedule.
 
     Attributes:
-        root, units, order: the root unit; the others in order of registration; these in the order of the schedule.
+        root, units, order: the root unit; the others; these as [Note: Order of execution] says.
         sync: whether backward passes reduce; if False, their gradients accumulate.
         forward: the forward that is running, or the last one.
         backward: the backward pass that is running, as a position in its schedule; else None.
     """
 
-    def __init__(
-        self, root: U, units: list[U], rank_groups: RankGroups, strategy: ShardingStrategy, prefetch: int
-    ) -> None:
+    def __init__(self, root: U, units: list[U], ranks: RankGroups, strategy: ShardingStrategy, prefetch: int) -> None:
         self.root, self.units, self.order, self.prefetch = root, units, list(units), prefetch
-        self.rank_groups, self.comm = rank_groups, rank_groups.world
-        self.sync, self._order_agreed = True, False
+        self.rank_groups, self.comm = ranks, ranks.world
+        self.sync = True
         self.forward = Forward()
         self.backward = cast("Cursor | None", None)
         self._ran: dict[U, None] = {}  # units in order of their first call in the forward
@@ -175,8 +172,6 @@ class Passes(Generic[U, AnyGroup]):
             self._begin_backward(None)
 
     def _begin_backward(self, forward: Forward | None) -> Cursor:
-        if not self._order_agreed and self.units:  # [Note: Order of execution]
-            self.order, self._order_agreed = self._agree_on_order(), True
         self.backward = backward = self._new_backward(forward)
         for unit in self.order:  # before the schedule, which has one place for each unit
             if self.shard_params and unit.read_in_backward and self._calls_left(unit) > 1:
@@ -218,7 +213,7 @@ class Passes(Generic[U, AnyGroup]):
 
     def _end_backward(self) -> None:
         assert self.backward is not None
-        self.backward.finish()
+        self.backward.through(Op("reduce", ROOT))  # the last one
         if self.sync:
             self._finish_reductions()
         self._forget_backward()
@@ -258,11 +253,3 @@ class Passes(Generic[U, AnyGroup]):
     def _agree_on_flags(self, flags: list[bool]) -> list[bool]:
         """For each flag, whether any rank has set it. Collective."""
         return [bool(flag) for flag in maxima(self.comm, flags)]
-
-    def _agree_on_order(self) -> list[U]:
-        """The units in the order in which rank 0 has called them. Collective."""
-        order = list(self._ran)
-        for place, unit in enumerate(self.units):
-            if unit not in order:  # another rank may run it: put it after the unit registered before it
-                order.insert(order.index(self.units[place - 1]) + 1 if place else 0, unit)
-        return [self.units[place] for place in of_first_rank(self.comm, [self.units.index(unit) for unit in order])]

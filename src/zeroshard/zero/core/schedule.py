@@ -62,10 +62,6 @@ class Cursor:
         """Run all operations up to ``op``, excluding it."""
         self._walk(self._index.get(op, 0))
 
-    def finish(self) -> None:
-        """Run the remaining operations."""
-        self._walk(len(self._ops))
-
     def _walk(self, stop: int) -> None:
         while self._next < stop:
             op = self._ops[self._next]

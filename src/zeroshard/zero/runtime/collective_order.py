@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from zeroshard.comm.agree import both_ends, digest_of, is_one, maxima, require_same, send_bytes
+from zeroshard.comm.agree import both_ends, digest_of, is_one, maxima, of_first_rank, require_same, send_bytes
 from zeroshard.comm.operation_log import OperationLog, first_difference
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.rank_groups import RankGroups
@@ -64,6 +64,16 @@ class CollectiveOrder:
     def _note_settings(self) -> None:
         self._now = self.settings()
         self._settings_digest = digest_of(self._settings_digest + "\n".join(self._now).encode())
+
+    def agree_on_units(self, units: list[Unit], ran: list[Unit]) -> list[Unit]:
+        """Return ``units`` in the order in which rank 0 ran them; ``ran``: this rank's order. Collective."""
+        recorded = list(ran)
+        for place, unit in enumerate(units):
+            if unit not in recorded:  # another rank may run it: put it after the unit registered before it
+                recorded.insert(recorded.index(units[place - 1]) + 1 if place else 0, unit)
+        if self.comm.world_size == 1:
+            return recorded
+        return [units[place] for place in of_first_rank(self.comm, [units.index(unit) for unit in recorded])]
 
     def agree_on_forwards(self, votes: list[int]) -> list[int]:
         """Return the maximum of each vote over ranks. Collective; every rank gives equally many votes."""

@@ -47,7 +47,7 @@ class Runtime(Passes[Unit, FlatGroup]):
 
     Attributes:
         comm: the communicator of all ranks.
-        collectives: through which ranks agree on flags and the optimizers' settings.
+        collectives: through which ranks agree on orders, flags and the optimizers' settings.
         removed: whether `Zero.remove` has made the model an ordinary one again.
         unreduced: whether the last backward pass left gradients on this rank that are not reduced yet.
         before_forward: raises if this forward of the model would be wrong; called before it begins.
@@ -75,6 +75,7 @@ class Runtime(Passes[Unit, FlatGroup]):
         self.forward = self._forwards.current
         self.removed = self.unreduced = False
         self.before_forward: Callable[[], None] = lambda: None
+        self._order_agreed = False
         self._called_by_parts: dict[Unit, None] = {}  # no hook frees their weights: only their submodules were called
         self._read_while_stale: set[Unit] = set()  # forward may have read their weights before these were gathered
         self._grad_hooks = GradHooks(self)
@@ -206,6 +207,10 @@ class Runtime(Passes[Unit, FlatGroup]):
     def _begin_backward(self, forward: Forward | None) -> BackwardPass:
         self._forget_backward()  # an exception may have ended one
         self._grad_hooks.apply_assigned_grads()
+        if not self._order_agreed and self.units:
+            # Units may be registered in another order than they run in: follow the one of rank 0's forward from now on.
+            self.order = self._weights.order = self.collectives.agree_on_units(self.units, list(self._ran))
+            self._order_agreed = True
         return cast("BackwardPass", super()._begin_backward(forward))
 
     def _new_backward(self, forward: Forward | None) -> BackwardPass:
@@ -308,10 +313,6 @@ class Runtime(Passes[Unit, FlatGroup]):
             unit.forget_forwards(over)
 
     # -- agreement --------------------------------------------------------------------------------------------
-
-    def _agree_on_order(self) -> list[Unit]:
-        self._weights.order = order = super()._agree_on_order()
-        return order
 
     def _agree_on_flags(self, flags: list[bool]) -> list[bool]:
         """Also which modules' buffers have changed on any rank: see `module_buffers`. Raises if ranks have diverged."""
