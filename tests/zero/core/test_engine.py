@@ -1,6 +1,6 @@
 """ZeRO by `zero/core` alone: what it needs, and that it trains.
 
-`test_pull_out.py` runs this file, and the others named ``test_core_*``, in a package that has nothing else of `zero/`.
+`test_pull_out.py` runs this folder in a package that has nothing else of `zero/`.
 """
 
 import ast

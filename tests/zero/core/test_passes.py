@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from nets import Net, rows
 from zeroshard.comm import CONTROL, Communicator, LocalCommunicator, NullCommunicator, ObservedCommunicator, run_threads
-from zeroshard.zero import STAGES, MixedPrecision
 from zeroshard.zero.core.hooks import UnitHooks, take_gradients
 from zeroshard.zero.core.passes import Passes
+from zeroshard.zero.core.precision import Precision
 from zeroshard.zero.core.ranks import RankGroups
+from zeroshard.zero.core.strategy import STAGES
 from zeroshard.zero.core.units import Group, Unit
 
 
@@ -22,7 +23,7 @@ def engine(comm: Communicator, net: Net, stage: int) -> Passes[Unit, Group]:
     groups, strategy = RankGroups(comm, comm, LocalCommunicator()), STAGES[stage]
 
     def unit(name: str, module: nn.Module, params: list[tuple[str, nn.Parameter]]) -> Unit:
-        return Unit(name, module, [Group.of(name, params, strategy, groups, MixedPrecision())])
+        return Unit(name, module, [Group.of(name, params, strategy, groups, Precision())])
 
     rest = [(name, param) for name, param in net.named_parameters() if not name.startswith("blocks")]
     root, *blocks = (

@@ -4,10 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from zeroshard.comm import NullCommunicator, run_threads
-from zeroshard.zero import STAGES, MixedPrecision, RankGroups
-from zeroshard.zero.buffers.unit import build_groups
+from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
 from zeroshard.zero.core.optimizer import PieceOptimizer
+from zeroshard.zero.core.precision import Precision
+from zeroshard.zero.core.ranks import RankGroups
+from zeroshard.zero.core.strategy import STAGES
+from zeroshard.zero.core.units import Group
 
 SHAPES = {"weight": (3, 5), "bias": (5,), "scale": (), "unused": (2,)}
 
@@ -30,9 +32,10 @@ def grads(step):
 
 def built(stage, comm):
     params = params_of()
-    groups = build_groups("u", list(params.items()), STAGES[stage], RankGroups.of(comm), MixedPrecision(), {})
-    homes = {param: (group, slot) for group in groups for slot, param in enumerate(group.params.params)}
-    return params, groups[0], PieceOptimizer(torch.optim.AdamW, param_groups(params), homes, lr=0.1)
+    rank_groups = RankGroups(comm, comm, LocalCommunicator())
+    group = Group.of("u", list(params.items()), STAGES[stage], rank_groups, Precision())
+    homes = {param: (group, slot) for slot, param in enumerate(group.params.params)}
+    return params, group, PieceOptimizer(torch.optim.AdamW, param_groups(params), homes, lr=0.1)
 
 
 def take_step(group, optimizer, step):
