@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zeroshard.data.examples.template import find_template
+from zeroshard.data.chat_templates import find_template
 from zeroshard.data.sources import check_source
 from zeroshard.data.tokenizer import check_tokenizer, tokenizer_identity
 from zeroshard.errors import UserError
@@ -32,7 +32,7 @@ class DataSpec:
         max_tokens: stop after so many tokens of both splits together; 0 means no limit.
         column: the column of tables that contains the text.
         format: ``text``, or a format of fine-tuning examples: ``chat`` or ``prompt``; see `zeroshard.data.examples`.
-        template: the chat template for ``chat``; see `zeroshard.data.examples.template.find_template`.
+        template: the chat template for ``chat``; see `zeroshard.data.chat_templates.find_template`.
         messages, prompt, completion: the columns of examples.
 
     Raises:

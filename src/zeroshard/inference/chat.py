@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from zeroshard.data import Tokenizer
+from zeroshard.data.chat_templates import ChatTemplate, find_template, has_template
 from zeroshard.data.examples.encode import ExampleEncoder
-from zeroshard.data.examples.template import ChatTemplate, find_template, has_template
 from zeroshard.data.examples.texts import ExampleText
 from zeroshard.data.tokenizer import TOKENIZER_FILE
 from zeroshard.errors import UserError

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from zeroshard.checkpoint.streamed_safetensors import StreamedTensor, intervals
 from zeroshard.data import Tokenizer
-from zeroshard.data.examples.template import JINJA_FILE, JSON_FILE, own_template
+from zeroshard.data.chat_templates import JINJA_FILE, JSON_FILE, own_template
 from zeroshard.data.special_tokens import TOKENIZER_CONFIG, json_object
 from zeroshard.data.tokenizer import TOKENIZER_FILE, BpeTokenizer, read_tokenizer
 from zeroshard.errors import UserError

@@ -18,7 +18,7 @@ import torch
 from zeroshard import checkpoint
 from zeroshard.checkpoint.streamed_safetensors import drafted
 from zeroshard.comm import Communicator, LocalCommunicator
-from zeroshard.data.examples.template import TEMPLATE_FILES
+from zeroshard.data.chat_templates import TEMPLATE_FILES
 from zeroshard.data.tokenizer import TOKENIZER_FILE, BpeTokenizer, keep_tokenizer, read_tokenizer
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.interop.nanogpt_weights import import_nanogpt, is_nanogpt

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import chats
+from zeroshard.data.chat_templates import find_template
 from zeroshard.data.examples.encode import ExampleEncoder
-from zeroshard.data.examples.template import find_template
 from zeroshard.data.examples.texts import ExampleText, text_of_chat, text_of_pair
 from zeroshard.data.tokenizer import ByteTokenizer, read_tokenizer
 

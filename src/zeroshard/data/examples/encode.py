@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from zeroshard.data.examples.template import Span
+from zeroshard.data.chat_templates import Span
 from zeroshard.data.examples.texts import ExampleText
 from zeroshard.data.joining import begin_ids, end_ids
 from zeroshard.data.tokenizer import BpeTokenizer, Tokenizer

@@ -16,9 +16,9 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from zeroshard.data.chat_templates import ChatTemplate, find_template, keep_template
 from zeroshard.data.examples.encode import ExampleEncoder
 from zeroshard.data.examples.store import ExampleWriter
-from zeroshard.data.examples.template import ChatTemplate, find_template, keep_template
 from zeroshard.data.examples.texts import ExampleText, TextOf, text_of_chat, text_of_pair
 from zeroshard.data.files import in_one_line
 from zeroshard.data.meta import SPLITS, DataMeta, SourceMeta, dtype_for

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zeroshard.data.examples.template import ChatTemplate, Span
+from zeroshard.data.chat_templates import ChatTemplate, Span
 from zeroshard.errors import UserError, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -15,8 +15,8 @@ from zeroshard.comm.agree import first_rank_does, gather_bytes
 from zeroshard.data import EvalBatches, RowBatches, TextRows, require_enough
 from zeroshard.data.base import EvalBatch, Rows
 from zeroshard.data.batches import require_rows
+from zeroshard.data.chat_templates import TEMPLATE_FILES, find_template, has_template, keep_template
 from zeroshard.data.examples.row_plan import ExampleRows, rows_of_folder
-from zeroshard.data.examples.template import TEMPLATE_FILES, find_template, has_template, keep_template
 from zeroshard.data.lanes import open_stream
 from zeroshard.data.meta import SPLITS, DataMeta, read_meta
 from zeroshard.data.mixing import JoinedRows, Mixture

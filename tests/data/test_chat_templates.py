@@ -7,7 +7,7 @@ import json
 import pytest
 
 import chats
-from zeroshard.data.examples.template import ChatTemplate, find_template
+from zeroshard.data.chat_templates import ChatTemplate, find_template
 from zeroshard.errors import UserError
 
 CHATML = find_template("chatml", "bytes").text
