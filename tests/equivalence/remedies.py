@@ -8,7 +8,7 @@
                             changed (Douillard et al. 2023, https://arxiv.org/abs/2311.08105, algorithm 1).
 
 Block formats have no such reference: what they round depends on where shards begin. Their bits are held against each
-other, stage by stage, in `tests/zero/test_wire.py`, and their errors against bounds in `tests/kernels`.
+other, stage by stage, in `tests/zero/transport/test_wire.py`, and their errors against bounds in `tests/kernels`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 import pytest
 
-from zeroshard.zero import STAGES, Placement, ShardingStrategy, resolve_strategy
+from zeroshard.zero.core.strategy import STAGES, Placement, ShardingStrategy, resolve_strategy
 
 REPLICATE, SHARD = Placement.REPLICATE, Placement.SHARD
 
