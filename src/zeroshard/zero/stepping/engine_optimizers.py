@@ -1,8 +1,7 @@
 """`EngineOptimizers`: the optimizers of an engine, and what the engine does around their steps.
 
 An optimizer is given pieces of parameters and knows nothing of ranks. Whatever concerns several ranks or buffers is
-here: the global norm and clipping; weights that a step leaves stale; the layout for an optimizer that needs whole
-tensors; averages, which no step may change.
+here: what no step may change; weights that a step leaves stale; the layout for an optimizer that needs whole tensors.
 """
 
 from __future__ import annotations
