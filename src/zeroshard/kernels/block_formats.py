@@ -25,9 +25,9 @@ rounding to the nearest integer code turns a magnitude below half of that into 0
     approximate, because a table has only 2^16 pairs of entries at a given distance: the probability that two noises are
     below two given numbers is off by at most 0.005 in blocks of 256, and 0.03 in larger ones. A run gives the same bits
     again, on any device and in any order. On a CPU, a block's noise is one copy from a table that fits in a cache. The
-    mean is off by at most 2^-17 s, and a number that a code represents exactly keeps its value. The three largest
-    entries of either sign are replaced by the fourth largest: so ``x / scale``, which may exceed the largest code in
-    its last bits, is not rounded to a code that does not exist.
+    mean is off by at most 2^-17 of the distance between codes, and a number that a code represents exactly keeps its
+    value. The three largest entries of either sign are replaced by the fourth largest: so ``x / scale``, which may
+    exceed the largest code in its last bits, is not rounded to a code that does not exist.
 
 Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", https://arxiv.org/abs/2110.02861, section 2.1;
 the formats between ranks: Wang et al. 2023, ZeRO++, https://arxiv.org/abs/2306.10209.
@@ -321,6 +321,8 @@ def _check(values: Tensor, packed: Tensor, form: Format) -> None:
     check_floating("values", values)
     if values.dim() != 1 or not values.is_contiguous():
         raise ValueError(f"values: shape {tuple(values.shape)}, strides {values.stride()}; give a contiguous [n]")
+    if isinstance(form, BlockFormat) and form.name not in ("int8", "int4", "e4m3"):
+        raise NotImplementedError(f"{form.name}: a wire format that has no conversion in zeroshard.kernels")
     num_bytes = form.num_bytes(values.numel())
     if packed.dtype != torch.uint8 or packed.shape != (num_bytes,) or not packed.is_contiguous():
         raise ValueError(f"packed: {packed.dtype} {tuple(packed.shape)}; give a contiguous [{num_bytes}] of uint8")

@@ -46,6 +46,28 @@ class WidenedGrads(StepOperands):
         self._narrow = []
 
 
+class Together(StepOperands):
+    """Several members, each of which brings its own; an observer adds one when it hears of an optimizer."""
+
+    def __init__(self, *members: StepOperands) -> None:
+        self.members = list(members)
+
+    def elsewhere(self, pieces: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Those of which any member must bring operands."""
+        pieces = list(pieces)
+        return list(dict.fromkeys(piece for member in self.members for piece in member.elsewhere(pieces)))
+
+    def bring(self, pieces: Sequence[nn.Parameter]) -> None:
+        """Have each member bring its own."""
+        for member in self.members:
+            member.bring(member.elsewhere(pieces))
+
+    def take_back(self) -> None:
+        """Have each member take back its own, the last first."""
+        for member in reversed(self.members):
+            member.take_back()
+
+
 class OperandsOfSteps:
     """Brings the operands of one optimizer: `begin` before its class's own code, and `end` after it."""
 
@@ -63,12 +85,13 @@ class OperandsOfSteps:
         if step is None:
             self._bring(self._of.pieces)
             return
-        *units, last = self._by_unit()
-        for pieces in units:
+        units = self._by_unit()
+        for pieces in units[:-1]:
             self._bring(pieces)
             step(self._of.optimizer)
             self.end()
-        self._bring(last)
+        if units:
+            self._bring(units[-1])
 
     def end(self) -> None:
         """Take back what was brought, also after a step that has raised."""

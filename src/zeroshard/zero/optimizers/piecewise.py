@@ -31,7 +31,7 @@ from zeroshard.optimizer_classes.kept_states import ParamFacts
 from zeroshard.optimizer_classes.reach import no_class
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.core.optimizer import PieceOptimizer, pieces_in
-from zeroshard.zero.optimizers.operands import WidenedGrads
+from zeroshard.zero.optimizers.operands import Together, WidenedGrads
 from zeroshard.zero.optimizers.sharded_params import ShardedParams
 from zeroshard.zero.whole_tensors.requirements import Reach, classify
 
@@ -95,7 +95,7 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
         self.show_params()
 
     def _attach(self, sharded: ShardedParams, listener: StepListener, *, has_state: bool) -> None:
-        self.sharded, self.listener, self.operands = sharded, listener, WidenedGrads()
+        self.sharded, self.listener, self.operands = sharded, listener, Together(WidenedGrads())
         self.has_state, self.holds_pieces = has_state, False
         self._members: set[nn.Parameter] = set()
 
