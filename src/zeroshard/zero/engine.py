@@ -145,7 +145,7 @@ class Zero(Engine):
             self._optimizers.observers.append(ReproducibleSteps(self._runtime, rank_groups))
         casts = {root: self.precision.param_dtype if self.precision.cast_forward_inputs else None}
         self._handles = [h for u in (root, *others) for h in ModuleHooks(u, self._runtime, casts.get(u)).attach()]
-        self._module_patches = ModulePatches(model, self._runtime, self._optimizers)
+        self._handles.append(ModulePatches(model, self._runtime, self._optimizers))
         adoption.replaced(on_meta)
         adoption.register_params(model.parameters(), self._optimizers)
         self._optimizers.show_what_travels()
@@ -410,5 +410,4 @@ class Zero(Engine):
             param.data = weight
             if param.grad_dtype is None:
                 param.grad_dtype = weight.dtype
-        self._module_patches.remove()
         adoption.unregister_params(self.model.parameters(), self._optimizers)

@@ -1,21 +1,17 @@
 """`PiecewiseOptimizer`: a `PieceOptimizer` that looks to the user like an optimizer of one process.
 
-It may have been made without the engine, its class may need whole tensors, and its methods work (`methods`,
-`step_hooks`).
+It may have been made without the engine, its class may need whole tensors (`requirements` says so), and its methods
+work (`methods`, `step_hooks`).
 
 [Note: Whose parameters]
     ``param_groups`` hold the model's parameters, as in one process: clipping, scalers and schedules read them there,
     and their ``grad`` is global. Only while the class's own code runs (its ``step``, ``add_param_group``, loading) do
     they hold this rank's pieces. The keys of ``state`` are pieces.
-
-[Note: Whole tensors]
-    A class that looks at more than an element's own history is given whole tensors, each on the rank that owns it.
-    `requirements.classify` says whether a class needs them, and whether even that is right for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from functools import partial
 from inspect import signature
@@ -33,7 +29,7 @@ from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.core.optimizer import PieceOptimizer, pieces_in
 from zeroshard.zero.optimizers.operands import Together, WidenedGrads
 from zeroshard.zero.optimizers.sharded_params import ShardedParams
-from zeroshard.zero.whole_tensors.requirements import Reach, classify
+from zeroshard.zero.whole_tensors.requirements import params_kept_whole
 
 
 class StepListener(Protocol):
@@ -85,7 +81,7 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
         self.make = partial(optimizer_cls, **kwargs)
         with sharded.all_or_none():
             claimed = [{**group, "params": sharded.claim(group)} for group in groups]
-            kept_whole = {param for group in claimed for param in _kept_whole(optimizer_cls, kwargs, group)}
+            kept_whole = {param for group in claimed for param in params_kept_whole(optimizer_cls, kwargs, group)}
             if kept_whole:
                 # Build the class once before anything is laid out anew: it may refuse parameters by their shape.
                 self.make([{**group, "params": _stand_ins(group["params"])} for group in claimed])
@@ -119,7 +115,7 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
             self.by_group = [sharded.claim(group) for group in optimizer.param_groups]
             for group, chosen in zip(optimizer.param_groups, self.by_group, strict=True):
                 try:
-                    kept_whole = _kept_whole(type(optimizer), kwargs, {**group, "params": chosen})
+                    kept_whole = params_kept_whole(type(optimizer), kwargs, {**group, "params": chosen})
                 except TypeError as error:  # its settings do not tell how it was built
                     raise ValueError(f"step: {error}; make it by zero.optimizer({name}, ...)") from error
                 cut = kept_whole - sharded.kept_whole()
@@ -227,7 +223,7 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
         with self.sharded.all_or_none():
             chosen = self.sharded.claim(given)
             claimed = {**given, "params": chosen}
-            kept_whole = _kept_whole(type(self.optimizer), self.make.keywords, claimed)
+            kept_whole = params_kept_whole(type(self.optimizer), self.make.keywords, claimed)
             if kept_whole:
                 self.make([{**given, "params": _stand_ins(chosen)}])
                 self.listener.keep_tensors_whole(kept_whole)
@@ -244,21 +240,6 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
 def _are(found: Iterable[Any], expected: Sequence[Any]) -> bool:
     found = list(found)
     return len(found) == len(expected) and all(map(is_, found, expected))
-
-
-def _kept_whole(
-    optimizer_cls: type[Optimizer], kwargs: Mapping[str, Any], group: Mapping[str, Any]
-) -> set[nn.Parameter]:
-    """Those of a group's parameters that must be whole tensors, all or none: [Note: Whole tensors].
-
-    ValueError: the class is refused.
-    """
-    chosen = group["params"]
-    device = chosen[0].device if chosen else torch.device("cpu")
-    kind = classify(optimizer_cls, kwargs, group, device)
-    if kind.refused:
-        raise ValueError(f"optimizer_cls: {optimizer_cls.__name__} cannot be sharded: {kind.reason}")
-    return set(chosen) if kind.reach is Reach.PER_TENSOR else set()
 
 
 def _stand_ins(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:

@@ -33,7 +33,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import optim
+from torch import nn, optim
 from torch.optim import Optimizer
 
 from zeroshard.optimizer_classes.reach import OptimizerKind, Reach
@@ -95,6 +95,21 @@ def classify(
     from zeroshard.reach_probe.answers import found_by_probe  # found late: few classes need the experiment
 
     return found_by_probe(optimizer_cls, settings, options, device)
+
+
+def params_kept_whole(
+    optimizer_cls: type[Optimizer], kwargs: Mapping[str, Any], group: Mapping[str, Any]
+) -> set[nn.Parameter]:
+    """Return those of a group's parameters that must be whole tensors, each on the rank that owns it: all or none.
+
+    Arguments and errors are those of `classify`; ValueError too if the class works in no layout.
+    """
+    chosen = group["params"]
+    device = chosen[0].device if chosen else torch.device("cpu")
+    kind = classify(optimizer_cls, kwargs, group, device)
+    if kind.refused:
+        raise ValueError(f"optimizer_cls: {optimizer_cls.__name__} cannot be sharded: {kind.reason}")
+    return set(chosen) if kind.reach is Reach.PER_TENSOR else set()
 
 
 def _declared(optimizer_cls: type[Optimizer], settings: Mapping[str, Any]) -> OptimizerKind | None:
