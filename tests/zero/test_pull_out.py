@@ -34,9 +34,17 @@ ATTACHED = {
         ("zero/engine.py", "        self._handles.append(ModulePatches(model, self._runtime, self._optimizers))\n", ""),
         (
             "zero/construction.py",
-            "from zeroshard.zero.compat.late_modules import has_engine\n",
+            "from zeroshard.zero.compat.module_methods import has_engine\n",
             "from zeroshard.zero.optimizers.adoption import has_owner as has_engine\n",
         ),
+    ],
+    "zero/guards": [
+        (
+            "zero/engine.py",
+            "from zeroshard.zero import construction, guards\n",
+            "from zeroshard.zero import construction\n",
+        ),
+        ("zero/engine.py", "        self._handles.append(guards.install(self))\n", ""),
     ],
     "zero/transport": [
         (

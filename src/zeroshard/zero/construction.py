@@ -17,7 +17,7 @@ from zeroshard.torch_internals import is_traceable_wrapper_subclass
 from zeroshard.unit_choice import UnitChoice, describe_units
 from zeroshard.zero.buffers.partition import Init, UnitSpec, materialise, partition
 from zeroshard.zero.buffers.unit import FlatGroup, Unit, build_groups
-from zeroshard.zero.compat.late_modules import has_engine
+from zeroshard.zero.compat.module_methods import has_engine
 from zeroshard.zero.core.strategy import ShardingStrategy, resolve_strategy
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.rank_groups import RankGroups, check_wire

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from zeroshard.comm import Communicator
 from zeroshard.lazily import loaded
 from zeroshard.unit_choice import UnitChoice
-from zeroshard.zero import construction
+from zeroshard.zero import construction, guards
 from zeroshard.zero.buffers.holdings import Holding, holdings, resident_bytes
 from zeroshard.zero.buffers.initial import loaded_later
 from zeroshard.zero.buffers.partition import Init
@@ -151,6 +151,7 @@ class Zero(Engine):
         self._optimizers.show_what_travels()
         if self.local_steps is not None and init is not loaded_later:
             self.local_steps.begin_alike()
+        self._handles.append(guards.install(self))
 
     # -- the training step ------------------------------------------------------------------------------------
 

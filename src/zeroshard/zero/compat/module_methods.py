@@ -1,6 +1,7 @@
-"""Replaces methods of `nn.Module` that would be silently wrong on sharded weights; some of them raise a clear error.
+"""Replaces methods of `nn.Module` that would be wrong on sharded weights by methods that are right.
 
-Users keep calling the model as an ordinary module. Most methods work unchanged; this file handles the others.
+Users keep calling the model as an ordinary module. Most methods work unchanged; this file handles the others, and
+those that cannot be right are refused (`zeroshard.zero.guards.module_refusals`).
 
 [Note: Modules with methods of ours]
     The model and the units' modules have them, and modules outside of the units that own parameters. A module inside of
@@ -13,26 +14,36 @@ Users keep calling the model as an ordinary module. Most methods work unchanged;
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from zeroshard.torch_internals import own_buffers, own_parameters
 from zeroshard.uncompiled import uncompiled
-from zeroshard.zero.compat.late_modules import Known
+from zeroshard.zero.optimizers.adoption import has_owner
 from zeroshard.zero.runtime.module_hooks import attach_parts
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.stepping.engine_optimizers import EngineOptimizers
 
-_NO_DDP = (
-    "DistributedDataParallel: the model is under Zero(), which averages gradients itself; use the model without it "
-    "(stage=0 does what DDP does); under Accelerate, the Trainer or Lightning, take the Accelerator, ZeroTrainer or "
-    "ZeroStrategy of zeroshard.integrations, and give it ZeroPlugin(stage=...)"
-)
+_modules_of_engines: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def has_engine(model: nn.Module) -> bool:
+    """Whether the model, a submodule, or a parameter that it shares with another model has an engine already."""
+    owned = any(module in _modules_of_engines for module in model.modules())
+    return owned or any(has_owner(param) for param in model.parameters())
+
+
+def modules_with_methods(model: nn.Module, runtime: Runtime) -> list[nn.Module]:
+    """The model's modules of [Note: Modules with methods of ours]."""
+    of_units = [unit.module for unit in runtime.all_units()]
+    inside = {part for unit in runtime.units for part in unit.module.modules()}
+    others = (part for part in model.modules() if part not in inside and [*part.parameters(recurse=False)])
+    return list(dict.fromkeys([*of_units, *others]))
 
 
 class ModulePatches:
@@ -45,29 +56,14 @@ class ModulePatches:
     """
 
     def __init__(self, model: nn.Module, runtime: Runtime, optimizers: EngineOptimizers) -> None:
-        self._model = model
+        self._model, self._modules = model, list(model.modules())
         self._handles: list[Any] = []
-        self._on_model = {
-            "zero_grad": uncompiled(lambda set_to_none=True: optimizers.clear_grads(None, set_to_none=set_to_none)),
-            "_ddp_params_and_buffers_to_ignore": _RefusesDdp(),
-        }
-        model.__dict__.update(self._on_model)
-        self._known = Known(model, runtime.root, runtime.units)
-        optimizers.require_same_model = self._known.require_unchanged
-        runtime.before_forward = _before_forward(self._known, set(model.parameters()))
-        of_units = [unit.module for unit in runtime.all_units()]
-        inside = {part for unit in runtime.units for part in unit.module.modules()}
-        others = (part for part in model.modules() if part not in inside and [*part.parameters(recurse=False)])
-        for module in of_units:
-            vars(module)["apply"] = _apply_where_unsharded(module, runtime)
-        for module in dict.fromkeys([*of_units, *others]):
+        _modules_of_engines.update(self._modules)
+        vars(model)["zero_grad"] = uncompiled(
+            lambda set_to_none=True: optimizers.clear_grads(None, set_to_none=set_to_none)
+        )
+        for module in modules_with_methods(model, runtime):
             vars(module)["_apply"] = _apply_in_place(module)
-            self._handles.append(module.register_state_dict_pre_hook(_refuse_state(runtime)))
-            self._handles.append(module.register_load_state_dict_pre_hook(_refuse_load))
-        rounded = {param for group in runtime.groups() if group.params.is_rounded for param in group.params.params}
-        for module in inside.difference(of_units):  # nothing but this refusal tells a reader that values are rounded
-            if not rounded.isdisjoint(module.parameters(recurse=False)):
-                self._handles.append(module.register_state_dict_pre_hook(_refuse_state(runtime)))
         for module in model.modules():
             if "synced_gpus" in _words_of(getattr(type(module), "generate", None)):
                 vars(module)["generate"] = _generate_together(module, runtime)
@@ -77,36 +73,14 @@ class ModulePatches:
             self._handles += attach_parts(runtime.all_units(), model, runtime.pre_forward_of_part)
 
     def remove(self) -> None:
-        """Restore the original methods."""
+        """Restore the original methods, and let the model have another engine."""
         for handle in self._handles:
             handle.remove()
-        for name in self._on_model:
-            self._model.__dict__.pop(name, None)
+        self._model.__dict__.pop("zero_grad", None)
         for module in self._model.modules():
-            for name in ("_apply", "apply", "generate"):
+            for name in ("_apply", "generate"):
                 module.__dict__.pop(name, None)
-        self._known.forget()
-
-
-def _refuse_state(runtime: Runtime) -> Callable[[nn.Module, str, bool], None]:
-    def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not runtime.weights_readable:
-            raise RuntimeError(
-                "model.state_dict(): the weights are sharded or older than the last step; "
-                "use zero.state_dict(), or call it inside zero.full_params()"
-            )
-        rounded = {param for group in runtime.groups() if group.params.is_rounded for param in group.params.params}
-        if not rounded.isdisjoint(module.parameters()):
-            raise RuntimeError(
-                "model.state_dict(): the compute weights are rounded to the wire format (MixedPrecision(gather=)); "
-                "use zero.state_dict(), which has the master weights"
-            )
-
-    return refuse
-
-
-def _refuse_load(*_: Any) -> None:
-    raise RuntimeError("model.load_state_dict(): the weights are sharded; use zero.load_state_dict()")
+        _modules_of_engines.difference_update([*self._modules, *self._model.modules()])
 
 
 def _apply_in_place(module: nn.Module) -> Callable[..., nn.Module]:
@@ -148,20 +122,6 @@ def _require_in_place(probe: Tensor, found: Tensor) -> None:
     )
 
 
-def _apply_where_unsharded(module: nn.Module, runtime: Runtime) -> Callable[..., nn.Module]:
-    """Return a ``module.apply`` that raises on several ranks outside of `pinned`: changes would be lost or differ."""
-
-    def apply(fn: Callable[[nn.Module], None]) -> nn.Module:
-        if runtime.rank_groups.world.world_size > 1 and not runtime.is_pinned:
-            raise RuntimeError(
-                "model.apply(): weights that it changes are sharded, or each rank's own; call it before Zero(), or, "
-                "with the same values on every rank, inside zero.full_params(write_back=True)"
-            )
-        return type(module).apply(module, fn)
-
-    return apply
-
-
 def _words_of(function: Any) -> Iterable[str]:
     return inspect.signature(function).parameters if callable(function) else ()
 
@@ -181,20 +141,3 @@ def _generate_together(model: nn.Module, runtime: Runtime) -> Callable[..., Any]
         return kind.generate(model, *args, **kwargs)
 
     return generate
-
-
-class _RefusesDdp:
-    """Raises when `DistributedDataParallel` reads the model's list of parameters to ignore, which it does first."""
-
-    def __iter__(self) -> Iterator[str]:
-        raise RuntimeError(_NO_DDP)
-
-
-def _before_forward(known: Known, params: set[nn.Parameter]) -> Callable[[], None]:
-    def before() -> None:
-        around = DistributedDataParallel._active_ddp_module
-        if around is not None and not params.isdisjoint(around.parameters()):
-            raise RuntimeError(_NO_DDP)
-        known.require_unchanged()
-
-    return before

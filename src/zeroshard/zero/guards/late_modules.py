@@ -14,7 +14,6 @@ forward and each step the model's parameters are compared with those that the en
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 
 from torch import nn
@@ -22,14 +21,6 @@ from torch import nn
 from zeroshard.torch_internals import contents_of, own_parameters
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.optimizers.adoption import has_owner
-
-_modules_of_engines: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-
-def has_engine(model: nn.Module) -> bool:
-    """Whether the model, a submodule, or a parameter that it shares with another model has an engine already."""
-    owned = any(module in _modules_of_engines for module in model.modules())
-    return owned or any(has_owner(param) for param in model.parameters())
 
 
 class Known:
@@ -47,11 +38,6 @@ class Known:
         self._modules = list(model.modules())
         self._contents = contents_of(self._modules)
         self._kept = [*self._modules, *model.parameters()]  # so that nothing new can have an address that is compared
-        _modules_of_engines.update(self._modules)
-
-    def forget(self) -> None:
-        """Let the model's modules have another engine, because this one is being removed."""
-        _modules_of_engines.difference_update([*self._modules, *self._model.modules()])
 
     def require_unchanged(self) -> None:
         """Raise RuntimeError for a parameter that came later and is trained, or that was tied outside of its unit."""

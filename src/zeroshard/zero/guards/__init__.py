@@ -1,0 +1,15 @@
+"""What notices or refuses misuse of an engine, and changes no bit of an ordinary step; the engine trains without it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from zeroshard.zero.guards.module_refusals import ModuleRefusals
+
+if TYPE_CHECKING:
+    from zeroshard.zero.engine import Zero
+
+
+def install(engine: Zero) -> ModuleRefusals:
+    """Guard an engine that has just been built; returns a handle that takes the guards from its model."""
+    return ModuleRefusals(engine.model, engine._runtime, engine._optimizers)
