@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hazards import HazardDevice
 from zeroshard.comm import current_label, streams
 from zeroshard.comm.base import DONE, own_group
-from zeroshard.zero.runtime import collective_order
+from zeroshard.zero.guards import collective_order
 
 CUDA = torch.device("cuda", 0)
 

@@ -35,6 +35,7 @@ from zeroshard.zero import loaded_later
 from zeroshard.zero.buffers.holdings import holdings
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.core.strategy import SHARD
+from zeroshard.zero.guards.collective_order import CollectiveOrder
 from zeroshard.zero.rank_groups import RankGroups
 from zeroshard.zero.runtime.module_buffers import ModuleBuffers
 from zeroshard.zero.runtime.runtime import Runtime
@@ -278,6 +279,7 @@ class _Engine:
             settings.prefetch,
             ModuleBuffers(nn.Module(), world, "keep"),
         )
+        self._runtime.agree_by(CollectiveOrder(rank_groups))
         log.has_streams = settings.device_type == "cuda"
         self._groups = list(self._runtime.groups())
         for group in self._groups:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from zeroshard.zero.guards.collective_order import CollectiveOrder
 from zeroshard.zero.guards.module_refusals import ModuleRefusals
 
 if TYPE_CHECKING:
@@ -12,4 +13,6 @@ if TYPE_CHECKING:
 
 def install(engine: Zero) -> ModuleRefusals:
     """Guard an engine that has just been built; returns a handle that takes the guards from its model."""
-    return ModuleRefusals(engine.model, engine._runtime, engine._optimizers)
+    runtime, optimizers = engine._runtime, engine._optimizers
+    runtime.agree_by(CollectiveOrder(runtime.rank_groups, optimizers.settings))
+    return ModuleRefusals(engine.model, runtime, optimizers)

@@ -2,8 +2,8 @@
 
 Beside the core's `Passes` it follows recomputation inside backward, submodules that are called outside of their unit,
 several forwards before one backward and graphs of backwards; it keeps weights unsharded for `full_params`, shows
-gradients in ``param.grad``, and refuses those that are incomplete. Ranks agree by `CollectiveOrder`, which raises if
-they have diverged, and synchronise the model's buffers.
+gradients in ``param.grad``, and refuses those that are incomplete. Ranks agree by an `Agreement`, and synchronise
+the model's buffers.
 
 [Note: Ahead of a gather]
     A reduction in flight keeps its unit's local gradients in memory. Where weights are gathered one unit ahead,
@@ -33,8 +33,8 @@ from zeroshard.zero.core.passes import Forward, Passes
 from zeroshard.zero.core.schedule import Op, backward_ops
 from zeroshard.zero.core.strategy import ShardingStrategy
 from zeroshard.zero.rank_groups import RankGroups
+from zeroshard.zero.runtime.agreement import Agreement
 from zeroshard.zero.runtime.backward_pass import BackwardPass
-from zeroshard.zero.runtime.collective_order import CollectiveOrder
 from zeroshard.zero.runtime.forwards import ForwardRun, Forwards
 from zeroshard.zero.runtime.grad_hooks import GradHooks
 from zeroshard.zero.runtime.grad_refusals import refuse_stale_reads, require_usable
@@ -47,7 +47,7 @@ class Runtime(Passes[Unit, FlatGroup]):
 
     Attributes:
         comm: the communicator of all ranks.
-        collectives: through which ranks agree on orders, flags and the optimizers' settings.
+        collectives: through which ranks agree on orders and flags.
         removed: whether `Zero.remove` has made the model an ordinary one again.
         unreduced: whether the last backward pass left gradients on this rank that are not reduced yet.
         before_forward: raises if this forward of the model would be wrong; called before it begins.
@@ -67,7 +67,7 @@ class Runtime(Passes[Unit, FlatGroup]):
         prefetch: int,
         buffers: ModuleBuffers,
     ) -> None:
-        self.collectives = CollectiveOrder(rank_groups, [root, *units])
+        self.collectives = Agreement(rank_groups)
         self._weights = UnshardedWeights([root, *units], self.collectives)
         self._buffers, self._buffers_changed = buffers, list[bool]()
         self._forwards = Forwards()
@@ -314,8 +314,12 @@ class Runtime(Passes[Unit, FlatGroup]):
 
     # -- agreement --------------------------------------------------------------------------------------------
 
+    def agree_by(self, collectives: Agreement) -> None:
+        """From now on agree with other ranks by ``collectives``."""
+        self.collectives = self._weights.collectives = collectives
+
     def _agree_on_flags(self, flags: list[bool]) -> list[bool]:
-        """Also which modules' buffers have changed on any rank: see `module_buffers`. Raises if ranks have diverged."""
+        """Also which modules' buffers have changed on any rank: see `module_buffers`."""
         flags_of_all = [*flags, *self._buffers.changed()]
         agreed = self.collectives.agree_on_flags(flags_of_all) if flags_of_all else []
         self._buffers_changed = agreed[len(flags) :]

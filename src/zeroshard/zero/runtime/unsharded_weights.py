@@ -19,7 +19,7 @@ from zeroshard.torch_internals import (
     version_of,
 )
 from zeroshard.zero.buffers.unit import Unit
-from zeroshard.zero.runtime.collective_order import CollectiveOrder
+from zeroshard.zero.runtime.agreement import Agreement
 
 Replaced = Literal["for good", "for now", "back"]
 """How weights were replaced outside of a step: by others; by weights that are there for a block only (averages,
@@ -63,7 +63,7 @@ class UnshardedWeights:
 
     Args:
         units: all units, the root first.
-        collectives: records each gather, if weights are sharded.
+        collectives: is told of each gather, if weights are sharded.
 
     Attributes:
         shard_params: whether unsharded weights are freed after use.
@@ -73,8 +73,8 @@ class UnshardedWeights:
         order: the units but the root, in the order in which a forward gathers them.
     """
 
-    def __init__(self, units: Sequence[Unit], collectives: CollectiveOrder) -> None:
-        self._units, self._collectives = units, collectives
+    def __init__(self, units: Sequence[Unit], collectives: Agreement) -> None:
+        self._units, self.collectives = units, collectives
         self.shard_params = False
         self.pinned = False
         self.keep_unsharded_for_graph = False
@@ -88,7 +88,7 @@ class UnshardedWeights:
         Inside `pin` no rank does, and what the user has written there must neither be gathered over nor kept.
         """
         if unit.unshard(again=again and not self.pinned) and self.shard_params:
-            self._collectives.note_gather(unit)
+            self.collectives.note_gather(unit)
 
     def reshard_unless_needed(self, unit: Unit) -> None:
         """Free the unit's unsharded weights, unless they are pinned or a later backward needs them."""

@@ -42,7 +42,6 @@ class EngineOptimizers:
         self.observers: list[Observer] = []
         self._params = ShardedParams(runtime.groups())
         self._known: list[PiecewiseOptimizer] = []
-        runtime.collectives.settings = self._settings
         self.missed: set[nn.Parameter] = set()
         self.require_same_model: Callable[[], None] = lambda: None
 
@@ -89,7 +88,7 @@ class EngineOptimizers:
                 stacklevel=4,
             )
 
-    def _settings(self) -> list[str]:
+    def settings(self) -> list[str]:
         """Describe every optimizer; ranks must have the same."""
         return [line for known in self._known for line in described(known.optimizer, map(len, known.by_group))]
 

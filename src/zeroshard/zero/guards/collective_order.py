@@ -1,4 +1,4 @@
-"""How ranks agree to issue the same collectives in the same order, and how they detect that they did not.
+"""How ranks detect that they did not issue the same collectives in the same order.
 
 [Note: Diverged]
     A schedule cannot foresee that one rank calls a unit more often than the others do: that rank would gather alone.
@@ -16,12 +16,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 
-import torch
-
-from zeroshard.comm.agree import both_ends, digest_of, is_one, maxima, of_first_rank, require_same, send_bytes
+from zeroshard.comm.agree import both_ends, digest_of, is_one, maxima, require_same, send_bytes
 from zeroshard.comm.operation_log import OperationLog, first_difference
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.rank_groups import RankGroups
+from zeroshard.zero.runtime.agreement import Agreement
 
 _STEPS = (
     "backward: ranks ran a different number of backwards before a step of the optimizer, so their weights may differ; "
@@ -31,21 +30,18 @@ _STEP, _NOTHING = "a step of an optimizer", "nothing more"
 REMEMBERED = 4096  # gathers and steps that are kept, to name the first one that differs
 
 
-class CollectiveOrder:
-    """Records the gathers and steps of this rank, and agrees with other ranks on orders and flags.
+class CollectiveOrder(Agreement):
+    """Records the gathers and steps of this rank; to agree on flags is to compare them.
 
     Args:
-        rank_groups: the communicators of all ranks (`world`) and of the ranks that gather together (`shard_group`).
-        units: the root unit, then the others, in the same order on every rank.
-
-    Attributes:
+        rank_groups: as of `Agreement`.
         settings: describes the engine's optimizers, which ranks must have in common.
     """
 
-    def __init__(self, rank_groups: RankGroups, units: Sequence[Unit]) -> None:
-        self.comm, self._gathering = rank_groups.world, rank_groups.shard_group
+    def __init__(self, rank_groups: RankGroups, settings: Callable[[], list[str]] = list) -> None:
+        super().__init__(rank_groups)
         self._log = OperationLog(REMEMBERED)
-        self.settings: Callable[[], list[str]] = list
+        self._settings = settings
         self._settings_digest = b""
         self._now: list[str] = []  # the last settings that were noted
         self._at_step: list[str] | None = None  # those of the last step since ranks agreed
@@ -62,22 +58,8 @@ class CollectiveOrder:
             self._at_step = self._now
 
     def _note_settings(self) -> None:
-        self._now = self.settings()
+        self._now = self._settings()
         self._settings_digest = digest_of(self._settings_digest + "\n".join(self._now).encode())
-
-    def agree_on_units(self, units: list[Unit], ran: list[Unit]) -> list[Unit]:
-        """Return ``units`` in the order in which rank 0 ran them; ``ran``: this rank's order. Collective."""
-        recorded = list(ran)
-        for place, unit in enumerate(units):
-            if unit not in recorded:  # another rank may run it: put it after the unit registered before it
-                recorded.insert(recorded.index(units[place - 1]) + 1 if place else 0, unit)
-        if self.comm.world_size == 1:
-            return recorded
-        return [units[place] for place in of_first_rank(self.comm, [units.index(unit) for unit in recorded])]
-
-    def agree_on_forwards(self, votes: list[int]) -> list[int]:
-        """Return the maximum of each vote over ranks. Collective; every rank gives equally many votes."""
-        return maxima(self._gathering, votes, torch.int64)
 
     def agree_on_flags(self, flags: list[bool]) -> list[bool]:
         """Return for each flag whether any rank has set it; check that ranks issued the same gathers. Collective.
