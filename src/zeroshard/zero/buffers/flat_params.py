@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -16,11 +15,11 @@ from torch import Tensor, nn
 from zeroshard.comm import empty_for
 from zeroshard.torch_internals import storage_id
 from zeroshard.wire_formats import DtypeFormat
-from zeroshard.zero.buffers import outdated
 from zeroshard.zero.buffers.flat_layout import FlatLayout
 from zeroshard.zero.buffers.initial import initial_values
 from zeroshard.zero.buffers.param_changes import ParamChanges
 from zeroshard.zero.buffers.partition import Init
+from zeroshard.zero.buffers.reads import Reads
 from zeroshard.zero.buffers.written_weights import bit_sums, take_written
 from zeroshard.zero.core.layout import ALIGNMENT
 from zeroshard.zero.core.strategy import ShardingStrategy
@@ -41,12 +40,11 @@ class FlatParams(Weights):
     Attributes:
         changes: finds what a user has written into the parameters, or assigned to them.
         absent: those that have left the model, as far as `take_names` has noticed.
-        on_read: called before a read of a parameter whose values are stale or freed, and ends in `show_as_current`;
-            None: reads are not watched. See [Note: Read between steps] in `outdated`.
+        reads: is told when the parameters' values become stale or freed, and when they are current again.
     """
 
     layout: FlatLayout
-    on_read: Callable[[], None] | None = None
+    reads: Reads = Reads()
     absent: frozenset[nn.Parameter] = frozenset()
 
     def __init__(
@@ -73,7 +71,6 @@ class FlatParams(Weights):
         self._always_compared = rounded and not self.shard_params
         self._is_exposed = False  # whether the user may keep views of `full`
         self._exposed_bits: Tensor | None = None  # `bit_sums` of `full` when it was exposed or written back
-        self._watches: dict[tuple[bool, Callable[[], None]], outdated.Watch] = {}
         self.changes = ParamChanges(layout, self.params)
 
     # -- the life of weights ------------------------------------------------------------------------------------
@@ -132,18 +129,13 @@ class FlatParams(Weights):
     # -- reads --------------------------------------------------------------------------------------------------
 
     def watch_reads(self) -> None:
-        """Call `on_read` before a read of the parameters, if they are stale or freed."""
-        sharded = self.state is SHARDED
-        if self.on_read is None or not (self.stale or sharded):
-            return
-        key = sharded, self.on_read
-        if key not in self._watches:
-            self._watches[key] = outdated.Watch(self.on_read, self.changes.name_of if sharded else None)
-        self._watches[key].mark(self.params)
+        """Have reads of the parameters watched, if these are stale or freed."""
+        if self.stale or self.state is SHARDED:
+            self.reads.watch(self)
 
     def show_as_current(self) -> None:
         """Stop watching reads of the parameters."""
-        outdated.unmark(self.params)
+        self.reads.unwatch(self.params)
 
     # -- writes -------------------------------------------------------------------------------------------------
 

@@ -37,9 +37,13 @@ from zeroshard.torch_internals import (
     tree_map,
 )
 from zeroshard.uncompiled import uncompiled
-from zeroshard.zero.buffers.outdated import NO_COPY
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.core.hooks import UnitHooks, once_per_pass
+
+NO_COPY = (
+    "copy.deepcopy(model): the copy would drive this model's engine; copy it before Zero(), "
+    "use zero.ema() for an average of its weights, or load zero.state_dict() into a new one"
+)
 
 
 def require_readable(unit: Unit) -> None:

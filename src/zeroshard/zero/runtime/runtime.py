@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.torch_internals import in_backward
+from zeroshard.zero.buffers.reads import Reads
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.core.passes import Forward, Passes
 from zeroshard.zero.core.schedule import Op, backward_ops
@@ -392,6 +393,10 @@ class Runtime(Passes[Unit, FlatGroup]):
     def pinned(self) -> AbstractContextManager[None]:
         """Keep all weights unsharded and current in this block. Collective on entry."""
         return self._weights.pin()
+
+    def watch_reads(self, watched: Callable[[UnshardedWeights], Reads]) -> None:
+        """From now on tell ``watched(weights)`` of weights that are stale or freed, and of their return."""
+        self._weights.watch_reads(watched(self._weights))
 
     def refresh_after_replacement(self, replaced: Replaced = "for good") -> None:
         """Refresh weights after the master weights changed outside of a step. Collective."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Literal
@@ -12,12 +11,12 @@ import torch
 from torch import Tensor
 
 from zeroshard.torch_internals import (
-    compiler_looks,
     is_functorch_wrapped_tensor,
     set_versions,
     storage_id,
     version_of,
 )
+from zeroshard.zero.buffers.reads import Reads
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.runtime.agreement import Agreement
 
@@ -79,7 +78,8 @@ class UnshardedWeights:
         self.pinned = False
         self.keep_unsharded_for_graph = False
         self.order: Sequence[Unit] = units[1:]
-        self._warned = self._warned_of_loss = False
+        self._warned_of_loss = False
+        self._reads = Reads()
         self._versions = GraphVersions()
 
     def unshard(self, unit: Unit, *, again: bool = False) -> None:
@@ -169,37 +169,16 @@ class UnshardedWeights:
             for group in unit.groups:
                 group.params.expose()
 
-    def watch_reads(self) -> None:
-        """From now on call `bring_up_to_date` before stale or sharded weights are read."""
-        this = weakref.ref(self)
-
-        def read() -> None:
-            weights = this()
-            if weights is not None:
-                weights.bring_up_to_date()
-
+    def watch_reads(self, reads: Reads | None = None) -> None:
+        """From now on tell ``reads`` (None: those told before) of weights that are stale or freed, in all groups."""
+        self._reads = reads or self._reads
         for unit in self._units:
             for group in unit.groups:
-                group.params.on_read = read
+                group.params.reads = self._reads
         self.watch_freed()
 
-    def bring_up_to_date(self) -> None:
-        """Gather stale weights, because one of them is about to be read: [Note: Read between steps] in `outdated`.
-
-        These are the gathers, in their order, with which the next forward begins: a rank that reads alone blocks until
-        the other ranks begin that forward. At stage 3 weights stay sharded, and a warning says so once.
-        """
-        if self.shard_params:
-            if compiler_looks():  # dynamo reads no values
-                self.show_as_current()
-            elif not self._warned:
-                self._warned = True
-                warnings.warn(
-                    "model: weights are read outside of forward and backward, where they are sharded and show NaN; "
-                    "read them, and compute what depends on them (a penalty, say), inside zero.full_params()",
-                    stacklevel=5,
-                )
-            return
+    def unshard_all(self) -> None:
+        """Gather all weights that are stale, in the order of the next forward, and wait. Collective."""
         units = [self._units[0], *self.order]
         for unit in units:
             self.unshard(unit)

@@ -20,11 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.torch_internals import UNWATCHED, as_plain, is_functorch_wrapped_tensor, storage_id, tree_leaves
+from zeroshard.zero.runtime.module_hooks import NO_COPY
 
-NO_COPY = (
-    "copy.deepcopy(model): the copy would drive this model's engine; copy it before Zero(), "
-    "use zero.ema() for an average of its weights, or load zero.state_dict() into a new one"
-)
 _PLAIN = UNWATCHED
 
 
