@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from zeroshard.zero.guards.collective_order import CollectiveOrder
 from zeroshard.zero.guards.module_refusals import ModuleRefusals
+from zeroshard.zero.guards.pass_refusals import PassRefusals
 from zeroshard.zero.guards.watched_reads import WatchedReads
 
 if TYPE_CHECKING:
@@ -16,5 +17,6 @@ def install(engine: Zero) -> ModuleRefusals:
     """Guard an engine that has just been built; returns a handle that takes the guards from its model."""
     runtime, optimizers = engine._runtime, engine._optimizers
     runtime.agree_by(CollectiveOrder(runtime.rank_groups, optimizers.settings))
+    runtime.observer = PassRefusals(runtime)
     runtime.watch_reads(WatchedReads)
     return ModuleRefusals(engine.model, runtime, optimizers)

@@ -1,9 +1,8 @@
 """`Runtime`: the forward and backward passes of an engine, with what is attached to them.
 
 Beside the core's `Passes` it follows recomputation inside backward, submodules that are called outside of their unit,
-several forwards before one backward and graphs of backwards; it keeps weights unsharded for `full_params`, shows
-gradients in ``param.grad``, and refuses those that are incomplete. Ranks agree by an `Agreement`, and synchronise
-the model's buffers.
+several forwards before one backward and graphs of backwards; it keeps weights unsharded for `full_params`, and
+shows gradients in ``param.grad``. Ranks agree by an `Agreement`, and synchronise the model's buffers.
 
 [Note: Ahead of a gather]
     A reduction in flight keeps its unit's local gradients in memory. Where weights are gathered one unit ahead,
@@ -38,8 +37,8 @@ from zeroshard.zero.runtime.agreement import Agreement
 from zeroshard.zero.runtime.backward_pass import BackwardPass
 from zeroshard.zero.runtime.forwards import ForwardRun, Forwards
 from zeroshard.zero.runtime.grad_hooks import GradHooks
-from zeroshard.zero.runtime.grad_refusals import refuse_stale_reads, require_usable
 from zeroshard.zero.runtime.module_buffers import ModuleBuffers
+from zeroshard.zero.runtime.pass_observer import PassObserver
 from zeroshard.zero.runtime.unsharded_weights import Replaced, UnshardedWeights
 
 
@@ -52,6 +51,9 @@ class Runtime(Passes[Unit, FlatGroup]):
         removed: whether `Zero.remove` has made the model an ordinary one again.
         unreduced: whether the last backward pass left gradients on this rank that are not reduced yet.
         before_forward: raises if this forward of the model would be wrong; called before it begins.
+        observer: is told of forwards and gradients, and may refuse them.
+        may_have_read_stale: units whose weights this forward may have read before they were gathered, as far as the
+            observer knows; a unit that is called leaves it.
         forward, backward: as of `Passes`; after an exception the backward pass is left, and says that it has failed.
     """
 
@@ -76,9 +78,9 @@ class Runtime(Passes[Unit, FlatGroup]):
         self.forward = self._forwards.current
         self.removed = self.unreduced = False
         self.before_forward: Callable[[], None] = lambda: None
+        self.observer, self.may_have_read_stale = PassObserver(), set[Unit]()
         self._order_agreed = False
         self._called_by_parts: dict[Unit, None] = {}  # no hook frees their weights: only their submodules were called
-        self._read_while_stale: set[Unit] = set()  # forward may have read their weights before these were gathered
         self._grad_hooks = GradHooks(self)
         self._attach()
 
@@ -141,7 +143,7 @@ class Runtime(Passes[Unit, FlatGroup]):
         self._forget_backward()  # an exception may have ended one
         self._grad_hooks.apply_assigned_grads()  # before this forward takes memory: frees gradients set to None
         self._grad_hooks.attach_trained()
-        self._called_by_parts, self._read_while_stale = {}, set()
+        self._called_by_parts, self.may_have_read_stale = {}, set()
         for unit in self.all_units():
             unit.entered = False
         if self.shard_params:
@@ -150,7 +152,7 @@ class Runtime(Passes[Unit, FlatGroup]):
         self.forward = self._forwards.begin(grads=torch.is_grad_enabled())
 
     def _reach(self, unit: Unit) -> None:
-        self._read_while_stale.discard(unit)
+        self.may_have_read_stale.discard(unit)
         super()._reach(unit)
 
     def post_forward(self, unit: Unit, *, grads_flow: bool, keep_unsharded: bool = False) -> None:
@@ -158,7 +160,7 @@ class Runtime(Passes[Unit, FlatGroup]):
         if keep_unsharded:
             unit.keep_unsharded_after[self.forward.index] = self.forward
         if unit is self.root:
-            self._note_stale_reads()
+            self.observer.forward_ends()
         super().post_forward(unit, grads_flow=grads_flow)
         unit.entered = unit.num_running_forwards > 0
         if unit is self.root:
@@ -166,18 +168,6 @@ class Runtime(Passes[Unit, FlatGroup]):
             for called_by_parts in self._called_by_parts:
                 self._free(called_by_parts)
             self._weights.watch_freed()
-
-    def _note_stale_reads(self) -> None:
-        """Record units that were not called while their stale weights were being refreshed: forward may have read them.
-
-        A read without a module's call has seen stale values: the new version lets autograd detect that.
-        """
-        if self.shard_params or not torch.is_grad_enabled():
-            return
-        for unit in self.order:
-            if unit not in self._ran and unit.gather_in_flight:
-                torch.autograd.graph.increment_version([p for group in unit.groups for p in group.params.params])
-                self._read_while_stale.add(unit)
 
     def views(self, unit: Unit, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Return those of the tensors that share storage with weights that are freed after forward."""
@@ -332,8 +322,8 @@ class Runtime(Passes[Unit, FlatGroup]):
         """Begin the backward pass, if none runs: a gradient of a parameter of the group is about to arrive."""
         if self.backward is None or self.backward.failed:
             self._begin_backward(None)
-        if self._read_while_stale:
-            refuse_stale_reads(group, self._read_while_stale)
+        if self.may_have_read_stale:
+            self.observer.grad_arrives(group)
 
     def take_changes(self) -> None:
         """Copy in-place changes of weights to the master weights: [Note: Changes in place] in `written_weights`."""
@@ -347,13 +337,16 @@ class Runtime(Passes[Unit, FlatGroup]):
 
     def require_shown(self, what: str) -> None:
         """Raise RuntimeError if gradients are not reduced, lack a graph that is needed, or the engine was removed."""
-        require_usable(
-            what,
-            self.backward,
-            removed=self.removed,
-            has_graph=self._weights.keep_unsharded_for_graph and torch.is_grad_enabled(),
-            unreduced=self.unreduced,
-        )
+        self.observer.require_shown(what)
+
+    @property
+    def keeps_graph(self) -> bool:
+        """Whether a backward ran with ``create_graph`` since the last step."""
+        return self._weights.keep_unsharded_for_graph
+
+    def has_called(self, unit: Unit) -> bool:
+        """Whether this forward has called the unit."""
+        return unit in self._ran
 
     def clear_grads(self, params: set[nn.Parameter] | None = None, *, set_to_none: bool = True) -> None:
         """Clear the gradients of ``params`` (None: of all), or set them to zero if ``set_to_none`` is False."""
