@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Reads:
-    """Watches no reads; `zeroshard.zero.guards.watched_reads` does."""
+    """Watches no reads; `zeroshard.zero.guards.outdated` does."""
 
     def watch(self, weights: FlatParams) -> None:
         """The parameters' values are stale or freed, and users may read them."""

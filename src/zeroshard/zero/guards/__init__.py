@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from zeroshard.zero.guards.collective_order import CollectiveOrder
 from zeroshard.zero.guards.module_refusals import ModuleRefusals
+from zeroshard.zero.guards.outdated import WatchedReads
 from zeroshard.zero.guards.pass_refusals import PassRefusals
-from zeroshard.zero.guards.watched_reads import WatchedReads
 
 if TYPE_CHECKING:
     from zeroshard.zero.engine import Zero
