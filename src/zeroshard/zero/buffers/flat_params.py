@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -19,13 +20,22 @@ from zeroshard.zero.buffers.flat_layout import FlatLayout
 from zeroshard.zero.buffers.initial import initial_values
 from zeroshard.zero.buffers.param_changes import ParamChanges
 from zeroshard.zero.buffers.partition import Init
-from zeroshard.zero.buffers.reads import Reads
 from zeroshard.zero.buffers.written_weights import bit_sums, take_written
 from zeroshard.zero.core.layout import ALIGNMENT
 from zeroshard.zero.core.strategy import ShardingStrategy
 from zeroshard.zero.core.weights import GATHERING, SHARDED, STALE_VISIBLE, Weights, WeightTransport
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.rank_groups import RankGroups
+
+
+class Reads:
+    """Is told of the weights whose reads could be watched, and watches none; `zeroshard.zero.guards.outdated` does."""
+
+    def watch(self, weights: FlatParams) -> None:
+        """The parameters' values are stale or freed, and users may read them."""
+
+    def unwatch(self, params: Iterable[nn.Parameter]) -> None:
+        """The parameters' values are current, or about to be, or users cannot read them now."""
 
 
 class FlatParams(Weights):

@@ -29,8 +29,7 @@ from zeroshard.torch_internals import (
     storage_id,
     tree_leaves,
 )
-from zeroshard.zero.buffers.flat_params import FlatParams
-from zeroshard.zero.buffers.reads import Reads
+from zeroshard.zero.buffers.flat_params import FlatParams, Reads
 from zeroshard.zero.core.weights import SHARDED
 from zeroshard.zero.runtime.module_hooks import NO_COPY
 from zeroshard.zero.runtime.unsharded_weights import UnshardedWeights

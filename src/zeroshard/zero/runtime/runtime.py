@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.torch_internals import in_backward
-from zeroshard.zero.buffers.reads import Reads
+from zeroshard.zero.buffers.flat_params import Reads
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.core.passes import Forward, Passes
 from zeroshard.zero.core.schedule import Op, backward_ops

@@ -16,7 +16,7 @@ from zeroshard.torch_internals import (
     storage_id,
     version_of,
 )
-from zeroshard.zero.buffers.reads import Reads
+from zeroshard.zero.buffers.flat_params import Reads
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.runtime.agreement import Agreement
 
