@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from zeroshard.torch_internals import own_buffers, own_parameters
 from zeroshard.uncompiled import uncompiled
 from zeroshard.zero.optimizers.adoption import has_owner
-from zeroshard.zero.runtime.module_hooks import attach_parts
+from zeroshard.zero.runtime.module_hooks import attach_parts, modules_with_methods
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.stepping.engine_optimizers import EngineOptimizers
 
@@ -36,14 +36,6 @@ def has_engine(model: nn.Module) -> bool:
     """Whether the model, a submodule, or a parameter that it shares with another model has an engine already."""
     owned = any(module in _modules_of_engines for module in model.modules())
     return owned or any(has_owner(param) for param in model.parameters())
-
-
-def modules_with_methods(model: nn.Module, runtime: Runtime) -> list[nn.Module]:
-    """The model's modules of [Note: Modules with methods of ours]."""
-    of_units = [unit.module for unit in runtime.all_units()]
-    inside = {part for unit in runtime.units for part in unit.module.modules()}
-    others = (part for part in model.modules() if part not in inside and [*part.parameters(recurse=False)])
-    return list(dict.fromkeys([*of_units, *others]))
 
 
 class ModulePatches:
@@ -62,7 +54,7 @@ class ModulePatches:
         vars(model)["zero_grad"] = uncompiled(
             lambda set_to_none=True: optimizers.clear_grads(None, set_to_none=set_to_none)
         )
-        for module in modules_with_methods(model, runtime):
+        for module in modules_with_methods(model, runtime.root, runtime.units):
             vars(module)["_apply"] = _apply_in_place(module)
         for module in model.modules():
             if "synced_gpus" in _words_of(getattr(type(module), "generate", None)):

@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from zeroshard.zero.compat.module_methods import modules_with_methods
 from zeroshard.zero.guards.late_modules import Known
+from zeroshard.zero.runtime.module_hooks import modules_with_methods
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.stepping.engine_optimizers import EngineOptimizers
 
@@ -41,12 +41,12 @@ class ModuleRefusals:
         known = Known(model, runtime.root, runtime.units)
         optimizers.require_same_model = known.require_unchanged
         runtime.before_forward = _before_forward(known, set(model.parameters()))
-        for module in (unit.module for unit in runtime.all_units()):
+        of_units = [unit.module for unit in runtime.all_units()]
+        for module in of_units:
             vars(module)["apply"] = _apply_where_unsharded(module, runtime)
-        for module in modules_with_methods(model, runtime):
+        for module in modules_with_methods(model, runtime.root, runtime.units):
             self._handles.append(module.register_state_dict_pre_hook(_refuse_state(runtime)))
             self._handles.append(module.register_load_state_dict_pre_hook(_refuse_load))
-        of_units = [unit.module for unit in runtime.all_units()]
         inside = {part for unit in runtime.units for part in unit.module.modules()}
         rounded = {param for group in runtime.groups() if group.params.is_rounded for param in group.params.params}
         for module in inside.difference(of_units):  # nothing but this refusal tells a reader that values are rounded

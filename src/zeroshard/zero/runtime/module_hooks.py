@@ -21,7 +21,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -131,6 +131,16 @@ def attach_parts(units: Iterable[Unit], model: nn.Module, pre_forward_of_part: C
         others = [unit for unit in owners if unit.module is not module]
         handles += [module.register_forward_pre_hook(_PartHook(pre_forward_of_part, unit)) for unit in others]
     return handles
+
+
+def modules_with_methods(model: nn.Module, root: Unit, units: Sequence[Unit]) -> list[nn.Module]:
+    """The modules of the units, and those outside of ``units`` that own parameters.
+
+    They are the model's modules of [Note: Modules with methods of ours] in `module_methods`.
+    """
+    inside = {part for unit in units for part in unit.module.modules()}
+    others = (part for part in model.modules() if part not in inside and [*part.parameters(recurse=False)])
+    return list(dict.fromkeys([*(unit.module for unit in (root, *units)), *others]))
 
 
 class EngineHook:
