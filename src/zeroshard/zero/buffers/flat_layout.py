@@ -47,7 +47,6 @@ class FlatLayout(layout.FlatLayout):
         cls, shapes: Iterable[tuple[str, Sequence[int]]], world_size: int, alignment: int = 1, parts: int = 1
     ) -> FlatLayout:
         """Lay out parameters ``(name, shape)`` end to end, in the order given; other arguments: see the attributes."""
-        rules.check_count("alignment", alignment)  # the slots of large parameters are placed by it
         return cls(layout.FlatLayout.of(shapes, world_size, alignment).slots, world_size, alignment, parts)
 
     @cached_property

@@ -84,6 +84,7 @@ class FlatLayout:
     @classmethod
     def of(cls, shapes: Iterable[tuple[str, Sequence[int]]], world_size: int, alignment: int = 1) -> FlatLayout:
         """Lay out parameters ``(name, shape)`` end to end, in the order given."""
+        rules.check_count("alignment", alignment)
         slots: list[Slot] = []
         end = 0
         for name, shape in shapes:
