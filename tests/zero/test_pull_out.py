@@ -95,12 +95,14 @@ def _core_alone(folder):
 
 def test_without_what_is_attached_to_it_the_engine_passes_its_tests(tmp_path):
     _core_alone(tmp_path / "core")
-    _copy(tmp_path / "above", BELOW_ZERO)
-    tests = {"core": ["tests/zero/core"], "above": TESTS}
-    for folder, lines in ATTACHED.items():
-        if lines:
-            tests[folder.replace("/", ".")] = TESTS
-            shutil.rmtree(_copy(tmp_path / folder.replace("/", "."), BELOW_ZERO, lines) / folder)
+    tests = {"core": ["tests/zero/core"]}
+    within = [folder for folder, lines in ATTACHED.items() if lines]
+    for pulled in ([], *([folder] for folder in within), within):
+        name = " ".join(folder.replace("/", ".") for folder in pulled) or "above"
+        copied = _copy(tmp_path / name, BELOW_ZERO, [line for folder in pulled for line in ATTACHED[folder]])
+        for folder in pulled:
+            shutil.rmtree(copied / folder)
+        tests[name] = TESTS
     ended = subprocess.run(
         [sys.executable, pulled_out.__file__, str(tmp_path)],
         input=json.dumps(tests),
