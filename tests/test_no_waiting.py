@@ -13,7 +13,7 @@ from zeroshard.cli import main
 from zeroshard.comm import LocalCommunicator
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.lab.run_folders import read_run
-from zeroshard.zero.state.named_shards import NamedShard
+from zeroshard.named_shards import NamedShard
 
 PIPE = "it is a named pipe, not a file"
 DEVICE = "it is a device, not a file"

@@ -35,7 +35,7 @@ from zeroshard.checkpoint.verify import damages, share
 from zeroshard.comm import Communicator
 from zeroshard.comm.agree import agreement, first_message, send_bytes
 from zeroshard.errors import UserError
-from zeroshard.zero.state.named_shards import NamedShard, ShardReader
+from zeroshard.named_shards import NamedShard, ShardReader
 
 
 class Saveable(Protocol):

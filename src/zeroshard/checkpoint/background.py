@@ -44,7 +44,7 @@ from zeroshard.checkpoint.host_copies import HostCopies, HostMemory
 from zeroshard.comm import CONTROL, Communicator, labelled
 from zeroshard.comm.agree import agreement, first_message
 from zeroshard.comm.streams import ByDevice
-from zeroshard.zero.state.named_shards import NamedShard
+from zeroshard.named_shards import NamedShard
 
 _LOOK_S = 0.1  # between two polls of a write's progress
 

@@ -27,7 +27,7 @@ from zeroshard.checkpoint.store import TORCH_DTYPES
 from zeroshard.checkpoint.streamed_safetensors import StreamedTensor, drafted, intervals, write_streamed
 from zeroshard.checkpoint.verify import damages
 from zeroshard.ema.average import EMA
-from zeroshard.zero.state.named_shards import OUTER_KINDS, is_of_replica
+from zeroshard.named_shards import OUTER_KINDS, is_of_replica
 
 _METADATA = {"format": "pt"}
 

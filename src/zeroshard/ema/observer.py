@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from zeroshard.ema.average import EMA, Ema
+from zeroshard.named_shards import ShardReader
 from zeroshard.zero.buffers.unusable_grads import mark_unusable
 from zeroshard.zero.optimizers.state_dict import Stateful
 from zeroshard.zero.runtime.runtime import Runtime
-from zeroshard.zero.state.named_shards import ShardReader
 from zeroshard.zero.state.training_state import reader_of
 from zeroshard.zero.stepping.observer import Observer
 

@@ -24,6 +24,7 @@ from zeroshard.inference.chat import chat_of, until
 from zeroshard.models import LanguageModel, materialize, model_config
 from zeroshard.models.cache import KVCache
 from zeroshard.models.hugging_face.folder import ADAPTER_CONFIG, PREFIX, is_hugging_face, only_adapters
+from zeroshard.named_shards import NamedShard, ShardReader, read_whole
 from zeroshard.train.config.command_settings import GenerateConfig
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.named_code import require_trust
@@ -34,7 +35,6 @@ from zeroshard.train.setup.hugging_face import load_model_tokenizer
 from zeroshard.train.setup.run_folder import tokenizer_folder
 from zeroshard.train.state.folders import checkpoint_folder
 from zeroshard.train.state.saved_run import newest_checkpoint
-from zeroshard.zero.state.named_shards import NamedShard, ShardReader, read_whole
 
 
 def run_generate(config: GenerateConfig) -> int:

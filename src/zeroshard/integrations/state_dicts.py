@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroshard.named_shards import named_state
 from zeroshard.torch_internals import IncompatibleKeys
 from zeroshard.zero import Zero
-from zeroshard.zero.state.full_state import named_state
 
 
 @contextmanager

@@ -38,6 +38,7 @@ from zeroshard.models.adapters import Lora, base_name
 from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.models.hugging_face.gpt2_llama_conversion import HFWeight, OurConfig, hf_config, hf_weights, published
 from zeroshard.models.hugging_face.model import HuggingFaceModel
+from zeroshard.named_shards import ShardReader
 from zeroshard.train.config.command_settings import ExportConfig
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.named_code import require_trust
@@ -48,7 +49,6 @@ from zeroshard.train.setup.run_folder import tokenizer_folder
 from zeroshard.train.state.folders import checkpoint_folder
 from zeroshard.train.state.read_as import MergedWeights, transposed_weights
 from zeroshard.train.state.saved_run import newest_checkpoint
-from zeroshard.zero.state.named_shards import ShardReader
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _EMBEDDINGS = ("wte.weight", "embed_tokens.weight")

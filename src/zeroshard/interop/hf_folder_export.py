@@ -28,11 +28,11 @@ from zeroshard.data.tokenizer import TOKENIZER_FILE, BpeTokenizer, read_tokenize
 from zeroshard.errors import UserError
 from zeroshard.models.hugging_face.model import INNER, HuggingFaceModel
 from zeroshard.models.hugging_face.weights import FilePart, file_layout
+from zeroshard.named_shards import ShardReader
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.setup.assemble import make_model
 from zeroshard.train.setup.hugging_face import kept_folder
 from zeroshard.train.setup.run_folder import tokenizer_folder
-from zeroshard.zero.state.named_shards import ShardReader
 
 
 def model_of(trained: TrainConfig) -> HuggingFaceModel:

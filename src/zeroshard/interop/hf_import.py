@@ -25,6 +25,7 @@ from zeroshard.interop.nanogpt_weights import import_nanogpt, is_nanogpt
 from zeroshard.models.hugging_face.folder import ADAPTER_CONFIG, only_adapters, read_json
 from zeroshard.models.hugging_face.gpt2_llama_conversion import OurConfig, embedding_of, from_hf_config
 from zeroshard.models.hugging_face.weights import find_tensors, mapped
+from zeroshard.named_shards import NamedShard
 from zeroshard.train.config.command_settings import ImportConfig
 from zeroshard.train.config.config import FINE_TUNING, TrainConfig
 from zeroshard.train.config.data_section import UNNAMED, DataConfig
@@ -33,7 +34,6 @@ from zeroshard.train.setup.assemble import model_table
 from zeroshard.train.setup.run_folder import tokenizer_folder
 from zeroshard.train.state.folders import checkpoint_folder
 from zeroshard.train.state.hf_weight_reader import tensors_of
-from zeroshard.zero.state.named_shards import NamedShard
 
 _SEQ_LEN = 1024  # largest sequence length in the run's configuration
 

@@ -23,6 +23,7 @@ from zeroshard.data.tiktokens import TIKTOKEN
 from zeroshard.errors import UserError, is_out_of_memory
 from zeroshard.interop.nanogpt import GPT2_IDS, PADDED_IDS
 from zeroshard.models import GPT2, GPT2Config
+from zeroshard.named_shards import NamedShard
 from zeroshard.regular_files import require_regular
 from zeroshard.train.config.config import FINE_TUNING, TrainConfig
 from zeroshard.train.config.data_section import UNNAMED, DataConfig
@@ -30,7 +31,6 @@ from zeroshard.train.config.toml import dump_toml
 from zeroshard.train.setup.assemble import model_table
 from zeroshard.train.setup.run_folder import tokenizer_folder
 from zeroshard.train.state.folders import checkpoint_folder
-from zeroshard.zero.state.named_shards import NamedShard
 
 _SIZES = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
 

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from zeroshard.local_steps.outer_optimizer import Outer
 from zeroshard.local_steps.outer_steps import OuterSteps
+from zeroshard.named_shards import MODEL_KINDS, NamedShard, ReadsSettings, ShardReader, of_replica
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.core.layout import Piece
-from zeroshard.zero.state.named_shards import MODEL_KINDS, NamedShard, ReadsSettings, ShardReader, of_replica
 
 LOCAL = "local"
 

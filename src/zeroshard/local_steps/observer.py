@@ -10,12 +10,12 @@ from torch.optim import Optimizer
 from zeroshard.local_steps import checkpoints
 from zeroshard.local_steps.outer_steps import OuterSteps
 from zeroshard.local_steps.settings import LocalSteps
+from zeroshard.named_shards import NamedShard, ShardReader
 from zeroshard.reach_probe.probe import weights_kept
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 from zeroshard.zero.rank_groups import RankGroups
 from zeroshard.zero.runtime.module_buffers import BufferSync, ModuleBuffers
 from zeroshard.zero.runtime.runtime import Runtime
-from zeroshard.zero.state.named_shards import NamedShard, ShardReader
 from zeroshard.zero.stepping.observer import Observer
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from zeroshard.comm import Communicator
 from zeroshard.ema.average import Ema
 from zeroshard.local_steps.settings import LocalSteps
+from zeroshard.named_shards import NamedShard, ShardReader
 from zeroshard.zero.engine import Accumulate
-from zeroshard.zero.state.named_shards import NamedShard, ShardReader
 
 
 @dataclass(frozen=True)

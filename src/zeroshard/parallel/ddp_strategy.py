@@ -21,17 +21,18 @@ from torch.optim import Optimizer
 
 from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator
 from zeroshard.ema.average import EMA, Ema
-from zeroshard.optimizer_classes.kept_states import Kept
-from zeroshard.parallel.base import Setup
-from zeroshard.zero.state.full_state import named_state, tied_names
-from zeroshard.zero.state.named_shards import (
+from zeroshard.named_shards import (
     NamedShard,
     ShardReader,
     named_groups,
+    named_state,
     read_whole,
     require_shape,
     restore_groups,
+    tied_names,
 )
+from zeroshard.optimizer_classes.kept_states import Kept
+from zeroshard.parallel.base import Setup
 from zeroshard.zero.state.training_state import persistent_buffers, read_states, states_kept
 
 

@@ -25,21 +25,22 @@ from torch.distributed.tensor import DTensor, Shard
 
 from zeroshard.comm import Communicator, TorchCommunicator
 from zeroshard.ema.average import EMA, Ema
+from zeroshard.named_shards import (
+    MODEL_KINDS,
+    NamedShard,
+    ShardReader,
+    named_groups,
+    named_state,
+    read_whole,
+    require_shape,
+    restore_groups,
+    tied_names,
+)
 from zeroshard.optimizer_classes.kept_states import alike
 from zeroshard.parallel.base import Setup
 from zeroshard.parallel.ddp_strategy import is_grouped, load_average, require_group
 from zeroshard.zero.buffers.initial import loaded_later
 from zeroshard.zero.buffers.partition import DrawsParts
-from zeroshard.zero.state.full_state import named_state, tied_names
-from zeroshard.zero.state.named_shards import (
-    MODEL_KINDS,
-    NamedShard,
-    ShardReader,
-    named_groups,
-    read_whole,
-    require_shape,
-    restore_groups,
-)
 from zeroshard.zero.state.training_state import persistent_buffers, states_kept
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zeroshard.named_shards import NamedShard
 from zeroshard.parallel.base import Setup
 from zeroshard.parallel.ddp_strategy import DdpStrategy, require_group
-from zeroshard.zero.state.named_shards import NamedShard
 
 with warnings.catch_warnings():  # the import compiles torch's functional optimizers by torch.jit, which is deprecated
     warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from zeroshard.local_steps.outer_steps import OuterSteps as OuterSteps
     from zeroshard.local_steps.outer_steps import ReplicaDivergedError as ReplicaDivergedError
     from zeroshard.local_steps.settings import LocalSteps as LocalSteps
+    from zeroshard.named_shards import NamedShard as NamedShard
+    from zeroshard.named_shards import ShardReader as ShardReader
     from zeroshard.sharded_optimizer.optimizer import ShardedOptimizer as ShardedOptimizer
     from zeroshard.zero.buffers.flat_layout import FlatLayout as FlatLayout
     from zeroshard.zero.buffers.initial import loaded_later as loaded_later
@@ -28,8 +30,6 @@ if TYPE_CHECKING:
     from zeroshard.zero.engine import Zero as Zero
     from zeroshard.zero.precision import MixedPrecision as MixedPrecision
     from zeroshard.zero.rank_groups import RankGroups as RankGroups
-    from zeroshard.zero.state.named_shards import NamedShard as NamedShard
-    from zeroshard.zero.state.named_shards import ShardReader as ShardReader
     from zeroshard.zero.whole_tensors.requirements import OptimizerKind as OptimizerKind
     from zeroshard.zero.whole_tensors.requirements import Reach as Reach
     from zeroshard.zero.whole_tensors.requirements import classify as classify

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroshard import named_shards
 from zeroshard.comm import Communicator
 from zeroshard.lazily import loaded
+from zeroshard.named_shards import NamedShard, ShardReader, named_group, restore_settings
 from zeroshard.unit_choice import UnitChoice
 from zeroshard.zero import construction, guards
 from zeroshard.zero.buffers.holdings import Holding, holdings, resident_bytes
@@ -35,7 +37,6 @@ from zeroshard.zero.runtime.module_buffers import BufferSync, ModuleBuffers
 from zeroshard.zero.runtime.module_hooks import ModuleHooks
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.state import full_state, relayout
-from zeroshard.zero.state.named_shards import NamedShard, ShardReader, named_group, restore_settings
 from zeroshard.zero.stepping.engine_optimizers import EngineOptimizers
 from zeroshard.zero.stepping.reproducible import ReproducibleSteps
 
@@ -299,7 +300,7 @@ class Zero(Engine):
 
     def named_state(self) -> dict[str, Tensor]:
         """Return every entry of ``model.state_dict()`` as the live tensor, without running its hooks."""
-        return full_state.named_state(self.model)
+        return named_shards.named_state(self.model)
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> Any:
         """Load a full state dict, the same on every rank (replicas take the first's); optimizer states do not change.
@@ -345,7 +346,7 @@ class Zero(Engine):
 
     def tied_names(self) -> dict[str, str]:
         """Map each further name of a tied tensor to the name under which it is saved."""
-        return full_state.tied_names(full_state.named_state(self.model))
+        return named_shards.tied_names(named_shards.named_state(self.model))
 
     def named_shards(self) -> Iterator[NamedShard]:
         """Yield what this rank writes to a checkpoint; one replica's ranks together cover each tensor exactly once.

@@ -24,6 +24,7 @@ from zeroshard.models import LanguageModel
 from zeroshard.models.hugging_face.folder import PREFIX, config_text, is_hugging_face, source_of, weight_folder
 from zeroshard.models.hugging_face.gpt2_llama_conversion import from_hf_config
 from zeroshard.models.lora import initial_adapters
+from zeroshard.named_shards import ShardReader
 from zeroshard.parallel import Strategy
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.named_code import require_asked
@@ -38,7 +39,6 @@ from zeroshard.train.state.folders import checkpoint_folder
 from zeroshard.train.state.hf_weight_reader import reader_of
 from zeroshard.train.state.read_as import MergedWeights, NewAdapters, WeightsAlone, transposed_weights
 from zeroshard.train.state.saved_run import saved_run
-from zeroshard.zero.state.named_shards import ShardReader
 
 
 def with_initial_run(config: TrainConfig) -> TrainConfig:

@@ -25,7 +25,7 @@ from zeroshard.models.hugging_face.weights import (
     find_tensors,
     read_elements,
 )
-from zeroshard.zero.state.named_shards import ShardReader
+from zeroshard.named_shards import ShardReader
 
 
 def reader_of(folder: Path, model: LanguageModel) -> ShardReader:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from zeroshard.ema.average import EMA
 from zeroshard.errors import UserError
 from zeroshard.models.adapters import adapted_name, adapters_of, base_name
+from zeroshard.named_shards import MODEL_KINDS, NamedShard, ShardReader
 from zeroshard.parallel import Strategy
-from zeroshard.zero.state.named_shards import MODEL_KINDS, NamedShard, ShardReader
 
 
 class WeightsAlone:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor, nn
 
-from zeroshard.torch_internals import not_saved, own_buffers, own_parameters
 from zeroshard.zero.buffers.unit import gather_reduced
 from zeroshard.zero.optimizers.adoption import has_owner
 from zeroshard.zero.runtime.runtime import Runtime
@@ -46,23 +43,3 @@ def take_names(model: nn.Module, runtime: Runtime) -> None:
 def outside(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the model's parameters that no engine has, by name: frozen ones of modules that came later."""
     return {name: param for name, param in model.named_parameters() if not has_owner(param)}
-
-
-def tied_names(named: Mapping[str, Tensor]) -> dict[str, str]:
-    """Map each further name of a tensor that has several to its first name, under which a checkpoint has it."""
-    first: dict[int, str] = {}
-    return {name: known for name, tensor in named.items() if (known := first.setdefault(id(tensor), name)) != name}
-
-
-def named_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return every entry of ``model.state_dict()`` as the live tensor, without running its hooks."""
-    found: dict[str, Any] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        dot = f"{prefix}." if prefix else ""
-        for name, param in own_parameters(module).items():
-            if param is not None:
-                found[dot + name] = param
-        for name, buffer in own_buffers(module).items():
-            if buffer is not None and name not in not_saved(module):
-                found[dot + name] = buffer
-    return found

@@ -16,15 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroshard.optimizer_classes.kept_states import Kept, ParamFacts, SavedState, alike, of_groups
-from zeroshard.torch_internals import not_saved, own_buffers
-from zeroshard.zero.buffers.unit import FlatGroup
-from zeroshard.zero.optimizers.methods import load_pieces
-from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
-from zeroshard.zero.optimizers.state_dict import SCALAR_STATES, Stateful
-from zeroshard.zero.runtime.runtime import Runtime
-from zeroshard.zero.state.full_state import outside, take_names
-from zeroshard.zero.state.named_shards import (
+from zeroshard.named_shards import (
     MODEL_KINDS,
     ROUNDING,
     SCALAR_KINDS,
@@ -36,6 +28,14 @@ from zeroshard.zero.state.named_shards import (
     saved_dtype,
     saved_settings,
 )
+from zeroshard.optimizer_classes.kept_states import Kept, ParamFacts, SavedState, alike, of_groups
+from zeroshard.torch_internals import not_saved, own_buffers
+from zeroshard.zero.buffers.unit import FlatGroup
+from zeroshard.zero.optimizers.methods import load_pieces
+from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
+from zeroshard.zero.optimizers.state_dict import SCALAR_STATES, Stateful
+from zeroshard.zero.runtime.runtime import Runtime
+from zeroshard.zero.state.full_state import outside, take_names
 
 
 def named_shards(model: nn.Module, runtime: Runtime, optimizers: Sequence[Stateful]) -> Iterator[NamedShard]:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from zeroshard.named_shards import NamedShard, ShardReader
 from zeroshard.optimizer_classes.description import described
 from zeroshard.zero.optimizers.methods import install_methods
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
@@ -22,7 +23,6 @@ from zeroshard.zero.rank_groups import RankGroups
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.state import relayout, training_state
 from zeroshard.zero.state.full_state import take_names
-from zeroshard.zero.state.named_shards import NamedShard, ShardReader
 from zeroshard.zero.stepping.observer import Observer
 
 MOSTLY_PADDING = 8  # a buffer this many times as large as its parameters costs more than a node's ranks save

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroshard.named_shards import NamedShard, ShardReader
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 from zeroshard.zero.optimizers.state_dict import Stateful
-from zeroshard.zero.state.named_shards import NamedShard, ShardReader
 
 
 class Observer:

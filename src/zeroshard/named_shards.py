@@ -13,10 +13,11 @@ from math import isfinite, prod
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.errors import UserError
+from zeroshard.torch_internals import not_saved, own_buffers, own_parameters
 
 # Kinds of state that replicas with local steps have beside their weights: see `zeroshard.local_steps.checkpoints`.
 OUTER_KINDS = frozenset({"global", "outer_momentum", "outer_steps"})
@@ -105,6 +106,26 @@ def read_whole(reader: ShardReader, name: str, kind: str, shape: tuple[int, ...]
     """Return the unsharded tensor on the CPU; raise UserError if it was saved with another shape, or not at all."""
     require_shape(reader, name, kind, shape)
     return reader.read(name, kind, (0, prod(shape))).view(shape)
+
+
+def tied_names(named: Mapping[str, Tensor]) -> dict[str, str]:
+    """Map each further name of a tensor that has several to its first name, under which a checkpoint has it."""
+    first: dict[int, str] = {}
+    return {name: known for name, tensor in named.items() if (known := first.setdefault(id(tensor), name)) != name}
+
+
+def named_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return every entry of ``model.state_dict()`` as the live tensor, without running its hooks."""
+    found: dict[str, Any] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        for name, param in own_parameters(module).items():
+            if param is not None:
+                found[dot + name] = param
+        for name, buffer in own_buffers(module).items():
+            if buffer is not None and name not in not_saved(module):
+                found[dot + name] = buffer
+    return found
 
 
 def named_group(group: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
