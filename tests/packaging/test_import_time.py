@@ -49,7 +49,7 @@ def test_the_engine_imports_nothing_after_torch_and_checkpoints_import_three_pac
     leaves = {"errors", "lazily", "process", "regular_files", "rules", "torch_internals", "uncompiled"}
     leaves |= {"named_shards", "optimizer_classes", "unit_choice", "wire_formats"}
     assert {name.split(".")[1] for name in ours} <= {"checkpoint", "comm", "ema", "sharded_optimizer", "zero"} | leaves
-    assert len(ours) <= 124
+    assert len(ours) <= 127
 
 
 def test_the_name_alone_imports_nothing_but_the_standard_library():
