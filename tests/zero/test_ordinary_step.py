@@ -67,7 +67,7 @@ def _files_of_a_step(comm, name):
 def test_an_ordinary_step_runs_through_few_files(name, monkeypatch):
     gc.collect()  # engines that other tests have left hear of optimizers until they are gone
     if name == "core":  # and some are kept
-        monkeypatch.setattr(torch.optim.optimizer, "_global_optimizer_pre_hooks", OrderedDict())
+        monkeypatch.setattr(sys.modules[torch.optim.Optimizer.__module__], "_global_optimizer_pre_hooks", OrderedDict())
     gc.disable()
     try:
         files = sorted(set().union(*run_threads(lambda comm: _files_of_a_step(comm, name), 2)))
