@@ -255,3 +255,10 @@ def test_kernels_have_the_bits_of_the_reference(name, stochastic, numel, block, 
     expected = _there_and_back(values, form, key)[1]
     assert torch.equal(_there_and_back(values, form, key, triton)[1].nan_to_num(), expected.nan_to_num())
     assert expected.isnan().any()
+
+
+def test_a_format_without_a_conversion_is_refused():
+    form = BlockFormat("int8", 64)
+    object.__setattr__(form, "name", "e5m2")
+    with pytest.raises(ValueError, match="no conversion here"):
+        dequantise(torch.zeros(80, dtype=torch.uint8), torch.zeros(64), form)

@@ -322,7 +322,7 @@ def _check(values: Tensor, packed: Tensor, form: Format) -> None:
     if values.dim() != 1 or not values.is_contiguous():
         raise ValueError(f"values: shape {tuple(values.shape)}, strides {values.stride()}; give a contiguous [n]")
     if isinstance(form, BlockFormat) and form.name not in ("int8", "int4", "e4m3"):
-        raise NotImplementedError(f"{form.name}: a wire format that has no conversion in zeroshard.kernels")
+        raise ValueError(f"form: {form.name!r} has no conversion here; choose int8, int4 or e4m3")
     num_bytes = form.num_bytes(values.numel())
     if packed.dtype != torch.uint8 or packed.shape != (num_bytes,) or not packed.is_contiguous():
         raise ValueError(f"packed: {packed.dtype} {tuple(packed.shape)}; give a contiguous [{num_bytes}] of uint8")

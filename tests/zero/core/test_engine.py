@@ -16,7 +16,7 @@ import zeroshard.zero
 from zeroshard.comm import run_threads
 from zeroshard.zero.core.engine import Engine
 from zeroshard.zero.core.precision import Precision
-from zeroshard.zero.core.strategy import STAGES
+from zeroshard.zero.core.strategy import STAGES, ShardingStrategy
 
 ENGINE = Path(zeroshard.zero.__file__).parent
 MOST_LINES, MOST_FILES = 1800, 14
@@ -179,3 +179,14 @@ def test_a_unit_that_one_rank_skips_is_gathered_and_reduced_on_every_rank():
 
     first, *others = [state for stage in STAGES for state in run_threads(partial(go, stage=stage), 2)]
     assert all(torch.equal(first[name], other[name]) for other in others for name in first)
+
+
+def test_what_needs_more_than_the_core_is_refused():
+    net = Net()
+    with pytest.raises(ValueError, match="second copy"):
+        Engine.of(net, ShardingStrategy("shard", "shard", "shard", secondary_shard_size=2))
+    with pytest.raises(ValueError, match="not its submodule"):
+        Engine.of(net, 3, [nn.Linear(2, 2)])
+    Engine.of(net, 3, net.blocks)
+    with pytest.raises(ValueError, match="an engine already"):
+        Engine.of(net, 3, net.blocks)

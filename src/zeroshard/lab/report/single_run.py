@@ -73,6 +73,7 @@ def curves_of(run: RunResult, name: str) -> Callable[[], list[Figure]]:
     """What draws the curve ``name`` of `CURVES`; it raises `LeftOutError` if the run has not measured it."""
 
     def draw() -> list[Figure]:
+        """Draw it from the steps past the warm-up."""
         asked = CURVES[name]
         steps = _past_warm_up(run)
         points = [(step.step, value) for step in steps if math.isfinite(value := asked.value(step))]

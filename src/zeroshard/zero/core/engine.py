@@ -12,6 +12,7 @@ The path of a step::
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -31,6 +32,8 @@ from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.core.strategy import ShardingStrategy, resolve_strategy
 from zeroshard.zero.core.units import Group, Named, Unit, groups_of, partition
 
+_MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that an engine was made for
+
 
 class Engine:
     """Trains ``model``, in place, with training state sharded over ranks as a row of `STAGES` says: see `Engine.of`.
@@ -38,6 +41,9 @@ class Engine:
     Attributes:
         model, comm: the module, which is called once before each backward; the ranks that train it together.
         passes: forward and backward, and the units; while its ``sync`` is False, backwards accumulate alone.
+
+    ``param.grad`` stays None, so torch's clipping and optimizers of ``model.parameters()`` have nothing to do: use the
+    methods here, or `zeroshard.Zero`, with which those work.
     """
 
     def __init__(self, model: nn.Module, passes: Passes[Any, Any]) -> None:
@@ -57,9 +63,15 @@ class Engine:
         """Move the parameters to flat buffers, and hook the model: it trains from rank 0's values. Collective.
 
         ``units`` are submodules whose parameters are gathered and reduced together, in the order in which they run;
-        ``prefetch`` is how many of them ahead weights are gathered. ``comm``: None is this process alone.
+        ``prefetch`` is how many of them ahead weights are gathered. ``comm``: None is this process alone. ValueError
+        names what `zeroshard.Zero` is for, a model that has an engine, and a unit that is not the model's.
         """
         comm, strategy, policy = comm or LocalCommunicator(), resolve_strategy(stage), precision or Precision()
+        if strategy.secondary_shard_size is not None or type(policy) is not Precision:
+            raise ValueError("stage, precision: a second copy and MixedPrecision need zeroshard.Zero; give a Precision")
+        if model in _MODELS or not set(units) <= set(model.modules()):
+            raise ValueError("model, units: the model has an engine already, or a unit is not its submodule")
+        _MODELS.add(model)
         ranks = RankGroups(comm, comm, LocalCommunicator())
 
         def unit(name: str, module: nn.Module, params: Named) -> Unit[Group]:
