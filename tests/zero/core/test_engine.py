@@ -187,6 +187,9 @@ def test_what_needs_more_than_the_core_is_refused():
         Engine.of(net, ShardingStrategy("shard", "shard", "shard", secondary_shard_size=2))
     with pytest.raises(ValueError, match="not its submodule"):
         Engine.of(net, 3, [nn.Linear(2, 2)])
-    Engine.of(net, 3, net.blocks)
+    engine = Engine.of(net, 3, net.blocks)
     with pytest.raises(ValueError, match="an engine already"):
         Engine.of(net, 3, net.blocks)
+    for params, wrong in (([], "empty list"), ([nn.Parameter(torch.ones(2))], "no parameter of the engine")):
+        with pytest.raises(ValueError, match=wrong):
+            engine.piece_optimizer(torch.optim.SGD, params, lr=0.1)

@@ -52,8 +52,12 @@ class PieceOptimizer(Generic[AnyGroup]):
 
     def __init__(self, cls: type[Optimizer], params: Iterable[Any], homes: Homes[AnyGroup], /, **settings: Any) -> None:
         given = list(params)  # parameters, or dicts of some and their settings, as the class itself takes them
+        if not given:
+            raise ValueError("params: an empty list; give at least one parameter")
         groups = given if isinstance(given[0], dict) else [{"params": given}]
         self.homes, self.by_group = homes, [list(group["params"]) for group in groups]
+        if any(param not in homes for param in chain.from_iterable(self.by_group)):
+            raise ValueError("params: one is no parameter of the engine's model")
         self.hold_pieces()
         own = [{**group, "params": pieces} for group, pieces in zip(groups, self.pieces, strict=True)]
         self.optimizer: Optimizer = cls(own, **settings)
