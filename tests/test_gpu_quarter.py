@@ -58,6 +58,17 @@ def test_every_comparison_of_a_rehearsal_holds(rehearsal):
     assert operations <= {record["case"].split()[0] for record in compared}
 
 
+def test_a_cpu_plans_for_the_sizes_that_a_gpu_measured(tmp_path):
+    case = {"row": "memory", "model": "gpt2-124m", "checkpointing": "none", "stage": 1, "world": 8, "rows": 8}
+    measured = {**case, "peak_bytes": 3490512896}  # on an H100
+    results = tmp_path / "results.jsonl"
+    results.write_text(json.dumps({"row": "machine", "environment": {}, "toy": False}) + "\n" + json.dumps(measured) + "\n")
+    command = [sys.executable, GPU / "page.py", "--results", results, "--plan"]
+    forked.run(list(map(str, command)), check=True)
+    planned = _records(results)[-1]["planned_bytes"]
+    assert 0.97 < measured["peak_bytes"] / planned < 1.03
+
+
 def test_peaks_are_the_planned_ones_and_the_page_shows_what_was_measured(rehearsal, tmp_path):
     out, _ = rehearsal
     readme = tmp_path / "README.md"

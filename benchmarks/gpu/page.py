@@ -92,7 +92,8 @@ def same(row: str) -> Callable[[Found], str | None]:
         if not compared:
             return None
         wrong = [f"{r['case']} {r.get('stage', '')}".strip() for r in compared if not r["same"]]
-        return f"{len(compared) - len(wrong)} of {len(compared)}" + (f"; not {', '.join(wrong)}" if wrong else "")
+        first = "; ".join(wrong[:2]) + (f" and {len(wrong) - 2} more" if len(wrong) > 2 else "")
+        return f"{len(compared) - len(wrong)} of {len(compared)}" + (f"; not {first}" if wrong else "")
 
     return text
 

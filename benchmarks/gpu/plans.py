@@ -38,8 +38,7 @@ def planned(records: list[Record]) -> Iterator[Record]:
     Without a record of the row ``device`` there is no rate to plan times with, and peaks are planned for an H100.
     """
     toy = any(record.get("toy") for record in records)
-    if toy:
-        os.environ["QUARTER_REHEARSES"] = "1"  # rows.py then has the sizes that were measured
+    os.environ["QUARTER_REHEARSES" if toy else "QUARTER_PLANS"] = "1"  # rows.py then has the sizes that were measured
     import rows
 
     from zeroshard.lab import plan
