@@ -62,7 +62,8 @@ def test_a_cpu_plans_for_the_sizes_that_a_gpu_measured(tmp_path):
     case = {"row": "memory", "model": "gpt2-124m", "checkpointing": "none", "stage": 1, "world": 8, "rows": 8}
     measured = {**case, "peak_bytes": 3490512896}  # on an H100
     results = tmp_path / "results.jsonl"
-    results.write_text(json.dumps({"row": "machine", "environment": {}, "toy": False}) + "\n" + json.dumps(measured) + "\n")
+    records = {"row": "machine", "environment": {}, "toy": False}, measured
+    results.write_text("".join(json.dumps(record) + "\n" for record in records))
     command = [sys.executable, GPU / "page.py", "--results", results, "--plan"]
     forked.run(list(map(str, command)), check=True)
     planned = _records(results)[-1]["planned_bytes"]
