@@ -15,7 +15,7 @@ import pytest
 from zeroshard.errors import UserError
 from zeroshard.lab import network
 from zeroshard.lab.network import shaper_burst, shaping
-from zeroshard.train.config.sizes import parse_bandwidth
+from zeroshard.sizes import parse_bandwidth
 
 
 def _why_not() -> str:

@@ -39,10 +39,10 @@ from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.models.hugging_face.gpt2_llama_conversion import HFWeight, OurConfig, hf_config, hf_weights, published
 from zeroshard.models.hugging_face.model import HuggingFaceModel
 from zeroshard.named_shards import ShardReader
+from zeroshard.sizes import parse_size
 from zeroshard.train.config.command_settings import ExportConfig
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.named_code import require_trust
-from zeroshard.train.config.sizes import parse_size
 from zeroshard.train.config.validate import validate
 from zeroshard.train.setup.assemble import lora_of, model_overrides
 from zeroshard.train.setup.run_folder import tokenizer_folder

@@ -10,8 +10,8 @@ import tomli_w
 
 from zeroshard.columns import columns
 from zeroshard.errors import UserError, shown
+from zeroshard.sizes import LARGEST
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.sizes import LARGEST
 from zeroshard.train.config.validate import validate
 
 # Settings of ours; or these and a remark, if they mean something else; or only the reason why a key has no effect here.

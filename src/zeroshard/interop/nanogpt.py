@@ -17,7 +17,7 @@ from typing import Any
 from zeroshard.errors import UserError
 from zeroshard.interop.migration import COUNT, NUMBER, SWITCH, TEXT, Became, Becomes, Migration, became, require_kind
 from zeroshard.regular_files import read_text
-from zeroshard.train.config.sizes import LARGEST
+from zeroshard.sizes import LARGEST
 from zeroshard.train.config.validate import nearest
 
 GPT2_IDS, PADDED_IDS = 50_257, 50_304  # ids of GPT-2's tokenizer, and nanoGPT's padded vocabulary for them

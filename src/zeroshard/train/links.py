@@ -18,8 +18,8 @@ from zeroshard.comm.probe import probe, why_not_comparable
 from zeroshard.comm.shm.shm import ranks_share_host
 from zeroshard.errors import UserError
 from zeroshard.launch.environment import World, enter_node
+from zeroshard.sizes import parse_bandwidth, parse_duration, parse_size
 from zeroshard.train.config.sections import LinkConfig
-from zeroshard.train.config.sizes import parse_bandwidth, parse_duration, parse_size
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from zeroshard import process
 from zeroshard.errors import ExitStatus, UserError, path_line
 from zeroshard.flags import take_option
 from zeroshard.parallel.registry import STRATEGIES
+from zeroshard.sizes import parse_nnodes
 from zeroshard.submit import SubmitConfig
 from zeroshard.train.config.command_settings import (
     EvalConfig,
@@ -23,7 +24,6 @@ from zeroshard.train.config.command_settings import (
 )
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.data_section import require_data
-from zeroshard.train.config.sizes import parse_nnodes
 from zeroshard.verbs.base import checked_settings, read_file, say
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def _nodes(config: TrainConfig) -> AbstractContextManager[NetnsNodes | None]:
     if config.link.mode != "netns":
         return nullcontext()
     from zeroshard.lab.network import nodes
-    from zeroshard.train.config.sizes import parse_bandwidth, parse_duration, parse_size
+    from zeroshard.sizes import parse_bandwidth, parse_duration, parse_size
 
     link = config.link
     return nodes(

@@ -23,7 +23,7 @@ from zeroshard.lab.bench.ranks import chosen_device, close, communicator, on_ran
 from zeroshard.lab.bench.report import Column, Report, Row, Spread, giga, interleaved, milliseconds, spread_of
 from zeroshard.lab.bench.settings import CollectivesBench
 from zeroshard.lab.predict.workload import DTYPES
-from zeroshard.train.config.sizes import parse_size
+from zeroshard.sizes import parse_size
 
 OPS = ("reduce_scatter", "all_gather", "all_reduce")
 SMALL_BYTES = 1 << 20  # up to this size a round takes the median of several calls

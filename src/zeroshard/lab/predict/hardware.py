@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from zeroshard.errors import UserError, shown
 from zeroshard.profiling.devices import DEVICES, GIGA, Device
 from zeroshard.regular_files import read_text
-from zeroshard.train.config.sizes import parse_bandwidth
+from zeroshard.sizes import parse_bandwidth
 from zeroshard.train.config.validate import nearest
 
 FORMAT = "zeroshard device 1"

@@ -21,6 +21,7 @@ from zeroshard.comm.registry import COMMUNICATORS, comm_entry
 from zeroshard.errors import UserError
 from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.parallel.registry import STRATEGIES, strategies_with, strategy_entry
+from zeroshard.sizes import parse_nnodes
 from zeroshard.train.config.data_section import DataConfig
 from zeroshard.train.config.local_steps_settings import LocalStepsConfig, check_local_steps_settings
 from zeroshard.train.config.registered import CommName, StrategyName
@@ -35,7 +36,6 @@ from zeroshard.train.config.sections import (
     ProfileConfig,
     TrackConfig,
 )
-from zeroshard.train.config.sizes import parse_nnodes
 from zeroshard.train.config.wire_settings import WireConfig, check_wire
 
 # Default rates for fine-tuning trained weights: Stanford Alpaca's, https://github.com/tatsu-lab/stanford_alpaca

@@ -16,8 +16,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from zeroshard.errors import UserError
 from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.models.presets import PRESETS
+from zeroshard.sizes import parse_bandwidth, parse_count, parse_duration, parse_size
 from zeroshard.train.config.registered import ModelName
-from zeroshard.train.config.sizes import parse_bandwidth, parse_count, parse_duration, parse_size
 
 # `model = "NAME"` stands for `model.name = "NAME"`
 SHORTHANDS = {"model": "name", "data": "source", "track": "to", "lora": "rank"}

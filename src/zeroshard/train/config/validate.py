@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from zeroshard.errors import UserError, nearest_name, shortened, shown
-from zeroshard.train.config.sizes import LARGEST
+from zeroshard.sizes import LARGEST
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any, TextIO
 
 from zeroshard.columns import columns
-from zeroshard.train.config.sizes import bandwidth_in_words, duration_in_words
+from zeroshard.sizes import bandwidth_in_words, duration_in_words
 from zeroshard.train.records.records import StepRecord, warn
 
 GIB = 2**30

@@ -3,7 +3,7 @@ from math import inf
 import pytest
 
 from zeroshard.errors import UserError
-from zeroshard.train.config.sizes import (
+from zeroshard.sizes import (
     bandwidth_in_words,
     duration_in_words,
     parse_bandwidth,
