@@ -183,3 +183,27 @@ rows.memory(rows.Budget(30), say)"""
     records = _records(tmp_path / "r.jsonl")
     assert next(record["failed"] for record in records if "failed" in record) == "RuntimeError: out of memory"
     assert {record["stage"] for record in records if "peak_bytes" in record} == {1}
+
+
+def test_kernels_by_kind_and_the_blocks_that_are_live_at_the_peak():
+    program = f"""
+import sys, json
+sys.path.insert(0, {str(GPU)!r})
+from breakdown import kernels_of
+from peaks import replayed
+names = ("nvjet_sm90_tst", "void at::native::reduce_kernel<128>", "triton_poi_fused_add_0", "_loss_kernel")
+events = [{{"cat": "kernel", "name": name, "dur": 1000 * (i + 1)}} for i, name in enumerate(names)]
+print(json.dumps(kernels_of([*events, {{"cat": "cpu_op", "name": "aten::mm", "dur": 1}}])))
+alloc = lambda address, size, line: {{"action": "alloc", "addr": address, "size": size, "frames": [
+    {{"filename": "/a/loss.py", "line": line, "name": "chunk"}}, {{"filename": "x.cpp", "line": 1, "name": "c"}}]}}
+free = lambda address, action="free_requested": {{"action": action, "addr": address, "size": 0}}
+entries = [alloc(8, 30, 1), free(8), free(8, "free_completed"), alloc(16, 20, 2), free(4), alloc(8, 25, 3)]
+print(json.dumps(replayed(entries, {{4: 10, 5: 1}})))"""
+    environment = {**os.environ, "QUARTER_REHEARSES": "1"}
+    done = forked.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    kinds, peak = map(json.loads, done.stdout.splitlines())
+    by_kind = {"products": [1, 1.0], "sums": [1, 2.0], "compiled": [1, 3.0], "others": [1, 4.0]}
+    assert (kinds["by_kind"], kinds["kernels_ms"]) == (by_kind, 10.0)
+    num_bytes, live = peak
+    assert num_bytes == 46
+    assert live == {"5": [1, []], "16": [20, ["loss.py:2 chunk"]], "8": [25, ["loss.py:3 chunk"]]}

@@ -74,7 +74,7 @@ def measured(stage: int, path: Path) -> dict[str, Any]:
             if name == "none":
                 seconds["queued"].append(queued_s)
     medians = {f"{name}_s": statistics.median(taken[1:]) for name, taken in seconds.items()}  # the first warms up
-    return {**medians, "tokens": micro * rows.SEQ_LEN, **_traced(steps["copies"], path)}
+    return {**medians, "tokens": micro * rows.SEQ_LEN, **facts_of_trace(trace_of(steps["copies"], path))}
 
 
 def _step(stage: int, comm: NullCommunicator, micro: int) -> Callable[[], None]:
@@ -92,8 +92,8 @@ def _step(stage: int, comm: NullCommunicator, micro: int) -> Callable[[], None]:
     return step
 
 
-def _traced(step: Callable[[], None], path: Path) -> dict[str, Any]:
-    """Facts of one step's trace, which is left at ``path`` for ui.perfetto.dev."""
+def trace_of(step: Callable[[], object], path: Path) -> list[dict[str, Any]]:
+    """The events of one step's trace, which is left at ``path`` for ui.perfetto.dev."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if rows.ON_GPU else [])]) as seen:
@@ -104,7 +104,7 @@ def _traced(step: Callable[[], None], path: Path) -> dict[str, Any]:
         seen.export_chrome_trace(str(written))
         content = written.read_bytes()
     path.write_bytes(gzip.compress(content))
-    return facts_of_trace(json.loads(content)["traceEvents"])
+    return json.loads(content)["traceEvents"]
 
 
 def facts_of_trace(events: list[dict[str, Any]]) -> dict[str, Any]:

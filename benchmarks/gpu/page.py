@@ -244,7 +244,10 @@ def page(found: Found) -> str:
     ends = {record["row"]: record["end"] for record in found.records if "end" in record}
     sections = []
     for row in ROWS:
-        text = table([line for line in LINES if line.row == row.name], found)
+        lines = [line for line in LINES if line.row == row.name]
+        if not lines:
+            continue
+        text = table(lines, found)
         end = ends.get(row.name, "done")
         note = "" if end == "done" else f"\nThis row did not end: {end}.\n"
         sections.append(f"## {row.name}\n\n{row.about[0].upper()}{row.about[1:]}.\n{note}\n{text}\n")

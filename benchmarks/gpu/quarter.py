@@ -54,8 +54,8 @@ class Row:
 
 
 ROWS = (
-    Row("right", 60, 120, "the bits of a plain loop, at every stage, by null ranks, by two ranks over gloo", "bits"),
-    Row("kernels right", 60, 120, "every kernel against its reference, forward and backward", "bits"),
+    Row("right", 45, 120, "the bits of a plain loop, at every stage, by null ranks, by two ranks over gloo", "bits"),
+    Row("kernels right", 40, 120, "every kernel against its reference, forward and backward", "bits"),
     Row("gpt2-124m", 100, 180, "tokens/s and MFU: plain loop, ours at stage 1, FSDP2; eager and compiled"),
     Row("norms", 40, 90, "GB/s of RMSNorm and LayerNorm beside eager and torch.compile"),
     Row("adamw", 15, 40, "our AdamW with clipping beside torch's fused one"),
@@ -64,6 +64,8 @@ ROWS = (
     Row("overlap", 30, 60, "a traced step of a rank of 8, with copies in the place of collectives"),
     Row("qwen", 80, 150, "tokens/s of Qwen2.5-0.5B and 1.5B"),
     Row("device", 20, 60, "the rates that zeroshard plan reads"),
+    Row("breakdown", 25, 70, "kernels of a step by kind, and how long the host takes to queue it"),
+    Row("peak blocks", 15, 50, "the largest blocks of memory at a step's peak"),
 )
 # What a rehearsal adds: each must lose itself alone. The killed one dies as by the system's out-of-memory killer.
 PLANTED = (

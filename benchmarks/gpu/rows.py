@@ -503,17 +503,10 @@ def memory(budget: Budget, say: Say) -> None:
 
 def _peak_of_a_step(name: str, checkpointing: str, stage: int, world: int, rows: int) -> dict[str, int]:
     """Bytes beyond what the process held before, a row that ran earlier may have left something."""
+    from peaks import step_of_a_rank
+
     before = torch.cuda.memory_allocated() if ON_GPU else 0
-    model = gpt2(name, activation_checkpointing=checkpointing)
-    zero = Zero(model, stage, units=model.units, comm=NullCommunicator(world), precision=BF16)
-    optimizer = zero.optimizer(torch.optim.AdamW, **ADAMW, fused=True)
-    tokens, targets = batch(rows)
-
-    def step() -> None:
-        model(tokens, targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
+    step, zero, model, optimizer = step_of_a_rank(name, checkpointing, stage, world, rows)
     for _ in range(2):
         step()
     if ON_GPU:
@@ -544,6 +537,20 @@ def overlap(budget: Budget, say: Say) -> None:
                 case=f"zero{stage}", **measured(stage, say.out.with_name(f"{say.out.stem}-overlap-zero{stage}.json.gz"))
             )
             cleared()
+
+
+def breakdown(budget: Budget, say: Say) -> None:
+    """Kernels of a step by kind, and how long the host takes to queue it."""
+    from breakdown import steps_broken_down
+
+    steps_broken_down(budget, say)
+
+
+def peak_blocks(budget: Budget, say: Say) -> None:
+    """What tensors ask for at the peak of a step, what the allocator gives, and the largest blocks then."""
+    from peaks import blocks_of_cases
+
+    blocks_of_cases(budget, say)
 
 
 def device(budget: Budget, say: Say) -> None:
