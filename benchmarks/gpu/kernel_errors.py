@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zeroshard import kernels
-from zeroshard.kernels import AdamWOptions
+from zeroshard.kernels import AdamWOptions, Choice
 from zeroshard.lab.bench import kernel_cases
 from zeroshard.lab.bench.kernel_cases import DEVICE, DTYPES, Case
 from zeroshard.lab.bench.kernels import outputs_of
@@ -31,8 +31,25 @@ def errors(toy: bool) -> Iterator[dict[str, object]]:
         yield _record(f"adamw, copy in bf16 {numel}", _apart(our_copy, copy), BOUNDS["bfloat16"])
         for name in FORMATS:
             for kind, key in (("nearest", None), ("stochastic", rounding_key(0, 0, "root", 0))):
-                packs = [_packed(flat, BlockFormat(name), key, who) for who in (True, False)]
-                yield _record(f"{name}, {kind}, {numel}", 0.0 if all(map(torch.equal, *packs)) else 1.0, 0.0)
+                yield from _packs(f"{name}, {kind}, {numel}", flat, BlockFormat(name), key, on_cpu=numel < 2**24)
+
+
+def _packs(case: str, flat: Tensor, form: BlockFormat, key: int | None, *, on_cpu: bool) -> Iterator[dict[str, object]]:
+    """The kernels' bytes beside the reference's on this device and, if ``on_cpu``, on a CPU; differences are counted."""
+    ours = _packed(flat, form, key, "triton")
+    others = {"": _packed(flat, form, key, "reference")}
+    if on_cpu:
+        others[", reference on a CPU"] = [t.to(DEVICE) for t in _packed(flat.cpu(), form, key, "reference")]
+    scales = 4 * form.num_blocks(len(flat))
+    for where, (packed, back) in others.items():
+        parts = {
+            "scales": (ours[0][:scales].view(torch.int32), packed[:scales].view(torch.int32)),
+            "codes": (ours[0][scales:], packed[scales:]),
+            "numbers": (ours[1].view(torch.int32), back.view(torch.int32)),
+        }
+        differing = {part: int((found != wanted).sum()) for part, (found, wanted) in parts.items()}
+        share = max(count / len(parts[part][0]) for part, count in differing.items())
+        yield {**_record(case + where, share, 0.0), "differing": differing}
 
 
 def _record(case: str, error: float, bound: float) -> dict[str, object]:
@@ -83,10 +100,9 @@ def _updated(numel: int, triton: bool) -> list[Tensor]:
     return [param - before, m, v, copy]
 
 
-def _packed(flat: Tensor, form: BlockFormat, key: int | None, triton: bool) -> list[Tensor]:
-    packed = torch.zeros(form.num_bytes(flat.numel()), dtype=torch.uint8, device=DEVICE)
+def _packed(flat: Tensor, form: BlockFormat, key: int | None, who: Choice) -> list[Tensor]:
+    packed = torch.zeros(form.num_bytes(flat.numel()), dtype=torch.uint8, device=flat.device)
     back = torch.empty_like(flat)
-    who = "triton" if triton else "reference"
     kernels.quantise(flat, packed, form, key, kernels=who)
     kernels.dequantise(packed, back, form, kernels=who)
     return [packed, back]

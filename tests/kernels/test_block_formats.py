@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 from zeroshard.errors import UserError
 from zeroshard.kernels import block_formats, dequantise, dequantised_sum, quantise
@@ -255,6 +256,33 @@ def test_kernels_have_the_bits_of_the_reference(name, stochastic, numel, block, 
     expected = _there_and_back(values, form, key)[1]
     assert torch.equal(_there_and_back(values, form, key, triton)[1].nan_to_num(), expected.nan_to_num())
     assert expected.isnan().any()
+
+
+class _DivisorsOnTheHost(TorchFunctionMode):
+    """Collects the Python numbers by which tensors are divided."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func.__name__ in ("div", "div_", "divide", "divide_", "true_divide", "__truediv__", "__itruediv__"):
+            self.found += [args[1]] if not isinstance(args[1], torch.Tensor) else []
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("key", [None, rounding_key(0, 0, "", 0)])
+def test_the_reference_divides_by_no_host_number_but_powers_of_two(name, key):
+    """On CUDA torch multiplies by the reciprocal of a number on the host: other bits than a CPU's, and the kernel's."""
+    form, values = BlockFormat(name, 16), torch.randn(100)
+    packed = torch.zeros(form.num_bytes(100), dtype=torch.uint8)
+    with _DivisorsOnTheHost() as divisors:
+        torch.randn(4) / 3
+        block_formats.quantise_reference(values, packed, form, key)
+        block_formats.dequantise_reference(packed, values, form)
+    assert divisors.found[0] == 3
+    assert all(math.frexp(divisor)[0] == 0.5 for divisor in divisors.found[1:])
 
 
 def test_a_format_without_a_conversion_is_refused():

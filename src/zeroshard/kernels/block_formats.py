@@ -158,7 +158,8 @@ def _quantise_rows(
     rows = rows.float()
     torch.abs(rows, out=scaled)
     torch.amax(scaled, 1, keepdim=True, out=scales)
-    scales.div_(largest).clamp_(min=TINY)
+    # Not by the Python number: torch multiplies a CUDA tensor by that one's reciprocal, whose last bit may differ.
+    scales.div_(scales.new_full((), largest)).clamp_(min=TINY)
     scales.add_(scales - scales)  # Inf -> NaN
     torch.mul(rows, scales.reciprocal(), out=scaled)
     if form.name == "e4m3":
