@@ -35,7 +35,7 @@ def errors(toy: bool) -> Iterator[dict[str, object]]:
 
 
 def _packs(case: str, flat: Tensor, form: BlockFormat, key: int | None, *, on_cpu: bool) -> Iterator[dict[str, object]]:
-    """The kernels' bytes beside the reference's on this device and, if ``on_cpu``, on a CPU; differences are counted."""
+    """The kernels' bytes beside the reference's on this device and, if ``on_cpu``, on a CPU: how many differ."""
     ours = _packed(flat, form, key, "triton")
     others = {"": _packed(flat, form, key, "reference")}
     if on_cpu:

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +35,7 @@ from zeroshard import kernels  # noqa: E402
 from zeroshard.comm import LocalCommunicator, NullCommunicator  # noqa: E402
 from zeroshard.kernels import Choice  # noqa: E402
 from zeroshard.kernels.adamw import Pieces  # noqa: E402
+from zeroshard.kernels.linear_cross_entropy import _product  # noqa: E402
 from zeroshard.lab.bench import kernel_cases  # noqa: E402
 from zeroshard.lab.bench.kernels import STREAM, copy_bytes_per_s, measure_case, timer  # noqa: E402
 from zeroshard.lab.bench.report import environment  # noqa: E402
@@ -407,10 +409,33 @@ def norms(budget: Budget, say: Say) -> None:
 def loss(budget: Budget, say: Say) -> None:
     """The loss alone at 131,072 words, and with the layer before it at two vocabularies."""
     alone = (8, 97) if TOY else (8192, 131_072)
-    shapes = ((8, 16, 97),) if TOY else ((8192, 768, 50_257), (8192, 4096, 131_072))
+    odd, even = (97, 128) if TOY else (50_257, 50_304)
+    shapes = ((8, 16, odd), (8, 16, even)) if TOY else ((8192, 768, odd), (8192, 768, even), (8192, 4096, 131_072))
     cases = [*kernel_cases.cross_entropy_cases("bfloat16", (alone,))]
     cases += kernel_cases.linear_cross_entropy_cases("bfloat16", shapes)
     _cases(budget, say, cases, ("both",), without=("compile",))
+    _products(say, *((8, 16, odd) if TOY else (4096, 768, odd)))
+
+
+def _products(say: Say, rows: int, width: int, vocab: int) -> None:
+    """The products of a chunk of logits whose rows are padded to 64: over all words, over most, over those left."""
+    dtype, whole = torch.bfloat16, vocab // 64 * 64
+    buffer = torch.randn(rows, -(-vocab // 64) * 64, device=DEVICE).to(dtype)
+    hidden, weight = (torch.randn(n, width, device=DEVICE).to(dtype) for n in (rows, vocab))
+    d_hidden, d_weight = (torch.zeros(n, width, device=DEVICE) for n in (rows, vocab))
+    with torch.no_grad(), torch.cuda.stream(STREAM) if STREAM else nullcontext():
+        for words in (slice(0, vocab), slice(0, whole), slice(whole, vocab)):
+            x = buffer[:, words]
+            products: dict[str, Callable[[], object]] = {
+                "logits": partial(torch.mm, hidden, weight[words].t(), out=x),
+                "d_hidden": partial(_product, x, weight[words], d_hidden, add=False),
+                "d_weight": partial(_product, x.t(), hidden, d_weight[words], add=True),
+            }
+            for name, product in products.items():
+                measure, _ = timer([product], 0.005)
+                seconds = min(measure() for _ in range(3))
+                flops = 2 * rows * width * x.shape[1]
+                say(case=f"product {name}, words {words.start} to {words.stop}", seconds=seconds, flops=flops / seconds)
 
 
 def _cases(

@@ -63,6 +63,31 @@ def test_large_vocabularies(vocab, triton, random, device):
     compare(random(2, 4), random(vocab, 4), draw_targets((2,), vocab, device), slack=64, chunk_rows=1)
 
 
+@pytest.mark.parametrize(("vocab", "sizes"), [(257, {256, 1}), (192, {192}), (33, {33})])
+def test_products_over_an_odd_vocabulary_read_aligned_rows_of_aligned_lengths(
+    vocab, sizes, triton, random, device, monkeypatch
+):
+    """See [Note: Odd vocabularies] in `zeroshard.kernels.linear_cross_entropy`; the products on a CPU show which."""
+    hidden, weight = random(5, 12, dtype=torch.float32), random(vocab, 12, dtype=torch.float32)
+    seen = []
+
+    def watched(product):
+        def call(*args, **kwargs):
+            seen.append([*args, kwargs["out"]])
+            return product(*args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in ("mm", "addmm"):
+            patch.setattr(torch, name, watched(getattr(torch, name)))
+        run(by("triton", draw_targets((5,), vocab, device), chunk_rows=3), [hidden, weight])
+    assert len(seen) == 2 * 3 * len(sizes)  # of two chunks: logits and both gradients
+    assert {size for tensors in seen for t in tensors for size in t.shape if size not in (2, 3, 12)} == sizes
+    strides = {t.stride(0) * t.stride(1) for tensors in seen for t in tensors if 12 not in t.shape}
+    assert strides == {-(-vocab // 64) * 64}
+
+
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_rounds_the_logits_and_their_gradient_once(who, dtype, triton, random, device):

@@ -14,6 +14,12 @@ arXiv:2410.10989, section 3.2; Wijmans et al. 2024, arXiv:2411.09009, keep even 
     [vocab, width] exists once; a further one (``retain_graph``) computes them again, and ``create_graph``
     differentiates the reference: both from the inputs, which are saved as `torch.nn.functional.linear` would save
     them.
+
+[Note: Odd vocabularies]
+    cuBLAS is fast if rows begin at multiples of 16 bytes *and* the sizes of its matrices are multiples of 16 bytes
+    (docs.nvidia.com/cuda/cublas, "Tensor Core Usage"). So with Triton the stride of a row of logits is padded to a
+    multiple of `VOCAB_MULTIPLE` words, and a product over the vocabulary is split in two: one over the multiple below
+    the vocabulary's size, one over the few words that are left. GPT-2's 50,257 words are 50,240 and 17.
 """
 
 from __future__ import annotations
@@ -46,7 +52,7 @@ CPU_CHUNK_BYTES = 2**26
 ROW_MULTIPLE = (
     128  # the number of rows of a chunk is a multiple of it: a tile of a matrix product; of 16 without Triton
 )
-VOCAB_MULTIPLE = 64  # rows of Triton's logits are padded to a multiple of it: aligned loads for any vocabulary
+VOCAB_MULTIPLE = 64  # see [Note: Odd vocabularies]
 
 _all_logits: ContextVar[bool] = ContextVar("all_logits", default=False)
 
@@ -159,13 +165,15 @@ def _chunks(
     if num_rows == 0 and d_weight is not None:
         d_weight.zero_()
     needs_grad = d_hidden is not None or d_weight is not None
+    spans = _spans(vocab) if triton else [slice(0, vocab)]
     padded_vocab = -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE if triton else vocab
     buffer = torch.empty(min(chunk_rows, num_rows), padded_vocab, dtype=hidden.dtype, device=hidden.device)
     for start in range(0, num_rows, chunk_rows):
         chunk = slice(start, min(start + chunk_rows, num_rows))
         h = hidden[chunk]
         logits = buffer[: h.shape[0], :vocab]
-        torch.mm(h, weight.t(), out=logits)
+        for words in spans:
+            torch.mm(h, weight[words].t(), out=logits[:, words])
         grad = logits if needs_grad else None
         if triton:
             losses_and_gradient(logits, targets[chunk], losses[chunk], None, grad, scale, *options)
@@ -174,12 +182,20 @@ def _chunks(
             rows_in_torch.losses_and_gradient(logits, targets[chunk], losses[chunk], logits, at_once, *options)
         if d_hidden is not None and triton:
             wide = torch.empty(h.shape, dtype=losses.dtype, device=h.device)
-            _product(logits, weight, wide, add=False)
+            for words in spans:
+                _product(logits[:, words], weight[words], wide, add=words.start > 0)
             d_hidden[chunk].copy_(wide)
         elif d_hidden is not None:
             torch.mm(logits, weight, out=d_hidden[chunk])
         if d_weight is not None:
-            _product(logits.t(), h, d_weight, add=start > 0)
+            for words in spans:
+                _product(logits[:, words].t(), h, d_weight[words], add=start > 0)
+
+
+def _spans(vocab: int) -> list[slice]:
+    """Return the vocabulary in one or two pieces: all words up to a multiple of `VOCAB_MULTIPLE`, then the others."""
+    whole = vocab // VOCAB_MULTIPLE * VOCAB_MULTIPLE
+    return [slice(start, end) for start, end in ((0, whole), (whole, vocab)) if end > start]
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
