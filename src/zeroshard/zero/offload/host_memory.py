@@ -1,0 +1,131 @@
+"""What is known of this machine's memory: how much can still be had, and which part of it is near a GPU.
+
+A process may have less than the machine: a control group (a container, a systemd unit, ``docker run --memory``) bounds
+the sum over its processes, and the kernel kills one of them beyond it. Pages of files that the kernel could drop count
+there too, so they are taken off what is in use.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+PROC = Path("/proc")
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
+DEVICES = Path("/sys/bus/pci/devices")
+NODES = Path("/sys/devices/system/node")
+_NO_LIMIT = 1 << 60  # what version 1 says where there is none is a little under 2^63
+# file of the limit, of the use, and the entries of memory.stat that the kernel can drop, by the group's version
+_V2 = ("memory.max", "memory.current", ("inactive_file", "active_file"))
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+
+
+def available_bytes() -> int | None:
+    """Bytes that this process can still allocate without swapping or being killed; None where nothing says it."""
+    found = [_in_machine(), *_in_groups()]
+    known = [num_bytes for num_bytes in found if num_bytes is not None]
+    return max(min(known), 0) if known else None
+
+
+def total_bytes() -> int | None:
+    """Bytes of memory that all processes here may have together: the machine's, or a control group's if it has less."""
+    known = [limit for limit, _ in _limits()]
+    machine = _meminfo("MemTotal")
+    known += [machine] if machine is not None else []
+    return min(known) if known else None
+
+
+def node_of(device: torch.device) -> int | None:
+    """The NUMA node of a GPU; None if there is one node alone, or nothing says which it is."""
+    if device.type != "cuda" or len(list(NODES.glob("node[0-9]*"))) < 2:
+        return None
+    of = torch.cuda.get_device_properties(device)
+    address = f"{of.pci_domain_id:04x}:{of.pci_bus_id:02x}:{of.pci_device_id:02x}.0"
+    node = _number(DEVICES / address / "numa_node")
+    return node if node is not None and node >= 0 else None  # -1: the firmware did not say
+
+
+@contextmanager
+def on_node(node: int | None) -> Generator[None]:
+    """Run this thread on the CPUs of a NUMA node, so that pages it touches first lie there; None: anywhere.
+
+    If none of the node's CPUs may be used by this process, the thread stays where it is.
+    """
+    if node is None or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)  # 0: the thread that calls, and no other
+    near = before & _cpus(node)
+    if near:
+        os.sched_setaffinity(0, near)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _cpus(node: int) -> set[int]:
+    """The CPUs of a node, which the kernel lists as ``0-15,32-47``."""
+    try:
+        ranges = (NODES / f"node{node}" / "cpulist").read_text().strip().split(",")
+    except OSError:
+        return set()
+    ends = [span.partition("-") for span in ranges if span]
+    return {cpu for first, _, last in ends for cpu in range(int(first), int(last or first) + 1)}
+
+
+def _in_machine() -> int | None:
+    return _meminfo("MemAvailable")
+
+
+def _in_groups() -> Iterator[int]:
+    for limit, used in _limits():
+        yield limit - used
+
+
+def _limits() -> Iterator[tuple[int, int]]:
+    """``(limit, bytes in use)`` of the control group of this process and of those around it, if they have a limit."""
+    try:
+        lines = (PROC / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for _, kinds, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
+        if not kinds:
+            top, (limit_file, use_file, droppable) = CONTROL_GROUPS, _V2
+        elif "memory" in kinds.split(","):
+            top, (limit_file, use_file, droppable) = CONTROL_GROUPS / "memory", _V1
+        else:
+            continue
+        group = top / path.lstrip("/")
+        # Inside a container the path is often that of the host, and only the top is mounted: so look there in any case.
+        for folder in [group, *(parent for parent in group.parents if parent == top or top in parent.parents)]:
+            limit, used = _number(folder / limit_file), _number(folder / use_file)
+            if limit is not None and used is not None and limit < _NO_LIMIT:
+                stat = _entries(folder / "memory.stat")
+                yield limit, used - sum(stat.get(name, 0) for name in droppable)
+
+
+def _meminfo(name: str) -> int | None:
+    found = _entries(PROC / "meminfo").get(f"{name}:")
+    return None if found is None else found * 1024
+
+
+def _entries(path: Path) -> dict[str, int]:
+    """The lines ``name number ...`` of a file of the kernel; empty if it is missing."""
+    try:
+        lines = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
+
+
+def _number(path: Path) -> int | None:
+    """The integer in a file of the kernel; None if it is missing, or says ``max``."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
