@@ -30,6 +30,7 @@ from zeroshard.regular_files import read_text
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.validate import by_dotted_name, refuse_unusable
 
+_ZERO, _OPTIM, _SCHED = "zero_optimization.", "optimizer.params.", "scheduler.params."
 _RATE, _COS_MIN_RATIO = 1e-3, 1e-4  # defaults of their rates, and of cos_min_ratio
 _OWN_RATES = ("WarmupLR", "WarmupDecayLR")  # schedulers that set the rate themselves, and not as a share of lr
 _WARM_UPS = (*_OWN_RATES, "WarmupCosineLR")
@@ -53,18 +54,21 @@ def read_deepspeed(words: Sequence[str]) -> Migration:
         if key in KEYS and value != "auto":
             require_kind(key, value, KEYS[key][0])
     theirs = _defaults(given) | given
+    scheduler = theirs.get("scheduler.type")
     to = Migration(f"DeepSpeed: {words[0]}", {"dtype": "float32"})  # DeepSpeed's dtype if the file sets none
     if any(theirs.get(f"{name}.enabled") == "auto" for name in ("bf16", "bfloat16", "fp16")):
-        to.set({"dtype": TrainConfig.model_fields["dtype"].default})
+        to.ours["dtype"] = TrainConfig.model_fields["dtype"].default
     for key, value in theirs.items():
         found: Became = "there is nothing of the kind"
         if value == "auto":
             found = "left to the caller there, and to its default here"
+        elif key.startswith(_SCHED) and scheduler not in _WARM_UPS:
+            found = "its scheduler is not computed here"
         elif key in KEYS:
             found = became(value, theirs, KEYS[key][1])
         elif "offload" in key:
             found = "states stay on the device; more ranks hold less each"
-        elif key.startswith("zero_optimization."):
+        elif key.startswith(_ZERO):
             found = "a unit is a transformer block, gathered one ahead"
         to.add(key, value, found, is_default=key not in given)
     _set_schedule(theirs, to)
@@ -87,7 +91,7 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return DeepSpeed's values for keys that the file may leave out."""
-    found: dict[str, Any] = {"zero_optimization.stage": 0, "gradient_clipping": 1.0}
+    found: dict[str, Any] = {f"{_ZERO}stage": 0, "gradient_clipping": 1.0}
     if given.get("fp16.enabled") is True:
         found["fp16.loss_scale_window"] = 1000
     scheduler = given.get("scheduler.type")
@@ -110,16 +114,16 @@ def _set_schedule(theirs: Mapping[str, Any], to: Migration) -> None:
     """Set the rates that follow from several keys, and the length of a run, which our trainer must know."""
     scheduler = theirs.get("scheduler.type")
     if scheduler not in _WARM_UPS:
-        to.set({"warmup_steps": 0})
-    elif "lr" not in to.values:  # it is `auto`, and where it ends follows from it
-        to.set({"lr": TrainConfig.model_fields["lr"].default})
-    if "lr" in to.values:
+        to.ours["warmup_steps"] = 0
+    elif "lr" not in to.ours:  # it is `auto`, and where it ends follows from it
+        to.ours["lr"] = TrainConfig.model_fields["lr"].default
+    if "lr" in to.ours:
         ratio = theirs.get("scheduler.params.cos_min_ratio")
         ends = {"WarmupDecayLR": 0.0, "WarmupCosineLR": ratio if is_number(ratio) else _COS_MIN_RATIO}
-        to.set({"min_lr": to.values["lr"] * ends.get(str(scheduler), 1.0)})
-    warmup = to.values.get("warmup_steps", 0)
-    if "max_steps" not in to.values and warmup > 500:
-        to.set({"max_steps": 10 * warmup})
+        to.ours["min_lr"] = to.ours["lr"] * ends.get(str(scheduler), 1.0)
+    warmup = to.ours.get("warmup_steps", 0)
+    if "max_steps" not in to.ours and warmup > 500:
+        to.ours["max_steps"] = 10 * warmup
 
 
 def _accumulation(value: Any, theirs: Mapping[str, Any]) -> Became:
@@ -153,20 +157,9 @@ def _rate(value: Any, theirs: Mapping[str, Any]) -> Became:
 
 
 def _peak(value: Any, theirs: Mapping[str, Any]) -> Became:
-    if theirs.get("scheduler.type") in _OWN_RATES:
-        return {"lr": value}, "the peak, whatever the optimizer's lr is"
-    return "its scheduler takes the optimizer's lr"
-
-
-def _warmup_steps(value: Any, theirs: Mapping[str, Any]) -> Became:
-    return (
-        {"warmup_steps": value} if theirs.get("scheduler.type") in _WARM_UPS else "its scheduler is not computed here"
-    )
-
-
-def _trackers(value: Any, theirs: Mapping[str, Any]) -> Became:
-    names = [name for name in ("tensorboard", "wandb") if theirs.get(f"{name}.enabled") is True]
-    return {"track.to": names} if value else {}
+    is_own = theirs["scheduler.type"] in _OWN_RATES
+    why = "the peak, whatever the optimizer's lr is"
+    return ({"lr": value}, why) if is_own else "its scheduler takes the optimizer's lr"
 
 
 def _second_copy(value: Any, theirs: Mapping[str, Any]) -> Became:
@@ -181,7 +174,6 @@ def _quantized(value: Any, theirs: Mapping[str, Any], ours: Mapping[str, Any], w
     return (ours, why) if value else ({}, "off")
 
 
-_ZERO, _OPTIM, _SCHED = "zero_optimization.", "optimizer.params.", "scheduler.params."
 _CLIPPING = "1 is the default of its releases since 2026; in earlier ones 0, which is off"
 _RECOMPUTED = "changed: each block's inputs are kept; they are not shared out to ranks"
 _NODE_SIZE = "changed: with several GPUs in a node give their number as --wire.node-size"
@@ -209,7 +201,7 @@ KEYS: dict[str, tuple[Kind, Becomes]] = {
     f"{_OPTIM}weight_decay": (NUMBER, "weight_decay"),
     "scheduler.type": (TEXT, _scheduler),
     f"{_SCHED}total_num_steps": (COUNT, "max_steps"),
-    f"{_SCHED}warmup_num_steps": (COUNT, _warmup_steps),
+    f"{_SCHED}warmup_num_steps": (COUNT, "warmup_steps"),
     f"{_SCHED}warmup_type": (TEXT, lambda value, _: ({}, "linear here")),
     f"{_SCHED}warmup_min_lr": (NUMBER, lambda value, _: "warm-up begins at 0" if value else {}),
     f"{_SCHED}warmup_max_lr": (NUMBER, _peak),
@@ -218,8 +210,6 @@ KEYS: dict[str, tuple[Kind, Becomes]] = {
         SWITCH,
         lambda value, _: ({"model.activation_checkpointing": "full"}, _RECOMPUTED) if value else {},
     ),
-    "tensorboard.enabled": (SWITCH, _trackers),
-    "tensorboard.job_name": (TEXT, "track.name"),
-    "wandb.enabled": (SWITCH, _trackers),
+    "wandb.enabled": (SWITCH, lambda value, _: {"track.to": ["wandb"]} if value else {}),
     "wandb.project": (TEXT, "track.project"),
 }

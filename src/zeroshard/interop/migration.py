@@ -12,7 +12,7 @@ from zeroshard.columns import columns
 from zeroshard.errors import UserError, shown
 from zeroshard.sizes import LARGEST
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.validate import validate
+from zeroshard.train.config.validate import nested, validate
 
 # Settings of ours; or these and a remark, if they mean something else; or only the reason why a key has no effect here.
 Became = Mapping[str, Any] | tuple[Mapping[str, Any], str] | str
@@ -51,27 +51,23 @@ class Row(NamedTuple):
 
 @dataclass
 class Migration:
-    """Our settings, which are filled in key by key, and the table of how they came about."""
+    """Our settings by dotted name, which are filled in key by key, and the table of how they came about."""
 
     source: str
-    values: dict[str, Any] = field(default_factory=dict)
+    ours: dict[str, Any] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
-
-    def set(self, ours: Mapping[str, Any]) -> None:
-        """Set keys of ours, given with dots."""
-        for name, value in ours.items():
-            table = self.values
-            *path, leaf = name.split(".")
-            for each in path:
-                table = table.setdefault(each, {})
-            table[leaf] = value
 
     def add(self, key: str, value: Any, found: Became, *, is_default: bool = False) -> None:
         """Set and record what ``key`` became."""
         ours, why = ({}, found) if isinstance(found, str) else found if isinstance(found, tuple) else (found, "")
-        self.set(ours)
+        self.ours |= ours
         fate = "default" if is_default else "ignored" if isinstance(found, str) else "mapped"
         self.rows.append(Row(key, value, fate, ", ".join(ours), why))
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Our settings as nested tables."""
+        return nested({tuple(name.split(".")): value for name, value in self.ours.items()})
 
     def lines(self) -> list[str]:
         """Return lines for the console about what has no effect here, one for each reason; the table says it too."""
@@ -87,11 +83,10 @@ class Migration:
 
     def text(self) -> str:
         """Return the table, in comments, and the settings as TOML."""
-        lines = [f"# From {self.source}, by `zeroshard import-config`.", "#"]
         cells = [("", "theirs", "value", "ours", "")]
         cells += [(row.fate, row.key, shown(row.value, 40), row.ours, row.why) for row in self.rows]
-        lines += [f"# {line}".rstrip() for line in columns(cells)]
-        return "\n".join(lines) + "\n\n" + tomli_w.dumps(self.values)
+        table = "\n".join(f"# {line}".rstrip() for line in columns(cells))
+        return f"# From {self.source}, by `zeroshard import-config`.\n#\n{table}\n\n{tomli_w.dumps(self.values)}"
 
 
 def require_kind(key: str, value: Any, kind: Kind) -> None:

@@ -1,8 +1,8 @@
 """Convert nanoGPT's settings to ours: https://github.com/karpathy/nanoGPT
 
 Its configurations are Python files whose assignments override the defaults of ``train.py``; so do flags
-``--key=value``, and whatever comes later on the command line wins. Files are never executed: assignments of constants,
-names and arithmetic are read (``lr_decay_iters = max_iters``), and any other statement that may set a key is refused.
+``--key=value``, and whatever comes later on the command line wins. Files are never executed: assignments of constants
+and arithmetic are read (``gradient_accumulation_steps = 5 * 8``); any other statement that may set a key is refused.
 `zeroshard.interop.nanogpt_weights` imports weights.
 """
 
@@ -15,9 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.errors import UserError
-from zeroshard.interop.migration import COUNT, NUMBER, SWITCH, TEXT, Became, Becomes, Migration, became, require_kind
+from zeroshard.interop.migration import (
+    COUNT,
+    NUMBER,
+    SWITCH,
+    TEXT,
+    Became,
+    Becomes,
+    Migration,
+    became,
+    is_number,
+    require_kind,
+)
 from zeroshard.regular_files import read_text
-from zeroshard.sizes import LARGEST
 from zeroshard.train.config.validate import nearest
 
 GPT2_IDS, PADDED_IDS = 50_257, 50_304  # ids of GPT-2's tokenizer, and nanoGPT's padded vocabulary for them
@@ -41,90 +51,72 @@ def read_nanogpt(words: Sequence[str]) -> Migration:
     """
     given: dict[str, Any] = {}
     for word in words:
-        if word.startswith("--"):
-            key, equals, text = word[2:].partition("=")
-            if not equals:
-                raise UserError(word, "has no value", f"write {word}=VALUE, as nanoGPT takes it")
-            given[key] = _literal(text)
-        else:
-            given |= _assigned(Path(word), given)
+        if not word.startswith("--"):
+            given |= _assigned(Path(word))
+            continue
+        key, equals, text = word[2:].partition("=")
+        if not equals:
+            raise UserError(word, "has no value", f"write {word}=VALUE, as nanoGPT takes it")
+        try:
+            given[key] = ast.literal_eval(text)
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            given[key] = text  # as nanoGPT reads a flag
     for key, value in given.items():
         if key not in SETTINGS:
             raise UserError(key, "nanoGPT has no such setting", nearest(key, SETTINGS, "remove it"))
-        if not isinstance(value, ast.expr):
+        if value is not None or key not in _WORDS:
             require_kind(key, value, _KINDS[type(SETTINGS[key][0])])
     to = Migration(" ".join(["nanoGPT:", *words]))
-    to.set({"model.name": "gpt2-124m", "model.activation": "gelu", "strategy": "zero2", "seed": 1337})
+    to.ours |= {"model.name": "gpt2-124m", "model.activation": "gelu", "strategy": "zero2", "seed": 1337}
     theirs = _DEFAULTS | given
     for key, (_, becomes) in SETTINGS.items():
-        value = theirs[key]
-        if isinstance(value, ast.expr):
-            to.add(key, "...", f"line {value.lineno} is no constant")
-        else:
-            to.add(key, value, became(value, theirs, becomes), is_default=key not in given)
+        found = "its value is no constant" if theirs[key] is None else became(theirs[key], theirs, becomes)
+        to.add(key, theirs[key], found, is_default=key not in given)
     return to
 
 
-def _literal(text: str) -> Any:
-    """Parse a flag's value as nanoGPT does: a Python literal, else text."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-        return text
-
-
-def _assigned(path: Path, before: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a file assigns and does not use itself; the value is an expression where `_WORDS` are no constant."""
+def _assigned(path: Path) -> dict[str, Any]:
+    """Return what a file assigns; None where one of `_WORDS` is no constant."""
     todo = "give one of nanoGPT's config files"
     try:
         statements = ast.parse(read_text(path)).body
     except OSError as error:
         raise UserError(str(path), f"cannot be read ({error.strerror})", todo) from None
-    except (SyntaxError, ValueError) as error:
-        raise UserError(str(path), f"is no Python ({error})", todo) from None
-    except (RecursionError, MemoryError):  # the parser raises MemoryError at its own limit
-        raise UserError(str(path), "is nested too deeply", todo) from None
-    names, used, found = {**_DEFAULTS, **before}, set(), {}
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: it is nested too deeply
+        raise UserError(str(path), f"is no Python ({error or type(error).__name__})", todo) from None
+    found: dict[str, Any] = {}
     for statement in statements:
         match statement:
             case ast.Assign(targets=[ast.Name(id=name)], value=expression):
                 try:
-                    found[name] = names[name] = _value(expression, names, used)
-                except (LookupError, ArithmeticError, TypeError, ValueError, RecursionError):
+                    found[name] = _value(expression)
+                except (ArithmeticError, TypeError, ValueError, RecursionError):
                     if name not in _WORDS:
                         raise _refusal(path, statement, f"the value of {name} is no constant") from None
-                    found[name] = expression
+                    found[name] = None
             case ast.Import() | ast.Expr(value=ast.Constant()):
                 pass
             case _:
                 raise _refusal(path, statement, "it is no assignment KEY = VALUE, and may set anything")
-    return {name: value for name, value in found.items() if name in SETTINGS or name not in used}
+    return found
 
 
 def _refusal(path: Path, statement: ast.stmt, why: str) -> UserError:
     return UserError(str(path), f"line {statement.lineno}: {why}", "write KEY = VALUE, or give --KEY=VALUE")
 
 
-def _value(node: ast.expr, names: Mapping[str, Any], used: set[str]) -> Any:
-    """Return the value of a constant, a name, or arithmetic on numbers; raise LookupError for anything else."""
+def _value(node: ast.expr) -> Any:
+    """Return the value of a constant, or of products and so on of numbers; raise ValueError for anything else."""
     match node:
         case ast.Constant(value=bool() | int() | float() | str()):
             return node.value
-        case ast.Name(id=name):
-            used.add(name)
-            return names[name]
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_number(_value(operand, names, used))
+            return -_value(operand)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
-            both = (_number(_value(each, names, used)) for each in (left, right))
-            return _number(_OPERATIONS[type(op)](*both))
-    raise LookupError
-
-
-def _number(value: Any) -> int | float:
-    if not isinstance(value, int | float) or not abs(value) < LARGEST:  # products might double their digits each time
-        raise ValueError
-    return value
+            both = [_value(left), _value(right)]
+            if all(map(is_number, both)):  # text could be multiplied to any length
+                return _OPERATIONS[type(op)](*both)
+    raise ValueError
 
 
 def _data(value: Any, theirs: Mapping[str, Any]) -> Became:
