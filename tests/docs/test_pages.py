@@ -6,12 +6,10 @@ import os
 import re
 import subprocess
 from contextlib import nullcontext
-from unittest import mock
 from urllib.parse import unquote
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import forked
 from pages import BLOCKS, PAGES, ROOT, blocks_of
@@ -88,19 +86,9 @@ def test_the_shell_blocks_of_a_page_run_one_after_the_other(page, tmp_path):
             assert done.returncode == block.status, f"{block.name}\n{done.stdout}{done.stderr}"
 
 
-@pytest.fixture
-def world_as_before():
-    """Lightning leaves a process group, and variables of its world."""
-    with mock.patch.dict(os.environ):
-        yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo reads it
 @pytest.mark.parametrize("page", [pytest.param(p, id=str(p.relative_to(ROOT))) for p in PAGES])
-def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch, world_as_before):
+def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     shown: dict[str, object] = {"__name__": "page"}

@@ -1,11 +1,17 @@
-"""Arguments and callbacks that people give `transformers.Trainer`; see `beside_one_process`."""
+"""Arguments and callbacks that people give `transformers.Trainer`: ``python trainer_arguments.py OUT [NAME ...]``.
+
+Each run is made in one process, and in two ranks at stages 1 and 3. It takes a folder and a stage (None: one process,
+without the engine) and returns numbers, which must agree. ``OUT/results.pt`` has by "plain", 1 and 3 (of each rank),
+and by the run's name, what it returned, or its error's text.
+"""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import torch
-from beside_one_process import main
+from loops import in_ranks
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -134,11 +140,20 @@ def only_model_resumed(out, stage):
     return {"log": numbers(again)[:-1], "weights": weights(again)}
 
 
-def between():
+def all_runs(out, names, stage):
     from accelerate.state import AcceleratorState, GradientState
 
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
+    found = {}
+    for run in RUNS:
+        if names and run.__name__ not in names:
+            continue
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+        try:
+            found[run.__name__] = run(out / f"{run.__name__}-{stage}", stage)
+        except Exception as error:  # noqa: BLE001 -- it is told to the test
+            found[run.__name__] = f"{type(error).__name__}: {error}"
+    return found
 
 
 def prepare():
@@ -149,7 +164,16 @@ def prepare():
     import zeroshard.integrations.transformers  # noqa: F401
 
 
+def main(out, names):
+    prepare()  # before the ranks are forked
+    one, first, third = (
+        in_ranks(num_ranks, lambda _, stage=stage: all_runs(out, names, stage), out)
+        for num_ranks, stage in ((1, None), (2, 1), (2, 3))
+    )
+    torch.save({"plain": one[0], 1: first, 3: third}, out / "results.pt")
+
+
 RUNS = [modules_to_save, modules_to_save_best, lora_resumed, prompt_tuning_best, only_model_resumed]
 
 if __name__ == "__main__":
-    main(RUNS, prepare, between)
+    main(Path(sys.argv[1]), sys.argv[2:])

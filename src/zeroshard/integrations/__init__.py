@@ -1,8 +1,7 @@
-"""Uses the engine in the training loops of Accelerate, `transformers.Trainer` and Lightning.
+"""Uses the engine in the training loops of Accelerate and `transformers.Trainer`.
 
 Each module needs the package that it is named after. Users import it themselves; nothing in zeroshard imports it.
 
 - `zeroshard.integrations.accelerate`: an `Accelerator` whose ``prepare`` shards.
-- `zeroshard.integrations.lightning`: a strategy for Lightning's `Trainer`.
 - `zeroshard.integrations.transformers`: a `Trainer` that shards, saves and resumes through the engine.
 """
