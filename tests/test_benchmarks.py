@@ -22,33 +22,35 @@ def _run(*args):
     return done.stdout
 
 
-def test_kernels_measures_each_mode_of_each_contestant(tmp_path):
-    words = ("--operations", "rms_norm", "adamw", "--dtypes", "float32", "--json", tmp_path / "k.json")
-    shown = _run("-m", "zeroshard", "bench", "kernels", *words)
-    assert "toy sizes, no claims" in shown
-    rows = json.loads((tmp_path / "k.json").read_text())["rows"]
-    seen = {(row["operation"], row["mode"], row["contestant"]) for row in rows}
+def test_kernels_are_timed_in_each_mode_with_each_contestant():
+    *rows, note = _run(BENCHMARKS / "gpu" / "kernel_times.py", "rms_norm", "adamw").splitlines()
+    assert "toy sizes, no claims" in note
+    cells = [line.split() for line in rows[1:]]
+    seen = {(words[0], *words[words.index("float32") + 1 :][:2]) for words in cells if "float32" in words}
     modes = ("forward", "backward", "both")
     assert seen == {("rms_norm", mode, who) for mode in modes for who in ("eager", "triton")} | {
         ("adamw", "forward", who) for who in ("eager", "fused", "triton")
     }
-    assert all(row["seconds"] > 0 for row in rows)
+
+
+@pytest.mark.soak  # its ranks are real starts
+def test_collectives_are_timed_with_each_communicator(tmp_path):
+    words = ("--worlds", 2, "--sizes", "1KiB", "--dtypes", "float32", "--comms", "torch", "ring", "--rounds", 2)
+    shown = _run(BENCHMARKS / "claims" / "collectives.py", *words, "--json", tmp_path / "c.json")
+    assert "busbw GB/s" in shown
+    rows = json.loads((tmp_path / "c.json").read_text())["rows"]
+    seen = {(row["op"], row["comm"]) for row in rows}
+    ops = ("reduce_scatter", "all_gather", "all_reduce")
+    assert seen == {("copy", "copy"), *((op, comm) for op in ops for comm in ("torch", "ring"))}
+    for row in rows:
+        factor = {"copy": 0.0, "all_reduce": 1.0}.get(row["op"], 0.5)  # (W-1)/W, and twice that
+        assert (row["busbw_bytes_per_s"] or 0.0) == row["algbw_bytes_per_s"] * factor > -1.0
 
 
 @pytest.mark.soak  # its ranks are real starts, as it measures what a process holds
 def test_footprint_measures_what_a_rank_holds(tmp_path):
-    _run(
-        BENCHMARKS / "claims" / "footprint.py",
-        "--shape",
-        "tiny",
-        "--steps",
-        "1",
-        "--contestants",
-        "ddp",
-        "zero3@ring",
-        "--json",
-        tmp_path / "f",
-    )
+    words = ("--shape", "tiny", "--steps", 1, "--contestants", "ddp", "zero3@ring", "--json", tmp_path / "f")
+    _run(BENCHMARKS / "claims" / "footprint.py", *words)
     rows = json.loads((tmp_path / "f").read_text())
     assert [row["name"] for row in rows] == ["ddp", "zero3@ring"]
     assert all(row["rss"] > 0 for row in rows)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import kernel_cases
 import torch
+from kernel_cases import DEVICE, DTYPES, Case
+from kernel_times import outputs_of
 from torch import Tensor
 
 from zeroshard import kernels
 from zeroshard.kernels import AdamWOptions, Choice
-from zeroshard.lab.bench import kernel_cases
-from zeroshard.lab.bench.kernel_cases import DEVICE, DTYPES, Case
-from zeroshard.lab.bench.kernels import outputs_of
 from zeroshard.wire_formats import FORMATS, BlockFormat, rounding_key
 
 # |out - reference| / |reference|. bf16 rounds outputs and gradients to 8 bits; cuBLAS adds up in any order.

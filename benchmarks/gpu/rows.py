@@ -28,7 +28,9 @@ TOY = REHEARSES or not (ON_GPU or PLANS)
 if not ON_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when kernels are imported
 
+import kernel_cases  # noqa: E402
 import torch._functorch.config  # noqa: E402
+from kernel_times import STREAM, copy_bytes_per_s, measure_case, timer  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from zeroshard import kernels  # noqa: E402
@@ -36,8 +38,6 @@ from zeroshard.comm import LocalCommunicator, NullCommunicator  # noqa: E402
 from zeroshard.kernels import Choice  # noqa: E402
 from zeroshard.kernels.adamw import Pieces  # noqa: E402
 from zeroshard.kernels.linear_cross_entropy import _product  # noqa: E402
-from zeroshard.lab.bench import kernel_cases  # noqa: E402
-from zeroshard.lab.bench.kernels import STREAM, copy_bytes_per_s, measure_case, timer  # noqa: E402
 from zeroshard.lab.bench.report import environment  # noqa: E402
 from zeroshard.models import LanguageModel, build_model  # noqa: E402
 from zeroshard.models.base import materialize  # noqa: E402
@@ -582,7 +582,7 @@ def device(budget: Budget, say: Say) -> None:
     """What the device reaches, as the file that ``zeroshard plan --gpu FILE`` reads."""
     from zeroshard.lab.bench import device as bench
 
-    report, calibration = bench.run(1, [], 3 if ON_GPU else 1, DEVICE.type, 1)
+    report, calibration = bench.measured(1, [], 3 if ON_GPU else 1, DEVICE.type, 1)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "device.json")
         bench.write(report, calibration, path)

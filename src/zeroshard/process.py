@@ -49,11 +49,6 @@ def num_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def interpret_kernels() -> None:
-    """Let Triton interpret our kernels, for a machine without a GPU; call it before `zeroshard.kernels` is imported."""
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-
 def allocator_settings() -> str:
     """The settings of torch's GPU allocator in the environment; empty if there are none."""
     return os.environ.get(ALLOCATOR) or os.environ.get(ALLOCATOR_BEFORE, "")

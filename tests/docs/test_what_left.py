@@ -41,6 +41,7 @@ LEFT = [
     r"inside[-_](bandwidth|latency)",
     r"link[._]device\b",
     r"cursor_given_back",
+    r"bench (memory|collectives|kernels)\b",
     r"doctor --environment",
     r"track\.(tags|mode)\b",
     r"int4-delta",

@@ -90,10 +90,10 @@ VERBS: dict[str, Verb] = {
         words=("ls", "show", "verify", "diff"),
     ),
     "bench": Verb(
-        "Measure on this machine: memory, step, collectives, device, kernels; a table, a JSON file.",
+        "Measure on this machine: a training step beside DDP; the device, for `zeroshard plan`. A table, a JSON file.",
         bench,
-        usage="memory | step | collectives | device | kernels [FLAGS]",
-        words=("memory", "step", "collectives", "device", "kernels"),
+        usage="step | device [FLAGS]",
+        words=("step", "device"),
     ),
     "sweep": Verb(SWEEP, sweep),
     "report": Verb(

@@ -56,7 +56,7 @@ def bench(config: None, words: Sequence[str]) -> int:
     chosen = validate(settings, read_flags(rest, flags_of(settings, {})))
     from zeroshard.lab.bench.command import run_bench
 
-    return run_bench(chosen, json_path)
+    return run_bench(kind, chosen, json_path)
 
 
 def sweep(config: None, words: Sequence[str]) -> int:

@@ -61,7 +61,7 @@ def test_one_rank_measures_and_the_planner_reads_the_file(tmp_path, monkeypatch)
     monkeypatch.setattr(device, "WARM_S", 1e-4)
     monkeypatch.setattr(conversions, "SIZES", {"cpu": (60, 300)})
     monkeypatch.setattr(conversions, "POOL", 900)
-    report, calibration = device.run(1, [], 1, "cpu", 1)
+    report, calibration = device.measured(1, [], 1, "cpu", 1)
     assert {row["what"] for row in report.rows} == {
         "matmul",
         "attention",

@@ -38,34 +38,33 @@ import torch.distributed as dist
 from zeroshard.comm import Communicator, Work, all_to_all
 from zeroshard.comm.registry import comm_entry
 from zeroshard.lab.bench import conversions, operation_cases, whole_step
-from zeroshard.lab.bench.ranks import close, communicator, on_ranks, slowest, synchronise
+from zeroshard.lab.bench.ranks import chosen_device, close, communicator, on_ranks, slowest, synchronise
 from zeroshard.lab.bench.report import Column, Report, Row, Spread, environment, interleaved, spread_of
+from zeroshard.lab.bench.settings import DeviceBench
 from zeroshard.lab.predict.hardware import Calibration, Device, Link, write_calibration
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 WARM_S = 0.1  # each timing repeats its call for about this long (at most 2000 calls)
 
 
-def run(world: int, comms: Sequence[str], num_rounds: int, device: str, num_threads: int) -> tuple[Report, Calibration]:
+def run(settings: DeviceBench) -> Report:
+    """Measure on all ranks at once, and write the file ``settings.out``; its link is that of the first communicator."""
+    where = chosen_device(settings.device, settings.nproc)
+    report, calibration = measured(settings.nproc, settings.comms, settings.rounds, where, settings.threads)
+    write(report, calibration, Path(settings.out))
+    report.notes = (f"written: {settings.out}; `zeroshard plan --gpu {settings.out}` reads it",)
+    return report
+
+
+def measured(
+    world: int, comms: Sequence[str], num_rounds: int, device: str, num_threads: int
+) -> tuple[Report, Calibration]:
     """Measure on ``world`` ranks at once; the calibration's link is that of the first of ``comms``."""
     found = on_ranks(measure, world, list(comms), num_rounds, device=device, num_threads=num_threads)
-    return device_from(found, world, comms, device, num_threads)
-
-
-def device_from(
-    found: Mapping[str, Any], world: int, comms: Sequence[str], device: str, num_threads: int
-) -> tuple[Report, Calibration]:
-    """Build the report and the calibration, as `run` returns them, from the measurements of `measure`."""
-    rows = _rows(found, world)
     calibration = calibration_of(found, world, comms[0] if comms else "", device, num_threads)
-    columns = [
-        Column("what", ""),
-        Column("case", ""),
-        Column("rate", "rate"),
-        Column("spread", "quartiles"),
-    ]
+    columns = [Column("what", ""), Column("case", ""), Column("rate", "rate"), Column("spread", "quartiles")]
     facts = {"world": world, "num_threads": num_threads, "device_type": device}
-    return Report("device", rows, columns, facts), calibration
+    return Report("device", _rows(found), columns, facts), calibration
 
 
 def write(report: Report, calibration: Calibration, path: Path) -> None:
@@ -102,26 +101,12 @@ def _timer(call: Callable[[], object], device: torch.device) -> Callable[[], flo
     return seconds
 
 
-def _collective(comm: Communicator, op: str, num_bytes: int, device: torch.device) -> Callable[[], object]:
-    issue = _issue(comm, op, num_bytes, device)
-    return lambda: issue().wait()
-
-
 SIZES = {"256KiB": 1 << 18, "2MiB": 1 << 21, "16MiB": 1 << 24}
 NUM_BESIDE = 4  # collectives in flight at once while computation overlaps with them
 
 
-def measure(
-    rank: int,
-    device: torch.device,
-    comms: list[str],
-    num_rounds: int,
-    others: Mapping[str, Callable[[], float]] | None = None,
-) -> dict[str, Any]:
-    """Seconds of each case by round, of the slowest rank, with the amounts that turn them into rates.
-
-    The timers in ``others`` take their turns in the same rounds; their seconds are returned apart, under ``others``.
-    """
+def measure(rank: int, device: torch.device, comms: list[str], num_rounds: int) -> dict[str, Any]:
+    """Seconds of each case by round, of the slowest rank, with the amounts that turn them into rates."""
     order = random.Random(0)  # the same on every rank
     amounts: dict[str, float] = {}
     calls: dict[str, Callable[[], float]] = {}
@@ -144,29 +129,25 @@ def measure(
     for name, amount, call in conversions.cases(device):
         add(name, (amount, call))
     made = {name: communicator(name) for name in comms if not (device.type == "cuda" and comm_entry(name).cpu_only)}
-    several = dist.is_initialized()
-    for name, comm in made.items() if several else ():
-        for op in _served(comm):
+    for name, comm in made.items() if dist.is_initialized() else ():
+        for op in OPS:
+            if not hasattr(comm, op):  # a user's own may lack ``all_to_all``, which only wire formats need
+                continue
             for size, num_bytes in SIZES.items():
                 amounts[f"{name} {op} {size}"] = num_bytes
-                calls[f"{name} {op} {size}"] = _timer(_collective(comm, op, num_bytes, device), device)
+                issue = _issue(comm, op, num_bytes, device)
+                calls[f"{name} {op} {size}"] = _timer(lambda issue=issue: issue().wait(), device)
                 if device.type == "cpu":
                     amounts[f"{name} {op} {size} beside"] = num_bytes
                     calls[f"{name} {op} {size} beside"] = _slowing(comm, op, num_bytes, device)
     gc.collect()
     gc.freeze()  # as the trainer does: the collector ignores the objects that live already
-    seconds = interleaved({**calls, **(others or {})}, num_rounds, order)
+    seconds = interleaved(calls, num_rounds, order)
     gc.unfreeze()
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     for comm in made.values():
         close(comm)
-    found = {"seconds": {name: seconds[name] for name in calls}, "amounts": amounts, "memory_bytes": memory}
-    return found | {"others": {name: seconds[name] for name in others or {}}}
-
-
-def _served(comm: Communicator) -> tuple[str, ...]:
-    """The operations of `OPS` that ``comm`` has: a user's own may lack ``all_to_all``, which only wire formats need."""
-    return tuple(op for op in OPS if hasattr(comm, op))
+    return {"seconds": seconds, "amounts": amounts, "memory_bytes": memory}
 
 
 def _slowing(comm: Communicator, op: str, num_bytes: int, device: torch.device) -> Callable[[], float]:
@@ -307,7 +288,7 @@ RATES = {
 }
 
 
-def _rows(found: Mapping[str, Any], world: int) -> list[Row]:
+def _rows(found: Mapping[str, Any]) -> list[Row]:
     rows: list[Row] = []
     for name, times in found["seconds"].items():
         what, *case = name.split()

@@ -102,21 +102,10 @@ def spread_of(values: Sequence[float]) -> dict[str, Any]:
     return asdict(Spread.of(values))
 
 
-def milliseconds(seconds: Mapping[str, Any] | float) -> str:
-    """Format seconds as milliseconds: ``12.345``, or with quartiles ``12.345 (12.100-13.002)``."""
-    return _with_quartiles(seconds, 1e3, 3)
-
-
-def giga(value: Mapping[str, Any] | float) -> str:
-    """Format in units of 10^9: ``12.35``, or with quartiles ``12.35 (12.10-13.00)``."""
-    return _with_quartiles(value, 1e-9, 2)
-
-
-def _with_quartiles(value: Mapping[str, Any] | float, scale: float, digits: int) -> str:
-    if isinstance(value, Mapping):
-        low, high = (f"{value[key] * scale:.{digits}f}" for key in ("low", "high"))
-        return f"{value['median'] * scale:.{digits}f} ({low}-{high})"
-    return f"{value * scale:.{digits}f}"
+def milliseconds(seconds: Mapping[str, Any]) -> str:
+    """Format the `Spread` of seconds, as rows store it, in milliseconds: ``12.345 (12.100-13.002)``."""
+    median, low, high = (f"{seconds[key] * 1e3:.3f}" for key in ("median", "low", "high"))
+    return f"{median} ({low}-{high})"
 
 
 def environment() -> dict[str, Any]:

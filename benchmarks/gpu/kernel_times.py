@@ -1,5 +1,7 @@
 """Our kernels compared with eager PyTorch, torch.compile and torch's fused optimizer.
 
+    python benchmarks/gpu/kernel_times.py [OPERATION ...]    prints a table; without a GPU, of toy sizes
+
 Only time on the device counts: calls are captured in a CUDA graph. The graph repeats the call on different tensors
 until they add up to 256 MiB, so that L2 has nothing that it would not have in a training step. A call that cannot be
 captured, because it waits for the device, is timed as launched and marked ``*``. Rounds visit the contestants in a
@@ -11,8 +13,10 @@ over a forward pass that was run before.
 from __future__ import annotations
 
 import gc
+import os
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -23,8 +27,12 @@ import torch
 import torch._functorch.config
 from torch import Tensor
 
-from zeroshard.lab.bench.kernel_cases import CASES, DEVICE, ON_GPU, Case
-from zeroshard.lab.bench.report import Column, Report, environment, spread_of
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when kernels are imported
+
+from kernel_cases import CASES, DEVICE, ON_GPU, Case
+
+from zeroshard.lab.bench.report import Column, Report, environment
 
 STREAM = torch.cuda.Stream() if ON_GPU else None  # of capture: a graph's backward runs on its forward's stream
 FOOTPRINT_BYTES = 2**28 if ON_GPU else 1
@@ -195,45 +203,21 @@ def measure_case(case: Case, num_rounds: int, copy_rate: float, order: random.Ra
 # ------------------------------------------------------------------------------------------------------- report
 
 
-def run(
-    operations: Sequence[str], dtypes: Sequence[str], num_rounds: int, *, seen: Callable[[Row], None] = lambda row: None
-) -> Report:
-    """Measure the operations in each dtype.
-
-    Args:
-        operations: keys of `kernel_cases.CASES`.
-        dtypes: keys of `kernel_cases.DTYPES`.
-        num_rounds: rounds; 0: 7 on a GPU, else 1.
-        seen: is called with each row once its case is measured.
-    """
+def table(operations: Sequence[str]) -> str:
+    """Measure ``operations`` in bfloat16 and float32, and format a line for each contestant in each mode."""
     torch.manual_seed(0)
+    rows: list[Row] = []
+    order = random.Random(0)
     compiling: Any = torch._functorch.config
     # The compiled backward runs many times, so it may not donate its saved buffers.
     with compiling.patch(donated_buffer=False), torch.cuda.stream(STREAM) if STREAM else nullcontext():
-        return _measured(operations, dtypes, num_rounds or (7 if ON_GPU else 1), seen)
-
-
-def _measured(operations: Sequence[str], dtypes: Sequence[str], num_rounds: int, seen: Callable[[Row], None]) -> Report:
-    copy_rate = copy_bytes_per_s()
-    rows: list[Row] = []
-    order = random.Random(0)
-    for operation in operations:
-        for dtype in dtypes:
-            for case in CASES[operation](dtype):
-                measured = measure_case(case, num_rounds, copy_rate, order)
-                rows += measured
-                for row in measured:
-                    seen(row)
-    facts = {
-        "device": environment()["gpu"] or "cpu, Triton's interpreter: toy sizes, no claims",
-        "copy_bytes_per_s": copy_rate,
-        "footprint_bytes": FOOTPRINT_BYTES,
-    }
+        copy_rate = copy_bytes_per_s()
+        for operation in operations:
+            for dtype in ("bfloat16", "float32"):
+                for case in CASES[operation](dtype):
+                    rows += measure_case(case, 7 if ON_GPU else 1, copy_rate, order)
     columns = [
-        Column("operation", "operation"),
-        Column("shape", "shape"),
-        Column("dtype", "dtype"),
-        Column("mode", "mode"),
+        *(Column(name, name) for name in ("operation", "shape", "dtype", "mode")),
         Column("contestant", ""),
         Column("seconds", "us", lambda seconds: f"{seconds * 1e6:.1f}"),
         Column("mark", ""),
@@ -242,12 +226,12 @@ def _measured(operations: Sequence[str], dtypes: Sequence[str], num_rounds: int,
         Column("times_eager", "x eager", lambda ratio: f"{ratio:.2f}"),
         Column("peak_bytes", "peak MiB", lambda num_bytes: f"{num_bytes / 2**20:.1f}"),
     ]
-    found = [
-        {
-            **asdict(row),
-            "mark": "" if row.captured or not ON_GPU else "*",
-            "time_s": spread_of(row.rounds),
-        }
-        for row in rows
-    ]
-    return Report("kernels", found, columns, facts, [f"{facts['device']}; a copy: {copy_rate / 1e9:.1f} GB/s"])
+    found = [{**asdict(row), "mark": "" if row.captured or not ON_GPU else "*"} for row in rows]
+    device = environment()["gpu"] or "cpu, Triton's interpreter: toy sizes, no claims"
+    return Report("kernels", found, columns, {}, [f"{device}; a copy: {copy_rate / 1e9:.1f} GB/s"]).text()
+
+
+if __name__ == "__main__":
+    if unknown := set(sys.argv[1:]) - set(CASES):
+        sys.exit(f"unknown: {', '.join(unknown)}; choose of {', '.join(CASES)}")
+    print(table(sys.argv[1:] or list(CASES)))

@@ -1,5 +1,7 @@
 """Time of each communicator's collectives, compared with a memory copy.
 
+    python benchmarks/claims/collectives.py --worlds 2 4 --sizes 1MiB 64MiB --comms torch ring shm --json c.json
+
 Each rank times a call from a common barrier; the slowest rank's time counts. algbw and busbw are those of nccl-tests
 (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md): algbw is the bytes of the unsharded tensor over
 time; busbw is algbw times 2 (W-1)/W for an all-reduce, and times (W-1)/W for the other two. ``copy`` copies the
@@ -8,59 +10,25 @@ unsharded tensor once.
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zeroshard.comm import empty_for
-from zeroshard.errors import UserError
 from zeroshard.lab.bench.ranks import chosen_device, close, communicator, on_ranks, slowest, synchronise
-from zeroshard.lab.bench.report import Column, Report, Row, Spread, giga, interleaved, milliseconds, spread_of
-from zeroshard.lab.bench.settings import CollectivesBench
+from zeroshard.lab.bench.report import Column, Report, Row, Spread, interleaved, milliseconds, spread_of
 from zeroshard.lab.predict.workload import DTYPES
 from zeroshard.sizes import parse_size
 
 OPS = ("reduce_scatter", "all_gather", "all_reduce")
 SMALL_BYTES = 1 << 20  # up to this size a round takes the median of several calls
-
-
-def run(settings: CollectivesBench) -> Report:
-    """Measure all combinations; speed-ups are relative to the first communicator.
-
-    Raises:
-        UserError: a size cannot be read, there are too few or too many ranks, or a communicator cannot use the device.
-    """
-    sizes = {size: parse_size("sizes", size) for size in settings.sizes}
-    for world in settings.worlds:
-        if world < 2:
-            raise UserError("worlds", f"{world} ranks have nobody to talk to", "give 2 or more")
-    device = chosen_device(settings.device, max(settings.worlds))
-    comms = [name for name in settings.comms if device == "cpu" or name == "torch"]
-    if len(comms) < len(settings.comms) and "comms" in settings.model_fields_set:
-        raise UserError("comms", "rings and shm move CPU tensors", "use torch, or --device cpu")
-    rows: list[Row] = []
-    for world in settings.worlds:
-        seen = on_ranks(_measure, world, sizes, list(settings.dtypes), comms, settings.rounds, device=device)
-        for found in seen:
-            rows += rows_of(found, world, sizes[found["size"]], comms[0])
-    against = f"x {comms[0]}"
-    columns = [
-        Column("world", "ranks"),
-        Column("size", "size"),
-        Column("dtype", "dtype"),
-        Column("op", "operation"),
-        Column("comm", "by"),
-        Column("time_s", "ms", milliseconds),
-        Column("algbw_bytes_per_s", "algbw GB/s", giga),
-        Column("busbw_bytes_per_s", "busbw GB/s", giga),
-        Column("speedup", against, "{:.2f}".format),
-    ]
-    return Report("collectives", rows, columns)
 
 
 def bus_factor(op: str, world: int) -> float:
@@ -151,3 +119,42 @@ def _timer(call: Callable[[], object], num_calls: int, device: torch.device) -> 
         return statistics.median(slowest(times))
 
     return seconds
+
+
+def main() -> None:
+    """Measure all combinations, and print a table; speed-ups are relative to the first communicator."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--worlds", nargs="+", type=int, default=[2, 4], help="ranks, as processes of this machine")
+    parser.add_argument("--sizes", nargs="+", default=["64KiB", "1MiB", "16MiB", "64MiB"], help="of the tensor")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=DTYPES)
+    parser.add_argument("--comms", nargs="+", default=["torch", "ring", "shm"], help="on a GPU: torch alone")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--device", default="cpu", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--json", type=Path, help="writes all that was measured")
+    args = parser.parse_args()
+    sizes = {size: parse_size("sizes", size) for size in args.sizes}
+    device = chosen_device(args.device, max(args.worlds))
+    rows: list[Row] = []
+    for world in args.worlds:
+        for found in on_ranks(_measure, world, sizes, args.dtypes, args.comms, args.rounds, device=device):
+            rows += rows_of(found, world, sizes[found["size"]], args.comms[0])
+    columns = [
+        Column("world", "ranks"),
+        *(Column(name, name) for name in ("size", "dtype", "op", "comm")),
+        Column("time_s", "ms", milliseconds),
+        Column("algbw_bytes_per_s", "algbw GB/s", _giga),
+        Column("busbw_bytes_per_s", "busbw GB/s", _giga),
+        Column("speedup", f"x {args.comms[0]}", "{:.2f}".format),
+    ]
+    report = Report("collectives", rows, columns)
+    print(report.text())
+    if args.json:
+        report.write(args.json)
+
+
+def _giga(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.2f}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""The cases of `zeroshard bench kernels`: operations at sizes of real models, and the bytes that each must move."""
+"""The cases of kernel_times.py: operations at sizes of real models, and the bytes that each must move."""
 
 from __future__ import annotations
 
