@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zeroshard import kernels
 from zeroshard.kernels import AdamWOptions, Choice
+from zeroshard.kernels.written import carry_written
 from zeroshard.wire_formats import FORMATS, BlockFormat, rounding_key
 
 # |out - reference| / |reference|. bf16 rounds outputs and gradients to 8 bits; cuBLAS adds up in any order.
@@ -29,6 +30,7 @@ def errors(toy: bool) -> Iterator[dict[str, object]]:
         # torch's own fused kernel rounds its hyper-parameters to fp32 as ours does, the reference does not.
         yield _record(f"adamw {numel}", max(map(_apart, ours, wanted)), 1e-4)
         yield _record(f"adamw, copy in bf16 {numel}", _apart(our_copy, copy), BOUNDS["bfloat16"])
+        yield _record(f"written weights {numel}", 0.0 if _same_masters(flat) else 1.0, 0.0)
         for name in FORMATS:
             for kind, key in (("nearest", None), ("stochastic", rounding_key(0, 0, "root", 0))):
                 yield from _packs(f"{name}, {kind}, {numel}", flat, BlockFormat(name), key, on_cpu=numel < 2**24)
@@ -98,6 +100,16 @@ def _updated(numel: int, triton: bool) -> list[Tensor]:
     kernels.adamw(param, grad, m, v, step=3, options=AdamWOptions(lr=1e-3, weight_decay=0.1), grad_scale=factor,
                   copies=copy, kernels="triton" if triton else "reference")  # fmt: skip
     return [param - before, m, v, copy]
+
+
+def _same_masters(flat: Tensor) -> bool:
+    """Whether our kernel takes what was written into bf16 weights as PyTorch's operations do, to the bit."""
+    written = flat.bfloat16()
+    written[::7] = 0.25
+    written[3::1000] = float("nan")
+    ours, wanted = flat.clone(), torch.where(flat.bfloat16() == written, flat, written.float())
+    carry_written(ours, written)
+    return all(torch.equal(*map(part, (ours, wanted))) for part in (torch.isnan, torch.nan_to_num))
 
 
 def _packed(flat: Tensor, form: BlockFormat, key: int | None, who: Choice) -> list[Tensor]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +31,11 @@ class CopyingCommunicator(NullCommunicator):
     def __init__(self, world_size: int, times: int) -> None:
         super().__init__(world_size)
         self._times = times
-        self._scratch: dict[int, Tensor] = {}
+        self._scratch: dict[tuple[int, torch.device], Tensor] = {}
 
     def _copies(self, tensor: Tensor, times: int = 1) -> Work:
         flat = tensor.detach().reshape(-1).view(torch.uint8)
-        scratch = self._scratch.setdefault(flat.numel(), torch.empty_like(flat))
+        scratch = self._scratch.setdefault((flat.numel(), flat.device), torch.empty_like(flat))
         for _ in range(times * self._times):
             scratch.copy_(flat)
         return DONE
@@ -56,25 +58,66 @@ class CopyingCommunicator(NullCommunicator):
 
 
 def measured(stage: int, path: Path) -> dict[str, Any]:
-    """Seconds of a step with copies and without, and until Python has queued one; facts of the trace at ``path``."""
+    """Seconds of a step with copies, without, and of FSDP2's; until Python has queued each; facts of a trace."""
     micro = 1 if rows.TOY else 16
-    steps = {
-        "copies": _step(stage, CopyingCommunicator(8, TIMES), micro),
-        "none": _step(stage, NullCommunicator(8), micro),
-    }
-    seconds: dict[str, list[float]] = {"copies": [], "none": [], "queued": []}
-    for _ in range(6 if rows.ON_GPU else 2):
+    with ExitStack() as stack:
+        steps = {
+            "copies": _step(stage, CopyingCommunicator(8, TIMES), micro),
+            "none": _step(stage, NullCommunicator(8), micro),
+        }
+        if stage > 1:  # FSDP2 has no stage 1
+            stack.enter_context(_absent_peers())
+            steps["fsdp2"] = _fsdp2_step(stage == 3, micro)
+        medians = _medians(steps)
+    return {**medians, "tokens": micro * rows.SEQ_LEN, **facts_of_trace(trace_of(steps["copies"], path))}
+
+
+def _medians(steps: dict[str, Callable[[], None]]) -> dict[str, float]:
+    seconds: dict[str, list[float]] = {}
+    for _ in range(8 if rows.ON_GPU else 2):
         for name, step in steps.items():
             rows.synchronise()
             began = time.perf_counter()
             step()
-            queued_s = time.perf_counter() - began
+            seconds.setdefault(f"{name}_queued_s", []).append(time.perf_counter() - began)
             rows.synchronise()
-            seconds[name].append(time.perf_counter() - began)
-            if name == "none":
-                seconds["queued"].append(queued_s)
-    medians = {f"{name}_s": statistics.median(taken[1:]) for name, taken in seconds.items()}  # the first warms up
-    return {**medians, "tokens": micro * rows.SEQ_LEN, **facts_of_trace(trace_of(steps["copies"], path))}
+            seconds.setdefault(f"{name}_s", []).append(time.perf_counter() - began)
+    return {name: statistics.median(taken[1:]) for name, taken in seconds.items()}  # the first warms up
+
+
+@contextmanager
+def _absent_peers() -> Generator[None]:
+    """torch's process group of a rank of 8 whose collectives send nothing, as our `NullCommunicator`'s."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        yield
+    finally:
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def _fsdp2_step(reshard_after_forward: bool, micro: int) -> Callable[[], None]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = rows.gpt2()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = init_device_mesh(rows.DEVICE.type, (8,))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    optimizer = torch.optim.AdamW(model.parameters(), **rows.ADAMW, fused=True)
+    tokens, targets = rows.batch(micro)
+
+    def step() -> None:
+        model(tokens, targets).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 def _step(stage: int, comm: NullCommunicator, micro: int) -> Callable[[], None]:

@@ -475,11 +475,14 @@ def adamw(budget: Budget, say: Say) -> None:
     """An update with a clipping factor: ours multiplies by it, torch's fused kernel divides by its ``grad_scale``."""
     for numel in (5000,) if TOY else (124_000_000, 1_558_000_000):
         with torch.no_grad(), torch.cuda.stream(STREAM) if STREAM else nullcontext():
-            timers = {name: timer([update], 0.02)[0] for name, update in _updates(numel).items()}
+            timers = {
+                name: timer([function], 0.02)[0] for name, function in (_updates(numel) | _comparisons(numel)).items()
+            }
             for index in budget.rounds(2, 9):
                 for name, measure in timers.items():
                     seconds = measure()
-                    say(case=name, numel=numel, round=index, seconds=seconds, bytes_per_s=28 * numel / seconds)
+                    num_bytes = (6 if "written" in name else 28) * numel
+                    say(case=name, numel=numel, round=index, seconds=seconds, bytes_per_s=num_bytes / seconds)
         del timers
         cleared()
 
@@ -501,6 +504,21 @@ def _updates(numel: int) -> dict[str, Callable[[], object]]:
     # This is how `torch.amp.GradScaler` passes a factor to a fused optimizer.
     fused.grad_scale, fused.found_inf = factor, torch.zeros((), device=DEVICE)
     return {"ours": ours, "torch fused": fused.step}
+
+
+def _comparisons(numel: int) -> dict[str, Callable[[], object]]:
+    """The search, before an update, for what a user wrote into bf16 weights: by our kernel, by PyTorch."""
+    from zeroshard.kernels.written import carry_written
+    from zeroshard.zero.buffers.written_weights import take_where_it_differs
+
+    master = torch.randn(numel, device=DEVICE)
+    written = master.bfloat16()
+
+    def theirs() -> None:
+        with kernels.use_kernels("reference"):
+            take_where_it_differs(master, written)
+
+    return {"written, ours": lambda: carry_written(master, written), "written, torch": theirs}
 
 
 # ----------------------------------------------------------------------------------------------------------- memory

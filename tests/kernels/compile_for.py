@@ -21,6 +21,7 @@ from triton.runtime.jit import JITFunction
 
 from zeroshard import kernels
 from zeroshard.kernels import AdamWOptions, dispatch, norm_kernels
+from zeroshard.kernels.written import carry_written
 from zeroshard.wire_formats import FORMATS, BlockFormat, rounding_key
 
 compile_or_run = JITFunction.run
@@ -85,6 +86,7 @@ def main():
         for key in (None, rounding_key(0, 0, "root", 0)):
             kernels.quantise(flat, packed, form, key, kernels="triton")
         kernels.dequantise(packed, flat, form, kernels="triton")
+    carry_written(torch.zeros(5000), torch.zeros(5000).bfloat16())
     columns = [torch.zeros(5000) for _ in range(4)]
     settings = {"options": AdamWOptions(1e-3), "copies": torch.zeros(5000).bfloat16(), "kernels": "triton"}
     kernels.adamw(*columns, step=1, grad_scale=torch.ones(()), **settings)

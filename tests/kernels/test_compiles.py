@@ -42,7 +42,7 @@ def test_every_launcher_launches_on_the_device_of_its_tensors():
 REGISTERS = {
     "_forward": 64, "_backward_held": 128, "_add_parts": 48, "_backward_strips": 32,
     "_partial_grads": 64, "_rope_kernel": 48, "_forward_kernel": 32, "_backward_kernel": 56, "_loss_kernel": 96,
-    "_gradient_kernel": 40, "_adamw_kernel": 128,
+    "_gradient_kernel": 40, "_adamw_kernel": 128, "_carry_kernel": 56,
     "_quantise_kernel": 72, "_dequantise_kernel": 40,
 }  # fmt: skip
 

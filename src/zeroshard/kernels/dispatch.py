@@ -44,6 +44,7 @@ OPERATIONS: dict[str, Operation] = {
     "linear_cross_entropy": Operation("LinearCrossEntropy"),
     "adamw": Operation("AdamW"),
     "block_formats": Operation("BlockFormats"),
+    "carry_written": Operation("CarryWritten"),
 }
 
 _log = logging.getLogger("zeroshard.kernels")
