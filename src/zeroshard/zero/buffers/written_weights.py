@@ -18,8 +18,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from zeroshard.kernels.dispatch import choose
-from zeroshard.kernels.written import carry_written
+from zeroshard.lazily import loaded
 from zeroshard.zero.core.weights import WeightTransport
 
 _CHUNK = 1 << 22  # elements that are compared at a time: little memory compared with the weights
@@ -57,9 +56,11 @@ def take_where_it_differs(master: Tensor, written: Tensor, shown: Tensor | None 
     Returns:
         Whether some elements differed; on a GPU whether they may have, because the host does not wait for it.
     """
-    is_plain = shown is None and master.dtype == torch.float32 and master.device.type == "cuda"
-    if is_plain and choose("carry_written", master.device) == "triton":
-        carry_written(master, written)
+    if (
+        shown is None
+        and master.device.type == "cuda"
+        and loaded("zeroshard.kernels.written", "carried")(master, written)
+    ):
         return True
     length = _CHUNK_ON_CPU if master.device.type == "cpu" else _CHUNK
     differs = False
