@@ -558,7 +558,8 @@ def _peak_of_a_step(name: str, checkpointing: str, stage: int, world: int, rows:
         step()
         torch.cuda.synchronize()
         return {"peak_bytes": torch.cuda.max_memory_allocated() - before, "before_bytes": before,
-                "reserved_bytes": torch.cuda.max_memory_reserved()}  # fmt: skip
+                "reserved_bytes": torch.cuda.max_memory_reserved(),
+                "requested_bytes": torch.cuda.memory_stats()["requested_bytes.all.peak"] - before}  # fmt: skip
     from zeroshard.profiling.memory import AllocationRecorder
 
     recorder = AllocationRecorder(zero.holdings).follow(model, optimizer)

@@ -6,7 +6,15 @@ import torch
 from exactness import ROUNDING, assert_near, assert_same_bits, run
 from zeroshard.kernels import linear_cross_entropy
 from zeroshard.kernels.cross_entropy import cross_entropy_reference
-from zeroshard.kernels.linear_cross_entropy import CHUNK_BYTES, linear_cross_entropy_reference, rows_at_once
+from zeroshard.kernels.linear_cross_entropy import (
+    CHUNK_BYTES,
+    VOCAB_MULTIPLE,
+    _by_triton,
+    linear_cross_entropy_reference,
+    rows_at_once,
+)
+from zeroshard.lab.predict.recorder import StorageEvents
+from zeroshard.lab.predict.work import work_of_projected_loss
 
 
 def draw_targets(shape, vocab, device, ignored=()):
@@ -140,6 +148,27 @@ def test_large_shapes(triton, random, device):
     torch.backends.cuda.matmul.allow_tf32 = False
     hidden, weight = random(4097, 64), random(50257, 64) / 8
     compare(hidden, weight, draw_targets((4097,), 50257, device, [1]), slack=8, chunk_rows=1000)
+
+
+def test_memory_of_a_loss_by_chunks_is_the_planned_one(triton, random, device):
+    hidden, weight = random(12, 64), random(9, 64)
+    peaks = []
+    for compute in (_by_triton, work_of_projected_loss):
+        now, peak = 0, 0
+
+        def changed(storage, num_bytes):
+            nonlocal now, peak
+            now += num_bytes
+            peak = max(peak, now)
+
+        outputs = torch.empty(12, device=device), torch.empty_like(hidden), torch.empty_like(weight)
+        given = hidden, weight, draw_targets((12,), 9, device), torch.ones((), device=device), *outputs
+        recorder = StorageEvents(changed)
+        recorder.ignore(given)
+        with recorder:
+            compute(*given, -100, 0.0, 0.0, 4)
+        peaks.append(peak)
+    assert peaks == [4 * 4 * (VOCAB_MULTIPLE + 64)] * 2  # a chunk's logits, and the gradient of its hidden states
 
 
 @pytest.mark.gpu

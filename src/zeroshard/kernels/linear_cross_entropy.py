@@ -185,6 +185,7 @@ def _chunks(
             for words in spans:
                 _product(logits[:, words], weight[words], wide, add=words.start > 0)
             d_hidden[chunk].copy_(wide)
+            del wide  # otherwise it would still exist when the next chunk's is allocated
         elif d_hidden is not None:
             torch.mm(logits, weight, out=d_hidden[chunk])
         if d_weight is not None:
