@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
+from zeroshard.zero.buffers.flat_layout import FlatLayout
 from zeroshard.zero.buffers.reduction import StatefulReducer
-from zeroshard.zero.core.layout import FlatLayout
 from zeroshard.zero.core.strategy import ShardingStrategy
 from zeroshard.zero.core.weights import WeightTransport
 from zeroshard.zero.precision import MixedPrecision
@@ -41,8 +43,20 @@ class Members(Protocol):
         """Return the reducer of the buffer's gradients."""
         ...
 
+    def group_class(self, params: list[tuple[str, nn.Parameter]]) -> Callable[..., Any] | None:
+        """Return the `FlatGroup` that these parameters are to have; None: the plain one."""
+        ...
 
-class PlainMembers:
+
+class OnDevice:
+    """What is in common to members whose buffers all lie on the parameters' device."""
+
+    def group_class(self, params: list[tuple[str, nn.Parameter]]) -> Callable[..., Any] | None:
+        """The plain one."""
+        return None
+
+
+class PlainMembers(OnDevice):
     """Weights and gradients are sent in their own dtypes. What needs other members raises ValueError."""
 
     def transport(self, buffer: BufferFacts) -> WeightTransport:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +20,12 @@ from zeroshard.zero.buffers.flat_layout import FlatLayout
 from zeroshard.zero.buffers.flat_params import FlatParams
 from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.plain import PLAIN, BufferFacts, Members
+from zeroshard.zero.buffers.reduction import StatefulReducer
 from zeroshard.zero.core import units
 from zeroshard.zero.core.layout import ALIGNMENT
 from zeroshard.zero.core.strategy import ShardingStrategy
-from zeroshard.zero.core.units import Group, groups_of
+from zeroshard.zero.core.units import Group, Named, groups_of
+from zeroshard.zero.core.weights import WeightTransport
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.rank_groups import RankGroups
 
@@ -52,7 +55,7 @@ class FlatGroup(Group):
         if frozen is None:
             frozen = not any(param.requires_grad for _, param in params)
         self._again = partial(
-            FlatGroup, strategy=strategy, rank_groups=rank_groups, precision=precision, init=None, members=members
+            type(self), strategy=strategy, rank_groups=rank_groups, precision=precision, init=None, members=members
         )
         self._frozen = frozen
         formats = (precision.weights_format(master_dtype), precision.gradients_format(master_dtype))
@@ -61,30 +64,19 @@ class FlatGroup(Group):
             shapes = [(param_name, param.shape) for param_name, param in params]
             layout = FlatLayout.of(shapes, rank_groups.shard_group.world_size, ALIGNMENT, rank_groups.parts)
         facts = BufferFacts(name, layout, master_dtype, device, rank_groups, strategy, precision)
-        super().__init__(
-            FlatParams(
-                name,
-                params,
-                strategy,
-                rank_groups,
-                precision,
-                init,
-                layout,
-                frozen=frozen,
-                transport=members.transport(facts),
-            ),
-            FlatGrads(
-                name,
-                layout,
-                strategy,
-                rank_groups,
-                device=device,
-                reduced_dtype=precision.reduced_dtype(master_dtype),
-                reduce_dtype=precision.gradient_dtype(master_dtype),
-                reducer=members.reducer(facts),
-            ),
-        )
+        weights = self._weights(facts, params, init, members.transport(facts), frozen=frozen)
+        super().__init__(weights, self._gradients(facts, members.reducer(facts)))
         self._cuts = self.grads.cuts(self.params.pieces)
+
+    def _weights(
+        self, facts: BufferFacts, params: Named, init: Init | None, transport: WeightTransport, *, frozen: bool
+    ) -> FlatParams:
+        settings = facts.strategy, facts.rank_groups, facts.precision, init, facts.layout
+        return FlatParams(facts.name, params, *settings, frozen=frozen, transport=transport)
+
+    def _gradients(self, facts: BufferFacts, reducer: StatefulReducer) -> FlatGrads:
+        settings = facts.layout, facts.strategy, facts.rank_groups
+        return FlatGrads(facts.name, *settings, **gradient_settings(facts), reducer=reducer)
 
     @property
     def keeps_tensors_whole(self) -> bool:
@@ -148,6 +140,12 @@ class FlatGroup(Group):
         for piece, shard, grad in zip(pieces, self.shards, grads, strict=True):
             shard.grad = grad if used[piece.slot] else None
 
+    def hide_grads(self, slots: set[int]) -> None:
+        """Set ``grad`` of the optimizer's pieces of these slots to None, as their gradients are cleared."""
+        for piece, shard in zip(self.params.pieces, self.shards, strict=True):
+            if piece.slot in slots:
+                shard.grad = None
+
 
 class Unit(units.Unit[FlatGroup]):
     """A unit that may be called in more ways than once in a forward.
@@ -207,9 +205,17 @@ def build_groups(
     def make(group_name: str, chosen: list[tuple[str, nn.Parameter]]) -> FlatGroup:
         first = chosen[0][1]
         policy = precision.exactly() if precision.is_exact(first.shape) else precision
-        return FlatGroup(group_name, chosen, strategy, rank_groups, policy, init.get(first), members=members)
+        make_group = members.group_class(chosen) or FlatGroup
+        return make_group(group_name, chosen, strategy, rank_groups, policy, init.get(first), members=members)
 
     return groups_of(name, params, make, kind)
+
+
+def gradient_settings(facts: BufferFacts) -> dict[str, Any]:
+    """Where gradients are computed, and the dtypes in which they wait for the optimizer and are sent."""
+    precision, dtype = facts.precision, facts.dtype
+    reduced, sent = precision.reduced_dtype(dtype), precision.gradient_dtype(dtype)
+    return {"device": facts.device, "reduced_dtype": reduced, "reduce_dtype": sent}
 
 
 def memory_of(groups: Iterator[FlatGroup]) -> dict[str, int]:
@@ -230,7 +236,7 @@ def gather_reduced(group: FlatGroup) -> Tensor:
     reduced = group.grads.reduced
     assert reduced is not None
     if not group.params.shard_optim:
-        return reduced.clone()
-    flat = torch.empty(group.params.layout.padded_numel, dtype=reduced.dtype, device=reduced.device)
-    group.params.layout.gather(group.params.comm, flat, reduced).wait()
+        return reduced.to(group.grads.device, copy=True)
+    flat = torch.empty(group.params.layout.padded_numel, dtype=reduced.dtype, device=group.grads.device)
+    group.params.layout.gather(group.params.comm, flat, reduced.to(flat.device)).wait()
     return flat

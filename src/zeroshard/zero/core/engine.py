@@ -1,7 +1,6 @@
 """`Engine`: ZeRO stages 0-3 for a module, by the files of this folder alone.
 
-`zeroshard.Zero` is this engine with everything attached: gradients shown in ``param.grad``, the user's own optimizers,
-refusals of what would be silently wrong, wire formats, and more.
+`zeroshard.Zero` is this engine with everything attached: ``param.grad``, users' optimizers, refusals, wire formats, ...
 
 The path of a step::
 
@@ -42,8 +41,7 @@ class Engine:
         model, comm: the module, which is called once before each backward; the ranks that train it together.
         passes: forward and backward, and the units; while its ``sync`` is False, backwards accumulate alone.
 
-    ``param.grad`` stays None, so torch's clipping and optimizers of ``model.parameters()`` have nothing to do: use the
-    methods here, or `zeroshard.Zero`, with which those work.
+    ``param.grad`` stays None, so torch's own clipping and optimizers have nothing to do: use the methods here.
     """
 
     def __init__(self, model: nn.Module, passes: Passes[Any, Any]) -> None:

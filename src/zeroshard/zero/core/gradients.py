@@ -4,22 +4,19 @@ There are two buffers. *Local*, ``[padded_numel]``, in the dtype that travels, i
 *Reduced* is the mean over ranks of the part that this rank's optimizer sees, in the dtype of the master weights, or in
 bfloat16 if that is what travels. The `grads` column of the stage table says which of them outlives a backward:
 
-* replicate: local stays, and reduced is a view of it. If gradients arrive again before `clear`, reduced is copied out.
+* replicate: local stays, and reduced is a view of it, copied out if gradients arrive again before `clear`;
 * shard: local exists from the buffer's first gradient until its reduction; reduced stays.
 
 [Note: The mean]
-    Gradients are multiplied by ``1 / world_size`` before they are added to the local buffer, and then summed over
-    ranks. Every stage does so, and reduces the same buffer in the same order, hence the same bits. The product is
-    rounded, so that gradients of two micro-batches that cancel leave exactly zero, as they would unscaled.
+    Gradients are multiplied by ``1 / world_size``, added to the local buffer, and then summed over ranks: at every
+    stage in the same order, hence the same bits. The product is rounded, so that two that cancel leave exactly zero.
 
 [Note: Several collectives]
-    With replicas the reduce-scatter in the shard group is followed by an all-reduce of the shard over the replicate
-    group. It is issued when the first is done, at the same place in every rank's order: the code that walks the
-    schedule calls `reduce_across` there. If a gradient arrives between the two, the sum is copied out of local first.
+    With replicas an all-reduce of the shard over the replicate group follows the reduce-scatter. It is issued when that
+    is done, at the same place in every rank's order: `reduce_across`. If a gradient arrives between, the sum moves out.
 
 [Note: Unused parameters]
-    A parameter without a gradient on this rank contributes zeros. Ranks agree once per backward which parameters had a
-    gradient on any rank; for the others the optimizer sees None, as in one process.
+    They contribute zeros. Ranks agree once per backward which had a gradient on any rank; the others' stays None.
 """
 
 from __future__ import annotations
@@ -201,13 +198,17 @@ class Gradients:
         self._reduction.deliver(self._arriving)
         arrived, self._reduction = self._arriving, None
         del self._arriving, self._work
+        self._keep(arrived)
+        if not self.keep_local and not self.pending:
+            self._local, self._views = None, []
+
+    def _keep(self, arrived: Tensor) -> None:
+        """Add what has arrived to `reduced`."""
         if self.reduced is None:
             arrived = arrived.to(self.reduced_dtype)
             self.reduced = arrived if self.keep_local else self._out_of_local(arrived)
         elif arrived is not self.reduced:  # a reducer may have added to it in place
             self.reduced.add_(arrived)
-        if not self.keep_local and not self.pending:
-            self._local, self._views = None, []
 
     def piece(self, piece: Piece) -> Tensor:
         """The reduced gradients of a piece: a view, in the piece's shape."""
@@ -218,6 +219,15 @@ class Gradients:
         """The reduced gradients on this rank, split by rank, for partial sums of the norm."""
         assert self.reduced is not None
         return [self.reduced] if self.shard_optim else self.layout.split(self.reduced)
+
+    def norms(self, norm_type: float) -> Tensor:
+        """``[len(shards)]``: the p-norm of each of the `shards`, on the device of the weights."""
+        return torch.stack([norm_of(shard, norm_type) for shard in self.shards()])
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply the reduced gradients by ``factor``, 0-dim."""
+        if self.reduced is not None:
+            self.reduced.mul_(factor)
 
     def clear(self, slots: set[int]) -> None:
         """Drop the gradients of ``slots``; when no slot has one, free all buffers."""
@@ -241,8 +251,8 @@ def global_norm(grads: Sequence[Gradients], comm: Communicator, norm_type: float
     """
     sharded = bool(grads) and grads[0].shard_optim and comm.world_size > 1
     partials = torch.zeros(1, dtype=torch.float64, device=device)
-    for shards in (buffer.shards() for buffer in grads if buffer.layout.padded_numel):
-        norms = torch.stack([norm_of(shard, norm_type) for shard in shards]).to(partials)
+    for buffer in (buffer for buffer in grads if buffer.layout.padded_numel):
+        norms = buffer.norms(norm_type).to(partials)
         partials = torch.maximum(partials, norms) if math.isinf(norm_type) else partials + norms**norm_type
     return norm_of_partials(partials, comm if sharded else None, norm_type)
 
@@ -270,5 +280,4 @@ def clip_(grads: Sequence[Gradients], norm: Tensor, max_norm: float) -> None:
         return
     factor = coefficient.clamp(max=1.0)
     for buffer in grads:
-        if buffer.reduced is not None:
-            buffer.reduced.mul_(factor)
+        buffer.scale(factor)

@@ -2,12 +2,10 @@
 
 Hooks on the tensors that go into a module and come out tell when its backward ends and begins: a call's outputs
 receive their gradients before anything inside runs backward, and its inputs receive theirs after everything inside has.
-Modules that are recomputed in backward, outputs that are changed in place while they are views, or that are inside of
-objects other than containers, need the further hooks of `zeroshard.zero.runtime.module_hooks`.
+Recomputed modules, and outputs that are views or inside of objects, need `zeroshard.zero.runtime.module_hooks`.
 
 [Note: Which call]
-    A module may be called several times before one backward, and the same graph may be run backward twice. So each
-    call's hooks fire once per backward pass, not once altogether.
+    A module may be called several times, and a graph run backward twice: a call's hooks fire once per backward pass.
 """
 
 from __future__ import annotations

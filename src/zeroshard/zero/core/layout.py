@@ -5,7 +5,7 @@
     |     rank 0     |     rank 1     |  rank 2  ...   each rank owns shard_numel elements
 
 Slots lie end to end in order. Shards have equal length, and may begin or end in the middle of a slot: every rank owns
-the same number of elements, however uneven the parameters are. That suits optimizers that work element by element.
+the same number of elements. That suits optimizers that work element by element.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from torch import Tensor
 from zeroshard import rules
 from zeroshard.comm import Communicator, Work, reduce_scatter_consuming
 
-# Elements to which an engine aligns slots and shards: 16 bytes of a 16-bit dtype, 32 of fp32. One load of a GPU thread
-# takes 16 bytes, matrix kernels require tensors to be aligned to 16 bytes, and NCCL copies in units of 16 bytes.
+# Elements to which an engine aligns slots and shards: 16 bytes of a 16-bit dtype, the unit of loads, kernels and NCCL.
 ALIGNMENT = 8
 LEAST_ALIGNED = 256  # elements of the smallest slot or shard that is aligned: for less, padding would exceed 3 %
 

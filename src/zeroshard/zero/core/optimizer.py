@@ -5,7 +5,7 @@
     pieces          [ . . . . . .][ . . . . . ]    1-D views of this rank's master: what the class is given
 
 A class whose update of an element depends on that element's own history alone (SGD, Adam, ...) computes the same on
-pieces of a tensor as on the whole tensor. It is an ordinary `torch.optim.Optimizer`, and knows nothing of ranks.
+pieces of a tensor as on all of it. It knows nothing of ranks.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ State = dict[str, Any]  # the states of a parameter, or of a piece, by kind
 class StepOperands:
     """Where a step finds masters, gradients and states: here, on the device and as the class takes them.
 
-    A subclass keeps some elsewhere between steps: gradients in a narrower dtype (`zeroshard.zero.optimizers.operands`);
-    states on the host, or on disk.
+    A subclass keeps some elsewhere between steps: gradients in a narrower dtype, states on the host, or on disk.
     """
 
     def elsewhere(self, pieces: Iterable[nn.Parameter]) -> list[nn.Parameter]:

@@ -2,9 +2,8 @@
 
 [Note: Order of execution]
     The schedule has the units in one order on every rank. A rank may skip units, or call each of them once in another
-    order: weights that were gathered ahead stay unsharded until they are used, and gradients that arrive after their
-    unit was reduced are reduced once more at the end. A unit that is called again after it was freed has no place in
-    the schedule and is gathered on the spot, so every rank must call it again.
+    order: weights stay unsharded until they are used, and gradients that arrive after their unit was reduced are
+    reduced once more. A unit that is called again after it was freed is gathered on the spot, so on every rank.
 
 [Note: The turn]
     Backward begins with the unit that forward ended with. So every rank keeps the weights of the last unit of the order
@@ -76,6 +75,8 @@ class Passes(Generic[U, AnyGroup]):
         self.shard_params = strategy.params is SHARD and several
         self.shard_grads = strategy.grads is SHARD and several
         self.reshard_after_forward = strategy.reshard_after_forward
+        # Stale weights that stay unsharded need no more memory if they are gathered at once.
+        self.num_ahead = self.prefetch if self.shard_params else len(self.order)
 
     def all_units(self) -> list[U]:
         """The root unit, then the others."""
@@ -114,8 +115,7 @@ class Passes(Generic[U, AnyGroup]):
         keep = self.order[-1:] if self.reshard_after_forward else self.order  # [Note: The turn]
         self._until_backward = set(keep) if torch.is_grad_enabled() else set()
         self.unshard(self.root)
-        # Stale weights that stay unsharded need no more memory if they are gathered at once.
-        self._gather_first(self.prefetch if self.shard_params else len(self.order))
+        self._gather_first(self.num_ahead)
 
     def _reach(self, unit: U) -> None:
         self._ran.setdefault(unit)

@@ -1,7 +1,6 @@
 """Groups of ranks: those that shard training state among themselves, and those that hold the same shard.
 
-Without replicas all ranks are one shard group. If ``shard_size`` neighbouring ranks shard the state among themselves,
-each such group is a replica of all of the state::
+Without replicas all ranks are one shard group. Else ``shard_size`` neighbouring ranks are, and each is a replica::
 
                  shard 0   shard 1
     replica 0    rank 0    rank 1        a row is a shard group: weights are gathered along it;

@@ -1,8 +1,8 @@
 """The order in which ranks issue their collectives: lists made before the first of them, the same on every rank.
 
-Ranks may run different code for a step (a branch that one of them does not take), yet must issue the same
-collectives in the same order. So each walks the same list; an event of its own execution (a unit's forward begins, its
-backward begins or ends) only says *how far*. The collectives of a unit that a rank skips are issued when it gets there.
+Ranks may run different code for a step, yet must issue the same collectives in the same order. So each walks the same
+list; an event of its own execution (a unit's forward begins, its backward begins or ends) only says *how far*. The
+collectives of a unit that a rank skips are issued when it gets there.
 
 Forward, weights sharded, one unit ahead (``prefetch=1``) over four units::
 
@@ -12,8 +12,7 @@ Backward::
 
     gather 3, gather 2 | reduce 3, gather 1 | reduce 2, gather 0 | reduce 1 | reduce 0, reduce root
 
-The gather of unit 3 sends nothing: forward has left its weights unsharded on every rank. A unit whose backward reads
-no weights, such as an embedding, is not gathered for it (`Unit.read_in_backward`).
+The gather of unit 3 sends nothing: forward has left its weights unsharded. See also `Unit.read_in_backward`.
 """
 
 from __future__ import annotations

@@ -35,10 +35,8 @@ class ShardingStrategy:
     Attributes:
         params, grads, optim: `Placement` or its value (``"replicate"``, ``"shard"``).
         reshard_after_forward: with sharded `params`, free unsharded weights after forward and gather them again for
-            backward, except those of the last unit, which backward needs first. False keeps them until the unit's
-            backward is over: less communication, more memory.
-        secondary_shard_size: with sharded `params`, gather them again from a second copy that is sharded over this many
-            neighbouring ranks, a node's: `zeroshard.zero.transport.node_copy`. None: no second copy.
+            backward, except the last unit's, which backward needs first. False: keep them until backward has used them.
+        secondary_shard_size: with sharded `params`, gather them again from a second copy over this many neighbours.
 
     Raises:
         ValueError: an unknown placement; sharded `params` or `grads` without what they need; a

@@ -1,7 +1,7 @@
 """A unit: parameters that are gathered, freed and reduced together, such as a block's; the root unit has all others.
 
-A unit's parameters are grouped by dtype, device and whether they are trained: a flat buffer has one dtype and lies on
-one device, and frozen weights need neither gradients nor refreshing. Nearly every unit has one group.
+A unit's parameters are grouped by dtype, device and whether they are trained, as a flat buffer has one of each. Nearly
+every unit has one group.
 """
 
 from __future__ import annotations
@@ -75,9 +75,8 @@ class Unit(Generic[AnyGroup]):
     Attributes:
         name: the module's name in the model; ``"root"`` for the root unit.
         module: the module whose forward uses the weights.
-        read_in_backward: whether its backward uses them too; if not, they are not gathered again for backward.
-        num_running_forwards: number of calls of the module that are in forward now; recomputation does not count.
-        active: number of calls in backward now.
+        read_in_backward: whether its backward uses them too, as an embedding's does not; if not, it gathers none.
+        num_running_forwards, active: numbers of its calls in forward, without recomputation, and in backward now.
     """
 
     def __init__(self, name: str, module: nn.Module, groups: list[AnyGroup], *, read_in_backward: bool = True) -> None:

@@ -5,12 +5,11 @@
     full      |  slot 0  |     slot 1    | slot 2 | ...     parameters are views of it; stage 3 frees it by `reshard`
 
 [Note: Storage and saved views]
-    Autograd saves views of weights in forward (``weight.t()``, say) and reads them in backward. Freed weights must
-    therefore come back in the *same* storage: `reshard` resizes the flat buffer's storage to nothing and `unshard`
-    resizes it back, so that views from before are valid again. While the storage is empty, each parameter's ``.data``
-    is one NaN expanded to its shape: code that reads a freed weight sees NaN, never stray memory. ``param.data = view``
-    hides the refresh from autograd's version check: the engine guarantees that weights change only between steps.
-    Stale weights are hidden in the same way, unless the master is a part of them: what is written there would be lost.
+    Autograd saves views of weights in forward (``weight.t()``, say) and reads them in backward. So freed weights must
+    come back in the *same* storage: `reshard` resizes the flat buffer's storage to nothing and `unshard` resizes it
+    back. While the storage is empty, each parameter's ``.data`` is one NaN expanded to its shape: who reads a freed
+    weight sees NaN, never stray memory. ``param.data = view`` hides the refresh from autograd's version check: weights
+    change only between steps. Stale weights are hidden alike, unless the master is a part of them.
 
 [Note: One rank]
     In a world of one rank the shard is the entire buffer: nothing is freed, gathered or copied, at any stage.
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm import Communicator, Work, empty_for, labelled
-from zeroshard.comm.streams import NO_STREAMS, Streams
+from zeroshard.comm.streams import NO_STREAMS, Mark, Streams
 from zeroshard.wire_formats import Format
 from zeroshard.zero.core.layout import FlatLayout, Piece, view_of
 from zeroshard.zero.core.precision import Precision
@@ -97,6 +96,10 @@ class WeightTransport:
         assert self._sent is not None
         sent, self._sent = self._sent, None
         return self.layout.gather(self.comm, full, sent)
+
+    def copy(self, full: Tensor, master: Tensor, streams: Streams, *after: Mark) -> Work | None:
+        """Copy ``master``, which is not sharded, to ``full`` after these marks; None: it is done."""
+        full.copy_(master)
 
     def finish(self, full: Tensor) -> bool:
         """Complete ``full`` after the collective; return whether memory was written that `prepare` reads later."""
@@ -180,8 +183,8 @@ class Weights:
         with torch.no_grad():
             if not self.shard_optim:
                 if changed and not self._aliased:
-                    self.full.copy_(self.master)
-                self.state = UNSHARDED if visible else GATHERING
+                    self._work = self.transport.copy(self.full, self.master, self._streams, read_at)
+                self.state = GATHERING if not visible else REFRESHING if self._work else UNSHARDED
                 return
             with self._streams.on("copy_in", self._written_at, read_at):
                 if self.state is SHARDED:

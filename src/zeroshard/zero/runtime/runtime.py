@@ -365,9 +365,7 @@ class Runtime(Passes[Unit, FlatGroup]):
         """Clear the gradients of the group's parameters in these slots."""
         group.unreduced = group.unreduced and len(slots) < len(group.params.params)
         group.grads.clear(slots)
-        for piece, shard in zip(group.params.pieces, group.shards, strict=True):
-            if piece.slot in slots:
-                shard.grad = None
+        group.hide_grads(slots)
         self.unreduced = self.unreduced and any(group.grads.pending for group in self.groups())
 
     def require_unpinned(self, what: str) -> None:
