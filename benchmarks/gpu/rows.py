@@ -5,6 +5,7 @@ Without a GPU, or in a rehearsal, models and shapes are toys; the figures then c
 
 from __future__ import annotations
 
+import cProfile
 import gc
 import json
 import os
@@ -398,7 +399,7 @@ def norms(budget: Budget, say: Say) -> None:
         [
             case
             for name in ("rms_norm", "layer_norm")
-            for width in ((64,) if TOY else (8192, 4096, 16384))
+            for width in ((64,) if TOY else (16384, 8192, 4096))
             for dtype in dtypes
             for case in kernel_cases.norm_cases(name, dtype, ((24 if TOY else 4096, width),), residuals=(False,))
         ],
@@ -469,6 +470,52 @@ def _measured(case: kernel_cases.Case, say: Say, copy_rate: float, order: random
             found = measure_case(case, 3 if ON_GPU else 1, copy_rate, order)
             break
     return found
+
+
+def host(budget: Budget, say: Say) -> None:
+    """Microseconds of the host for a norm of small tensors, forward and backward, and in which functions."""
+    shape, count = ((4, 16), 3) if TOY else ((64, 768), 1000)
+    x, dy = (torch.randn(shape, device=DEVICE).bfloat16() for _ in range(2))
+    weight, bias = (torch.ones(shape[1], device=DEVICE).bfloat16().requires_grad_() for _ in range(2))
+    inputs, contestants = [x.requires_grad_(), weight, bias], (("ours", "triton"), ("eager", "reference"))
+    for name, vectors in (("layer_norm", [weight, bias]), ("rms_norm", [weight])):
+        wanted = inputs[: 1 + len(vectors)]
+        for who, backend in contestants:
+            forward = partial(getattr(kernels, name), x, *vectors, kernels=backend)
+            y = forward()
+            calls: dict[str, Callable[[], object]] = {
+                "forward": forward,
+                "forward without a graph": torch.no_grad()(forward),
+                "backward": partial(torch.autograd.grad, [y], wanted, [dy], retain_graph=True),
+            }
+            for mode, call in calls.items():
+                times_s = sorted(_host_s(call, count) for _ in range(3))
+                say(case=name, mode=mode, contestant=who, us=1e6 * times_s[0])
+                if who == "ours":
+                    say(case=f"{name}, functions", mode=mode, us_by_function=_profiled(call, count))
+
+
+def _host_s(call: Callable[[], object], count: int) -> float:
+    synchronise()
+    began = time.perf_counter()
+    for _ in range(count):
+        call()
+    seconds = time.perf_counter() - began
+    synchronise()
+    return seconds / count
+
+
+def _profiled(call: Callable[[], object], count: int) -> dict[str, float]:
+    """The 20 functions with the most time of their own under Python's profiler, in microseconds of a call."""
+    profiler = cProfile.Profile()
+    with torch.autograd.set_multithreading_enabled(False):  # the profiler sees the thread that calls alone
+        profiler.runcall(_host_s, call, count)
+    own: list[tuple[float, str]] = []
+    for entry in profiler.getstats():
+        code = entry.code
+        name = code if isinstance(code, str) else f"{Path(code.co_filename).name}:{code.co_name}"
+        own.append((1e6 * entry.inlinetime / count, f"{name} x {entry.callcount / count:.1f}"))
+    return {name: round(us, 2) for us, name in sorted(own, reverse=True)[:20]}
 
 
 def adamw(budget: Budget, say: Say) -> None:
