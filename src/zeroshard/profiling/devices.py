@@ -66,6 +66,10 @@ class Device:
             `zeroshard.lab.predict.conversions`. Any other takes its bytes divided by the memory's rate.
         gelu_s: seconds of a tanh GELU on a CPU for each element, forward or backward; 0: its bytes are the bottleneck.
         hook_s: seconds that the engine's hooks take on a CPU for each parameter that has a gradient.
+        update_bytes_per_s: bytes that a rank's host reads and writes in a second of AdamW's update, with all ranks
+            at once; 0: not measured.
+        bus_bytes_per_s: bytes of a copy between host and device in a second, each way while the other is as busy, all
+            ranks at once; 0: not measured.
         in_step: by which factor a CPU's operations are slower in a step than alone: caches, autograd and Python.
     """
 
@@ -86,6 +90,8 @@ class Device:
     gelu_s: float = 0.0
     hook_s: float = 0.0
     in_step: float = 1.0
+    update_bytes_per_s: float = 0.0
+    bus_bytes_per_s: float = 0.0
     conversions: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 

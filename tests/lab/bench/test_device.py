@@ -32,9 +32,17 @@ def test_a_constant_and_a_rate_are_fitted_to_sizes_and_noise_does_not_bend_the_f
 def _found():
     """Medians by hand: 6 GFLOP/s of products, half of it in attention, and collectives of 1 ms and 1 GB/s."""
     seconds = {"matmul float32 a": [1.0], "matmul float32 b": [2.0], "attention float32": [1.0]}
-    seconds |= {"copy": [1.0], "anew": [1.0], "gelu": [1.0], "kernel": [1.0], "hook": [1.5]}
+    seconds |= {
+        "copy": [1.0],
+        "anew": [1.0],
+        "update": [2.0],
+        "bus": [0.5],
+        "gelu": [1.0],
+        "kernel": [1.0],
+        "hook": [1.5],
+    }
     amounts = {"matmul float32 a": 4e9, "matmul float32 b": 14e9, "attention float32": 3e9}
-    amounts |= {"copy": 8e9, "anew": 6e9, "gelu": 5e8, "kernel": 1e5, "hook": 1e4}
+    amounts |= {"copy": 8e9, "anew": 6e9, "update": 6e9, "bus": 1e9, "gelu": 5e8, "kernel": 1e5, "hook": 1e4}
     for op in device.OPS:
         for size, num_bytes in device.SIZES.items():
             seconds[f"torch {op} {size}"] = [1e-3 + num_bytes / 1e9]
@@ -49,6 +57,7 @@ def test_the_calibration_has_rates_shares_and_a_link():
     assert measured.matmul_flops_per_s == {"float32": 6e9}
     assert (measured.attention_share, measured.bytes_per_s, measured.memory_share) == (0.5, 8e9, 0.75)
     assert (measured.gelu_s, measured.kernel_s, measured.hook_s) == (2e-9, 1e-5, 5e-5)
+    assert (measured.update_bytes_per_s, measured.bus_bytes_per_s) == (3e9, 2e9)
     assert link.num_ranks == 4
     for op in device.OPS:
         assert link.collectives[op] == pytest.approx((1e-3, 1e-9))
@@ -67,6 +76,8 @@ def test_one_rank_measures_and_the_planner_reads_the_file(tmp_path, monkeypatch)
         "attention",
         "copy",
         "anew",
+        "update",
+        "bus",
         "gelu",
         "wire",
         "kernel",
@@ -80,6 +91,12 @@ def test_one_rank_measures_and_the_planner_reads_the_file(tmp_path, monkeypatch)
     content["device"]["conversions"]["int8 sum"] = [0.0, -1.0]
     (tmp_path / "damaged.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match="has a time that is not a number of seconds"):
+        read_calibration(tmp_path / "damaged.json")
+    content["device"]["conversions"] = {}
+    (tmp_path / "damaged.json").write_text(
+        json.dumps({**content, "device": content["device"] | {"bus_bytes_per_s": -1}})
+    )
+    with pytest.raises(UserError, match="has a rate, size or share that is not a positive number"):
         read_calibration(tmp_path / "damaged.json")
     del content["device"]["conversions"]  # as earlier versions wrote it
     (tmp_path / "old.json").write_text(json.dumps(content))

@@ -6,6 +6,8 @@ cores, the rate that one of them reaches here is the rate that it will reach in 
     matmul      FLOP/s of matrix products as large as a model's, by dtype: the forward product and both of backward
     attention   FLOP/s of fused causal attention, forward and backward, as a share of the matmul rate
     memory      bytes/s of a copy, reads and writes; and those of an operation that allocates its output, as a share
+    update      bytes/s of AdamW's update on the host, where offloaded states are updated
+    bus         bytes/s of copies between host and device, in both directions at once; on a CPU of a copy in memory
     gelu        on a CPU, tanh GELU, forward and backward: no other operation takes as long for its bytes
     wire        quantising for the wire, seconds per call and per element: `zeroshard.lab.bench.conversions`
     kernel      the least time of an operation: from a tiny module, forward and backward, Python and autograd included
@@ -121,6 +123,8 @@ def measure(rank: int, device: torch.device, comms: list[str], num_rounds: int) 
     add(f"attention {str(attention_dtype)[6:]}", operation_cases.attention(attention_dtype, device))
     add("copy", operation_cases.copy(device))
     add("anew", operation_cases.anew(device))
+    add("update", operation_cases.host_update())
+    add("bus", operation_cases.bus(device))
     if device.type == "cpu":
         add("gelu", operation_cases.gelu())
         add("hook", operation_cases.with_engine())
@@ -245,6 +249,9 @@ def calibration_of(found: Mapping[str, Any], world: int, comm: str, device_type:
         conversions=conversions.conversions_of(middle, amounts, fitted),
         device_type=device_type,
     )
+    for name in ("update", "bus"):
+        if name in amounts:
+            device = replace(device, **{f"{name}_bytes_per_s": rate(name)})
     if "step" in middle:
         device = replace(device, in_step=whole_step.in_step(middle["step"], device))
     if world == 1 or not comm:
@@ -283,6 +290,8 @@ RATES = {
     "attention": "GFLOP/s",
     "copy": "GB/s",
     "anew": "GB/s",
+    "update": "GB/s",
+    "bus": "GB/s",
     "gelu": "Gelement/s",
     "wire": "Gelement/s",
 }

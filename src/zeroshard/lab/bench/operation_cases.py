@@ -59,6 +59,35 @@ def anew(device: torch.device) -> tuple[float, Callable[[], object]]:
     return 3.0 * a.nbytes, lambda: a + b
 
 
+def host_update() -> tuple[float, Callable[[], object]]:
+    """AdamW's fused update on the host, of states larger than any cache, and the bytes that it reads and writes."""
+    param = nn.Parameter(torch.ones(16 * 2**20 // 4))
+    param.grad = torch.ones_like(param)
+    optimizer = torch.optim.AdamW([param], fused=True)
+    # read: gradient, weights and two states; written: all but the gradient
+    return 7.0 * param.nbytes, optimizer.step
+
+
+def bus(device: torch.device) -> tuple[float, Callable[[], object]]:
+    """Copies to and from the device at once, each on a stream, and the bytes that one of them moves.
+
+    On a CPU, where host and device are one, a copy in memory.
+    """
+    num_bytes = (64 if device.type == "cuda" else 16) * 2**20
+    here = [torch.ones(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(2)]
+    there = [torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    if device.type != "cuda":
+        return float(num_bytes), lambda: there[0].copy_(here[0])
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+
+    def call() -> object:
+        for stream, target, source in zip(streams, (there[0], here[1]), (here[0], there[1]), strict=True):
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+
+    return float(num_bytes), call
+
+
 def gelu() -> tuple[float, Callable[[], object]]:
     """Tanh GELU and its backward, of as many elements as a small model's activations have, and their number."""
     x, grad = torch.randn(256, 1024), torch.randn(256, 1024)
