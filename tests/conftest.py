@@ -1,7 +1,5 @@
 """What every test starts from: a process that no launcher has put in a world."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal

@@ -1,7 +1,5 @@
 """The programs that measure run to their end without a GPU too; those of kernels say that they then measure nothing."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

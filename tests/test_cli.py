@@ -1,7 +1,5 @@
 """The command line: help without torch, one line for every mistake, and the end of all ranks."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

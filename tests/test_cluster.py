@@ -1,7 +1,5 @@
 """The templates of examples/cluster/: their commands are commands, and what they say of signals is so."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

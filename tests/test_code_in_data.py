@@ -4,8 +4,6 @@
 imported. The code runs if a flag of the command asks for it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What the shells complete, asked of the shells themselves where they are installed."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 

@@ -1,7 +1,5 @@
 """Every file in configs/ is a run that could start, and the recipes are what they say."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

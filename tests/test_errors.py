@@ -1,7 +1,5 @@
 """What is told of errors that are the machine's, and which name was probably meant."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Every example runs, and says what it is there to say."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

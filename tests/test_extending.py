@@ -3,8 +3,6 @@
 They are those of docs/how-to/extend.md, written into a module of the current folder as a user would.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

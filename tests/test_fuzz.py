@@ -1,7 +1,5 @@
 """The command line under words that nobody would write: a documented status, one line for a mistake, no traceback."""
 
-from __future__ import annotations
-
 import re
 from itertools import chain
 from typing import Annotated, Any, Literal, get_args, get_origin

@@ -1,7 +1,5 @@
 """A command's process hardly searches for garbage; a process that calls the command line keeps its own ways."""
 
-from __future__ import annotations
-
 import gc
 
 from zeroshard import cli

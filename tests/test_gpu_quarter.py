@@ -1,7 +1,5 @@
 """benchmarks/gpu without a GPU: rows at toy size, failures that lose themselves alone, the page of the results."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

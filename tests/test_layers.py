@@ -1,7 +1,5 @@
 """No files import each other in a circle, files are short, and one alone reads the environment."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import graphlib

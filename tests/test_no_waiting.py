@@ -1,7 +1,5 @@
 """A named pipe or a device in a file's place: every command says so in a line; none waits or reads for ever."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """The pairwise cover, and what of the tests `make test` leaves to `make soak`."""
 
-from __future__ import annotations
-
 from itertools import product
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """What a training process is told before torch comes; whoever has set a variable keeps it."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

@@ -1,7 +1,5 @@
 """What is in a file's place and is none is refused in a line, and never waited for."""
 
-from __future__ import annotations
-
 import os
 import socket
 

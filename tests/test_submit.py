@@ -4,8 +4,6 @@ There is no SLURM here: `sbatch`, `srun` and `scontrol` are programs of the test
 machine stands in for the cluster's queue.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

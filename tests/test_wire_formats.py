@@ -1,7 +1,5 @@
 """What travels between ranks, as data."""
 
-from __future__ import annotations
-
 import torch
 
 from zeroshard.train.config.local_steps_settings import LocalStepsConfig

@@ -7,8 +7,6 @@ for what else there is: 1.66 P, with a transformer of 8 blocks and 512 features
 (test/distributed/_composable/fsdp/test_fully_shard_memory.py).
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

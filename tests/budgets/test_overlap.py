@@ -4,8 +4,6 @@ Computing takes time because it moves the clock, the link because `ThrottledComm
 else does: the seconds below are what the order of the engine's operations makes of these, on any machine.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

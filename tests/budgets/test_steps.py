@@ -4,8 +4,6 @@ One table of settings (`FAMILIES`) and one runner: the engine over a communicato
 world of any size. Of each family every two values meet; with ``--soak`` all combinations run. Then ranks that talk.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from itertools import product

@@ -1,7 +1,5 @@
 """Saving behind the steps: what is saved is of the moment of the call, errors reach every rank, one at a time."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

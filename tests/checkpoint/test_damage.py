@@ -1,7 +1,5 @@
 """Any damage to any byte of a checkpoint is found before a weight changes, and the message names the file."""
 
-from __future__ import annotations
-
 import resource
 from dataclasses import replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 What a manifest says of tensors is compared with the files' own headers, so there is no other meaning of the same bytes.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

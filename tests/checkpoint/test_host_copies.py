@@ -1,7 +1,5 @@
 """Memory for copies on the host: packed without waste where torch would round it up, and kept from save to save."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

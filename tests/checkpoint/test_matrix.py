@@ -5,8 +5,6 @@ every save is loaded: with --soak by every strategy in every world, without it s
 that saves, its world, a strategy that loads and its world meet.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections import Counter

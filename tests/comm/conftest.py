@@ -1,7 +1,5 @@
 """Ranks that may die: processes of their own, each running a script."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

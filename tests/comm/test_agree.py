@@ -1,7 +1,5 @@
 """What goes wrong on one rank, or differs between two, every rank hears of."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Tensors cut from shared memory: freed memory serves again, places lead to the same bytes, no room is no error."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

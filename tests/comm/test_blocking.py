@@ -1,7 +1,5 @@
 """Communication that nothing runs beside; `test_contract.py` holds its results to the contract."""
 
-from __future__ import annotations
-
 import torch
 
 from zeroshard.comm import BlockingCommunicator, Link, NullCommunicator, ThrottledCommunicator

@@ -1,7 +1,5 @@
 """Where the ranks' store listens: at one address, and nowhere else."""
 
-from __future__ import annotations
-
 import os
 import socket
 from concurrent.futures import ThreadPoolExecutor

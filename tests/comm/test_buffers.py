@@ -1,7 +1,5 @@
 """What communicators keep for themselves, beside the tensors that they are given."""
 
-from __future__ import annotations
-
 import torch
 
 from zeroshard.comm import (

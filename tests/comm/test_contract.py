@@ -5,8 +5,6 @@ is a pure function of r, so that each rank can compute what it must receive; in 
 one does.
 """
 
-from __future__ import annotations
-
 from functools import reduce
 
 import pytest

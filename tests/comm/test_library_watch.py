@@ -1,7 +1,5 @@
 """In a loop of the user's own a rank that leaves a collective out is named, over every communicator."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Messages of one transport are no other's; a rank that does not answer is named."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

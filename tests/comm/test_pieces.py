@@ -1,7 +1,5 @@
 """How tensors are cut."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """How a rank ends after Ctrl-C, wherever it is stuck."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

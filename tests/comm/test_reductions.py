@@ -1,7 +1,5 @@
 """Reductions of dtypes that torch does not add."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Several machines in one world: where they meet, and as whom this one comes."""
 
-from __future__ import annotations
-
 import socket
 import threading
 

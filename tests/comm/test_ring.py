@@ -1,7 +1,5 @@
 """The ring sends no byte too many, adds in the order that it says, holds two chunks, and names a peer that is gone."""
 
-from __future__ import annotations
-
 import threading
 from functools import reduce
 

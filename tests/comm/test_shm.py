@@ -1,7 +1,5 @@
 """Memory that ranks share: it joins one host alone, and sums run in the order of ranks."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -1,7 +1,5 @@
 """TCP connections of our own: who may connect, where a rank is called, and what happens when one is gone."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

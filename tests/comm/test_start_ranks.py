@@ -1,7 +1,5 @@
 """Who this process is among the ranks, how ranks are started, and that they end together."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

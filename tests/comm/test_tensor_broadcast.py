@@ -1,7 +1,5 @@
 """Tensors of any kind arrive as they were sent, in messages of the size that was promised."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from collections import OrderedDict, deque

@@ -1,7 +1,5 @@
 """Delays as the links' arithmetic says, to the microsecond: time stands still in these tests unless somebody sleeps."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """What is torch.distributed's own; the rest is in test_contract.py."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from unittest.mock import patch
 

@@ -1,7 +1,5 @@
 """Operations run behind the caller, in order, and tell it what went wrong."""
 
-from __future__ import annotations
-
 import threading
 import time
 

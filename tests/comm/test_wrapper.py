@@ -1,7 +1,5 @@
 """Classes around and below a communicator, as users write them."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """The pictures of docs/ are what their program draws today, and show what the stage table says."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 

@@ -1,7 +1,5 @@
 """Each `[Note: ...]` that is referred to is there, where the reference says it is, and each note has a reader."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from pathlib import Path

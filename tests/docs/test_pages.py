@@ -1,7 +1,5 @@
 """What README and docs/ show works: code runs, commands are commands, links lead somewhere."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The page to read the core by: each file has its place, names in it exist, programs print what it says."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import re

@@ -1,7 +1,5 @@
 """docs/reference/ is what its program writes today, and holds every flag and key of every command."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 

@@ -1,7 +1,5 @@
 """The site is built without a warning, knows each page, and asks nobody outside for anything."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """docs/troubleshooting.md quotes messages that are in the sources, and no message leaves its reader alone."""
 
-from __future__ import annotations
-
 import ast
 import re
 

@@ -1,7 +1,5 @@
 """What left the package is named nowhere: not by its code, and so by neither --help nor completion, nor by a page."""
 
-from __future__ import annotations
-
 import re
 
 from pages import ROOT

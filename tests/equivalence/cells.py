@@ -20,8 +20,6 @@ divides by the number of ranks.
     the grid once more, where it is measured at the first step that shows one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence

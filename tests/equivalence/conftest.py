@@ -1,7 +1,5 @@
 """With ``--soak`` the tests of this folder run a second time, over a communicator that delivers late (`late`)."""
 
-from __future__ import annotations
-
 import pytest
 
 from late import late

@@ -11,8 +11,6 @@ Block formats have no such reference: what they round depends on where shards be
 other, stage by stage, in `tests/zero/transport/test_wire.py`, and their errors against bounds in `tests/kernels`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

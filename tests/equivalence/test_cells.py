@@ -5,8 +5,6 @@ Every two values of two axes meet on thread ranks, and every feature over each t
 they make of the other optimizers.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from dataclasses import astuple, replace

@@ -5,8 +5,6 @@ weights, the same ones on every rank; in fp32 they are within 1e-5 of one proces
 ranks stage 0 has no shards to size, and the order of sums differs: there stages 1 to 3 are compared.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """gloo's threads abort a process that leaves them work; ours leave none. ``pytest --exits 50`` looks harder."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

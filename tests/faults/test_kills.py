@@ -5,8 +5,6 @@ one goes on: at any moment from the start of the ranks to their end, or as soon 
 stays behind.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re

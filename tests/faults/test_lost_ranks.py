@@ -1,7 +1,5 @@
 """Three ranks train through the command line; one dies or skips a layer, and the others say so and end."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

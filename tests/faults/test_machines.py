@@ -3,8 +3,6 @@
 Each machine is a launcher of its own with one rank, and all are on this one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

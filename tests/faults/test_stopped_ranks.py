@@ -1,7 +1,5 @@
 """Ranks of our launcher that are killed or stopped: the right one is named, and the command ends soon."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Disks that are full, folders that are read-only, removed, or another run's: the run goes on and says so."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

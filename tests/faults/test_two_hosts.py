@@ -1,7 +1,5 @@
 """The rehearsal of examples/two_hosts.py: two hosts lose each other, one goes on, and takes the other in again."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -3,8 +3,6 @@
 transformers is imported in one process, which forks the ranks: one for the runs that nothing shards, then two.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

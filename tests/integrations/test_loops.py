@@ -1,7 +1,5 @@
 """Loops of `transformers.Trainer` and Accelerate at two ranks, stage 3, held against the same loop in one process."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Settings of `transformers.Trainer` and Accelerate that cannot work with the engine are refused in one line."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import pytest

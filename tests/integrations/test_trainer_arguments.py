@@ -1,7 +1,5 @@
 """Arguments and callbacks that people give `transformers.Trainer`, at stages 1 and 3, beside the stock Trainer."""
 
-from __future__ import annotations
-
 import sys
 from importlib.util import find_spec
 from pathlib import Path

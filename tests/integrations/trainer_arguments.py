@@ -5,8 +5,6 @@ without the engine) and returns numbers, which must agree. ``OUT/results.pt`` ha
 and by the run's name, what it returned, or its error's text.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

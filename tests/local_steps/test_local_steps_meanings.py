@@ -1,7 +1,5 @@
 """What else may be done with replicas that take local steps, and what is refused."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

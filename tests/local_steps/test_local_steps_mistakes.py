@@ -1,7 +1,5 @@
 """What users do to replicas that take local steps beside the ordinary loop: it works, or is told in a line."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Replicas that take local steps in checkpoints: the same bits after a restart, and what others read."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Replicas that take local steps, against the paper's algorithm in one process, and stages against each other."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Attention asks for a kernel that the device has, and gives the same whichever it is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """The head computes the loss inside of its own forward, so that it may be a unit; and which models have such units."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

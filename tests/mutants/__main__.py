@@ -5,8 +5,6 @@ copy, its tests run there until one fails, and the file is put back. The exit st
 its tests (they might be slow, and no more) or broke them before they ran, else 0.
 """
 
-from __future__ import annotations
-
 import argparse
 import compileall
 import contextlib

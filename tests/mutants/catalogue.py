@@ -13,8 +13,6 @@ They are written in the TOML files beside this one, a file for each folder of ``
 Where a short ``old`` occurs more than once, ``after`` is a text that occurs once, from which ``old`` is looked for.
 """
 
-from __future__ import annotations
-
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path

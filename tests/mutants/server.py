@@ -9,8 +9,6 @@ It is started in a copy of the tree, imports nothing of zeroshard, and reads one
 processor's seconds, which say more than the clock's where others use the machine.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

@@ -1,7 +1,5 @@
 """The list of mutants fits the sources and tests that it names; whether these see them, `make mutants` finds out."""
 
-from __future__ import annotations
-
 import ast
 import re
 

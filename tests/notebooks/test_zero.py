@@ -1,7 +1,5 @@
 """The notebook on ZeRO runs from top to bottom, shows what it showed, and knows right answers from wrong ones."""
 
-from __future__ import annotations
-
 import base64
 import copy
 import importlib.util

@@ -1,7 +1,5 @@
 """Muon for the blocks' matrices and AdamW for the rest, as one optimizer."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

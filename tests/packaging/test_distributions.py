@@ -3,8 +3,6 @@
 ``.ci/clean-install`` goes on where these tests stop: it installs the wheel into an empty environment and trains there.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

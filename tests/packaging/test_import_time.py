@@ -3,8 +3,6 @@
 Costs are counted in modules: seconds are the machine's, and its neighbours'.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

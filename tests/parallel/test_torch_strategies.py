@@ -3,8 +3,6 @@
 That they train as one process does is in tests/equivalence, and what they save in tests/checkpoint/test_matrix.py.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Checkpoints on disk of optimizers that keep whole tensors and factored states, across stages and world sizes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

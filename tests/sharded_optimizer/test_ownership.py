@@ -1,7 +1,5 @@
 """Owners and buckets, from sizes alone."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

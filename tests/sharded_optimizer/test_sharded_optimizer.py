@@ -1,7 +1,5 @@
 """Where the state lives cannot be seen in the weights: the same bits as the optimizer that is not sharded."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

@@ -4,8 +4,6 @@ In a fresh clone each worker would rewrite the assertions of every test file by 
 same files at the same time.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Conversations and pairs for tests, and a tokenizer with the marks of ChatML."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -9,8 +9,6 @@ A kernel works in fp32 (fp64 for fp64) and rounds each result once. So an error 
   which covers a chain of a dozen operations over tree sums of 2^17 terms.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -4,8 +4,6 @@ Nothing of such a tensor can be read: an operation that would have the host wait
 and a backward compute is the model's affair; the engine hears of them as in training, and does its part.
 """
 
-from __future__ import annotations
-
 import ctypes
 from pathlib import Path
 

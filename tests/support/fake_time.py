@@ -1,7 +1,5 @@
 """A clock for tests: time stands still in them unless somebody sleeps, so that what they measure is exact."""
 
-from __future__ import annotations
-
 
 class Clock:
     """Stands for the module `time`: it moves when somebody sleeps, or when a test moves ``now``."""

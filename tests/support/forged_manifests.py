@@ -1,7 +1,5 @@
 """A run, and its checkpoint's manifest read and written with a checksum that is right, whatever it says."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from contextlib import chdir

@@ -5,8 +5,6 @@ program that must be a real start (signals at start, import times, packaging) sa
 that stands for ``python``, for launchers and shell scripts that start it by themselves.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

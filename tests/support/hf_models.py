@@ -1,7 +1,5 @@
 """Tiny models of `transformers`, each with its own kind of layers, saved as folders."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from pathlib import Path

@@ -5,8 +5,6 @@ and no earlier. Until then what is to be written, and what may be used as scratc
 integer dtype), so that whoever reads too early computes it; and whoever writes into an input on its way is told so.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """How many bytes an operation holds at once."""
 
-from __future__ import annotations
-
 import weakref
 
 import torch

@@ -1,7 +1,5 @@
 """A small model that replicas train by local steps, for the tests of outer steps, of checkpoints and of refusals."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

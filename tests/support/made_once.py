@@ -1,7 +1,5 @@
 """What several tests read and takes seconds to make: one worker makes it, all of them read it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -9,8 +9,6 @@ A block in ``sh`` stands below a comment that no reader sees, and that says what
 A block in ``python`` runs, in one namespace for the page, unless it is marked as not run.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ Greedy, and deterministic: the combination with most pairs that nobody has yet c
 have equally many.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from itertools import combinations
 

@@ -5,8 +5,6 @@ thread each, and leave gloo cleanly at the end. A function is named by its file 
 live in any test module.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Run folders as the trainer writes them, without training."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Compares what a run of several ranks returned with what one process did."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Small tables of documents in every form that is read."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

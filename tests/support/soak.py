@@ -5,8 +5,6 @@ combination with ``--soak``. One that is marked `soak` runs with ``--soak`` only
 without it, and the same ones each time.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Generator
 from itertools import groupby

@@ -1,7 +1,5 @@
 """Runs by worlds of threads, and what they said of their steps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """A web server on this machine for tests: files with ranges, and as much of the Hugging Face hub as `datasets` asks."""
 
-from __future__ import annotations
-
 import json
 import threading
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What every layout of a flat buffer does."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """What a captured step needs: weights, masters and states lie where they lay, from step to step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

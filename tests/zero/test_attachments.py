@@ -1,7 +1,5 @@
 """What an engine attaches to a model and its optimizer: how much of it, that it goes, and what parts do without it."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import gc

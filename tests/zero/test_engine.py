@@ -1,7 +1,5 @@
 """The fixed meanings of the public API, at every stage."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import math

@@ -1,7 +1,5 @@
 """The engine's step on a GPU that is not there: what it moves lies there, in its kind's dtype, and nothing is read."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode

@@ -3,8 +3,6 @@
 On each stream a mistake is planted that a GPU would forgive in most steps, and none is missed.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 

@@ -3,8 +3,6 @@
 Each is a count with a bound. Whoever lowers a count lowers its bound with it.
 """
 
-from __future__ import annotations
-
 import ast
 import gc
 import inspect

@@ -1,7 +1,5 @@
 """Groups that shard, replicas of them, and what the engine makes of both."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Users who write into weights, move parts of a model, or return weights: as in one process, or refused by name."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

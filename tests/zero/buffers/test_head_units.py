@@ -1,7 +1,5 @@
 """Embedding and head as units of their own: their gradients are reduced as soon as they are there, and freed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Whose each piece of an engine's memory is, between steps and in the middle of one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """`torch.compile` of blocks and of whole models: what is in the graphs, and that hooks are outside of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

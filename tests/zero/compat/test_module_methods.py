@@ -1,7 +1,5 @@
 """What users do to a model under an engine as if it were an ordinary one: made right, or refused in one line."""
 
-from __future__ import annotations
-
 import pickle
 import warnings
 

@@ -1,7 +1,5 @@
 """`torch.func` over a model under an engine gives what it gives in one process, or raises a line; it trains nothing."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

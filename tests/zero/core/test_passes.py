@@ -1,7 +1,5 @@
 """The core's passes and hooks alone, over plain groups: stages 0-3 train, accumulate, and let a rank skip a unit."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """What changes a model's parameters after `Zero()`: as in one process, checkpoints included, or refused in a line."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

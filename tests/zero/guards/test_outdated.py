@@ -1,7 +1,5 @@
 """Weights read between a step and the next forward: right at stages 0 to 2, a warning where they are sharded."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """Ranks that train with different stages, optimizers or settings of optimizers are told so before weights differ."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

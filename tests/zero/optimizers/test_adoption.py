@@ -1,7 +1,5 @@
 """``torch.optim.AdamW(model.parameters())`` beside `Zero` trains as in one process, or is refused by name."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

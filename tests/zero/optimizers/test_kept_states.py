@@ -1,7 +1,5 @@
 """Saved states are loaded only into an optimizer that keeps such states: others are refused before anything changes."""
 
-from __future__ import annotations
-
 import copy
 from itertools import permutations
 

@@ -1,7 +1,5 @@
 """Every optimizer of torch does on pieces, or on the tensors that a rank owns, what it does on all; or is refused."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from functools import partial

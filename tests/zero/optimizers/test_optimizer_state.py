@@ -1,7 +1,5 @@
 """The whole state of an optimizer is what the unsharded one's would be; one rank's part is not to be had by mistake."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 

@@ -1,7 +1,5 @@
 """Several forwards before a backward, and ranks that go ways of their own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint

@@ -1,7 +1,5 @@
 """Whatever a module takes and returns, the engine hears of its forward and backward."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import namedtuple
 from typing import Any

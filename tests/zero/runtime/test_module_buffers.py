@@ -1,7 +1,5 @@
 """Buffers that forwards change are alike on all ranks after each backward, or kept."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Models that call the modules inside of a unit, and not the unit; and a communicator that delivers late."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

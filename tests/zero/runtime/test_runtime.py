@@ -1,7 +1,5 @@
 """What happens between a forward and a step, in every order that a training loop may think of."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

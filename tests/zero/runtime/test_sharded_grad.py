@@ -1,7 +1,5 @@
 """``param.grad`` under an engine is the mean over ranks, and torch's own tools get one process's numbers from it."""
 
-from __future__ import annotations
-
 import copy
 import io
 import math

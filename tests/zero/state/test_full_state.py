@@ -1,7 +1,5 @@
 """Whole tensors by ordinary names: in, out, and in between."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

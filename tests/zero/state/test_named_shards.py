@@ -1,7 +1,5 @@
 """Pieces of the training state: together they are all of it, and any stage and world reads any other's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

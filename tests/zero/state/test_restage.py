@@ -1,7 +1,5 @@
 """Changing the stage between steps changes no bit of what comes after, and leaves what that stage would have held."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """The same bits on any number of ranks, `Zero(..., reproducible=)`: what else may be done then, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 from fractions import Fraction

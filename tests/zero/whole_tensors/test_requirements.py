@@ -1,7 +1,5 @@
 """Each class is asked what it may be given: torch's, and those that somebody may write."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from typing import ClassVar
