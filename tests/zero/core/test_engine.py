@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import zeroshard.zero
-from zeroshard.comm import run_threads
+from zeroshard.comm import CONTROL, NullCommunicator, ObservedCommunicator, run_threads
 from zeroshard.zero.core.engine import Engine
 from zeroshard.zero.core.precision import Precision
 from zeroshard.zero.core.strategy import STAGES, ShardingStrategy
@@ -59,7 +59,7 @@ def test_a_reader_of_zero_reads_fourteen_files_of_eighteen_hundred_lines():
 
 
 class Net(nn.Module):
-    """Tied weights, a frozen one, a saved buffer, biases and norms, and more units than are gathered at once."""
+    """Tied weights, a frozen one, an unused one, a saved buffer, biases, and more units than are gathered at once."""
 
     def __init__(self):
         super().__init__()
@@ -68,38 +68,46 @@ class Net(nn.Module):
         self.head = nn.Linear(6, 11, bias=False)
         self.head.weight = self.tokens.weight
         self.blocks[0][0].bias.requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(2))
         self.register_buffer("scale", torch.tensor(2.0))
         for index, param in enumerate(self.parameters()):  # thread ranks share torch's own generator
             param.data.copy_(torch.randn(param.shape, generator=torch.Generator().manual_seed(index)) * 0.4)
 
-    def forward(self, tokens):
+    def forward(self, tokens, order=range(4)):
         x = self.tokens(tokens) * self.scale
-        for block in self.blocks:
-            x = x + block(x)
+        for place in order:
+            x = x + self.blocks[place](x)
         return self.head(x)
 
 
-def _loss(net, rank, step):
+def _loss(net, rank, step, **kwargs):
     tokens = torch.randint(11, (4, 5), generator=torch.Generator().manual_seed(100 * step + rank))
-    return nn.functional.cross_entropy(net(tokens).flatten(0, 1).float(), tokens.flatten())
+    return nn.functional.cross_entropy(net(tokens, **kwargs).flatten(0, 1).float(), tokens.flatten())
 
 
-def _train(comm, stage, *, precision=None, num_micro=1, state=None, max_norm=0.5):
-    net = Net()
+def _groups(net):
+    """Matrices, and what is none, with a rate of its own."""
+    params = list(net.parameters())
+    return [{"params": [p for p in params if p.dim() < 2], "lr": 0.02}, {"params": [p for p in params if p.dim() > 1]}]
+
+
+def _train(comm, stage, *, precision=None, num_micro=1, state=None, alike=False):
+    """``state``: of a training that this one goes on from; ``alike``: each rank has the rows of rank 0."""
+    net, rank, first = Net(), 0 if alike else comm.rank, 0 if state is None else NUM_STEPS
     engine = Engine.of(net, stage, net.blocks, comm, precision)
-    optim = engine.piece_optimizer(torch.optim.AdamW, lr=0.05)
+    optim = engine.piece_optimizer(torch.optim.AdamW, _groups(net), lr=0.05)
     if state is not None:
         engine.load_state_dict(state[0])
         optim.load_unsharded_states(state[1])
     losses, norms = [], []
-    for step in range(NUM_STEPS):
+    for step in range(first, first + NUM_STEPS):
         for micro in range(num_micro - 1):
             engine.passes.sync = False
-            _loss(net, comm.rank, 10 + step * num_micro + micro).backward()
+            _loss(net, rank, 10 + step * num_micro + micro).backward()
         engine.passes.sync = True
-        loss = _loss(net, comm.rank, step)
+        loss = _loss(net, rank, step)
         loss.backward()
-        norms.append(engine.clip_grad_norm_(max_norm).item())
+        norms.append(engine.clip_grad_norm_(0.5).item())
         optim.step()
         optim.zero_grad()
         losses.append(loss.item())
@@ -133,52 +141,111 @@ def test_every_stage_trains_with_the_same_bits(precision, num_micro):
     assert ranks[0][0][-1] < ranks[0][0][0]
 
 
-def _alone(num_ranks):
-    """What `_train` computes, by plain PyTorch in one process that sees the rows of all ranks."""
+def _alone(num_ranks, num_steps=NUM_STEPS):
+    """Norms, weights and states of `_train`, by plain PyTorch in one process that sees the rows of all ranks."""
     net, norms = Net(), []
-    optim = torch.optim.AdamW(net.parameters(), lr=0.05)
-    for step in range(NUM_STEPS):
+    optim = torch.optim.AdamW(_groups(net), lr=0.05)
+    for step in range(num_steps):
         sum(_loss(net, rank, step) / num_ranks for rank in range(num_ranks)).backward()
         norms.append(nn.utils.clip_grad_norm_(net.parameters(), 0.5).item())
         optim.step()
         optim.zero_grad()
-    return norms, net.state_dict()
+    return norms, net.state_dict(), {name: optim.state[p] for name, p in net.named_parameters() if p in optim.state}
+
+
+def _assert_computed(found, expected):
+    _, norms, weights, states = found
+    assert norms == pytest.approx(expected[0][-NUM_STEPS:], rel=1e-4)
+    torch.testing.assert_close(dict(weights), dict(expected[1]), rtol=1e-4, atol=1e-5)
+    assert {name for name, state in states.items() if state} == expected[2].keys()
+    for name, state in expected[2].items():
+        flat = {kind: value if kind == "step" else value.view(-1) for kind, value in state.items()}
+        torch.testing.assert_close(states[name], flat, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_ranks_compute_what_one_process_does(num_ranks):
-    expected, weights = _alone(num_ranks)
-    _, norms, found, _ = _ranks(num_ranks, 3)[0]
-    assert norms == pytest.approx(expected, rel=1e-5)
-    assert found.keys() == weights.keys()
-    for name, tensor in weights.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
+    _assert_computed(_ranks(num_ranks, 3)[0], _alone(num_ranks))
 
 
 def test_what_one_stage_and_world_saves_another_loads():
-    saved = _ranks(2, 3)[0][2:]
-    loaded = [_ranks(2, stage, state=saved)[0] for stage in (0, 2)]
-    assert _same(*loaded)
-    more = _ranks(4, 3, state=saved)[0]
-    torch.testing.assert_close(more[2]["head.weight"], loaded[0][2]["head.weight"], rtol=0.2, atol=0.2)  # other rows
+    saved = _ranks(3, 3, alike=True)[0][2:]
+    loaded = [_ranks(2, stage, state=saved, alike=True)[0] for stage in STAGES]
+    assert all(_same(*pair) for pair in pairwise(loaded))
+    for found in (loaded[0], _ranks(4, 3, state=saved, alike=True)[3]):
+        _assert_computed(found, _alone(1, 2 * NUM_STEPS))
 
 
-def test_a_unit_that_one_rank_skips_is_gathered_and_reduced_on_every_rank():
+def skips(net, rank, step):
+    _loss(net, rank, step, order=range(rank, 4)).backward()
+
+
+def calls_again(net, rank, step):
+    """A unit twice, and all of them in an evaluation before the backward."""
+    loss = _loss(net, rank, step, order=(0, 1, 0, 2, 3))
+    with torch.no_grad():
+        _loss(net, rank, step)
+    loss.backward()
+
+
+@pytest.mark.parametrize("take_turn", [skips, calls_again])
+def test_a_rank_may_skip_a_unit_or_call_it_again(take_turn):
     def go(comm, stage):
         net = Net()
         engine = Engine.of(net, stage, net.blocks, comm)
         optim = engine.piece_optimizer(torch.optim.SGD, lr=0.1)
         for step in range(NUM_STEPS):
-            blocks = net.blocks
-            net.blocks = blocks[1:] if comm.rank else blocks
-            _loss(net, comm.rank, step).backward()
-            net.blocks = blocks
+            take_turn(net, comm.rank, step)
+            assert all(param.grad is None for param in net.parameters())
             optim.step()
             optim.zero_grad()
         return engine.state_dict()
 
     first, *others = [state for stage in STAGES for state in run_threads(partial(go, stage=stage), 2)]
     assert all(torch.equal(first[name], other[name]) for other in others for name in first)
+    net = Net()
+    for step in range(NUM_STEPS):
+        for rank in range(2):
+            take_turn(net, rank, step)
+        torch.optim.SGD(net.parameters(), lr=0.05).step()  # half the rate for the sum of two
+        net.zero_grad()
+    torch.testing.assert_close(dict(first), dict(net.state_dict()), rtol=0, atol=1e-5)
+
+
+def _at_rest(stage):
+    observed = ObservedCommunicator(NullCommunicator(2))
+    net = Net()
+    engine = Engine.of(net, stage, net.blocks, observed)
+    return observed, net, engine, engine.piece_optimizer(torch.optim.SGD, lr=0.1)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_backwards_that_do_not_reduce_send_no_gradients_and_are_no_step(stage):
+    observed, net, engine, optim = _at_rest(stage)
+    engine.passes.sync = False
+    _loss(net, 0, 0).backward()
+    observed.drain()
+    _loss(net, 0, 1).backward()
+    sent = {record.op for record in observed.drain() if record.label != CONTROL}
+    assert sent == ({"all_gather"} if stage == 3 else set())
+    with pytest.raises(RuntimeError, match="never reduced"):
+        optim.step()
+    optim.zero_grad()
+    optim.step()  # nothing waits any more
+
+
+def test_a_step_leaves_weights_stale_and_graphs_from_before_it_useless():
+    _, net, engine, optim = _at_rest(2)
+    loss, version = net.head.weight.square().sum(), net.unused._version
+    _loss(net, 0, 0).backward()
+    optim.step()
+    optim.zero_grad()
+    assert not engine.passes.root.groups[0].params.readable
+    assert not any(any(group.grads.used) for group in engine.passes.groups())
+    assert all(piece.grad is None for group in engine.passes.groups() for piece in group.shards)
+    assert net.unused._version == version
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_what_needs_more_than_the_core_is_refused():
