@@ -1,5 +1,3 @@
-import time
-
 import pytest
 import torch
 
@@ -16,41 +14,6 @@ def test_spans_of_one_name_add_up_and_are_taken_once(monkeypatch):
             pass
     assert spans.take_seconds() == {"forward": 2.0, "backward": 2.5}
     assert spans.take_seconds() == {}
-
-
-class _Event:
-    """A device's event that the device passes when told to."""
-
-    passed: float | None = None
-
-    def __init__(self, enable_timing):
-        assert enable_timing
-        self.at = None
-
-    def record(self):
-        self.at = time.perf_counter()
-
-    def query(self):
-        return type(self).passed is not None and self.at <= type(self).passed
-
-    def elapsed_time(self, end):
-        return (end.at - self.at) * 1e3
-
-
-def test_what_the_device_has_not_passed_comes_with_a_later_take(monkeypatch):
-    class Event(_Event):
-        pass
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    spans = Stopwatch("cuda")
-    with spans.span("forward"):
-        pass
-    Event.passed = time.perf_counter()
-    with spans.span("backward"):
-        pass
-    assert set(spans.take_seconds()) == {"forward"}
-    Event.passed = time.perf_counter()
-    assert set(spans.take_seconds()) == {"backward"}
 
 
 @pytest.mark.gpu

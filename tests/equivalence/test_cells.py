@@ -1,6 +1,6 @@
 """Every cell of the table (strategy x optimizer x world size x feature) that is ours: exact, or refused by name.
 
-Every two values of two axes meet on thread ranks, and every feature over each transport between processes; with
+Every two values of two axes meet on thread ranks, and every feature over some transport between processes; with
 ``--soak`` all of them. torch's strategies train every feature with AdamW; `benchmarks/claims/conformance.py` shows what
 they make of the other optimizers.
 """
@@ -89,15 +89,15 @@ def test_the_engine_is_exact_or_refuses(strategy, optimizer, world_size, feature
 
 
 def _among_processes():
-    """Each feature over each transport at some strategy, the others with ``--soak``; the sharded optimizer; theirs."""
+    """Each feature over a transport at some strategy, the others with ``--soak``; the sharded optimizer; theirs."""
     strategies, with_adamw = itertools.cycle(ENGINE), [cell for cell in cells(ENGINE) if cell.optimizer == "AdamW"]
-    for transport in ("gloo", *TRANSPORTS):
-        for feature in FEATURES:
-            named = next(strategies)
-            for cell in with_adamw:
-                if cell.feature == feature:
-                    soak = [] if (cell.strategy, cell.world_size % 2) == (named, 0) else [pytest.mark.soak]
-                    yield pytest.param(transport, *astuple(cell), marks=soak)
+    for feature, its_transport in zip(FEATURES, itertools.cycle(("gloo", *TRANSPORTS)), strict=False):
+        named = next(strategies)
+        for transport, cell in itertools.product(("gloo", *TRANSPORTS), with_adamw):
+            if cell.feature == feature:
+                at = (cell.strategy, cell.world_size % 2, transport)
+                soak = [] if at == (named, 0, its_transport) else [pytest.mark.soak]
+                yield pytest.param(transport, *astuple(cell), marks=soak)
     features, sharded = itertools.cycle(FEATURES), cells([SHARDED_OPTIMIZER])
     for optimizer in OPTIMIZERS:
         named = next(features)

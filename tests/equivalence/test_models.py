@@ -12,12 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zeroshard.comm import (
-    ObservedCommunicator,
-    RingCommunicator,
-    SharedMemoryCommunicator,
-    run_threads,
-)
+from zeroshard.comm import RingCommunicator, SharedMemoryCommunicator, run_threads
 from zeroshard.comm.shm.shm import DIRECT_BYTES
 from zeroshard.models import build_model
 from zeroshard.zero import STAGES, MixedPrecision, ShardingStrategy, Zero
@@ -142,6 +137,7 @@ CELLS = [
     if world_size % settings.get("shard_size", 1) == 0
 ]
 NAMES = ("world_size", "model_name", "optimizer", "dial")
+SENT_OTHERWISE = ("plain", "sharded sums", "bf16 sums", "pairs")  # the other dials send what one of these does
 
 
 @pytest.mark.pairwise
@@ -155,34 +151,17 @@ def test_thread_ranks_equal_one_process_and_stages_each_other(world_size, model_
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("transport", ["gloo", *TRANSPORTS])
-@pytest.mark.parametrize(NAMES, [cell for cell in CELLS if cell[0] > 1 and cell[2] == "adamw"])
+@pytest.mark.parametrize(
+    NAMES,
+    [
+        pytest.param(*cell, marks=[] if cell[3] in SENT_OTHERWISE else pytest.mark.soak)
+        for cell in CELLS
+        if cell[0] > 1 and cell[2] == "adamw"
+    ],
+)
 def test_processes_equal_one_process_and_stages_each_other(
     world_size, model_name, optimizer, dial, transport, gloo_ranks
 ):
     by_rank = gloo_ranks(world_size).run(every_stage, model_name, optimizer, dial, transport)
     check(by_rank, model_name, optimizer, dial)
     assert by_rank[0][0][0] != by_rank[1][0][0], "ranks have losses of their own"
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_weights_are_gathered_inside_groups_and_only_shards_of_gradients_cross(stage):
-    def go(comm):
-        observed = ObservedCommunicator(comm)
-        zero = Zero(_model("gpt2-tied"), stage, comm=observed, shard_size=2)
-        optim = zero.optimizer(torch.optim.AdamW)
-        observed.drain()
-        for step in range(2):
-            zero.model(*_batch(step, 1)).backward()
-            optim.step()
-            optim.zero_grad()
-        return {(r.op, r.world_size, r.num_bytes) for r in observed.records if r.label.endswith(("weights", "grads"))}
-
-    (sent, *others) = run_threads(go, 8)
-    assert all(other == sent for other in others)
-    assert {(op, world_size) for op, world_size, _ in sent} == {
-        ("all_gather", 2),
-        ("reduce_scatter", 2),
-        ("all_reduce", 4),
-    }
-    whole = {num_bytes for op, _, num_bytes in sent if op == "reduce_scatter"}
-    assert {2 * num_bytes for op, _, num_bytes in sent if op == "all_reduce"} == whole

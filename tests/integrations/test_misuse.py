@@ -105,17 +105,12 @@ def test_a_prepared_model_names_the_way_to_accumulate():
         model.no_sync()
 
 
-def test_ddp_around_a_sharded_model_names_the_classes_that_shard_instead():
-    import torch.distributed as dist
+def test_ddp_around_a_sharded_model_names_the_classes_that_shard_instead(process_group):
     from torch.nn.parallel import DistributedDataParallel
 
     from zeroshard import Zero
 
     model = tiny()
     Zero(model)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(RuntimeError, match=r"zeroshard\.integrations, and give it ZeroPlugin\(stage="):
-            DistributedDataParallel(model)
-    finally:
-        dist.destroy_process_group()
+    with pytest.raises(RuntimeError, match=r"zeroshard\.integrations, and give it ZeroPlugin\(stage="):
+        DistributedDataParallel(model)

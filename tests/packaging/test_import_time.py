@@ -19,6 +19,11 @@ for names in (set(zeroshard.__all__) - {"consolidate", "load", "save"}, zeroshar
     for name in names:
         getattr(zeroshard, name)
     found.append(sorted(set(sys.modules) - before))
+import zeroshard.models
+with torch.device("meta"):
+    models = [zeroshard.models.build_model(name) for name in ("gpt2-demo", "llama-tiny")]
+assert all(param.is_meta for model in models for param in model.parameters())
+assert "torch._dynamo" not in sys.modules, "shapes need no compiler"
 print(json.dumps(found))
 """
 

@@ -308,32 +308,17 @@ def on_device(monkeypatch: Any, device: HazardDevice) -> None:
     made = streams.DeviceStreams(torch.device("cpu"), device)
     monkeypatch.setattr(streams.ByDevice, "__getitem__", lambda self, key: made)
     monkeypatch.setattr(wire, "record_read", device.record_stream)
-    told = {"quantise": _told_of_quantise, "dequantise": _told_of_dequantise, "dequantised_sum": _told_of_sum}
-    for name, tell in told.items():
-        monkeypatch.setattr(wire, name, tell(device, getattr(wire, name)))
+    for name, (reads, writes) in KERNELS.items():
+        monkeypatch.setattr(wire, name, _told(device, name, getattr(wire, name), reads, writes))
 
 
-def _told_of_quantise(device: HazardDevice, whole: Any) -> Any:
-    """The reference runs past a dispatch mode, by whole tensors, as a kernel does; so for the next two."""
-
-    def quantise(values: Tensor, packed: Tensor, form: Any, key: int | None = None) -> None:
-        device.access(device.current, "quantise", [values], [packed])
-        whole(values, packed, form, key)
-
-    return quantise
+# The references run past a dispatch mode, by whole tensors, as kernels do: which arguments each reads and writes.
+KERNELS = {"quantise": ((0,), (1,)), "dequantise": ((0,), (1,)), "dequantised_sum": ((0, 1), (3,))}
 
 
-def _told_of_dequantise(device: HazardDevice, whole: Any) -> Any:
-    def dequantise(packed: Tensor, values: Tensor, form: Any) -> None:
-        device.access(device.current, "dequantise", [packed], [values])
-        whole(packed, values, form)
+def _told(device: HazardDevice, name: str, whole: Any, reads: Any, writes: Any) -> Any:
+    def kernel(*args: Any) -> None:
+        device.access(device.current, name, [args[place] for place in reads], [args[place] for place in writes])
+        whole(*args)
 
-    return dequantise
-
-
-def _told_of_sum(device: HazardDevice, whole: Any) -> Any:
-    def dequantised_sum(rows: Tensor, own: Tensor, rank: int, target: Tensor, form: Any) -> None:
-        device.access(device.current, "dequantised_sum", [rows, own], [target])
-        whole(rows, own, rank, target, form)
-
-    return dequantised_sum
+    return kernel

@@ -5,13 +5,13 @@ On each stream a mistake is planted that a GPU would forgive in most steps, and 
 
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from hazards import Hazard, HazardCommunicator, HazardDevice, on_device
-from nets import NOTHING_RANDOM, WIDTH, Net
+from nets import WIDTH, Net, in_order, recomputed
 from zeroshard.checkpoint import BackgroundSaver, background
 from zeroshard.checkpoint.host_copies import HostCopies
 from zeroshard.comm.streams import DeviceStreams
@@ -23,45 +23,22 @@ from zeroshard.zero.transport import wire
 NUM_STEPS = 3
 
 
-def _in_order(net, x):
-    for block in net.blocks:
-        x = torch.tanh(block(x))
-    return x
-
-
-def _recomputed(net, x):
-    for block in net.blocks:
-        x = checkpoint(block, x, use_reentrant=False, **NOTHING_RANDOM)
-    return x
-
-
-def _skipping(net, x):
-    """Other ranks run the first block, this one does not."""
-    for block in net.blocks[1:]:
-        x = torch.tanh(block(x))
-    return x
-
-
 def _in_another_order(net, x):
     """But for the first time, after which units have their places: gradients come after their unit was reduced."""
     seen = getattr(net, "seen", False)
     net.seen = True
-    for block in net.blocks[::-1] if seen else net.blocks:
-        x = torch.tanh(block(x))
-    return x
+    return in_order(net, x, (3, 2, 1, 0) if seen else None)
 
 
 def _by_parts(net, x):
     """The first block's parts are called in its place, last, and its weights stay until backward is over."""
-    for block in net.blocks[1:]:
-        x = torch.tanh(block(x))
-    return net.blocks[0][0](x)
+    return net.blocks[0][0](in_order(net, x, skip=(0,)))
 
 
 PATHS = {
-    "in order": _in_order,
-    "recomputed": _recomputed,
-    "skipping": _skipping,
+    "in order": in_order,
+    "recomputed": recomputed,
+    "skipping": partial(in_order, skip=(0,)),  # other ranks run it
     "by parts": _by_parts,
     "another order": _in_another_order,
 }

@@ -31,14 +31,6 @@ def test_a_value_of_another_type_is_refused_by_name(given, said):
         MixedPrecision(**given)
 
 
-@pytest.mark.parametrize("prefetch", [1.5, "1", True])
-def test_an_engine_takes_no_value_of_another_type(prefetch):
-    with pytest.raises(ValueError, match=r"^prefetch must be at least 0, got "):
-        Zero(Net(), prefetch=prefetch)
-    with pytest.raises(TypeError, match=r"^precision: 'bf16' is not a MixedPrecision"):
-        Zero(Net(), precision="bf16")
-
-
 @pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_bf16_has_the_same_bits_at_every_stage(world_size, reduce_dtype):

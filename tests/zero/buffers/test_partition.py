@@ -2,36 +2,25 @@ import pytest
 import torch
 from torch import nn
 
+from nets import TiedHead
 from zeroshard.unit_choice import describe_units
 from zeroshard.zero import loaded_later
 from zeroshard.zero.buffers.partition import materialise, partition
 
-
-class Shared(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(5, 3)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)) for _ in range(2))
-        self.head = nn.Linear(3, 5, bias=False)
-        self.head.weight = self.embed.weight
+TIED = TiedHead()
 
 
 def _names(spec):
     return [name for name, _ in spec.params]
 
 
-def test_units_are_the_elements_of_outermost_module_lists():
-    root, units = partition(Shared(), None)
+def test_units_are_the_elements_of_outermost_module_lists_or_what_a_generator_yields():
+    model = TiedHead()
+    assert len(partition(model, (layer for layer in model.layers))[1]) == 2
+    root, units = partition(model, None)
     assert [unit.name for unit in units] == ["layers.0", "layers.1"]
     assert _names(units[0]) == ["layers.0.0.weight", "layers.0.0.bias", "layers.0.1.weight", "layers.0.1.bias"]
     assert _names(root) == ["embed.weight"]
-
-
-def test_units_may_be_none_a_generator_repeated_or_the_model_itself():
-    model = Shared()
-    assert partition(model, [])[1] == []
-    assert len(partition(model, (layer for layer in model.layers))[1]) == 2
-    assert len(partition(model, [model.layers[0], model.layers[0], model])[1]) == 1
 
 
 @pytest.mark.parametrize(
@@ -39,22 +28,17 @@ def test_units_may_be_none_a_generator_repeated_or_the_model_itself():
     [
         ([3], TypeError, "units: int is not an nn.Module"),
         ([nn.Linear(2, 2)], ValueError, "units: a Linear is no submodule of the model"),
+        ([TIED.layers], ValueError, "units: 'layers' is a container that is never called; give its elements"),
     ],
 )
-def test_units_that_are_not_the_models_are_refused(units, error, message):
+def test_units_that_are_not_the_models_or_never_called_are_refused(units, error, message):
     with pytest.raises(error, match=message):
-        partition(Shared(), units)
-
-
-def test_a_container_that_is_never_called_is_refused():
-    model = Shared()
-    with pytest.raises(ValueError, match="units: 'layers' is a container that is never called; give its elements"):
-        partition(model, [model.layers])
+        partition(TIED, units)
 
 
 def test_materialised_parameters_are_nan_take_no_memory_and_stay_tied():
     with torch.device("meta"):
-        model = Shared()
+        model = TiedHead()
     model.embed.weight.requires_grad_(False)
     made = materialise(model, torch.device("cpu"))
     assert model.head.weight is model.embed.weight
@@ -64,13 +48,6 @@ def test_materialised_parameters_are_nan_take_no_memory_and_stay_tied():
     assert model.embed.weight.isnan().all()
     assert not model.embed.weight.requires_grad
     assert model.layers[0][0].weight.requires_grad
-
-
-def test_a_buffer_on_the_meta_device_is_refused_by_name():
-    with torch.device("meta"):
-        model = nn.Sequential(nn.BatchNorm1d(2))
-    with pytest.raises(ValueError, match=r"0\.running_mean: the buffer is on the meta device"):
-        materialise(model, torch.device("cpu"))
 
 
 def test_a_buffer_on_the_meta_device_is_filled_by_init():
@@ -92,11 +69,13 @@ def test_a_buffer_on_the_meta_device_is_filled_by_init():
     assert model[1].tied is model[1].inv_freq
 
 
-@pytest.mark.parametrize("init", [lambda name, tensor: {}[name], lambda name, tensor: None])
-def test_a_buffer_that_init_does_not_fill_is_refused_by_name(init):
+@pytest.mark.parametrize(
+    ("init", "said"), [(None, ""), *((init, ", and `init` .*fill it") for init in (lambda name, _: {}[name], print))]
+)
+def test_a_buffer_on_the_meta_device_that_nobody_fills_is_refused_by_name(init, said):
     with torch.device("meta"):
         model = nn.Sequential(nn.BatchNorm1d(2))
-    with pytest.raises(ValueError, match=r"^0\.running_mean: the buffer is on the meta device, and `init` .*fill it"):
+    with pytest.raises(ValueError, match=rf"^0\.running_mean: the buffer is on the meta device{said}"):
         materialise(model, torch.device("cpu"), init)
 
 

@@ -5,7 +5,6 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -105,14 +104,7 @@ def test_apply_is_ordinary_where_nothing_is_sharded():
     assert (zero.state_dict()["first.weight"] == 0.25).all()
 
 
-@pytest.fixture
-def one_rank_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_other_wrappers_are_refused_around_and_inside(one_rank_group):
+def test_other_wrappers_are_refused_around_and_inside(process_group):
     net, _, _ = engine(0, world_size=1)
     with pytest.raises(RuntimeError, match=r"^DistributedDataParallel: the model is under Zero\(\)"):
         DistributedDataParallel(net)
@@ -125,7 +117,7 @@ def test_other_wrappers_are_refused_around_and_inside(one_rank_group):
         Zero(nn.Sequential(nn.DataParallel(Net())), comm=LocalCommunicator())
 
 
-def test_an_engine_inside_of_another_models_ddp_forward_is_left_alone(one_rank_group):
+def test_an_engine_inside_of_another_models_ddp_forward_is_left_alone(process_group):
     teacher, _, _ = engine(0, world_size=1)
 
     class Student(nn.Module):
@@ -138,14 +130,6 @@ def test_an_engine_inside_of_another_models_ddp_forward_is_left_alone(one_rank_g
                 return (self.own(x) - teacher(x)).square().mean()
 
     assert DistributedDataParallel(Student())(rows(0)).isfinite()
-
-
-def test_remove_gives_everything_back():
-    net, zero, _ = engine(3)
-    zero.remove()
-    net.apply(reset).double()
-    assert net.first.weight.dtype == torch.float64
-    assert "_ddp_params_and_buffers_to_ignore" not in vars(net)
 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])

@@ -1,15 +1,7 @@
 from torch import nn
 
+from nets import TiedHead
 from zeroshard.zero.core.units import partition
-
-
-class Shared(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(5, 3)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)) for _ in range(2))
-        self.head = nn.Linear(3, 5, bias=False)
-        self.head.weight = self.embed.weight
 
 
 def _names(spec):
@@ -17,14 +9,14 @@ def _names(spec):
 
 
 def test_every_parameter_has_one_home():
-    model = Shared()
+    model = TiedHead()
     root, *units = partition(model, model.layers)
     homes = [param for spec in (root, *units) for _, param in spec.params]
     assert len(homes) == len(set(homes)) == len(list(model.parameters()))
 
 
 def test_weights_tied_across_units_belong_to_the_root():
-    model = Shared()
+    model = TiedHead()
     model.layers[1][0].weight = model.layers[0][0].weight
     root, *units = partition(model, model.layers)
     assert _names(root) == ["embed.weight", "layers.0.0.weight"]
@@ -32,21 +24,21 @@ def test_weights_tied_across_units_belong_to_the_root():
 
 
 def test_weights_tied_within_a_unit_stay_in_it():
-    model = Shared()
+    model = TiedHead()
     model.layers[0][1].weight = model.layers[0][0].weight
     _, *units = partition(model, model.layers)
     assert _names(units[0]) == ["layers.0.0.weight", "layers.0.0.bias", "layers.0.1.bias"]
 
 
 def test_a_module_registered_in_two_units_gives_its_parameters_to_the_root():
-    model = Shared()
+    model = TiedHead()
     model.layers[1][0] = model.layers[0][0]
     root, *_ = partition(model, model.layers)
     assert _names(root) == ["embed.weight", "layers.0.0.weight", "layers.0.0.bias"]
 
 
 def test_the_innermost_unit_wins():
-    model = Shared()
+    model = TiedHead()
     _, *units = partition(model, [model.layers[0], model.layers[0][1]])
     assert [(unit.name, _names(unit)) for unit in units] == [
         ("layers.0", ["layers.0.0.weight", "layers.0.0.bias"]),
@@ -55,13 +47,13 @@ def test_the_innermost_unit_wins():
 
 
 def test_units_keep_the_order_given_and_need_parameters():
-    model = Shared()
+    model = TiedHead()
     model.layers.append(nn.ReLU())
     _, *units = partition(model, [*reversed(model.layers)])
     assert [unit.name for unit in units] == ["layers.1", "layers.0"]
 
 
 def test_a_unit_given_twice_is_one_and_the_model_is_the_root():
-    model = Shared()
+    model = TiedHead()
     assert [unit.name for unit in partition(model, [])] == ["root"]
     assert [unit.name for unit in partition(model, [model.layers[0], model.layers[0], model])] == ["root", "layers.0"]

@@ -300,6 +300,8 @@ def test_parameters_that_cannot_be_used_are_refused_in_words():
             zero.optimizer(torch.optim.SGD, params, lr=0.1)
     with pytest.raises(TypeError, match=r"optimizer_cls: .* is not a torch.optim.Optimizer class"):
         zero.optimizer("AdamW")
+    with pytest.raises(TypeError, match=r"^optimizer_cls: an AdamW object is not a torch.optim.Optimizer class; give "):
+        zero.optimizer(torch.optim.AdamW(net.parameters()))
     with pytest.raises(ValueError, match="Invalid learning rate"):
         zero.optimizer(torch.optim.SGD, lr=-1.0)
     zero.optimizer(torch.optim.SGD, lr=0.1)  # what was refused has taken nothing
@@ -532,15 +534,11 @@ def test_what_cannot_move_is_said_before_it_moves():
     with pytest.raises(RuntimeError, match="AdamW has state of parameters beside them; make such optimizers"):
         make()
     assert [group for unit in zero.units for group in unit.groups] == groups
-
-
-def test_state_that_was_loaded_cannot_move_either():
     net = Net()
     zero = Zero(net, comm=NullCommunicator(2))
-    adamw = zero.optimizer(torch.optim.AdamW, others(net))
-    adamw.load_state_dict(torch.optim.AdamW(others(net)).state_dict())
+    zero.optimizer(torch.optim.AdamW, others(net)).load_state_dict(torch.optim.AdamW(others(net)).state_dict())
     with pytest.raises(RuntimeError, match="AdamW has state of parameters beside them"):
-        zero.optimizer(torch.optim.Muon, matrices(net))
+        make()
 
 
 def test_state_that_a_class_makes_when_it_is_built_is_made_for_the_new_pieces():

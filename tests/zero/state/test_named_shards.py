@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from nets import Net, rows
+from nets import Net, in_order, rows
 from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
 from zeroshard.errors import UserError
 from zeroshard.zero import STAGES, NamedShard, Zero
@@ -51,12 +51,6 @@ def _net():
     net.empty = nn.Parameter(torch.empty(0))
     net.path = lambda net, x: in_order(net, x) * net.scale
     return net
-
-
-def in_order(net, x):
-    for block in net.blocks:
-        x = torch.tanh(block(x))
-    return x
 
 
 def _optimizers(zero, name):
