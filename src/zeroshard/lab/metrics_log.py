@@ -9,30 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.regular_files import json_of, open_binary
+from zeroshard.train.records.records import StepRecord
 
 NAMED = "val_loss/"  # prefix of the losses of additional validation sets, by name
 _NUMBERS = frozenset((int, float, bool))
-
-
-@dataclass(frozen=True)
-class Step:
-    """One optimizer step, as `zeroshard.train.records.records.StepRecord` was written; NaN if the log has null.
-
-    Attributes:
-        exposed_s: seconds for which rank 0 waited for communication, by kind ("weights/forward", ...).
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    step_s: float
-    tokens: int
-    tokens_per_s: float
-    mfu: float
-    memory_bytes: Mapping[str, int]
-    exposed_s: Mapping[str, float]
-    skipped: bool
 
 
 @dataclass(frozen=True)
@@ -56,14 +36,15 @@ class MetricsLog:
 
     Attributes:
         start: the last ``start`` event.
-        steps, evaluations: records by step number.
+        steps, evaluations: records by step number. A number that the log has as null is NaN. Of a step's ``exposed_s``
+            the log has the sums over units, by kind (``weights/forward``, ...).
         begun, last_at: time of day of the first and of the last event, as ISO 8601; empty if the log has no times.
         torn: whether the last line is incomplete, as it is if the run was killed while it wrote.
         problem: which lines cannot be parsed, or why the file cannot be read; empty if there is no problem.
     """
 
     start: dict[str, Any] = field(default_factory=dict)
-    steps: dict[int, Step] = field(default_factory=dict)
+    steps: dict[int, StepRecord] = field(default_factory=dict)
     evaluations: dict[int, Evaluation] = field(default_factory=dict)
     begun: str = ""
     last_at: str = ""
@@ -111,8 +92,8 @@ def read_log(path: Path) -> MetricsLog:
     return log
 
 
-def _step(entry: Mapping[str, Any]) -> Step:
-    return Step(
+def _step(entry: Mapping[str, Any]) -> StepRecord:
+    return StepRecord(
         step=int(entry["step"]),
         loss=number_of(entry["loss"]),
         grad_norm=number_of(entry["grad_norm"]),
@@ -120,7 +101,7 @@ def _step(entry: Mapping[str, Any]) -> Step:
         step_s=number_of(entry["step_s"]),
         tokens=int(entry["tokens"]),
         tokens_per_s=number_of(entry["tokens_per_s"]),
-        mfu=number_of(entry.get("mfu")),
+        mfu=None if entry.get("mfu") is None else float(entry["mfu"]),
         memory_bytes=_numbers(entry.get("memory_bytes")),
         exposed_s=_numbers(entry.get("exposed_s")),
         skipped=bool(entry.get("skipped")),

@@ -21,9 +21,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from zeroshard.lab.metrics_log import Evaluation, Step, number_of, read_log, why_unread
+from zeroshard.lab.metrics_log import Evaluation, number_of, read_log, why_unread
 from zeroshard.regular_files import json_of, read_text, toml_of
 from zeroshard.train.config.toml import RESOLVED, as_resolved
+from zeroshard.train.records.records import StepRecord
 from zeroshard.train.state.lock import LOCK
 
 State = Literal["done", "failed", "running", "unfinished", "damaged"]
@@ -93,7 +94,7 @@ class RunResult:
     state: State
     config: Mapping[str, Any]
     start: Mapping[str, Any]
-    steps: tuple[Step, ...]
+    steps: tuple[StepRecord, ...]
     evaluations: tuple[Evaluation, ...]
     summary: Mapping[str, Any]
     link: LinkFacts | None
@@ -103,12 +104,12 @@ class RunResult:
     given: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
-    def settled(self) -> tuple[Step, ...]:
+    def settled(self) -> tuple[StepRecord, ...]:
         """The steps after the warm-up steps, or all steps if there are no others."""
         return self.steps[WARM_UP_STEPS:] or self.steps
 
     @cached_property
-    def rounds(self) -> tuple[tuple[Step, ...], ...]:
+    def rounds(self) -> tuple[tuple[StepRecord, ...], ...]:
         """The settled steps in rounds, from one synchronisation of replicas to the next. Each step is its own round
         if replicas take no local steps, or if the run did not complete a round of them.
         """
@@ -292,7 +293,7 @@ def _link(found: Any, problems: list[str]) -> LinkFacts | None:
         return None
 
 
-def _rate(steps: Sequence[Step]) -> float:
+def _rate(steps: Sequence[StepRecord]) -> float:
     """Tokens per second over several steps together, from the rate of each step."""
     if len(steps) == 1:
         return steps[0].tokens_per_s

@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
@@ -41,7 +42,6 @@ from zeroshard.errors import ExitStatus
 from zeroshard.launch.ending import Ending, root_cause
 from zeroshard.launch.environment import child_environment, count_restart, variable
 from zeroshard.launch.forked import POLL_S, StartedRank, can_fork, fork_command, spawn_command
-from zeroshard.launch.leftovers import owned_folder
 from zeroshard.launch.one_host import OneHost
 from zeroshard.launch.rank_exit import end_at_once
 from zeroshard.launch.rendezvous_address import UNREACHABLE_AFTER_S, RendezvousAddress, watch
@@ -94,7 +94,7 @@ def run_elastic(
             handler = SeveralHosts.at(rendezvous, run_id)
     except RendezvousConnectionError:
         return Ending(ExitStatus.PEER_LOST, f"rdzv_endpoint: nobody answers at {rendezvous.endpoint}; start there too")
-    with owned_folder("zeroshard-launch-") as log_dir, _ended_where_cut_off(rendezvous, log_dir):
+    with TemporaryDirectory(prefix="zeroshard-launch-") as log_dir, _ended_where_cut_off(rendezvous, log_dir):
         agent = _agent(words, nproc, rendezvous, handler, max_restarts, max_stage_raises, grace_s, log_dir)
         return _run(agent, handler, rendezvous)
 

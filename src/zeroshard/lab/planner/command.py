@@ -14,13 +14,7 @@ from zeroshard.lab.planner.advice import describe, recommended
 from zeroshard.lab.planner.compare_gpus import Comparison, Offer, Refusal
 from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.planner.explain import explain
-from zeroshard.lab.planner.inverse import (
-    Answer,
-    crossover,
-    fewest,
-    largest_micro_batch,
-    lowest_bandwidth,
-)
+from zeroshard.lab.planner.inverse import Answer, crossover, fewest, largest_micro_batch, lowest_bandwidth
 from zeroshard.lab.planner.plan import check_node_copy, check_wire_nodes, micro_batches, plan
 from zeroshard.lab.planner.plan_rows import Plan, Row
 from zeroshard.lab.planner.planner import Planner, planner_for
@@ -159,34 +153,27 @@ def chosen_row(config: PlanConfig, found: Plan) -> Row:
     return recommended(rows) or min(rows, key=lambda row: row.needed_bytes)
 
 
+_ALIKE = (
+    *("network", "gpus_per_node", "dtype", "optimizer", "prefetch", "reshard_after_forward", "kernels", "attention"),
+    *("document_mask", "headroom", "autocast"),
+)
+_OR_NONE = ("within_node", "node_copy", "reproducible", "global_batch", "seq_len")  # here 0 or empty means None
+
+
 def arguments(config: PlanConfig) -> dict[str, Any]:
     """The arguments (`Given`) of `plan` and `planner_for`."""
     return {
+        **{name: getattr(config, name) for name in _ALIKE},
+        **{name: getattr(config, name) or None for name in _OR_NONE},
         "model": config.model.name,
         "overrides": model_overrides(config.model),
         "world_size": config.gpus,
         "gpu": find_device(config.gpu),
-        "network": config.network,
-        "within_node": config.within_node or None,
-        "gpus_per_node": config.gpus_per_node,
-        "node_copy": config.node_copy or None,
-        "reproducible": config.reproducible or None,
-        "global_batch": config.global_batch or None,
-        "seq_len": config.seq_len or None,
-        "dtype": config.dtype,
         "wire": config.wire.as_precision(DTYPES),
         "reduce_dtype": None if config.reduce_dtype == "master" else config.reduce_dtype,
-        "optimizer": config.optimizer,
         "accumulate": None if config.accumulate == "auto" else config.accumulate,
-        "prefetch": config.prefetch,
-        "reshard_after_forward": config.reshard_after_forward,
-        "kernels": config.kernels,
         "impl": "compile" if config.compile else None if config.impl == "auto" else config.impl,
-        "attention": config.attention,
-        "document_mask": config.document_mask,
         "lora": lora_of(config.lora),
-        "headroom": config.headroom,
-        "autocast": config.autocast,
     }
 
 

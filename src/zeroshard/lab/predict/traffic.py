@@ -21,8 +21,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate as accumulated
 from operator import or_
+from typing import Any
 
-from zeroshard.lab.predict.actions import Accumulate, Issue, Message, Settings, Step
+from zeroshard.lab.predict.actions import Issue, Message, Settings, Step
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.memory import OptimizerState
@@ -36,13 +37,8 @@ def messages(
     strategy: ShardingStrategy,
     precision: MixedPrecision | None = None,
     *,
-    num_micro: int = 1,
-    accumulate: Accumulate | None = None,
-    prefetch: int = 1,
-    uniform_order: bool = True,
-    num_replicas: int = 1,
     flows: Sequence[bool] | None = None,
-    reproducible: int | None = None,
+    **settings: Any,
 ) -> list[Message]:
     """The collectives of any step but the first, in the order of issue.
 
@@ -51,30 +47,15 @@ def messages(
     Args:
         buffers: the model's flat buffers, root first, laid out for the world size, or for the ``shard_size`` if there
             is one.
-        strategy: the row of the stage table.
-        precision: the dtype policy.
-        num_micro: micro-batches of the step.
-        accumulate: as `Zero` takes it.
-        prefetch: as `Zero` takes it; it changes the order of collectives and adds none.
-        uniform_order: the communicator's `zeroshard.comm.Communicator.uniform_order`.
-        num_replicas: number of ranks that hold the same shard: the world size divided by ``shard_size``.
+        strategy, precision: the row of the stage table, and the dtype policy.
         flows: for each unit but the root, whether a backward goes through it; None: through all of them.
-        reproducible: as `Zero` takes it.
+        settings: the other fields of `Settings`.
     """
     units = tuple(dict.fromkeys(buffer.unit for buffer in buffers if buffer.unit != "root"))
-    settings = Settings(
-        strategy,
-        precision or MixedPrecision(),
-        num_micro,
-        accumulate,
-        prefetch,
-        num_replicas,
-        uniform_order,
-        reproducible=reproducible,
-    )
     events = _events([True] * len(units) if flows is None else flows)
     trace = Trace(units, tuple(map(Span, events)), input_bytes=0, tokens=0)
-    return step_of(trace, buffers, OptimizerState(0), settings).messages()
+    chosen = Settings(strategy, precision or MixedPrecision(), **settings)
+    return step_of(trace, buffers, OptimizerState(0), chosen).messages()
 
 
 def flows_of(buffers: Iterable[Buffer]) -> list[bool]:

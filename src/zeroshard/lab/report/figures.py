@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from zeroshard.lab.report.entries import Entry, ReportContents
 from zeroshard.lab.report.figure import Figure
-from zeroshard.lab.report.marks import LeftOutError
+from zeroshard.lab.report.marks import LeftOutError, numbered
 from zeroshard.lab.report.run_figures import loss, memory, predictions
 from zeroshard.lab.report.single_run import curves_of, memory_of
 from zeroshard.lab.report.speed import communication, relative, throughput
@@ -41,7 +41,7 @@ def figures_of(material: ReportContents) -> Drawn:
             figures += [_with_note(_rightly_scaled(figure), entries) for figure in draw()]
         except LeftOutError as why:
             missing.append(f"{kind}: {why}")
-    return figures, missing
+    return numbered(figures), missing
 
 
 def _of_one(run: RunResult, entries: Sequence[Entry]) -> dict[str, Callable[[], list[Figure]]]:

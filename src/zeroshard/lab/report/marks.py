@@ -151,21 +151,15 @@ def only_first(shown: Sequence[Entry], entries: Sequence[Entry], caption: str) -
     return f"{caption} The first {len(shown)} of {len(entries)}; the table has all.".strip()
 
 
-def bandwidth(entry: Entry) -> float:
-    """The bandwidth of an entry's links in bytes per second: its position on the bandwidth axis."""
-    return entry.bytes_per_s
-
-
 def bandwidth_axis(group: Iterable[Entry]) -> Axis:
     """A bandwidth axis whose ticks are the requested bandwidths of the entries."""
-    return Axis("bandwidth of a link", log=True, ticks=bandwidth_ticks(bandwidth(entry) for entry in group))
+    return Axis("bandwidth of a link", log=True, ticks=bandwidth_ticks(entry.bytes_per_s for entry in group))
 
 
 def bandwidth_ticks(rates: Iterable[float]) -> dict[float, str]:
     """Labels by bandwidth for up to eight of ``rates``, so that the labels do not overlap."""
     known = sorted(set(rates))
-    step = -(-len(known) // 8)
-    return {rate: bandwidth_in_words(rate) for rate in known[::step]}
+    return {rate: bandwidth_in_words(rate) for rate in known[:: -(-len(known) // 8)]}
 
 
 def rank_of_strategy(entry: Entry) -> int:

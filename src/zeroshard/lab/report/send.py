@@ -11,7 +11,6 @@ from zeroshard.lab.run_folders import RunResult
 from zeroshard.lab.sweep.results import SWEEP
 from zeroshard.train.config.sections import TRACKERS, TrackConfig
 from zeroshard.train.config.validate import by_dotted_name, nearest
-from zeroshard.train.records.records import StepRecord
 from zeroshard.train.records.trackers import make_tracker, require_trackers, values_of, values_of_eval
 
 
@@ -51,19 +50,7 @@ def _send(run: RunResult, to: str, name: str) -> None:
     tracker = make_tracker(to, TrackConfig(to=(to,), name=name, group=group), run.folder)
     tracker.start(by_dotted_name({**run.config, "run": run.start}))
     for step in run.steps:
-        record = StepRecord(
-            step=step.step,
-            loss=step.loss,
-            grad_norm=step.grad_norm,
-            lr=step.lr,
-            step_s=step.step_s,
-            tokens=step.tokens,
-            tokens_per_s=step.tokens_per_s,
-            mfu=step.mfu if math.isfinite(step.mfu) else None,
-            memory_bytes=step.memory_bytes,
-            exposed_s=step.exposed_s,
-        )
-        tracker.log(values_of(record), step.step)
+        tracker.log(values_of(step), step.step)
     for each in run.evaluations:
         average = each.ema_loss if math.isfinite(each.ema_loss) else None
         tracker.log(values_of_eval(each.loss, average, each.named), each.step)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from zeroshard.lab.metrics_log import Step
 from zeroshard.lab.planner.show import size
 from zeroshard.lab.report.entries import flat
 from zeroshard.lab.report.figure import CYCLE, Axis, Figure, Series
@@ -18,6 +17,7 @@ from zeroshard.lab.report.run_figures import held, memory_unit, stacked, thinned
 from zeroshard.lab.run_folders import RunResult
 from zeroshard.parallel.registry import STRATEGIES
 from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.records.records import StepRecord
 
 MOST_KINDS = 6  # kinds of exposed communication with a curve of their own
 _FROM_STAGE = {"optimizer": 1, "master": 1, "ema": 1, "grads": 2, "params": 3}  # the first stage that shards it
@@ -31,7 +31,7 @@ class Curve:
 
     title: str
     y_title: str
-    value: Callable[[Step], float]
+    value: Callable[[StepRecord], float]
     from_zero: bool = True
 
 
@@ -137,7 +137,7 @@ def _kinds_exposed(run: RunResult) -> list[Series]:
     return series
 
 
-def _past_warm_up(run: RunResult) -> Sequence[Step]:
+def _past_warm_up(run: RunResult) -> Sequence[StepRecord]:
     """All steps but the first, whose time would stretch the axis."""
     return run.steps[1:] or run.steps
 

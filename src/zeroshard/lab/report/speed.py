@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 from zeroshard.lab.report.entries import OF_LINKS, Entry
 from zeroshard.lab.report.figure import SKY, VERMILLION, Axis, Figure, Series, bandwidth_in_words
@@ -12,19 +13,18 @@ from zeroshard.lab.report.marks import (
     MOST_BARS,
     LeftOutError,
     alone,
-    bandwidth,
     bandwidth_axis,
     bars,
     by_strategy,
     groups,
     lines,
-    numbered,
     only_first,
     rank_of_strategy,
     titled,
 )
 from zeroshard.lab.run_folders import Spread, scaled
 
+bandwidth = attrgetter("bytes_per_s")  # of an entry: its place on the bandwidth axis
 ENDS = ("low", "high")  # attributes of a `Spread`: the ends of error bars
 
 
@@ -57,7 +57,7 @@ def throughput(entries: Sequence[Entry]) -> list[Figure]:
                 lambda e: e.case.tokens_per_s,
             )
         )
-    return numbered(figures)
+    return figures
 
 
 def communication(entries: Sequence[Entry]) -> list[Figure]:
@@ -98,7 +98,7 @@ def communication(entries: Sequence[Entry]) -> list[Figure]:
                 only_first(shown, entries, caption),
             )
         )
-    return numbered(figures)
+    return figures
 
 
 def relative(entries: Sequence[Entry]) -> list[Figure]:
@@ -125,7 +125,7 @@ def relative(entries: Sequence[Entry]) -> list[Figure]:
         figures.append(replace(figure, caption=caption))
     if not figures:
         raise LeftOutError("needs two strategies at two bandwidths")
-    return numbered(figures)
+    return figures
 
 
 def _winners(group: Sequence[Entry]) -> str:
