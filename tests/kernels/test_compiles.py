@@ -40,8 +40,8 @@ def test_every_launcher_launches_on_the_device_of_its_tensors():
 
 # The most registers of a thread on any of the three, of Triton 3.6 and 3.7. Twice as many halve how many threads work.
 REGISTERS = {
-    "_forward": 64, "_backward_held": 128, "_add_parts": 48, "_backward_strips": 32,
-    "_partial_grads": 64, "_rope_kernel": 48, "_forward_kernel": 32, "_backward_kernel": 56, "_loss_kernel": 96,
+    "_forward": 64, "_backward_held": 128, "_backward_reread": 128, "_backward_wide": 64, "_add_parts": 48,
+    "_rope_kernel": 48, "_forward_kernel": 32, "_backward_kernel": 56, "_loss_kernel": 96,
     "_gradient_kernel": 40, "_adamw_kernel": 128, "_carry_kernel": 56,
     "_quantise_kernel": 72, "_dequantise_kernel": 40,
 }  # fmt: skip
@@ -68,4 +68,4 @@ def test_every_kernel_compiles_spills_nothing_and_takes_no_more_registers(capabi
     for each in compiled:
         assert each["spilled_bytes"] == 0, each
         assert each["registers"] <= REGISTERS[each["name"]], each
-        assert each["shared_bytes"] <= 8192, each
+        assert each["shared_bytes"] <= 16384, each

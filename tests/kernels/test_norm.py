@@ -99,10 +99,13 @@ def test_more_elements_than_a_32_bit_offset_can_name(triton, device):
 @pytest.mark.parametrize("width", [128, 200])
 def test_rows_too_wide_to_be_held(operation, width, triton, random, monkeypatch):
     """Strips that are full and not, at a hundredth of the width that they begin at."""
-    for name in ("HELD", "STRIP"):
+    for name in ("HELD", "STRIP", "REREAD_STRIP"):
         monkeypatch.setattr(norm_kernels, name, 64)
+    monkeypatch.setattr(norm_kernels, "PART_BYTES", 5 * width * 4 * 2)  # a part of 5 fp32 rows, another of 2
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        compare(operation, *drawn(operation, random, (3, width), dtype))
+        compare(operation, *drawn(operation, random, (7, width), dtype))
+    monkeypatch.setattr(norm_kernels, "REREAD", 0)
+    compare(operation, *drawn(operation, random, (7, width), torch.bfloat16))
 
 
 @pytest.mark.parametrize(("operation", "shape"), [("rms_norm", (1, 65536)), ("layer_norm", (4097, 1))])

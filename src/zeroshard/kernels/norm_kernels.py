@@ -15,7 +15,11 @@ from torch import Tensor
 from zeroshard.kernels.launch import accumulator, jit, next_power_of_2, num_multiprocessors, opaque, tl
 
 HELD = 8192  # widest row that backward keeps in registers, with its gradient and their sums
-STRIP = 8192  # columns of a wider row that are processed at a time
+REREAD = 16384  # widest row of 2-byte elements whose sums over rows backward keeps in registers, and not the row
+REREAD_STRIP = 4096  # columns of it that are processed at a time
+PART_BYTES = 2**22  # of x and dy in the rows of a part of the weight gradients, for wider rows: several fit in L2
+MAX_PARTS = 512
+STRIP = 8192  # columns of a wider row that are processed at a time for dx
 
 # ------------------------------------------------------------------------------------------------------ kernels
 
@@ -119,6 +123,95 @@ def _backward_held(
 
 
 @jit
+def _sums_of_strip(
+    x, dy, weight_ptr, cols, mean, rstd, CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    """Return the sums of g z and, if CENTRED, of g over a strip of a row, of x and dy in their own dtypes."""
+    z, g = x.to(ACC), dy.to(ACC)
+    if CENTRED:
+        z = tl.where(cols < WIDTH, z - mean, 0.0)
+    if HAS_WEIGHT:
+        g *= tl.load(weight_ptr + cols, mask=cols < WIDTH, other=0.0).to(ACC)
+    sum_g = tl.sum(g, axis=0) if CENTRED else rstd
+    return tl.sum(g * (z * rstd), axis=0), sum_g
+
+
+@jit
+def _backward_reread(
+    dy_ptr, d_summed_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, parts_ptr, num_rows, dy_stride,
+    d_summed_stride, x_stride, CENTRED: tl.constexpr, HAS_D_SUMMED: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    NUM_GRADS: tl.constexpr, WIDTH: tl.constexpr, STRIPS: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """For rows of which registers have room for the sums over rows, and not for x and dy beside them.
+
+    A row is read for its two averages, and again, from L1 or L2, for dx: a strip after each strip of the next row.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    num_programs = tl.num_programs(0)
+    d_weight = ()
+    d_bias = ()
+    for _ in tl.static_range(STRIPS):
+        d_weight = d_weight + (tl.zeros((BLOCK,), ACC),)  # noqa: RUF005 -- Triton has no starred ones
+        if NUM_GRADS > 1:
+            d_bias = d_bias + (tl.zeros((BLOCK,), ACC),)  # noqa: RUF005
+    mean_gz = tl.full([], 0.0, ACC)
+    mean_g = tl.full([], 0.0, ACC)
+    rstd = tl.load(rstd_ptr + program)
+    mean = tl.load(mean_ptr + program) if CENTRED else rstd
+    for strip in tl.static_range(STRIPS):
+        cols = strip * BLOCK + tl.arange(0, BLOCK)
+        x_next = tl.load(x_ptr + program * x_stride + cols, mask=cols < WIDTH, other=0.0)
+        dy_next = tl.load(dy_ptr + program * dy_stride + cols, mask=cols < WIDTH, other=0.0)
+        sum_gz, sum_g = _sums_of_strip(x_next, dy_next, weight_ptr, cols, mean, rstd, CENTRED, HAS_WEIGHT, WIDTH, ACC)
+        mean_gz += sum_gz / WIDTH
+        mean_g += sum_g / WIDTH
+    for row in range(program, num_rows, num_programs):
+        after = row + num_programs
+        exists = after < num_rows
+        rstd_next = tl.load(rstd_ptr + after, mask=exists, other=0.0)
+        mean_next = tl.load(mean_ptr + after, mask=exists, other=0.0) if CENTRED else rstd
+        next_gz = tl.full([], 0.0, ACC)
+        next_g = tl.full([], 0.0, ACC)
+        added_weight = ()
+        added_bias = ()
+        for strip in tl.static_range(STRIPS):
+            cols = strip * BLOCK + tl.arange(0, BLOCK)
+            in_row = cols < WIDTH
+            x_next = tl.load(x_ptr + after * x_stride + cols, mask=in_row & exists, other=0.0)
+            dy_next = tl.load(dy_ptr + after * dy_stride + cols, mask=in_row & exists, other=0.0)
+            x = tl.load(x_ptr + row * x_stride + cols, mask=in_row, other=0.0, eviction_policy="evict_first").to(ACC)
+            dy = tl.load(dy_ptr + row * dy_stride + cols, mask=in_row, other=0.0, eviction_policy="evict_first").to(ACC)
+            z = (x - mean) * rstd if CENTRED else x * rstd
+            added_weight = added_weight + (d_weight[strip] + dy * z,)  # noqa: RUF005
+            if NUM_GRADS > 1:
+                added_bias = added_bias + (d_bias[strip] + dy,)  # noqa: RUF005
+            dx = dy
+            if HAS_WEIGHT:
+                dx = dy * tl.load(weight_ptr + cols, mask=in_row, other=0.0).to(ACC)
+            dx = dx - z * mean_gz
+            if CENTRED:
+                dx -= mean_g
+            dx *= rstd
+            if HAS_D_SUMMED:
+                dx += tl.load(d_summed_ptr + row * d_summed_stride + cols, mask=in_row, other=0.0).to(ACC)
+            tl.store(dx_ptr + row * WIDTH + cols, dx.to(dx_ptr.dtype.element_ty), mask=in_row)
+            sum_gz, sum_g = _sums_of_strip(
+                x_next, dy_next, weight_ptr, cols, mean_next, rstd_next, CENTRED, HAS_WEIGHT, WIDTH, ACC
+            )
+            next_gz += sum_gz / WIDTH
+            next_g += sum_g / WIDTH
+        d_weight = added_weight
+        d_bias = added_bias
+        mean_gz, mean_g, rstd, mean = next_gz, next_g, rstd_next, mean_next
+    for strip in tl.static_range(STRIPS):
+        cols = strip * BLOCK + tl.arange(0, BLOCK)
+        tl.store(parts_ptr + program * WIDTH + cols, d_weight[strip], mask=cols < WIDTH)
+        if NUM_GRADS > 1:
+            tl.store(parts_ptr + (num_programs + program) * WIDTH + cols, d_bias[strip], mask=cols < WIDTH)
+
+
+@jit
 def _load_strip(
     dy_ptr, x_ptr, weight_ptr, row, dy_stride, x_stride, cols, HAS_WEIGHT: tl.constexpr, WIDTH: tl.constexpr,
     ACC: tl.constexpr,
@@ -132,12 +225,12 @@ def _load_strip(
 
 
 @jit
-def _backward_strips(
-    dy_ptr, d_summed_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dy_stride, d_summed_stride, x_stride,
+def _write_dx(
+    dy_ptr, d_summed_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, row, dy_stride, d_summed_stride, x_stride,
     CENTRED: tl.constexpr, HAS_D_SUMMED: tl.constexpr, HAS_WEIGHT: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    """Write dx of one row, strip by strip, which needs all of its strips before."""
     rstd = tl.load(rstd_ptr + row)
     mean = tl.load(mean_ptr + row) if CENTRED else tl.full([], 0.0, ACC)
     sum_gz = tl.full([], 0.0, ACC)
@@ -160,29 +253,57 @@ def _backward_strips(
 
 
 @jit
-def _partial_grads(
-    dy_ptr, x_ptr, mean_ptr, rstd_ptr, parts_ptr, num_rows, dy_stride, x_stride, CENTRED: tl.constexpr,
-    NUM_GRADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
+def _write_part(
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, parts_ptr, part, num_parts, cols, first, end, dy_stride, x_stride,
+    CENTRED: tl.constexpr, NUM_GRADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
-    """Partial weight gradients for rows too wide for registers: programs split the columns, and alternate in rows."""
-    program = tl.program_id(1).to(tl.int64)
-    num_programs = tl.num_programs(1)
-    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """Write some columns of a part of the weight gradients: their sums over the rows from ``first`` to ``end``."""
     d_weight = tl.zeros((ROWS, BLOCK), ACC)
     d_bias = tl.zeros((ROWS, BLOCK), ACC)
-    for tile in range(program, tl.cdiv(num_rows, ROWS), num_programs):
-        rows = tile * ROWS + tl.arange(0, ROWS)
-        mask = (rows < num_rows)[:, None] & (cols < WIDTH)[None, :]
+    for start in range(first, end, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        mask = (rows < end)[:, None] & (cols < WIDTH)[None, :]
         dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
         x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
         if CENTRED:
-            x -= tl.load(mean_ptr + rows, mask=rows < num_rows, other=0.0)[:, None]
-        d_weight += dy * (x * tl.load(rstd_ptr + rows, mask=rows < num_rows, other=0.0)[:, None])
+            x -= tl.load(mean_ptr + rows, mask=rows < end, other=0.0)[:, None]
+        d_weight += dy * (x * tl.load(rstd_ptr + rows, mask=rows < end, other=0.0)[:, None])
         d_bias += dy
-    parts_ptr += program * WIDTH + cols
-    tl.store(parts_ptr, tl.sum(d_weight, axis=0), mask=cols < WIDTH)
+    tl.store(parts_ptr + part * WIDTH + cols, tl.sum(d_weight, axis=0), mask=cols < WIDTH)
     if NUM_GRADS > 1:
-        tl.store(parts_ptr + num_programs.to(tl.int64) * WIDTH, tl.sum(d_bias, axis=0), mask=cols < WIDTH)
+        tl.store(parts_ptr + (num_parts + part) * WIDTH + cols, tl.sum(d_bias, axis=0), mask=cols < WIDTH)
+
+
+@jit
+def _backward_wide(
+    dy_ptr, d_summed_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, parts_ptr, num_rows, num_parts, part_rows,
+    dy_stride, d_summed_stride, x_stride, CENTRED: tl.constexpr, HAS_D_SUMMED: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, NEEDS_DX: tl.constexpr, NUM_GRADS: tl.constexpr, WIDTH: tl.constexpr,
+    STRIP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """For rows too wide for registers. Programs of a group of rows: one for dx of each, then some for their part.
+
+    The programs of a group run at about the same time, so the second ones find x and dy in L2.
+    """
+    num_dx = part_rows if NEEDS_DX else 0
+    num_programs = num_dx + (tl.cdiv(WIDTH, BLOCK) if NUM_GRADS > 0 else 0)
+    program = tl.program_id(0).to(tl.int64)
+    part, job = program // num_programs, program % num_programs
+    first = part * part_rows
+    if job < num_dx:
+        if first + job < num_rows:
+            _write_dx(
+                dy_ptr, d_summed_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, first + job, dy_stride,
+                d_summed_stride, x_stride, CENTRED, HAS_D_SUMMED, HAS_WEIGHT, WIDTH, STRIP, ACC,
+            )  # fmt: skip
+    elif NUM_GRADS > 0:
+        cols = (job - num_dx) * BLOCK + tl.arange(0, BLOCK)
+        end = tl.minimum(first + part_rows, num_rows)
+        _write_part(
+            dy_ptr, x_ptr, mean_ptr, rstd_ptr, parts_ptr, part, num_parts, cols, first, end, dy_stride, x_stride,
+            CENTRED, NUM_GRADS, WIDTH, ROWS, BLOCK, ACC,
+        )  # fmt: skip
 
 
 @jit
@@ -279,26 +400,36 @@ def norm_backward(
     common = {"CENTRED": mean is not None, "WIDTH": width, "ACC": acc}
     flags = {"HAS_D_SUMMED": d_summed is not None, "HAS_WEIGHT": weight is not None}
     strides = (dy.stride(0), _or(d_summed, dy).stride(0), x.stride(0))
-    multiprocessors = num_multiprocessors(x.device)
-    held = width <= HELD
-    tile = tile_for(width, numel=2048, per_thread=16) if held else Tile(4, 1024, 8)
-    # As many programs as fit in a multiprocessor's registers, at 128 (8 warps and more) to 160 registers per thread.
-    num_parts = min(-(-num_rows // tile.rows), multiprocessors * {16: 1, 8: 2, 4: 3}.get(tile.num_warps, 6))
-    parts = torch.empty(num_grads, num_parts, width, dtype=rstd.dtype, device=x.device)
-    shapes = {"NUM_GRADS": num_grads, "ROWS": tile.rows, "BLOCK": tile.block, "num_warps": tile.num_warps}
-    if held:
-        shapes |= {"NEEDS_DX": dx is not None, "num_stages": 1}  # the kernel prefetches itself
-        tensors = (dy, _or(d_summed, dy), *saved, _or(dx, dy), parts if num_grads else rstd)
-        _backward_held[(num_parts,)](*tensors, num_rows, *strides, **common, **flags, **shapes)
-    elif dx is not None:
-        tensors = (dy, _or(d_summed, dy), *saved, dx)
-        _backward_strips[(num_rows,)](*tensors, *strides, **common, **flags, BLOCK=STRIP, num_warps=16)
-    if grads is None:
-        return
-    if not held:
-        tensors, strides = (dy, x, _or(mean, rstd), rstd, parts), (dy.stride(0), x.stride(0))
-        _partial_grads[(-(-width // tile.block), num_parts)](*tensors, num_rows, *strides, **common, **shapes)
-    _add_parts[(-(-width // 64), num_grads)](parts, grads, num_parts, WIDTH=width, ROWS=32, BLOCK=64, ACC=acc)
+    tensors = (dy, _or(d_summed, dy), *saved, _or(dx, dy))
+    if width <= HELD:
+        tile = tile_for(width, numel=2048, per_thread=16)
+        # As many programs as fit in a multiprocessor's registers, at 128 (8 warps and more) to 160 registers a thread.
+        most = num_multiprocessors(x.device) * {16: 1, 8: 2, 4: 3}.get(tile.num_warps, 6)
+        num_parts = min(-(-num_rows // tile.rows), most)
+        parts = torch.empty(num_grads, num_parts, width, dtype=rstd.dtype, device=x.device)
+        _backward_held[(num_parts,)](
+            *tensors, parts if num_grads else rstd, num_rows, *strides, **common, **flags, NEEDS_DX=dx is not None,
+            NUM_GRADS=num_grads, ROWS=tile.rows, BLOCK=tile.block, num_warps=tile.num_warps,
+            num_stages=1,  # the kernel prefetches itself
+        )  # fmt: skip
+    elif width <= REREAD and x.element_size() == 2 and dx is not None and num_grads > 0:
+        num_parts = min(num_rows, num_multiprocessors(x.device))
+        parts = torch.empty(num_grads, num_parts, width, dtype=rstd.dtype, device=x.device)
+        _backward_reread[(num_parts,)](
+            *tensors, parts, num_rows, *strides, **common, **flags, NUM_GRADS=num_grads,
+            STRIPS=-(-width // REREAD_STRIP), BLOCK=REREAD_STRIP, num_warps=16, num_stages=1,
+        )  # fmt: skip
+    else:
+        part_rows = max(1, PART_BYTES // (2 * width * x.element_size()), -(-num_rows // MAX_PARTS))
+        num_parts = -(-num_rows // part_rows)
+        num_programs = (part_rows if dx is not None else 0) + (-(-width // 1024) if num_grads else 0)
+        parts = torch.empty(num_grads, num_parts, width, dtype=rstd.dtype, device=x.device)
+        _backward_wide[(num_parts * num_programs,)](
+            *tensors, parts if num_grads else rstd, num_rows, num_parts, part_rows, *strides, **common, **flags,
+            NEEDS_DX=dx is not None, NUM_GRADS=num_grads, STRIP=STRIP, ROWS=4, BLOCK=1024, num_warps=16,
+        )  # fmt: skip
+    if grads is not None:
+        _add_parts[(-(-width // 64), num_grads)](parts, grads, num_parts, WIDTH=width, ROWS=32, BLOCK=64, ACC=acc)
 
 
 def _or(tensor: Tensor | None, instead: Tensor) -> Tensor:
