@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import re
 import socket
+import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
 from enum import IntEnum
@@ -41,6 +42,11 @@ class UserError(ValueError):
 
     def __reduce__(self) -> tuple[type[UserError], tuple[str, str, str]]:
         return type(self), (self.field, self.what, self.todo)
+
+
+def warn(line: str) -> None:
+    """Print a one-line warning on stderr."""
+    print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -1,6 +1,7 @@
 import hashlib
 import os
 import sys
+import sysconfig
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -10,12 +11,12 @@ import pytest
 from zeroshard.data.documents import Fingerprint
 from zeroshard.data.sources import (
     PythonDocs,
-    PythonStdlib,
     SyntheticSize,
     SyntheticTokens,
     TinyShakespeare,
     check_source,
     open_source,
+    python_stdlib,
 )
 from zeroshard.errors import UserError
 
@@ -75,11 +76,11 @@ def test_changed_content_changes_the_fingerprint_whatever_size_and_date_say(tree
 
 
 def test_the_standard_library_is_a_corpus_of_megabytes():
-    source = PythonStdlib()
+    source = python_stdlib()
     found = source.fingerprint()
     assert 5e6 < found.num_bytes < 50e6
     assert found.num_documents == len(source.files) > 300
-    parts = {part for file in source.files for part in file.relative_to(source.folder).parts[:-1]}
+    parts = {part for file in source.files for part in file.relative_to(sysconfig.get_path("stdlib")).parts[:-1]}
     assert not parts & {"test", "tests", "idle_test", "site-packages", "__pycache__"}
     assert source.files[:20] == sorted(source.files[:20])
 
@@ -90,12 +91,12 @@ def test_files_of_the_library_that_are_not_text_are_skipped(tmp_path):
     (tmp_path / "empty.py").write_text("")
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "held_out.py").write_text("x = 2\n")
-    assert text_of(PythonStdlib(tmp_path)) == ["x = 1\n"]
+    assert text_of(python_stdlib(tmp_path)) == ["x = 1\n"]
 
 
 def test_an_interpreter_without_sources_is_told_apart(tmp_path):
     with pytest.raises(UserError, match=r"holds no \.py files; use --data text"):
-        PythonStdlib(tmp_path).fingerprint()
+        python_stdlib(tmp_path).fingerprint()
 
 
 @pytest.fixture

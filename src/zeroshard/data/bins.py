@@ -31,7 +31,6 @@ _HEADER_INTS = 256
 _LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # (magic, version) -> dtype of ids
 _BLOCK_TOKENS = 1 << 22
 _VALIDATES = frozenset({"val", "valid", "validation"})
-BIN_SPLIT = "words-1"  # the rule that assigns files to splits, as recorded in `meta.json`
 
 
 @dataclass(frozen=True)
@@ -60,6 +59,8 @@ class TokenBins:
     Raises:
         UserError: there is no file, or a header does not match its file.
     """
+
+    rule = "words-1"  # the rule that assigns files to splits, as recorded in `meta.json`
 
     def __init__(self, paths: Sequence[str], vocab_size: int | None) -> None:
         self.description = ", ".join(paths)

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
-from zeroshard.data.bins import BIN_SPLIT, TokenBins
+from zeroshard.data.bins import TokenBins
 from zeroshard.data.encode import Task, encoded, tasks_of, train_texts
 from zeroshard.data.examples.prepare import write_examples
 from zeroshard.data.files import Fingerprint, is_address
@@ -32,9 +32,8 @@ from zeroshard.data.meta import (
     read_meta,
     write_meta,
 )
-from zeroshard.data.prepared import is_prepared, warn, without_rules
 from zeroshard.data.registry import is_hub_name
-from zeroshard.data.sources import Source, SyntheticSize, SyntheticTokens, TextSource, left_out_of, open_source
+from zeroshard.data.sources import Source, SyntheticSize, SyntheticTokens, TextFiles, TextSource, open_source
 from zeroshard.data.spec import DataSpec
 from zeroshard.data.split import MANY_DOCUMENTS, Holdout
 from zeroshard.data.tables import PART_BYTES, Tables, count_documents
@@ -49,8 +48,18 @@ from zeroshard.data.tokenizer import (
     write_tokenizer,
 )
 from zeroshard.data.tokens import DEFAULT_SHARD_TOKENS, TokenWriter
-from zeroshard.data.work_folder import State, publish, read_state, remove, save_state, work_folder, write_whole
-from zeroshard.errors import UserError
+from zeroshard.data.work_folder import (
+    State,
+    is_prepared,
+    publish,
+    read_state,
+    remove,
+    save_state,
+    without_rules,
+    work_folder,
+    write_whole,
+)
+from zeroshard.errors import UserError, warn
 from zeroshard.process import num_cpus
 
 TRAINING_BYTES = 256 << 20  # text on which a tokenizer is trained; a character counts as a byte
@@ -135,7 +144,7 @@ def prepare(
     if is_there and without_rules(read_meta(out).spec) == spec.identity():
         return out  # without asking the hub: a commit was read, and a commit does not change
     source = _open(spec)
-    for line in left_out_of(source):
+    for line in source.left_out if isinstance(source, TextFiles | Tables) else ():
         warn(line)
     if spec.format != "text" and not isinstance(source, Tables):
         what = f"{spec.format} reads rows, and the source {', '.join(spec.paths[:3]) or spec.source} has none"
@@ -186,12 +195,8 @@ def _write(source: Source, job: _Job) -> DataMeta:
     if spec.format != "text":
         assert isinstance(source, Tables)
         return write_examples(spec, source, job.draft, job.shard_tokens)
-    if isinstance(source, SyntheticTokens):
-        written = _write_synthetic(source, job)
-    elif isinstance(source, TokenBins):
-        written = _write_bins(source, job)
-    else:
-        written = _write_text(source, job)
+    is_ids = isinstance(source, SyntheticTokens | TokenBins)
+    written = _write_ids(source, job) if is_ids else _write_text(source, job)
     _require_tokens({split: meta.num_tokens for split, meta in written.splits.items()}, spec.val_fraction)
     name, tokenizer = written.tokenizer_name, written.tokenizer
     description = _described(spec, source) if isinstance(source, Tables) else source.description
@@ -287,31 +292,17 @@ def token_limits(max_tokens: int, val_fraction: float) -> dict[str, int | None]:
     return {"train": max_tokens - num_val, "val": num_val} if max_tokens else {"train": None, "val": None}
 
 
-def _write_synthetic(source: SyntheticTokens, job: _Job) -> _Written:
-    """Write the walk; its last ``val_fraction`` is the validation split."""
-    num_train, done = source.num_tokens - int(source.num_tokens * job.spec.val_fraction), 0
+def _write_ids(source: SyntheticTokens | TokenBins, job: _Job) -> _Written:
+    """Write ids that are no text: a walk's, or those that another program wrote."""
+    name = "none" if isinstance(source, SyntheticTokens) else job.spec.tokenizer
+    tokenizer = read_tokenizer(Path(name[5:])) if name.startswith("json:") else None
     with ExitStack() as stack:
         writers = job.writers(dtype_for(source.vocab_size), stack)
-        for block in source.blocks():
-            cut_at = min(max(num_train - done, 0), block.size)
-            writers["train"].write(block[:cut_at])
-            writers["val"].write(block[cut_at:])
-            done += block.size
-        splits = {split: writer.finish() for split, writer in writers.items()}
-    return _Written(splits, "", None, "none", source.vocab_size, job.fingerprint.num_documents)
-
-
-def _write_bins(source: TokenBins, job: _Job) -> _Written:
-    """Copy ids that another program wrote."""
-    spec = job.spec
-    name = "json" if spec.tokenizer.startswith("json:") else spec.tokenizer
-    tokenizer = read_tokenizer(Path(spec.tokenizer[5:])) if name == "json" else None
-    with ExitStack() as stack:
-        writers = job.writers(dtype_for(source.vocab_size), stack)
-        for split, ids in source.split(spec.val_fraction):
+        for split, ids in source.split(job.spec.val_fraction):
             writers[split].write(ids)
         splits = {split: writer.finish() for split, writer in writers.items()}
-    return _Written(splits, BIN_SPLIT, tokenizer, name, source.vocab_size, job.fingerprint.num_documents)
+    name = name if tokenizer is None else tokenizer.name
+    return _Written(splits, source.rule, tokenizer, name, source.vocab_size, job.fingerprint.num_documents)
 
 
 def _require_tokens(num_tokens: dict[str, int], val_fraction: float) -> None:

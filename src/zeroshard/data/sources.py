@@ -42,6 +42,8 @@ from zeroshard.data.tables import Tables
 from zeroshard.errors import UserError
 from zeroshard.lazily import is_address as is_module_address
 
+_SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+
 
 class TextSource(Protocol):
     """A source of documents in a stable order."""
@@ -69,7 +71,7 @@ class TextFiles:
         left_out: lines for the user about files that are not read.
     """
 
-    def __init__(self, files: Sequence[str], description: str, left_out: Sequence[str] = ()) -> None:
+    def __init__(self, files: Sequence[str | Path], description: str, left_out: Sequence[str] = ()) -> None:
         self.files, self.description, self.left_out = [Path(file) for file in files], description, tuple(left_out)
 
     def fingerprint(self) -> Fingerprint:
@@ -81,37 +83,20 @@ class TextFiles:
         return documents_of(self.files)
 
 
-class PythonStdlib:
-    """The ``.py`` files of the running interpreter's standard library, without its tests and installed packages.
+def python_stdlib(folder: Path | None = None) -> TextFiles:
+    """Return the ``.py`` files of the running interpreter's standard library, without its tests and installed packages.
 
     Empty files are skipped, and so are the few that are not UTF-8 (on purpose: they test decoders).
+
+    Raises:
+        UserError: the interpreter has no sources on disk.
     """
-
-    SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
-
-    def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder or Path(sysconfig.get_path("stdlib"))
-        self.description = f"standard library of Python {platform.python_version()}"
-
-    @cached_property
-    def files(self) -> list[Path]:
-        """The files in sorted order; raises UserError if the interpreter has no sources on disk."""
-        files = [file for file in self._modules() if _is_text(file)]
-        if not files:
-            raise UserError("data.source", f"{self.folder} holds no .py files", "use --data text --data.path FILE")
-        return files
-
-    def _modules(self) -> Iterator[Path]:
-        found = walk(self.folder, skipped=self.SKIPPED_FOLDERS, follow=False)
-        return (file for file in found if file.suffix == ".py" and file.is_file() and file.stat().st_size)
-
-    def fingerprint(self) -> Fingerprint:
-        """Return the fingerprint of the bytes of all files."""
-        return fingerprint_of(self.files)
-
-    def documents(self) -> Iterator[Document]:
-        """Yield one document per file."""
-        return documents_of(self.files)
+    folder = folder or Path(sysconfig.get_path("stdlib"))
+    found = walk(folder, skipped=_SKIPPED_FOLDERS, follow=False)
+    files = [file for file in found if file.suffix == ".py" and file.is_file() and _is_text(file)]
+    if not files:
+        raise UserError("data.source", f"{folder} holds no .py files", "use --data text --data.path FILE")
+    return TextFiles(files, f"standard library of Python {platform.python_version()}")
 
 
 class PythonDocs:
@@ -196,6 +181,7 @@ class SyntheticTokens:
     The four offsets are drawn from the seed, and differ if the vocabulary has at least four ids.
     """
 
+    rule = ""  # it is split by position, which no name describes
     _BLOCK_TOKENS = 1 << 20
     _CHOICE = np.array([0, 0, 0, 0, 1, 1, 2, 3])
 
@@ -223,13 +209,17 @@ class SyntheticTokens:
             last = int(walk[-1])
             yield walk
 
+    def split(self, val_fraction: float) -> Iterator[tuple[str, NDArray[np.int64]]]:
+        """Yield ``("train" | "val", ids)`` in blocks; the walk's last ``val_fraction`` is ``val``."""
+        num_left = self.num_tokens - int(self.num_tokens * val_fraction)  # to train on
+        for block in self.blocks():
+            cut = min(num_left, block.size)
+            yield "train", block[:cut]
+            yield "val", block[cut:]
+            num_left -= cut
+
 
 Source = TextSource | SyntheticTokens | Tables | TokenBins
-
-
-def left_out_of(source: object) -> Sequence[str]:
-    """Return lines for the user about files that a source does not read."""
-    return source.left_out if isinstance(source, TextFiles | Tables) else ()
 
 
 def check_source(name: str, paths: Sequence[str]) -> None:
@@ -280,7 +270,7 @@ def open_source(
 def built_in(asked: SourceRequest) -> Source:
     """Return the source of this file that ``asked`` names."""
     makers: dict[str, Callable[[], Source]] = {
-        "python-stdlib": PythonStdlib,
+        "python-stdlib": python_stdlib,
         "python-docs": PythonDocs,
         "tinyshakespeare": lambda: TinyShakespeare(*asked.paths),
         "synthetic": lambda: SyntheticTokens(*astuple(asked.synthetic)),
@@ -314,7 +304,7 @@ def _is_text(file: Path) -> bool:
         content.decode()
     except UnicodeDecodeError:
         return False
-    return b"\0" not in content
+    return bool(content) and b"\0" not in content
 
 
 def _download(url: str, timeout_s: float, max_bytes: int) -> bytes:

@@ -1,4 +1,4 @@
-"""The hidden folder beside ``out`` in which a preparation works, until one rename publishes its result.
+"""The folder ``out`` of a preparation, and the hidden one beside it, in which it works until a rename publishes it.
 
     .NAME.partial/lock            one process works at a time; the kernel releases it when that process ends, however
     .NAME.partial/plan.json       the choices of the preparation; work that was begun with other choices is not resumed
@@ -15,14 +15,15 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from zeroshard.data.prepared import differences, warn
-from zeroshard.errors import UserError
+from zeroshard.data.files import Fingerprint
+from zeroshard.data.meta import META_NAME, read_meta
+from zeroshard.errors import UserError, warn
 from zeroshard.regular_files import json_of, open_regular, read_text
 
 
@@ -41,6 +42,44 @@ class State:
     val: int = 0
     num_documents: int = 0
     num_bytes: int = 0
+
+
+def is_prepared(wanted: Mapping[str, Any], fingerprint: Fingerprint, out: Path) -> bool:
+    """Whether ``out`` contains these tokens already; raises UserError if it has other content.
+
+    ``wanted``: the choices, as `spec.DataSpec.identity` returns them.
+    """
+    if not (out / META_NAME).exists():
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            what = f"{out} exists and is not prepared data (no {META_NAME})"
+            raise UserError("data.dir", what, "name another folder")
+        return False
+    meta = read_meta(out)
+    changed = _differences(without_rules(meta.spec), wanted)
+    if not changed and meta.source.sha256 != fingerprint.sha256:
+        changed = [
+            f"another text: {meta.source.num_bytes:,} bytes of {meta.source.description}, sha256 "
+            f"{meta.source.sha256[:12]}…, where the source now has {fingerprint.num_bytes:,} bytes, sha256 "
+            f"{fingerprint.sha256[:12]}…"
+        ]
+    if changed:
+        what = f"{out} was prepared with {', '.join(changed)}"
+        raise UserError("data.dir", what, "name another folder or delete this one")
+    return True
+
+
+def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """Return in words how the choices of two preparations differ."""
+    return [
+        f"{key} {found.get(key)!r} where {wanted.get(key)!r} is asked for"
+        for key in sorted(wanted.keys() | found.keys())
+        if wanted.get(key) != found.get(key)
+    ]
+
+
+def without_rules(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a folder's choices without the rule by which it was split, which the user does not choose."""
+    return {key: value for key, value in spec.items() if key != "split"}
 
 
 @contextmanager
@@ -66,7 +105,7 @@ def work_folder(out: Path, plan: dict[str, Any], *, is_local: bool = True) -> Ge
         raise UserError("data.dir", f"cannot write {out}: {error.strerror}", todo) from None
     with lock:
         begun = _read_json(work / "plan.json")
-        if begun and (changed := differences(begun, plan)):
+        if begun and (changed := _differences(begun, plan)):
             what = f"{work} has unfinished work with other settings: {', '.join(changed)}"
             raise UserError("data.dir", what, "finish that, delete it, or name another folder by --data.dir")
         write_whole(work / "plan.json", json.dumps(plan, indent=2, sort_keys=True).encode())

@@ -9,7 +9,6 @@ bits_per_byte   loss * tokens / (ln 2 * bytes of text): independent of the token
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -25,8 +24,7 @@ from zeroshard.data import EvalBatches, Tokenizer, load_tokenizer, read_meta
 from zeroshard.data.base import EvalBatch
 from zeroshard.data.examples.row_plan import rows_of_folder
 from zeroshard.data.joining import num_text_bytes
-from zeroshard.data.prepared import rule_of, warn
-from zeroshard.errors import ExitStatus, UserError
+from zeroshard.errors import ExitStatus, UserError, warn
 from zeroshard.inference.generate import checkpoint_of, load_for_text, load_weights, name_of, nothing_in
 from zeroshard.launch.environment import World, world_from_env
 from zeroshard.models import LanguageModel
@@ -191,7 +189,7 @@ def _tokenizer(folder: Path, comm: Communicator) -> Tokenizer | None:
         if error.field != "data.tokenizer":
             raise
         if comm.rank == 0:
-            print(f"warning: bits_per_byte is left out: {error.what}", file=sys.stderr)
+            warn(f"bits_per_byte is left out: {error.what}")
         return None
 
 
@@ -229,8 +227,8 @@ def _warn_of_overlap(folder: Path, tokens_folder: Path) -> None:
     same_text = ours.source.sha256 == theirs.source.sha256
     if ours.tokens_sha256 == theirs.tokens_sha256 or not (streamed or same_text):
         return
-    why = ""
-    if not rule_of(ours) or rule_of(ours) != rule_of(theirs):
+    rule, why = ours.spec.get("split", ""), ""
+    if not rule or rule != theirs.spec.get("split", ""):
         why = "the run held out other text"
     elif ours.spec.get("val_fraction", 0.0) < theirs.spec.get("val_fraction", 0.0):
         shares = ours.spec.get("val_fraction"), theirs.spec.get("val_fraction")

@@ -11,8 +11,9 @@ from statistics import fmean
 from typing import Any, TextIO
 
 from zeroshard.columns import columns
+from zeroshard.errors import warn
 from zeroshard.sizes import bandwidth_in_words, duration_in_words
-from zeroshard.train.records.records import StepRecord, warn
+from zeroshard.train.records.records import StepRecord
 
 GIB = 2**30
 GAP = "  "  # between the values of a line

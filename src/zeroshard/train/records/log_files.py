@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.comm import by_kind
+from zeroshard.errors import warn
 from zeroshard.regular_files import LOG_BYTES, open_regular, read_bytes
-from zeroshard.train.records.records import StepRecord, warn
+from zeroshard.train.records.records import StepRecord
 
 
 class LogFiles:

@@ -6,7 +6,6 @@ The loop makes one `StepRecord` per step and passes it to the run's observers th
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,8 +80,3 @@ class Observer(Protocol):
     def close(self) -> None:
         """Close files and restore the terminal; may be called twice."""
         ...
-
-
-def warn(line: str) -> None:
-    """Print a warning on stderr that an observer cannot do its work; the run continues."""
-    print(f"warning: {line}", file=sys.stderr, flush=True)

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import sys
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from zeroshard.comm.wrappers.exposed import by_kind
-from zeroshard.errors import UserError
+from zeroshard.errors import UserError, warn
 from zeroshard.regular_files import read_text
 from zeroshard.train.config.sections import TrackConfig
 from zeroshard.train.config.validate import by_dotted_name
@@ -187,7 +186,7 @@ class TrackedRun:
         except (Exception, SystemExit) as error:  # noqa: BLE001 -- trackers raise what they like; some exit
             self._tracker = None
             why = " ".join(str(error).split()) or type(error).__name__
-            print(f"warning: {self._name} failed ({why}); the run continues without it", file=sys.stderr, flush=True)
+            warn(f"{self._name} failed ({why}); the run continues without it")
 
 
 def trackers(config: TrackConfig, folder: Path, facts: Mapping[str, Any]) -> list[TrackedRun]:

@@ -20,13 +20,12 @@ from zeroshard.data.examples.row_plan import ExampleRows, rows_of_folder
 from zeroshard.data.lanes import open_stream
 from zeroshard.data.meta import SPLITS, DataMeta, read_meta
 from zeroshard.data.mixing import JoinedRows, Mixture
-from zeroshard.data.prepared import warn
 from zeroshard.data.sources import SyntheticSize, has_columns, open_source
 from zeroshard.data.spec import data_dir
 from zeroshard.data.stream import StreamBatches, validation_tokens
 from zeroshard.data.tables import Tables
 from zeroshard.data.tokenizer import TOKENIZER_FILE, keep_tokenizer, make_tokenizer, tokenizer_identity
-from zeroshard.errors import UserError
+from zeroshard.errors import UserError, warn
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.loop.data import Corpus
 from zeroshard.train.setup.agree import agree_on
