@@ -44,7 +44,11 @@ def run_training(config: TrainConfig, predict: Predict | None = None) -> int:
         if not is_of_storage(error):
             raise
         if not isinstance(error, FirstRankStorageError):
-            _say_storage(world.rank, config.out, error)
+            if world.rank:
+                # If all ranks meet the same error, rank 0 reports it, and the launcher ends this rank during the sleep.
+                time.sleep(TIME_TO_SPEAK_S)
+            line = storage_line(config.out, error, "then start again with --resume auto")
+            print(f"error: {f'rank {world.rank}: ' if world.rank else ''}{line}", file=sys.stderr, flush=True)
         return int(ExitStatus.STORAGE)
     except RuntimeError as error:  # a rank was lost while the ranks connect, when there is no communicator to ask
         lost = peer_error_of(None, error)
@@ -69,11 +73,3 @@ def _trained(run: Run, config: TrainConfig, stop_wanted: Callable[[], int], aliv
             raise
         # Other ranks may be waiting for this one in a collective, so end at once and skip the clean-up.
         end_at_once(f"strategy auto: {next_is}", ExitStatus.STAGE_RAISED)
-
-
-def _say_storage(rank: int, out: str, error: OSError) -> None:
-    line = storage_line(out, error, "then start again with --resume auto")
-    if rank:
-        # If all ranks meet the same error, rank 0 reports it, and the launcher ends this rank during the sleep.
-        time.sleep(TIME_TO_SPEAK_S)
-    print(f"error: rank {rank}: {line}" if rank else f"error: {line}", file=sys.stderr, flush=True)

@@ -69,7 +69,10 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Aliv
     named: dict[str, float] = {}
     loss, started = None, perf_counter()
     step_s: list[float] = []
-    if _is_done(run):
+    if step >= schedule.max_steps > 0:
+        if run.strategy.comm.rank == 0:
+            what = f"step {step} of {schedule.max_steps} is done, and nothing is left to do"
+            print(f"resume: {what}; give a larger --max-steps to go on", file=sys.stderr, flush=True)
         return status
     _tell(run, lambda observer: observer.on_start(_start_info(run)))
     if step == 0 and schedule.eval_interval:
@@ -130,17 +133,6 @@ def _how_to_go_on(run: Run, step: int) -> str:
         return f"stopped at step {step}, saved; continue with the same command and --resume auto"
     command = f"zeroshard train --config {shlex.quote(str(run.folder / 'config.toml'))} --resume auto"
     return f"stopped at step {step}, saved; continue with: {command}"
-
-
-def _is_done(run: Run) -> bool:
-    """Whether a resumed run has no steps left; rank 0 then says so on stderr."""
-    step, max_steps = run.first_step, run.schedule.max_steps
-    if not step >= max_steps > 0:
-        return False
-    if run.strategy.comm.rank == 0:
-        what = f"step {step} of {max_steps} is done, and nothing is left to do"
-        print(f"resume: {what}; give a larger --max-steps to go on", file=sys.stderr, flush=True)
-    return True
 
 
 def _verdict(run: Run, record: StepRecord) -> ExitStatus:

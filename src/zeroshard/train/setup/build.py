@@ -92,7 +92,10 @@ def built(config: TrainConfig, predict: Predict | None = None) -> Generator[Run]
         facts = start_facts(config.model_dump())
         joined = join(world, config.comm, config.strategy, device, stack, facts, links, overlap=config.overlap)
         if largest(joined.comm, num_restarts()):  # the largest, because a machine that joined later counts fewer
-            config = after_restart(config)
+            # If nothing is saved yet, resume again from the checkpoint that the user named.
+            saved = checkpoint.latest(checkpoint_folder(Path(config.out)))
+            if config.resume in ("none", "auto") or saved is not None:
+                config = config.model_copy(update={"resume": "auto"})
         run = replace(build_run(config, joined.comm, device, predict), link=joined.link)
         stack.callback(run.close)
         yield run
@@ -146,16 +149,26 @@ def _build_in(
     as_given, stage = config, None
     eos_id = separating_id(config, corpus.eos_id)
     draw = resume_from is None and not config.init_from
-    if comm.rank == 0:
-        _warn_of_local_steps(config, draw=draw)
+    unaligned = steps_after_last_outer_step(config.local_steps, config.max_steps)
+    for warning in (unaligned, early_momentum(config.local_steps) if draw else ""):
+        if warning and comm.rank == 0:
+            print(warning, file=sys.stderr, flush=True)
     if config.strategy == "auto":
         shapes = _shapes(config, corpus.vocab_size, eos_id)
         stage = automatic_stage(config, shapes, comm, device, schedule.grad_accum_steps, predict)
         config = config.model_copy(update={"strategy": f"zero{stage}"})
     model, strategy = sharded(config, corpus.vocab_size, eos_id, observed, device, draw=draw)
-    if resume_from is None:
-        _begin(config, model, strategy, observed, corpus.vocab_size, device)
-    scaler = _loss_scaler(config, observed) if config.dtype == "float16" else None
+    if config.init_from and resume_from is None:
+        load_initial_weights(config.init_from, model, strategy, comm)
+    setting = attention_boundary_setting(config)
+    if setting and resume_from is None and not model.keeps_examples_apart:
+        sizes = corpus.vocab_size, config.micro_batch_size, config.seq_len
+        require_apart(strategy.model, setting, *sizes, device)
+        observed.exposed.take_seconds()  # the check's own waits are not the run's
+    scaler = None
+    if config.dtype == "float16":
+        divided_by = comm.world_size if config.reproducible else 1  # as on one rank: [Note: Reproducible] in `step`
+        scaler = LossScaler(observed, config.loss_scale, config.loss_scale_interval, divided_by=divided_by)
     run = Run(
         strategy=strategy,
         corpus=corpus,
@@ -180,33 +193,6 @@ def _build_in(
     return _with_records(run, config, as_given, model, comm, predict)
 
 
-def _warn_of_local_steps(config: TrainConfig, *, draw: bool) -> None:
-    """Print what a user of local steps should know before the run; ``draw``: the run begins with new weights."""
-    warnings = [
-        steps_after_last_outer_step(config.local_steps, config.max_steps),
-        early_momentum(config.local_steps) if draw else "",
-    ]
-    for warning in filter(None, warnings):
-        print(warning, file=sys.stderr, flush=True)
-
-
-def _begin(
-    config: TrainConfig,
-    model: LanguageModel,
-    strategy: Strategy,
-    comm: ObservedCommunicator,
-    vocab_size: int,
-    device: torch.device,
-) -> None:
-    """Load the weights that a new run begins from, and check that its model keeps packed examples apart. Collective."""
-    if config.init_from:
-        load_initial_weights(config.init_from, model, strategy, comm.inner)
-    setting = attention_boundary_setting(config)
-    if setting and not model.keeps_examples_apart:
-        require_apart(strategy.model, setting, vocab_size, config.micro_batch_size, config.seq_len, device)
-        comm.exposed.take_seconds()  # the check's own waits are not the run's
-
-
 def _with_records(
     run: Run,
     config: TrainConfig,
@@ -224,12 +210,14 @@ def _with_records(
     observed.drain()
 
     strategy, device, num_micro = run.strategy, run.device, run.schedule.grad_accum_steps
+    # float16 has bfloat16's peak, and the MFU of fp8 is relative to it too
+    has_peak = device.type == "cuda" and config.dtype != "float32"
     shapes = _shapes(config, corpus.vocab_size, separating_id(config, corpus.eos_id))
     run = replace(
         run,
         num_flops_per_token=model.num_flops_per_token(config.seq_len),
         num_recomputed_flops_per_token=model.num_recomputed_flops_per_token(config.seq_len),
-        peak_flops_per_s=_peak_flops_per_s(config.dtype, device),
+        peak_flops_per_s=peak_bf16_flops_per_s(torch.cuda.get_device_name(device)) if has_peak else None,
         kernels=serving(config, model, device),
         measures=Measures(config.profile, strategy, observed, _named_units(strategy), run.folder, device),
         contract=contract_of(config, shapes, observed, device, num_micro, predict),
@@ -238,7 +226,14 @@ def _with_records(
     # Last, as a run that is refused leaves nothing behind.
     first_rank_does(comm, partial(describe_run, run.folder, as_given, corpus))
     observers: list[Observer] = []  # filled on rank 0 alone
-    first_rank_does(comm, lambda: observers.extend(_observers(config, run.folder)))
+
+    def observe() -> None:
+        observers.append(LogFiles(run.folder, now))
+        next_is = next_command(config, run.folder)
+        observers.append(ConsoleRecorder(config.max_steps, config.log_interval, next_command=next_is))
+        observers.extend(trackers(config.track, run.folder, config.model_dump(mode="json")))
+
+    first_rank_does(comm, observe)
     return replace(run, observers=observers)
 
 
@@ -339,19 +334,6 @@ def accumulation_steps(config: TrainConfig, world_size: int) -> int:
     return rows // (micro * world_size)
 
 
-def after_restart(config: TrainConfig) -> TrainConfig:
-    """The configuration after a restart of the ranks: it resumes from the newest checkpoint of the run, if any."""
-    if config.resume not in ("none", "auto") and checkpoint.latest(checkpoint_folder(Path(config.out))) is None:
-        return config  # nothing saved yet, so resume again from the checkpoint that the user named
-    return config.model_copy(update={"resume": "auto"})
-
-
-def _loss_scaler(config: TrainConfig, comm: Communicator) -> LossScaler:
-    """The loss scaler; with ``reproducible`` it divides losses as on one rank: see [Note: Reproducible] in `step`."""
-    divided_by = comm.world_size if config.reproducible else 1
-    return LossScaler(comm, config.loss_scale, config.loss_scale_interval, divided_by=divided_by)
-
-
 def _named_units(strategy: Strategy) -> list[tuple[str, nn.Module]]:
     """The modules that a trace labels: units of our engine, or with other strategies the model's blocks."""
     if isinstance(strategy, ZeroStrategy):
@@ -367,17 +349,3 @@ def _shapes(config: TrainConfig, vocab_size: int, eos_id: int | None) -> Languag
     # Packed rows have an attention mask too, so any id stands for it.
     model.eos_id = 0 if eos_id is None and attention_boundary_setting(config) else eos_id
     return model
-
-
-def _observers(config: TrainConfig, folder: Path) -> list[Observer]:
-    return [
-        LogFiles(folder, now),
-        ConsoleRecorder(config.max_steps, config.log_interval, sys.stdout, next_command(config, folder)),
-        *trackers(config.track, folder, config.model_dump(mode="json")),
-    ]
-
-
-def _peak_flops_per_s(dtype: str, device: torch.device) -> float | None:
-    if device.type != "cuda" or dtype == "float32":
-        return None  # float16 has bfloat16's peak, and the MFU of fp8 is relative to it too
-    return peak_bf16_flops_per_s(torch.cuda.get_device_name(device))

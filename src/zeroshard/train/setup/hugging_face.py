@@ -86,17 +86,12 @@ def with_tokenizer_of(source: str, config: TrainConfig) -> TrainConfig:
         return config.model_copy(update={"data": data.model_copy(update={"tokenizer": f"json:{file}"})})
     if file is not None and not config.model.from_config:
         own = f"json:{file}"
-        if data.tokenizer.startswith("bpe:") or _differ(data.tokenizer, own):
+        others = tokenizer_identity(data.tokenizer) != tokenizer_identity(own)
+        # Two of the same size may be one tokenizer in two formats.
+        if data.tokenizer.startswith("bpe:") or (others and known_vocab_size(data.tokenizer) != known_vocab_size(own)):
             what = f"{data.tokenizer} gives other ids than {source} was trained on"
             raise UserError("data.tokenizer", what, "leave it out, or add --model.from-config to train from scratch")
     return config
-
-
-def _differ(tokenizer: str, own: str) -> bool:
-    """Whether two tokenizers differ in identity and size; two of the same size may be one tokenizer in two formats."""
-    return tokenizer_identity(tokenizer) != tokenizer_identity(own) and (
-        known_vocab_size(tokenizer) != known_vocab_size(own)
-    )
 
 
 def keep_text_files(config: TrainConfig, run_folder: Path) -> None:

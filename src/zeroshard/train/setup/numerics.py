@@ -21,42 +21,25 @@ def on_device(config: TrainConfig, device: torch.device) -> TrainConfig:
     """
     if config.dtype == "fp8":
         require_float8(device)
-    if config.tf32:
-        _require_tf32(device)
+    if config.tf32 and device.type != "cuda":
+        raise UserError("tf32", f"the device is {device}, and GPUs alone have TF32", "leave it out")
+    if config.tf32 and torch.cuda.get_device_capability(device) < _WITH_TF32:
+        raise UserError("tf32", f"a {torch.cuda.get_device_name(device)} has no TF32", "leave it out")
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = config.tf32
-    if config.reproducible:
-        _add_up_alike(config.reproducible, device)
+    if config.reproducible and device.type == "cpu":
+        # Sums are split over a rank's threads: give each as many as it would have with the most ranks.
+        torch.set_num_threads(max(1, num_cpus() // config.reproducible))
+    elif config.reproducible:
+        environment.use_deterministic_cublas()
+        torch.use_deterministic_algorithms(True)
+        setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010  the type has it not
     return with_dtype(config, device)
 
 
-def _add_up_alike(most_ranks: int, device: torch.device) -> None:
-    """Fix the order in which a micro-batch's sums are computed, so that it does not depend on the number of ranks.
-
-    On a CPU sums are split over a rank's threads, so each rank gets the number of threads that it would have with
-    ``most_ranks`` ranks. On a GPU deterministic algorithms are switched on.
-    """
-    if device.type == "cpu":
-        torch.set_num_threads(max(1, num_cpus() // most_ranks))
-        return
-    environment.use_deterministic_cublas()
-    torch.use_deterministic_algorithms(True)
-    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010  the type has it not
-
-
 def with_dtype(config: TrainConfig, device: torch.device) -> TrainConfig:
-    """Return ``config`` with the dtype ``auto`` replaced by the one that it means on ``device``."""
-    return config if config.dtype != "auto" else config.resolved(dtype=automatic_dtype(device))
-
-
-def automatic_dtype(device: torch.device) -> str:
-    """Return bfloat16 for a GPU with hardware support for it, else float32."""
-    has_it = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return "bfloat16" if has_it else "float32"
-
-
-def _require_tf32(device: torch.device) -> None:
-    if device.type != "cuda":
-        raise UserError("tf32", f"the device is {device}, and GPUs alone have TF32", "leave it out")
-    if torch.cuda.get_device_capability(device) < _WITH_TF32:
-        raise UserError("tf32", f"a {torch.cuda.get_device_name(device)} has no TF32", "leave it out")
+    """Return ``config`` with the dtype ``auto`` replaced: bfloat16 if ``device`` has hardware for it, else float32."""
+    if config.dtype != "auto":
+        return config
+    has_bfloat16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return config.resolved(dtype="bfloat16" if has_bfloat16 else "float32")

@@ -159,10 +159,11 @@ def check_model(
     settings that may differ. ``before`` may come from data: code that it names runs only if ``now`` names the same.
     """
     saved, asked = validate(ModelConfig, before), validate(ModelConfig, now)
-    if saved.name != asked.name and (names_code("model.name", saved.name) or _is_hf(saved) != _is_hf(asked)):
+    is_hf = is_hugging_face(saved.name)
+    if saved.name != asked.name and (names_code("model.name", saved.name) or is_hf != is_hugging_face(asked.name)):
         what = f"the checkpoint's model has {saved.name}, this one {asked.name}"
         raise UserError("model.name", what, f"use {saved.name}, or start another run")
-    if _is_hf(saved):
+    if is_hf:
         name = asked.name if saved.config_json else saved.name  # the text decides, wherever the folder lies now
         trusted = asked.trust_remote_code and name == asked.name
         saved = saved.model_copy(update={"name": name, "trust_remote_code": trusted})
@@ -183,14 +184,8 @@ def check_model(
             )
 
 
-def _is_hf(model: ModelConfig) -> bool:
-    return is_hugging_face(model.name)
-
-
 def say_start(comm: Communicator, path: Path, changes: list[str]) -> None:
     """Print on rank 0 which checkpoint the run resumes from, which strategy wrote it, and what has changed since."""
-    if comm.rank:
-        return
     manifest = checkpoint.read_manifest(path)
     strategy = manifest.extra.get("config", {}).get("strategy", "saved")
     ranks = f"{manifest.world_size} rank{'s' if manifest.world_size > 1 else ''}"
