@@ -14,12 +14,19 @@ from zeroshard.data import tables as tables_module
 from zeroshard.data.joining import document_ids
 from zeroshard.data.lanes import NUM_LANES, open_stream
 from zeroshard.data.split import validates
-from zeroshard.data.stream import StreamBatches, global_batch, validation_tokens
+from zeroshard.data.stream import StreamBatches, validation_tokens
 from zeroshard.data.tables import PartReader
 from zeroshard.data.tokenizer import ByteTokenizer
 from zeroshard.errors import UserError
 
 T = 32
+
+
+def global_batch(ranks, step, grad_accum_steps):
+    """All rows of a step in order, [G, T] each, from every rank of a world without a gather."""
+    micro = [batches(step, micro_step) for micro_step in range(grad_accum_steps) for batches in ranks]
+    tokens, targets = zip(*micro, strict=True)
+    return torch.cat(tokens), torch.cat(targets)
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.local_steps_settings import early_momentum, steps_after_last_outer_step
 from zeroshard.train.config.validate import validate
 from zeroshard.train.loop.loop import train
-from zeroshard.train.loop.replica_guards import other_replicas
+from zeroshard.train.loop.outer_steps import other_replicas
 from zeroshard.train.setup.build import build_run
 from zeroshard.train.state.folders import checkpoint_folder
 

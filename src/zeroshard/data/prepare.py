@@ -104,7 +104,9 @@ class _Job:
 
     def writers(self, dtype: str, stack: ExitStack, state: State | None = None) -> dict[str, TokenWriter]:
         """Return a writer per split, which ``stack`` closes; each keeps the tokens that ``state`` counts."""
-        limits, have = token_limits(self.spec.max_tokens, self.spec.val_fraction), asdict(state or State())
+        most, have = self.spec.max_tokens, asdict(state or State())
+        num_val = int(most * self.spec.val_fraction)
+        limits = {"train": most - num_val, "val": num_val} if most else {"train": None, "val": None}
         return {
             split: stack.enter_context(
                 TokenWriter(self.draft, split, dtype, self.shard_tokens, limits[split], num_tokens=have[split])
@@ -197,9 +199,18 @@ def _write(source: Source, job: _Job) -> DataMeta:
         return write_examples(spec, source, job.draft, job.shard_tokens)
     is_ids = isinstance(source, SyntheticTokens | TokenBins)
     written = _write_ids(source, job) if is_ids else _write_text(source, job)
-    _require_tokens({split: meta.num_tokens for split, meta in written.splits.items()}, spec.val_fraction)
+    if not written.splits["train"].num_tokens:
+        raise UserError("data", "no tokens are left to train on", "use more text or a smaller data.val_fraction")
+    if spec.val_fraction and not written.splits["val"].num_tokens:
+        what = f"{spec.val_fraction:g} of this source is less than one token"
+        raise UserError("data.val_fraction", what, "use more text, a larger fraction, or 0 for no validation")
     name, tokenizer = written.tokenizer_name, written.tokenizer
-    description = _described(spec, source) if isinstance(source, Tables) else source.description
+    description = ", ".join(spec.paths)
+    if not isinstance(source, Tables):
+        description = source.description
+    elif not description:
+        more = f" and {len(source.files) - 1} more" if source.files[1:] else ""
+        description = f"{spec.source}: {source.files[0].path}{more}"
     return DataMeta(
         spec.identity() | ({"split": written.rule} if written.rule else {}),
         SourceMeta(description, fingerprint.num_bytes, written.num_documents, fingerprint.sha256),
@@ -210,12 +221,6 @@ def _write(source: Source, job: _Job) -> DataMeta:
         written.splits,
         eos_id=eos_id_of(name) if tokenizer is None else tokenizer.eos_id,
     )
-
-
-def _described(spec: DataSpec, tables: Tables) -> str:
-    if spec.paths:
-        return ", ".join(spec.paths)
-    return f"{spec.source}: {tables.files[0].path}" + (f" and {len(tables.files) - 1} more" * (len(tables.files) > 1))
 
 
 def _write_text(source: TextSource | Tables, job: _Job) -> _Written:
@@ -286,12 +291,6 @@ def _at_most(texts: Iterable[str], num_chars: int) -> Iterator[str]:
         yield text
 
 
-def token_limits(max_tokens: int, val_fraction: float) -> dict[str, int | None]:
-    """Return the maximum tokens per split, out of ``max_tokens`` for both; None per split if that is 0."""
-    num_val = int(max_tokens * val_fraction)
-    return {"train": max_tokens - num_val, "val": num_val} if max_tokens else {"train": None, "val": None}
-
-
 def _write_ids(source: SyntheticTokens | TokenBins, job: _Job) -> _Written:
     """Write ids that are no text: a walk's, or those that another program wrote."""
     name = "none" if isinstance(source, SyntheticTokens) else job.spec.tokenizer
@@ -303,14 +302,3 @@ def _write_ids(source: SyntheticTokens | TokenBins, job: _Job) -> _Written:
         splits = {split: writer.finish() for split, writer in writers.items()}
     name = name if tokenizer is None else tokenizer.name
     return _Written(splits, source.rule, tokenizer, name, source.vocab_size, job.fingerprint.num_documents)
-
-
-def _require_tokens(num_tokens: dict[str, int], val_fraction: float) -> None:
-    if not num_tokens["train"]:
-        raise UserError("data", "no tokens are left to train on", "use more text or a smaller data.val_fraction")
-    if val_fraction and not num_tokens["val"]:
-        raise UserError(
-            "data.val_fraction",
-            f"{val_fraction:g} of this source is less than one token",
-            "use more text, a larger fraction, or 0 for no validation",
-        )

@@ -24,7 +24,7 @@ batch size continues at the next row.
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -277,10 +277,3 @@ def validation_tokens(
     finally:
         lanes.close()
     return TokenDataset(pieces, text.tokenizer.vocab_size)
-
-
-def global_batch(ranks: Sequence[StreamBatches], step: int, grad_accum_steps: int) -> tuple[Tensor, Tensor]:
-    """Return all rows of a step in order, [G, T] each, from every rank of a world without a gather: for tests."""
-    micro = [batches(step, micro_step) for micro_step in range(grad_accum_steps) for batches in ranks]
-    tokens, targets = zip(*micro, strict=True)
-    return torch.cat(tokens), torch.cat(targets)

@@ -51,13 +51,14 @@ def chat_of(config: GenerateConfig, tokenizer: Tokenizer) -> Chat:
     try:
         template = _template(config)
         text = template.render(messages, "--message", add_generation_prompt=True)
-        end = _end_of_turn(template, messages)
+        answered = template.render([*messages, {"role": "assistant", "content": _ANSWER}], "--message")
     except UserError as error:
         field = "template" if error.field == "data.template" else error.field
         todo = error.todo.replace("--data.template", "--template").removeprefix("correct the row, or ")
         raise UserError(field, error.what, todo) from None
+    end = answered.rpartition(_ANSWER)[2]
     (encoded,) = ExampleEncoder(tokenizer, is_chat=True)([ExampleText(text, (), "--message")])
-    return Chat(torch.from_numpy(encoded.ids), end)
+    return Chat(torch.from_numpy(encoded.ids), end.strip() or end)
 
 
 def until(pieces: Iterable[str], end: str) -> Iterator[str]:
@@ -84,9 +85,3 @@ def _template(config: GenerateConfig) -> ChatTemplate:
         folders = [tokenizer_folder(Path(config.run)), kept_folder(Path(config.run)), Path(config.run)]
     found = next((folder for folder in folders if has_template(folder)), folders[-1] if folders else Path(config.run))
     return find_template(config.template, f"json:{found / TOKENIZER_FILE}")
-
-
-def _end_of_turn(template: ChatTemplate, messages: list[dict[str, str]]) -> str:
-    answered = template.render([*messages, {"role": "assistant", "content": _ANSWER}], "--message")
-    after = answered.rpartition(_ANSWER)[2]
-    return after.strip() or after

@@ -221,7 +221,9 @@ def sample(
         raise ValueError("prompt: it has no tokens; give at least one")
     stops = frozenset(() if stop is None else (stop,) if isinstance(stop, int) else stop)
     model.eval()
-    context_1T = _document(prompt_T, model.eos_id)[None]
+    if model.eos_id is not None and len(begins := (prompt_T == model.eos_id).nonzero()):
+        prompt_T = prompt_T[int(begins[-1]) :]  # attention does not reach further back than the last document
+    context_1T = prompt_T[None]
     cache: KVCache | None = None
     for _ in range(num_tokens):
         context_1T = context_1T[:, -model.config.seq_len :]
@@ -240,14 +242,6 @@ def sample(
             return
         if int(token_1) == model.eos_id:  # a document begins
             context_1T, cache = token_1[None], None
-
-
-def _document(tokens_T: Tensor, eos_id: int | None) -> Tensor:
-    """The last document in ``tokens_T``: with ``eos_id``, attention does not reach further back."""
-    if eos_id is None:
-        return tokens_T
-    begins = (tokens_T == eos_id).nonzero()
-    return tokens_T[int(begins[-1]) :] if len(begins) else tokens_T
 
 
 def draw(logits_V: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None) -> Tensor:

@@ -143,7 +143,13 @@ def split_by_size(tensors: Iterable[StreamedTensor], max_bytes: int) -> dict[str
 
 
 def _open(config: ExportConfig) -> _Source:
-    path, run = _checkpoint_of(Path(config.source))
+    path = Path(config.source)
+    run = path.parent.parent
+    if (path / "config.toml").is_file():
+        run, found = path, newest_checkpoint(checkpoint_folder(path))
+        if found is None:
+            raise UserError("source", f"{run} has no complete checkpoint yet", "let it train up to one first")
+        path = found
     manifest = checkpoint.read_manifest(path)
     if not isinstance(manifest.extra.get("config"), dict):
         raise UserError("source", f"{path} does not say which model it is", "export a checkpoint of `zeroshard train`")
@@ -172,16 +178,6 @@ def _open(config: ExportConfig) -> _Source:
             raise UserError("source", what, "export a checkpoint of `zeroshard train`")
     folder, manifest = verified_manifest(path)
     return _Source(folder, manifest, model, run, _tokenizer(run), kind, lora)
-
-
-def _checkpoint_of(source: Path) -> tuple[Path, Path]:
-    """Return the checkpoint in ``source`` (a run's latest, or ``source`` itself), and the run folder it belongs to."""
-    if not (source / "config.toml").is_file():
-        return source, source.parent.parent
-    path = newest_checkpoint(checkpoint_folder(source))
-    if path is None:
-        raise UserError("source", f"{source} has no complete checkpoint yet", "let it train up to one first")
-    return path, source
 
 
 def _tokenizer(run: Path) -> Tokenizer | None:

@@ -81,8 +81,12 @@ def copy_text_files(run: Path, out: Path, tokenizer: Tokenizer | None) -> bool:
     kept = kept_folder(run)
     if not kept.is_dir() or not any(kept.iterdir()):
         return False
-    if tokenizer is not None and not _is_same(kept / TOKENIZER_FILE, tokenizer):
-        return False
+    if tokenizer is not None:
+        file = kept / TOKENIZER_FILE
+        if not (isinstance(tokenizer, BpeTokenizer) and file.is_file()):
+            return False
+        if read_tokenizer(file).to_json() != tokenizer.to_json():
+            return False
     for path in kept.iterdir():
         shutil.copyfile(path, out / path.name)
     write_template(tokenizer_folder(run), out)
@@ -99,9 +103,3 @@ def write_template(kept: Path, out: Path) -> None:
     config = dict(json_object(out / TOKENIZER_CONFIG))
     if config.pop("chat_template", None):
         (out / TOKENIZER_CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _is_same(file: Path, tokenizer: Tokenizer) -> bool:
-    return (
-        file.is_file() and isinstance(tokenizer, BpeTokenizer) and read_tokenizer(file).to_json() == tokenizer.to_json()
-    )

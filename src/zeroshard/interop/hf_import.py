@@ -19,7 +19,7 @@ from zeroshard import checkpoint
 from zeroshard.checkpoint.streamed_safetensors import drafted
 from zeroshard.comm import Communicator, LocalCommunicator
 from zeroshard.data.chat_templates import TEMPLATE_FILES
-from zeroshard.data.tokenizer import TOKENIZER_FILE, BpeTokenizer, keep_tokenizer, read_tokenizer
+from zeroshard.data.tokenizer import TOKENIZER_FILE, keep_tokenizer, read_tokenizer
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.models.hugging_face.folder import ADAPTER_CONFIG, only_adapters, read_json
 from zeroshard.models.hugging_face.gpt2_llama_conversion import OurConfig, embedding_of, from_hf_config
@@ -48,12 +48,16 @@ def run_import(config: ImportConfig) -> int:
     if (source / ADAPTER_CONFIG).is_file():
         raise only_adapters("source", str(source), source / ADAPTER_CONFIG)
     model = from_hf_config(read_json(source / "config.json", "source"))
-    tokenizer = _tokenizer(source)
+    tokenizer = read_tokenizer(source / TOKENIZER_FILE) if (source / TOKENIZER_FILE).is_file() else None
+    if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
+        what = f"has {tokenizer.vocab_size} tokens, the model {model.vocab_size}"
+        raise UserError(TOKENIZER_FILE, what, "take model and tokenizer from one folder")
     weights = _Weights(model, source)
     with drafted(out) as draft:
         data = DataConfig(source=UNNAMED)
         if tokenizer is not None:
-            _keep_tokenizer(tokenizer_folder(draft), tokenizer, model.vocab_size, source)
+            described = f"imported from {source.name}"
+            keep_tokenizer(tokenizer_folder(draft), tokenizer, model.vocab_size, described)
             for name in TEMPLATE_FILES:
                 if (source / name).is_file():
                     shutil.copyfile(source / name, tokenizer_folder(draft) / name)
@@ -89,17 +93,3 @@ class _Weights:
     def tied_names(self) -> dict[str, str]:
         """Return the names of the output head and of the embedding if they are tied, otherwise nothing."""
         return self._tied
-
-
-def _tokenizer(folder: Path) -> BpeTokenizer | None:
-    """Read the model's ``tokenizer.json``; None if it has none."""
-    path = folder / TOKENIZER_FILE
-    return read_tokenizer(path) if path.is_file() else None
-
-
-def _keep_tokenizer(folder: Path, tokenizer: BpeTokenizer, vocab_size: int, source: Path) -> None:
-    """Write the tokenizer into ``folder``, in the form of a prepared data folder without tokens."""
-    if tokenizer.vocab_size > vocab_size:
-        what = f"has {tokenizer.vocab_size} tokens, the model {vocab_size}"
-        raise UserError(TOKENIZER_FILE, what, "take model and tokenizer from one folder")
-    keep_tokenizer(folder, tokenizer, vocab_size, f"imported from {source.name}")

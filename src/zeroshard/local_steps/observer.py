@@ -55,7 +55,11 @@ class LocalStepsObserver(Observer):
 
     def layout_changes(self) -> None:
         """Refuse it once there are global weights."""
-        self._outer_steps.require_same_layout()
+        if any(self._outer_steps.by_group()):
+            raise RuntimeError(
+                "optimizer: it needs a new layout, and the global weights have the old one; make it before the first "
+                "step"
+            )
 
     def before_step(self, members: set[nn.Parameter]) -> None:
         """Make current weights the first global weights."""
@@ -79,7 +83,11 @@ class LocalStepsObserver(Observer):
 
     def require_common(self, what: str) -> None:
         """Raise RuntimeError if each replica has weights of its own."""
-        self._outer_steps.require_rest(what)
+        if not self._outer_steps.at_global_weights:
+            raise RuntimeError(
+                f"{what}: each replica has weights of its own between outer steps; do it before the first step, or "
+                "after zero.local_steps.outer_step()"
+            )
 
     def shards(self, written: Iterator[NamedShard]) -> Iterator[NamedShard]:
         """Global weights in the place of weights, and what replicas do not share under names of their own."""

@@ -140,22 +140,6 @@ class OuterSteps:
                 f"{what}: global weights are in the place of local ones; leave local_steps.global_weights() first"
             )
 
-    def require_rest(self, what: str) -> None:
-        """Raise RuntimeError about ``what`` if each replica has weights of its own."""
-        if not self.at_global_weights:
-            raise RuntimeError(
-                f"{what}: each replica has weights of its own between outer steps; do it before the first step, or "
-                "after zero.local_steps.outer_step()"
-            )
-
-    def require_same_layout(self) -> None:
-        """Raise RuntimeError if there are global weights, which have the present layout."""
-        if self._outer:
-            raise RuntimeError(
-                "optimizer: it needs a new layout, and the global weights have the old one; make it before the first "
-                "step"
-            )
-
     # -- the step -----------------------------------------------------------------------------------------------
 
     def step(self, *, taken: bool = True) -> list[OuterStep]:

@@ -69,7 +69,15 @@ class LocalSteps:
     def __post_init__(self) -> None:
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise ValueError(f"every: {self.every!r} local steps for each outer step; give 1 or more")
-        self._check_types()
+        for field, kinds, what in (
+            ("fragments", int, "whole number"),
+            ("rounding_seed", int, "whole number"),
+            ("outer_lr", (int, float), "number"),
+            ("outer_momentum", (int, float), "number"),
+        ):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, kinds):
+                raise ValueError(f"{field}: {value!r} is no {what}; give one")
         if not (isfinite(self.outer_lr) and self.outer_lr > 0):
             raise ValueError(f"outer_lr: {self.outer_lr} is not above 0; DiLoCo's is 0.7")
         if not 0 <= self.outer_momentum < 1:
@@ -86,16 +94,6 @@ class LocalSteps:
                 f"wire: {self.wire!r} is not a wire format; give a floating-point dtype, or {', '.join(FORMATS)}"
             )
         check_block("block", self.block)
-
-    def _check_types(self) -> None:
-        for fields, kinds, what in (
-            (("fragments", "rounding_seed"), int, "whole number"),
-            (("outer_lr", "outer_momentum"), (int, float), "number"),
-        ):
-            for field in fields:
-                value = getattr(self, field)
-                if isinstance(value, bool) or not isinstance(value, kinds):
-                    raise ValueError(f"{field}: {value!r} is no {what}; give one")
 
     @property
     def form(self) -> BlockFormat | None:
@@ -118,14 +116,8 @@ class LocalSteps:
 
     def fragments_at(self, num_steps: int) -> list[int]:
         """The fragments that take an outer step once ``num_steps`` steps are done; at most one."""
-        return [
-            fragment
-            for fragment in range(self.fragments)
-            if num_steps > 0 and (num_steps - self._offset(fragment)) % self.every == 0
-        ]
-
-    def _offset(self, fragment: int) -> int:
-        return (fragment + 1) * self.every // self.fragments
+        offsets = [(fragment + 1) * self.every // self.fragments for fragment in range(self.fragments)]
+        return [n for n, offset in enumerate(offsets) if num_steps > 0 and (num_steps - offset) % self.every == 0]
 
     def fragment_of(self, unit: int) -> int:
         """The fragment of the unit at this place, the root at 0."""

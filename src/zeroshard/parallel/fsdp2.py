@@ -38,7 +38,7 @@ from zeroshard.named_shards import (
 )
 from zeroshard.optimizer_classes.kept_states import alike
 from zeroshard.parallel.base import Setup
-from zeroshard.parallel.ddp_strategy import is_grouped, load_average, require_group
+from zeroshard.parallel.ddp import is_grouped, load_average, require_group
 from zeroshard.zero.buffers.initial import loaded_later
 from zeroshard.zero.buffers.partition import DrawsParts
 from zeroshard.zero.state.training_state import persistent_buffers, states_kept
@@ -64,7 +64,11 @@ class Fsdp2:
         on_meta = _is_on_meta(model)
         if on_meta and setup.init is None:
             raise ValueError("init: the model has parameters on the meta device; give a function that fills them")
-        device = setup.device or _device_of(model)
+        device = setup.device or next(model.parameters()).device
+        if device.type == "meta":
+            device = (
+                torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+            )
         if not on_meta:
             for tensor in [*model.parameters(), *model.buffers()]:
                 self._take_from_rank_zero(tensor, device)
@@ -317,13 +321,6 @@ def _is_on_meta(model: nn.Module) -> bool:
     if any(buffer.is_meta for buffer in model.buffers()):
         raise ValueError("a buffer is on the meta device; build buffers on a real one")
     return any(on_meta)
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    device = next(model.parameters()).device
-    if device.type != "meta":
-        return device
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _whole(name: str, kind: str, tensor: Tensor) -> NamedShard:

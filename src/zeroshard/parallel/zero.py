@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -47,9 +47,4 @@ class ZeroStrategy:
         self.memory_bytes, self.holdings, self.resume_at = zero.memory_bytes, zero.holdings, zero.resume_at
 
 
-def at_stage(stage: int) -> Callable[[Setup], ZeroStrategy]:
-    """Return the factory of the strategy ``zero{stage}``."""
-    return lambda setup: ZeroStrategy(setup, stage)
-
-
-zero0, zero1, zero2, zero3 = (at_stage(stage) for stage in STAGES)
+zero0, zero1, zero2, zero3 = (partial(ZeroStrategy, stage=stage) for stage in STAGES)

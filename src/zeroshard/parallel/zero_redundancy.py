@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from zeroshard.named_shards import NamedShard
 from zeroshard.parallel.base import Setup
-from zeroshard.parallel.ddp_strategy import DdpStrategy, require_group
+from zeroshard.parallel.ddp import DdpStrategy, require_group
 
 with warnings.catch_warnings():  # the import compiles torch's functional optimizers by torch.jit, which is deprecated
     warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)

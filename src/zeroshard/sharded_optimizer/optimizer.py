@@ -290,19 +290,17 @@ class ShardedOptimizer(Optimizer):
             RuntimeError: before `consolidate_state_dict`, on another rank than it named, or after a further step.
         """
         if self._unsharded_state is None:
-            raise RuntimeError(self._why_no_state())
+            here, there = self.comm.rank, self._consolidated_to
+            todo = f"call consolidate_state_dict(to={here}) on every rank first"
+            what = "each rank has a part of the state, not consolidated since it last changed"
+            if there is not None:
+                what = f"the state was brought to rank {there}, this is rank {here}; ask there, or"
+            raise RuntimeError(f"state_dict: {what}{'; ' if there is None else ' '}{todo}")
         self.state = defaultdict(dict, self._unsharded_state)
         try:
             return super().state_dict()
         finally:
             self.state = self.optim.state
-
-    def _why_no_state(self) -> str:
-        here, there = self.comm.rank, self._consolidated_to
-        todo = f"call consolidate_state_dict(to={here}) on every rank first"
-        if there is not None:
-            return f"state_dict: the state was brought to rank {there}, this is rank {here}; ask there, or {todo}"
-        return f"state_dict: each rank has a part of the state, not consolidated since it last changed; {todo}"
 
     def _state_has_changed(self) -> None:
         self._unsharded_state = self._consolidated_to = None

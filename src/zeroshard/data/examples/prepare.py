@@ -53,7 +53,12 @@ def write_examples(spec: DataSpec, tables: Tables, draft: Path, shard_tokens: in
         while some := list(islice(each, _AT_ONCE)):
             for (split, _), encoded in zip(some, encode([text for _, text in some]), strict=True):
                 writers[split].write(encoded)
-        _require_both({split: writer.num_examples for split, writer in writers.items()}, spec.val_fraction)
+        if not writers["train"].num_examples:
+            what = f"{spec.val_fraction:g} leaves nothing to train on"
+            raise UserError("data.val_fraction", what, "lower it, or give more rows")
+        if spec.val_fraction and not writers["val"].num_examples:
+            what = f"{spec.val_fraction:g} of these examples is less than one example"
+            raise UserError("data.val_fraction", what, "use more rows, or a larger fraction")
         examples = {split: writer.finish() for split, writer in writers.items()}
         splits = {split: writer.tokens.finish() for split, writer in writers.items()}
     tokenizer_sha256 = write_tokenizer(draft, tokenizer) if isinstance(tokenizer, BpeTokenizer) else ""
@@ -116,16 +121,6 @@ def _validating(spec: DataSpec, tables: Tables) -> tuple[Callable[[int], bool], 
             raise UserError("data.val_fraction", what, "give more rows")
         limit = sorted(few)[min(ceil(len(few) * spec.val_fraction), len(few) - 1)]
     return lambda value: value < limit, num_examples
-
-
-def _require_both(num_examples: Mapping[str, int], val_fraction: float) -> None:
-    if not num_examples["train"]:
-        raise UserError(
-            "data.val_fraction", f"{val_fraction:g} leaves nothing to train on", "lower it, or give more rows"
-        )
-    if val_fraction and not num_examples["val"]:
-        what = f"{val_fraction:g} of these examples is less than one example"
-        raise UserError("data.val_fraction", what, "use more rows, or a larger fraction")
 
 
 def _hash_of(row: Mapping[str, Any]) -> int:

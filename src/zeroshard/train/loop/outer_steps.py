@@ -3,18 +3,25 @@
 Between outer steps replicas do not communicate. The loss, gradient norm and verdict of a step are those of one
 replica, and the log has the first replica's. All ranks agree on the mean loss and on stopping at outer steps: a rank
 that is told to stop earlier continues until the next one.
+
+Below: what replicas add to a run's checkpoint, and how a resumed run uses it.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from zeroshard.comm import CONTROL, labelled
+from zeroshard.comm import CONTROL, Communicator, labelled
+from zeroshard.comm.agree import send_bytes
 from zeroshard.errors import ExitStatus
 from zeroshard.train.loop.run import Run
+from zeroshard.train.loop.step_guard import StepGuard
 from zeroshard.train.loop.stopping import as_numbers, wish_of_all
+from zeroshard.zero import OuterSteps
 
 
 def outer_step_if_due(run: Run, loss: float, stop: ExitStatus, *, taken: bool) -> tuple[dict[str, Any], ExitStatus]:
@@ -36,21 +43,55 @@ def outer_step_if_due(run: Run, loss: float, stop: ExitStatus, *, taken: bool) -
         "difference_norm": sum(each.difference_norm**2 for each in by_fragment) ** 0.5,
         "num_replicas": outer.comm.world_size,
     }
-    said["loss"], stop = _agree(run, loss, stop)
-    return said, stop
-
-
-def _agree(run: Run, loss: float, stop: ExitStatus) -> tuple[float, ExitStatus]:
-    """Return the mean loss over all replicas and the status with which to stop: one all-reduce of 24 bytes."""
     comm = run.strategy.comm
-    report = torch.tensor([loss, *as_numbers(stop)], dtype=torch.float64)
-    report = report.to(comm.control_device)
+    report = torch.tensor([loss, *as_numbers(stop)], dtype=torch.float64).to(comm.control_device)
     with labelled(CONTROL):
-        comm.all_reduce(report).wait()
+        comm.all_reduce(report).wait()  # 24 bytes
     total, *wanted = report.tolist()
-    return total / comm.world_size, wish_of_all(*wanted)
+    said["loss"] = total / comm.world_size
+    return said, wish_of_all(*wanted)
 
 
 def fragments_of_outer_step(run: Run) -> list[int]:
     """The fragments of the outer step after this step, for the plan; [] without local steps."""
     return [] if run.local_steps is None else run.local_steps.settings.fragments_at(run.local_steps.num_steps)
+
+
+def guards_of_replicas(comm: Communicator, replica: Communicator, guard: StepGuard) -> list[dict[str, Any]]:
+    """Collect the state of every replica's `StepGuard`, in the order of replicas. Collective over ``comm``."""
+    own = json.dumps(guard.state_dict()).encode()
+    firsts = range(0, comm.world_size, replica.world_size)
+    return [json.loads(send_bytes(comm, own if comm.rank == first else b"", first)) for first in firsts]
+
+
+def own_guard(saved: Mapping[str, Any], local_steps: OuterSteps | None) -> dict[str, Any] | None:
+    """The saved guard state that this rank resumes from: its replica's, else the first one's; None: none was saved."""
+    guards = saved.get("guards", [])
+    number = 0 if local_steps is None else local_steps.comm.rank
+    return guards[number] if number < len(guards) else saved.get("guard")
+
+
+def other_replicas(before: Mapping[str, Any], world_before: int, now: Mapping[str, Any], world_now: int) -> list[str]:
+    """Say what happens to replicas with local steps if their number, or whether there are any, has changed.
+
+    Returns:
+        A line for the log of a resumed run; empty if nothing has changed.
+    """
+    (was, count), (is_now, count_now) = (_replicas(*pair) for pair in ((before, world_before), (now, world_now)))
+    if (was, count) == (is_now, count_now) or not (was or is_now):
+        return []
+    if was and not is_now:
+        return ["replicas took local steps: the run resumes from their last common weights, without outer momentum"]
+    if is_now and not was:
+        return ["replicas take local steps from here on: each begins with the same optimizer states"]
+    if count_now > count:
+        what = "the new ones begin at the last common weights, with the first one's optimizer states"
+    else:
+        what = "the steps of the last ones since their last outer step are lost"
+    return [f"there were {count} replicas, now there are {count_now}: {what}"]
+
+
+def _replicas(config: Mapping[str, Any], world_size: int) -> tuple[bool, int]:
+    """Whether replicas take local steps, and how many replicas there are (1 without local steps)."""
+    on = config.get("local_steps", {}).get("every", 1) > 1
+    return on, world_size // (config.get("shard_size") or world_size) if on else 1

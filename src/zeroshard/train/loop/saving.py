@@ -14,7 +14,7 @@ from typing import Any
 from zeroshard.checkpoint import BEST, BackgroundSaver, Keep, Saved, is_complete, name_best, step_name
 from zeroshard.comm.agree import largest
 from zeroshard.errors import ExitStatus
-from zeroshard.train.loop.replica_guards import guards_of_replicas
+from zeroshard.train.loop.outer_steps import guards_of_replicas
 from zeroshard.train.loop.run import Run
 from zeroshard.train.loop.stopping import STOPPED
 from zeroshard.train.loop.watchdog import PATIENCE_S, Alive
@@ -86,7 +86,10 @@ class Saving:
         """Wait for the current save; return the run's exit status, given the ``status`` of its steps."""
         self.alive()
         self._hear(self._saver.wait())
-        if largest(self._run.strategy.comm, self._is_lost()):
+        newest = self._folder / step_name(self.saved_at)
+        # Rank 0 looks whether the newest checkpoint that this run wrote is gone.
+        is_lost = self._run.strategy.comm.rank == 0 and self._num_complete > 0 and not is_complete(newest)
+        if largest(self._run.strategy.comm, is_lost):
             what = "it was removed while the run wrote there, and its checkpoints with it"
             self._say(f"error: {self._run.folder}: {what}; start again, in a folder that stays")
             return ExitStatus.STORAGE if status in (ExitStatus.OK, *STOPPED) else status
@@ -97,11 +100,6 @@ class Saving:
         what = "no checkpoint could be written" if none_written else f"the state of step {self._wanted_at} is lost"
         self._say(f"error: {self._folder}: {what} ({self._last_error}); free space or choose another --out")
         return ExitStatus.FAILED
-
-    def _is_lost(self) -> bool:
-        """Whether the newest checkpoint that this run wrote is gone; rank 0 looks, other ranks return False."""
-        newest = self._folder / step_name(self.saved_at)
-        return self._run.strategy.comm.rank == 0 and self._num_complete > 0 and not is_complete(newest)
 
     def close(self) -> None:
         """Stop the background writer; call it however the run ended."""

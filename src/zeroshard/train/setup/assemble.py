@@ -77,12 +77,6 @@ def check_shard_size(config: TrainConfig, world_size: int) -> None:
     check_num_replicas(config.local_steps, config.shard_size, world_size, config.nnodes)
 
 
-def _check_vocab_size(config: TrainConfig, vocab_size: int) -> None:
-    if 0 < config.model.vocab_size < vocab_size:
-        what = f"{config.model.vocab_size} is below the {vocab_size} ids of the tokens"
-        raise UserError("model.vocab_size", what, "use tokens made for this model, or 0 for a vocabulary of their size")
-
-
 def make_model(config: TrainConfig, vocab_size: int, device: torch.device | str) -> LanguageModel:
     """Build the model of ``config`` on ``device``; on ``"meta"`` without values."""
     with torch.device(device):
@@ -159,7 +153,9 @@ def sharded(
     Raises:
         UserError: the model has fewer ids than ``vocab_size``, or ranks have different models.
     """
-    _check_vocab_size(config, vocab_size)
+    if 0 < config.model.vocab_size < vocab_size:
+        what = f"{config.model.vocab_size} is below the {vocab_size} ids of the tokens"
+        raise UserError("model.vocab_size", what, "use tokens made for this model, or 0 for a vocabulary of their size")
     from_meta = strategy_entry(config.strategy).from_meta
     model = make_model(config, vocab_size, "meta")
     if draw:

@@ -86,7 +86,12 @@ def lowest_stage(chosen: tuple[int, str], comm: Communicator, folder: Path, *, r
     """
     stage, why = chosen
     if resuming and _stage_file(folder).exists():
-        left_stage, left_why = _read_word(_stage_file(folder))
+        path = _stage_file(folder)
+        try:
+            left = json_of(read_text(path))
+            left_stage, left_why = int(left["stage"]), str(left["why"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError("strategy", f"{path} cannot be read ({error})", "delete it, or name a stage") from None
         if left_stage > stage:
             stage, why = left_stage, left_why
     highest = largest(comm, stage)
@@ -106,14 +111,6 @@ def move_up(config: TrainConfig, stage: int, rank: int, world_size: int) -> str:
     unfinished.write_text(json.dumps({"stage": stage + 1, "why": why}), encoding="utf-8")
     unfinished.replace(_stage_file(Path(config.out)))
     return f"{why}; zero{stage + 1} is next"
-
-
-def _read_word(path: Path) -> tuple[int, str]:
-    try:
-        left = json_of(read_text(path))
-        return int(left["stage"]), str(left["why"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError("strategy", f"{path} cannot be read ({error})", "delete it, or name a stage") from None
 
 
 def _stage_file(folder: Path) -> Path:

@@ -35,7 +35,7 @@ from zeroshard.train.links import Links
 from zeroshard.train.loop.best_loss import BestLoss
 from zeroshard.train.loop.data import Corpus
 from zeroshard.train.loop.measures import Measures
-from zeroshard.train.loop.replica_guards import other_replicas, own_guard
+from zeroshard.train.loop.outer_steps import other_replicas, own_guard
 from zeroshard.train.loop.run import Run, Schedule
 from zeroshard.train.loop.step_guard import StepGuard
 from zeroshard.train.records.console import ConsoleRecorder
