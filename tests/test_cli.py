@@ -16,7 +16,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
 import forked
 import zeroshard
@@ -303,12 +302,10 @@ def test_the_last_line_of_a_run_names_the_next_command(capsys, tmp_path):
         capsys.readouterr()
 
 
-def test_doctor_tells_of_optimizers_that_were_asked_for(capsys, monkeypatch):
-    monkeypatch.setattr("zeroshard.lab.audit.optimizers.torch_optimizers", lambda: [torch.optim.LBFGS])
-    assert main(["doctor", "--optimizers", "torch.optim:Muon"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"LBFGS +refused +closure-driven +it calls the closure again .*", lines[1])
-    assert re.fullmatch(r"Muon +per-tensor +whole tensors, matrices only +(exact *){4}", lines[2])
+def test_doctor_tells_of_optimizers_that_were_asked_for(capsys):
+    assert main(["doctor", "--optimizers"]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"^LBFGS +closure-driven +refused +it calls the closure again .*", told, re.MULTILINE)
 
 
 def test_doctor_refuses_what_is_no_optimizer_in_a_line(capsys, refusal):

@@ -105,8 +105,8 @@ VERBS: dict[str, Verb] = {
     ),
     "doctor": Verb(
         "Say what is installed, what is found, and what would be used; for bug reports. With --optimizers: which "
-        "optimizers of torch, and classes of your own, may be sharded, and what difference sharding makes; a "
-        "module:Class that you name is imported, so that its code runs: name what you trust.",
+        "optimizers of torch, and classes of your own, may be sharded, and whether an experiment agrees with what a "
+        "class declares; a module:Class that you name is imported, so that its code runs: name what you trust.",
         look_around,
         usage="[--optimizers [module:Class ...]]",
         words=("--optimizers",),

@@ -24,7 +24,7 @@ reach depends on settings, it is a function of them (a mapping, in which a param
 A class that accepts only parameters of certain numbers of dimensions may give an `OptimizerKind`, which lists them.
 
 Nobody checks a declaration: if an optimizer is declared element-wise and is not, its updates are silently wrong.
-``zeroshard doctor --optimizers module:Class`` measures it.
+``zeroshard doctor --optimizers module:Class`` compares it with the experiment.
 """
 
 from __future__ import annotations
