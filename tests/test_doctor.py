@@ -1,4 +1,4 @@
-"""`zeroshard doctor --optimizers`: which classes may be sharded, and whether the experiment agrees with a declaration."""
+"""`zeroshard doctor --optimizers`: which classes may be sharded; whether the experiment agrees with a declaration."""
 
 import re
 
