@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import forked
+from zeroshard.models import GPT2, GPT2Config
 
 DOCS = Path(__file__).parents[1] / "docs"
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -61,14 +63,24 @@ def run_commands(page, folder):
 
 
 def test_the_commands_for_users_of_nanogpt_run(tmp_path):
-    for folder in ("config", "data/mine"):
+    for folder in ("config", "data/mine", "out"):
         (tmp_path / folder).mkdir(parents=True)
     (code,) = blocks("from-nanogpt.md", "python")
     (tmp_path / "config" / "mine.py").write_text(code)
     for name, count in (("train", 4000), ("val", 400)):
         (torch.arange(count) % 1000).to(torch.uint16).numpy().tofile(tmp_path / "data" / "mine" / f"{name}.bin")
+    args = {"vocab_size": 50_304, "block_size": 8, "n_layer": 1, "n_head": 1, "n_embd": 4, "bias": True}
+    with torch.device("cpu"):
+        model: nn.Module = GPT2(GPT2Config(50_304, 8, 1, 1, 4))
+    names = {name: name.replace("blocks.", "h.") for name in model.state_dict()}
+    theirs = {
+        name if name == "lm_head.weight" else f"transformer.{names[name]}": tensor
+        for name, tensor in model.state_dict().items()
+    }
+    torch.save({"model": theirs, "model_args": args}, tmp_path / "out" / "ckpt.pt")
     run_commands("from-nanogpt.md", tmp_path)
     assert (tmp_path / "runs" / "mine" / "summary.json").exists()
+    assert (tmp_path / "runs" / "imported" / "config.toml").exists()
 
 
 def test_the_commands_for_users_of_deepspeed_run(tmp_path):

@@ -21,6 +21,7 @@ from zeroshard.comm import Communicator, LocalCommunicator
 from zeroshard.data.chat_templates import TEMPLATE_FILES
 from zeroshard.data.tokenizer import TOKENIZER_FILE, keep_tokenizer, read_tokenizer
 from zeroshard.errors import ExitStatus, UserError
+from zeroshard.interop.nanogpt_weights import import_nanogpt, is_nanogpt
 from zeroshard.models.hugging_face.folder import ADAPTER_CONFIG, only_adapters, read_json
 from zeroshard.models.hugging_face.gpt2_llama_conversion import OurConfig, embedding_of, from_hf_config
 from zeroshard.models.hugging_face.weights import find_tensors, mapped
@@ -38,13 +39,16 @@ _SEQ_LEN = 1024  # largest sequence length in the run's configuration
 
 
 def run_import(config: ImportConfig) -> int:
-    """Create the run folder, print a summary, and return the exit status.
+    """Create the run folder, print a summary, and return the exit status; a file of nanoGPT: see `import_nanogpt`.
 
     Raises:
         UserError: the folder is not a complete GPT-2 or LLaMA with safetensors, our models cannot compute it, or
             ``out`` exists already.
     """
     source, out = Path(config.source), Path(config.out)
+    if is_nanogpt(source):
+        print(f"{source} in {out}: {import_nanogpt(source, out)}\n{_next(out)}")
+        return int(ExitStatus.OK)
     if (source / ADAPTER_CONFIG).is_file():
         raise only_adapters("source", str(source), source / ADAPTER_CONFIG)
     model = from_hf_config(read_json(source / "config.json", "source"))
@@ -69,9 +73,12 @@ def run_import(config: ImportConfig) -> int:
         extra = {"config": run.model_dump(mode="json"), "torch": torch.__version__, "imported_from": source.name}
         checkpoint.save(checkpoint_folder(draft) / "step-00000000", weights, step=0, extra=extra)
     text = f"{tokenizer.vocab_size:,} tokens" if tokenizer else "no tokenizer that we read, so it writes no text"
-    print(f"{source} in {out}: {weights.num_params:,} parameters, {text}")
-    print(f"to train on: zeroshard train --config {out}/config.toml --resume auto --data text --data.path FILES")
+    print(f"{source} in {out}: {weights.num_params:,} parameters, {text}\n{_next(out)}")
     return int(ExitStatus.OK)
+
+
+def _next(out: Path) -> str:
+    return f"to train on: zeroshard train --config {out}/config.toml --resume auto --data text --data.path FILES"
 
 
 class _Weights:

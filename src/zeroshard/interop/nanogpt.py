@@ -3,6 +3,7 @@
 Its configurations are Python files whose assignments override the defaults of ``train.py``; so do flags
 ``--key=value``, and whatever comes later on the command line wins. Files are never executed: assignments of constants
 and arithmetic are read (``gradient_accumulation_steps = 5 * 8``); any other statement that may set a key is refused.
+`zeroshard.interop.nanogpt_weights` imports weights.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from zeroshard.interop.migration import (
 from zeroshard.regular_files import read_text
 from zeroshard.train.config.validate import nearest
 
-PADDED_IDS = 50_304  # nanoGPT's padded vocabulary for the 50,257 ids of GPT-2's tokenizer
+GPT2_IDS, PADDED_IDS = 50_257, 50_304  # ids of GPT-2's tokenizer, and nanoGPT's padded vocabulary for them
 _OPERATIONS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -151,7 +152,8 @@ def _checkpoints(value: Any, theirs: Mapping[str, Any]) -> Became:
 
 def _init(value: Any, theirs: Mapping[str, Any]) -> Became:
     if value in ("scratch", "resume"):
-        return {"resume": "none" if value == "scratch" else "auto"}
+        ours = {"resume": "none" if value == "scratch" else "auto"}
+        return ours, "zeroshard import OUT_DIR/ckpt.pt RUN makes a run of nanoGPT's weights"
     return "zeroshard import FOLDER RUN makes a run of a Hugging Face folder"
 
 

@@ -65,7 +65,7 @@ VERBS: dict[str, Verb] = {
     "eval": Verb("Measure loss, perplexity and bits per byte on prepared text.", evaluate, EvalConfig, ("run",)),
     "export": Verb("Write a model for Hugging Face's transformers.", export, ExportConfig, ("source", "out")),
     "import": Verb(
-        "Make a run of a Hugging Face GPT-2 or LLaMA.",
+        "Make a run of a Hugging Face GPT-2 or LLaMA, or of nanoGPT's ckpt.pt.",
         import_model,
         ImportConfig,
         ("source", "out"),

@@ -53,7 +53,9 @@ class ExportConfig(Config):
 class ImportConfig(Config):
     """Settings of `zeroshard import`: the model to read, and the run folder to make of it."""
 
-    source: str = Field(min_length=1, description="Folder of a Hugging Face GPT-2 or LLaMA with safetensors.")
+    source: str = Field(
+        min_length=1, description="Folder of a Hugging Face GPT-2 or LLaMA with safetensors, or nanoGPT's ckpt.pt."
+    )
     out: str = Field(min_length=1, description="New run folder, as in runs/NAME.")
 
 
