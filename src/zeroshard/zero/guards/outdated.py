@@ -74,7 +74,7 @@ class WatchedReads(Reads):
             warnings.warn(
                 "model: weights are read outside of forward and backward, where they are sharded and show NaN; "
                 "read them, and compute what depends on them (a penalty, say), inside zero.full_params()",
-                stacklevel=5,
+                stacklevel=4,
             )
 
 
