@@ -21,6 +21,7 @@ SENT = [
     ({"stage": 1, "shard_size": 2}, "Groot G0 G1 G2", "S2 S1 A2 S0 A1 Sroot A0 Aroot"),
     ({"stage": 3, "shard_size": 2}, "Groot G0 G1 G2", "G1 S2 G0 S1 A2 S0 A1 Sroot A0 Aroot"),
     ({"stage": 3, "shard_size": 1}, "", "A2 A1 A0 Aroot"),
+    ({"stage": 2, "units": ["first", "blocks", "last"]}, "Gfirst G0 G1 G2 Glast", "Slast S2 S1 S0 Sfirst"),
 ]
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from late import late
+from zero.transport.wire_runs import batch, net, same, steps
 from zeroshard import checkpoint
 from zeroshard.comm import LocalCommunicator, NullCommunicator, ObservedCommunicator, ThreadCommunicator, run_threads
 from zeroshard.wire_formats import BlockFormat
@@ -33,67 +34,13 @@ WIRES = {
 }
 
 
-class _Net(nn.Module):
-    """Matrices that travel in a wire format, norms and biases that do not, and a unit that is frozen."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Linear(48, 96)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(96), nn.Linear(96, 100), nn.Tanh(), nn.Linear(100, 96)) for _ in range(3)
-        )
-        self.blocks[1].requires_grad_(False)
-
-    def forward(self, x):
-        x = self.embed(x)
-        for block in self.blocks:
-            x = x + block(x)
-        return x.float().square().mean()
-
-
-def _drawn():
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        return _Net()
-
-
-ORIGINAL = _drawn()  # before there are threads, which share a generator
-
-
-def _net():
-    return copy.deepcopy(ORIGINAL)
-
-
-def _batch(rank, step):
-    return torch.randn(5, 48, generator=torch.Generator().manual_seed(1000 * step + rank))
-
-
-def _steps(zero, optimizer, steps, num_micro=1):
-    losses = []
-    for step in steps:
-        for micro in range(num_micro):
-            with zero.micro_batch(last=micro == num_micro - 1):
-                loss = zero.model(_batch(zero.comm.rank, 10 * step + micro))
-                loss.backward()
-        losses.append((loss.detach(), zero.clip_grad_norm_(1.0)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
 def _train(comm, stage, precision, *, num_micro=1, accumulate=None, **kwargs):
-    zero = Zero(_net(), stage, comm=comm, precision=precision, accumulate=accumulate, **kwargs)
+    zero = Zero(net(), stage, comm=comm, precision=precision, accumulate=accumulate, **kwargs)
     optimizer = zero.optimizer(torch.optim.AdamW, lr=1e-2)
-    losses = _steps(zero, optimizer, range(3), num_micro)
+    losses = steps(zero, optimizer, range(3), num_micro)
     with zero.full_params():
         shown = {name: param.detach().clone() for name, param in zero.model.named_parameters()}
     return losses, zero.state_dict(), shown
-
-
-def _same(one, other):
-    return all(
-        torch.equal(a, b) for x, y in zip(one[0], other[0], strict=True) for a, b in zip(x, y, strict=True)
-    ) and all(torch.equal(one[i][name], other[i][name]) for i in (1, 2) for name in one[i])
 
 
 def _ways_to_send():
@@ -117,8 +64,7 @@ def test_stages_have_the_same_bits_under_any_wire(wire, world_size, shard_size, 
     ]
     for ranks in by_stage:
         assert all(torch.isfinite(loss) for loss, _ in ranks[0][0])
-        for one, other in zip(ranks, by_stage[0], strict=True):
-            assert _same(one, other)
+        assert same(ranks, by_stage[0])
         assert all(torch.equal(ranks[0][2][name], each[2][name]) for each in ranks for name in each[2])
 
 
@@ -126,25 +72,22 @@ def test_an_optimizer_of_whole_tensors_begins_with_what_travels():
     """Its layout is made after the engine, whose weights at stages 1 and 2 have arrived by then."""
 
     def on_rank(comm, stage):
-        zero = Zero(_net().requires_grad_(False), stage, comm=comm, precision=INT8)
+        zero = Zero(net().requires_grad_(False), stage, comm=comm, precision=INT8)
         matrices = [param.requires_grad_() for param in zero.model.parameters() if param.dim() == 2]
         optimizer = zero.optimizer(torch.optim.Muon, matrices, lr=1e-2)
-        return _steps(zero, optimizer, range(2)), zero.state_dict()
+        return steps(zero, optimizer, range(2)), zero.state_dict()
 
-    by_stage = [run_threads(lambda comm, stage=stage: on_rank(comm, stage), 2) for stage in (1, 2, 3)]
-    for ranks in by_stage[1:]:
-        for (losses, state), (expected, expected_state) in zip(ranks, by_stage[0], strict=True):
-            assert all(torch.equal(a[0], b[0]) for a, b in zip(losses, expected, strict=True))
-            assert all(torch.equal(state[name], expected_state[name]) for name in expected_state)
+    first, *others = [run_threads(lambda comm, stage=stage: on_rank(comm, stage), 2) for stage in (1, 2, 3)]
+    assert all(same(ranks, first) for ranks in others)
 
 
 def test_every_rank_computes_with_what_the_owners_shards_come_to_and_masters_stay_exact():
     def on_rank(comm):
-        zero = Zero(_net(), 2, comm=comm, precision=INT8)
+        zero = Zero(net(), 2, comm=comm, precision=INT8)
         exact = zero.state_dict()
         return exact, {name: param.detach().clone() for name, param in zero.model.named_parameters()}
 
-    original = _net().state_dict()
+    original = net().state_dict()
     for exact, shown in run_threads(on_rank, 2):
         for name, weight in original.items():
             assert torch.equal(exact[name], weight)
@@ -158,10 +101,10 @@ def test_every_rank_computes_with_what_the_owners_shards_come_to_and_masters_sta
 def test_gradients_are_near_those_that_travel_as_they_are_and_right_in_the_mean():
     def grads(precision):
         def on_rank(comm):
-            zero = Zero(_net(), 2, comm=comm, precision=precision)
+            zero = Zero(net(), 2, comm=comm, precision=precision)
             total = None
             for _ in range(30):
-                zero.model(_batch(comm.rank, 0)).backward()
+                zero.model(batch(comm.rank, 0)).backward()
                 found = torch.cat([g.reshape(-1) for g in zero.full_grads().values() if g is not None])
                 total = found.double() if total is None else total + found
                 zero.zero_grad()
@@ -179,30 +122,28 @@ def test_gradients_are_near_those_that_travel_as_they_are_and_right_in_the_mean(
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_resumed_run_rounds_as_the_one_that_went_on(stage, precision, world_size, tmp_path):
     def on_rank(comm):
-        zero = Zero(_net(), stage, comm=comm, precision=precision, accumulate="sharded")
+        zero = Zero(net(), stage, comm=comm, precision=precision, accumulate="sharded")
         optimizer = zero.optimizer(torch.optim.AdamW, lr=1e-2)
-        _steps(zero, optimizer, range(3), 2)
+        steps(zero, optimizer, range(3), 2)
         zero.model.blocks[1].requires_grad_(True)  # which no step has rounded gradients of
         checkpoint.save(tmp_path / "saved", zero, step=3)
-        went_on = _steps(zero, optimizer, range(3, 5), 2), zero.state_dict()
-        other = Zero(_net(), 2, comm=comm, precision=precision)
+        went_on = steps(zero, optimizer, range(3, 5), 2), zero.state_dict()
+        other = Zero(net(), 2, comm=comm, precision=precision)
         optimizer = other.optimizer(torch.optim.AdamW, lr=1e-2)
         checkpoint.load(tmp_path / "saved", other)
         other.model.blocks[1].requires_grad_(True)
-        return went_on, (_steps(other, optimizer, range(3, 5), 2), other.state_dict())
+        return went_on, (steps(other, optimizer, range(3, 5), 2), other.state_dict())
 
-    for (losses, state), (other_losses, other_state) in run_threads(on_rank, world_size):
-        assert all(torch.equal(a[0], b[0]) for a, b in zip(losses, other_losses, strict=True))
-        assert all(torch.equal(state[name], other_state[name]) for name in state)
+    assert all(same(*found) for found in run_threads(on_rank, world_size))
 
 
 def test_nan_and_inf_are_still_seen_behind_the_wire():
     def on_rank(comm, bad):
-        zero = Zero(_net(), 3, comm=comm, precision=INT8)
-        batch = _batch(comm.rank, 0)
+        zero = Zero(net(), 3, comm=comm, precision=INT8)
+        rows = batch(comm.rank, 0)
         if comm.rank == 1:
-            batch[0, 0] = bad
-        zero.model(batch).backward()
+            rows[0, 0] = bad
+        zero.model(rows).backward()
         return zero.clip_grad_norm_(1.0)
 
     for bad in (float("nan"), float("inf")):
@@ -212,7 +153,7 @@ def test_nan_and_inf_are_still_seen_behind_the_wire():
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_is_written_into_weights_reaches_the_masters_and_the_rest_keeps_its_digits(stage):
     def on_rank(comm):
-        zero = Zero(_net(), stage, comm=comm, precision=INT8)
+        zero = Zero(net(), stage, comm=comm, precision=INT8)
         optimizer = zero.optimizer(torch.optim.SGD, lr=0.0)
         with zero.full_params(write_back=True), torch.no_grad():
             zero.model.blocks[0][1].weight[3, 5] = 0.625
@@ -221,7 +162,7 @@ def test_what_is_written_into_weights_reaches_the_masters_and_the_rest_keeps_its
             optimizer.step()
         return zero.state_dict()
 
-    original = _net().state_dict()
+    original = net().state_dict()
     for state in run_threads(on_rank, 2):
         expected = copy.deepcopy(original)
         expected["blocks.0.1.weight"][3, 5] = 0.625
@@ -233,7 +174,7 @@ def test_what_is_written_into_weights_reaches_the_masters_and_the_rest_keeps_its
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_modules_own_state_dict_is_refused_where_it_has_rounded_weights(stage):
     def on_rank(comm, precision, words):
-        zero = Zero(_net(), stage, comm=comm, precision=precision)
+        zero = Zero(net(), stage, comm=comm, precision=precision)
         with zero.full_params(), pytest.raises(RuntimeError, match=words) if words else nullcontext():
             zero.model.state_dict()
         with zero.full_params(), pytest.raises(RuntimeError, match=words) if words else nullcontext():
@@ -245,17 +186,17 @@ def test_the_modules_own_state_dict_is_refused_where_it_has_rounded_weights(stag
     words = r"^model\.state_dict\(\): the compute weights are rounded .*use zero\.state_dict\(\)"
     for precision, refused in ((INT8, words), (MixedPrecision(gather=torch.float32, reduce="int8"), "")):
         names = run_threads(lambda comm, p=precision, w=refused: on_rank(comm, p, w), 2)[0]
-        assert names == set(_net().state_dict())
+        assert names == set(net().state_dict())
 
 
 def _compiled_or_not(comm, precision, compiles):
-    net = _net()
-    zero = Zero(net, stage=3, comm=comm, units=list(net.blocks), precision=precision)
+    whole = net()
+    zero = Zero(whole, stage=3, comm=comm, units=list(whole.blocks), precision=precision)
     optimizer = zero.optimizer(torch.optim.AdamW, lr=1e-2)
     model = torch.compile(zero.model, backend="eager") if compiles else zero.model
     losses = []
     for step in range(2):
-        loss = model(_batch(comm.rank, step))
+        loss = model(batch(comm.rank, step))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -300,18 +241,18 @@ def test_bad_wires_are_named():
     with pytest.raises(ValueError, match=r"^block: blocks of 100 elements do not pack"):
         MixedPrecision(gather="int8", block=100)
     with pytest.raises(ValueError, match=r"^reduce: int8 is given, and stage 0 has no wire format"):
-        Zero(_net(), 0, comm=comm, precision=MixedPrecision(reduce="int8"))
-    zero = Zero(_net(), 1, comm=comm, precision=INT8)
+        Zero(net(), 0, comm=comm, precision=MixedPrecision(reduce="int8"))
+    zero = Zero(net(), 1, comm=comm, precision=INT8)
     with pytest.raises(ValueError, match=r"^gather: .*stage 0 has no wire format"):
         zero.restage(0)
 
     class NoExchange(ThreadCommunicator):
         all_to_all = None
 
-    engine = Zero(_net(), 1, comm=NullCommunicator(2), precision=INT8)
+    engine = Zero(net(), 1, comm=NullCommunicator(2), precision=INT8)
     engine.comm.all_to_all = None
     with pytest.raises(ValueError, match=r"^comm: gradients cannot travel in a wire format over a NullCommunicator"):
-        engine.model(_batch(0, 0)).backward()
+        engine.model(batch(0, 0)).backward()
 
 
 # -- over nodes: added up inside a node in full precision, quantised between nodes --------------------------------
@@ -321,8 +262,8 @@ def test_the_sum_is_of_sums_of_nodes_in_their_order():
     """In fp32 nothing is rounded on the way: the sum inside each node, then over nodes, and each rank's own part."""
 
     def grads(comm, rank, precision):
-        zero = Zero(_net(), 2, comm=comm, precision=precision)
-        zero.model(_batch(rank, 0)).backward()
+        zero = Zero(net(), 2, comm=comm, precision=precision)
+        zero.model(batch(rank, 0)).backward()
         trained = {name: param.grad for name, param in zero.model.named_parameters() if param.requires_grad}
         return {name: grad.full_tensor() for name, grad in trained.items() if name.endswith(("1.weight", "3.weight"))}
 
@@ -353,7 +294,7 @@ def test_a_node_sends_its_sum_to_others_once():
 
 def test_nodes_are_whole_and_there_is_something_to_send():
     def zero(world_size, node_size, **kwargs):
-        Zero(_net(), 2, comm=NullCommunicator(world_size), precision=_in_nodes(node_size), **kwargs)
+        Zero(net(), 2, comm=NullCommunicator(world_size), precision=_in_nodes(node_size), **kwargs)
 
     with pytest.raises(
         ValueError, match=r"^node_size: groups of 4 do not partition 6 ranks into several; choose one of 2, 3$"
