@@ -1,6 +1,7 @@
 """The command line: help without torch, one line for every mistake, and the end of all ranks."""
 
 import errno
+import gc
 import json
 import os
 import re
@@ -86,8 +87,10 @@ def events(tmp_path: Path) -> list[dict]:
     return [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_version_and_overview(capsys):
+def test_version_and_overview_which_leave_the_caller_its_garbage_collector(capsys):
+    before = gc.get_threshold(), gc.get_freeze_count()
     assert main(["--version"]) == 0
+    assert (gc.get_threshold(), gc.get_freeze_count()) == before
     assert capsys.readouterr().out == f"zeroshard {zeroshard.__version__}\n"
     assert main([]) == 0
     overview = capsys.readouterr().out

@@ -8,9 +8,9 @@ import json
 import pytest
 import torch
 
+from forged_manifests import read_facts, write_facts
 from zeroshard import checkpoint
 from zeroshard.checkpoint import store
-from zeroshard.checkpoint.manifest_text import seal
 from zeroshard.cli import main
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import ExitStatus, UserError
@@ -24,17 +24,6 @@ def folder(tmp_path, evenly_sharded, some_tensors, monkeypatch):
     extra = {"config": {"strategy": "zero2", "model": {"name": "gpt2-demo"}}, "position": {"tokens": 3}}
     run_threads(lambda comm: checkpoint.save(path, evenly_sharded(comm, some_tensors), step=1, extra=extra), 2)
     return path
-
-
-def _write(path, facts):
-    content = {key: value for key, value in facts.items() if key not in ("format", "version", "sha256")}
-    (path / "manifest.json").write_text("".join(seal(content)))
-
-
-def _facts(path):
-    facts = json.loads((path / "manifest.json").read_text())
-    del facts["sha256"]
-    return facts
 
 
 def _change(facts, where, value):
@@ -73,9 +62,9 @@ FORGED = {
 
 @pytest.mark.parametrize("name", FORGED)
 def test_what_cannot_be_meant_is_refused_by_verify_too(folder, capsys, name):
-    facts = _facts(folder)
+    facts = read_facts(folder)
     _change(facts, *FORGED[name])
-    _write(folder, facts)
+    write_facts(folder, facts)
     (damage,) = checkpoint.verify(folder)
     assert "contradicts itself (" in damage.what
     with pytest.raises(UserError, match="contradicts itself"):
@@ -106,9 +95,9 @@ def test_another_meaning_of_the_same_bytes_is_found_in_the_files_headers(tmp_pat
     path = tmp_path / "c"
     run_threads(lambda comm: checkpoint.save(path, evenly_sharded(comm, tensors), step=1), 2)
     assert checkpoint.verify(path) == ()
-    facts = _facts(path)
+    facts = read_facts(path)
     SAME_BYTES[name](facts)
-    _write(path, facts)
+    write_facts(path, facts)
     damages = checkpoint.verify(path)
     assert damages
     assert {damage.what for damage in damages} == {"is damaged: its header describes other tensors than the manifest"}

@@ -8,6 +8,7 @@ import psutil
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
+from forked import free_port
 from zeroshard.launch import bound_tcp_store, process_group
 from zeroshard.launch.bound_tcp_store import open_store
 from zeroshard.launch.environment import World
@@ -80,8 +81,7 @@ def test_a_taken_port_is_an_os_error_and_nothing_stays_open():
 
 def test_what_rank_0_opens_for_all_ranks_listens_at_their_rendezvous_alone(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     store = process_group.meet(World(0, 0, 2, "127.0.0.1", port), timeout_s=120)
     assert store.underlying_store.port == port
     assert _listening(port) == {"127.0.0.1"}

@@ -103,10 +103,11 @@ def reduce_scatter_keeps_its_input(comm):
 
 def reduce_scatter_has_the_bits_of_all_reduce(comm):
     assert comm.uniform_order
-    generator = torch.Generator().manual_seed(0 if isinstance(_inner(comm), NullCommunicator) else comm.rank)
+    rank = 0 if isinstance(_inner(comm), NullCommunicator) else comm.rank
+    generator = torch.Generator().manual_seed(rank)
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        for numel in SIZES:
-            mine = torch.randn(comm.world_size * numel, generator=generator, dtype=torch.float64).to(dtype)
+        for numel in (*SIZES, 100_000):  # gloo cuts the last
+            mine = torch.randn(comm.world_size * numel, generator=generator, dtype=torch.float64).to(dtype) * 10**rank
             reduced, shard = mine.clone(), torch.empty(numel, dtype=dtype)
             comm.all_reduce(reduced).wait()
             comm.reduce_scatter(shard, mine).wait()

@@ -55,6 +55,14 @@ def test_on_the_cpu_issuing_and_waiting_both_stand_in_the_way(observed):
     assert observed.exposed.take_seconds() == {"blocks.3/weights/forward": pytest.approx(0.02)}
 
 
+def test_a_record_has_the_times_of_issuing_and_of_waiting_apart(observed):
+    work = _gather(observed)
+    (record,) = observed.records
+    assert (record.issue_s, record.wait_s) == (pytest.approx(0.01), 0.0)
+    work.wait()
+    assert (record.issue_s, record.wait_s) == (pytest.approx(0.01), pytest.approx(0.02))
+
+
 def test_what_backward_waits_for_is_told_apart(observed):
     x = torch.ones(1, requires_grad=True)
     y = x * 2

@@ -1,7 +1,6 @@
 """In a loop of the user's own a rank that leaves a collective out is named, over every communicator."""
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -79,10 +78,7 @@ except RuntimeError as error:
 
 def _run(stage, fault, name="None"):
     """The exit codes of both ranks and what they printed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+    world = forked.meeting_point(2) | {"GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
         forked.Popen(
             [sys.executable, "-c", PROGRAM, str(stage), fault, name],

@@ -5,19 +5,14 @@ import threading
 
 import pytest
 
+from forked import free_port
 from zeroshard.errors import UserError
 from zeroshard.launch import rendezvous_address
 from zeroshard.launch.rendezvous_address import DEFAULT_PORT, RendezvousAddress, rendezvous_at
 
 
-def _free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def test_who_has_the_address_serves_the_rendezvous_there():
-    port = _free_port()
+    port = free_port()
     rendezvous = rendezvous_at(f"127.0.0.1:{port}", 2, 4)
     assert (rendezvous.min_nodes, rendezvous.max_nodes, rendezvous.endpoint) == (2, 4, f"127.0.0.1:{port}")
     assert rendezvous.serves
@@ -52,7 +47,7 @@ def test_a_rendezvous_that_has_ended_is_not_looked_for(monkeypatch):
     monkeypatch.setattr(rendezvous_address, "UNREACHABLE_AFTER_S", 0.0)
     ended = threading.Event()
     ended.set()
-    rendezvous_address.watch(RendezvousAddress(port=_free_port()), ended, lambda: pytest.fail("it was looked for"))
+    rendezvous_address.watch(RendezvousAddress(port=free_port()), ended, lambda: pytest.fail("it was looked for"))
 
 
 @pytest.mark.parametrize("endpoint", [":29400", "here:", "here:port", "here:0", "here:70000", "no such host"])

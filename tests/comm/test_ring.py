@@ -262,23 +262,6 @@ def test_two_chunks_that_land_before_either_is_added_lie_apart(monkeypatch):
     assert torch.equal(torch.cat(shards), 11 * torch.arange(64.0))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_strided_tensors_are_reduced_and_broadcast_in_place(world_size):
-    def on_rank(comm):
-        base = torch.zeros(300, 1000, 2)
-        view = base[..., 0].t()  # [1000, 300], in no order and with gaps
-        view.copy_(torch.arange(300_000.0).view(1000, 300) + comm.rank)
-        comm.all_reduce(view).wait()
-        reduced = base.clone()
-        comm.broadcast(base[:, comm.rank : comm.rank + 1, 1], src=1).wait()
-        return reduced, base[:, comm.rank, 1]
-
-    total = world_size * torch.arange(300_000.0).view(1000, 300) + sum(range(world_size))
-    for reduced, _ in on_rings(world_size, on_rank):
-        assert torch.equal(reduced[..., 0], total.t())
-        assert not reduced[..., 1].any()
-
-
 def test_tensors_of_another_device_are_refused():
     def on_rank(comm):
         with pytest.raises(ValueError, match="device: RingCommunicator moves CPU tensors, not meta's"):

@@ -4,7 +4,6 @@ import gc
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -22,16 +21,10 @@ from zeroshard.launch.elastic import SAVING_GRACE_S, STOP_S, _Agent, _ending
 from zeroshard.launch.ending import Ending, root_cause
 from zeroshard.launch.environment import World, tell_launcher, world_from_env
 from zeroshard.launch.process_group import init_process_group, meet, shutdown
-from zeroshard.launch.start_ranks import launch_workers, require_free_port
+from zeroshard.launch.start_ranks import launch_workers
 
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "n0", "MASTER_PORT": "29500"}
 SLURM = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "40123"}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -86,15 +79,6 @@ def test_half_a_world_is_refused_by_the_variables_name(change, field):
     assert caught.value.field == field
 
 
-def test_a_port_in_use_is_refused_and_a_free_one_is_not():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=f"port: {port} cannot be used"):
-            require_free_port(port)
-    require_free_port(port)
-    require_free_port(0)
-
-
 def test_a_world_of_one_joins_and_leaves_and_may_join_again():
     for _ in range(2):
         init_process_group(World(), torch.device("cpu"))
@@ -143,7 +127,7 @@ def test_a_world_that_was_started_again_finds_nothing_of_the_one_before(monkeypa
     """torchrun's store has served the one before; ranks of our own launcher have a new one each time."""
     if launcher == "ours":
         monkeypatch.setenv("ZEROSHARD_LAUNCHER_PID", str(os.getpid()))
-    port = free_port()
+    port = forked.free_port()
     worlds = [World(rank, rank, 2, "127.0.0.1", port) for rank in range(2)]
 
     def rank_of(rank, restarts):
@@ -166,7 +150,7 @@ def test_two_processes_meet_by_the_environment_and_part_cleanly():
         "total = torch.tensor([world.rank + 1.0]); dist.all_reduce(total); print(total.item())\n"
         "shutdown()\n"
     )
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    common = forked.meeting_point(2)
     ranks = [
         forked.Popen(
             [sys.executable, "-c", code],

@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -70,27 +69,13 @@ def ranks(tmp_path):
     started = []
 
     def start(fault, culprit, *flags, strategy="zero2"):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
         text = tmp_path / "text.txt"
         text.write_text("to be or not to be, that is the question\n" * 300)
-        command = [
-            sys.executable,
-            "-c",
-            PROGRAM,
-            fault,
-            str(culprit),
-            *flags,
-            "--data",
-            "text",
-            "--data.path",
-            str(text),
-        ]
-        command += ["--data.dir", str(tmp_path / "data"), "--out", str(tmp_path / "run"), "--max-steps", "100000"]
-        command += ["--model", "gpt2-demo", "--model.n_layer", "2", "--model.n_embd", "24", "--model.n_head", "2"]
-        command += ["--seq-len", "16", "--micro-batch-size", "1", "--eval-interval", "0", "--strategy", strategy]
-        world = {"WORLD_SIZE": str(WORLD_SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        words = f"""--data text --data.path {text} --data.dir {tmp_path / "data"} --out {tmp_path / "run"}
+            --max-steps 100000 --model gpt2-demo --model.n_layer 2 --model.n_embd 24 --model.n_head 2 --seq-len 16
+            --micro-batch-size 1 --eval-interval 0 --strategy {strategy}""".split()
+        command = [sys.executable, "-c", PROGRAM, fault, str(culprit), *flags, *words]
+        world = forked.meeting_point(WORLD_SIZE)
         for rank in range(WORLD_SIZE):
             env = os.environ | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             pipe = subprocess.PIPE

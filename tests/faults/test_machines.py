@@ -22,9 +22,7 @@ PATIENCE_S = 600.0  # a busy machine starts a rank in half a minute
 class Machines:
     def __init__(self, tmp_path, nnodes, *flags):
         (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 300)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = forked.free_port()
         endpoint = f"127.0.0.1:{self.port}"
         self.out = tmp_path / "run"
         self.command = [sys.executable, "-m", "zeroshard", "train", "--nnodes", nnodes, "--rdzv-endpoint", endpoint]

@@ -46,6 +46,19 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
+def free_port() -> int:
+    """One of the loopback interface that nobody has now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def meeting_point(world_size: int) -> dict[str, str]:
+    """Variables by which so many processes of one thread meet, but for each one's rank."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return {"WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1", **address}
+
+
 def start_server() -> None:
     """Start the server that this process and those it starts will use; it ends with this process."""
     global _server

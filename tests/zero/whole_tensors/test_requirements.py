@@ -47,82 +47,67 @@ class Own(Optimizer):
         return param.grad
 
 
-class TrustRatio(Own):
-    def update(self, param, group):
-        return param.grad * param.norm() / (param.grad.norm() + 1e-6)
+def factors_large_matrices(self, p, group):
+    large = p.dim() == 2 and min(p.shape) >= 128
+    return p.grad / (p.grad.square().mean(1, keepdim=True).sqrt() + 1e-6) if large else p.grad
 
 
-class ClippedByTensor(Own):
-    """Only gradients that are too large show it."""
-
-    def update(self, param, group):
-        return param.grad * (20.0 / param.grad.norm().clamp(min=20.0))
-
-
-class ClippedByAll(Own):
-    def update(self, param, group):
-        norm = torch.stack([p.grad.norm() for p in group["params"]]).norm()
-        return param.grad * (200.0 / norm.clamp(min=200.0))
-
-
-class DecaysMatrices(Own):
-    def update(self, param, group):
-        return param.grad + 0.1 * param if param.dim() > 1 else param.grad
-
-
-class CentresConvolutions(Own):
-    def update(self, param, group):
-        return param.grad - param.grad.mean((1, 2, 3), keepdim=True) if param.dim() == 4 else param.grad
-
-
-class SkipsWhatHasNoGradient(Own):
-    def update(self, param, group):
-        return param.grad + 0.1 * param if param.grad.any() else torch.zeros_like(param)
-
-
-class FactorsLargeMatrices(Own):
-    def update(self, param, group):
-        large = param.dim() == 2 and min(param.shape) >= 128
-        return param.grad / (param.grad.square().mean(1, keepdim=True).sqrt() + 1e-6) if large else param.grad
-
-
-class BlocksOf256(Own):
+def blocks_of_256(self, p, group):
     """As the 8-bit optimizers: from 4096 elements on, one scale for each block of neighbours."""
-
-    def update(self, param, group):
-        if param.numel() < 4096:
-            return param.grad
-        flat = torch.nn.functional.pad(param.grad.reshape(-1), (0, -param.numel() % 256)).view(-1, 256)
-        return (flat / (flat.abs().amax(1, keepdim=True) + 1e-6)).view(-1)[: param.numel()].view_as(param)
+    if p.numel() < 4096:
+        return p.grad
+    flat = torch.nn.functional.pad(p.grad.reshape(-1), (0, -p.numel() % 256)).view(-1, 256)
+    return (flat / (flat.abs().amax(1, keepdim=True) + 1e-6)).view(-1)[: p.numel()].view_as(p)
 
 
-class ByItsPlace(Own):
-    def update(self, param, group):
-        return param.grad * (1 + group["params"].index(param))
-
-
-class KeepsAHistory(Own):
+def keeps_a_history(self, p, group):
     """Element by element, but a checkpoint could not cut its state where it cuts the parameter."""
-
-    def update(self, param, group):
-        history = self.state[param].setdefault("history", torch.zeros(2, *param.shape, dtype=param.dtype))
-        history.copy_(torch.stack([history[1], param.grad]))
-        return history.mean(0)
+    history = self.state[p].setdefault("history", torch.zeros(2, *p.shape, dtype=p.dtype))
+    history.copy_(torch.stack([history[1], p.grad]))
+    return history.mean(0)
 
 
-class Noisy(Own):
-    def update(self, param, group):
-        return param.grad + torch.randn_like(param)
+def knows_one_dtype(self, p, group):
+    assert p.dtype == torch.float32
+    return p.grad
 
 
-class NoisyByNumpy(Own):
-    def update(self, param, group):
-        return param.grad * numpy.random.rand()
+# How somebody's own class updates a parameter, and what that asks of the engine.
+OWN = {
+    "as it is": (lambda self, p, group: p.grad, Reach.ELEMENT_WISE),
+    "trust ratio": (lambda self, p, group: p.grad * p.norm() / (p.grad.norm() + 1e-6), Reach.PER_TENSOR),
+    # Only gradients that are too large show these two.
+    "clipped": (lambda self, p, group: p.grad * (20.0 / p.grad.norm().clamp(min=20.0)), Reach.PER_TENSOR),
+    "clipped by all": (
+        lambda self, p, group: (
+            p.grad * (200.0 / torch.stack([each.grad.norm() for each in group["params"]]).norm().clamp(min=200.0))
+        ),
+        Reach.CROSS_TENSOR,
+    ),
+    "decays matrices": (lambda self, p, group: p.grad + 0.1 * p if p.dim() > 1 else p.grad, Reach.PER_TENSOR),
+    "centres convolutions": (
+        lambda self, p, group: p.grad - p.grad.mean((1, 2, 3), keepdim=True) if p.dim() == 4 else p.grad,
+        Reach.PER_TENSOR,
+    ),
+    "skips what has no gradient": (
+        lambda self, p, group: p.grad + 0.1 * p if p.grad.any() else torch.zeros_like(p),
+        Reach.PER_TENSOR,
+    ),
+    "factors large matrices": (factors_large_matrices, Reach.PER_TENSOR),
+    "blocks of 256": (blocks_of_256, Reach.PER_TENSOR),
+    "by its place": (lambda self, p, group: p.grad * (1 + group["params"].index(p)), Reach.CROSS_TENSOR),
+    "keeps a history": (keeps_a_history, Reach.PER_TENSOR),
+    "torch's noise": (lambda self, p, group: p.grad + torch.randn_like(p), Reach.RANDOM),
+    "numpy's noise": (lambda self, p, group: p.grad * numpy.random.rand(), Reach.RANDOM),
+    "Python's noise": (lambda self, p, group: p.grad * random.random(), Reach.RANDOM),
+    "stands still": (lambda self, p, group: 0.0, Reach.UNUSABLE),
+    "knows one dtype": (knows_one_dtype, Reach.ELEMENT_WISE),
+}
 
 
-class NoisyByPython(Own):
-    def update(self, param, group):
-        return param.grad * random.random()
+def own(name, **attributes):
+    """A class that nobody has asked about yet."""
+    return type("Another", (Own,), {"update": OWN[name][0], **attributes})
 
 
 class SharpnessAware(Own):
@@ -136,19 +121,6 @@ class SharpnessAware(Own):
 class AsksForItsLoss(Own):
     def step(self, closure):
         return super().step(closure)
-
-
-class StandsStill(Own):
-    def update(self, param, group):
-        return 0.0
-
-
-class Single(Own):
-    """A kernel that knows one dtype."""
-
-    def update(self, param, group):
-        assert param.dtype == torch.float32
-        return param.grad
 
 
 class ByFlag(Own):
@@ -165,28 +137,6 @@ class ChangesItsSettings(Own):
 class NeedsASetting(Own):
     def __init__(self, params, rank):
         super().__init__(params, rank=rank)
-
-
-OWN = [
-    (Own, Reach.ELEMENT_WISE),
-    (TrustRatio, Reach.PER_TENSOR),
-    (ClippedByTensor, Reach.PER_TENSOR),
-    (ClippedByAll, Reach.CROSS_TENSOR),
-    (DecaysMatrices, Reach.PER_TENSOR),
-    (CentresConvolutions, Reach.PER_TENSOR),
-    (SkipsWhatHasNoGradient, Reach.PER_TENSOR),
-    (FactorsLargeMatrices, Reach.PER_TENSOR),
-    (BlocksOf256, Reach.PER_TENSOR),
-    (ByItsPlace, Reach.CROSS_TENSOR),
-    (KeepsAHistory, Reach.PER_TENSOR),
-    (Noisy, Reach.RANDOM),
-    (NoisyByNumpy, Reach.RANDOM),
-    (NoisyByPython, Reach.RANDOM),
-    (SharpnessAware, Reach.CLOSURE_DRIVEN),
-    (AsksForItsLoss, Reach.ELEMENT_WISE),
-    (StandsStill, Reach.UNUSABLE),
-    (Single, Reach.ELEMENT_WISE),
-]
 
 
 def test_every_optimizer_of_torch_is_known():
@@ -233,7 +183,14 @@ def test_a_subclass_of_a_class_of_torch_is_not_taken_for_it():
     assert classify(AdamW).reach is Reach.CROSS_TENSOR
 
 
-@pytest.mark.parametrize(("cls", "reach"), OWN, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(
+    ("cls", "reach"),
+    [
+        *(pytest.param(own(name), reach, id=name) for name, (_, reach) in OWN.items()),
+        (SharpnessAware, Reach.CLOSURE_DRIVEN),
+        (AsksForItsLoss, Reach.ELEMENT_WISE),
+    ],
+)
 def test_classes_of_ones_own(cls, reach):
     kind = classify(cls)
     assert kind.reach is reach, kind.reason
@@ -266,20 +223,14 @@ def test_generators_and_settings_are_left_as_they_were():
     torch.set_rng_state(state[2])
     classify(ChangesItsSettings, {"betas": betas})
     classify(torch.optim.Adam, {"lr": lr})
-    for cls in (Noisy, NoisyByNumpy, NoisyByPython):
-
-        class Another(cls):  # not one that is remembered
-            pass
-
-        assert classify(Another).reach is Reach.RANDOM
+    for name in ("torch's noise", "numpy's noise", "Python's noise"):
+        assert classify(own(name)).reach is Reach.RANDOM
     assert draw() == expected
     assert (betas, lr.item()) == ([0.9], 0.5)
 
 
 def test_the_answer_does_not_depend_on_modes_that_are_on():
-    class Another(Own):
-        pass
-
+    Another = own("as it is")
     with torch.no_grad():
         assert classify(Another).reach is Reach.ELEMENT_WISE
     with torch.inference_mode():
@@ -351,7 +302,7 @@ def test_a_declaration_may_depend_on_settings_and_say_which_dimensions():
 
 
 def test_a_declaration_is_not_inherited_and_holds_for_a_class_that_was_tried_before():
-    declared = type("Declared", (TrustRatio,), {"zero_reach": "element-wise"})
+    declared = own("trust ratio", zero_reach="element-wise")
     heir = type("Heir", (declared,), {})
     assert classify(declared).reach is Reach.ELEMENT_WISE
     assert classify(heir).reach is Reach.PER_TENSOR
@@ -368,12 +319,12 @@ def test_the_engine_takes_a_class_at_its_word():
     def shapes(reach):
         model = nn.Linear(6, 4)
         zero = Zero(model, 2, comm=NullCommunicator(2))
-        zero.optimizer(type("Declared", (TrustRatio,), {"zero_reach": reach}))
+        zero.optimizer(own("trust ratio", zero_reach=reach))
         return [piece.dim() for piece in zero.pieces()]
 
     assert shapes("per-tensor") == [2]  # the vector lies on the other rank
     assert shapes("element-wise") == [1]
-    with pytest.raises(ValueError, match="Declared cannot be sharded: it is declared cross-tensor by its zero_reach"):
+    with pytest.raises(ValueError, match="Another cannot be sharded: it is declared cross-tensor by its zero_reach"):
         shapes("cross-tensor")
 
 
