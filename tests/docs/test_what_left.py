@@ -8,7 +8,7 @@ LEFT = [
     r"zeroshard\[lm-eval\]",
     r"run_tasks",
     r"--plot\b",
-    r"--crossover",
+    r"(ask|--)[ -]?crossover",
     r"crossover[-_](low|filled)",
     r"lab tc",
     r"zeroshard lab\b",

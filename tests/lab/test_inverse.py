@@ -1,16 +1,8 @@
 import pytest
 
 from lab.small_plans import SMALL, small_gpu
-from zeroshard.errors import UserError
 from zeroshard.lab import plan
-from zeroshard.lab.planner.inverse import (
-    _filled,
-    crossover,
-    fewest,
-    largest_micro_batch,
-    lowest_bandwidth,
-    most,
-)
+from zeroshard.lab.planner.inverse import fewest, largest_micro_batch, lowest_bandwidth, most
 from zeroshard.lab.planner.planner import planner_for
 from zeroshard.lab.predict.hardware import Link
 
@@ -49,38 +41,6 @@ def test_at_the_lowest_bandwidth_a_stage_keeps_nine_tenths_of_its_speed(stage):
     fast = _on_a_network(1e13).row(stage, 4).tokens_per_s
     assert _on_a_network(found).row(stage, 4).tokens_per_s >= 0.9 * fast
     assert _on_a_network(0.97 * found).row(stage, 4).tokens_per_s < 0.9 * fast
-
-
-def test_at_the_crossover_two_stages_are_as_fast_as_each_other():
-    """Stage 3 sends more than stage 1, and never wins with the same micro-batch."""
-    planner = _on_a_network()
-    assert crossover(planner, 3, 1, 4).value is None
-    tight = planner_for("gpt2-demo", world_size=16, gpu=small_gpu(24 * 2**20), overrides=SMALL)
-    filled = crossover(tight, 3, 1)
-    if filled.value is not None:
-        sizes = [int(largest_micro_batch(tight, stage).value) for stage in (3, 1)]
-        link = Link("net", tight.cluster.between.latency_s, filled.value, "", share=tight.cluster.between.share)
-        rows = [tight.on(between=link).row(stage, size) for stage, size in zip((3, 1), sizes, strict=True)]
-        assert rows[0].tokens_per_s == pytest.approx(rows[1].tokens_per_s, rel=0.02)
-
-
-def test_a_filled_micro_batch_divides_the_rows_of_the_step():
-    """Else the two stages would be compared over steps of different sizes."""
-    planner = planner_for(
-        "gpt2-demo",
-        world_size=4,
-        gpu=small_gpu(50 * 2**20),
-        overrides=SMALL,
-        network="10Gbit/s",
-        global_batch=4 * 7 * 6,
-    )
-    top = int(largest_micro_batch(planner, 2).value)
-    sizes = [_filled(planner, stage) for stage in (1, 2, 3)]
-    assert all(42 % size == 0 and planner.row(stage, size).fits for stage, size in zip((1, 2, 3), sizes, strict=True))
-    larger = [size for size in range(sizes[1] + 1, top + 1) if 42 % size == 0]
-    assert not any(planner.row(2, size).fits for size in larger)
-    with pytest.raises(UserError, match="42 rows on 4 GPUs split into no micro-batch that fits at stage 3"):
-        crossover(planner.on(global_batch=42), 3, 1)
 
 
 @pytest.mark.parametrize(("border", "limit", "found"), [(0, 8, 0), (5, 8, 5), (8, 8, 8), (100, 8, 8), (100, 9, 9)])

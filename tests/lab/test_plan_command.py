@@ -47,7 +47,7 @@ def _json(words):
         ("--gpu l40s --attention flash-1", "attention", "no rate of flash-1"),
         ("--gpu t4", "dtype", "t4-16gb does not compute in bfloat16; choose float32, float16"),
         ("--ask fewest-gpus --global-batch 64", "global_batch", "would change nothing"),
-        ("--gpus 16 --ask crossover --stage 3 --shard-size 8", "shard_size", "over all GPUs"),
+        ("--gpus 16 --ask lowest-bandwidth --stage 3 --shard-size 8", "shard_size", "over all GPUs"),
         ("--ask largest-micro-batch --micro-batch 2", "micro_batch", "would change nothing"),
         ("--gpus 2 --ask lowest-bandwidth --global-batch 8 --micro-batch 3", "global_batch", "no multiple of 3"),
     ],

@@ -10,7 +10,7 @@ from torch import nn
 from lab.small_plans import SMALL, small_gpu
 from zeroshard.errors import UserError
 from zeroshard.lab import plan
-from zeroshard.lab.planner.advice import reason, recommended, why_not_the_fastest
+from zeroshard.lab.planner.advice import reason, recommended
 from zeroshard.lab.planner.planner import planner_for
 from zeroshard.lab.planner.request import Given, Request
 from zeroshard.lab.planner.show import lines, seconds, text
@@ -74,8 +74,11 @@ def test_the_reason_names_the_rule_what_does_not_fit_and_what_is_faster():
     assert reason(planner, rows, recommended(rows)) == (
         "Take stage 2, micro-batch 1, the lowest stage that fits with room: 100 tokens/s, 1.0 of 4.0 GiB stay free, "
         "and the bottleneck is matrix products. Stage 0 does not fit. Stage 1 fits, and is 50% slower. "
-        "Stage 3, micro-batch 2 is 5% faster."
+        "Stage 3, micro-batch 2 is 5% faster; a plan cannot be sure of less than 10%, so the lower stage is taken: "
+        "`zeroshard bench step` measures both."
     )
+    alike = [_row(0, 100), _row(1, 100.5)]
+    assert "measures both" not in reason(planner, alike, alike[0])
 
 
 def test_one_gpu_has_one_block_of_rows():
@@ -145,13 +148,6 @@ def test_a_smaller_micro_batch_comes_first():
     assert fit[0]
 
 
-def test_a_higher_stage_that_is_faster_and_not_taken_is_explained():
-    rows = [_row(0, 100), _row(1, 105), _row(2, 40, fits=False)]
-    assert "measures both" in why_not_the_fastest(rows, recommended(rows))
-    assert why_not_the_fastest(rows[:1], rows[0]) == ""
-    assert why_not_the_fastest([_row(0, 100), _row(1, 100.5)], rows[0]) == ""
-
-
 def test_throughput_and_its_share_of_the_peak_are_those_of_all_gpus():
     planner = planner_for("gpt2-demo", world_size=8, gpu=small_gpu(10**9), overrides=SMALL)
     row = planner.row(2, micro_batch=2)
@@ -169,13 +165,13 @@ def test_ranks_in_groups_have_a_communicator_of_nccls_for_each_kind_of_group():
     gpu = replace(small_gpu(10**10), device_type="cuda")
     planner = planner_for("gpt2-demo", world_size=4, gpu=gpu, overrides=SMALL)
     rows = {shards: planner.row(2, 1, shards) for shards in (1, 2, 4)}
-    assert {shards: row.comm_bytes for shards, row in rows.items()} == {
+    assert {shards: row.process.nccl for shards, row in rows.items()} == {
         1: NCCL_BYTES,
         2: 2 * NCCL_PAIR_BYTES,  # those that shard, and replicas
         4: NCCL_BYTES,
     }
     assert all(row.needed_bytes == row.step.peak.total + row.process.total for row in rows.values())
-    assert planner.on(world_size=1).row(2, 1).comm_bytes == 0
+    assert planner.on(world_size=1).row(2, 1).process.nccl == 0
 
 
 def test_a_row_fits_where_the_headroom_stays_free():

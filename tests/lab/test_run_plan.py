@@ -27,8 +27,8 @@ def _model():
         return build_model("gpt2-demo", vocab_size=31, seq_len=8, overrides={"n_layer": 3, "n_head": 2, "n_embd": 8})
 
 
-def _step_s(stage, link, device=DEVICE, **kwargs):
-    return predicted_step(_model(), STAGES[stage], 2, 1, 8, Calibration(device, link), **kwargs).step_s
+def _step_s(stage, link, device=DEVICE):
+    return predicted_step(_model(), STAGES[stage], 2, 1, 8, Calibration(device, link)).step_s
 
 
 @pytest.mark.parametrize(
@@ -47,11 +47,6 @@ def test_measured_collectives_are_for_as_many_ranks_alone():
     measured = dict.fromkeys(OPS, (1.0, 0.0))
     assert _step_s(0, replace(LINK, collectives=measured, num_ranks=4)) < 1.0
     assert _step_s(0, replace(LINK, collectives=measured)) > 4.0
-
-
-def test_clipping_takes_time():
-    link = replace(LINK, collectives=dict.fromkeys(OPS, (1.0, 0.0)))
-    assert _step_s(1, link, clips=True) - _step_s(1, link) == pytest.approx(1.0, rel=0.01)  # an all-gather of the norms
 
 
 def test_on_a_cpu_the_engines_hooks_take_time_for_each_parameter():

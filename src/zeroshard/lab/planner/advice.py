@@ -83,24 +83,12 @@ def reason(planner: Planner, rows: Sequence[Row], best: Row) -> str:
     fastest = max(fitting, key=lambda row: row.tokens_per_s)
     lead = fastest.tokens_per_s / best.tokens_per_s - 1
     if lead > AS_FAST:
-        sentences.append(f"{sentence_case(describe(fastest, world_size))} is {lead:.0%} faster.")
+        faster = describe(fastest, world_size)
+        sentences.append(
+            f"{faster[:1].upper()}{faster[1:]} is {lead:.0%} faster; a plan cannot be sure of less than "
+            f"{1 - WITH_ROOM:.0%}, so the lower stage is taken: `zeroshard bench step` measures both."
+        )
     return " ".join(sentences)
-
-
-def why_not_the_fastest(rows: Sequence[Row], best: Row) -> str:
-    """Why a row of a higher stage is not recommended although it is faster; empty if none is."""
-    lead = max(row.tokens_per_s for row in rows if row.fits) / best.tokens_per_s - 1
-    if lead <= AS_FAST or best.stage is None:
-        return ""
-    return (
-        f"Differences below {1 - WITH_ROOM:.0%} are less than a plan can be sure of, so the lower stage is taken: "
-        "`zeroshard bench step` measures both."
-    )
-
-
-def sentence_case(words: str) -> str:
-    """``words`` with a capital first letter, and the others as they are."""
-    return words[:1].upper() + words[1:]
 
 
 def _order(row: Row) -> int:

@@ -14,7 +14,7 @@ from zeroshard.lab.planner.advice import describe, recommended
 from zeroshard.lab.planner.compare_gpus import Comparison, Offer, Refusal
 from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.planner.explain import explain
-from zeroshard.lab.planner.inverse import Answer, crossover, fewest, largest_micro_batch, lowest_bandwidth
+from zeroshard.lab.planner.inverse import Answer, fewest, largest_micro_batch, lowest_bandwidth
 from zeroshard.lab.planner.plan import check_node_copy, check_wire_nodes, micro_batches, plan
 from zeroshard.lab.planner.plan_rows import Plan, Row
 from zeroshard.lab.planner.planner import Planner, planner_for
@@ -86,7 +86,7 @@ def _asked_planner(config: PlanConfig, given: dict[str, Any]) -> Planner:
     planner = planner_for(**given)
     check_node_copy(planner, 3, config.shard_size or None)
     check_wire_nodes(planner)
-    if config.ask == "lowest-bandwidth" or (config.ask == "crossover" and config.micro_batch):
+    if config.ask == "lowest-bandwidth":
         micro_batches(planner, config.micro_batch or 1)  # raises if the global batch is no multiple of it
     return planner
 
@@ -188,9 +188,7 @@ def ask(config: PlanConfig, planner: Planner) -> Answer:
         return fewest(planner, stages, micro_batch)
     if config.ask == "lowest-bandwidth":
         return lowest_bandwidth(planner, stage, micro_batch)
-    if config.ask == "remedy":
-        return remedies(planner, stages, config.micro_batch or None, config.shard_size or None)
-    return crossover(planner, stage, int(config.against), config.micro_batch or None)
+    return remedies(planner, stages, config.micro_batch or None, config.shard_size or None)
 
 
 def compare(config: PlanConfig, planner: Planner, row: Row) -> dict[str, Any]:

@@ -15,14 +15,7 @@ from zeroshard.train.config.local_steps_settings import LocalStepsConfig
 from zeroshard.train.config.sections import Config, Count, LoraConfig, ModelConfig
 from zeroshard.train.config.wire_settings import WireConfig
 
-Question = Literal[
-    "none",
-    "largest-micro-batch",
-    "fewest-gpus",
-    "lowest-bandwidth",
-    "crossover",
-    "remedy",
-]
+Question = Literal["none", "largest-micro-batch", "fewest-gpus", "lowest-bandwidth", "remedy"]
 
 
 # pydantic's base class has a deprecated method of that name, replaced by `model_dump_json`.
@@ -108,7 +101,6 @@ class PlanConfig(Config):
         False, description="Run a rank's step of --stage here, else of the row advised; prediction beside measurement."
     )
     ask: Question = Field("none", description="Answer this question instead of printing the table.")
-    against: Literal["0", "1", "2", "3"] = Field("0", description="Of crossover: the stage to compare --stage with.")
 
     @model_validator(mode="after")
     def _hardware_is_known(self) -> Self:
@@ -136,16 +128,13 @@ class PlanConfig(Config):
         self._adds_up_alike()
         if self.within_node:
             find_link(self.within_node, "within_node")
-        if self.ask == "crossover" and self.stage in ("all", self.against):
-            what = f"crossover needs two stages, and has {self.stage} and {self.against}"
-            raise UserError("ask", what, "give --stage A --against B")
         return self
 
     def _copies_what_is_sharded(self) -> None:
         """Raise UserError for a second copy of weights if none are sharded, or the question varies the world size."""
         if not self.node_copy:
             return
-        if "3" not in (self.stage, self.against if self.ask == "crossover" else "") and self.stage != "all":
+        if self.stage not in ("3", "all"):
             who, todo = f"stage {self.stage}", "leave it out, or give --stage 3"
             rules.check_second_copy("node_copy", self.node_copy, who, shards=False, reshards=True, todo=todo)
         if self.ask == "fewest-gpus":

@@ -1,5 +1,5 @@
-"""Answers inverse questions by bisection over plans: the largest micro-batch that fits, the fewest GPUs, the lowest
-bandwidth that is enough, and the bandwidth at which one stage overtakes another.
+"""Answers inverse questions by bisection over plans: the largest micro-batch that fits, the fewest GPUs, and the lowest
+bandwidth that is enough.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zeroshard.errors import UserError
-from zeroshard.lab.planner.advice import describe, sentence_case
 from zeroshard.lab.planner.changes import fewest_gpus
-from zeroshard.lab.planner.plan_rows import Row
 from zeroshard.lab.planner.planner import Planner
 
 MOST_SEQUENCES = 2**20  # the largest micro-batch that the search considers
@@ -73,54 +71,6 @@ def lowest_bandwidth(planner: Planner, stage: int, micro_batch: int, keeps: floa
     return Answer(
         found, "bytes/s", f"Stage {stage} keeps {keeps:.0%} of its speed from {_gbit(found)} for each GPU upwards."
     )
-
-
-def crossover(planner: Planner, stage: int, against: int, micro_batch: int | None = None) -> Answer:
-    """The network bandwidth at which ``stage`` overtakes ``against``, or falls behind it.
-
-    Args:
-        planner: the workload's planner.
-        stage, against: the two stages to compare.
-        micro_batch: micro-batch size of both; None: each stage fills memory with the largest micro-batch that fits and,
-            if the planner has a global batch, divides it.
-
-    Raises:
-        UserError: there is only one GPU, or a stage has no such micro-batch.
-    """
-    require_network(planner)
-    sizes = [micro_batch or _filled(planner, each) for each in (stage, against)]
-
-    def rows(bytes_per_s: float) -> tuple[Row, Row]:
-        other = on_network(planner, bytes_per_s)
-        return other.row(stage, sizes[0]), other.row(against, sizes[1])
-
-    def ahead(bytes_per_s: float) -> bool:
-        ours, theirs = rows(bytes_per_s)
-        return ours.tokens_per_s > theirs.tokens_per_s
-
-    at_lowest, at_highest = ahead(LOWEST_BYTES_PER_S), ahead(HIGHEST_BYTES_PER_S)
-    ours, theirs = (describe(row, planner.cluster.world_size) for row in rows(HIGHEST_BYTES_PER_S))
-    if at_lowest == at_highest:
-        first, second = (ours, theirs) if at_highest else (theirs, ours)
-        return Answer(None, "bytes/s", f"{sentence_case(first)} is at least as fast as {second} on every network.")
-    found = _border(lambda bytes_per_s: ahead(bytes_per_s) != at_highest)
-    assert found is not None
-    verb = "overtakes" if at_highest else "falls behind"
-    return Answer(found, "bytes/s", f"From {_gbit(found)} for each GPU upwards {ours} {verb} {theirs}.")
-
-
-def _filled(planner: Planner, stage: int) -> int:
-    """The largest micro-batch, in rows, that fits and, if the planner has a global batch, divides it."""
-    answer = largest_micro_batch(planner, stage)
-    if answer.value is None:
-        raise UserError("stage", answer.sentence.rstrip("."), "compare stages that fit")
-    sizes = (size for size in range(int(answer.value), 0, -1) if planner.num_micro(size))
-    # Accumulating micro-batches needs memory that a single one does not.
-    found = next((size for size in sizes if not planner.global_batch or planner.row(stage, size).fits), None)
-    if found is None:
-        what = f"{planner.global_batch} rows on {planner.cluster.world_size} GPUs split into no micro-batch that fits"
-        raise UserError("global_batch", f"{what} at stage {stage}", "give a multiple of the GPUs, or 0")
-    return found
 
 
 def most(fits: Callable[[int], bool], limit: int) -> int:

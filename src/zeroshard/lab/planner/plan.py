@@ -14,7 +14,7 @@ from torch import nn
 
 from zeroshard import rules
 from zeroshard.errors import UserError
-from zeroshard.lab.planner.advice import MICRO_BATCHES, reason, recommended, why_not_the_fastest
+from zeroshard.lab.planner.advice import MICRO_BATCHES, reason, recommended
 from zeroshard.lab.planner.changes import changes_that_fit
 from zeroshard.lab.planner.plan_rows import Plan, Row
 from zeroshard.lab.planner.planner import Planner, copy_sizes, planner_for
@@ -60,17 +60,13 @@ def plan(
     shown = stages if world_size > 1 else stages[:1]  # one rank shards nothing, so all stages are alike
     rows = list(_rows(planner, shown, micro_batch, shard_size, local_steps))
     best = recommended(rows)
-    if best is None:
-        advice = changes_that_fit(planner, stages, micro_batch, rows)
-    else:
-        advice = f"{reason(planner, rows, best)} {why_not_the_fastest(rows, best)}".rstrip()
     return Plan(
         workload=planner.workload,
         device=planner.device,
         cluster=planner.cluster,
         rows=tuple(rows),
         best=best,
-        advice=advice,
+        advice=reason(planner, rows, best) if best else changes_that_fit(planner, stages, micro_batch, rows),
         fp8=planner.fp8,
         software=planner.software,
     )

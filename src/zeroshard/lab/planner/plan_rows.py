@@ -28,8 +28,7 @@ class Row:
         shard_size: number of ranks that shard together: the world size, or that of each replica.
         micro_batch, num_micro: rows of a micro-batch, and micro-batches of a rank's step.
         step: the step's actions, collectives and memory.
-        comm_bytes: memory of the communication library.
-        process: the process's other memory, such as CUDA's context and the allocator's fragments.
+        process: the process's other memory, such as CUDA's context, NCCL's buffers and the allocator's fragments.
         needed_bytes: peak memory of the process, all of the above included.
         headroom_bytes: the device's memory minus ``needed_bytes``; negative if the row does not fit.
         fits: whether enough memory stays free.
@@ -50,7 +49,6 @@ class Row:
     micro_batch: int
     num_micro: int
     step: Step = field(repr=False)
-    comm_bytes: int
     process: ProcessMemory
     needed_bytes: int
     headroom_bytes: int
@@ -83,7 +81,7 @@ class Row:
             "fits": self.fits,
             "needed_bytes": self.needed_bytes,
             "headroom_bytes": self.headroom_bytes,
-            "peak_bytes": {**self.step.peak.by_category, "comm_buffers": self.comm_bytes, **self.process.as_dict()},
+            "peak_bytes": {**self.step.peak.by_category, "comm_buffers": self.process.nccl, **self.process.as_dict()},
             "peak_at": self.step.peak.where,
             "resident_bytes": {
                 "after_initialisation": self.step.start,

@@ -98,7 +98,6 @@ class Planner:
             micro_batch=micro_batch,
             num_micro=max(self.num_micro(micro_batch), 1),
             step=step,
-            comm_bytes=process.nccl,
             process=process,
             needed_bytes=needed,
             headroom_bytes=left,
