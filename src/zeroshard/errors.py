@@ -6,7 +6,7 @@ import errno
 import re
 import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from enum import IntEnum
 
@@ -73,6 +73,13 @@ def path_line(error: OSError) -> tuple[ExitStatus, str] | None:
     if error.filename is None:
         return None
     return ExitStatus.USAGE, f"{shortened(error.filename)}: {why}; name a path that can be used"
+
+
+def unknown_name(field: str, given: str, known: Sequence[str]) -> UserError:
+    """Return the error for ``given``, which is not in ``known``: it suggests the nearest name and lists all of them."""
+    near = nearest_name(given, known)
+    guess = "" if near is None else f"did you mean {near!r}? "
+    return UserError(field, f"{given!r} is unknown", f"{guess}choose one of {', '.join(known)}")
 
 
 def nearest_name(given: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:

@@ -14,7 +14,7 @@ from web import serve
 from zeroshard.data import files as files_module
 from zeroshard.data.hub import HubName, open_hub, parse_hub_name
 from zeroshard.data.prepare import DataSpec, prepare
-from zeroshard.data.registry import is_hub_name
+from zeroshard.data.registry import SourceRequest, SyntheticSize, is_hub_name
 from zeroshard.errors import UserError
 
 
@@ -94,7 +94,7 @@ def test_a_hub_that_says_nothing_is_not_waited_for(tmp_path, monkeypatch, no_loa
         silent.listen()  # takes calls and never answers
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         with pytest.raises(UserError, match=r"data\.source: .*openwebtext"):
-            open_hub("openwebtext", "text")
+            open_hub(SourceRequest("openwebtext", (), SyntheticSize(256, 1, 0)))
 
 
 def test_offline_on_purpose_is_said_at_once(monkeypatch):
@@ -103,7 +103,7 @@ def test_offline_on_purpose_is_said_at_once(monkeypatch):
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="is on the Hugging Face hub, and HF_HUB_OFFLINE is set"):
-        open_hub("openwebtext", "text")
+        open_hub(SourceRequest("openwebtext", (), SyntheticSize(256, 1, 0)))
 
 
 @pytest.mark.parametrize("kind", made.KINDS)

@@ -43,27 +43,22 @@ def parse_hub_name(name: str) -> HubName:
     return HubName(repo, configuration, split or "train")
 
 
-def hub_source(asked: SourceRequest) -> Tables:
-    """Call `open_hub`; the factory in the table of sources."""
-    return open_hub(asked.name, asked.column)
-
-
-def open_hub(name: str, column: str) -> Tables:
+def open_hub(asked: SourceRequest) -> Tables:
     """Return the files of a data set on the hub.
 
     Raises:
         UserError: `datasets` is not installed, the hub cannot be reached, there is no such data set, configuration or
             split, or `tables` cannot read its kind of files; raised within seconds.
     """
-    wanted = parse_hub_name(name)
-    require_package("datasets", f"{name} on the Hugging Face hub")
+    wanted = parse_hub_name(asked.name)
+    require_package("datasets", f"{asked.name} on the Hugging Face hub")
     _require_hub(wanted)
     files = _data_files(wanted)
     others = [path for path in files if not is_table(path)]
     if others:
         todo = f"download it and write its text as one of {', '.join(TABLE_SUFFIXES)}"
         raise UserError("data.source", f"{wanted} has files that are no tables of text ({others[0]})", todo)
-    return Tables(tuple(_facts(path) for path in files), column)
+    return Tables(tuple(_facts(path) for path in files), asked.column)
 
 
 def _require_hub(wanted: HubName) -> None:

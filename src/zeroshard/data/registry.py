@@ -67,7 +67,7 @@ class SourceEntry:
         return made_at(self.factory, "data.source", (), asked)
 
 
-HUB, BUILT_IN = "zeroshard.data.hub:hub_source", "zeroshard.data.sources:built_in"
+HUB, BUILT_IN = "zeroshard.data.hub:open_hub", "zeroshard.data.sources:built_in"
 SOURCES: dict[str, SourceEntry] = {
     "python-stdlib": SourceEntry(BUILT_IN, "none", has_columns=False),
     "python-docs": SourceEntry(BUILT_IN, "none", has_columns=False),

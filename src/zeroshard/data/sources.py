@@ -36,10 +36,9 @@ from zeroshard.data.chosen_files import choose, walk
 from zeroshard.data.documents import Document, documents_of, fingerprint_of, text_document
 from zeroshard.data.files import Fingerprint, facts_of
 from zeroshard.data.hub import parse_hub_name
-from zeroshard.data.names import unknown_name
 from zeroshard.data.registry import SOURCES, SourceRequest, SyntheticSize, is_hub_name, source_entry
 from zeroshard.data.tables import Tables
-from zeroshard.errors import UserError
+from zeroshard.errors import UserError, unknown_name
 from zeroshard.lazily import is_address as is_module_address
 
 _SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})

@@ -21,11 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroshard.data.meta import SPLITS, DataMeta, SourceMeta, SplitMeta, dtype_for, read_meta, write_meta
-from zeroshard.data.names import unknown_name
 from zeroshard.data.special_tokens import SpecialTokens, special_tokens_of, write_special_tokens
 from zeroshard.data.tiktokens import TIKTOKEN, TiktokenTokenizer
 from zeroshard.data.tokens import check_sha256
-from zeroshard.errors import UserError, shown
+from zeroshard.errors import UserError, shown, unknown_name
 from zeroshard.regular_files import read_bytes, require_regular
 
 if TYPE_CHECKING:
@@ -154,12 +153,6 @@ class BpeTokenizer:
         if self._end(found) != self.eos_token:
             write_special_tokens(folder, self.eos_token, ())
 
-    def end_with(self, token: str | None) -> None:
-        """Make documents end with ``token``; changes nothing if the vocabulary does not have it."""
-        id_ = None if token is None else self.id_of(token)
-        if id_ is not None:
-            self.eos_token, self.eos_id = token, id_
-
     def encode(self, text: str) -> NDArray[np.int64]:
         """Return the ids of ``text``, [n], with those that the file's post-processor puts around them."""
         return self._encode(text, add_special_tokens=True)
@@ -283,7 +276,9 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
         path = Path(folder) / TOKENIZER_FILE
         check_sha256(path, meta.tokenizer_sha256)
         tokenizer = read_tokenizer(path, meta.tokenizer)
-        tokenizer.end_with(None if meta.eos_id is None else tokenizer.token(meta.eos_id))
+        end = None if meta.eos_id is None else tokenizer.token(meta.eos_id)
+        if end is not None:
+            tokenizer.eos_token, tokenizer.eos_id = end, tokenizer.id_of(end)
         return tokenizer
     return make_tokenizer(meta.tokenizer, ())
 

@@ -110,7 +110,12 @@ def score(config: EvalConfig, comm: Communicator, device: torch.device) -> Score
     sizes = config.micro_batch_size, most_rows or rows.num_rows
     batches = EvalBatches(rows, *sizes, comm.rank, comm.world_size)
     num_tokens = batches.num_targets
-    num_bytes = 0 if tokenizer is None or meta.examples else _text_bytes(tokenizer, batches)
+    num_bytes = 0
+    if tokenizer is not None and not meta.examples:
+        everything = EvalBatches(rows, batches.micro_batch_size, batches.num_rows)  # of all ranks
+        num_bytes = sum(
+            num_text_bytes(tokenizer, np.asarray(row)) for _, targets_BT, _ in everything for row in targets_BT
+        )
     loss = evaluate(model, _known_ids(batches, model.config.vocab_size, tokens_folder), comm, device)
     bits = loss * num_tokens / (log(2) * num_bytes) if num_bytes else None
     perplexity = exp(loss) if loss < MOST_EXPONENT else inf
@@ -245,15 +250,6 @@ def _known_ids(batches: Iterable[EvalBatch], vocab_size: int, folder: Path) -> I
             what = f"{folder} holds token {largest:,} where the model has {vocab_size:,} ids: a file in it is damaged"
             raise UserError("data_dir", what, "delete the folder and prepare it again")
         yield batch
-
-
-def _text_bytes(tokenizer: Tokenizer, batches: EvalBatches) -> int:
-    """Bytes of text of all ranks' targets."""
-    everything = EvalBatches(batches.rows, batches.micro_batch_size, batches.num_rows)
-    total = 0
-    for _, targets_BT, _ in everything:
-        total += sum(num_text_bytes(tokenizer, np.asarray(row)) for row in targets_BT)
-    return total
 
 
 def local_score(config: EvalConfig) -> Scores:

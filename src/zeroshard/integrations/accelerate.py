@@ -6,12 +6,11 @@ parameters keep their names and identity, and the engine takes over an optimizer
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
 
 try:
@@ -137,7 +136,8 @@ class Accelerator(accelerate.Accelerator):
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for model in self._models:
             engine = engine_of(model)
-            if engine is not None and _are_all(given, model.parameters()):
+            trained, theirs = ({id(p) for p in each if p.requires_grad} for each in (given, model.parameters()))
+            if engine is not None and trained == theirs:
                 self.unscale_gradients()
                 return engine.clip_grad_norm_(max_norm, norm_type)
         return super().clip_grad_norm_(given, max_norm, norm_type)
@@ -192,7 +192,11 @@ class Accelerator(accelerate.Accelerator):
         models, optimizers = self._models, self._optimizers
         ours = {id(param) for engine in self._engines() for param in engine.model.parameters()}
         self._models = [model for model in models if engine_of(model) is None]
-        self._optimizers = [each for each in optimizers if not any(id(param) in ours for param in _params_of(each))]
+        self._optimizers = [
+            each
+            for each in optimizers
+            if ours.isdisjoint(id(p) for group in each.param_groups for p in group["params"])
+        ]
         try:
             yield
         finally:
@@ -207,15 +211,6 @@ def _refuse_no_sync() -> NoReturn:
 def of_first_rank(folder: str) -> str:
     """Return rank 0's ``folder``: the shards of all ranks belong into one, whatever each rank was given. Collective."""
     return broadcast_object_list([folder])[0]
-
-
-def _are_all(given: Iterable[Tensor], params: Iterable[Tensor]) -> bool:
-    trained, theirs = ({id(param) for param in each if param.requires_grad} for each in (given, params))
-    return trained == theirs
-
-
-def _params_of(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
-    return (param for group in optimizer.param_groups for param in group["params"])
 
 
 def _name(index: int) -> str:

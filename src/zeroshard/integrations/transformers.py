@@ -9,7 +9,6 @@ on any number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -86,7 +85,8 @@ class ZeroTrainerMixin(_Trainer):
             return
         state = self.engine.state_dict(rank0_only=not self.args.save_on_each_node)
         # peft computes prompts from weights, which the state does not show.
-        computes = any(getattr(each, "is_prompt_learning", False) for each in _adapters_of(self.model))
+        adapters = (getattr(self.model, "peft_config", None) or {}).values()
+        computes = any(getattr(each, "is_prompt_learning", False) for each in adapters)
         whole = self.engine.full_params() if computes else nullcontext()
         with whole, torch.no_grad(), through_engine(self.engine, state):
             if self.args.should_save:
@@ -125,11 +125,6 @@ class ZeroTrainerMixin(_Trainer):
 
     def _through_engine(self) -> AbstractContextManager[None]:
         return nullcontext() if self.engine is None else through_engine(self.engine)
-
-
-def _adapters_of(model: Any) -> Iterable[Any]:
-    """The configurations of peft's adapters; none if the model has no adapters."""
-    return (getattr(model, "peft_config", None) or {}).values()
 
 
 def _require_possible(args: transformers.TrainingArguments) -> None:

@@ -32,7 +32,6 @@ from zeroshard.data.tokenizer import TOKENIZER_FILE, BpeTokenizer
 from zeroshard.ema.average import EMA
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.interop import hf_folder_export
-from zeroshard.interop.adapter_export import base_of, write_adapters
 from zeroshard.models import model_config
 from zeroshard.models.adapters import Lora, base_name
 from zeroshard.models.hugging_face.folder import is_hugging_face
@@ -79,7 +78,12 @@ def run_export(config: ExportConfig) -> int:
     out, dtype = Path(config.out), _DTYPES[config.dtype]
     with checkpoint.CheckpointReader(source.folder, source.manifest) as reader, drafted(out) as draft:
         if isinstance(source.model, HuggingFaceModel) and source.lora and not config.merged:
-            return _export_adapters(config, source, source.model, reader, draft)
+            num_bytes = hf_folder_export.write_adapters(draft, source.model, reader, source.kind, dtype)
+            hf_folder_export.copy_text_files(source.run, draft, source.tokenizer)
+            what = f"adapters of {hf_folder_export.base_of(source.model)}, {config.dtype}, {num_bytes:,} bytes"
+            told = f"step {source.manifest.step} of {config.source} in {config.out}: {what}"
+            print(printable(f"{told}; --merged writes the whole model"))
+            return int(ExitStatus.OK)
         merged = MergedWeights(reader, source.lora.scale, source.transposed) if source.lora else reader
         if isinstance(source.model, HuggingFaceModel):
             tensors = hf_folder_export.streamed_tensors(source.model, merged, source.kind, dtype)
@@ -97,17 +101,6 @@ def run_export(config: ExportConfig) -> int:
     what = f"{config.dtype}, {num_bytes:,} bytes in {len(files)} file{'s' if len(files) > 1 else ''}"
     text = f"tokenizer {source.tokenizer.name}" if source.tokenizer else "no tokenizer: the run has no text"
     print(printable(f"step {source.manifest.step} of {config.source} in {out}: {what}, {text}"))
-    return int(ExitStatus.OK)
-
-
-def _export_adapters(
-    config: ExportConfig, source: _Source, model: HuggingFaceModel, reader: checkpoint.CheckpointReader, draft: Path
-) -> int:
-    num_bytes = write_adapters(draft, model, reader, source.kind, _DTYPES[config.dtype])
-    hf_folder_export.copy_text_files(source.run, draft, source.tokenizer)
-    what = f"adapters of {base_of(model)}, {config.dtype}, {num_bytes:,} bytes"
-    told = f"step {source.manifest.step} of {config.source} in {config.out}: {what}"
-    print(printable(f"{told}; --merged writes the whole model"))
     return int(ExitStatus.OK)
 
 

@@ -4,6 +4,11 @@
     OUT/model.safetensors        or several with an index; names and forms are those that `transformers` writes
     OUT/tokenizer.json           and the chat template and the model's other text files
 
+Of a run with adapters the folder is one that `peft.PeftModel.from_pretrained` loads on top of their base model:
+
+    OUT/adapter_config.json         peft's configuration, with the base model's folder or name
+    OUT/adapter_model.safetensors   A and B of each adapted layer
+
 Tensors are copied from the checkpoint's files to the new ones one at a time; each expert of a mixture is copied by
 itself if `transformers` stores it by itself.
 """
@@ -20,12 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.checkpoint.streamed_safetensors import StreamedTensor, intervals
+from zeroshard.checkpoint import CheckpointReader
+from zeroshard.checkpoint.streamed_safetensors import StreamedTensor, intervals, write_streamed
 from zeroshard.data import Tokenizer
 from zeroshard.data.chat_templates import JINJA_FILE, JSON_FILE, own_template
 from zeroshard.data.special_tokens import TOKENIZER_CONFIG, json_object
 from zeroshard.data.tokenizer import TOKENIZER_FILE, BpeTokenizer, read_tokenizer
 from zeroshard.errors import UserError
+from zeroshard.models.adapters import ADAPTER, is_adapter
 from zeroshard.models.hugging_face.model import INNER, HuggingFaceModel
 from zeroshard.models.hugging_face.weights import FilePart, file_layout
 from zeroshard.named_shards import ShardReader
@@ -33,6 +40,8 @@ from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.setup.assemble import make_model
 from zeroshard.train.setup.hugging_face import kept_folder
 from zeroshard.train.setup.run_folder import tokenizer_folder
+
+_PREFIX = "base_model.model."  # prefix that peft adds to the base model's names
 
 
 def model_of(trained: TrainConfig) -> HuggingFaceModel:
@@ -67,6 +76,40 @@ def _streamed(reader: ShardReader, part: FilePart, kind: str, dtype: torch.dtype
             yield reader.read(INNER + part.source, kind, (part.start + first, part.start + last))
 
     return StreamedTensor(part.name, dtype, part.shape, parts)
+
+
+def write_adapters(
+    draft: Path, model: HuggingFaceModel, reader: CheckpointReader, kind: str, dtype: torch.dtype
+) -> int:
+    """Write configuration and weights of the adapters into ``draft``, and return the weights' size in bytes.
+
+    Args:
+        draft: an existing folder.
+        model: model with adapters, without values.
+        reader: reader of a checkpoint of the model.
+        kind: kind of the saved weights, such as ``"param"``.
+        dtype: dtype of the weights in the file.
+    """
+    tensors = []
+    for name in sorted(name for name, _ in model.named_parameters() if is_adapter(name)):
+        shape = reader.kinds(name)[kind]
+
+        def parts(name: str = name, numel: int = prod(shape)) -> tuple[Tensor]:
+            return (reader.read(name, kind, (0, numel)),)
+
+        key = _PREFIX + name.removeprefix(INNER).replace(f".{ADAPTER}.", ".")
+        tensors.append(StreamedTensor(key, dtype, shape, parts))
+    write_streamed(draft / "adapter_model.safetensors", tensors, {"format": "pt"})
+    config = model.lora_config
+    config.base_model_name_or_path, config.inference_mode = base_of(model), True
+    config.save_pretrained(str(draft))
+    return sum(tensor.num_bytes for tensor in tensors)
+
+
+def base_of(model: HuggingFaceModel) -> str:
+    """Return where `peft` finds the base model: the absolute path of a folder, or a name on the hub."""
+    folder = Path(model.config.source).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else model.config.source
 
 
 def config_json(model: HuggingFaceModel, dtype: str) -> dict[str, Any]:

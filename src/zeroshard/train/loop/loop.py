@@ -122,17 +122,12 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Aliv
     }
     _tell(run, lambda observer: observer.on_end(summary))
     if status in STOPPED and run.strategy.comm.rank == 0:
+        how = f"continue with: zeroshard train --config {shlex.quote(str(run.folder / 'config.toml'))} --resume auto"
+        if world_from_env() is not None and not has_launcher():
+            how = "continue with the same command and --resume auto"
         with suppress(OSError):  # nobody reads our output any more
-            print(_how_to_go_on(run, step), flush=True)
+            print(f"stopped at step {step}, saved; {how}", flush=True)
     return status
-
-
-def _how_to_go_on(run: Run, step: int) -> str:
-    """Return how the user continues a run that was asked to stop."""
-    if world_from_env() is not None and not has_launcher():
-        return f"stopped at step {step}, saved; continue with the same command and --resume auto"
-    command = f"zeroshard train --config {shlex.quote(str(run.folder / 'config.toml'))} --resume auto"
-    return f"stopped at step {step}, saved; continue with: {command}"
 
 
 def _verdict(run: Run, record: StepRecord) -> ExitStatus:

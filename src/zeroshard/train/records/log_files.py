@@ -35,7 +35,10 @@ class LogFiles:
     def __init__(self, folder: Path, clock: Callable[[], str] | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._path, self._summary, self._clock = folder / "metrics.jsonl", folder / "summary.json", clock
-        _drop_torn_line(self._path)
+        if self._path.exists():
+            written = read_bytes(self._path, LOG_BYTES)
+            # Cut off an incomplete last line, which a process leaves if it is killed while it writes.
+            os.truncate(self._path, written.rfind(b"\n") + 1)
         self._file = FileIO(self._path, "ab", opener=open_regular)
         self._num_lost = self._num_steps = 0
         self._exposed_s: defaultdict[str, float] = defaultdict(float)
@@ -118,14 +121,3 @@ def finite_or_null(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite_or_null(item) for item in value]
     return value
-
-
-def _drop_torn_line(path: Path) -> None:
-    """Cut off an incomplete last line, which a process leaves if it is killed while it writes."""
-    if not path.exists():
-        return
-    whole = read_bytes(path, LOG_BYTES)
-    end = whole.rfind(b"\n") + 1
-    if end != len(whole):
-        with path.open("r+b") as file:
-            file.truncate(end)

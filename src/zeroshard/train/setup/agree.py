@@ -60,29 +60,21 @@ def agree_at(store: dist.Store, rank: int, world_size: int, facts: Mapping[str, 
     difference = _first_difference(store.get("facts").decode(), own, rank)
     store.set(f"differs/{rank}", json.dumps(difference))
     if rank == 0:
-        store.set("verdict", json.dumps(_verdict(store, world_size)))
-    verdict = json.loads(store.get("verdict"))
+        everyone = range(world_size)
+        is_here = all(_came(store, f"differs/{other}") for other in everyone)
+        missing = [] if is_here else [other for other in everyone if not store.check([f"differs/{other}"])]
+        differences = (json.loads(store.get(f"differs/{other}")) for other in (everyone if is_here else ()))
+        store.set("verdict", json.dumps([missing, next(filter(None, differences), None)]))
+    missing, found = json.loads(store.get("verdict"))
     store.add("heard", 1)
-    if verdict is None:
+    if not missing and found is None:
         return
-    missing = verdict if isinstance(verdict, str) else ""
-    deadline = time.monotonic() + HEARING_S
-    num_here = world_size - (missing.count(",") + 1 if missing else 0)
+    deadline, num_here = time.monotonic() + HEARING_S, world_size - len(missing)
     while rank == 0 and store.add("heard", 0) < num_here and time.monotonic() < deadline:
         time.sleep(0.01)  # rank 0 may host the store, so let the others read the verdict before it ends
     if missing:
-        raise PeerError(_missing([int(other) for other in missing.split(",")], world_size))
-    _refuse(verdict)
-
-
-def _verdict(store: dist.Store, world_size: int) -> tuple[str, str] | str | None:
-    """On rank 0: return the first difference that a rank found, or the ranks that are missing as ``3,7``; else None."""
-    first: tuple[str, str] | None = None
-    for other in range(world_size):
-        if not _came(store, f"differs/{other}"):
-            return ",".join(str(rank) for rank in range(world_size) if not store.check([f"differs/{rank}"]))
-        first = first or json.loads(store.get(f"differs/{other}"))
-    return first
+        raise PeerError(_missing(missing, world_size))
+    _refuse(found)
 
 
 def _came(store: dist.Store, key: str) -> bool:

@@ -67,6 +67,11 @@ def _prepared(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
     mixed = f" {weights}" if data.mix else ""
     tokens = " ".join(meta.tokens_sha256 for meta in metas)
     choices = f"{tokens} {data.too_long}{in_rows}{mixed}"
+
+    def tokens_by_source(steps: int) -> dict[str, int]:
+        numbers = [] if mixture is None else mixture.tokens(steps * rows_per_step)
+        return {source.name: number for source, number in zip(sources, numbers, strict=False)}
+
     told = _told(sources, parts["train"], mixture, config.max_steps * rows_per_step)
     return Corpus(
         batches=batches,
@@ -80,7 +85,7 @@ def _prepared(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
         named_evals=_named_evals(config, folders[0], comm),
         said=told[0],
         facts=told[1],
-        tokens_by_source=lambda steps: _tokens_by_source(sources, mixture, steps * rows_per_step),
+        tokens_by_source=tokens_by_source,
     )
 
 
@@ -128,10 +133,6 @@ def _told(
         facts.setdefault("mix", {})[source.name] = {"rows": count, "tokens": num_tokens, "epochs": round(epochs, 4)}
         words.append(f"{source.name} {share:.1%} of tokens, {epochs:.3g} epochs".replace("%", " %"))
     return "; ".join(words), facts
-
-
-def _tokens_by_source(sources: Sequence[Source], mixture: Mixture | None, num_rows: int) -> dict[str, int]:
-    return {} if mixture is None else {s.name: n for s, n in zip(sources, mixture.tokens(num_rows), strict=True)}
 
 
 def _named_evals(config: TrainConfig, folder: Path, comm: Communicator) -> dict[str, Iterable[EvalBatch]]:
