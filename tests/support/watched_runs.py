@@ -17,8 +17,8 @@ def trained(config, world_size=1):
         def on_step(self, record):
             seen[record.step] = (record.loss, record.grad_norm)
 
-        def on_eval(self, step, loss, ema_loss=None, named=None):
-            seen["val"] = (loss, 0.0)
+        def on_eval(self, step, losses):
+            seen["val"] = (losses["val_loss"], 0.0)
 
         def __getattr__(self, name):
             return lambda *args, **kwargs: None

@@ -38,8 +38,11 @@ def test_each_event_is_a_line_that_is_there_before_the_next_one(tmp_path):
     path, writer = tmp_path / "metrics.jsonl", LogFiles(tmp_path)
     for call, event in [
         (lambda: writer.on_start({"world_size": 2}), {"event": "start", "world_size": 2}),
-        (lambda: writer.on_eval(10, 2.5), {"event": "eval", "step": 10, "loss": 2.5}),
-        (lambda: writer.on_eval(11, 2.5, 2.25), {"event": "eval", "step": 11, "loss": 2.5, "ema_loss": 2.25}),
+        (lambda: writer.on_eval(10, {"val_loss": 2.5}), {"event": "eval", "step": 10, "loss": 2.5}),
+        (
+            lambda: writer.on_eval(11, {"val_loss": 2.5, "ema_val_loss": 2.25}),
+            {"event": "eval", "step": 11, "loss": 2.5, "ema_loss": 2.25},
+        ),
         (lambda: writer.on_checkpoint(10, Path("c")), {"event": "checkpoint", "step": 10, "path": "c"}),
         (
             lambda: writer.on_checkpoint(10, Path("c"), {"stall_s": 0.5}),
@@ -97,7 +100,7 @@ def test_a_resumed_run_appends_and_cuts_off_a_line_that_a_kill_tore(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"event": "start"}\n{"event": "st')
     writer = LogFiles(tmp_path)
-    writer.on_eval(1, 2.0)
+    writer.on_eval(1, {"val_loss": 2.0})
     writer.close()
     assert [line["event"] for line in read_lines(path)] == ["start", "eval"]
 
@@ -139,7 +142,7 @@ def test_a_run_is_a_line_at_the_first_the_last_and_each_interval_and_for_each_ev
     console.on_start({"world_size": 2, "about": about, "kernels": {"LayerNorm": "triton"}, "link": {}})
     for step in (*range(1, 26), 7225):
         console.on_step(a_record(step=step, step_s=100.0 if step == 1 else 0.5))
-    console.on_eval(25, 2.25, 2.5)
+    console.on_eval(25, {"val_loss": 2.25, "ema_val_loss": 2.5})
     console.on_checkpoint(25, Path("runs/x/checkpoints/step-25"))
     console.on_end({"status": "ok", "loss": 2.0, "memory": {"params": 1}})
     lines = stream.getvalue().splitlines()
@@ -181,7 +184,7 @@ def test_a_console_that_nobody_reads_ends_no_run(fails, capsys):
 
     stream = type("NobodyReads", (io.StringIO,), {fails: broken})()
     console = ConsoleRecorder(max_steps=2, stream=stream)
-    console.on_eval(1, 2.0)
-    console.on_eval(2, 2.0)
+    console.on_eval(1, {"val_loss": 2.0})
+    console.on_eval(2, {"val_loss": 2.0})
     said = "warning: the console cannot be written (Broken pipe); the run continues, and its folder has the rest\n"
     assert capsys.readouterr().err == said

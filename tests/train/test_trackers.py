@@ -42,7 +42,7 @@ class Recorder:
 def tell_all(observer):
     observer.on_start({"step": 0, "kernels": {"LayerNorm": "reference"}})
     observer.on_step(RECORD)
-    observer.on_eval(3, 2.25, 2.125)
+    observer.on_eval(3, {"val_loss": 2.25, "ema_val_loss": 2.125})
     observer.on_checkpoint(3, Path("x"))
     observer.on_end({"status": "ok", "loss": 2.5, "table": {}})
     observer.close()

@@ -18,7 +18,6 @@ import hashlib
 import platform
 import sys
 import sysconfig
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +33,7 @@ from numpy.typing import NDArray
 from zeroshard.data.bins import TokenBins
 from zeroshard.data.chosen_files import choose, walk
 from zeroshard.data.documents import Document, documents_of, fingerprint_of, text_document
-from zeroshard.data.files import Fingerprint, facts_of
+from zeroshard.data.files import Fingerprint, facts_of, within
 from zeroshard.data.hub import parse_hub_name
 from zeroshard.data.registry import SOURCES, SourceRequest, SyntheticSize, is_hub_name, source_entry
 from zeroshard.data.tables import Tables
@@ -162,7 +161,7 @@ class TinyShakespeare:
             (file,) = choose([self.path]).files
             content, origin = Path(file).read_bytes(), self.path
         else:
-            content, origin = _download(self.url, self.timeout_s, max_bytes=2 * self.FINGERPRINT.num_bytes), self.url
+            content, origin = self._downloaded(), self.url
         if (found := hashlib.sha256(content).hexdigest()) != self.FINGERPRINT.sha256:
             raise UserError(
                 "data.path",
@@ -170,6 +169,20 @@ class TinyShakespeare:
                 "pass --data.path FILE with the original, or use --data text for another text",
             )
         return content.decode()
+
+    def _downloaded(self) -> bytes:
+        def read() -> bytes:
+            with urllib.request.urlopen(self.url, timeout=self.timeout_s) as response:
+                return response.read(2 * self.FINGERPRINT.num_bytes)
+
+        try:
+            return within(6 * self.timeout_s, read)  # a server may also answer, and then send very slowly
+        except OSError as error:  # URLError, HTTPError and timeouts are all OSErrors
+            if isinstance(error, urllib.error.HTTPError):
+                error.close()  # an HTTPError is also the response, and keeps its socket open
+            reason = getattr(error, "reason", None) or error
+            what = f"cannot download {self.url} ({reason})"
+            raise UserError("data.source", what, "pass --data.path FILE") from None
 
 
 class SyntheticTokens:
@@ -304,23 +317,3 @@ def _is_text(file: Path) -> bool:
     except UnicodeDecodeError:
         return False
     return bool(content) and b"\0" not in content
-
-
-def _download(url: str, timeout_s: float, max_bytes: int) -> bytes:
-    """Download a small file; raise a one-line UserError within seconds if that fails."""
-    deadline_s = time.monotonic() + 6 * timeout_s  # a server may also answer, and then send very slowly
-    content = bytearray()
-    try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as response:
-            while block := response.read1(1 << 16):
-                content += block
-                if len(content) > max_bytes:
-                    break
-                if time.monotonic() > deadline_s:
-                    raise TimeoutError("too slow")
-    except OSError as error:  # URLError, HTTPError and timeouts are all OSErrors
-        if isinstance(error, urllib.error.HTTPError):
-            error.close()  # an HTTPError is also the response, and keeps its socket open
-        reason = getattr(error, "reason", None) or error
-        raise UserError("data.source", f"cannot download {url} ({reason})", "pass --data.path FILE") from None
-    return bytes(content)

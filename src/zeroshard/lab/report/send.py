@@ -52,7 +52,9 @@ def _send(run: RunResult, to: str, name: str) -> None:
     for step in run.steps:
         tracker.log(values_of(step), step.step)
     for each in run.evaluations:
-        average = each.ema_loss if math.isfinite(each.ema_loss) else None
-        tracker.log(values_of_eval(each.loss, average, each.named), each.step)
+        losses = {"val_loss": each.loss, "ema_val_loss": each.ema_loss}
+        losses = {name: loss for name, loss in losses.items() if name == "val_loss" or math.isfinite(loss)}
+        losses |= {f"val_loss/{name}": loss for name, loss in each.named.items()}
+        tracker.log(values_of_eval(losses), each.step)
     tracker.finish({name: value for name, value in run.summary.items() if isinstance(value, str | int | float)})
     (run.folder / f"sent-to-{to}").touch()

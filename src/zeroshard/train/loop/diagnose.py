@@ -8,6 +8,7 @@ way, in the order of backward.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,8 +19,6 @@ from torch.utils._pytree import tree_leaves
 
 from zeroshard.comm import Communicator
 from zeroshard.comm.agree import by_rank, send_bytes
-
-WRAPPERS = ("module.",)  # prefixes that DDP and autocast put before a module's name
 
 
 def first_not_finite(model: nn.Module, comm: Communicator, replay: Callable[[], object]) -> str:
@@ -69,7 +68,9 @@ def _watched(model: nn.Module) -> Generator[tuple[list[str], list[str]]]:
 
         return check
 
-    handles = [module.register_forward_hook(watch(_plain(name))) for name, module in model.named_modules()]
+    # DDP and autocast put a prefix before a module's name.
+    named = [(re.sub(r"^(module(\.|$))+", "", name), module) for name, module in model.named_modules()]
+    handles = [module.register_forward_hook(watch(name)) for name, module in named]
     try:
         yield outputs, gradients
     finally:
@@ -79,10 +80,3 @@ def _watched(model: nn.Module) -> Generator[tuple[list[str], list[str]]]:
 
 def _finite(tensors: Sequence[Tensor]) -> bool:
     return all(bool(tensor.detach().isfinite().all()) for tensor in tensors)
-
-
-def _plain(name: str) -> str:
-    for wrapper in WRAPPERS:
-        while name.startswith(wrapper):
-            name = name.removeprefix(wrapper)
-    return "" if name == "module" else name

@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from math import inf
 from statistics import median
@@ -24,6 +24,7 @@ import torch
 
 from zeroshard import gc_frequency
 from zeroshard.comm import CONTROL, labelled
+from zeroshard.data.base import EvalBatch
 from zeroshard.errors import ExitStatus
 from zeroshard.launch.environment import has_launcher, world_from_env
 from zeroshard.train.loop.diagnose import first_not_finite
@@ -64,9 +65,7 @@ def train(
 
 def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Alive) -> ExitStatus:
     schedule, step, status = run.schedule, run.first_step, ExitStatus.OK
-    val_loss: float | None = None
-    ema_val_loss: float | None = None
-    named: dict[str, float] = {}
+    losses: dict[str, float] = {}  # of the last evaluation
     loss, started = None, perf_counter()
     step_s: list[float] = []
     if step >= schedule.max_steps > 0:
@@ -76,7 +75,7 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Aliv
         return status
     _tell(run, lambda observer: observer.on_start(_start_info(run)))
     if step == 0 and schedule.eval_interval:
-        val_loss, ema_val_loss, named = _evaluate(run, step, saving.settle)
+        losses = _evaluate(run, step, saving.settle)
     while step < schedule.max_steps and status == ExitStatus.OK:
         with run.measures.step() if run.measures else nullcontext():
             record, stop = take_step(run, step, stop_wanted)
@@ -92,10 +91,10 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Aliv
         step_s.append(record.step_s)
         at_end, is_best = step == schedule.max_steps, False
         if status == ExitStatus.OK and (at_end or _is_due(step, schedule.eval_interval)):
-            if val_loss is None:
+            if not losses:
                 alive(PATIENCE_S)  # the first evaluation may compile
-            val_loss, ema_val_loss, named = _evaluate(run, step, saving.settle, saving.alive)
-            is_best = run.best.record(step, val_loss) and schedule.keep_best
+            losses = _evaluate(run, step, saving.settle, saving.alive)
+            is_best = run.best.record(step, losses["val_loss"]) and schedule.keep_best
             at_end = at_end or run.best.exhausted
         if is_best or stop or at_end or _is_due(step, schedule.checkpoint_interval):
             saving.begin(step)
@@ -108,9 +107,9 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Aliv
         "status": status.name.lower(),
         "step": step,
         "loss": loss,
-        "val_loss": val_loss,
-        **({} if run.strategy.ema is None else {"ema_val_loss": ema_val_loss}),
-        **{f"val_loss/{name}": value for name, value in named.items()},
+        "val_loss": None,
+        **({} if run.strategy.ema is None else {"ema_val_loss": None}),
+        **losses,
         **({} if run.best.step is None else {"best_step": run.best.step, "best_val_loss": run.best.loss}),
         "stopped_early": run.best.exhausted and step < schedule.max_steps,
         "tokens": run.tokens_at(step),
@@ -142,34 +141,34 @@ def _verdict(run: Run, record: StepRecord) -> ExitStatus:
 
 def _evaluate(
     run: Run, step: int, settle: Callable[[], None], alive: Callable[[], None] = lambda: None
-) -> tuple[float, float | None, dict[str, float]]:
-    """Evaluate: the validation loss, that of the moving average (if there is one), and further sets' losses by name.
+) -> dict[str, float]:
+    """Evaluate, and return the losses as `Observer.on_eval` gets them.
 
     Replicas that take local steps evaluate the global weights, the last that all of them had in common. ``settle``
     is called before these or averages replace the weights, which an unfinished save may still read.
     """
     strategy = run.strategy
+
+    def loss_on(batches: Iterable[EvalBatch]) -> float:
+        return evaluate(strategy.model, batches, strategy.comm, run.device, alive)
+
     if run.local_steps is not None:
         settle()
     with nullcontext() if run.local_steps is None else run.local_steps.global_weights():
-        loss = evaluate(strategy.model, run.corpus.eval_batches, strategy.comm, run.device, alive)
-        named = {
-            name: evaluate(strategy.model, batches, strategy.comm, run.device, alive)
-            for name, batches in run.corpus.named_evals.items()
-        }
-    ema_loss = None
+        losses = {"val_loss": loss_on(run.corpus.eval_batches)}
+        named = {f"val_loss/{name}": loss_on(batches) for name, batches in run.corpus.named_evals.items()}
     if strategy.ema is not None:
         settle()
         with strategy.ema.weights():
-            ema_loss = evaluate(strategy.model, run.corpus.eval_batches, strategy.comm, run.device, alive)
-    more = (named,) if named else ()
-    _tell(run, lambda observer: observer.on_eval(step, loss, ema_loss, *more))
+            losses["ema_val_loss"] = loss_on(run.corpus.eval_batches)
+    losses |= named
+    _tell(run, lambda observer: observer.on_eval(step, losses))
     if run.contract:
         run.contract.interrupt()
     if run.comm:
         run.comm.drain()  # the evaluation's collectives belong to no step
         run.comm.exposed.take_seconds()
-    return loss, ema_loss, named
+    return losses
 
 
 def _broken(run: Run, contract: Contract) -> bool:

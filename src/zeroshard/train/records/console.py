@@ -55,13 +55,9 @@ class ConsoleRecorder:
             self._print(f"step {record.step}", *facts_of(record), *([eta] if 1 < record.step < self._max_steps else []))
             self._step_s.clear()
 
-    def on_eval(
-        self, step: int, loss: float, ema_loss: float | None = None, named: Mapping[str, float] | None = None
-    ) -> None:
-        """Print the validation loss."""
-        average = [] if ema_loss is None else [f"ema_val_loss {ema_loss:.4f}"]
-        more = [f"val_loss/{name} {value:.4f}" for name, value in (named or {}).items()]
-        self._print(f"step {step}", f"val_loss {loss:.4f}", *average, *more)
+    def on_eval(self, step: int, losses: Mapping[str, float]) -> None:
+        """Print the validation losses."""
+        self._print(f"step {step}", *(f"{name} {loss:.4f}" for name, loss in losses.items()))
 
     def on_checkpoint(self, step: int, path: Path, facts: Mapping[str, Any] | None = None) -> None:
         """Print the checkpoint's path; `Saving` reports one that could not be written."""

@@ -55,13 +55,10 @@ class LogFiles:
         values = asdict(record) | {"exposed_s": by_kind(record.exposed_s)}
         self._write("step", {name: value for name, value in values.items() if name != "outer_step" or value})
 
-    def on_eval(
-        self, step: int, loss: float, ema_loss: float | None = None, named: Mapping[str, float] | None = None
-    ) -> None:
-        """Write an ``eval`` line."""
-        average = {} if ema_loss is None else {"ema_loss": ema_loss}
-        more = {f"val_loss/{name}": value for name, value in (named or {}).items()}
-        self._write("eval", {"step": step, "loss": loss, **average, **more})
+    def on_eval(self, step: int, losses: Mapping[str, float]) -> None:
+        """Write an ``eval`` line, in which ``val_loss`` and ``ema_val_loss`` are ``loss`` and ``ema_loss``."""
+        names = {"val_loss": "loss", "ema_val_loss": "ema_loss"}
+        self._write("eval", {"step": step, **{names.get(name, name): loss for name, loss in losses.items()}})
 
     def on_checkpoint(self, step: int, path: Path, facts: Mapping[str, Any] | None = None) -> None:
         """Write a ``checkpoint`` line."""

@@ -53,16 +53,11 @@ class Observer(Protocol):
         """A step is completed, taken or skipped."""
         ...
 
-    def on_eval(
-        self, step: int, loss: float, ema_loss: float | None = None, named: Mapping[str, float] | None = None
-    ) -> None:
-        """An evaluation after ``step`` steps is done; losses are in nats per token.
+    def on_eval(self, step: int, losses: Mapping[str, float]) -> None:
+        """An evaluation after ``step`` steps is done.
 
-        Args:
-            step: number of completed steps.
-            loss: the validation loss.
-            ema_loss: the validation loss of the moving average of the weights; None if there is none.
-            named: losses of further validation sets, by name.
+        ``losses``, in nats per token: ``val_loss``; ``ema_val_loss``, of the moving average of the weights, if there is
+        one; and ``val_loss/NAME`` of each further validation set.
         """
         ...
 

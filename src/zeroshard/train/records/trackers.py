@@ -160,11 +160,9 @@ class TrackedRun:
         """Log the numbers of the step."""
         self._try(lambda tracker: tracker.log(values_of(record), record.step))
 
-    def on_eval(
-        self, step: int, loss: float, ema_loss: float | None = None, named: Mapping[str, float] | None = None
-    ) -> None:
-        """Log the validation loss."""
-        self._try(lambda tracker: tracker.log(values_of_eval(loss, ema_loss, named), step))
+    def on_eval(self, step: int, losses: Mapping[str, float]) -> None:
+        """Log the validation losses."""
+        self._try(lambda tracker: tracker.log(values_of_eval(losses), step))
 
     def on_checkpoint(self, step: int, path: Path, facts: Mapping[str, Any] | None = None) -> None:
         """Do nothing: checkpoints stay in the run folder."""
@@ -239,10 +237,10 @@ def values_of(record: StepRecord) -> dict[str, float]:
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
-def values_of_eval(loss: float, ema_loss: float | None, named: Mapping[str, float] | None) -> dict[str, float]:
-    """Return validation losses by name: ``val/loss``, of averaged weights, and of each further validation set."""
-    average = {} if ema_loss is None else {"val/ema_loss": ema_loss}
-    return {"val/loss": loss, **average, **{f"val/{name}/loss": value for name, value in (named or {}).items()}}
+def values_of_eval(losses: Mapping[str, float]) -> dict[str, float]:
+    """Return the losses of `Observer.on_eval` as ``val/loss``, ``val/ema_loss`` and ``val/NAME/loss``."""
+    names = {"val_loss": "val/loss", "ema_val_loss": "val/ema_loss"}
+    return {names.get(name, f"val/{name.removeprefix('val_loss/')}/loss"): loss for name, loss in losses.items()}
 
 
 def forget_run(folder: Path) -> None:
