@@ -197,8 +197,8 @@ def test_empty_tensors_and_no_tensors(kernels, triton, device):
     adamw(empty, empty, empty, empty, step=1, options=OPTIONS, kernels=kernels)
 
 
-def test_fp64_is_refused_where_triton_was_asked_for(triton):
-    columns = [torch.ones(4, dtype=torch.float64) for _ in range(4)]
+def test_fp64_is_refused_where_triton_was_asked_for(triton, device):
+    columns = [torch.ones(4, dtype=torch.float64, device=device) for _ in range(4)]
     with pytest.raises(ValueError, match=r"^params: torch.float64 is not supported by triton"):
         adamw(*columns, step=1, options=OPTIONS, kernels=triton)
     wanted = [c.clone() for c in columns]

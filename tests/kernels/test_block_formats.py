@@ -149,7 +149,7 @@ def test_a_block_that_is_not_finite_stays_so_and_the_others_are_as_before(name, 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_block_with_nan_or_inf_has_a_nan_for_its_scale_and_arrives_as_nan(name, dtype, triton):
+def test_a_block_with_nan_or_inf_has_a_nan_for_its_scale_and_arrives_as_nan(name, dtype, triton, device):
     """Among finite numbers and among zeros, alone and with others; the reference and the kernel alike."""
     form = BlockFormat(name, 16)
     blocks = torch.randn(7, 16, generator=torch.Generator().manual_seed(3))
@@ -158,7 +158,7 @@ def test_a_block_with_nan_or_inf_has_a_nan_for_its_scale_and_arrives_as_nan(name
     for index, bad in ((0, [nan]), (1, [inf]), (3, [-inf]), (4, [nan, inf]), (5, [inf, -inf])):
         blocks[index, 5 : 5 + len(bad)] = torch.tensor(bad)
     is_bad = [True, True, False, True, True, True, False]
-    values = blocks.view(-1)[:-3].to(dtype)
+    values = blocks.view(-1)[:-3].to(device, dtype)
     for kernels in ("reference", triton):
         packed, back = _there_and_back(values, form, kernels=kernels)
         assert packed[: 4 * 7].view(torch.float32).isnan().tolist() == is_bad
@@ -168,13 +168,14 @@ def test_a_block_with_nan_or_inf_has_a_nan_for_its_scale_and_arrives_as_nan(name
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("form", [BlockFormat("int8", 16), BlockFormat("int4", 16), DtypeFormat(torch.bfloat16)])
-def test_what_has_arrived_is_read_and_not_written(form, triton):
+def test_what_has_arrived_is_read_and_not_written(form, triton, device):
     """What lies behind the codes is none of a reader's business: others may read the same memory, or write there."""
     for kernels in ("reference", triton):
-        rows = torch.randint(1, 100, (2, form.num_bytes(21)), dtype=torch.uint8)
+        rows = torch.randint(1, 100, (2, form.num_bytes(21)), dtype=torch.uint8, device=device)
         before = rows.clone()
-        dequantise(rows[0], torch.empty(21), form, kernels=kernels)
-        dequantised_sum(rows, torch.zeros(21), 0, torch.empty(21), form, kernels=kernels)
+        own, found = torch.zeros(21, device=device), torch.empty(21, device=device)
+        dequantise(rows[0], found, form, kernels=kernels)
+        dequantised_sum(rows, own, 0, found, form, kernels=kernels)
         assert torch.equal(rows, before)
 
 
@@ -204,7 +205,7 @@ def test_other_dtypes_travel_as_fp32_would_and_a_dtype_is_a_format_too(dtype):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("form", [BlockFormat("int8", 32), BlockFormat("int4"), DtypeFormat(torch.bfloat16)])
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_sum_adds_rows_in_fp32_in_their_order(form, rank, triton, monkeypatch):
+def test_a_sum_adds_rows_in_fp32_in_their_order(form, rank, triton, device, monkeypatch):
     monkeypatch.setattr(sys.modules["zeroshard.kernels.block_formats"], "_CHUNK", 256)
     parts = torch.randn(3, 700, generator=torch.Generator().manual_seed(2))
     rows = torch.zeros(3, form.num_bytes(700), dtype=torch.uint8)
@@ -215,9 +216,9 @@ def test_a_sum_adds_rows_in_fp32_in_their_order(form, rank, triton, monkeypatch)
             dequantise(row, back := torch.empty(700), form, kernels="reference")
         total += part if index == rank else back
     for kernels in ("reference", triton):
-        own = parts[rank].clone()
-        dequantised_sum(rows, own, rank, own, form, kernels=kernels)
-        assert torch.equal(own, total)
+        own = parts[rank].to(device, copy=True)
+        dequantised_sum(rows.to(device), own, rank, own, form, kernels=kernels)
+        assert torch.equal(own.cpu(), total)
 
 
 def test_a_number_that_does_not_fit_is_named():

@@ -1,5 +1,6 @@
 from contextlib import contextmanager
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -35,6 +36,7 @@ def test_a_launcher_is_a_plain_call_and_one_node_when_compiled():
     assert "zeroshard.doubled_for_a_test.default" in [str(node) for node in nodes]
 
 
+@pytest.mark.skipif(0 < torch.cuda.device_count() < 3, reason="a fake tensor on cuda:2 needs three GPUs, or none")
 def test_a_launch_is_on_the_device_of_its_tensors_whichever_is_current(monkeypatch):
     """Without the guard a kernel of cuda:1's tensors would be launched on cuda:0."""
     current = [0]

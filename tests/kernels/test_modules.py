@@ -6,9 +6,9 @@ from zeroshard.kernels import LayerNorm, RMSNorm
 
 
 @pytest.mark.parametrize(("module", "torchs"), [(LayerNorm, torch.nn.LayerNorm), (RMSNorm, torch.nn.RMSNorm)])
-def test_modules_are_drop_in(module, torchs, triton, random):
+def test_modules_are_drop_in(module, torchs, triton, random, device):
     torch.manual_seed(0)
-    mine, theirs = module(24, 1e-5, kernels=triton), torchs(24, 1e-5)
+    mine, theirs = module(24, 1e-5, kernels=triton, device=device), torchs(24, 1e-5, device=device)
     assert list(mine.state_dict()) == list(theirs.state_dict())
     theirs.load_state_dict({name: random(24) for name in theirs.state_dict()})
     mine.load_state_dict(theirs.state_dict())
@@ -21,9 +21,9 @@ def test_modules_are_drop_in(module, torchs, triton, random):
 
 
 @pytest.mark.parametrize("module", [LayerNorm, RMSNorm])
-def test_the_reference_has_torch_s_bits(module, random):
-    theirs = {LayerNorm: torch.nn.LayerNorm, RMSNorm: torch.nn.RMSNorm}[module](24, 1e-5)
-    mine = module(24, 1e-5, kernels="reference")
+def test_the_reference_has_torch_s_bits(module, random, device):
+    theirs = {LayerNorm: torch.nn.LayerNorm, RMSNorm: torch.nn.RMSNorm}[module](24, 1e-5, device=device)
+    mine = module(24, 1e-5, kernels="reference", device=device)
     x, dy = random(3, 24), random(3, 24)
     assert_same_bits(run(mine, [x], [dy]), run(theirs, [x], [dy]))
 

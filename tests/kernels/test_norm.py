@@ -177,8 +177,12 @@ def test_each_gradient_is_the_same_when_it_is_the_only_one(needed, triton, rando
     given, grads = drawn("layer_norm", random, (5, 24))
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in given.items()}
     together = torch.autograd.grad(ours("layer_norm", None, **leaves), leaves[needed], grads)[0]
-    alone = {name: tensor.detach().requires_grad_(name == needed) for name, tensor in given.items()}
-    assert torch.equal(torch.autograd.grad(ours("layer_norm", None, **alone), alone[needed], grads)[0], together)
+    single = {name: tensor.detach().requires_grad_(name == needed) for name, tensor in given.items()}
+    alone = torch.autograd.grad(ours("layer_norm", None, **single), single[needed], grads)[0]
+    if alone.device.type == "cuda" and needed in ("weight", "bias"):
+        assert_near(alone, together.double())  # summed by as many programs as there are multiprocessors
+    else:
+        assert torch.equal(alone, together)
 
 
 @pytest.mark.parametrize("used", [0, 1])
