@@ -128,6 +128,16 @@ def named_state(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that are part of the module's state, by name; a shared buffer once."""
+    names: dict[Tensor, str] = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in own_buffers(module).items():
+            if buffer is not None and name not in not_saved(module):
+                names.setdefault(buffer, f"{prefix}.{name}" if prefix else name)
+    return {name: buffer for buffer, name in names.items()}
+
+
 def named_group(group: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Return an optimizer's param group as JSON can hold it: its settings, and the names of its ``params``.
 

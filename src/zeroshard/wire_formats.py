@@ -1,4 +1,4 @@
-"""Wire formats, in which tensors are sent between ranks: a dtype, or a block format, and the bytes that each takes.
+"""Wire formats, in which tensors are sent between ranks: a dtype, or a block format, its bytes, and keys of rounding.
 
 `zeroshard.kernels.block_formats` converts tensors; this module imports neither torch nor Triton.
 """
@@ -96,3 +96,54 @@ def rounding_key(seed: int, step: int, unit: str, rank: int, part: int = 0) -> i
     word = f"{seed}/{step}/{rank}/{part}/{unit}".encode()
     digest = int.from_bytes(hashlib.blake2b(word, digest_size=8).digest(), "little")
     return digest & (2**62 - 1) | 2**62  # a compiler always sees a 64-bit integer, and never a negative one
+
+
+class Rounding:
+    """The random keys of one buffer's stochastic rounding: each reduction of each step has keys of its own.
+
+    Args:
+        seed: seed of the run.
+        unit: the buffer's name.
+        rank: this rank among all ranks.
+
+    Attributes:
+        step: number of optimizer steps so far; `zeroshard.Zero.resume_at` may set it.
+    """
+
+    def __init__(self, seed: int, unit: str, rank: int) -> None:
+        self._seed, self._unit, self._rank = seed, unit, rank
+        self.step = self._num_reductions = 0
+        self._over = self._is_loaded = False
+
+    @property
+    def next_step(self) -> int:
+        """The step that begins when gradients are cleared."""
+        return self.step + (self._num_reductions > 0)
+
+    def end_step(self) -> None:
+        """Record that gradients are cleared: the next reduction belongs to the next step."""
+        self._over = self._over or self._num_reductions > 0
+
+    def resume_at(self, step: int) -> None:
+        """Let the next reduction belong to this step."""
+        self.step, self._num_reductions, self._over = step, 0, False
+
+    def loaded(self, step: int) -> None:
+        """As `resume_at`, with this buffer's own step from a checkpoint, which may lag behind the run's."""
+        self.resume_at(step)
+        self._is_loaded = True
+
+    def begin_at(self, step: int) -> None:
+        """As `resume_at`, with the run's step, unless a checkpoint had one of this buffer (`loaded`)."""
+        if not self._is_loaded:
+            self.resume_at(step)
+        self._is_loaded = False
+
+    def keys(self, num_parts: int) -> list[int]:
+        """Return the keys of the next reduction, one for each of ``num_parts`` parts."""
+        if self._over:
+            self.resume_at(self.step + 1)
+        first = self._num_reductions * num_parts
+        self._num_reductions += 1
+        fixed = self._seed, self.step, self._unit, self._rank
+        return [rounding_key(*fixed, first + part) for part in range(num_parts)]

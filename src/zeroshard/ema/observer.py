@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeroshard.ema.average import EMA, Ema
 from zeroshard.named_shards import ShardReader
 from zeroshard.zero.buffers.unusable_grads import mark_unusable
 from zeroshard.zero.optimizers.state_dict import Stateful
 from zeroshard.zero.runtime.runtime import Runtime
-from zeroshard.zero.state.training_state import reader_of
 from zeroshard.zero.stepping.observer import Observer
 
 
@@ -56,7 +56,17 @@ class EmaObserver(Observer):
 
     def load(self, reader: ShardReader) -> None:
         """Load the average; without a saved one it starts from the weights."""
-        self.ema.load(reader_of(self._runtime, reader, EMA))
+        places = {
+            shard: (group.params.layout.slots[piece.slot].name, piece.interval)
+            for group in self._runtime.groups()
+            for piece, shard in zip(group.params.pieces, group.shards, strict=True)
+        }
+
+        def read(shard: Tensor) -> Tensor | None:
+            name, interval = places[cast("nn.Parameter", shard)]
+            return reader.read(name, EMA, interval) if EMA in reader.kinds(name) else None
+
+        self.ema.load(read)
 
     @property
     def tensors(self) -> Sequence[tuple[str, Tensor]]:

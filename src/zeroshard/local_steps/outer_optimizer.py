@@ -16,9 +16,10 @@ from torch import Tensor
 
 from zeroshard.comm import Communicator, empty_for, labelled
 from zeroshard.local_steps.settings import LocalSteps
+from zeroshard.wire_formats import Rounding
 from zeroshard.zero.buffers.flat_params import FlatParams
 from zeroshard.zero.buffers.unit import FlatGroup
-from zeroshard.zero.transport.wire import AcrossReplicas, Rounding
+from zeroshard.zero.transport.wire import AcrossReplicas
 
 
 class Difference:

@@ -27,13 +27,14 @@ from zeroshard.named_shards import (
     ShardReader,
     named_groups,
     named_state,
+    persistent_buffers,
     read_whole,
     require_shape,
     restore_groups,
     tied_names,
 )
+from zeroshard.optimizer_classes.saved_states import read_states, states_kept
 from zeroshard.parallel.base import Setup
-from zeroshard.zero.state.training_state import persistent_buffers, read_states, states_kept
 
 
 class DdpStrategy:

@@ -31,17 +31,18 @@ from zeroshard.named_shards import (
     ShardReader,
     named_groups,
     named_state,
+    persistent_buffers,
     read_whole,
     require_shape,
     restore_groups,
     tied_names,
 )
 from zeroshard.optimizer_classes.kept_states import alike
+from zeroshard.optimizer_classes.saved_states import states_kept
 from zeroshard.parallel.base import Setup
 from zeroshard.parallel.ddp import is_grouped, load_average, require_group
 from zeroshard.zero.buffers.initial import loaded_later
 from zeroshard.zero.buffers.partition import DrawsParts
-from zeroshard.zero.state.training_state import persistent_buffers, states_kept
 
 
 class Fsdp2:

@@ -34,13 +34,13 @@ from torch.optim import Optimizer
 
 from zeroshard.comm import CONTROL, Communicator, labelled
 from zeroshard.comm.agree import agreement, both_ends, digest_of, require_same
+from zeroshard.comm.backends.torch_dist import communicator
 from zeroshard.comm.tensor_broadcast import PendingBroadcasts, gather_to
 from zeroshard.optimizer_classes.description import described
 from zeroshard.optimizer_classes.kept_states import require_numbered
 from zeroshard.sharded_optimizer.acceptance import PER_RANK, check_class, check_param, check_reach, describe
 from zeroshard.sharded_optimizer.ownership import Bucket, assign, pack
 from zeroshard.torch_internals import hooks_of
-from zeroshard.zero.rank_groups import communicator
 
 BUCKET_BYTES = 16 << 20
 

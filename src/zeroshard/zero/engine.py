@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from zeroshard import named_shards
 from zeroshard.comm import Communicator
+from zeroshard.comm.backends.torch_dist import communicator
 from zeroshard.lazily import loaded
 from zeroshard.named_shards import NamedShard, ShardReader, named_group, restore_settings
 from zeroshard.unit_choice import UnitChoice
@@ -32,7 +33,7 @@ from zeroshard.zero.core.strategy import REPLICATE, ShardingStrategy, resolve_st
 from zeroshard.zero.optimizers import adoption
 from zeroshard.zero.optimizers.state_dict import unsharded_state
 from zeroshard.zero.precision import MixedPrecision
-from zeroshard.zero.rank_groups import RankGroups, check_change, check_rank_groups, communicator
+from zeroshard.zero.rank_groups import RankGroups, check_change, check_rank_groups
 from zeroshard.zero.runtime.module_buffers import BufferSync, ModuleBuffers
 from zeroshard.zero.runtime.module_hooks import ModuleHooks
 from zeroshard.zero.runtime.runtime import Runtime

@@ -15,10 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch.distributed as dist
-
 from zeroshard import rules
-from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator, split
+from zeroshard.comm import Communicator, LocalCommunicator, split
 from zeroshard.zero.core import ranks
 from zeroshard.zero.core.strategy import SHARD, ShardingStrategy
 from zeroshard.zero.precision import MixedPrecision
@@ -168,19 +166,3 @@ def check_rank_groups(
 def _stage(strategy: ShardingStrategy) -> int:
     """0 if the row shards nothing; else a number above it."""
     return int(strategy.optim is SHARD)
-
-
-def communicator(given: Communicator | None, process_group: dist.ProcessGroup | None = None) -> Communicator:
-    """Return the ranks that train together, watched for ranks that diverge: `zeroshard.comm.wrappers.library_watch`.
-
-    None stands for those of ``process_group`` or, without it, for `torch.distributed`'s if it is initialised, else for
-    this process alone. Collective.
-    """
-    if given is None:
-        among_several = process_group is not None or (dist.is_available() and dist.is_initialized())
-        given = TorchCommunicator(process_group) if among_several else LocalCommunicator()
-    if given.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
-        return given
-    from zeroshard.comm.wrappers import library_watch  # the library is imported without it
-
-    return library_watch.watched(given)

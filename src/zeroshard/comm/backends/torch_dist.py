@@ -27,8 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zeroshard.comm.backends.local import LocalCommunicator
 from zeroshard.comm.base import (
     DONE,
+    Communicator,
     Groups,
     PeerError,
     ReduceOp,
@@ -291,3 +293,19 @@ class TorchCommunicator:
         device = torch.device("cpu" if "cpu:" in self._backends else self._backends.partition(":")[0])
         group: Any = self.group
         return getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+
+
+def communicator(given: Communicator | None, process_group: dist.ProcessGroup | None = None) -> Communicator:
+    """Return the ranks that train together, watched for ranks that diverge: `zeroshard.comm.wrappers.library_watch`.
+
+    None stands for those of ``process_group`` or, without it, for `torch.distributed`'s if it is initialised, else for
+    this process alone. Collective.
+    """
+    if given is None:
+        among_several = process_group is not None or (dist.is_available() and dist.is_initialized())
+        given = TorchCommunicator(process_group) if among_several else LocalCommunicator()
+    if given.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
+        return given
+    from zeroshard.comm.wrappers import library_watch  # the library is imported without it
+
+    return library_watch.watched(given)

@@ -14,36 +14,10 @@ A new one is a subclass, and a line in `zeroshard.zero.transport.members`:
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from torch import Tensor
 
+from zeroshard.wire_formats import Rounding
 from zeroshard.zero.core.gradients import GradientReducer
-
-
-class RoundingSteps(Protocol):
-    """The steps that number the stochastic roundings of one buffer."""
-
-    @property
-    def next_step(self) -> int:
-        """The step of the next rounding, which checkpoints keep."""
-        ...
-
-    def end_step(self) -> None:
-        """Record that gradients are cleared, or set to zero."""
-        ...
-
-    def loaded(self, step: int) -> None:
-        """Continue at the step that a checkpoint has for this buffer."""
-        ...
-
-    def begin_at(self, step: int) -> None:
-        """Continue at the run's step, unless `loaded` has set another."""
-        ...
-
-    def resume_at(self, step: int) -> None:
-        """Continue at this step."""
-        ...
 
 
 class StatefulReducer(GradientReducer):
@@ -55,7 +29,7 @@ class StatefulReducer(GradientReducer):
     """
 
     accumulates = False
-    rounding: RoundingSteps | None = None
+    rounding: Rounding | None = None
 
     @property
     def needs_even_shards(self) -> bool:

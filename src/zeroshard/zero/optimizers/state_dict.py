@@ -19,13 +19,13 @@ from zeroshard.comm import Communicator
 from zeroshard.comm.agree import send_bytes
 from zeroshard.comm.tensor_broadcast import PendingBroadcasts
 from zeroshard.optimizer_classes.kept_states import require_kept
+from zeroshard.optimizer_classes.saved_states import SCALAR_STATES
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.core.layout import Piece, Slot
 from zeroshard.zero.core.optimizer import State, pieces_in
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 
 _PER_PARAM = ("params", "param_names")
-SCALAR_STATES = frozenset({"step", "eta", "mu", "mu_product"})  # torch keeps one number of each for a parameter
 
 
 class Stateful(Protocol):

@@ -8,13 +8,11 @@ replicated, each rank writes the part that it would own otherwise. If there are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, partial
-from typing import Any, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from zeroshard.named_shards import (
     MODEL_KINDS,
@@ -22,18 +20,16 @@ from zeroshard.named_shards import (
     SCALAR_KINDS,
     NamedShard,
     ShardReader,
-    after_restoring,
+    persistent_buffers,
     read_whole,
     require_shape,
-    saved_dtype,
-    saved_settings,
 )
-from zeroshard.optimizer_classes.kept_states import Kept, ParamFacts, SavedState, alike, of_groups
-from zeroshard.torch_internals import not_saved, own_buffers
+from zeroshard.optimizer_classes.kept_states import Kept
+from zeroshard.optimizer_classes.saved_states import SCALAR_STATES, kept_by, read_states
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.optimizers.methods import load_pieces
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
-from zeroshard.zero.optimizers.state_dict import SCALAR_STATES, Stateful
+from zeroshard.zero.optimizers.state_dict import Stateful
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.state.full_state import outside, take_names
 
@@ -91,7 +87,7 @@ def load_named_shards(
     kept: dict[str, Kept] = {}
     for optimizer in optimizers:
         groups = zip(optimizer.optimizer.param_groups, optimizer.facts(), strict=True)
-        kept.update(_kept_by(optimizer.make, groups, reader))
+        kept.update(kept_by(optimizer.make, groups, reader))
     with torch.no_grad():
         for group in runtime.groups():
             for slot, param in zip(group.params.layout.slots, group.params.params, strict=True):
@@ -138,78 +134,6 @@ def _load_rounding(group: FlatGroup, reader: ShardReader) -> None:
         rounding.loaded(int(reader.read(saved, ROUNDING, (0, 1))))
 
 
-def reader_of(runtime: Runtime, reader: ShardReader, kind: str) -> Callable[[Tensor], Tensor | None]:
-    """Return a function from this rank's piece of a master to its saved values of ``kind``; None if none were saved."""
-    places = {
-        shard: (group.params.layout.slots[piece.slot].name, piece.interval)
-        for group in runtime.groups()
-        for piece, shard in zip(group.params.pieces, group.shards, strict=True)
-    }
-
-    def read(shard: Tensor) -> Tensor | None:
-        name, interval = places[cast(nn.Parameter, shard)]
-        return reader.read(name, kind, interval) if kind in reader.kinds(name) else None
-
-    return read
-
-
-def states_kept(
-    optimizer: Optimizer,
-    make: partial[Optimizer],
-    params: Mapping[str, Tensor],
-    reader: ShardReader,
-) -> dict[str, Kept]:
-    """Return what an optimizer of whole ``params`` keeps of those with saved states; UserError if it keeps others.
-
-    Args:
-        optimizer: the optimizer that will load the states.
-        make: makes another one of its class and settings.
-        params: all parameters that it updates, by name.
-        reader: reads the saved states.
-    """
-    facts = {
-        id(param): ParamFacts(name, tuple(param.shape), param.dtype, param.device) for name, param in params.items()
-    }
-    groups = [[facts[id(param)] for param in group["params"]] for group in optimizer.param_groups]
-    return _kept_by(make, zip(optimizer.param_groups, groups, strict=True), reader)
-
-
-def _kept_by(
-    make: partial[Optimizer],
-    groups: Iterable[tuple[Mapping[str, Any], Sequence[ParamFacts]]],
-    reader: ShardReader,
-) -> dict[str, Kept]:
-    """See `zeroshard.optimizer_classes.kept_states.of_groups`; ``groups``: current settings and parameters."""
-    found: list[tuple[Mapping[str, Any], Mapping[str, Any] | None, Sequence[ParamFacts]]] = []
-    for settings, params in groups:
-        saved = saved_settings(reader, (param.name for param in params))
-        found.append(({**settings, **after_restoring(settings, saved or {})}, saved, params))
-    return of_groups(make, found, cache(partial(_saved_states, reader)))
-
-
-def _saved_states(reader: ShardReader, name: str) -> dict[str, SavedState]:
-    kinds = {kind: shape for kind, shape in reader.kinds(name).items() if kind not in MODEL_KINDS}
-    return {kind: SavedState(shape, saved_dtype(reader, name, kind)) for kind, shape in kinds.items()}
-
-
-def read_states(
-    reader: ShardReader, name: str, kept: Kept, param_shape: tuple[int, ...], interval: tuple[int, int] | None
-) -> dict[str, Any]:
-    """Read the states of one piece of a parameter; ``interval``: of the piece, None: the parameter is whole."""
-    found: dict[str, Any] = {}
-    for kind, shape in reader.kinds(name).items():
-        if kind in MODEL_KINDS:
-            continue
-        if interval is None:
-            value = read_whole(reader, name, kind, shape)
-        elif kind in SCALAR_STATES or shape != param_shape:
-            value = reader.read(name, kind, (0, 1)).reshape(())
-        else:
-            value = reader.read(name, kind, interval)
-        found[kind] = alike(kept.get(kind), value)
-    return found
-
-
 def _load_optimizer(piecewise: PiecewiseOptimizer, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
     """Load the states of the optimizer's pieces; its settings do not change."""
     groups: list[dict[str, Any]] = []
@@ -234,13 +158,3 @@ def _states(optimizers: Sequence[Stateful], shard: nn.Parameter) -> Iterator[tup
                     f"{kind}: {type(optimizer).__name__} keeps a {type(value).__name__} in its state, and a checkpoint "
                     "holds tensors and numbers; keep it as one of these"
                 )
-
-
-def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that are part of the module's state, by name; a shared buffer once."""
-    names: dict[Tensor, str] = {}
-    for prefix, module in model.named_modules():
-        for name, buffer in own_buffers(module).items():
-            if buffer is not None and name not in not_saved(module):
-                names.setdefault(buffer, f"{prefix}.{name}" if prefix else name)
-    return {name: buffer for buffer, name in names.items()}

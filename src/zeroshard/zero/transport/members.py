@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from zeroshard.comm import Communicator, Work
-from zeroshard.wire_formats import Format
+from zeroshard.wire_formats import Format, Rounding
 from zeroshard.zero.buffers.plain import BufferFacts, OnDevice
 from zeroshard.zero.buffers.reduction import StatefulReducer
 from zeroshard.zero.core.gradients import GradientReduction
@@ -16,7 +16,7 @@ from zeroshard.zero.rank_groups import RankGroups
 from zeroshard.zero.transport.exact_sums import ExactReducer
 from zeroshard.zero.transport.node_copy import NodeTransport, TransportOverNodes
 from zeroshard.zero.transport.node_reduce import NodeReduce
-from zeroshard.zero.transport.wire import AcrossReplicas, PackedReduce, PackedTransport, Rounding
+from zeroshard.zero.transport.wire import AcrossReplicas, PackedReduce, PackedTransport
 
 
 class AllMembers(OnDevice):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm import Work, all_to_all, empty_for
-from zeroshard.wire_formats import Format
+from zeroshard.wire_formats import Format, Rounding
 from zeroshard.zero.core.gradients import GradientReduction
 from zeroshard.zero.rank_groups import Nodes
 from zeroshard.zero.transport import wire
@@ -44,7 +44,7 @@ class NodeReduce(GradientReduction):
         num_left: number of collectives that are still to be issued.
     """
 
-    def __init__(self, nodes: Nodes, form: Format, local: Tensor, rounding: wire.Rounding) -> None:
+    def __init__(self, nodes: Nodes, form: Format, local: Tensor, rounding: Rounding) -> None:
         self._within, self._between = within, between = nodes.within, nodes.between
         self._form, self._rounding = form, rounding
         shards = local.view(between.world_size, within.world_size, -1)  # [M, N, n]

@@ -1,0 +1,75 @@
+"""Saved states of an optimizer, as a load reads them: those of parameters, or of pieces of them, in the kept types.
+
+`zeroshard.optimizer_classes.kept_states` decides whether they are the states that the optimizer keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zeroshard.named_shards import MODEL_KINDS, ShardReader, after_restoring, read_whole, saved_dtype, saved_settings
+from zeroshard.optimizer_classes.kept_states import Kept, ParamFacts, SavedState, alike, of_groups
+
+SCALAR_STATES = frozenset({"step", "eta", "mu", "mu_product"})  # torch keeps one number of each for a parameter
+
+
+def states_kept(
+    optimizer: Optimizer,
+    make: partial[Optimizer],
+    params: Mapping[str, Tensor],
+    reader: ShardReader,
+) -> dict[str, Kept]:
+    """Return what an optimizer of whole ``params`` keeps of those with saved states; UserError if it keeps others.
+
+    Args:
+        optimizer: the optimizer that will load the states.
+        make: makes another one of its class and settings.
+        params: all parameters that it updates, by name.
+        reader: reads the saved states.
+    """
+    facts = {
+        id(param): ParamFacts(name, tuple(param.shape), param.dtype, param.device) for name, param in params.items()
+    }
+    groups = [[facts[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+    return kept_by(make, zip(optimizer.param_groups, groups, strict=True), reader)
+
+
+def kept_by(
+    make: partial[Optimizer],
+    groups: Iterable[tuple[Mapping[str, Any], Sequence[ParamFacts]]],
+    reader: ShardReader,
+) -> dict[str, Kept]:
+    """As `of_groups`, of the saved states that ``reader`` has; ``groups``: each with its current settings."""
+    found: list[tuple[Mapping[str, Any], Mapping[str, Any] | None, Sequence[ParamFacts]]] = []
+    for settings, params in groups:
+        saved = saved_settings(reader, (param.name for param in params))
+        found.append(({**settings, **after_restoring(settings, saved or {})}, saved, params))
+    return of_groups(make, found, cache(partial(_saved_states, reader)))
+
+
+def _saved_states(reader: ShardReader, name: str) -> dict[str, SavedState]:
+    kinds = {kind: shape for kind, shape in reader.kinds(name).items() if kind not in MODEL_KINDS}
+    return {kind: SavedState(shape, saved_dtype(reader, name, kind)) for kind, shape in kinds.items()}
+
+
+def read_states(
+    reader: ShardReader, name: str, kept: Kept, param_shape: tuple[int, ...], interval: tuple[int, int] | None
+) -> dict[str, Any]:
+    """Read the states of one piece of a parameter; ``interval``: of the piece, None: the parameter is whole."""
+    found: dict[str, Any] = {}
+    for kind, shape in reader.kinds(name).items():
+        if kind in MODEL_KINDS:
+            continue
+        if interval is None:
+            value = read_whole(reader, name, kind, shape)
+        elif kind in SCALAR_STATES or shape != param_shape:
+            value = reader.read(name, kind, (0, 1)).reshape(())
+        else:
+            value = reader.read(name, kind, interval)
+        found[kind] = alike(kept.get(kind), value)
+    return found
