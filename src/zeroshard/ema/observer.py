@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from zeroshard.ema.average import EMA, Ema
 from zeroshard.named_shards import ShardReader
-from zeroshard.zero.buffers.unusable_grads import mark_unusable
+from zeroshard.zero.buffers.flat_grads import mark_unusable
 from zeroshard.zero.optimizers.state_dict import Stateful
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.stepping.observer import Observer
@@ -39,8 +39,8 @@ class EmaObserver(Observer):
     def _came_or_went(self) -> None:
         """Averages and weights were swapped: gradients are of the others now, and weights are to be gathered."""
         whose = None if self.ema.applied else "the averages"
-        mark_unusable((group.grads.unusable for group in self._runtime.groups()), whose, "ema.weights()")
-        self._runtime.refresh_after_replacement("back" if self.ema.applied else "for now")
+        mark_unusable((group.grads for group in self._runtime.groups()), whose, "ema.weights()")
+        self._runtime.weights.refresh_after_replacement("back" if self.ema.applied else "for now")
 
     def layout_changes(self) -> None:
         """Refuse it: averages have the present layout."""

@@ -27,8 +27,8 @@ from zeroshard.comm.tensor_broadcast import as_bytes, put_bytes
 from zeroshard.local_steps.outer_optimizer import Difference, Outer
 from zeroshard.local_steps.settings import LocalSteps
 from zeroshard.local_steps.step_order import StepOrder
+from zeroshard.zero.buffers.flat_grads import mark_unusable
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
-from zeroshard.zero.buffers.unusable_grads import mark_unusable
 from zeroshard.zero.rank_groups import RankGroups
 from zeroshard.zero.runtime.module_buffers import ModuleBuffers
 from zeroshard.zero.runtime.runtime import Runtime
@@ -100,7 +100,7 @@ class OuterSteps:
                 content = as_bytes(buffer)
                 self.comm.broadcast(content, src=0).wait()
                 put_bytes(buffer, content)
-        self._runtime.refresh_after_replacement()
+        self._runtime.weights.refresh_after_replacement()
 
     def begin_global_weights(self) -> None:
         """Before weights change: of groups that are trained for the first time the current weights become global."""
@@ -130,7 +130,7 @@ class OuterSteps:
         with torch.no_grad():
             for _, group, outer in [] if self.at_global_weights else list(self.by_group()):
                 outer.show(group)
-        self._runtime.refresh_after_replacement()
+        self._runtime.weights.refresh_after_replacement()
         self.at_global_weights = True
 
     def require_local(self, what: str) -> None:
@@ -260,7 +260,7 @@ class OuterSteps:
 
     def _visit(self, whose: str | None) -> None:
         self.applied = whose is not None
-        mark_unusable((group.grads.unusable for _, group in self.groups()), whose, "local_steps.global_weights()")
+        mark_unusable((group.grads for _, group in self.groups()), whose, "local_steps.global_weights()")
 
     @contextmanager
     def _shown(self) -> Generator[None]:
@@ -269,14 +269,14 @@ class OuterSteps:
         with torch.no_grad():
             for group, outer, _ in local:
                 outer.show(group)
-        self._runtime.refresh_after_replacement("for now")
+        self._runtime.weights.refresh_after_replacement("for now")
         try:
             yield
         finally:
             with torch.no_grad():
                 for group, _, master in local:
                     group.params.master.copy_(master)
-            self._runtime.refresh_after_replacement("back")
+            self._runtime.weights.refresh_after_replacement("back")
 
     def still_at_global_weights(self) -> bool:
         """Whether local weights are still the global weights: no longer if any were written to since. Collective."""

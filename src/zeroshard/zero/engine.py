@@ -282,7 +282,7 @@ class Zero(Engine):
         """
         if write_back:
             self._optimizers.require_common("full_params(write_back=True)")
-        with self._runtime.pinned():
+        with self._runtime.weights.pin():
             yield
             if write_back:
                 with torch.no_grad():
@@ -392,11 +392,11 @@ class Zero(Engine):
         shard of) the weights and counts as ``params``. ``outer``: with local steps, global weights and
         momentum.
         """
-        return resident_bytes(self.units, self._optimizers.optimizers, self._optimizers.observers)
+        return resident_bytes(self.units, self._optimizers.optimizers, self._optimizers.kept_tensors())
 
     def holdings(self) -> Iterator[Holding]:
         """Yield each tensor that is resident on this rank now, also in the middle of a step, with its category."""
-        return holdings(self.units, self._optimizers.optimizers, self._optimizers.observers)
+        return holdings(self.units, self._optimizers.optimizers, self._optimizers.kept_tensors())
 
     def remove(self) -> None:
         """Remove the engine: the module gets unsharded, current weights of its own, and no hooks. Collective.

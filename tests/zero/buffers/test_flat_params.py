@@ -3,17 +3,24 @@ import torch
 from torch import nn
 
 from zeroshard.comm import NullCommunicator
-from zeroshard.zero import STAGES, MixedPrecision, RankGroups
+from zeroshard.zero import STAGES, FlatLayout, MixedPrecision, RankGroups
 from zeroshard.zero.buffers.flat_params import FlatParams
-from zeroshard.zero.core.weights import WeightState
+from zeroshard.zero.core.layout import ALIGNMENT
+from zeroshard.zero.core.weights import WeightState, WeightTransport
 
 BF16 = MixedPrecision(param_dtype=torch.bfloat16)
 
 
+def _of(params, stage, comm=None, precision=None, init=None):
+    comm = comm or NullCommunicator(2)
+    layout = FlatLayout.of([(name, param.shape) for name, param in params], comm.world_size, ALIGNMENT)
+    transport, policy = WeightTransport(comm, layout), precision or MixedPrecision()
+    return FlatParams("unit", params, STAGES[stage], RankGroups.of(comm), policy, init, layout, transport)
+
+
 def _flat(stage, comm=None, precision=None, init=None):
     params = [("a", nn.Parameter(torch.arange(6.0).view(2, 3))), ("b", nn.Parameter(torch.tensor(6.0)))]
-    rank_groups = RankGroups.of(comm or NullCommunicator(2))
-    return FlatParams("unit", params, STAGES[stage], rank_groups, precision or MixedPrecision(), init)
+    return _of(params, stage, comm, precision, init)
 
 
 def test_a_freed_weight_is_nan_in_its_shape_and_holds_no_memory():
@@ -39,7 +46,7 @@ def test_what_autograd_saved_is_there_again_after_a_gather():
 
 def test_frozen_integers_are_zero_where_they_are_freed():
     params = [("n", nn.Parameter(torch.tensor([1, 2, 3]), requires_grad=False))]
-    flat = FlatParams("unit", params, STAGES[3], RankGroups.of(NullCommunicator(2)), BF16, None)
+    flat = _of(params, 3, precision=BF16)
     assert flat.params[0].tolist() == [0, 0, 0]
     flat.unshard()
     flat.wait_for_unshard()
@@ -50,7 +57,7 @@ def test_frozen_integers_are_zero_where_they_are_freed():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_and_shards_lie_where_kernels_read_fast(stage, dtype):
     params = [(name, nn.Parameter(torch.ones(shape, dtype=dtype))) for name, shape in [("a", ()), ("b", (33, 41))]]
-    flat = FlatParams("unit", params, STAGES[stage], RankGroups.of(NullCommunicator(3, 1)), MixedPrecision(), None)
+    flat = _of(params, stage, NullCommunicator(3, 1))
     flat.unshard()
     flat.wait_for_unshard()
     assert flat.params[1].data_ptr() % 16 == 0

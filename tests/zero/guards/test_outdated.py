@@ -114,7 +114,7 @@ def test_what_asks_for_no_values_gathers_nothing(stage):
     net.zero_grad()
     net.requires_grad_(True)
     sum(param.numel() for param in nn.Sequential(net).parameters())
-    assert not zero._runtime.weights_readable
+    assert not zero._runtime.weights.readable
 
 
 def clamp_data(net):

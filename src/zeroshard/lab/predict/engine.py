@@ -227,7 +227,7 @@ class _Log(StorageEvents):
         """Return and clear the actions of the event that just ended."""
         self.look_for_freed()
         if self._unknown:
-            for holding in holdings(units, ()):
+            for holding in holdings(units, (), {}):
                 self._categories.setdefault(self.number_of(holding.tensor), holding.category)
             self._unknown.clear()
         told, self.told = self.told, []

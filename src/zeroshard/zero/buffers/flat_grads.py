@@ -8,7 +8,8 @@ optimizer may step.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,7 +19,6 @@ from zeroshard.torch_internals import storage_id
 from zeroshard.zero.buffers.flat_layout import FlatLayout
 from zeroshard.zero.buffers.reduction import StatefulReducer
 from zeroshard.zero.buffers.small_grads import SmallGrads
-from zeroshard.zero.buffers.unusable_grads import UnusableGrads
 from zeroshard.zero.core.gradients import Gradients
 from zeroshard.zero.core.layout import Piece
 from zeroshard.zero.core.strategy import ShardingStrategy
@@ -29,7 +29,8 @@ class FlatGrads(Gradients):
     """Gradients for the parameters of one `FlatLayout`; arguments as of `Gradients`.
 
     Attributes:
-        unusable: gradients with which no optimizer may step.
+        unusable: slot -> why no optimizer may step with its gradient, until that is cleared or replaced.
+        unusable_now: why gradients that arrive now are unusable; None: they are usable.
         num_backwards: backwards reduced since gradients were cleared.
     """
 
@@ -42,17 +43,16 @@ class FlatGrads(Gradients):
         layout: FlatLayout,
         strategy: ShardingStrategy,
         rank_groups: RankGroups,
-        *,
         device: torch.device,
         reduced_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         reducer: StatefulReducer | None = None,
     ) -> None:
         reducer = reducer or StatefulReducer(layout, strategy, rank_groups)
-        dtypes = {"reduced_dtype": reduced_dtype, "reduce_dtype": reduce_dtype}
-        super().__init__(name, layout, strategy, rank_groups, device=device, **dtypes, reducer=reducer)
+        super().__init__(name, layout, strategy, rank_groups, device, reduced_dtype, reduce_dtype, reducer)
         self.keep_local = self.keep_local and not reducer.accumulates
-        self.num_backwards, self.unusable = 0, UnusableGrads()
+        self.num_backwards = 0
+        self.unusable, self.unusable_now = dict[int, str](), cast("str | None", None)
         self._small = SmallGrads(layout, reduce_dtype)
         self._scale_is_exact = math.frexp(self._scale)[0] == 0.5  # a power of two: no product is rounded
         self._scale_on_device = self._scale_there()
@@ -67,8 +67,8 @@ class FlatGrads(Gradients):
     def accumulate(self, slot: int, grad: Tensor) -> None:
         """Add ``grad`` (the parameter's shape, the compute dtype) to slot ``slot`` of this rank's sum."""
         small = self._small
-        if self.unusable.now is not None:
-            self.unusable.record_added(slot)
+        if self.unusable_now is not None:
+            self.unusable[slot] = self.unusable_now
         if self.used[slot]:
             if small.waiting:  # the slot's first gradient may be among them
                 self._copy_in()
@@ -165,7 +165,7 @@ class FlatGrads(Gradients):
             self.reduced = torch.zeros(numel, dtype=self.reduced_dtype, device=self.device)
         self.of_slot(slot).copy_(part)
         self.written[slot], self.used[slot] = False, True
-        self.unusable.forget({slot})
+        self.unusable.pop(slot, None)
 
     def shards(self) -> list[Tensor]:
         """The reduced gradients on this rank, split by rank and part of the layout, for partial sums of the norm."""
@@ -199,7 +199,8 @@ class FlatGrads(Gradients):
     def _end_step(self, slots: set[int]) -> None:
         if self.reducer.rounding is not None:
             self.reducer.rounding.end_step()
-        self.unusable.forget(slots)
+        if self.unusable:
+            self.unusable = {slot: why for slot, why in self.unusable.items() if slot not in slots}
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
@@ -219,3 +220,17 @@ class FlatGrads(Gradients):
         held = [tensor for tensor in self.buffers if tensor is not None]
         own = {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in held}
         return sum(own.values()) + sum(tensor.nbytes for tensor in self.reducer.tensors)
+
+
+def mark_unusable(buffers: Iterable[FlatGrads], whose: str | None, where: str) -> None:
+    """Let no optimizer step by gradients that arrive while other values are in the weights' place for a block.
+
+    ``whose``: the values whose gradients these are, such as "the global weights"; None: the weights are back.
+    ``where``: the block, as the user writes it: ``ema.weights()`` or ``local_steps.global_weights()``.
+    """
+    why = (
+        f"these are gradients of {whose}, from a backward inside {where}; call zero_grad() after reading them, and run "
+        f"the backward of a step outside {where}"
+    )
+    for each in buffers:
+        each.unusable_now = None if whose is None else why

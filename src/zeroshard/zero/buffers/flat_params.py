@@ -21,7 +21,6 @@ from zeroshard.zero.buffers.initial import initial_values
 from zeroshard.zero.buffers.param_changes import ParamChanges
 from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.written_weights import bit_sums, take_written
-from zeroshard.zero.core.layout import ALIGNMENT
 from zeroshard.zero.core.strategy import ShardingStrategy
 from zeroshard.zero.core.weights import GATHERING, SHARDED, STALE_VISIBLE, Weights, WeightTransport
 from zeroshard.zero.precision import MixedPrecision
@@ -42,9 +41,8 @@ class FlatParams(Weights):
     """Weights that users may write into and read at any time; what would be lost or wrong is refused.
 
     Args:
-        name, params, strategy, rank_groups, precision: as `Weights`.
+        name, params, strategy, rank_groups, precision, layout, transport: as `Weights`.
         init: draws the initial values; None: rank 0's values of the parameters are broadcast.
-        layout, transport: as `Weights`; None: plain ones.
         frozen: whether there is to be no master in the parameters' own dtype: [Note: Frozen].
 
     Attributes:
@@ -65,16 +63,12 @@ class FlatParams(Weights):
         rank_groups: RankGroups,
         precision: MixedPrecision,
         init: Init | None,
-        layout: FlatLayout | None = None,
+        layout: FlatLayout,
+        transport: WeightTransport,
         *,
         frozen: bool = False,
-        transport: WeightTransport | None = None,
     ) -> None:
-        comm, dtype = rank_groups.shard_group, params[0][1].dtype
-        if layout is None:
-            shapes = [(param_name, param.shape) for param_name, param in params]
-            layout = FlatLayout.of(shapes, comm.world_size, ALIGNMENT, rank_groups.parts)
-        transport = transport or WeightTransport(comm, layout)
+        dtype = params[0][1].dtype
         initial = partial(initial_values, init=init, dtype=precision.compute_dtype(dtype) if frozen else dtype)
         super().__init__(name, params, layout, strategy, rank_groups, precision, transport, initial)
         rounded = transport.form is not None or self.full.dtype.itemsize < self.master.dtype.itemsize

@@ -11,15 +11,18 @@ a few units come on top, if these are sharded:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.zero.buffers.flat_grads import FlatGrads
 from zeroshard.zero.buffers.flat_params import FlatParams
-from zeroshard.zero.buffers.unit import Unit, memory_of
+from zeroshard.zero.buffers.unit import Unit
+
+Kept = Mapping[str, Sequence[tuple[str, Tensor]]]
+"""Tensors beside weights, gradients and optimizer states, ``(unit's name, tensor)``, by category."""
 
 
 class Holding(NamedTuple):
@@ -36,49 +39,33 @@ class Holding(NamedTuple):
     tensor: Tensor
 
 
-class Keeper(Protocol):
-    """What keeps tensors beside an engine's weights, gradients and optimizer states: an `Observer`."""
-
-    @property
-    def category(self) -> str:
-        """Their category; empty: it keeps none."""
-        ...
-
-    @property
-    def tensors(self) -> Sequence[tuple[str, Tensor]]:
-        """``(unit's name, tensor)`` of each."""
-        ...
-
-
-def resident_bytes(units: Iterable[Unit], optimizers: Iterable[Optimizer], keepers: Iterable[Keeper]) -> dict[str, int]:
+def resident_bytes(units: Iterable[Unit], optimizers: Iterable[Optimizer], kept: Kept) -> dict[str, int]:
     """See `Zero.memory_bytes`."""
-    total = memory_of(group for unit in units for group in unit.groups)
-    total["optimizer"] = sum(
-        value.numel() * value.element_size()
-        for optimizer in optimizers
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor)
-    )
-    for keeper in keepers:
-        if keeper.category:
-            total[keeper.category] = sum(tensor.nbytes for _, tensor in keeper.tensors)
-    return total
+    total = {"params": 0, "grads": 0, "master": 0}
+    for group in (group for unit in units for group in unit.groups):
+        params = group.params
+        total["params"] += params.full_bytes + sum(tensor.nbytes for tensor in params.transport.resident)
+        same_dtype = params.master.dtype == params.full.dtype
+        total["params" if same_dtype else "master"] += params.master_bytes
+        total["grads"] += group.grads.resident_bytes
+    total["optimizer"] = sum(value.numel() * value.element_size() for value in _states(optimizers))
+    return total | {category: sum(tensor.nbytes for _, tensor in named) for category, named in kept.items()}
 
 
-def holdings(
-    units: Iterable[Unit], optimizers: Iterable[Optimizer], keepers: Iterable[Keeper] = ()
-) -> Iterator[Holding]:
+def holdings(units: Iterable[Unit], optimizers: Iterable[Optimizer], kept: Kept) -> Iterator[Holding]:
     """Yield every tensor that the engine keeps now; storages may be empty, and several tensors may share one."""
     for unit in units:
         for group in unit.groups:
             yield from _weights(unit.name, group.params)
             yield from _grads(unit.name, group.grads)
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            yield from (Holding("optimizer", "", value) for value in state.values() if isinstance(value, Tensor))
-    for keeper in keepers:
-        yield from (Holding(keeper.category, unit, tensor) for unit, tensor in keeper.tensors)
+    yield from (Holding("optimizer", "", value) for value in _states(optimizers))
+    for category, named in kept.items():
+        yield from (Holding(category, unit, tensor) for unit, tensor in named)
+
+
+def _states(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
+    states = (state for optimizer in optimizers for state in optimizer.state.values())
+    return (value for state in states for value in state.values() if isinstance(value, Tensor))
 
 
 def _weights(unit: str, params: FlatParams) -> Iterator[Holding]:

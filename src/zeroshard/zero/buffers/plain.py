@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,45 +32,28 @@ class BufferFacts:
     precision: MixedPrecision
 
 
-class Members(Protocol):
-    """Chooses the members of the two seams, `WeightTransport` and `GradientReducer`, for one buffer."""
+class Members:
+    """Chooses the members of the two seams, `WeightTransport` and `GradientReducer`, for one buffer.
+
+    These are the plain ones: weights and gradients are sent in their own dtypes. What needs others raises ValueError.
+    """
 
     def transport(self, buffer: BufferFacts) -> WeightTransport:
         """Return the transport of the buffer's weights."""
-        ...
-
-    def reducer(self, buffer: BufferFacts) -> StatefulReducer:
-        """Return the reducer of the buffer's gradients."""
-        ...
-
-    def group_class(self, params: list[tuple[str, nn.Parameter]]) -> Callable[..., Any] | None:
-        """Return the `FlatGroup` that these parameters are to have; None: the plain one."""
-        ...
-
-
-class OnDevice:
-    """What is in common to members whose buffers all lie on the parameters' device."""
-
-    def group_class(self, params: list[tuple[str, nn.Parameter]]) -> Callable[..., Any] | None:
-        """The plain one."""
-        return None
-
-
-class PlainMembers(OnDevice):
-    """Weights and gradients are sent in their own dtypes. What needs other members raises ValueError."""
-
-    def transport(self, buffer: BufferFacts) -> WeightTransport:
-        """The plain one."""
         form, size = buffer.precision.weights_format(buffer.dtype), buffer.strategy.secondary_shard_size
         if form is not None or size is not None:
             raise ValueError(_LACKS.format("wire format or second copy of weights"))
         return WeightTransport(buffer.rank_groups.shard_group, buffer.layout)
 
     def reducer(self, buffer: BufferFacts) -> StatefulReducer:
-        """The plain one."""
+        """Return the reducer of the buffer's gradients."""
         if buffer.precision.gradients_format(buffer.dtype) is not None or buffer.rank_groups.reproducible is not None:
             raise ValueError(_LACKS.format("wire format or exact sum of gradients"))
         return StatefulReducer(buffer.layout, buffer.strategy, buffer.rank_groups)
 
+    def group_class(self, params: list[tuple[str, nn.Parameter]]) -> Callable[..., Any] | None:
+        """Return the `FlatGroup` that these parameters are to have; None: the plain one."""
+        return None
 
-PLAIN = PlainMembers()
+
+PLAIN = Members()

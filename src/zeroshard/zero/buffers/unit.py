@@ -72,7 +72,7 @@ class FlatGroup(Group):
         self, facts: BufferFacts, params: Named, init: Init | None, transport: WeightTransport, *, frozen: bool
     ) -> FlatParams:
         settings = facts.strategy, facts.rank_groups, facts.precision, init, facts.layout
-        return FlatParams(facts.name, params, *settings, frozen=frozen, transport=transport)
+        return FlatParams(facts.name, params, *settings, transport, frozen=frozen)
 
     def _gradients(self, facts: BufferFacts, reducer: StatefulReducer) -> FlatGrads:
         settings = facts.layout, facts.strategy, facts.rank_groups
@@ -216,19 +216,6 @@ def gradient_settings(facts: BufferFacts) -> dict[str, Any]:
     precision, dtype = facts.precision, facts.dtype
     reduced, sent = precision.reduced_dtype(dtype), precision.gradient_dtype(dtype)
     return {"device": facts.device, "reduced_dtype": reduced, "reduce_dtype": sent}
-
-
-def memory_of(groups: Iterator[FlatGroup]) -> dict[str, int]:
-    """Return resident bytes of weights, gradients and masters; a master of the compute dtype counts as weights."""
-    total = {"params": 0, "grads": 0, "master": 0}
-    for group in groups:
-        params = group.params
-        total["params"] += params.full_bytes
-        total["params"] += sum(tensor.nbytes for tensor in params.transport.resident)
-        same_dtype = params.master.dtype == params.full.dtype
-        total["params" if same_dtype else "master"] += params.master_bytes
-        total["grads"] += group.grads.resident_bytes
-    return total
 
 
 def gather_reduced(group: FlatGroup) -> Tensor:

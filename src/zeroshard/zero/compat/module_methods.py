@@ -122,7 +122,7 @@ def _generate_together(model: nn.Module, runtime: Runtime) -> Callable[..., Any]
     """Return ``generate`` of a transformers model with ``synced_gpus``: ranks that are done join others' gathers."""
 
     def generate(*args: Any, **kwargs: Any) -> Any:
-        if runtime.shard_params and not runtime.is_pinned:
+        if runtime.shard_params and not runtime.weights.pinned:
             if not (dist.is_available() and dist.is_initialized()):
                 raise RuntimeError(
                     "model.generate(): the weights are sharded, and ranks end at different tokens; "

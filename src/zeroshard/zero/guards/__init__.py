@@ -18,5 +18,5 @@ def install(engine: Zero) -> ModuleRefusals:
     runtime, optimizers = engine._runtime, engine._optimizers
     runtime.agree_by(CollectiveOrder(runtime.rank_groups, optimizers.settings))
     runtime.observer = PassRefusals(runtime)
-    runtime.watch_reads(WatchedReads)
+    runtime.weights.watch_reads(WatchedReads(runtime.weights))
     return ModuleRefusals(engine.model, runtime, optimizers)

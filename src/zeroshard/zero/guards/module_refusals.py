@@ -64,7 +64,7 @@ class ModuleRefusals:
 
 def _refuse_state(runtime: Runtime) -> Callable[[nn.Module, str, bool], None]:
     def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not runtime.weights_readable:
+        if not runtime.weights.readable:
             raise RuntimeError(
                 "model.state_dict(): the weights are sharded or older than the last step; "
                 "use zero.state_dict(), or call it inside zero.full_params()"
@@ -84,10 +84,10 @@ def _refuse_load(*_: Any) -> None:
 
 
 def _apply_where_unsharded(module: nn.Module, runtime: Runtime) -> Callable[..., nn.Module]:
-    """Return a ``module.apply`` that raises on several ranks outside of `pinned`: changes would be lost or differ."""
+    """Return a ``module.apply`` that raises on several ranks outside of `pin`: changes would be lost or differ."""
 
     def apply(fn: Callable[[nn.Module], None]) -> nn.Module:
-        if runtime.rank_groups.world.world_size > 1 and not runtime.is_pinned:
+        if runtime.rank_groups.world.world_size > 1 and not runtime.weights.pinned:
             raise RuntimeError(
                 "model.apply(): weights that it changes are sharded, or each rank's own; call it before Zero(), or, "
                 "with the same values on every rank, inside zero.full_params(write_back=True)"

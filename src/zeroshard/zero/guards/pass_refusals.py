@@ -7,8 +7,7 @@ import weakref
 import torch
 
 from zeroshard.zero.buffers.unit import FlatGroup
-from zeroshard.zero.runtime.pass_observer import PassObserver
-from zeroshard.zero.runtime.runtime import Runtime
+from zeroshard.zero.runtime.runtime import PassObserver, Runtime
 
 
 class PassRefusals(PassObserver):
@@ -65,7 +64,7 @@ class PassRefusals(PassObserver):
                 f"{what}: inside backward a gradient is this rank's own and not yet reduced over ranks; "
                 "use it after backward()"
             )
-        if runtime.keeps_graph and torch.is_grad_enabled() and what.endswith(".grad"):
+        if runtime.weights.keep_unsharded_for_graph and torch.is_grad_enabled() and what.endswith(".grad"):
             raise RuntimeError(
                 f"{what}: it has no graph of its own after backward(create_graph=True); "
                 "use torch.autograd.grad(), or read it under torch.no_grad()"

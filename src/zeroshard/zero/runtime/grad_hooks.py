@@ -27,11 +27,7 @@ from zeroshard.zero.runtime.sharded_grad import ShardedGrad, own_slice
 
 
 class GradHooks:
-    """The hooks of one engine: each gradient goes to its flat buffer, and ``param.grad`` shows the result.
-
-    Args:
-        taker: the engine, which is told of each gradient.
-    """
+    """The hooks of one engine, ``taker``: they take each gradient to its flat buffer, and set ``param.grad``."""
 
     def __init__(self, taker: GradTaker) -> None:
         self._taker = weakref.ref(taker)
@@ -57,9 +53,8 @@ class GradHooks:
         for param_grad in self._frozen:
             if param_grad.param.requires_grad:
                 param_grad.group.unfreeze()
-                self._handles.append(
-                    param_grad.param.register_post_accumulate_grad_hook(_hook(self._taker, param_grad))
-                )
+                hook = _hook(self._taker, param_grad)
+                self._handles.append(param_grad.param.register_post_accumulate_grad_hook(hook))
                 self._hooked.append(param_grad)
             else:
                 frozen.append(param_grad)

@@ -20,14 +20,12 @@ shows gradients in ``param.grad``. Ranks agree by an `Agreement`, and synchronis
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from zeroshard.torch_internals import in_backward
-from zeroshard.zero.buffers.flat_params import Reads
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.core.passes import Forward, Passes
 from zeroshard.zero.core.schedule import Op, backward_ops
@@ -38,8 +36,20 @@ from zeroshard.zero.runtime.backward_pass import BackwardPass
 from zeroshard.zero.runtime.forwards import ForwardRun, Forwards
 from zeroshard.zero.runtime.grad_hooks import GradHooks
 from zeroshard.zero.runtime.module_buffers import ModuleBuffers
-from zeroshard.zero.runtime.pass_observer import PassObserver
-from zeroshard.zero.runtime.unsharded_weights import Replaced, UnshardedWeights
+from zeroshard.zero.runtime.unsharded_weights import UnshardedWeights
+
+
+class PassObserver:
+    """Is told of an engine's forwards and gradients, and refuses none; `zeroshard.zero.guards.pass_refusals` does."""
+
+    def forward_ends(self) -> None:
+        """The model returns, before its weights are freed."""
+
+    def grad_arrives(self, group: FlatGroup) -> None:
+        """A gradient of the group is about to arrive; told only while `Runtime.may_have_read_stale` has units."""
+
+    def require_shown(self, what: str) -> None:
+        """``what`` needs gradients that are complete, and reduced over ranks."""
 
 
 class Runtime(Passes[Unit, FlatGroup]):
@@ -54,6 +64,7 @@ class Runtime(Passes[Unit, FlatGroup]):
         observer: is told of forwards and gradients, and may refuse them.
         may_have_read_stale: units whose weights this forward may have read before they were gathered, as far as the
             observer knows; a unit that is called leaves it.
+        weights: the unsharded weights of all units: gathers and frees them, keeps them for `full_params`.
         forward, backward: as of `Passes`; after an exception the backward pass is left, and says that it has failed.
     """
 
@@ -71,7 +82,7 @@ class Runtime(Passes[Unit, FlatGroup]):
         buffers: ModuleBuffers,
     ) -> None:
         self.collectives = Agreement(rank_groups)
-        self._weights = UnshardedWeights([root, *units], self.collectives)
+        self.weights = UnshardedWeights([root, *units], self.collectives)
         self._buffers, self._buffers_changed = buffers, list[bool]()
         self._forwards = Forwards()
         super().__init__(root, units, rank_groups, strategy, prefetch)
@@ -87,25 +98,25 @@ class Runtime(Passes[Unit, FlatGroup]):
     def _attach(self) -> None:
         """Hook gradients and reads of stale weights; have groups issue their collectives on the engine's streams."""
         self._grad_hooks.attach(self.all_units())
-        self._weights.watch_reads()
+        self.weights.watch_reads()
         for group in self.groups():
             group.use_streams(self._streams[group.params.full.device])
 
     def apply_strategy(self, strategy: ShardingStrategy) -> None:
         """From now on shard weights and gradients as this row of the stage table says."""
         super().apply_strategy(strategy)
-        self._weights.shard_params = self.shard_params
+        self.weights.shard_params = self.shard_params
 
     def unshard(self, unit: Unit, *, wait: bool = False, again: bool = False) -> None:
         """Issue the gather of the unit's weights; ``again``: even if they are current, as other ranks may lack them."""
-        self._weights.unshard(unit, again=again)
+        self.weights.unshard(unit, again=again)
         if wait:
             unit.wait_for_unshard()
 
     def reshard(self, unit: Unit) -> None:
         """Free the unit's unsharded weights, unless they are pinned, or this or a later backward needs them."""
         if not (unit.active or self._calls_left(unit)):
-            self._weights.reshard_unless_needed(unit)
+            self.weights.reshard_unless_needed(unit)
 
     # -- forward ----------------------------------------------------------------------------------------------
 
@@ -147,7 +158,7 @@ class Runtime(Passes[Unit, FlatGroup]):
         for unit in self.all_units():
             unit.entered = False
         if self.shard_params:
-            self._weights.show_as_current()
+            self.weights.show_as_current()
         super()._begin_forward()
         self.forward = self._forwards.begin(grads=torch.is_grad_enabled())
 
@@ -167,11 +178,11 @@ class Runtime(Passes[Unit, FlatGroup]):
             self.forward.ends()
             for called_by_parts in self._called_by_parts:
                 self._free(called_by_parts)
-            self._weights.watch_freed()
+            self.weights.watch_freed()
 
     def views(self, unit: Unit, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Return those of the tensors that share storage with weights that are freed after forward."""
-        return self._weights.views(unit, tensors)
+        return self.weights.views(unit, tensors)
 
     # -- backward ---------------------------------------------------------------------------------------------
 
@@ -189,7 +200,7 @@ class Runtime(Passes[Unit, FlatGroup]):
         super().post_backward(unit, forward)
         over = unit is not self.root and not unit.active and not forward.calls.get(unit)
         if over and self.reshard_after_forward and len(backward.forwards) > 1:
-            self._weights.reshard_unless_needed(unit)  # another forward's calls gather them again
+            self.weights.reshard_unless_needed(unit)  # another forward's calls gather them again
 
     def _running_backward(self, forward: Forward | None) -> BackwardPass:
         backward = self.backward
@@ -200,7 +211,7 @@ class Runtime(Passes[Unit, FlatGroup]):
         self._grad_hooks.apply_assigned_grads()
         if not self._order_agreed and self.units:
             # Units may be registered in another order than they run in: follow the one of rank 0's forward from now on.
-            self.order = self._weights.order = self.collectives.agree_on_units(self.units, list(self._ran))
+            self.order = self.weights.order = self.collectives.agree_on_units(self.units, list(self._ran))
             self._order_agreed = True
         return cast("BackwardPass", super()._begin_backward(forward))
 
@@ -208,7 +219,7 @@ class Runtime(Passes[Unit, FlatGroup]):
         forwards = self._forwards_of_this_pass(cast("ForwardRun | None", forward))
         ops = backward_ops(len(self.order), prefetch=self.prefetch, gather=self.shard_params)
         backward = BackwardPass(ops, forwards, self.order, self._take)
-        self._weights.keep_unsharded_for_graph |= backward.creates_graph
+        self.weights.keep_unsharded_for_graph |= backward.creates_graph
         return backward
 
     def _forwards_of_this_pass(self, begun: ForwardRun | None) -> list[ForwardRun]:
@@ -244,7 +255,7 @@ class Runtime(Passes[Unit, FlatGroup]):
         needed = unit.active or unit in backward.called_again
         if op.action == "free":
             if self.reshard_after_forward and not needed and not backward.forward_of(op).calls.get(unit):
-                self._weights.reshard_unless_needed(unit)
+                self.weights.reshard_unless_needed(unit)
         elif unit.read_in_backward:
             others_may_have_freed_it = self.reshard_after_forward and (
                 not backward.is_first(op.sweep)
@@ -266,7 +277,7 @@ class Runtime(Passes[Unit, FlatGroup]):
     def forget_calls(self) -> None:
         """Forget all forwards that were run: weights have changed, and no backward of them is expected any more."""
         self.collectives.note_step()
-        self._weights.keep_unsharded_for_graph = False
+        self.weights.keep_unsharded_for_graph = False
         self._forwards.forget()
         for unit in self.all_units():
             unit.num_running_forwards = 0
@@ -307,7 +318,7 @@ class Runtime(Passes[Unit, FlatGroup]):
 
     def agree_by(self, collectives: Agreement) -> None:
         """From now on agree with other ranks by ``collectives``."""
-        self.collectives = self._weights.collectives = collectives
+        self.collectives = self.weights.collectives = collectives
 
     def _agree_on_flags(self, flags: list[bool]) -> list[bool]:
         """Also which modules' buffers have changed on any rank: see `module_buffers`."""
@@ -339,11 +350,6 @@ class Runtime(Passes[Unit, FlatGroup]):
         """Raise RuntimeError if gradients are not reduced, lack a graph that is needed, or the engine was removed."""
         self.observer.require_shown(what)
 
-    @property
-    def keeps_graph(self) -> bool:
-        """Whether a backward ran with ``create_graph`` since the last step."""
-        return self._weights.keep_unsharded_for_graph
-
     def has_called(self, unit: Unit) -> bool:
         """Whether this forward has called the unit."""
         return unit in self._ran
@@ -369,8 +375,8 @@ class Runtime(Passes[Unit, FlatGroup]):
         self.unreduced = self.unreduced and any(group.grads.pending for group in self.groups())
 
     def require_unpinned(self, what: str) -> None:
-        """Raise RuntimeError inside `pinned`, which promises weights that are unsharded and current."""
-        if self._weights.pinned:
+        """Raise RuntimeError inside `UnshardedWeights.pin`, which promises weights that are unsharded and current."""
+        if self.weights.pinned:
             raise RuntimeError(f"{what}: it changes weights; call it outside full_params()")
 
     def laid_out_anew(self, groups: Iterable[FlatGroup]) -> None:
@@ -379,32 +385,8 @@ class Runtime(Passes[Unit, FlatGroup]):
         torch.autograd.graph.increment_version([param for group in groups for param in group.params.params])
         self._attach()
 
-    # -- unsharded weights ------------------------------------------------------------------------------------
-
-    def pinned(self) -> AbstractContextManager[None]:
-        """Keep all weights unsharded and current in this block. Collective on entry."""
-        return self._weights.pin()
-
-    def watch_reads(self, watched: Callable[[UnshardedWeights], Reads]) -> None:
-        """From now on tell ``watched(weights)`` of weights that are stale or freed, and of their return."""
-        self._weights.watch_reads(watched(self._weights))
-
-    def refresh_after_replacement(self, replaced: Replaced = "for good") -> None:
-        """Refresh weights after the master weights changed outside of a step. Collective."""
-        self._weights.refresh_after_replacement(replaced)
-
-    @property
-    def is_pinned(self) -> bool:
-        """Whether this is inside `pinned`."""
-        return self._weights.pinned
-
-    @property
-    def weights_readable(self) -> bool:
-        """Whether the module's parameters are unsharded and current now."""
-        return self._weights.readable
-
     def detach(self) -> None:
         """Remove the hooks on parameters, because the engine is being removed from its model."""
         self.removed = True
         self._grad_hooks.detach()
-        self._weights.show_as_current()
+        self.weights.show_as_current()

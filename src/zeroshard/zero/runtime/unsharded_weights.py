@@ -146,7 +146,7 @@ class UnshardedWeights:
                 stacklevel=5,
             )
 
-    def refresh_after_replacement(self, replaced: Replaced) -> None:
+    def refresh_after_replacement(self, replaced: Replaced = "for good") -> None:
         """Refresh weights, because master weights were replaced outside of a step. Collective.
 
         Unsharded weights are gathered at once, in the same order on every rank: inside `pin` they must be current, and

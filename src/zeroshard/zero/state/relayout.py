@@ -1,6 +1,6 @@
 """Moves weights and gradients to another layout between steps: for a new stage, or an optimizer of whole tensors.
 
-This is refused while gradients wait for an optimizer step, because they would be lost, and inside `Runtime.pinned`,
+This is refused while gradients wait for an optimizer step, because they would be lost, and inside `Zero.full_params`,
 which promises that all weights stay unsharded. The layout depends on the world and the optimizer, never on the row of
 the stage table: for a new row the weights and states of one group of parameters at a time are gathered from the
 buffers of the old row, and each rank keeps what it has in those of the new one.
@@ -33,11 +33,11 @@ def keep_tensors_whole(runtime: Runtime, params: set[nn.Parameter]) -> None:
     """Lay ``params`` out so that each tensor has one owner; see [Note: Laid out anew] in `unit`. Collective.
 
     Raises:
-        RuntimeError: inside `Runtime.pinned`, or while gradients of these parameters or their neighbours wait for a
+        RuntimeError: inside `Zero.full_params`, or while gradients of these parameters or their neighbours wait for a
             step.
     """
     leaving = groups_to_leave(runtime, params)
-    if runtime.is_pinned:
+    if runtime.weights.pinned:
         raise RuntimeError("optimizer: it needs a new layout of the weights; make it outside full_params()")
     if runtime.unreduced or any(any(group.grads.used) for group in leaving):
         raise RuntimeError(
@@ -56,10 +56,10 @@ def restage(runtime: Runtime, strategy: ShardingStrategy, holders: Sequence[Stat
     Afterwards the caller must give the optimizers the new groups' ``shards``.
 
     Raises:
-        RuntimeError: inside `Runtime.pinned`, or while gradients wait for a step.
+        RuntimeError: inside `Zero.full_params`, or while gradients wait for a step.
         ValueError: a state that is neither tensor nor number; then nothing has changed.
     """
-    if runtime.is_pinned:
+    if runtime.weights.pinned:
         raise RuntimeError("restage: it needs a new layout of the weights; call it outside full_params()")
     if runtime.unreduced or any(any(group.grads.used) for group in runtime.groups()):
         raise RuntimeError("restage: gradients of the step under way would be lost; call it after zero_grad()")

@@ -7,10 +7,10 @@ here: what no step may change; weights that a step leaves stale; the layout for 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.named_shards import NamedShard, ShardReader
@@ -34,6 +34,7 @@ class EngineOptimizers:
     Attributes:
         missed: the parameters whose states in the loaded checkpoint were dropped, because they had no optimizer yet.
         observers: what is attached to the engine.
+        piecewise: the optimizers with their parameters and pieces, in the order in which they were made.
         require_same_model: raises if the model has other parameters than the engine was built with.
     """
 
@@ -41,7 +42,7 @@ class EngineOptimizers:
         self._runtime, self._rank_groups = runtime, rank_groups
         self.observers: list[Observer] = []
         self._params = ShardedParams(runtime.groups())
-        self._known: list[PiecewiseOptimizer] = []
+        self.piecewise: list[PiecewiseOptimizer] = []
         self.missed: set[nn.Parameter] = set()
         self.require_same_model: Callable[[], None] = lambda: None
 
@@ -50,7 +51,7 @@ class EngineOptimizers:
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers, in the order in which they were made."""
-        return [known.optimizer for known in self._known]
+        return [known.optimizer for known in self.piecewise]
 
     def optimizer(self, optimizer_cls: type[Optimizer], params: Iterable[Any], kwargs: dict[str, Any]) -> Optimizer:
         """See `Zero.optimizer`."""
@@ -80,7 +81,7 @@ class EngineOptimizers:
             observer.optimizer_comes(piecewise)
 
     def _know(self, piecewise: PiecewiseOptimizer) -> None:
-        self._known.append(piecewise)
+        self.piecewise.append(piecewise)
         if not piecewise.has_state and not self.missed.isdisjoint(piecewise.members):
             warnings.warn(
                 f"optimizer: the checkpoint that was loaded has states for {type(piecewise.optimizer).__name__}, which "
@@ -90,19 +91,18 @@ class EngineOptimizers:
 
     def settings(self) -> list[str]:
         """Describe every optimizer; ranks must have the same."""
-        return [line for known in self._known for line in described(known.optimizer, map(len, known.by_group))]
+        return [line for known in self.piecewise for line in described(known.optimizer, map(len, known.by_group))]
 
-    @property
-    def piecewise(self) -> list[PiecewiseOptimizer]:
-        """The optimizers with their parameters and pieces, in the order in which they were made."""
-        return self._known
+    def kept_tensors(self) -> dict[str, Sequence[tuple[str, Tensor]]]:
+        """What the observers keep, by category: ``(unit's name, tensor)`` of each."""
+        return {observer.category: observer.tensors for observer in self.observers if observer.category}
 
     def known(self, optimizer: Optimizer | None, what: str) -> PiecewiseOptimizer:
         """Return the entry of ``optimizer`` (None: the only one); ValueError about ``what`` if there is none."""
-        found = [known for known in self._known if optimizer is None or known.optimizer is optimizer]
+        found = [known for known in self.piecewise if optimizer is None or known.optimizer is optimizer]
         if len(found) != 1:
             raise ValueError(
-                f"{what}: this engine has {len(self._known)} optimizers; name the one that is meant"
+                f"{what}: this engine has {len(self.piecewise)} optimizers; name the one that is meant"
                 if optimizer is None
                 else f"{what}: a {type(optimizer).__name__} that is not this engine's; make it by zero.optimizer()"
             )
@@ -126,7 +126,7 @@ class EngineOptimizers:
     def show_what_travels(self) -> None:
         """If weights travel in a wire format, refresh unsharded weights with what that format delivers. Collective."""
         if any(group.params.transport.form is not None for group in self._runtime.groups()):
-            self._runtime.refresh_after_replacement()
+            self._runtime.weights.refresh_after_replacement()
 
     def resume_at(self, step: int) -> None:
         """See `Zero.resume_at`."""
@@ -156,7 +156,7 @@ class EngineOptimizers:
         own = reader
         for observer in self.observers:
             own = observer.reader(own)
-        self.missed = training_state.load_named_shards(model, self._runtime, self._known, own)
+        self.missed = training_state.load_named_shards(model, self._runtime, self.piecewise, own)
         for observer in self.observers:
             observer.load(reader)
 
@@ -165,14 +165,14 @@ class EngineOptimizers:
         take_names(model, self._runtime)
         return [
             (group, [self._params.name(param) for param in self._params.present(chosen)])
-            for known in self._known
+            for known in self.piecewise
             for group, chosen in zip(known.optimizer.param_groups, known.by_group, strict=True)
         ]
 
     def hold_pieces(self) -> None:
         """Give the optimizers their pieces in the current groups; their states are by these pieces already."""
         self._params.locate(self._runtime.groups())
-        for known in self._known:
+        for known in self.piecewise:
             known.hold_pieces()
 
     # -- what an optimizer calls -------------------------------------------------------------
@@ -185,7 +185,7 @@ class EngineOptimizers:
                 move.
         """
         moving = {param for group in relayout.groups_to_leave(self._runtime, params) for param in group.params.params}
-        affected = [known for known in self._known if not moving.isdisjoint(known.members)]
+        affected = [known for known in self.piecewise if not moving.isdisjoint(known.members)]
         for known in affected:
             if known.has_state:
                 raise RuntimeError(
@@ -228,7 +228,7 @@ class EngineOptimizers:
     def _require_own_grads(self, members: set[nn.Parameter]) -> None:
         """Raise RuntimeError if gradients of ``members`` were computed at other weights than a step would change."""
         for group in self._runtime.groups():
-            for slot, why in group.grads.unusable.why.items():
+            for slot, why in group.grads.unusable.items():
                 if group.params.params[slot] in members:
                     raise RuntimeError(f"step: {why}")
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from zeroshard.comm import Communicator, Work
 from zeroshard.wire_formats import Format, Rounding
-from zeroshard.zero.buffers.plain import BufferFacts, OnDevice
+from zeroshard.zero.buffers.plain import BufferFacts, Members
 from zeroshard.zero.buffers.reduction import StatefulReducer
 from zeroshard.zero.core.gradients import GradientReduction
 from zeroshard.zero.core.layout import FlatLayout
@@ -19,7 +19,7 @@ from zeroshard.zero.transport.node_reduce import NodeReduce
 from zeroshard.zero.transport.wire import AcrossReplicas, PackedReduce, PackedTransport
 
 
-class AllMembers(OnDevice):
+class AllMembers(Members):
     """Chooses by the wire formats, the groups of ranks and the row of the stage table."""
 
     def transport(self, buffer: BufferFacts) -> WeightTransport:
