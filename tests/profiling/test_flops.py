@@ -1,6 +1,6 @@
 import pytest
 
-from zeroshard.profiling.flops import hardware_flops_utilisation, model_flops_utilisation, peak_bf16_flops_per_s
+from zeroshard.profiling.flops import model_flops_utilisation, peak_bf16_flops_per_s
 
 
 @pytest.mark.parametrize(
@@ -32,9 +32,3 @@ def test_a_device_that_is_not_in_the_table_has_no_peak(name):
 def test_utilisation_divides_by_all_devices_and_is_absent_without_a_peak():
     assert model_flops_utilisation(1000.0, 6_000_000, 2, 10e9) == 0.3
     assert model_flops_utilisation(1000.0, 6_000_000, 2, None) is None
-
-
-def test_hardware_utilisation_credits_what_runs_again():
-    assert hardware_flops_utilisation(1000.0, 6_000_000, 0, 2, 10e9) == 0.3
-    assert hardware_flops_utilisation(1000.0, 6_000_000, 2_000_000, 2, 10e9) == 0.4
-    assert hardware_flops_utilisation(1000.0, 6_000_000, 2_000_000, 2, None) is None

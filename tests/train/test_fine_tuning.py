@@ -18,7 +18,7 @@ from zeroshard.comm import LocalCommunicator
 from zeroshard.data import load_tokenizer
 from zeroshard.errors import UserError
 from zeroshard.inference.evaluation import local_score
-from zeroshard.lab.run_folders import read_run, validation_sets
+from zeroshard.lab.run_folders import read_run
 from zeroshard.train.config.command_settings import EvalConfig
 from zeroshard.train.loop.loop import take_step
 from zeroshard.train.setup.build import build_run
@@ -134,7 +134,7 @@ def test_each_validation_set_is_logged_by_its_name(chat_config, tmp_path):
         key: evals[-1][key] for key in ("val_loss/a", "val_loss/b")
     }
     read = read_run(config.out)
-    assert validation_sets(read) == ["a", "b"]
+    assert read.validation_sets == ["a", "b"]
     assert read.evaluations[-1].named == {name: evals[-1][f"val_loss/{name}"] for name in "ab"}
     (folder,) = tmp_path.glob("text-a-*")
     scores = local_score(EvalConfig(run=config.out, data_dir=str(folder), split="train"))

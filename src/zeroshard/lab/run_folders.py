@@ -132,10 +132,10 @@ class RunResult:
         """Seconds per step for which rank 0 waited for communication (median); NaN without steps."""
         return _median(statistics.fmean(sum(step.exposed_s.values()) for step in steps) for steps in self.rounds)
 
-    @cached_property
-    def held_bytes(self) -> int:
-        """The largest resident training state of rank 0 after any step, without activations."""
-        return max((sum(step.memory_bytes.values()) for step in self.steps), default=0)
+    @property
+    def validation_sets(self) -> list[str]:
+        """Names of the additional validation sets, in the order of their first losses."""
+        return list(dict.fromkeys(name for each in self.evaluations for name in each.named))
 
     @property
     def peak_bytes(self) -> int | None:
@@ -185,11 +185,6 @@ def read_run(folder: str | Path, held: frozenset[tuple[int, int, int]] | None = 
         last_at=log.last_at,
         given={name: value for name, value in raw.items() if name != RESOLVED},
     )
-
-
-def validation_sets(run: RunResult) -> list[str]:
-    """Names of the additional validation sets that ``run`` was evaluated on, in the order of their first losses."""
-    return list(dict.fromkeys(name for each in run.evaluations for name in each.named))
 
 
 def find_runs(root: str | Path) -> list[Path]:

@@ -20,7 +20,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-_BACKLOG = 2048  # enough for all ranks to connect at once
+_BACKLOG = 4096  # how many connections can wait, of ranks that connect at once, until the store is served
 
 
 def open_store(host: str, port: int, *, serves: bool, timeout_s: float, world_size: int | None = None) -> dist.TCPStore:
@@ -60,14 +60,14 @@ def _listen(host: str, port: int) -> socket.socket:
     leads_elsewhere = ipaddress.ip_address(address).is_loopback and not _is_loopback_itself(host)
     if not leads_elsewhere:
         try:
-            return _bound(family, str(address), port)
+            return listening_socket(family, str(address), port)
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
     why = f"resolves to {address} here" if leads_elsewhere else f"is {address}, which no interface here has"
     line = f"warning: the rendezvous store listens on all interfaces, because {host} {why}"
     print(f"{line}; name an address of this machine instead", file=sys.stderr, flush=True)
-    return _bound(family, "::" if family == socket.AF_INET6 else "", port)
+    return listening_socket(family, "::" if family == socket.AF_INET6 else "", port)
 
 
 def _is_loopback_itself(host: str) -> bool:
@@ -80,7 +80,8 @@ def _is_loopback_itself(host: str) -> bool:
         return False
 
 
-def _bound(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
+def listening_socket(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
+    """A socket that listens at ``address`` alone; port 0: any free one."""
     server = socket.socket(family, socket.SOCK_STREAM)
     try:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just closed counts as free

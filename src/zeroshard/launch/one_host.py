@@ -15,9 +15,9 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from zeroshard.launch.bound_tcp_store import listening_socket
 from zeroshard.launch.forked import FIRST_FD
 
-BACKLOG = 4096  # how many connections can wait until the store is served
 STORE_TIMEOUT_S = 600.0
 
 
@@ -59,10 +59,7 @@ class OneHost(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Open a listening socket, with no store behind it yet; return a world of this host alone."""
         self._end_attempt()
-        listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((self._address, self._port))
-        listening.listen(BACKLOG)
+        listening = listening_socket(socket.AF_INET, self._address, self._port)
         assert listening.fileno() >= FIRST_FD
         self._listening = listening
         where = RendezvousStoreInfo(self._address, listening.getsockname()[1])

@@ -29,27 +29,10 @@ def model_flops_utilisation(
 
     Args:
         tokens_per_s: tokens per second of all devices together.
-        num_flops_per_token: FLOPs of forward and backward, without recomputation.
+        num_flops_per_token: FLOPs of forward and backward, without recomputation; with it the result is the HFU.
         num_devices: how many devices computed these tokens.
         peak_flops_per_s: peak of one device, for the dtype in which the run computes.
     """
     if peak_flops_per_s is None:
         return None
     return tokens_per_s * num_flops_per_token / (num_devices * peak_flops_per_s)
-
-
-def hardware_flops_utilisation(
-    tokens_per_s: float,
-    num_flops_per_token: int,
-    num_recomputed_flops_per_token: int,
-    num_devices: int,
-    peak_flops_per_s: float | None,
-) -> float | None:
-    """Return the HFU: the share of the devices' peak that all FLOPs take, with recomputation; None without a peak.
-
-    Args:
-        tokens_per_s, num_flops_per_token, num_devices, peak_flops_per_s: as in `model_flops_utilisation`.
-        num_recomputed_flops_per_token: FLOPs of forward that are recomputed in backward.
-    """
-    computed = num_flops_per_token + num_recomputed_flops_per_token
-    return model_flops_utilisation(tokens_per_s, computed, num_devices, peak_flops_per_s)

@@ -75,7 +75,8 @@ def _changes(planner: Planner, stages: Stages, micro_batch: int | None) -> Itera
         larger = planner.device.name in DEVICES and device.memory_bytes > planner.device.memory_bytes
         if larger and device.device_type == planner.device.device_type:
             there = planner.on(device=device)
-            if workload.dtype in device.matmul_flops_per_s and _any_fits(there, stages):
+            fits = (_fits(there, stage, _smallest(there)) for stage in reversed(stages))
+            if workload.dtype in device.matmul_flops_per_s and any(fits):
                 yield f"a larger GPU (--gpu {device.name})", there, ""
                 break
     for way, also in ((planner, ""), (thrifty, f" and activation {added}")):
@@ -143,10 +144,6 @@ def fewest_gpus(planner: Planner, stages: Stages, micro_batch: int) -> int | Non
 
 def _smallest(planner: Planner) -> int:
     return next((size for size in MICRO_BATCHES if planner.num_micro(size)), 1)
-
-
-def _any_fits(planner: Planner, stages: Stages) -> bool:
-    return any(_fits(planner, stage, _smallest(planner)) for stage in reversed(stages))
 
 
 def _fits(planner: Planner, stage: int | ShardingStrategy, micro_batch: int) -> bool:

@@ -118,12 +118,17 @@ def _with_cost(config: PlanConfig, found: Plan, width: int) -> str:
 
 
 def _compared_gpus(config: PlanConfig) -> PlanAnswer:
-    """Plan each kind of GPU and compare them. A kind that fails is listed with the reason; if all fail, raise."""
+    """Plan each kind of GPU, in float16 if it has no bfloat16, and compare them.
+
+    A kind that fails is listed with the reason; if all fail, raise.
+    """
     answers: list[Offer | Refusal] = []
     errors = []
     for name, price in zip(config.gpu_names, parse_prices(config.price, len(config.gpu_names)), strict=True):
         try:
-            found = _plan(config.model_copy(update={"gpu": name, "dtype": _dtype_on(name, config.dtype)}))
+            served = find_device(name).device.matmul_flops_per_s
+            narrow = config.dtype == "bfloat16" and config.dtype not in served and "float16" in served
+            found = _plan(config.model_copy(update={"gpu": name, **({"dtype": "float16"} if narrow else {})}))
             answers.append(Offer(found, found.cost(config.tokens, price)))
         except UserError as error:
             errors.append(error)
@@ -134,12 +139,6 @@ def _compared_gpus(config: PlanConfig) -> PlanAnswer:
     status = ExitStatus.CHECK_FAILED if compared.best is None else ExitStatus.OK
     unused = _unused_network(config, [offer.plan.cluster for offer in compared.offers])
     return PlanAnswer(status, _printed(config, compared.as_dict(), compared.text(), unused))
-
-
-def _dtype_on(gpu: str, dtype: str) -> str:
-    """The dtype to plan a GPU with in a comparison: float16 for one that has no bfloat16."""
-    served = find_device(gpu).device.matmul_flops_per_s
-    return "float16" if dtype == "bfloat16" and dtype not in served and "float16" in served else dtype
 
 
 def chosen_row(config: PlanConfig, found: Plan) -> Row:

@@ -14,7 +14,6 @@ from zeroshard.lab.planner.planner import Planner
 from zeroshard.lab.planner.show import seconds, size
 from zeroshard.lab.predict.conversions import CONVERSIONS
 from zeroshard.lab.predict.float8 import FP8_TIME
-from zeroshard.lab.predict.hardware import Protocol
 from zeroshard.lab.predict.process_memory import SOURCES
 from zeroshard.lab.predict.process_memory import SPREAD as MEMORY_SPREAD
 from zeroshard.lab.predict.rates import HOST_S, SPREAD_UNCALIBRATED, SUSTAINED, Software, Sustained
@@ -78,7 +77,9 @@ def _rates(plan: Planner) -> list[tuple[str, str, str]]:
     for where, link in links:
         rate = f"{link.share:.3g} of {link.bytes_per_s / 1e9:,.4g} GB/s, {seconds(link.latency_s)} a step"
         told.append((where, rate, f"{link.name}: {link.source}"))
-        told += [(f"{where}, small", _protocol(each), NCCL) for each in link.protocols]
+        for each in link.protocols:
+            small = f"{each.name}: {seconds(each.call_s)} a call, {seconds(each.ring_step_s)} a step"
+            told.append((f"{where}, small", small, NCCL))
     return told
 
 
@@ -95,11 +96,6 @@ def _quantising(plan: Planner) -> list[tuple[str, str, str]]:
         else:
             told.append((name, f"{seconds(measured[0])} a call, {measured[1] * 1e9:.3g} ns a number", device.source))
     return told
-
-
-def _protocol(each: Protocol) -> str:
-    """One of NCCL's protocols for small messages, as text."""
-    return f"{each.name}: {seconds(each.call_s)} a call, {seconds(each.ring_step_s)} a step"
 
 
 def _sustained(software: Software, rates: Sustained) -> list[tuple[str, str, str]]:

@@ -68,9 +68,8 @@ def lowest_bandwidth(planner: Planner, stage: int, micro_batch: int, keeps: floa
     found = _border(slow)
     if found is None:
         return Answer(None, "bytes/s", f"Stage {stage} keeps {keeps:.0%} of its speed on any network.")
-    return Answer(
-        found, "bytes/s", f"Stage {stage} keeps {keeps:.0%} of its speed from {_gbit(found)} for each GPU upwards."
-    )
+    rate = f"{found * 8 / 1e9:.3g} Gbit/s"
+    return Answer(found, "bytes/s", f"Stage {stage} keeps {keeps:.0%} of its speed from {rate} for each GPU upwards.")
 
 
 def most(fits: Callable[[int], bool], limit: int) -> int:
@@ -108,7 +107,3 @@ def require_network(planner: Planner) -> None:
     """Raise UserError if there is only one GPU."""
     if planner.cluster.world_size == 1:
         raise UserError("gpus", "1 sends nothing, at any stage", "give 2 or more")
-
-
-def _gbit(bytes_per_s: float) -> str:
-    return f"{bytes_per_s * 8 / 1e9:.3g} Gbit/s"

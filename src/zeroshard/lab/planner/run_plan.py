@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -16,7 +16,7 @@ from zeroshard.lab.predict.float8 import in_float8
 from zeroshard.lab.predict.hardware import Calibration, Link, read_calibration
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES, ema_bytes, state_bytes
 from zeroshard.lab.predict.model_trace import trace_language_model
-from zeroshard.lab.predict.outer_steps import outer_bytes, outer_step_messages, quantising_s
+from zeroshard.lab.predict.outer_steps import outer_bytes, outer_step_cost, outer_step_messages
 from zeroshard.lab.predict.step import Settings, Step, step_of
 from zeroshard.lab.predict.timeline import Timing, simulate
 from zeroshard.lab.predict.traffic import flows_of, messages
@@ -54,7 +54,7 @@ def predict(job: Job) -> Planned:
             raise
         return replace(planned, why_no_peak=error.what)
     beside = planned.memory_bytes.get("ema", 0) + planned.memory_bytes.get("outer", 0)
-    step_s = None if calibration is None else _step_s(job, buffers, step, planned.outer_steps, calibration)
+    step_s = None if calibration is None else _step_s(job, buffers, step, calibration)
     return replace(planned, peak_bytes=step.peak.total + beside, step_s=step_s)
 
 
@@ -108,16 +108,16 @@ def _exact(job: Job, buffers: list[Buffer], settings: Settings) -> Planned:
     return Planned(resident, _sent(job, found), outer_steps=_outer_steps(job, buffers))
 
 
-def _step_s(
-    job: Job, buffers: list[Buffer], step: Step, outer_steps: Mapping[int, Sequence[Sent]], calibration: Calibration
-) -> float:
+def _step_s(job: Job, buffers: list[Buffer], step: Step, calibration: Calibration) -> float:
     """Seconds of a step on the measured device; with local steps, including the step's share of an outer step."""
     if calibration.link is not None and job.links is not None:
         calibration = replace(calibration, link=behind(calibration.link, job.links))
     if job.local_steps is None:
         return _timing(step, calibration, job.world_size).step_s
-    outer_step_s = _outer_step_s(job, buffers, outer_steps, calibration)
-    return _timing(step, calibration, job.shard_size).step_s + outer_step_s / job.local_steps.every
+    link = calibration.link or NOBODY
+    apart = Cluster(job.world_size, 1, link, link)
+    outer_steps = outer_step_cost(buffers, job.local_steps, job.row, apart, calibration.device)
+    return outer_steps.added_to(_timing(step, calibration, job.shard_size)).step_s
 
 
 def _sent(job: Job, found: Iterable[Message]) -> list[Sent]:
@@ -140,20 +140,6 @@ def _outer_steps(job: Job, buffers: list[Buffer]) -> dict[int, list[Sent]]:
             Sent(m.op, m.num_bytes, f"{m.buffer}/{m.phase}", m.world_size) for m in sent if m.world_size > 1
         ]
     return found
-
-
-def _outer_step_s(
-    job: Job, buffers: list[Buffer], outer_steps: Mapping[int, Sequence[Sent]], calibration: Calibration
-) -> float:
-    """Seconds of the communication of all fragments' differences, and of their quantisation."""
-    if job.local_steps is None:
-        return 0.0
-    quantise_s = quantising_s(buffers, job.local_steps, job.world_size // job.shard_size, calibration.device)
-    link = calibration.link or NOBODY
-    cluster = Cluster(job.world_size, 1, link, link)
-    sent = [message for each in outer_steps.values() for message in each if message.label.endswith("/difference")]
-    sent_s = sum(cluster.collective_s(m.op, m.num_bytes, m.world_size, replicas=True) for m in sent)
-    return quantise_s + sent_s
 
 
 def predicted_step(

@@ -83,16 +83,6 @@ class Trace:
     input_bytes: int
     tokens: int
 
-    @property
-    def activation_bytes(self) -> int:
-        """Bytes that forward keeps for backward."""
-        total = 0
-        for span in self.spans:
-            if span.event.name == "pre_backward":
-                break
-            total += span.kept
-        return total
-
 
 def repeat_blocks(trace: Trace, num_blocks: int, period: int = 1, *, before: int = 0, after: int = 0) -> Trace | None:
     """Extend the ``trace`` of few blocks to ``num_blocks``; None if the blocks in the middle are not alike.

@@ -97,18 +97,12 @@ def outer_step_cost(
     comm_s = sum(cluster.collective_s(m.op, m.num_bytes, num_replicas, replicas=True) for m in crossing)
     comm_s += sum(cluster.collective_s(m.op, m.num_bytes, shard_size) for m in found if m.phase == "global_weights")
     num_bytes = sum(message.num_bytes for message in crossing if message.op != "all_gather")
-    quantise_s = quantising_s(buffers, settings, num_replicas, device)
+    quantise_s = 0.0
+    if settings.form is not None and num_replicas > 1:
+        numels = [buffer.layout.shard_numel for buffer in _trained(buffers)]
+        parts = (across_replicas(settings.form, n, num_replicas, gathers=g) for n in numels if n for g in (False, True))
+        quantise_s = sum(conversion_s(work, device) for part in parts for works in part for work in works)
     return OuterStepCost(settings.every, outer_bytes(buffers), num_bytes, comm_s, quantise_s)
-
-
-def quantising_s(buffers: Sequence[Buffer], settings: LocalSteps, num_replicas: int, device: Device) -> float:
-    """Seconds in which a rank quantises the differences of all fragments, sums received pieces and dequantises sums."""
-    form = settings.form
-    if form is None or num_replicas == 1:
-        return 0.0
-    numels = [buffer.layout.shard_numel for buffer in _trained(buffers)]
-    parts = (across_replicas(form, n, num_replicas, gathers=g) for n in numels if n for g in (False, True))
-    return sum(conversion_s(work, device) for part in parts for works in part for work in works)
 
 
 def outer_bytes(buffers: Sequence[Buffer]) -> int:

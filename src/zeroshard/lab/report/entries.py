@@ -194,7 +194,7 @@ def entries_of_runs(runs: Sequence[RunResult]) -> list[Entry]:
     for group in groups.values():
         config = configs[group[0].folder]
         axes = {name: config[name] for name in differing if name in config}
-        label = ", ".join(_unique_names(run.folder for run in group))
+        label = ", ".join(dict.fromkeys(run.folder.resolve().name for run in group))
         entries.append(Entry(label, CaseResult(label, axes, tuple(group), ()), axes))
     return _told_apart(entries)
 
@@ -279,10 +279,6 @@ def _is_something(entry: Entry) -> bool:
     if entry.case.axes or entry.case.failures:
         return True
     return any(find_runs(run.folder) for run in entry.case.runs)
-
-
-def _unique_names(folders: Iterable[Path]) -> list[str]:
-    return list(dict.fromkeys(folder.resolve().name for folder in folders))
 
 
 def _told_apart(entries: Sequence[Entry]) -> list[Entry]:

@@ -26,7 +26,7 @@ from zeroshard.lab.report.figure import (
     Series,
 )
 from zeroshard.lab.report.marks import MOST_BARS, LeftOutError, only_first, rank_of_strategy, style
-from zeroshard.lab.run_folders import RunResult, validation_sets
+from zeroshard.lab.run_folders import RunResult
 
 MOST_LINES = 12
 MOST_NAMED = 6  # most runs with identical losses that the caption names for one curve
@@ -79,7 +79,7 @@ def _evaluations(label: str, run: RunResult, colour: str) -> list[Series]:
     """The losses of the validation set and of each further set, as points."""
     steps = tuple(float(each.step) for each in run.evaluations)
     of_set = {"validation": tuple(each.loss for each in run.evaluations)}
-    for name in validation_sets(run):
+    for name in run.validation_sets:
         of_set[NAMED + name] = tuple(each.named.get(name, math.nan) for each in run.evaluations)
     return [
         Series(f"{label} ({name})", "points", colour, steps, losses, marker=SET_MARKERS[index % len(SET_MARKERS)])

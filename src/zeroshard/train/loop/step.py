@@ -32,7 +32,7 @@ from torch import Tensor
 from zeroshard.comm import CONTROL, labelled
 from zeroshard.data.base import as_arguments
 from zeroshard.errors import ExitStatus
-from zeroshard.profiling.flops import hardware_flops_utilisation, model_flops_utilisation
+from zeroshard.profiling.flops import model_flops_utilisation
 from zeroshard.train.loop.outer_steps import fragments_of_outer_step, outer_step_if_due
 from zeroshard.train.loop.run import Run
 from zeroshard.train.loop.stopping import as_numbers, wish_of_all
@@ -130,7 +130,7 @@ def _speed(run: Run, step_s: float) -> dict[str, Any]:
         "step_s": step_s,
         "tokens_per_s": tokens_per_s,
         "mfu": model_flops_utilisation(tokens_per_s, flops, devices, peak),
-        "hfu": hardware_flops_utilisation(tokens_per_s, flops, again, devices, peak) if again else None,
+        "hfu": model_flops_utilisation(tokens_per_s, flops + again, devices, peak) if again else None,
     }
 
 
