@@ -7,7 +7,7 @@ import pytest
 
 from zeroshard.errors import UserError
 from zeroshard.interop.deepspeed import read_deepspeed
-from zeroshard.interop.import_config import run_import_config
+from zeroshard.interop.migration import run_import_config
 from zeroshard.interop.nanogpt import SETTINGS, read_nanogpt
 from zeroshard.train.config.config import TrainConfig
 

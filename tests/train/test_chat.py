@@ -15,7 +15,7 @@ from hf_models import make_model, require_transformers
 from zeroshard.cli import main
 from zeroshard.data.tokenizer import ByteTokenizer, read_tokenizer
 from zeroshard.inference import generate
-from zeroshard.inference.chat import chat_of, until
+from zeroshard.inference.generate import chat_of, until
 from zeroshard.train.config.command_settings import GenerateConfig
 from zeroshard.train.start import run_training
 

@@ -16,8 +16,7 @@ from fake_cuda import CUDA, Peers, Waits, backward_events, device, guarded, read
 from zeroshard.comm import ObservedCommunicator
 from zeroshard.kernels.launch import traced
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.loop.data import Corpus
-from zeroshard.train.loop.run import Run, Schedule
+from zeroshard.train.loop.run import Corpus, Run, Schedule
 from zeroshard.train.loop.step import take_step
 from zeroshard.train.setup import assemble
 from zeroshard.train.setup.assemble import sharded

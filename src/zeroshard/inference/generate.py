@@ -2,11 +2,17 @@
 
 Top-k sampling: Fan et al., "Hierarchical Neural Story Generation", 2018, https://arxiv.org/abs/1805.04833.
 Top-p: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2019, https://arxiv.org/abs/1904.09751.
+
+A message is rendered with the model's chat template, and the answer ends with the text that ends a turn there:
+
+    <|im_start|>user\\n{message}<|im_end|>\\n<|im_start|>assistant\\n    the prompt; its ids are those of training
+    The answer.<|im_end|>                                                the answer, up to the end of a turn
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -17,13 +23,23 @@ from torch import Tensor, nn
 from zeroshard import checkpoint
 from zeroshard.comm import Communicator, LocalCommunicator
 from zeroshard.data import Tokenizer, load_tokenizer, read_meta
+from zeroshard.data.chat_templates import ChatTemplate, find_template, has_template
+from zeroshard.data.examples.encode import ExampleEncoder
+from zeroshard.data.examples.texts import ExampleText
 from zeroshard.data.joining import prompt_ids
+from zeroshard.data.tokenizer import TOKENIZER_FILE
 from zeroshard.ema.average import EMA
 from zeroshard.errors import ExitStatus, UserError
-from zeroshard.inference.chat import chat_of, until
 from zeroshard.models import LanguageModel, materialize, model_config
 from zeroshard.models.cache import KVCache
-from zeroshard.models.hugging_face.folder import ADAPTER_CONFIG, PREFIX, is_hugging_face, only_adapters
+from zeroshard.models.hugging_face.folder import (
+    ADAPTER_CONFIG,
+    PREFIX,
+    is_hugging_face,
+    only_adapters,
+    source_of,
+    text_files,
+)
 from zeroshard.named_shards import NamedShard, ShardReader, read_whole
 from zeroshard.train.config.command_settings import GenerateConfig
 from zeroshard.train.config.config import TrainConfig
@@ -31,10 +47,12 @@ from zeroshard.train.config.named_code import require_trust
 from zeroshard.train.config.toml import load_config
 from zeroshard.train.setup.assemble import DTYPES, make_model, separating_id
 from zeroshard.train.setup.build import choose_device
-from zeroshard.train.setup.hugging_face import load_model_tokenizer
+from zeroshard.train.setup.hugging_face import kept_folder, load_model_tokenizer
 from zeroshard.train.setup.run_folder import tokenizer_folder
 from zeroshard.train.state.folders import checkpoint_folder
 from zeroshard.train.state.saved_run import newest_checkpoint
+
+_ANSWER = "zeroshard-answer"  # stands for an answer: the template's text after it is the end of a turn
 
 
 def run_generate(config: GenerateConfig) -> int:
@@ -284,6 +302,66 @@ def decoded(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
         said = text
     if rest := tokenizer.decode(ids)[len(said) :]:
         yield rest
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation whose next turn is the model's answer.
+
+    Attributes:
+        ids: token ids of the conversation, [T], int64.
+        end: the text with which the template ends an answer; empty if it has none.
+    """
+
+    ids: Tensor
+    end: str
+
+
+def chat_of(config: GenerateConfig, tokenizer: Tokenizer) -> Chat:
+    """Render ``config.message`` with the model's chat template, and tokenize it.
+
+    Raises:
+        UserError: the model has no chat template, or the template refuses the message.
+    """
+    messages = [{"role": "system", "content": config.system}] if config.system else []
+    messages.append({"role": "user", "content": config.message})
+    try:
+        template = _template(config)
+        text = template.render(messages, "--message", add_generation_prompt=True)
+        answered = template.render([*messages, {"role": "assistant", "content": _ANSWER}], "--message")
+    except UserError as error:
+        field = "template" if error.field == "data.template" else error.field
+        todo = error.todo.replace("--data.template", "--template").removeprefix("correct the row, or ")
+        raise UserError(field, error.what, todo) from None
+    end = answered.rpartition(_ANSWER)[2]
+    (encoded,) = ExampleEncoder(tokenizer, is_chat=True)([ExampleText(text, (), "--message")])
+    return Chat(torch.from_numpy(encoded.ids), end.strip() or end)
+
+
+def until(pieces: Iterable[str], end: str) -> Iterator[str]:
+    """Yield ``pieces`` up to the text ``end``, which may span several of them; all of them if ``end`` is empty."""
+    held = ""
+    for piece in pieces:
+        held += piece
+        before, found, _ = held.partition(end) if end else (held, "", "")
+        if found:
+            yield before
+            return
+        num_held = next((n for n in range(min(len(end) - 1, len(held)), 0, -1) if end.startswith(held[-n:])), 0)
+        yield held[: len(held) - num_held]
+        held = held[len(held) - num_held :]
+    yield held
+
+
+def _template(config: GenerateConfig) -> ChatTemplate:
+    """The template that ``config`` names, else the run's, else that of the model that the run was started from."""
+    if is_hugging_face(config.run):
+        files = text_files(source_of(config.run))
+        folders = [files[0].parent] if files else []
+    else:
+        folders = [tokenizer_folder(Path(config.run)), kept_folder(Path(config.run)), Path(config.run)]
+    found = next((folder for folder in folders if has_template(folder)), folders[-1] if folders else Path(config.run))
+    return find_template(config.template, f"json:{found / TOKENIZER_FILE}")
 
 
 class WeightsOnly:

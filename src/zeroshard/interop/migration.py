@@ -1,18 +1,27 @@
-"""Another program's settings as ours, by a table of its keys, and what each key became."""
+"""``zeroshard import-config``: convert another program's settings to ours, and report what each of them became.
+
+    zeroshard import-config nanogpt config/train_gpt2.py --batch_size=8 > run.toml
+    zeroshard import-config deepspeed ds_config.json > run.toml
+
+It prints TOML for `zeroshard train --config`, below a table in comments: each key of the other program, what it became,
+and why. What is ignored is printed on stderr too. Files are parsed and never executed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import tomli_w
 
 from zeroshard.columns import columns
-from zeroshard.errors import UserError, shown
+from zeroshard.errors import ExitStatus, UserError, shown
+from zeroshard.lazily import loaded
 from zeroshard.sizes import LARGEST
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.validate import nested, validate
+from zeroshard.train.config.validate import nearest, nested, validate
 
 # Settings of ours; or these and a remark, if they mean something else; or only the reason why a key has no effect here.
 Became = Mapping[str, Any] | tuple[Mapping[str, Any], str] | str
@@ -99,3 +108,27 @@ def require_kind(key: str, value: Any, kind: Kind) -> None:
 def became(value: Any, theirs: Mapping[str, Any], becomes: Becomes) -> Became:
     """Return what a key with this value becomes."""
     return {becomes: value} if isinstance(becomes, str) else becomes(value, theirs)
+
+
+KINDS = {  # where the reader of each program's settings is
+    "nanogpt": ("zeroshard.interop.nanogpt", "read_nanogpt"),
+    "deepspeed": ("zeroshard.interop.deepspeed", "read_deepspeed"),
+}
+
+
+def run_import_config(words: Sequence[str]) -> int:
+    """Convert the settings in ``KIND FILE [--key=value ...]``, print the result, and return the exit status.
+
+    Raises:
+        UserError: there is no such kind or file, the file cannot be read, or values contradict each other.
+    """
+    if not words or words[0] not in KINDS:
+        what = f"{words[0]!r} cannot be imported" if words else "the name of the other program is missing"
+        todo = nearest(words[0] if words else "", KINDS, f"choose one of {', '.join(KINDS)}")
+        raise UserError("import-config", what, todo)
+    migration = loaded(*KINDS[words[0]])(words[1:])
+    migration.config()
+    print(migration.text(), end="")
+    for line in migration.lines():
+        print(line, file=sys.stderr)
+    return int(ExitStatus.OK)

@@ -19,7 +19,7 @@ from zeroshard import checkpoint
 from zeroshard.checkpoint.streamed_safetensors import drafted
 from zeroshard.comm import Communicator, LocalCommunicator
 from zeroshard.data.meta import SPLITS, DataMeta, SourceMeta, SplitMeta, dtype_for, write_meta
-from zeroshard.data.tiktokens import TIKTOKEN
+from zeroshard.data.tokenizer import TIKTOKEN
 from zeroshard.errors import UserError, is_out_of_memory
 from zeroshard.interop.nanogpt import GPT2_IDS, PADDED_IDS
 from zeroshard.models import GPT2, GPT2Config

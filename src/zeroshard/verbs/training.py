@@ -193,7 +193,7 @@ def look_at_checkpoints(config: None, words: Sequence[str]) -> int:
 
 def import_config(config: None, words: Sequence[str]) -> int:
     """Run `zeroshard import-config`: prints nanoGPT's or DeepSpeed's settings as ours."""
-    from zeroshard.interop.import_config import run_import_config
+    from zeroshard.interop.migration import run_import_config
 
     return run_import_config(words)
 

@@ -33,10 +33,9 @@ from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.local_steps_settings import early_momentum, steps_after_last_outer_step
 from zeroshard.train.links import Links
 from zeroshard.train.loop.best_loss import BestLoss
-from zeroshard.train.loop.data import Corpus
 from zeroshard.train.loop.measures import Measures
 from zeroshard.train.loop.outer_steps import other_replicas, own_guard
-from zeroshard.train.loop.run import Run, Schedule
+from zeroshard.train.loop.run import Corpus, Run, Schedule
 from zeroshard.train.loop.step_guard import StepGuard
 from zeroshard.train.records.console import ConsoleRecorder
 from zeroshard.train.records.log_files import LogFiles
@@ -58,13 +57,12 @@ from zeroshard.train.setup.assemble import (
     serving,
     sharded,
 )
-from zeroshard.train.setup.auto import automatic_stage
+from zeroshard.train.setup.auto import automatic_stage, contract_of
 from zeroshard.train.setup.corpus import open_corpus
 from zeroshard.train.setup.hugging_face import with_model_files
 from zeroshard.train.setup.init_from import load_initial_weights, with_initial_run
 from zeroshard.train.setup.numerics import on_device
 from zeroshard.train.setup.packing_check import require_apart
-from zeroshard.train.setup.plan_request import contract_of
 from zeroshard.train.setup.ranks import join
 from zeroshard.train.setup.run_folder import ClaimedFolder, describe_run
 from zeroshard.train.state.folders import checkpoint_folder

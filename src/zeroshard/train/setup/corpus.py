@@ -27,7 +27,7 @@ from zeroshard.data.tables import Tables
 from zeroshard.data.tokenizer import TOKENIZER_FILE, keep_tokenizer, make_tokenizer, tokenizer_identity
 from zeroshard.errors import UserError, warn
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.loop.data import Corpus
+from zeroshard.train.loop.run import Corpus
 from zeroshard.train.setup.agree import agree_on
 from zeroshard.train.setup.prepare_data import Source, data_folder, data_spec, prepare_data, sources_of
 

@@ -11,7 +11,7 @@ from zeroshard.errors import UserError
 from zeroshard.regular_files import require_regular
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.toml import dump_toml
-from zeroshard.train.loop.data import Corpus
+from zeroshard.train.loop.run import Corpus
 from zeroshard.train.setup.hugging_face import keep_text_files
 from zeroshard.train.state.folders import checkpoint_folder
 from zeroshard.train.state.lock import RunLock, was_locked
