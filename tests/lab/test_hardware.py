@@ -15,7 +15,6 @@ from zeroshard.lab.predict.hardware import (
     write_calibration,
 )
 from zeroshard.lab.predict.rates import SUSTAINED
-from zeroshard.profiling.devices import device_by_driver_name
 
 MEASURED = Calibration(
     Device("this machine", 8 * 10**9, {"float32": 5e10}, 1e10, "zeroshard bench device"),
@@ -101,28 +100,3 @@ def test_a_rate_that_is_no_positive_number_is_refused(tmp_path):
     path.write_text(json.dumps(content))
     with pytest.raises(UserError, match="not a positive number"):
         read_calibration(path)
-
-
-@pytest.mark.parametrize(
-    ("reported", "memory_gib"),
-    [
-        ("NVIDIA A100-SXM4-40GB", 39.5),
-        ("NVIDIA A100-SXM4-80GB", 79.1),
-        ("Tesla V100-SXM2-16GB", 15.7),
-        ("NVIDIA B200", 178.3),
-        ("NVIDIA GB200", 184.3),
-        ("NVIDIA B300 SXM6 AC", 267.6),
-        ("NVIDIA H20", 95.0),
-        ("NVIDIA A800-SXM4-80GB", 79.1),
-        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 94.9),
-    ],
-)
-def test_a_driver_s_name_finds_the_row(reported, memory_gib):
-    device = device_by_driver_name(reported)
-    assert device is not None
-    assert (device.name, device.memory_bytes) == (reported, pytest.approx(memory_gib * 2**30))
-
-
-def test_a_board_of_a_name_like_a_known_one_is_not_that_one():
-    for name in ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "NVIDIA H20-3e", "Tesla V100-PCIE-16GB"):
-        assert device_by_driver_name(name) is None

@@ -17,9 +17,12 @@ import psutil
 import pytest
 
 import forked
+from run_folders import LINK, write_run
 from zeroshard.errors import UserError
-from zeroshard.lab.sweep.cases import SweepConfig
-from zeroshard.lab.sweep.results import read_sweep
+from zeroshard.lab.run_folders import read_run
+from zeroshard.lab.sweep.board import SweepProgress
+from zeroshard.lab.sweep.cases import SweepConfig, make_case
+from zeroshard.lab.sweep.results import SWEEP, SWEEP_FORMAT, read_sweep, run_folder
 from zeroshard.lab.sweep.sweep import run_sweep
 from zeroshard.train.config.validate import validate
 
@@ -171,3 +174,39 @@ def test_a_dry_run_says_what_would_run(tmp_path, stand_in):
     assert run_sweep(config, command=stand_in, stream=stream) == 0
     assert [line.split("  ")[1] for line in said(stream)] == ["seed 1", "seed 2"]
     assert not (tmp_path / "sweep" / "cases").exists()
+
+
+def test_each_run_has_a_line_with_what_cannot_be_compared_and_the_time_that_is_left(tmp_path, capsys):
+    good, bad = make_case({}, {"seed": 1}), make_case({}, {"seed": 2})
+    board = SweepProgress(sys.stdout)
+    board.num_all = 3
+    board.begins(good, 0)
+    board.ended(good, 0, read_run(write_run(tmp_path / "run", link=LINK)), seconds=1.25)
+    board.ended(bad, 0, read_run(tmp_path / "none"), seconds=6.75, failure="status 1: no")
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith(
+        f"[1/3] {good.name[:6]}  seed 1  run 1  done in 1.2 s  step 100.0 ms  640 tok/s  exposed 30%"
+    )
+    assert first.endswith("not comparable: bandwidth: off  2 s left")
+    assert second == f"[2/3] {bad.name[:6]}  seed 2  run 1  failed: status 1: no  4 s left"
+
+
+def test_a_folder_that_is_not_there_is_no_error(tmp_path):
+    assert "no sweep has begun here" in read_sweep(tmp_path / "nothing").problems[0]
+
+
+def test_a_sweep_is_read_with_what_is_missing_or_damaged(tmp_path):
+    entries = [{"name": f"c{i}", "axes": {"seed": i}, "repeats": 2} for i in range(3)]
+    entries += [{"name": "../c0", "axes": {}, "repeats": 1}, {"axes": 3}]
+    (tmp_path / SWEEP).write_text(json.dumps({"format": SWEEP_FORMAT, "cases": entries}))
+    write_run(run_folder(tmp_path, "c0", 0), link=LINK)
+    write_run(run_folder(tmp_path, "c0", 1))
+    (write_run(run_folder(tmp_path, "c1", 0)) / "config.toml").write_text("=")
+    (tmp_path / "cases" / "c1" / "1.failed.json").write_text('{"line": "status 1: error: x"}')
+    found = read_sweep(tmp_path)
+    assert found.problems == ("sweep.json: a case cannot be read",) * 2
+    first, second, third = found.cases
+    assert (len(first.done), first.step_s.count, first.why_not_comparable) == (2, 2, ("bandwidth: off",))
+    assert ([run.state for run in second.runs], second.done, second.step_s) == (["damaged"], (), None)
+    assert second.failures == ("status 1: error: x",)
+    assert (third.runs, third.axes) == ((), {"seed": 2})

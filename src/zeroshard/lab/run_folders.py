@@ -34,13 +34,10 @@ WARM_UP_STEPS = 2  # a run's first steps, left out of its medians: the first all
 
 @dataclass(frozen=True)
 class LinkFacts:
-    """The slowed link that a run asked for, and what its probe measured; infinite bandwidth: that of the network."""
+    """The slowed link of a run: how it was slowed, what its probe measured, and whether that is what was asked for."""
 
     mode: str
-    node_size: int
-    asked_bytes_per_s: float
     achieved_bytes_per_s: float
-    asked_latency_s: float
     achieved_latency_s: float
     comparable: bool
     why_not_comparable: str
@@ -272,13 +269,9 @@ def _link(found: Any, problems: list[str]) -> LinkFacts | None:
     if not found:
         return None
     try:
-        asked = found["asked_bytes_per_s"]
         return LinkFacts(
             mode=str(found["mode"]),
-            node_size=int(found["node_size"]),
-            asked_bytes_per_s=math.inf if asked is None else float(asked),
             achieved_bytes_per_s=number_of(found["achieved_bytes_per_s"]),
-            asked_latency_s=number_of(found["asked_latency_s"]),
             achieved_latency_s=number_of(found["achieved_latency_s"]),
             comparable=bool(found["comparable"]),
             why_not_comparable=str(found["why_not_comparable"]),

@@ -22,12 +22,16 @@ def test_ratios_are_taken_round_by_round():
 )
 def test_an_unknown_contestant_is_refused(name):
     with pytest.raises(UserError, match=r"contestants: .* is unknown; write plain, ddp, zero2, zero2@ring, or"):
-        step.check_contestant(name)
+        step.parse_contestant(name)
 
 
-@pytest.mark.parametrize("name", ["plain", "ddp", "zero0", "zero3@shm", "zero1@torch", "zero2@shm+reproducible"])
-def test_known_contestants_are_taken(name):
-    step.check_contestant(name)
+def test_a_contestant_is_a_kind_with_its_communicator():
+    assert [step.parse_contestant(name) for name in ("plain", "zero0", "zero3@shm", "zero2@shm+reproducible")] == [
+        ("plain", "", False),
+        ("zero0", "", False),
+        ("zero3", "shm", False),
+        ("zero2", "shm", True),
+    ]
 
 
 def test_one_rank_measures_in_this_process():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import random
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -60,16 +61,18 @@ class Contestant:
     optimizer: torch.optim.Optimizer
 
 
-def check_contestant(name: str) -> None:
-    """Raise UserError unless ``name`` is plain, ddp, zeroN or zeroN@COMM; the latter two may end in +reproducible."""
-    where, _, how = name.partition("+")
-    kind, _, comm = where.partition("@")
-    known = {"plain", "ddp"} if name == kind else set()
-    fits = kind in {*known, *(f"zero{stage}" for stage in STAGES)} and comm in ("", *COMMUNICATORS)
-    if not fits or (how != "reproducible" and name != where):
-        raise UserError(
-            "contestants", f"{name!r} is unknown", "write plain, ddp, zero2, zero2@ring, or zero2@ring+reproducible"
-        )
+def parse_contestant(name: str) -> tuple[str, str, bool]:
+    """Kind, communicator (may be empty) and whether reproducible, of ``plain``, ``ddp`` or ``zero2@ring+reproducible``.
+
+    Raises:
+        UserError: the name has another form, or there is no such stage or communicator.
+    """
+    zero = rf"(zero[{''.join(map(str, STAGES))}])(?:@({'|'.join(COMMUNICATORS)}))?(\+reproducible)?"
+    found = re.fullmatch(f"{zero}|(plain|ddp)", name)
+    if found is None:
+        todo = "write plain, ddp, zero2, zero2@ring, or zero2@ring+reproducible"
+        raise UserError("contestants", f"{name!r} is unknown", todo)
+    return found[1] or found[4], found[2] or "", bool(found[3])
 
 
 def make_model(shape: Shape, device: torch.device | str) -> LanguageModel:
@@ -82,14 +85,13 @@ def make_model(shape: Shape, device: torch.device | str) -> LanguageModel:
 def build(name: str, shape: Shape, comms: Mapping[str, Communicator], device: torch.device) -> Contestant:
     """Build the contestant ``name``; ``comms``: communicators by the name after the ``@`` ("" if there is none)."""
     model = make_model(shape, device)
-    if name.startswith("zero"):
-        where, _, how = name.partition("+")
-        stage, _, comm = where.partition("@")
-        reproducible = comms[comm].world_size if how else None
-        zero = Zero(model, stage=int(stage[-1]), units=model.units, comm=comms[comm], reproducible=reproducible)
+    kind, comm, is_reproducible = parse_contestant(name)
+    if kind.startswith("zero"):
+        reproducible = comms[comm].world_size if is_reproducible else None
+        zero = Zero(model, stage=int(kind[-1]), units=model.units, comm=comms[comm], reproducible=reproducible)
         return Contestant(model, model, zero.optimizer(torch.optim.AdamW, lr=1e-4, fused=True))
     wrapped: nn.Module = model
-    if name == "ddp":
+    if kind == "ddp":
         wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     return Contestant(model, wrapped, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
 
@@ -126,8 +128,7 @@ def run(settings: StepBench) -> Report:
         UserError: a contestant is unknown or needs several ranks, or the device is not there.
     """
     for name in settings.contestants:
-        check_contestant(name)
-        if settings.nproc == 1 and name == "ddp":
+        if parse_contestant(name)[0] == "ddp" and settings.nproc == 1:
             raise UserError("contestants", "ddp needs several ranks", "use plain, or --nproc 2")
     world, device, num_threads = settings.nproc, chosen_device(settings.device, settings.nproc), settings.threads
     names = list(settings.contestants) or ["plain" if world == 1 else "ddp", *(f"zero{stage}" for stage in STAGES)]
@@ -159,8 +160,7 @@ def measure(
     default_comm: str,
 ) -> list[dict[str, Times]]:
     """Median times of each contestant in each round, on this rank."""
-    kinds = sorted({name.partition("+")[0].partition("@")[2] for name in names})
-    comms = {kind: communicator(kind or default_comm) for kind in kinds}
+    comms = {comm: communicator(comm or default_comm) for comm in sorted({parse_contestant(name)[1] for name in names})}
     contestants = {name: build(name, shape, comms, device) for name in names}
     tokens, targets = batch(shape, rank, device)
     rounds: list[dict[str, Times]] = []
