@@ -2,7 +2,6 @@
 
 import errno
 import gc
-import json
 import os
 import re
 import shlex
@@ -20,6 +19,7 @@ import pytest
 
 import forked
 import zeroshard
+from tiny_runs import events_of
 from zeroshard.cli import VERBS, main
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.flags import ELSEWHERE, flags_of, read_flags
@@ -81,10 +81,6 @@ def running(tmp_path: Path, *argv: str):
                 worker.kill()
         process.kill()
         process.communicate()
-
-
-def events(tmp_path: Path) -> list[dict]:
-    return [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_version_and_overview_which_leave_the_caller_its_garbage_collector(capsys):
@@ -326,13 +322,13 @@ def test_ctrl_c_ends_all_ranks_after_a_checkpoint_and_says_how_to_continue(tmp_p
         out, err = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 130
         assert err == ""
-    *_, saved, end = events(tmp_path)
+    *_, saved, end = events_of(tmp_path / "run")
     assert (saved["event"], end["event"], end["status"]) == ("checkpoint", "end", "interrupted")
     go_on = f"zeroshard train --config {tmp_path / 'run' / 'config.toml'} --resume auto"
     assert out.endswith(f"\nstopped at step {saved['step']}, saved; continue with: {go_on}\n")
     again = [*ZEROSHARD, *go_on.split()[1:], "--max-steps", str(saved["step"] + 1), "--warmup-steps", "0"]
     assert forked.run(again, capture_output=True, timeout=PATIENCE_S, check=False).returncode == 0
-    assert events(tmp_path)[-1]["step"] == saved["step"] + 1
+    assert events_of(tmp_path / "run")[-1]["step"] == saved["step"] + 1
 
 
 STEPS_FOR_EVER = """

@@ -4,7 +4,6 @@ They are those of docs/how-to/extend.md, written into a module of the current fo
 """
 
 import importlib
-import json
 import sys
 from contextlib import ExitStack
 
@@ -13,6 +12,7 @@ import torch
 
 import forked
 from pages import ROOT, blocks_of
+from tiny_runs import events_of, summary_of
 from zeroshard import completion, kernels
 from zeroshard.cli import VERBS, main
 from zeroshard.comm.registry import COMMUNICATORS, CommEntry
@@ -60,31 +60,24 @@ def rows(newcomer, monkeypatch, tmp_path):
     return importlib.import_module(newcomer)
 
 
-def _summary(tmp_path):
-    return json.loads((tmp_path / "mine" / "summary.json").read_text())
-
-
 def _losses(folder):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [event["loss"] for event in map(json.loads, lines) if "loss" in event]
+    return [event["loss"] for event in events_of(folder) if "loss" in event]
 
 
-def test_a_run_takes_a_model_data_and_a_strategy_from_their_rows(rows, tmp_path):
+def test_a_run_takes_a_model_data_and_a_strategy_from_their_rows_and_exports_no_model_that_it_is_not(
+    rows, tmp_path, capsys
+):
     assert main([*TRAIN, "--model", "running-mean", "--data", "squares", "--strategy", "ddp-bf16"]) == 0
-    assert _summary(tmp_path)["status"] == "ok"
+    assert summary_of("mine")["status"] == "ok"
     assert 'source = "squares"' in (tmp_path / "mine" / "config.toml").read_text()
+    assert main(["export", "mine", "hf"]) == 2
+    assert "source: a RunningMeanConfig has no form in Hugging Face's transformers; " in capsys.readouterr().err
 
 
 def test_a_run_takes_them_from_a_module_of_the_current_folder(newcomer, tmp_path):
     words = ["--model", "newcomer:RunningMeanConfig", "--data", "newcomer:Squares"]
     assert main([*TRAIN, *words, "--strategy", "newcomer:CompressedDdp", "--comm", "newcomer:GatherCommunicator"]) == 0
-    assert _summary(tmp_path)["status"] == "ok"
-
-
-def test_the_new_model_is_not_exported_as_one_that_it_is_not(rows, capsys):
-    assert main([*TRAIN, "--model", "running-mean", "--data", "squares"]) == 0
-    assert main(["export", "mine", "hf"]) == 2
-    assert "source: a RunningMeanConfig has no form in Hugging Face's transformers; " in capsys.readouterr().err
+    assert summary_of("mine")["status"] == "ok"
 
 
 def test_stages_train_the_new_model_to_the_same_loss(rows, tmp_path):

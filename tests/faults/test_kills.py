@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import forked
+from same_results import contents
 from zeroshard import checkpoint
 from zeroshard.checkpoint import store
 
@@ -90,12 +91,7 @@ class World:
         path = checkpoint.latest(self.out / "checkpoints")
         assert path is not None
         assert path.name == f"step-{NUM_STEPS:08d}"
-        with checkpoint.CheckpointReader(*checkpoint.open_manifest(path)) as reader:
-            return {
-                (name, kind): reader.read(name, kind, (0, torch.Size(shape).numel()))
-                for name in reader.names()
-                for kind, shape in reader.kinds(name).items()
-            }
+        return contents(path)
 
     def kill_all(self) -> None:
         for pid in self.processes():

@@ -36,14 +36,6 @@ SHAPES = {
 TEXT = "Two models, one answer.\n  def f(x):\n\treturn x  # déjà vu ☃"
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def build(config):
     """A model whose every parameter, biases and norms too, is large enough to matter."""
     model = (GPT2 if isinstance(config, GPT2Config) else Llama)(config)

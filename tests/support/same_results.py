@@ -1,9 +1,11 @@
-"""Compares what a run of several ranks returned with what one process did."""
+"""What a run of several ranks returned beside what one process did, and what a checkpoint holds."""
 
 from typing import Any
 
 import pytest
 import torch
+
+from zeroshard import checkpoint
 
 TOLERANCE = 1e-4
 
@@ -25,3 +27,13 @@ def same(found: Any, expected: Any) -> None:
         assert found == pytest.approx(expected, abs=TOLERANCE, rel=TOLERANCE)
     else:
         assert found == expected
+
+
+def contents(path: Any) -> dict[tuple[str, str], torch.Tensor]:
+    """Every tensor of a checkpoint, whole, by name and kind."""
+    with checkpoint.CheckpointReader(*checkpoint.open_manifest(path)) as reader:
+        return {
+            (name, kind): reader.read(name, kind, (0, torch.Size(shape).numel())).view(shape)
+            for name in reader.names()
+            for kind, shape in reader.kinds(name).items()
+        }

@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from zeroshard.comm import run_threads
+
 if TYPE_CHECKING:
     from zeroshard.train.config.config import TrainConfig
 
@@ -97,6 +99,19 @@ def train_on(comm, config, *, until=None, predict=None, **told):
         return train(end, **told), run
     finally:
         run.close()
+
+
+def trained(config, world_size=1):
+    """Loss and gradient norm of each step, and the last validation loss, by a world of threads."""
+    run_threads(lambda comm: train_on(comm, config), world_size)
+    seen = {}
+    for event in events_of(config.out):
+        if event["event"] == "start":
+            seen.clear()  # what an earlier run in this folder said
+        elif event["event"] in ("step", "eval"):
+            key = event["step"] if event["event"] == "step" else "val"
+            seen[key] = (event["loss"], event.get("grad_norm", 0.0))
+    return seen
 
 
 def summary_of(folder):

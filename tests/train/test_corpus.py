@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import small_tables as made
-from watched_runs import trained
+from tiny_runs import trained
 from zeroshard.comm import LocalCommunicator
 from zeroshard.data import TokenDataset, load_tokenizer
 from zeroshard.data import tables as tables_module

@@ -11,8 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import chats
-from tiny_runs import events_of, summary_of
-from watched_runs import trained
+from tiny_runs import events_of, summary_of, trained
 from zeroshard.cli import main
 from zeroshard.comm import LocalCommunicator
 from zeroshard.data import load_tokenizer

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import chats
-from tiny_runs import events_of, summary_of
-from watched_runs import trained
+from tiny_runs import events_of, summary_of, trained
 from zeroshard.cli import main
 from zeroshard.comm import LocalCommunicator
 from zeroshard.errors import UserError

@@ -74,10 +74,14 @@ def _steps(zero, optims, steps):
 
 
 def _save(comm, stage, optimizer, shard_size=None):
+    """Pieces and weights after two steps, and the weights after two more."""
     zero = Zero(_net(), stage=stage, comm=comm, shard_size=shard_size)
-    _steps(zero, _optimizers(zero, optimizer), range(2))
+    optims = _optimizers(zero, optimizer)
+    _steps(zero, optims, range(2))
     copied = [NamedShard(s.name, s.kind, s.shape, s.interval, s.tensor.clone()) for s in zero.named_shards()]
-    return copied, zero.state_dict()
+    saved = zero.state_dict()
+    _steps(zero, optims, range(2, 4))
+    return copied, saved, zero.state_dict()
 
 
 def _load(comm, stage, optimizer, saved, reader, shard_size=None):
@@ -98,9 +102,9 @@ def _load(comm, stage, optimizer, saved, reader, shard_size=None):
 def test_each_rank_writes_its_part_of_pieces_that_are_whole(monkeypatch):
     """A replicated optimizer sees whole tensors on a GPU, and pieces that end where shards do on the CPU."""
 
-    on_cpu = Saved([shards for shards, _ in run_threads(lambda comm: _save(comm, 0, "AdamW"), 3)])
+    on_cpu = Saved([shards for shards, *_ in run_threads(lambda comm: _save(comm, 0, "AdamW"), 3)])
     monkeypatch.setattr(FlatLayout, "updated_by_all", lambda layout, device: layout.tensors())
-    on_gpu = Saved([shards for shards, _ in run_threads(lambda comm: _save(comm, 0, "AdamW"), 3)])
+    on_gpu = Saved([shards for shards, *_ in run_threads(lambda comm: _save(comm, 0, "AdamW"), 3)])
     assert on_gpu.tiled
     assert on_gpu.full.keys() == on_cpu.full.keys()
     for key, full in on_gpu.full.items():
@@ -116,14 +120,15 @@ def test_each_rank_writes_its_part_of_pieces_that_are_whole(monkeypatch):
         ((0, 3, None), (2, 4, 2)),
         ((2, 4, 4), (3, 4, 2)),
         ((3, 4, 1), (3, 6, 3)),
+        ((2, 3, None), (2, 3, None)),
     ],
     ids=str,
 )
 def test_one_replica_writes_and_any_stage_world_and_shard_size_reads(wrote, reads, optimizer):
     stage, world_size, shard_size = wrote
     by_rank = run_threads(lambda comm: _save(comm, stage, optimizer, shard_size), world_size)
-    assert [bool(shards) for shards, _ in by_rank] == [rank < (shard_size or world_size) for rank in range(world_size)]
-    saved, state = Saved([shards for shards, _ in by_rank]), by_rank[0][1]
+    assert [bool(shards) for shards, *_ in by_rank] == [rank < (shard_size or world_size) for rank in range(world_size)]
+    saved, state = Saved([shards for shards, *_ in by_rank]), by_rank[0][1]
     assert saved.tiled
     stage, world_size, shard_size = reads
     loaded = run_threads(lambda comm: _load(comm, stage, optimizer, state, saved, shard_size), world_size)
@@ -131,14 +136,16 @@ def test_one_replica_writes_and_any_stage_world_and_shard_size_reads(wrote, read
     assert again.tiled
     assert again.shapes == saved.shapes
     assert all(torch.equal(again.full[key], saved.full[key]) for key in saved.full)
-    for _, weights in loaded[1:]:
+    for _, weights in loaded:
         assert all(torch.equal(weights[name], full) for name, full in loaded[0][1].items())
+        torch.testing.assert_close(dict(weights), dict(by_rank[0][2]), rtol=0, atol=1e-5)
+        assert wrote != reads or all(torch.equal(weights[name], full) for name, full in by_rank[0][2].items())
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_checkpoint_of_another_model_is_refused_by_name(stage):
     by_rank = run_threads(lambda comm: _save(comm, stage, "AdamW"), 2)
-    saved = Saved([shards for shards, _ in by_rank])
+    saved = Saved([shards for shards, *_ in by_rank])
 
     def go(comm):
         net = Net(block=lambda: nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6)))
