@@ -27,7 +27,7 @@ STAGE, WORLD = 1, 2
 def case() -> tuple[float, Callable[[], object]]:
     """The amount (one step) and a call that takes it: forward, backward, optimizer step."""
     cpu = torch.device("cpu")
-    contestant = step.build(f"zero{STAGE}@null", SHAPE, {"null": NullCommunicator(WORLD)}, cpu)
+    contestant = step.build(f"zero{STAGE}", SHAPE, {"": NullCommunicator(WORLD)}, cpu)
     tokens, targets = step.batch(SHAPE, 0, cpu)
     return 1.0, lambda: step.once(contestant, tokens, targets)
 
