@@ -18,7 +18,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
-from unittest import mock
 
 import torch
 
@@ -37,7 +36,7 @@ from torch import Tensor, nn  # noqa: E402
 
 from zeroshard import kernels  # noqa: E402
 from zeroshard.comm import LocalCommunicator, NullCommunicator  # noqa: E402
-from zeroshard.kernels import Choice, norm_kernels  # noqa: E402
+from zeroshard.kernels import Choice  # noqa: E402
 from zeroshard.kernels.adamw import Pieces  # noqa: E402
 from zeroshard.kernels.linear_cross_entropy import _product  # noqa: E402
 from zeroshard.lab.bench.report import environment  # noqa: E402
@@ -412,21 +411,6 @@ def norms(budget: Budget, say: Say) -> None:
         ],
         ("forward", "backward"),
     )
-
-
-def wide_norms(budget: Budget, say: Say) -> None:
-    """The two kernels that backward has for rows too wide for registers, on the same rows."""
-    copy_rate, order = copy_bytes_per_s(), random.Random(0)
-    with torch.cuda.stream(STREAM) if STREAM else nullcontext():
-        for width in (64,) if TOY else (16384, 12288):
-            for name in ("rms_norm", "layer_norm"):
-                for way, widest in (("sums in registers", norm_kernels.REREAD), ("parts by L2", 0)):
-                    shapes = ((24 if TOY else 4096, width),)
-                    for case in kernel_cases.norm_cases(name, "bfloat16", shapes, residuals=(False,)):
-                        case.bytes, case.contestants = {"backward": case.bytes["backward"]}, ("triton",)
-                        with mock.patch.object(norm_kernels, "REREAD", widest):
-                            for row in _measured(case, say, copy_rate, order):
-                                say(case=f"{name} {row.shape}, {way}", seconds=row.seconds)
 
 
 def loss(budget: Budget, say: Say) -> None:

@@ -72,9 +72,9 @@ def main():
     backward(kernels.layer_norm(x, weight, bias, residual=residual, kernels="triton"), [x, weight, bias, residual])
     norm_kernels.HELD = 64  # rows too wide to be held
     backward([kernels.rms_norm(x, weight, kernels="triton")], [x, weight])
-    for wide in (draw(8, 16384), draw(8, 16384, dtype=torch.float32)):
-        vectors = [draw(16384, dtype=wide.dtype) for _ in range(2)]
-        backward([kernels.layer_norm(wide, *vectors, kernels="triton")], [wide, *vectors])
+    for dtype in (torch.bfloat16, torch.float32):
+        rows, vector, stats = torch.zeros(8, 16384, dtype=dtype), torch.zeros(16384, dtype=dtype), torch.zeros(2, 8)
+        norm_kernels.norm_backward(rows, None, rows, vector, stats, rows, vector, vector)
     q, k, angles = draw(1, 4, 8, 64), draw(1, 2, 8, 64), torch.zeros(8, 32)
     backward(kernels.rope(q, k, angles, angles, kernels="triton"), [q, k])
     backward([kernels.swiglu(x, residual, kernels="triton")], [x, residual])

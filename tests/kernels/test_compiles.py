@@ -12,17 +12,25 @@ import pytest
 from zeroshard import kernels
 from zeroshard.kernels.launch import HAS_TRITON
 
-PACKAGE = Path(kernels.__file__).parent
+PATHS = [path for path in Path(kernels.__file__).parent.glob("*.py") if path.stem != "launch"]
 
 
 def launched_kernels():
-    """(module, name) of every function under `@jit` that a launcher launches, as ``name[grid](...)``."""
-    return {(path.stem, name) for path in PACKAGE.glob("*.py") for name in _launched(ast.parse(path.read_text()))}
+    """(module, name) of every function under `@jit` that is launched, by ``name[grid](...)`` or a `PreparedKernel`."""
+    return {(path.stem, name) for path in PATHS for name in _launched(ast.parse(path.read_text()))}
 
 
 def _launched(tree):
-    calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
-    return {f.value.id for f in calls if isinstance(f, ast.Subscript) and isinstance(f.value, ast.Name)}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    named = [call.func.value for call in calls if isinstance(call.func, ast.Subscript)]
+    named += [call.args[0] for call in calls if isinstance(call.func, ast.Name) and call.func.id == "PreparedKernel"]
+    return {each.id for each in named if isinstance(each, ast.Name)}
+
+
+def _launches(tree):
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    prepared = any(isinstance(each, ast.Attribute) and each.attr == "launch" for each in calls)
+    return prepared or any(isinstance(f, ast.Subscript) and isinstance(f.value, ast.Name) for f in calls)
 
 
 def _is_opaque(function):
@@ -32,15 +40,16 @@ def _is_opaque(function):
 def test_every_launcher_launches_on_the_device_of_its_tensors():
     """Triton launches on the current device, which that of a tensor on cuda:1 need not be."""
     bare = set()
-    for path in PACKAGE.glob("*.py"):
+    for path in PATHS:
         functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
-        bare |= {f"{path.stem}.{each.name}" for each in functions if _launched(each) and not _is_opaque(each)}
-    assert bare == {"adamw._launch"}  # which is called inside of `device_of`, and takes lists that no operator does
+        bare |= {f"{path.stem}.{each.name}" for each in functions if _launches(each) and not _is_opaque(each)}
+    # The one is called inside of `device_of`, and takes lists that no operator does; the other by a launcher.
+    assert bare == {"adamw._launch", "norm_kernels._launch_wide"}
 
 
 # The most registers of a thread on any of the three, of Triton 3.6 and 3.7. Twice as many halve how many threads work.
 REGISTERS = {
-    "_forward": 64, "_backward_held": 128, "_backward_reread": 128, "_backward_wide": 64, "_add_parts": 48,
+    "_forward": 64, "_backward_held": 128, "_backward_wide": 72, "_add_parts": 48,
     "_rope_kernel": 48, "_forward_kernel": 32, "_backward_kernel": 56, "_loss_kernel": 96,
     "_gradient_kernel": 40, "_adamw_kernel": 128, "_carry_kernel": 56,
     "_quantise_kernel": 72, "_dequantise_kernel": 40,

@@ -4,10 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zeroshard.kernels.launch import (
-    on_its_device,
-    opaque,
-)
+from zeroshard.kernels.launch import PreparedKernel, on_its_device, opaque
 
 
 @opaque("doubled_for_a_test", "out")
@@ -56,3 +53,51 @@ def test_a_launch_is_on_the_device_of_its_tensors_whichever_is_current(monkeypat
             launch(3, torch.empty(2, device=where), torch.empty(2, device=where))
     assert launched == [1, 0, 0, 2]
     assert current == [0]
+
+
+class _Kernel:
+    """As Triton's: a launch by ``kernel[grid]`` chooses a compiled kernel and returns it, which is launched alike."""
+
+    arg_names = ("x_ptr", "y_ptr", "numel", "BLOCK", "SCALE")
+
+    def __init__(self, log, name="chosen"):
+        self._log, self._name = log, name
+
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            self._log.append((self._name, grid, args[2:], options))
+            return _Kernel(self._log, "remembered")
+
+        return launch
+
+
+def test_a_prepared_kernel_is_chosen_once_for_all_that_triton_compiles_for():
+    log, options = [], {"num_warps": 4, "SCALE": 0.5, "BLOCK": 16}
+    kernel, x, grid = PreparedKernel(_Kernel(log), **options), torch.zeros(64), (3, 1, 1)
+    for y, numel in ((x, 16), (x, 16), (x, 17), (x[1:], 16), (x[1:], 16), (x[4:], 16), (x, 17)):
+        kernel.launch(grid, (x, y), (numel,))
+    chosen = ("chosen", grid, (16,), options)
+    remembered = ("remembered", grid, (16, 16, 0.5), {})  # constants in the order of the kernel's parameters
+    assert log == [
+        chosen,
+        remembered,
+        ("chosen", grid, (17,), options),
+        chosen,  # an address that is no multiple of 16: chosen each time
+        chosen,
+        remembered,
+        ("remembered", grid, (17, 16, 0.5), {}),
+    ]
+
+
+def test_a_prepared_kernel_remembers_a_bounded_number_of_launches_and_none_of_the_interpreter(monkeypatch):
+    monkeypatch.setattr("zeroshard.kernels.launch.MOST_COMPILED", 2)
+    log, x = [], torch.zeros(16)
+    kernel = PreparedKernel(_Kernel(log))
+    for numel in (1, 2, 3, 3, 1):
+        kernel.launch((1, 1, 1), (x, x), (numel,))
+    assert [entry[0] for entry in log] == ["chosen"] * 3 + ["remembered", "chosen"]
+    interpreted = {(1, 1, 1): lambda *args, **options: log.append("interpreted")}
+    kernel = PreparedKernel(interpreted)
+    for _ in range(2):
+        kernel.launch((1, 1, 1), (x, x), (1,))
+    assert log[-2:] == ["interpreted"] * 2

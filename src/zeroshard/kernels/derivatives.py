@@ -35,9 +35,11 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(backward)
     def wrapper(ctx: Any, *upstream: Tensor | None) -> Any:
         """Call ``backward``; under ``create_graph`` give its results a graph whose backward raises."""
+        if not torch.is_grad_enabled():
+            return backward(ctx, *upstream)
         with torch.no_grad():
             found = backward(ctx, *upstream)
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
             return found
         gradients = found if isinstance(found, tuple) else (found,)
         refuse: Any = _functions.DelayedError(_MESSAGE, len(gradients))

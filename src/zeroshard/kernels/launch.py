@@ -18,7 +18,7 @@ imported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache, wraps
@@ -41,6 +41,9 @@ tl = _optional("triton.language")
 HAS_TRITON = triton is not None
 INTERPRETED = HAS_TRITON and bool(triton.knobs.runtime.interpret)
 INTERPRETED_PROGRAMS = 3  # of a persistent kernel under Triton's interpreter: enough to reach every path of it
+
+MOST_COMPILED = 256  # launches that a `PreparedKernel` remembers: of shapes, mostly
+_UNCHANGED: AbstractContextManager[None] = nullcontext()
 
 Launcher = Callable[..., None]
 Traced = Callable[[str, tuple[Any, ...]], None]
@@ -111,10 +114,49 @@ def on_its_device(launcher: Launcher) -> Launcher:
 
 def device_of(*args: Any) -> AbstractContextManager[Any]:
     """Return a context in which the first CUDA tensor's device is current: Triton launches on the current device."""
-    device = next((each.device for each in args if isinstance(each, Tensor) and each.is_cuda), None)
-    if device is None or device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(device)
+    for each in args:
+        if isinstance(each, Tensor) and each.is_cuda:
+            device = each.device
+            return _UNCHANGED if device.index == torch.cuda.current_device() else torch.cuda.device(device)
+    return _UNCHANGED
+
+
+class PreparedKernel:
+    """A kernel with its constants, for tensors of the same dtypes at every launch.
+
+    For each launch Triton derives from all arguments which compiled kernel to use, which takes 20 us of the host. Here
+    a dictionary remembers it, by the device and by what else Triton compiles for: whether addresses are multiples of
+    16, and the values of the numbers. It is launched as in Triton's tutorial "Fused Softmax".
+    """
+
+    def __init__(self, kernel: Any, **constants: Any) -> None:
+        """Remember the arguments of every launch.
+
+        Args:
+            kernel: a function under `jit`, whose parameters are tensors, then numbers, then constants.
+            constants: all of its constants, and Triton's options, such as ``num_warps``.
+        """
+        self._kernel, self._constants = kernel, constants
+        self._compiled: dict[tuple[int, ...], Any] = {}
+        self._values: list[Any] = []  # of the constants, in the order of the kernel's parameters
+
+    def launch(self, grid: tuple[int, int, int], tensors: Sequence[Tensor], numbers: Sequence[int]) -> None:
+        """Launch it on the current device, which is that of the tensors."""
+        addresses = 0
+        for tensor in tensors:
+            addresses |= tensor.data_ptr()
+        key = (tensors[0].get_device(), *numbers)
+        compiled = None if addresses % 16 else self._compiled.get(key)
+        if compiled is not None:
+            compiled[grid](*tensors, *numbers, *self._values)
+            return
+        compiled = self._kernel[grid](*tensors, *numbers, **self._constants)
+        if compiled is None or addresses % 16 or torch.version.hip:  # interpreted; rare; compiled for sizes of tensors
+            return
+        if len(self._compiled) >= MOST_COMPILED:
+            self._compiled.clear()
+        self._values = [self._constants[name] for name in self._kernel.arg_names if name in self._constants]
+        self._compiled[key] = compiled
 
 
 def accumulator(dtype: torch.dtype) -> Any:
@@ -125,6 +167,16 @@ def accumulator(dtype: torch.dtype) -> Any:
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return `accumulator` as a dtype of torch."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def dense_rows_of(tensor: Tensor) -> Tensor:
+    """Return ``tensor [..., width]`` itself if it is contiguous, else `rows_of` it; `row_stride` is right for both."""
+    return tensor if tensor.is_contiguous() else rows_of(tensor)
+
+
+def row_stride(rows: Tensor) -> int:
+    """Return the number of elements from one row to the next of what `dense_rows_of` returned."""
+    return rows.stride(0) if rows.ndim == 2 else rows.shape[-1]
 
 
 def rows_of(tensor: Tensor) -> Tensor:

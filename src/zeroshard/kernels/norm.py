@@ -26,10 +26,13 @@ from torch import Tensor
 from zeroshard.kernels.checks import check_alike, check_device, check_floating
 from zeroshard.kernels.derivatives import once_differentiable
 from zeroshard.kernels.dispatch import Choice, choose
-from zeroshard.kernels.launch import accumulator_dtype, rows_of
+from zeroshard.kernels.launch import accumulator_dtype, dense_rows_of
 from zeroshard.kernels.norm_kernels import norm_backward, norm_forward
 
 MAX_WIDTH = 65536
+MOST_VALID = 256  # combinations of shapes, dtypes and devices that are remembered as valid
+_valid: set[tuple[Any, ...]] = set()
+
 # ---------------------------------------------------------------------------------------------------- reference
 
 
@@ -71,40 +74,38 @@ class _Norm(torch.autograd.Function):
     ) -> Any:
         """x, residual [..., width], weight, bias [width] -> y, or y and h = x + residual, both as x."""
         ctx.set_materialize_grads(False)
-        rows = rows_of(x)
+        rows = dense_rows_of(x)
         weight = None if weight is None else weight.contiguous()
         bias = None if bias is None else bias.contiguous()
-        y = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         summed = None if residual is None else torch.empty_like(y)
-        rstd = torch.empty(rows.shape[0], dtype=accumulator_dtype(x.dtype), device=x.device)
-        mean = torch.empty_like(rstd) if centred else None
-        norm_forward(rows, None if residual is None else rows_of(residual), weight, bias, y, summed, mean, rstd, eps)
-        ctx.save_for_backward(rows if summed is None else summed, weight, mean, rstd)
+        shape = (2 if centred else 1, x.numel() // x.shape[-1])
+        stats = torch.empty(shape, dtype=accumulator_dtype(x.dtype), device=x.device)
+        norm_forward(rows, None if residual is None else dense_rows_of(residual), weight, bias, y, summed, stats, eps)
+        ctx.save_for_backward(rows if summed is None else summed, weight, stats)
         ctx.has_bias, ctx.shape = bias is not None, x.shape
-        if summed is None:
-            return y.view(x.shape)
-        return y.view(x.shape), summed.view(x.shape)
+        return y if summed is None else (y, summed)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, d_summed: Tensor | None = None) -> Any:
         """dy, d_summed [..., width], None if unused -> gradients of x, weight, bias and residual, each if needed."""
-        x, weight, mean, rstd = ctx.saved_tensors
+        x, weight, stats = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, needs_residual = ctx.needs_input_grad[:4]
         if dy is None:  # y was not used
             return d_summed, None, None, d_summed if needs_residual else None, None, None
-        needs_dx = needs_x or needs_residual
-        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_dx else None
-        num_grads = 2 if ctx.has_bias and needs_bias else int(weight is not None and needs_weight)
-        wanted = weight if weight is not None else x
-        grads = torch.empty(num_grads, x.shape[1], dtype=wanted.dtype, device=x.device) if num_grads else None
-        d_rows = None if d_summed is None else rows_of(d_summed)
-        norm_backward(rows_of(dy), d_rows, x, weight, mean, rstd, dx, grads)
-        dx = None if dx is None else dx.view(ctx.shape)
+        dx = torch.empty(ctx.shape, dtype=x.dtype, device=x.device) if needs_x or needs_residual else None
+        needs_bias = ctx.has_bias and needs_bias
+        d_weight = d_bias = None
+        if weight is not None and (needs_weight or needs_bias):
+            d_weight = torch.empty_like(weight)
+            d_bias = torch.empty_like(weight) if needs_bias else None
+        d_rows = None if d_summed is None else dense_rows_of(d_summed)
+        norm_backward(dense_rows_of(dy), d_rows, x, weight, stats, dx, d_weight, d_bias)
         return (
             dx if needs_x else None,
-            grads[0] if grads is not None and needs_weight else None,
-            grads[1] if grads is not None and num_grads > 1 else None,
+            d_weight if needs_weight else None,
+            d_bias,
             dx if needs_residual else None,
             None,
             None,
@@ -174,6 +175,20 @@ def rms_norm(
 
 
 def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> None:
+    """Raise ValueError for arguments that are not as `layer_norm` says; what was valid once is not checked again."""
+    if torch.compiler.is_compiling():  # the compiler would guard on all that `_valid` has
+        _check_each(x, weight, bias, residual)
+        return
+    facts = tuple(None if t is None else (t.shape, t.dtype, t.device) for t in (x, weight, bias, residual))
+    if facts in _valid:
+        return
+    _check_each(x, weight, bias, residual)
+    if len(_valid) >= MOST_VALID:
+        _valid.clear()
+    _valid.add(facts)
+
+
+def _check_each(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> None:
     check_floating("x", x)
     if x.ndim == 0:
         raise ValueError("x: a scalar has no last dimension; give [..., width]")

@@ -1,36 +1,45 @@
 """The Triton kernels of `norm` and their launchers; `norm` has the formulas.
 
-A row is read once and kept in registers; in backward one that is too wide for that is read again from L2. Weight
-gradients: each persistent program sums over its rows in registers and writes one row of partial sums; a second kernel
-adds these rows in order.
+A row is read once and kept in registers; in backward, rows that are too wide for that are read several times within a
+short time, so all but the first come from L2. Weight gradients: programs sum over some rows each and write partial
+sums; a second kernel adds these in order.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from zeroshard.kernels.launch import accumulator, jit, next_power_of_2, num_multiprocessors, opaque, tl
+from zeroshard.kernels.launch import (
+    PreparedKernel,
+    accumulator,
+    jit,
+    next_power_of_2,
+    num_multiprocessors,
+    opaque,
+    row_stride,
+    tl,
+)
 
 HELD = 8192  # widest row that backward keeps in registers, with its gradient and their sums
-REREAD = 16384  # widest row of 2-byte elements whose sums over rows backward keeps in registers, and not the row
-REREAD_STRIP = 4096  # columns of it that are processed at a time
-PART_BYTES = 2**22  # of x and dy in the rows of a part of the weight gradients, for wider rows: several fit in L2
-MAX_PARTS = 512
 STRIP = 8192  # columns of a wider row that are processed at a time for dx
+PART_BYTES = 2**22  # of x and dy in the rows of one part of the weight gradients of wider rows: several parts fit in L2
+MAX_PARTS = 512  # bounds the memory of the parts
 
 # ------------------------------------------------------------------------------------------------------ kernels
 
 
 @jit
 def _forward(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, summed_ptr, mean_ptr, rstd_ptr, num_rows, x_stride,
-    residual_stride, CENTRED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr, EPS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    ACC: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, summed_ptr, stats_ptr, num_rows, x_stride, residual_stride,
+    CENTRED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    EPS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
+    rstd_ptr, mean_ptr = stats_ptr, stats_ptr + num_rows
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)
     mask = (rows < num_rows)[:, None] & (cols < WIDTH)[None, :]
@@ -68,11 +77,12 @@ def _load_rows(
 
 @jit
 def _backward_held(
-    dy_ptr, d_summed_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, parts_ptr, num_rows, dy_stride,
+    dy_ptr, d_summed_ptr, x_ptr, weight_ptr, stats_ptr, dx_ptr, parts_ptr, num_rows, dy_stride,
     d_summed_stride, x_stride, CENTRED: tl.constexpr, HAS_D_SUMMED: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     NEEDS_DX: tl.constexpr, NUM_GRADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
+    rstd_ptr, mean_ptr = stats_ptr, stats_ptr + num_rows
     program = tl.program_id(0).to(tl.int64)
     num_programs = tl.num_programs(0)
     cols = tl.arange(0, BLOCK)
@@ -120,95 +130,6 @@ def _backward_held(
         tl.store(parts_ptr, tl.sum(d_weight, axis=0), mask=cols < WIDTH)
     if NUM_GRADS > 1:
         tl.store(parts_ptr + num_programs.to(tl.int64) * WIDTH, tl.sum(d_bias, axis=0), mask=cols < WIDTH)
-
-
-@jit
-def _sums_of_strip(
-    x, dy, weight_ptr, cols, mean, rstd, CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, WIDTH: tl.constexpr,
-    ACC: tl.constexpr,
-):  # fmt: skip
-    """Return the sums of g z and, if CENTRED, of g over a strip of a row, of x and dy in their own dtypes."""
-    z, g = x.to(ACC), dy.to(ACC)
-    if CENTRED:
-        z = tl.where(cols < WIDTH, z - mean, 0.0)
-    if HAS_WEIGHT:
-        g *= tl.load(weight_ptr + cols, mask=cols < WIDTH, other=0.0).to(ACC)
-    sum_g = tl.sum(g, axis=0) if CENTRED else rstd
-    return tl.sum(g * (z * rstd), axis=0), sum_g
-
-
-@jit
-def _backward_reread(
-    dy_ptr, d_summed_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, parts_ptr, num_rows, dy_stride,
-    d_summed_stride, x_stride, CENTRED: tl.constexpr, HAS_D_SUMMED: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-    NUM_GRADS: tl.constexpr, WIDTH: tl.constexpr, STRIPS: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """For rows of which registers have room for the sums over rows, and not for x and dy beside them.
-
-    A row is read for its two averages, and again, from L1 or L2, for dx: a strip after each strip of the next row.
-    """
-    program = tl.program_id(0).to(tl.int64)
-    num_programs = tl.num_programs(0)
-    d_weight = ()
-    d_bias = ()
-    for _ in tl.static_range(STRIPS):
-        d_weight = d_weight + (tl.zeros((BLOCK,), ACC),)  # noqa: RUF005 -- Triton has no starred ones
-        if NUM_GRADS > 1:
-            d_bias = d_bias + (tl.zeros((BLOCK,), ACC),)  # noqa: RUF005
-    mean_gz = tl.full([], 0.0, ACC)
-    mean_g = tl.full([], 0.0, ACC)
-    rstd = tl.load(rstd_ptr + program)
-    mean = tl.load(mean_ptr + program) if CENTRED else rstd
-    for strip in tl.static_range(STRIPS):
-        cols = strip * BLOCK + tl.arange(0, BLOCK)
-        x_next = tl.load(x_ptr + program * x_stride + cols, mask=cols < WIDTH, other=0.0)
-        dy_next = tl.load(dy_ptr + program * dy_stride + cols, mask=cols < WIDTH, other=0.0)
-        sum_gz, sum_g = _sums_of_strip(x_next, dy_next, weight_ptr, cols, mean, rstd, CENTRED, HAS_WEIGHT, WIDTH, ACC)
-        mean_gz += sum_gz / WIDTH
-        mean_g += sum_g / WIDTH
-    for row in range(program, num_rows, num_programs):
-        after = row + num_programs
-        exists = after < num_rows
-        rstd_next = tl.load(rstd_ptr + after, mask=exists, other=0.0)
-        mean_next = tl.load(mean_ptr + after, mask=exists, other=0.0) if CENTRED else rstd
-        next_gz = tl.full([], 0.0, ACC)
-        next_g = tl.full([], 0.0, ACC)
-        added_weight = ()
-        added_bias = ()
-        for strip in tl.static_range(STRIPS):
-            cols = strip * BLOCK + tl.arange(0, BLOCK)
-            in_row = cols < WIDTH
-            x_next = tl.load(x_ptr + after * x_stride + cols, mask=in_row & exists, other=0.0)
-            dy_next = tl.load(dy_ptr + after * dy_stride + cols, mask=in_row & exists, other=0.0)
-            x = tl.load(x_ptr + row * x_stride + cols, mask=in_row, other=0.0, eviction_policy="evict_first").to(ACC)
-            dy = tl.load(dy_ptr + row * dy_stride + cols, mask=in_row, other=0.0, eviction_policy="evict_first").to(ACC)
-            z = (x - mean) * rstd if CENTRED else x * rstd
-            added_weight = added_weight + (d_weight[strip] + dy * z,)  # noqa: RUF005
-            if NUM_GRADS > 1:
-                added_bias = added_bias + (d_bias[strip] + dy,)  # noqa: RUF005
-            dx = dy
-            if HAS_WEIGHT:
-                dx = dy * tl.load(weight_ptr + cols, mask=in_row, other=0.0).to(ACC)
-            dx = dx - z * mean_gz
-            if CENTRED:
-                dx -= mean_g
-            dx *= rstd
-            if HAS_D_SUMMED:
-                dx += tl.load(d_summed_ptr + row * d_summed_stride + cols, mask=in_row, other=0.0).to(ACC)
-            tl.store(dx_ptr + row * WIDTH + cols, dx.to(dx_ptr.dtype.element_ty), mask=in_row)
-            sum_gz, sum_g = _sums_of_strip(
-                x_next, dy_next, weight_ptr, cols, mean_next, rstd_next, CENTRED, HAS_WEIGHT, WIDTH, ACC
-            )
-            next_gz += sum_gz / WIDTH
-            next_g += sum_g / WIDTH
-        d_weight = added_weight
-        d_bias = added_bias
-        mean_gz, mean_g, rstd, mean = next_gz, next_g, rstd_next, mean_next
-    for strip in tl.static_range(STRIPS):
-        cols = strip * BLOCK + tl.arange(0, BLOCK)
-        tl.store(parts_ptr + program * WIDTH + cols, d_weight[strip], mask=cols < WIDTH)
-        if NUM_GRADS > 1:
-            tl.store(parts_ptr + (num_programs + program) * WIDTH + cols, d_bias[strip], mask=cols < WIDTH)
 
 
 @jit
@@ -277,7 +198,7 @@ def _write_part(
 
 @jit
 def _backward_wide(
-    dy_ptr, d_summed_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, parts_ptr, num_rows, num_parts, part_rows,
+    dy_ptr, d_summed_ptr, x_ptr, weight_ptr, stats_ptr, dx_ptr, parts_ptr, num_rows, num_parts, part_rows,
     dy_stride, d_summed_stride, x_stride, CENTRED: tl.constexpr, HAS_D_SUMMED: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, NEEDS_DX: tl.constexpr, NUM_GRADS: tl.constexpr, WIDTH: tl.constexpr,
     STRIP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
@@ -286,6 +207,7 @@ def _backward_wide(
 
     The programs of a group run at about the same time, so the second ones find x and dy in L2.
     """
+    rstd_ptr, mean_ptr = stats_ptr, stats_ptr + num_rows
     num_dx = part_rows if NEEDS_DX else 0
     num_programs = num_dx + (tl.cdiv(WIDTH, BLOCK) if NUM_GRADS > 0 else 0)
     program = tl.program_id(0).to(tl.int64)
@@ -308,18 +230,22 @@ def _backward_wide(
 
 @jit
 def _add_parts(
-    parts_ptr, grads_ptr, num_parts, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
+    parts_ptr, d_weight_ptr, d_bias_ptr, num_parts, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
-    """grads[i] = sum over p of parts[i, p], in the order of p."""
-    grad = tl.program_id(1).to(tl.int64)
+    """Write d_weight, and d_bias in the programs whose second index is 1: sum over p of parts[i, p], in p's order."""
+    index = tl.program_id(1).to(tl.int64)
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((ROWS, BLOCK), ACC)
     for start in range(0, num_parts, ROWS):
         rows = start + tl.arange(0, ROWS)
         mask = (rows < num_parts)[:, None] & (cols < WIDTH)[None, :]
-        total += tl.load(parts_ptr + (grad * num_parts + rows[:, None]) * WIDTH + cols[None, :], mask=mask, other=0.0)
-    total = tl.sum(total, axis=0).to(grads_ptr.dtype.element_ty)
-    tl.store(grads_ptr + grad * WIDTH + cols, total, mask=cols < WIDTH)
+        total += tl.load(parts_ptr + (index * num_parts + rows[:, None]) * WIDTH + cols[None, :], mask=mask, other=0.0)
+    total = tl.sum(total, axis=0).to(d_weight_ptr.dtype.element_ty)
+    if index == 0:
+        tl.store(d_weight_ptr + cols, total, mask=cols < WIDTH)
+    else:
+        tl.store(d_bias_ptr + cols, total, mask=cols < WIDTH)
 
 
 # ---------------------------------------------------------------------------------------------------- launchers
@@ -344,7 +270,20 @@ def tile_for(width: int, numel: int, per_thread: int) -> Tile:
     return Tile(rows, block, max(1, min(16, rows * block // (32 * per_thread))))
 
 
-@opaque("norm_forward", "y", "summed", "mean", "rstd")
+@lru_cache(maxsize=256)
+def _prepared_forward(
+    width: int, dtypes: tuple[torch.dtype, ...], centred: bool, residual: bool, weight: bool, bias: bool, eps: float
+) -> tuple[PreparedKernel, int]:
+    """Return the kernel, and the rows that a program of it takes; tensors have ``dtypes``: x, and the weight or x."""
+    tile = tile_for(width, numel=4096, per_thread=32)
+    kernel = PreparedKernel(
+        _forward, CENTRED=centred, HAS_RESIDUAL=residual, HAS_WEIGHT=weight, HAS_BIAS=bias, EPS=eps, WIDTH=width,
+        ROWS=tile.rows, BLOCK=tile.block, ACC=accumulator(dtypes[0]), num_warps=tile.num_warps,
+    )  # fmt: skip
+    return kernel, tile.rows
+
+
+@opaque("norm_forward", "y", "summed", "stats")
 def norm_forward(
     x: Tensor,
     residual: Tensor | None,
@@ -352,84 +291,106 @@ def norm_forward(
     bias: Tensor | None,
     y: Tensor,
     summed: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
+    stats: Tensor,
     eps: float,
 ) -> None:
-    """x, residual [rows, width] with strided rows; y, summed contiguous; mean (None: rms_norm) and rstd [rows]."""
-    num_rows, width = x.shape
+    """x, residual as `dense_rows_of` returns them; y, summed contiguous; stats [1 or 2, rows]: 1 / deviation, mean.
+
+    One row of stats is rms_norm, two are layer_norm. residual, y and summed have x's dtype, bias has weight's.
+    """
+    num_rows = stats.shape[1]
     if num_rows == 0:
         return
-    flags = {
-        "CENTRED": mean is not None,
-        "HAS_RESIDUAL": residual is not None,
-        "HAS_WEIGHT": weight is not None,
-        "HAS_BIAS": bias is not None,
-        "EPS": eps,
-        "WIDTH": width,
-        "ACC": accumulator(x.dtype),
-    }
+    vector = _or(weight, x)
+    kernel, rows = _prepared_forward(
+        x.shape[-1], (x.dtype, vector.dtype), len(stats) == 2, residual is not None, weight is not None,
+        bias is not None, eps,
+    )  # fmt: skip
     # The pointer of an absent tensor is never read: any valid pointer replaces it.
-    tensors = (x, _or(residual, x), _or(weight, x), _or(bias, x), y, _or(summed, y), _or(mean, rstd), rstd)
-    strides = (x.stride(0), _or(residual, x).stride(0))
-    tile = tile_for(width, numel=4096, per_thread=32)
-    grid = (-(-num_rows // tile.rows),)
-    _forward[grid](*tensors, num_rows, *strides, **flags, ROWS=tile.rows, BLOCK=tile.block, num_warps=tile.num_warps)
+    tensors = (x, _or(residual, x), vector, _or(bias, vector), y, _or(summed, y), stats)
+    kernel.launch((-(-num_rows // rows), 1, 1), tensors, (num_rows, row_stride(x), row_stride(tensors[1])))
 
 
-@opaque("norm_backward", "dx", "grads")
+@lru_cache(maxsize=256)
+def _prepared_backward(
+    width: int, dtypes: tuple[torch.dtype, ...], centred: bool, d_summed: bool, weight: bool, dx: bool, num_grads: int
+) -> tuple[PreparedKernel, Tile]:
+    """Return the kernel and its tile; tensors have ``dtypes``: x, and those of `norm_backward` that are not x's."""
+    tile = tile_for(width, numel=2048, per_thread=16)
+    kernel = PreparedKernel(
+        _backward_held, CENTRED=centred, HAS_D_SUMMED=d_summed, HAS_WEIGHT=weight, NEEDS_DX=dx, NUM_GRADS=num_grads,
+        WIDTH=width, ROWS=tile.rows, BLOCK=tile.block, ACC=accumulator(dtypes[0]), num_warps=tile.num_warps,
+        num_stages=1,  # the kernel prefetches itself
+    )  # fmt: skip
+    return kernel, tile
+
+
+@lru_cache(maxsize=256)
+def _prepared_sum(width: int, dtypes: tuple[torch.dtype, ...]) -> PreparedKernel:
+    """Return the kernel that adds parts of weight gradients; ``dtypes``: x's and the weight's."""
+    return PreparedKernel(_add_parts, WIDTH=width, ROWS=32, BLOCK=64, ACC=accumulator(dtypes[0]))
+
+
+@opaque("norm_backward", "dx", "d_weight", "d_bias")
 def norm_backward(
     dy: Tensor,
     d_summed: Tensor | None,
     x: Tensor,
     weight: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
+    stats: Tensor,
     dx: Tensor | None,
-    grads: Tensor | None,
+    d_weight: Tensor | None,
+    d_bias: Tensor | None,
 ) -> None:
-    """dy, d_summed, x [rows, width] with strided rows; dx contiguous; grads [1 or 2, width]: of weight, of bias."""
-    num_rows, width = x.shape
+    """dy, d_summed, x as `dense_rows_of` returns them, stats as in `norm_forward`; dx, d_weight, d_bias contiguous.
+
+    dx has x's dtype. d_bias is given only together with d_weight, and both have weight's dtype.
+    """
+    num_rows, width = stats.shape[1], x.shape[-1]
     if num_rows == 0:
-        if grads is not None:
-            grads.zero_()
+        for grad in (d_weight, d_bias):
+            if grad is not None:
+                grad.zero_()
         return
-    num_grads = 0 if grads is None else grads.shape[0]
-    acc = accumulator(x.dtype)
-    saved = (x, _or(weight, x), _or(mean, rstd), rstd)
-    common = {"CENTRED": mean is not None, "WIDTH": width, "ACC": acc}
-    flags = {"HAS_D_SUMMED": d_summed is not None, "HAS_WEIGHT": weight is not None}
-    strides = (dy.stride(0), _or(d_summed, dy).stride(0), x.stride(0))
-    tensors = (dy, _or(d_summed, dy), *saved, _or(dx, dy))
+    num_grads = int(d_weight is not None) + int(d_bias is not None)
+    centred, vector, d_h = len(stats) == 2, _or(weight, x), _or(d_summed, dy)
+    tensors = (dy, d_h, x, vector, stats, _or(dx, dy))
+    strides = (row_stride(dy), row_stride(d_h), row_stride(x))
     if width <= HELD:
-        tile = tile_for(width, numel=2048, per_thread=16)
+        dtypes = (x.dtype, dy.dtype, d_h.dtype, vector.dtype)
+        kernel, tile = _prepared_backward(
+            width, dtypes, centred, d_summed is not None, weight is not None, dx is not None, num_grads
+        )
         # As many programs as fit in a multiprocessor's registers, at 128 (8 warps and more) to 160 registers a thread.
         most = num_multiprocessors(x.device) * {16: 1, 8: 2, 4: 3}.get(tile.num_warps, 6)
         num_parts = min(-(-num_rows // tile.rows), most)
-        parts = torch.empty(num_grads, num_parts, width, dtype=rstd.dtype, device=x.device)
-        _backward_held[(num_parts,)](
-            *tensors, parts if num_grads else rstd, num_rows, *strides, **common, **flags, NEEDS_DX=dx is not None,
-            NUM_GRADS=num_grads, ROWS=tile.rows, BLOCK=tile.block, num_warps=tile.num_warps,
-            num_stages=1,  # the kernel prefetches itself
-        )  # fmt: skip
-    elif width <= REREAD and x.element_size() == 2 and dx is not None and num_grads > 0:
-        num_parts = min(num_rows, num_multiprocessors(x.device))
-        parts = torch.empty(num_grads, num_parts, width, dtype=rstd.dtype, device=x.device)
-        _backward_reread[(num_parts,)](
-            *tensors, parts, num_rows, *strides, **common, **flags, NUM_GRADS=num_grads,
-            STRIPS=-(-width // REREAD_STRIP), BLOCK=REREAD_STRIP, num_warps=16, num_stages=1,
-        )  # fmt: skip
+        parts = torch.empty(num_grads, num_parts, width, dtype=stats.dtype, device=x.device) if num_grads else stats
+        kernel.launch((num_parts, 1, 1), (*tensors, parts), (num_rows, *strides))
     else:
-        part_rows = max(1, PART_BYTES // (2 * width * x.element_size()), -(-num_rows // MAX_PARTS))
-        num_parts = -(-num_rows // part_rows)
-        num_programs = (part_rows if dx is not None else 0) + (-(-width // 1024) if num_grads else 0)
-        parts = torch.empty(num_grads, num_parts, width, dtype=rstd.dtype, device=x.device)
-        _backward_wide[(num_parts * num_programs,)](
-            *tensors, parts if num_grads else rstd, num_rows, num_parts, part_rows, *strides, **common, **flags,
-            NEEDS_DX=dx is not None, NUM_GRADS=num_grads, STRIP=STRIP, ROWS=4, BLOCK=1024, num_warps=16,
-        )  # fmt: skip
-    if grads is not None:
-        _add_parts[(-(-width // 64), num_grads)](parts, grads, num_parts, WIDTH=width, ROWS=32, BLOCK=64, ACC=acc)
+        flags = {"HAS_D_SUMMED": d_summed is not None, "HAS_WEIGHT": weight is not None, "CENTRED": centred}
+        shapes = {"WIDTH": width, "NUM_GRADS": num_grads, "ACC": accumulator(x.dtype)}
+        parts, num_parts = _launch_wide(tensors, strides, num_rows, dx is not None, {**flags, **shapes})
+    if d_weight is not None:
+        grid = (-(-width // 64), num_grads, 1)
+        added = _prepared_sum(width, (x.dtype, d_weight.dtype))
+        added.launch(grid, (parts, d_weight, _or(d_bias, d_weight)), (num_parts,))
+
+
+def _launch_wide(
+    tensors: tuple[Tensor, ...], strides: tuple[int, ...], num_rows: int, needs_dx: bool, constants: dict[str, Any]
+) -> tuple[Tensor, int]:
+    """Launch the kernel for rows wider than `HELD`; return parts of the weight gradients, and how many there are."""
+    x, stats = tensors[2], tensors[4]
+    num_grads, width = constants["NUM_GRADS"], constants["WIDTH"]
+    part_rows = max(1, PART_BYTES // (2 * width * x.element_size()), -(-num_rows // MAX_PARTS))
+    num_parts = -(-num_rows // part_rows)
+    parts = torch.empty(num_grads, num_parts, width, dtype=stats.dtype, device=x.device) if num_grads else stats
+    num_programs = (part_rows if needs_dx else 0) + (-(-width // 1024) if num_grads else 0)
+    _backward_wide[(num_parts * num_programs,)](
+        *tensors, parts, num_rows, num_parts, part_rows, *strides, **constants, NEEDS_DX=needs_dx, STRIP=STRIP,
+        ROWS=4, BLOCK=1024, num_warps=16,
+    )  # fmt: skip
+    return parts, num_parts
 
 
 def _or(tensor: Tensor | None, instead: Tensor) -> Tensor:
