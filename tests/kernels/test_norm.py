@@ -180,7 +180,7 @@ def test_each_gradient_is_the_same_when_it_is_the_only_one(needed, triton, rando
     single = {name: tensor.detach().requires_grad_(name == needed) for name, tensor in given.items()}
     alone = torch.autograd.grad(ours("layer_norm", None, **single), single[needed], grads)[0]
     if alone.device.type == "cuda" and needed in ("weight", "bias"):
-        assert_near(alone, together.double())  # summed by as many programs as there are multiprocessors
+        assert_near(alone, together.double())  # by another compiled kernel, which writes no gradient of x
     else:
         assert torch.equal(alone, together)
 
