@@ -81,10 +81,17 @@ class Encoder:
 
     def __call__(self, task: Task) -> Encoded:
         """Return the ids of a task; raise UserError if the corpus cannot be read."""
-        if not isinstance(task, Part):
-            return self._of_pieces(task)
-        todo = "run the same command again: it goes on from here"
-        return patiently(lambda: self._of_part(task), task.file.path, todo)
+        if isinstance(task, Part):
+            todo = "run the same command again: it goes on from here"
+            return patiently(lambda: self._of_part(task), task.file.path, todo)
+        ids: dict[str, list[NDArray[np.int64]]] = {split: [] for split in SPLITS}
+        for piece in task:
+            if piece.begins:
+                ids[piece.split].append(begin_ids(self._tokenizer))
+            ids[piece.split].append(self._tokenizer.encode_piece(piece.text))
+            if piece.ends:
+                ids[piece.split].append(end_ids(self._tokenizer, ends_line=piece.ends_line))
+        return Encoded(self._joined(ids), 0, sum(len(piece.text.encode()) for piece in task))
 
     def close(self) -> None:
         """Close the file that was read last."""
@@ -102,16 +109,6 @@ class Encoder:
             self._reader.close()  # a retry opens the file again
             raise
         return Encoded(self._joined(ids), num_documents, part.num_before + self._reader.position(part))
-
-    def _of_pieces(self, pieces: list[Piece]) -> Encoded:
-        ids: dict[str, list[NDArray[np.int64]]] = {split: [] for split in SPLITS}
-        for piece in pieces:
-            if piece.begins:
-                ids[piece.split].append(begin_ids(self._tokenizer))
-            ids[piece.split].append(self._tokenizer.encode_piece(piece.text))
-            if piece.ends:
-                ids[piece.split].append(end_ids(self._tokenizer, ends_line=piece.ends_line))
-        return Encoded(self._joined(ids), 0, sum(len(piece.text.encode()) for piece in pieces))
 
     def _joined(self, ids: dict[str, list[NDArray[np.int64]]]) -> dict[str, NDArray[np.unsignedinteger]]:
         none = np.empty(0, self._dtype)

@@ -109,7 +109,15 @@ def facts_of(path: str) -> FileFacts:
             num_bytes = Path(path).stat().st_size
         if num_bytes == 0:
             raise UserError("data.path", f"{path} is empty", "leave it out or give a file with text")
-        return FileFacts(path, num_bytes, version or _edges(path, num_bytes))
+        if not version:
+            digest = hashlib.sha256(str(num_bytes).encode())
+            with open_binary(path) as file:
+                digest.update(file.read(EDGE_BYTES))
+                if num_bytes > EDGE_BYTES:
+                    file.seek(max(EDGE_BYTES, num_bytes - EDGE_BYTES))
+                    digest.update(file.read())
+            version = digest.hexdigest()
+        return FileFacts(path, num_bytes, version)
     except FileNotFoundError:
         raise UserError("data.path", f"{path} does not exist", "check the path") from None
     except Exception as error:
@@ -126,7 +134,13 @@ def answers(address: str, field: str, todo: str, *, timeout_s: float = 5.0) -> N
     """
 
     def ask() -> None:
-        request = urllib.request.Request(address, method="HEAD", headers=_HEADERS | _authorization(address))
+        headers = dict(_HEADERS)
+        if find_spec("huggingface_hub") is not None:
+            from huggingface_hub import constants, get_token
+
+            if address.startswith(constants.ENDPOINT + "/") and (token := get_token()):
+                headers["Authorization"] = f"Bearer {token}"  # for the hub alone
+        request = urllib.request.Request(address, method="HEAD", headers=headers)
         try:
             urllib.request.urlopen(request, timeout=timeout_s).close()
         except urllib.error.HTTPError as error:
@@ -225,26 +239,6 @@ def _filesystem(path: str) -> tuple[Any, str]:
         limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S)
         options = {"client_kwargs": {"timeout": limits, "headers": _HEADERS}}
     return fsspec.core.url_to_fs(path, **options)
-
-
-def _authorization(address: str) -> dict[str, str]:
-    """Return the user's token for the hub; nothing for any other server."""
-    if find_spec("huggingface_hub") is None:
-        return {}
-    from huggingface_hub import constants, get_token
-
-    token = get_token()
-    return {"Authorization": f"Bearer {token}"} if token and address.startswith(constants.ENDPOINT + "/") else {}
-
-
-def _edges(path: str, num_bytes: int) -> str:
-    digest = hashlib.sha256(str(num_bytes).encode())
-    with open_binary(path) as file:
-        digest.update(file.read(EDGE_BYTES))
-        if num_bytes > EDGE_BYTES:
-            file.seek(max(EDGE_BYTES, num_bytes - EDGE_BYTES))
-            digest.update(file.read())
-    return digest.hexdigest()
 
 
 def _reason(error: BaseException) -> str:

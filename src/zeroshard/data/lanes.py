@@ -161,7 +161,10 @@ class Lanes:
                 message += _packed(number, *future.result())
         except Exception as error:  # noqa: BLE001 -- raised below, once the other ranks know
             failure = error
-            message = _FAILED + json.dumps(_describe(error)).encode()
+            told = "", f"{type(error).__name__}: {error}", ""
+            if isinstance(error, UserError):
+                told = error.field, error.what, error.todo
+            message = _FAILED + json.dumps(told).encode()
         self._ahead.clear()
         messages = self._gather(message) if self._gather else [message]
         if failure is not None:
@@ -288,9 +291,3 @@ def _lanes_in(message: bytes, dtype: np.dtype[np.unsignedinteger]) -> dict[int, 
         found[number] = ids, Place(part, document) if part >= 0 else None
         at += num_bytes
     return found
-
-
-def _describe(error: Exception) -> tuple[str, str, str]:
-    if isinstance(error, UserError):
-        return error.field, error.what, error.todo
-    return "", f"{type(error).__name__}: {error}", ""

@@ -28,7 +28,6 @@ from zeroshard.errors import UserError, shown, unknown_name
 from zeroshard.regular_files import read_bytes, require_regular
 
 if TYPE_CHECKING:
-    import tiktoken
     import tokenizers
 
 _JSON_BYTES = 1 << 30  # limit for a tokenizer.json; those with 256,000 entries have 33 MB
@@ -127,7 +126,16 @@ class TiktokenTokenizer:
 
     def __init__(self, name: str = "gpt2", timeout_s: float = 20.0) -> None:
         self.name = name
-        self._encoding = _load_tiktoken(name, timeout_s)
+        try:
+            import tiktoken
+        except ImportError:
+            raise UserError("data.tokenizer", f"{name} needs the package tiktoken", "pip install tiktoken") from None
+        try:
+            self._encoding = within(timeout_s, lambda: tiktoken.get_encoding(name))
+        except (OSError, ValueError) as error:  # no answer, no connection; a table with the wrong checksum
+            why = f"no answer in {timeout_s:g} s" if isinstance(error, TimeoutError) else type(error).__name__
+            todo = "go online once, or use bytes or bpe:N"
+            raise UserError("data.tokenizer", f"the tables of {name} cannot be fetched ({why})", todo) from None
         self.vocab_size, self.eos_id = self._encoding.n_vocab, self._encoding.eot_token
         self.stop_ids = (self.eos_id,)
 
@@ -155,21 +163,6 @@ class TiktokenTokenizer:
     def decode(self, ids: Ids) -> str:
         """Return the text of ids."""
         return self._encoding.decode(np.asarray(ids, dtype=np.int64).tolist())
-
-
-def _load_tiktoken(name: str, timeout_s: float) -> tiktoken.Encoding:
-    try:
-        import tiktoken
-    except ImportError:
-        raise UserError("data.tokenizer", f"{name} needs the package tiktoken", "pip install tiktoken") from None
-    try:
-        return within(timeout_s, lambda: tiktoken.get_encoding(name))
-    except TimeoutError:
-        why = f"no answer in {timeout_s:g} s"
-    except (OSError, ValueError) as error:  # no connection; a table with the wrong checksum
-        why = type(error).__name__
-    todo = "go online once, or use bytes or bpe:N"
-    raise UserError("data.tokenizer", f"the tables of {name} cannot be fetched ({why})", todo)
 
 
 class BpeTokenizer:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from zeroshard import checkpoint
 from zeroshard.comm import Communicator, LocalCommunicator
 from zeroshard.data import Tokenizer, load_tokenizer, read_meta
-from zeroshard.data.chat_templates import ChatTemplate, find_template, has_template
+from zeroshard.data.chat_templates import find_template, has_template
 from zeroshard.data.examples.encode import ExampleEncoder
 from zeroshard.data.examples.texts import ExampleText
 from zeroshard.data.joining import prompt_ids
@@ -325,8 +325,14 @@ def chat_of(config: GenerateConfig, tokenizer: Tokenizer) -> Chat:
     """
     messages = [{"role": "system", "content": config.system}] if config.system else []
     messages.append({"role": "user", "content": config.message})
+    run = Path(config.run)
+    folders = [tokenizer_folder(run), kept_folder(run), run]
+    if is_hugging_face(config.run):
+        folders = [file.parent for file in text_files(source_of(config.run))[:1]]
+    # the template that is named, else the run's, else that of the model that the run was started from
+    found = next((folder for folder in folders if has_template(folder)), folders[-1] if folders else run)
     try:
-        template = _template(config)
+        template = find_template(config.template, f"json:{found / TOKENIZER_FILE}")
         text = template.render(messages, "--message", add_generation_prompt=True)
         answered = template.render([*messages, {"role": "assistant", "content": _ANSWER}], "--message")
     except UserError as error:
@@ -351,17 +357,6 @@ def until(pieces: Iterable[str], end: str) -> Iterator[str]:
         yield held[: len(held) - num_held]
         held = held[len(held) - num_held :]
     yield held
-
-
-def _template(config: GenerateConfig) -> ChatTemplate:
-    """The template that ``config`` names, else the run's, else that of the model that the run was started from."""
-    if is_hugging_face(config.run):
-        files = text_files(source_of(config.run))
-        folders = [files[0].parent] if files else []
-    else:
-        folders = [tokenizer_folder(Path(config.run)), kept_folder(Path(config.run)), Path(config.run)]
-    found = next((folder for folder in folders if has_template(folder)), folders[-1] if folders else Path(config.run))
-    return find_template(config.template, f"json:{found / TOKENIZER_FILE}")
 
 
 class WeightsOnly:

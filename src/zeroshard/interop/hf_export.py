@@ -113,7 +113,12 @@ def _describe(draft: Path, source: _Source, dtype: str) -> None:
             return
         seq_len = model.config.seq_len
     else:
-        marks = {"eos_id": tokenizer.eos_id, "bos_id": _bos_id(tokenizer, source.run)} if tokenizer else {}
+        marks: dict[str, int | None] = {}
+        if tokenizer:
+            # The id that begins a text: as the tokenizer puts it there, else the one that the run knows by name.
+            named = special_tokens_of(tokenizer_folder(source.run)).named.get("bos_token")
+            begin = tokenizer.id_of(named) if named and isinstance(tokenizer, BpeTokenizer) else None
+            marks = {"eos_id": tokenizer.eos_id, "bos_id": next(iter(tokenizer.around[0]), begin)}
         _write_json(draft / "config.json", hf_config(model, dtype=dtype, **marks))
         seq_len = model.seq_len
     if tokenizer:
@@ -195,14 +200,6 @@ def _streamed(reader: ShardReader, weight: HFWeight, kind: str, dtype: torch.dty
         yield reader.read(weight.name, kind, (0, numel)).view(weight.shape).t()
 
     return StreamedTensor(weight.hf_name, dtype, weight.hf_shape, transpose if weight.transposed else parts)
-
-
-def _bos_id(tokenizer: Tokenizer, run: Path) -> int | None:
-    """Return the id that begins a text: as the tokenizer puts it there, else the one that the run knows by name."""
-    if tokenizer.around[0]:
-        return tokenizer.around[0][0]
-    named = special_tokens_of(tokenizer_folder(run)).named.get("bos_token")
-    return tokenizer.id_of(named) if named and isinstance(tokenizer, BpeTokenizer) else None
 
 
 def _write_tokenizer(folder: Path, tokenizer: Tokenizer, seq_len: int, run: Path) -> None:

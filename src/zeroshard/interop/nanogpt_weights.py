@@ -8,6 +8,7 @@ are not imported.
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -99,11 +100,18 @@ class _Weights:
     def __init__(self, path: Path, config: GPT2Config, found: Mapping[str, Tensor]) -> None:
         with torch.device("meta"):
             wanted = {name: param.shape for name, param in GPT2(config).named_parameters()}
-        if not all(isinstance(name, str) and _is_weight(tensor) for name, tensor in found.items()):
+        if not all(
+            isinstance(name, str)
+            and isinstance(tensor, Tensor)
+            and tensor.is_floating_point()
+            and tensor.layout == torch.strided
+            for name, tensor in found.items()
+        ):
             raise UserError("source", f"{path}: `model` holds more than weights by name", "give a ckpt.pt of nanoGPT")
         self._tensors: dict[str, Tensor] = {}
         for name, tensor in found.items():
-            ours = _our_name(name)
+            # prefixes of torch.compile and of nanoGPT
+            ours = re.sub(r"^h\.", "blocks.", name.removeprefix("_orig_mod.").removeprefix("transformer."))
             if ours.endswith(".attn.bias"):  # the causal mask, which its models kept among their weights
                 continue
             kept = self._tensors.setdefault("wte.weight" if ours == "lm_head.weight" else ours, tensor)
@@ -126,15 +134,6 @@ class _Weights:
     def tied_names(self) -> dict[str, str]:
         """Return the names of the output head and of the embedding that it is tied to."""
         return {"lm_head.weight": "wte.weight"}
-
-
-def _is_weight(found: Any) -> bool:
-    return isinstance(found, Tensor) and found.is_floating_point() and found.layout == torch.strided
-
-
-def _our_name(name: str) -> str:
-    name = name.removeprefix("_orig_mod.").removeprefix("transformer.")  # prefixes of torch.compile and of nanoGPT
-    return f"blocks.{name.removeprefix('h.')}" if name.startswith("h.") else name
 
 
 def _keep_tokenizer(folder: Path, vocab_size: int, path: Path) -> str:

@@ -20,7 +20,7 @@ all-reduce the maximum of an overflow flag.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
@@ -77,7 +77,10 @@ class LossScaler:
             Whether no gradient is NaN/Inf on any rank; the same on all ranks. If False, do not step.
         """
         by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for grad in _local_grads(optimizer):
+        params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+        for param in params:
+            # Of a `DTensor` its local part; importing the class, to recognise it, takes most of a second.
+            grad = param.grad.to_local() if hasattr(param.grad, "to_local") else param.grad
             by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
         overflowed = torch.zeros(1, device=self.comm.control_device)
         for (device, _), grads in by_kind.items():
@@ -126,14 +129,3 @@ class LossScaler:
         self.scale = float(state["scale"])
         self._num_since_overflow = int(state["num_since_overflow"])
         self.num_skipped = int(state["num_skipped"])
-
-
-def _local_grads(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield the gradients of ``optimizer``'s parameters; of a `DTensor` its local part.
-
-    A `DTensor` is recognised by its method, because importing the class takes most of a second.
-    """
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.grad is not None:
-                yield param.grad.to_local() if hasattr(param.grad, "to_local") else param.grad

@@ -62,7 +62,13 @@ class Fsdp2:
         self.comm: Communicator = setup.comm or TorchCommunicator()
         require_group(self.comm, "fsdp2")
         model = setup.model
-        on_meta = _is_on_meta(model)
+        on_meta = any(param.is_meta for param in model.parameters())
+        if on_meta and not all(param.is_meta for param in model.parameters()):
+            raise ValueError(
+                "some parameters are on the meta device and some are not: build all of them on one or the other"
+            )
+        if any(buffer.is_meta for buffer in model.buffers()):
+            raise ValueError("a buffer is on the meta device; build buffers on a real one")
         if on_meta and setup.init is None:
             raise ValueError("init: the model has parameters on the meta device; give a function that fills them")
         device = setup.device or next(model.parameters()).device
@@ -311,17 +317,6 @@ def _policy(compute_dtype: torch.dtype, *, cast_inputs: bool) -> MixedPrecisionP
     if compute_dtype == torch.float32:
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=cast_inputs)
-
-
-def _is_on_meta(model: nn.Module) -> bool:
-    on_meta = [param.is_meta for param in model.parameters()]
-    if any(on_meta) and not all(on_meta):
-        raise ValueError(
-            "some parameters are on the meta device and some are not: build all of them on one or the other"
-        )
-    if any(buffer.is_meta for buffer in model.buffers()):
-        raise ValueError("a buffer is on the meta device; build buffers on a real one")
-    return any(on_meta)
 
 
 def _whole(name: str, kind: str, tensor: Tensor) -> NamedShard:

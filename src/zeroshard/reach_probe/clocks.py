@@ -42,6 +42,10 @@ class _Number(NamedTuple):
     def value(self) -> float:
         return float(self.container[self.key])
 
+    @property
+    def is_whole(self) -> bool:
+        return self.value == self.value // 1 and not isinstance(self.container[self.key], Tensor)
+
     def advance(self, amount: int) -> None:
         value = self.container[self.key]
         self.container[self.key] = value + amount
@@ -84,7 +88,7 @@ class Clocks:
         values = {
             int(number.value)
             for number in _numbers(optimizer)
-            if not self._counting.get(number.where) and number.where[0] != "state" and _is_whole(number)
+            if not self._counting.get(number.where) and number.where[0] != "state" and number.is_whole
         }
         return sorted(value for value in values if AROUND < value <= MOST)[:MOST_SETTINGS]
 
@@ -132,10 +136,6 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**53
-
-
-def _is_whole(number: _Number) -> bool:
-    return number.value == number.value // 1 and not isinstance(number.container[number.key], Tensor)
 
 
 def _is_plain(value: Any, depth: int) -> bool:

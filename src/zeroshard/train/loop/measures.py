@@ -24,7 +24,6 @@ from zeroshard.parallel import Strategy
 from zeroshard.profiling.memory import (
     COMM_BUFFERS,
     AllocationRecorder,
-    Bytes,
     ThreePoints,
     held_bytes,
     in_order,
@@ -109,7 +108,7 @@ class Measures:
         found: dict[str, Any] = {"memory_points_bytes": self._points.bytes}
         if self._device.type == "cuda" and self._num_steps > PEAK_STEP:
             self.peak_bytes = torch.cuda.max_memory_allocated(self._device)
-            found["allocator_bytes"] = reconciled(self._held())
+            found["allocator_bytes"] = reconciled(held_bytes(self._holdings()) or dict(self._strategy.memory_bytes()))
         if self._peak:
             found["memory_peak"] = self._peak
         if self._num_timed:
@@ -127,9 +126,6 @@ class Measures:
     def _holdings(self) -> Iterable[tuple[str, str, torch.Tensor]]:
         holdings = getattr(self._strategy, "holdings", None)
         return holdings() if holdings is not None else ()
-
-    def _held(self) -> Bytes:
-        return held_bytes(self._holdings()) or dict(self._strategy.memory_bytes())
 
     @contextmanager
     def _recorded(self) -> Generator[None]:

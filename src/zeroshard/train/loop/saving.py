@@ -8,7 +8,7 @@ could not save its last state, or if the newest checkpoint was removed from the 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
 from zeroshard.checkpoint import BEST, BackgroundSaver, Keep, Saved, is_complete, name_best, step_name
@@ -121,8 +121,12 @@ class Saving:
         self._num_complete += 1
         if saved.warning:
             self._say(f"warning: step {saved.step}: {saved.warning}")
+        num_bytes = None  # of all ranks
+        if self._run.observers:
+            with suppress(OSError):  # files cannot be read any more
+                num_bytes = sum(file.stat().st_size for file in saved.path.glob("*.safetensors"))
         facts = {
-            "num_bytes": _bytes_of_all_ranks(saved.path) if self._run.observers else None,
+            "num_bytes": num_bytes,
             "num_copied_bytes": saved.num_copied_bytes,
             "stall_s": saved.stall_s,
             "total_s": saved.total_s,
@@ -143,14 +147,6 @@ class Saving:
     def _say(self, line: str) -> None:
         if self._run.strategy.comm.rank == 0:
             print(line, file=sys.stderr, flush=True)
-
-
-def _bytes_of_all_ranks(path: Path) -> int | None:
-    """Total bytes of a complete checkpoint's tensor files; None if they cannot be read any more."""
-    try:
-        return sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    except OSError:
-        return None
 
 
 def position(run: Run, step: int) -> dict[str, Any]:

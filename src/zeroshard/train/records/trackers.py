@@ -52,7 +52,7 @@ class TensorBoardTracker:
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self._writer = SummaryWriter(str(self._folder))
-        self._writer.add_text("config", "\n".join(f"    {line}" for line in _lines(facts)))
+        self._writer.add_text("config", "\n".join(f"    {key} = {value}" for key, value in facts.items()))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Write one scalar per value."""
@@ -254,7 +254,3 @@ def _run_id(folder: Path) -> str:
     if not kept.exists():
         kept.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
     return read_text(kept)
-
-
-def _lines(facts: Mapping[str, Any]) -> list[str]:
-    return [f"{key} = {value}" for key, value in facts.items()]

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from zeroshard import checkpoint
 from zeroshard.comm import Communicator, ObservedCommunicator
@@ -25,7 +24,6 @@ from zeroshard.kernels import describe
 from zeroshard.launch.environment import World, num_restarts, world_from_env
 from zeroshard.models import LanguageModel
 from zeroshard.optim import LossScaler, learning_rate
-from zeroshard.parallel import Strategy
 from zeroshard.parallel.zero import ZeroStrategy
 from zeroshard.profiling.flops import peak_bf16_flops_per_s
 from zeroshard.stopwatch import Stopwatch
@@ -208,6 +206,10 @@ def _with_records(
     observed.drain()
 
     strategy, device, num_micro = run.strategy, run.device, run.schedule.grad_accum_steps
+    # a trace labels units of our engine, or with other strategies the model's blocks
+    blocks = (each for each in strategy.model.named_modules() if re.fullmatch(r"(.*\.)?blocks\.\d+", each[0]))
+    is_ours = isinstance(strategy, ZeroStrategy)
+    units = [(unit.name, unit.module) for unit in strategy.zero.units] if is_ours else list(blocks)
     # float16 has bfloat16's peak, and the MFU of fp8 is relative to it too
     has_peak = device.type == "cuda" and config.dtype != "float32"
     shapes = _shapes(config, corpus.vocab_size, separating_id(config, corpus.eos_id))
@@ -217,7 +219,7 @@ def _with_records(
         num_recomputed_flops_per_token=model.num_recomputed_flops_per_token(config.seq_len),
         peak_flops_per_s=peak_bf16_flops_per_s(torch.cuda.get_device_name(device)) if has_peak else None,
         kernels=serving(config, model, device),
-        measures=Measures(config.profile, strategy, observed, _named_units(strategy), run.folder, device),
+        measures=Measures(config.profile, strategy, observed, units, run.folder, device),
         contract=contract_of(config, shapes, observed, device, num_micro, predict),
         about=about_run(run, config, shapes),
     )
@@ -330,15 +332,6 @@ def accumulation_steps(config: TrainConfig, world_size: int) -> int:
         what = f"{rows} is no multiple of {micro} (micro_batch_size) x {world_size} ranks"
         raise UserError("global_batch_size", what, "change one of the three")
     return rows // (micro * world_size)
-
-
-def _named_units(strategy: Strategy) -> list[tuple[str, nn.Module]]:
-    """The modules that a trace labels: units of our engine, or with other strategies the model's blocks."""
-    if isinstance(strategy, ZeroStrategy):
-        return [(unit.name, unit.module) for unit in strategy.zero.units]
-    return [
-        (name, module) for name, module in strategy.model.named_modules() if re.fullmatch(r"(.*\.)?blocks\.\d+", name)
-    ]
 
 
 def _shapes(config: TrainConfig, vocab_size: int, eos_id: int | None) -> LanguageModel:

@@ -49,7 +49,13 @@ def _prepared(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
     batch = config.micro_batch_size * grad_accum_steps * comm.world_size  # rows of all ranks in a step
     least = {"train": batch if counts_all else 1, "val": 1}
     named = list(zip(sources, folders, strict=True))
-    parts = {split: [_rows(config, *each, split, least[split]) for each in named] for split in SPLITS}
+    options = {"cut": data.too_long == "cut", "packed": data.packing, "of_examples": data.format != "text"}
+
+    def rows_of(source: Source, folder: Path, split: str) -> Rows:
+        words = f"{source.name} {split}".strip()
+        return rows_of_folder(folder, split, config.seq_len, named=words, at_least=least[split], **options)
+
+    parts = {split: [rows_of(*each, split) for each in named] for split in SPLITS}
     train, val = (_joined(parts[split]) for split in SPLITS)
     weights = [source.weight for source in sources]
     mixture = Mixture(train, weights, config.seed) if isinstance(train, JoinedRows) else None
@@ -101,12 +107,6 @@ def _prepared_alike(sources: Sequence[Source], comm: Communicator) -> tuple[list
             what = f"{folder} was prepared with another tokenizer ({metas[-1].tokenizer}) than {folders[0]}"
             raise UserError("data.mix", what, "delete it, so that it is prepared anew")
     return folders, metas
-
-
-def _rows(config: TrainConfig, source: Source, folder: Path, split: str, at_least: int) -> Rows:
-    named, data = f"{source.name} {split}".strip(), config.data
-    options = {"cut": data.too_long == "cut", "packed": data.packing, "of_examples": data.format != "text"}
-    return rows_of_folder(folder, split, config.seq_len, named=named, at_least=at_least, **options)
 
 
 def _joined(parts: Sequence[Rows]) -> Rows:

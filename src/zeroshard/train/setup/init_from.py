@@ -128,21 +128,18 @@ def load_initial_weights(init_from: str, model: LanguageModel, strategy: Strateg
             reader = _as_initial(LoraConfig(), model, reader_of(source, model))
             WeightsAlone(strategy, ("param", "buffer")).load_named_shards(reader)
     else:
-        is_run = not (source / MANIFEST).is_file()
-        source = _newest(source, comm) if is_run else source
+        run, is_run = source, not (source / MANIFEST).is_file()
+        if is_run:
+            try:
+                newest = resume.choose(comm, "auto", checkpoint_folder(run))
+            except UserError as error:
+                raise UserError("init_from", error.what, "restore one from a copy, or begin from another run") from None
+            if newest is None:
+                raise UserError("init_from", f"{run} has no complete checkpoint yet", "let it train up to one first")
+            source = newest
         _load_checkpoint(source, model, strategy, verified=is_run)
     if comm.rank == 0:
         print(f"init-from: the weights of {source}", file=sys.stderr, flush=True)
-
-
-def _newest(run: Path, comm: Communicator) -> Path:
-    try:
-        path = resume.choose(comm, "auto", checkpoint_folder(run))
-    except UserError as error:
-        raise UserError("init_from", error.what, "restore one from a copy, or begin from another run") from None
-    if path is None:
-        raise UserError("init_from", f"{run} has no complete checkpoint yet", "let it train up to one first")
-    return path
 
 
 def _load_checkpoint(path: Path, model: LanguageModel, strategy: Strategy, *, verified: bool) -> None:

@@ -35,7 +35,8 @@ class RunLock:
     def __init__(self, folder: Path) -> None:
         self._path = folder / LOCK
         self._is_new = not self._path.exists()
-        self._descriptor = _open(self._path)
+        # No link is followed: what it leads to would be overwritten.
+        self._descriptor = open_regular(self._path, os.O_RDWR | os.O_CREAT, follow=False)
         try:
             self._hold()
         except BaseException:
@@ -91,15 +92,6 @@ class RunLock:
 def was_locked(folder: Path) -> bool:
     """Whether a run of ours has had its lock in ``folder``, running or ended."""
     return isinstance(_read(folder / LOCK).get("attempt"), int)
-
-
-def _open(path: Path) -> int:
-    """Open the lock file without changing it, creating it if it is missing; returns its descriptor.
-
-    Raises:
-        OSError: the file cannot be opened, or is a link or no file: what it leads to would be overwritten.
-    """
-    return open_regular(path, os.O_RDWR | os.O_CREAT, follow=False)
 
 
 def _read(path: Path) -> dict[str, Any]:
