@@ -38,7 +38,7 @@ ATTACHED = {
             "from zeroshard.zero.optimizers.adoption import has_owner as has_engine\n",
         ),
     ],
-    "zero/offload": [("zero/engine.py", *["from __future__ import annotations\n"] * 2)],  # no line attaches it yet
+    "zero/offload": [],  # an argument of `Zero` that attaches itself
     "zero/guards": [
         (
             "zero/engine.py",

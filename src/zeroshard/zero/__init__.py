@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from zeroshard.zero.core.strategy import ShardingStrategy as ShardingStrategy
     from zeroshard.zero.core.strategy import resolve_strategy as resolve_strategy
     from zeroshard.zero.engine import Zero as Zero
+    from zeroshard.zero.offload.settings import Offload as Offload
     from zeroshard.zero.precision import MixedPrecision as MixedPrecision
     from zeroshard.zero.rank_groups import RankGroups as RankGroups
     from zeroshard.zero.whole_tensors.requirements import OptimizerKind as OptimizerKind

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from zeroshard.comm.tensor_broadcast import as_bytes, put_bytes
 from zeroshard.torch_internals import is_traceable_wrapper_subclass
 from zeroshard.unit_choice import UnitChoice, describe_units
 from zeroshard.zero.buffers.partition import Init, UnitSpec, materialise, partition
+from zeroshard.zero.buffers.plain import Members
 from zeroshard.zero.buffers.unit import FlatGroup, Unit, build_groups
 from zeroshard.zero.compat.module_methods import has_engine
 from zeroshard.zero.core.strategy import ShardingStrategy, resolve_strategy
@@ -94,6 +96,28 @@ def check_arguments(
     check_sync(buffers)
 
 
+class Away(Protocol):
+    """Keeps the state of some units off the device: `zeroshard.zero.offload.placement` does."""
+
+    def members(self, numels: Sequence[int], others: Members) -> Sequence[Members]:
+        """For units in the order of the forward, by their numbers of elements: each one's members."""
+        ...
+
+
+def placed(offload: Any, strategy: ShardingStrategy, local_steps: object, reproducible: int | None) -> Any:
+    """Return the `zeroshard.zero.offload.placement.Placement` of the settings ``offload``; None: nothing leaves.
+
+    Raises:
+        TypeError: ``offload`` is no `zeroshard.zero.Offload`.
+        ValueError: it does not go with another setting.
+    """
+    if offload is None:
+        return None
+    if not hasattr(offload, "attach"):
+        raise TypeError(f"offload: {offload!r} is no Offload; give zeroshard.zero.Offload(optimizer='host')")
+    return offload.attach(strategy, local_steps=local_steps is not None, reproducible=reproducible is not None)
+
+
 def build_units(
     model: nn.Module,
     units: UnitChoice | None,
@@ -102,10 +126,11 @@ def build_units(
     precision: MixedPrecision,
     init: Init | None,
     device: torch.device | str | None,
+    away: Away | None = None,
 ) -> tuple[Unit, list[Unit]]:
     """Return the root unit and the others, with initial weights; the model gets rank 0's buffers. Collective.
 
-    Arguments and errors are those of `zeroshard.Zero`.
+    Arguments and errors are those of `zeroshard.Zero`; ``away``: makes the units whose state is off the device.
     """
     check_wire(strategy, precision)
     _check_lookups(model, rank_groups)
@@ -121,13 +146,17 @@ def build_units(
     if rank_groups.world.rank == 0:
         _log.info("Zero: %s", describe_units(model, [spec.module for spec in specs]))
 
-    def build(spec: UnitSpec) -> Unit:
-        groups = build_groups(spec.name, spec.params, strategy, rank_groups, precision, fill, ALL)
+    all_specs = [root_spec, *specs]
+    numels = [sum(param.numel() for _, param in spec.params) for spec in all_specs]
+    members = [ALL] * len(all_specs) if away is None else away.members(numels, ALL)
+
+    def build(spec: UnitSpec, own: Members) -> Unit:
+        groups = build_groups(spec.name, spec.params, strategy, rank_groups, precision, fill, own)
         return Unit(spec.name, spec.module, groups, read_in_backward=spec.read_in_backward)
 
-    root = build(root_spec)
+    root = build(root_spec, members[0])
     _broadcast_buffers(model, rank_groups.world)
-    return root, [build(spec) for spec in specs]
+    return root, [build(*each) for each in zip(specs, members[1:], strict=True)]
 
 
 def _check_lookups(model: nn.Module, rank_groups: RankGroups) -> None:

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from zeroshard.ema.average import Ema
     from zeroshard.local_steps.outer_steps import OuterSteps
     from zeroshard.local_steps.settings import LocalSteps
+    from zeroshard.zero.offload.settings import Offload
 
 Accumulate = Literal["local", "sharded"]
 
@@ -80,6 +81,7 @@ class Zero(Engine):
         secondary_shard_size: as in `ShardingStrategy`, if ``stage`` is a number.
         reproducible: compute the same bits on 1, 2, 4, ... up to this many ranks, a power of two. Each step must add up
             this many micro-batches, or a multiple, over all ranks. See `zeroshard.zero.transport.exact_sums`.
+        offload: which state leaves the device, for memory of the host or a file; see `zeroshard.zero.Offload`.
 
     Attributes:
         rank_groups: the ranks that shard together, and those that hold the same shard.
@@ -117,6 +119,7 @@ class Zero(Engine):
         local_steps: LocalSteps | None = None,
         secondary_shard_size: int | None = None,
         reproducible: int | None = None,
+        offload: Offload | None = None,
     ) -> None:
         comm = communicator(comm)
         checked: dict[str, Any] = {"reproducible": reproducible, "accumulate": accumulate}
@@ -125,7 +128,9 @@ class Zero(Engine):
             self.strategy = construction.row_of(stage, secondary_shard_size)
             self.precision = precision or MixedPrecision()
             construction.check_arguments(model, prefetch, accumulate, self.precision, buffers, local_steps)
-            told += construction.described(model, self.strategy, self.precision, prefetch, shard_size, buffers, checked)
+            others = {**checked, "offload": offload}
+            told += construction.described(model, self.strategy, self.precision, prefetch, shard_size, buffers, others)
+            away = construction.placed(offload, self.strategy, local_steps, reproducible)
         self._accumulate = accumulate if reproducible is None else "sharded"
         check_rank_groups(self.strategy, shard_size, self.precision, **checked)
         groups = self.strategy.secondary_shard_size, self.precision.node_size
@@ -133,7 +138,9 @@ class Zero(Engine):
 
         on_meta = [param for param in model.parameters() if param.is_meta]
         rank_groups = self.rank_groups if local_steps is None else self.rank_groups.within_replica
-        root, others = construction.build_units(model, units, self.strategy, rank_groups, self.precision, init, device)
+        root, others = construction.build_units(
+            model, units, self.strategy, rank_groups, self.precision, init, device, away
+        )
         module_buffers = ModuleBuffers(model, rank_groups.world, buffers, may_change=reproducible is None)
         self._runtime = Runtime(root, others, rank_groups, self.strategy, prefetch, module_buffers)
         super().__init__(model, self._runtime)
@@ -143,6 +150,8 @@ class Zero(Engine):
         if local_steps is not None:
             self.local_steps, observer = local_steps.attach(self._runtime, self.rank_groups, buffers)
             self._optimizers.observers.append(observer)
+        if away is not None:
+            away.attach(self._runtime, self._optimizers.observers)
         if reproducible is not None:
             self._optimizers.observers.append(ReproducibleSteps(self._runtime, rank_groups))
         casts = {root: self.precision.param_dtype if self.precision.cast_forward_inputs else None}

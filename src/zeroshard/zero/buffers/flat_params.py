@@ -162,12 +162,15 @@ class FlatParams(Weights):
         if self._aliased:
             return
         with torch.no_grad():
-            own = slice(*self.layout.interval(self.comm.rank))
-            take_written(self.transport, self.master, self.full[own] if self.shard_optim else self.full)
+            take_written(self.transport, self.master, self._written())
         self.changes.accept()
         self._exposed_bits = None if self._exposed_bits is None else bit_sums(self.full)
         self._written_at = self._streams.mark()
         self.transport.invalidate()
+
+    def _written(self) -> Tensor:
+        """The weights whose values the master is to take."""
+        return self.full[slice(*self.layout.interval(self.comm.rank))] if self.shard_optim else self.full
 
     def expose(self) -> None:
         """Record that unsharded weights are exposed to the user, who may keep views of them, or write into them."""

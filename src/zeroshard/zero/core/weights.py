@@ -236,10 +236,10 @@ class Weights:
     def gather_master(self) -> Tensor:
         """Gather every shard's master: a new tensor ``[padded_numel]`` in the parameters' own dtype. Collective."""
         if not self.shard_optim:
-            return self.master.to(self.dtype, copy=True)
-        flat = torch.empty(self.layout.padded_numel, dtype=self.master.dtype, device=self.master.device)
+            return self.master.to(self.full.device, self.dtype, copy=True)
+        flat = torch.empty(self.layout.padded_numel, dtype=self.master.dtype, device=self.full.device)
         with labelled(f"{self.name}/state"):
-            self.layout.gather(self.comm, flat, self.master).wait()
+            self.layout.gather(self.comm, flat, self.master.to(flat.device)).wait()
         return flat.to(self.dtype)
 
     @property

@@ -71,6 +71,8 @@ class NoState:
 
 def _tell_where_states_are(piecewise: PiecewiseOptimizer) -> None:
     if isinstance(piecewise.optimizer.state, defaultdict):
+        if (later := piecewise.operands.later) is not None:
+            piecewise.optimizer.state = later.states(piecewise.optimizer.state)
         piecewise.optimizer.state.default_factory = NoState(lambda: piecewise.holds_pieces)
 
 

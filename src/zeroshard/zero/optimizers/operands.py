@@ -6,16 +6,37 @@ elsewhere may count its steps, so it steps once, on all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from zeroshard.zero.buffers.unit import FlatGroup
-from zeroshard.zero.core.optimizer import PieceOptimizer, StepOperands, pieces_in
+from zeroshard.zero.core.optimizer import StepOperands, pieces_in
 
 Lists = list[list[nn.Parameter]]  # pieces, for each param group
+
+
+class LaterUpdates(Protocol):
+    """Updates the pieces of some groups after ``step()`` has returned: `zeroshard.zero.offload.placement` does."""
+
+    def takes(self, group: FlatGroup) -> bool:
+        """Whether it updates the pieces of this group."""
+        ...
+
+    def arm(self, of: Any, step: Callable[[Any], Any], units: Mapping[FlatGroup, Lists]) -> None:
+        """Update these units by the class's own ``step``, with the settings that the optimizer has now."""
+
+    def wait(self) -> None:
+        """Wait until all updates are over."""
+
+    def complete_grads(self) -> None:
+        """Make all gradients final, for a step on this thread."""
+
+    def states(self, content: Any) -> Any:
+        """Return an optimizer's states, which from now on wait for updates when they are read."""
+        ...
 
 
 class WidenedGrads(StepOperands):
@@ -49,8 +70,15 @@ class WidenedGrads(StepOperands):
 class Together(StepOperands):
     """Several members, each of which brings its own; an observer adds one when it hears of an optimizer."""
 
+    later: LaterUpdates | None = None
+
     def __init__(self, *members: StepOperands) -> None:
         self.members = list(members)
+
+    def wait(self) -> None:
+        """Wait until updates that run after ``step()`` has returned are over."""
+        if self.later is not None:
+            self.later.wait()
 
     def elsewhere(self, pieces: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Those of which any member must bring operands."""
@@ -68,24 +96,38 @@ class Together(StepOperands):
             member.take_back()
 
 
+class OfSteps(Protocol):
+    """An optimizer over pieces: `zeroshard.zero.optimizers.piecewise.PiecewiseOptimizer`."""
+
+    optimizer: Any
+    operands: Together
+    pieces: Lists
+    by_group: Lists
+    homes: Any
+
+
 class OperandsOfSteps:
     """Brings the operands of one optimizer: `begin` before its class's own code, and `end` after it."""
 
-    def __init__(self, pieces: PieceOptimizer) -> None:
+    def __init__(self, pieces: OfSteps) -> None:
         self._of = pieces
+        self._later: dict[FlatGroup, Lists] = {}
 
     def begin(self, *, by_unit: bool) -> None:
         """Bring the operands; the param groups must hold pieces.
 
         ``by_unit``: run the class's step here for all units but the last; the groups then hold only that one's pieces.
         """
-        if not self._of.operands.elsewhere(chain.from_iterable(self._of.pieces)):
+        operands, here, self._later = self._of.operands, self._of.pieces, {}
+        if operands.later is not None:
+            here = self._set_aside(operands.later, by_unit=by_unit)
+        if not operands.elsewhere(chain.from_iterable(here)):
             return
         step = _own_step(self._of.optimizer) if by_unit else None
         if step is None:
-            self._bring(self._of.pieces)
+            self._bring(here)
             return
-        units = self._by_unit()
+        units = [lists for group, lists in self._by_unit().items() if group not in self._later]
         for pieces in units[:-1]:
             self._bring(pieces)
             step(self._of.optimizer)
@@ -97,12 +139,33 @@ class OperandsOfSteps:
         """Take back what was brought, also after a step that has raised."""
         self._of.operands.take_back()
 
+    def arm(self) -> None:
+        """Have the pieces that were set aside updated, after the class's own code has run for the others."""
+        units, self._later = self._later, {}
+        if units:
+            step, later = _own_step(self._of.optimizer), self._of.operands.later
+            assert step is not None
+            assert later is not None
+            later.arm(self._of, step, units)
+
+    def _set_aside(self, later: LaterUpdates, *, by_unit: bool) -> Lists:
+        """Take the pieces out of the groups that are updated later; return those that stay."""
+        if not by_unit or _own_step(self._of.optimizer) is None:
+            later.complete_grads()
+            return self._of.pieces
+        self._later = {group: lists for group, lists in self._by_unit().items() if later.takes(group)}
+        aside = {piece for lists in self._later.values() for piece in chain.from_iterable(lists)}
+        here = [[piece for piece in pieces if piece not in aside] for pieces in self._of.pieces]
+        for group, pieces in zip(self._of.optimizer.param_groups, here, strict=True):
+            group["params"] = pieces
+        return here
+
     def _bring(self, by_group: Lists) -> None:
         for group, pieces in zip(self._of.optimizer.param_groups, by_group, strict=True):
             group["params"] = pieces
             self._of.operands.bring(self._of.operands.elsewhere(pieces))
 
-    def _by_unit(self) -> list[Lists]:
+    def _by_unit(self) -> dict[FlatGroup, Lists]:
         """The pieces that have gradients, flat group by flat group."""
         found: dict[FlatGroup, Lists] = {}
         for place, chosen in enumerate(self._of.by_group):
@@ -110,7 +173,7 @@ class OperandsOfSteps:
                 own = [piece for _, piece in pieces_in(group, slot) if piece.grad is not None]
                 if own:
                     found.setdefault(group, [[] for _ in self._of.by_group])[place] += own
-        return list(found.values())
+        return found
 
 
 def _own_step(optimizer: Any) -> Callable[[Any], Any] | None:

@@ -55,12 +55,15 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
     """A `PieceOptimizer` whose param groups show the model's parameters: [Note: Whose parameters].
 
     Attributes:
+        operands: where its steps find masters, gradients and states.
         make: makes another one, of the same class and settings, over the param groups that it is given.
         holds_pieces: whether its param groups hold the pieces now, as they do while the class's own code runs.
         has_state: whether it has stepped, or state was loaded into it: the same on every rank.
         sharded: the engine's parameters, of which it claims some.
         listener: is notified of its steps.
     """
+
+    operands: Together
 
     def __init__(
         self,
@@ -180,6 +183,7 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
         groups = self.optimizer.param_groups
         if self.holds_pieces:
             return
+        self.operands.wait()
         for group, chosen in zip_longest(groups, self.by_group):
             if group is None or chosen is None or not _are(group["params"], chosen):
                 raise ValueError(

@@ -97,7 +97,7 @@ def _everybodys(group: FlatGroup, own: list[State]) -> Iterator[tuple[Piece, Sta
     comm = group.params.comm
     for src in range(comm.world_size):
         mine = own if src == comm.rank else []
-        yield from zip(group.params.layout.owned(src), _sent(comm, src, mine, group.params.master.device), strict=True)
+        yield from zip(group.params.layout.owned(src), _sent(comm, src, mine, group.params.full.device), strict=True)
 
 
 def _sent(comm: Communicator, src: int, mine: list[State], device: torch.device) -> list[State]:

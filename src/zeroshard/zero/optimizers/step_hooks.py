@@ -116,6 +116,7 @@ class _Steps:
         if self._depth:
             self._piecewise.weights_changed()
         else:
+            self._operands.arm()
             self._piecewise.after_step()
 
     def leaves(self, *_: Any) -> None:

@@ -25,6 +25,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from zeroshard.comm.streams import Streams
 from zeroshard.torch_internals import in_backward
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.core.passes import Forward, Passes
@@ -58,6 +59,7 @@ class Runtime(Passes[Unit, FlatGroup]):
     Attributes:
         comm: the communicator of all ranks.
         collectives: through which ranks agree on orders and flags.
+        gathers_in_turn: whether updates of later units may still run when a forward begins.
         removed: whether `Zero.remove` has made the model an ordinary one again.
         unreduced: whether the last backward pass left gradients on this rank that are not reduced yet.
         before_forward: raises if this forward of the model would be wrong; called before it begins.
@@ -69,6 +71,7 @@ class Runtime(Passes[Unit, FlatGroup]):
     """
 
     rank_groups: RankGroups
+    gathers_in_turn = False
     forward: ForwardRun
     backward: BackwardPass | None
 
@@ -106,6 +109,16 @@ class Runtime(Passes[Unit, FlatGroup]):
         """From now on shard weights and gradients as this row of the stage table says."""
         super().apply_strategy(strategy)
         self.weights.shard_params = self.shard_params
+        self.apply_num_ahead()
+
+    def apply_num_ahead(self) -> None:
+        """Gather units in their turn also where weights stay unsharded, if their masters change during forward."""
+        if self.gathers_in_turn:
+            self.num_ahead = self.prefetch
+
+    def streams_of(self, groups: Iterable[FlatGroup]) -> Streams:
+        """The streams of the device that these groups have in common."""
+        return self._streams[next((group.params.full.device for group in groups), torch.device("cpu"))]
 
     def unshard(self, unit: Unit, *, wait: bool = False, again: bool = False) -> None:
         """Issue the gather of the unit's weights; ``again``: even if they are current, as other ranks may lack them."""

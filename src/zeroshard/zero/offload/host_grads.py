@@ -1,0 +1,133 @@
+"""`HostGrads`: reduced gradients that wait for the optimizer on the host, and a clip factor that waits with them.
+
+On a GPU each reduction's result is copied down, after the partial norms of its shards are computed on the device in the
+order that they always have. Clipping multiplies nothing at once: the factor is applied by the update, on its thread, or
+by whoever asks for `reduced` before. Either way each element is rounded once, as without offloading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm.streams import Mark
+from zeroshard.zero.buffers.flat_grads import FlatGrads
+from zeroshard.zero.core.gradients import norm_of
+from zeroshard.zero.offload.executor import Update
+from zeroshard.zero.offload.slab import Slab, room
+from zeroshard.zero.offload.staging import Staging
+
+HOST = torch.device("cpu")
+
+
+class HostGrads(FlatGrads):
+    """Gradients whose reduced part is on the host when the optimizer steps.
+
+    Args:
+        update: of the group: what it reads is not changed before it is over.
+        at_once: whether each reduction's result goes to the host; else what is there at the end of a backward does.
+        staging: says what may be page-locked, and keeps what is being copied down.
+    """
+
+    def __init__(self, *args: Any, update: Update, at_once: bool, staging: Staging, **kwargs: Any) -> None:
+        self.update, self._at_once, self._staging = update, at_once, staging
+        self._reduced: Tensor | None = None
+        self._factor: Tensor | None = None  # by which `_reduced` is still to be multiplied
+        self._landing: Mark = None  # behind the copy down that is under way
+        self._partials: tuple[int, Tensor] | None = None  # version of `_reduced`, and its shards' 2-norms
+        self._memory: Tensor | None = None  # page-locked, of the size of `_reduced`
+        super().__init__(*args, **kwargs)
+
+    @property
+    def reduced(self) -> Tensor | None:  # an attribute of `Gradients`, which waits here
+        """The mean over ranks, clipped, once no update reads it and no copy writes it."""
+        if self._reduced is not None:
+            self.update.wait()
+            if self._landing is not None:
+                self._landing.synchronize()
+                self._landing = None
+            self.take_factor()()
+        return self._reduced
+
+    @reduced.setter
+    def reduced(self, tensor: Tensor | None) -> None:
+        self._reduced = tensor
+        if tensor is None:  # an update that is under way has its own reference
+            self._factor = None
+
+    def scale(self, factor: Tensor) -> None:
+        """Have the reduced gradients multiplied by ``factor``, 0-dim, before anybody reads them."""
+        if self.reduced is not None:  # and an earlier factor is applied
+            self._factor = factor
+
+    def take_factor(self) -> Callable[[], None]:
+        """Return what applies the factor that is left, as the update does; nobody else will."""
+        factor, self._factor, reduced, landing = self._factor, None, self._reduced, self._landing
+
+        def apply() -> None:
+            if landing is not None:
+                landing.synchronize()
+            if factor is not None and reduced is not None:
+                reduced.mul_(factor.to(reduced.device))
+
+        return apply
+
+    def norms(self, norm_type: float) -> Tensor:
+        """``[len(shards)]``: the p-norm of each of the `shards`, computed on the device."""
+        reduced = self.reduced
+        if self._partials is not None and norm_type == 2.0 and reduced is not None:
+            version, partials = self._partials
+            if version == reduced._version:  # what a user has written since would be missing
+                return partials
+        return torch.stack([norm_of(shard.to(self.device), norm_type) for shard in self.shards()])
+
+    def _vacate_local(self) -> None:
+        self.update.wait()  # it may read gradients that lie in the local buffer
+        super()._vacate_local()
+
+    def _keep(self, arrived: Tensor) -> None:
+        if self.device == HOST:
+            super()._keep(arrived)
+        elif self._reduced is None:
+            self._reduced = arrived.to(self.reduced_dtype)
+            if self._at_once:
+                self.land()
+            else:
+                self._reduced = self._reduced if self.keep_local else self._out_of_local(self._reduced)
+        elif arrived is not self._reduced:
+            reduced = self.reduced
+            assert reduced is not None
+            reduced.add_(arrived.to(reduced.device))
+
+    def land(self) -> None:
+        """Begin to copy what is on the device to the host."""
+        there = self._reduced
+        if there is None or there.device == HOST:
+            return
+        self.update.wait()
+        partials = torch.stack([norm_of(shard, 2.0) for shard in self.shards_of(there)])
+        if self._memory is None or self._memory.numel() != there.numel():
+            num_bytes = room(there.nbytes)
+            slab = Slab(num_bytes, device=self.device, pinned=self._staging.pins(num_bytes))
+            self._memory = slab.take(there.numel(), there.dtype)
+        streams = self._streams
+        with streams.on("to_host", streams.mark()):
+            self._memory.copy_(there, non_blocking=True)
+            self._landing = streams.mark()
+        self._staging.leaves(there, self._landing)
+        self._reduced = self._memory
+        self._partials = self._memory._version, partials
+        if self.keep_local and not self.pending:
+            self._local, self._views = None, []
+
+    def shards_of(self, reduced: Tensor) -> list[Tensor]:
+        """As `shards`, of this tensor."""
+        before, self._reduced = self._reduced, reduced
+        landing, self._landing = self._landing, None
+        try:
+            return self.shards()
+        finally:
+            self._reduced, self._landing = before, landing

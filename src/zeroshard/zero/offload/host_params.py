@@ -1,0 +1,156 @@
+"""Weights whose master is on the host: `HostParams`, and how their shards come to the device, `HostTransport`.
+
+master    fp32, on the host; the update changes it there
+  | cast on the host, one copy up after each step
+shard     compute dtype: of stage 3, on the device, or (``weights="host"``) on the host and copied for each gather;
+          of other stages, this rank's slice of the unsharded weights itself
+  | all-gather
+full      unsharded weights, on the device
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm import Work
+from zeroshard.comm.base import DONE
+from zeroshard.comm.streams import Mark, Streams
+from zeroshard.zero.buffers.flat_params import FlatParams
+from zeroshard.zero.buffers.plain import BufferFacts
+from zeroshard.zero.buffers.written_weights import bit_sums, take_written
+from zeroshard.zero.core.strategy import SHARD
+from zeroshard.zero.core.weights import WeightTransport
+from zeroshard.zero.offload.executor import Update
+from zeroshard.zero.offload.slab import Slab, room
+from zeroshard.zero.offload.staging import Staging
+
+HOST = torch.device("cpu")
+
+
+class HostParams(FlatParams):
+    """Weights with their master on the host. Whoever touches the master waits for the update under way.
+
+    What a user writes into the weights is found by `bit_sums` of those that stay on the device: the master is another
+    tensor, on another device, and a write through ``.data`` leaves no trace.
+    """
+
+    def __init__(self, *args: Any, update: Update, **kwargs: Any) -> None:
+        self.update = update
+        self._shown: Tensor | None = None
+        super().__init__(*args, **kwargs)
+        if not self.shard_optim:  # updates on the host have the bits of a sharded optimizer's there
+            self.pieces = self.layout.updated_by_all(HOST)
+        self._aliased, self._always_compared = False, False
+        there, device = self._master, self.full.device
+        slab = Slab(room(there.nbytes), device=device, pinned=False)
+        self._master = slab.take(there.numel(), there.dtype).copy_(there)
+        self._look()
+
+    @property
+    def master(self) -> Tensor:  # an attribute of `Weights`, which waits here
+        """The master, once no update of it is under way."""
+        self.update.wait()
+        return self._master
+
+    @master.setter
+    def master(self, tensor: Tensor) -> None:
+        self._master = tensor
+
+    def wait_for_unshard(self) -> None:
+        """Wait for the gather in flight, and remember what the weights then are."""
+        arrives = self.gather_in_flight
+        super().wait_for_unshard()
+        if arrives:
+            self._look()
+
+    def _look(self) -> None:
+        if not self.shard_params and self.readable:
+            self._shown = bit_sums(self.full)
+
+    def take_changes(self) -> None:
+        """Copy values that were written into unsharded, current weights to the master."""
+        super().take_changes()
+        shown = self._shown if self.visible and not self.stale else None
+        if shown is not None and not torch.equal(bit_sums(self.full), shown):
+            self.write_back()
+
+    def write_back(self) -> None:
+        """Copy values that were written into unsharded weights to the master."""
+        super().write_back()
+        self._look()
+
+    def _written(self) -> Tensor:
+        return super()._written().to(HOST)
+
+
+class HostTransport(WeightTransport):
+    """Brings a shard to the device, from where another transport gathers it.
+
+    Args:
+        inner: that transport.
+        facts: of the buffer.
+        streamed: whether, at stage 3, the shard in the compute dtype stays on the host too.
+        staging: page-locked memory for what is copied up.
+    """
+
+    def __init__(self, inner: WeightTransport, facts: BufferFacts, *, streamed: bool, staging: Staging) -> None:
+        super().__init__(inner.comm, inner.layout)
+        self._inner, self._staging = inner, staging
+        self.form, self.in_flight, self.resident = inner.form, inner.in_flight, inner.resident
+        self._shard: Tensor | None = None  # of stage 3, in the compute dtype
+        self._is_outdated = True
+        if facts.strategy.params is SHARD and inner.comm.world_size > 1 and inner.form is None:
+            dtype, numel = facts.precision.compute_dtype(facts.dtype), self._own.stop - self._own.start
+            if streamed:
+                slab = Slab(
+                    room(numel * dtype.itemsize), device=facts.device, pinned=staging.pins(numel * dtype.itemsize)
+                )
+                self.on_host = [slab.take(numel, dtype)]
+            else:
+                self.resident = [*inner.resident, torch.empty(numel, dtype=dtype, device=facts.device)]
+            self._shard = self.on_host[0] if streamed else self.resident[-1]
+
+    def prepare(self, full: Tensor, master: Tensor, *, changed: bool) -> None:
+        """Bring the shard to the device, if that is older than the master, and have it made ready there."""
+        own = full[self._own]
+        if self.form is not None:  # it is the wide values that are encoded
+            self._inner.prepare(full, master.to(full.device), changed=changed)
+            return
+        if self._shard is None:
+            if changed:
+                self._staging.copy(own, master)
+        elif self._is_outdated:
+            self._staging.copy(self._shard, master)
+        self._is_outdated = False
+        if self.on_host:
+            own.copy_(self.on_host[0], non_blocking=True)
+        sent = own if self._shard is None or self.on_host else self._shard
+        self._inner.prepare(full, sent, changed=False)
+
+    def start(self, full: Tensor) -> Work:
+        """Issue the collective."""
+        return self._inner.start(full)
+
+    def finish(self, full: Tensor) -> bool:
+        """Complete ``full``."""
+        return self._inner.finish(full)
+
+    def copy(self, full: Tensor, master: Tensor, streams: Streams, *after: Mark) -> Work | None:
+        """Copy ``master``, which is not sharded, to ``full``, on a GPU on the stream ``copy_in``."""
+        with streams.on("copy_in", *after):
+            self._staging.copy(full, master)
+            return None if full.device == master.device else streams.issued(DONE)
+
+    def invalidate(self) -> None:
+        """Record that master weights have changed, on every rank."""
+        self._is_outdated = True
+        self._inner.invalidate()
+
+    def take_written(self, master: Tensor, written: Tensor) -> None:
+        """As the transport that gathers."""
+        take_written(self._inner, master, written)
+
+    on_host: list[Tensor] = []  # noqa: RUF012 -- replaced, never changed

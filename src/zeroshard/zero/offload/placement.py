@@ -1,0 +1,247 @@
+"""`Placement`: an engine's state off the device. It makes the groups of units whose state is away, and steps them.
+
+It is attached at three places: as the `Members` of these units, as an `Observer` of the engine, and as what updates
+some pieces after ``step()`` has returned (`zeroshard.zero.optimizers.operands.LaterUpdates`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zeroshard.zero.buffers.flat_grads import FlatGrads
+from zeroshard.zero.buffers.flat_params import FlatParams
+from zeroshard.zero.buffers.partition import Init
+from zeroshard.zero.buffers.plain import BufferFacts, Members
+from zeroshard.zero.buffers.reduction import StatefulReducer
+from zeroshard.zero.buffers.unit import FlatGroup, gradient_settings
+from zeroshard.zero.core.units import Named
+from zeroshard.zero.core.weights import WeightTransport
+from zeroshard.zero.offload.executor import Executor, Update
+from zeroshard.zero.offload.host_grads import HostGrads
+from zeroshard.zero.offload.host_params import HostParams, HostTransport
+from zeroshard.zero.offload.settings import Offload
+from zeroshard.zero.offload.staging import Staging
+from zeroshard.zero.optimizers.operands import Lists
+from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
+from zeroshard.zero.runtime.runtime import Runtime
+from zeroshard.zero.stepping.observer import Observer
+
+
+class HostGroup(FlatGroup):
+    """A group whose master, optimizer states and reduced gradients are on the host, and are updated there."""
+
+    grads: HostGrads  # ty: ignore[incompatible-mutable-override] -- as `FlatGroup` narrows it
+
+    def __init__(self, name: str, *args: Any, members: HostMembers, **kwargs: Any) -> None:
+        self._at, self.update = members, Update(name, members.executor)
+        super().__init__(name, *args, members=members, **kwargs)
+
+    def _weights(
+        self, facts: BufferFacts, params: Named, init: Init | None, transport: WeightTransport, *, frozen: bool
+    ) -> FlatParams:
+        settings, at = (facts.strategy, facts.rank_groups, facts.precision, init, facts.layout), self._at
+        host = HostTransport(transport, facts, streamed=at.settings.weights == "host", staging=at.staging)
+        return HostParams(facts.name, params, *settings, frozen=frozen, transport=host, update=self.update)
+
+    def _gradients(self, facts: BufferFacts, reducer: StatefulReducer) -> FlatGrads:
+        settings, at_once = (facts.layout, facts.strategy, facts.rank_groups), self._at.settings.grads == "host"
+        own = {"update": self.update, "at_once": at_once, "staging": self._at.staging}
+        return HostGrads(facts.name, *settings, **gradient_settings(facts), reducer=reducer, **own)
+
+    @property
+    def shards(self) -> list[nn.Parameter]:  # an attribute of `Group`, which waits here
+        """The pieces that the optimizer updates, once no update of them is under way."""
+        self.update.wait()
+        return self._shards
+
+    @shards.setter
+    def shards(self, shards: list[nn.Parameter]) -> None:
+        self._shards = shards
+
+    def expose_grads(self) -> None:
+        """Set ``grad`` of the optimizer's pieces to the reduced gradients, on the host."""
+        self.grads.land()
+        super().expose_grads()
+
+    def hide_grads(self, slots: set[int]) -> None:
+        """Set ``grad`` of the pieces of these slots to None, once no update reads them."""
+        hidden = [shard for piece, shard in zip(self.params.pieces, self._shards, strict=True) if piece.slot in slots]
+        self.update.then(partial(_drop_grads, hidden))
+
+
+def _drop_grads(pieces: Sequence[nn.Parameter]) -> None:
+    for piece in pieces:
+        piece.grad = None
+
+
+class HostMembers:
+    """The members of a unit whose state is away: ``others``' ones, in groups of their own if they are trained."""
+
+    def __init__(self, others: Members, settings: Offload, executor: Executor, staging: Staging) -> None:
+        self._others, self.settings, self.executor, self.staging = others, settings, executor, staging
+
+    def transport(self, buffer: BufferFacts) -> WeightTransport:
+        """That of the others."""
+        return self._others.transport(buffer)
+
+    def reducer(self, buffer: BufferFacts) -> StatefulReducer:
+        """That of the others."""
+        return self._others.reducer(buffer)
+
+    def group_class(self, params: list[tuple[str, nn.Parameter]]) -> Callable[..., Any] | None:
+        """Parameters that are frozen at first have no state to keep elsewhere."""
+        return HostGroup if any(param.requires_grad for _, param in params) else None
+
+
+class Placement(Observer):
+    """The state of one engine that is off the device; ``settings``: which."""
+
+    category = "host_params"
+
+    def __init__(self, settings: Offload) -> None:
+        self.settings, self.executor, self.staging = settings, Executor(), Staging(settings.pinned_bytes)
+        self._runtime: Runtime | None = None
+
+    def members(self, numels: Sequence[int], others: Members) -> list[Members]:
+        """For units in the order of the forward, by their numbers of elements: each one's members."""
+        num_away = self.settings.units_away(numels)
+        own = HostMembers(others, self.settings, self.executor, self.staging)
+        return [others] * (len(numels) - num_away) + [own] * num_away
+
+    def attach(self, runtime: Runtime, observers: list[Observer]) -> None:
+        """Take part in an engine's steps; its units were made with `members`."""
+        self._runtime = runtime
+        runtime.gathers_in_turn = True
+        runtime.apply_num_ahead()
+        self.staging.streams = runtime.streams_of(self._groups())
+        observers.append(self)
+
+    def _groups(self) -> Iterator[HostGroup]:
+        assert self._runtime is not None
+        return (group for group in self._runtime.groups() if isinstance(group, HostGroup))
+
+    # -- as an observer -------------------------------------------------------------------------------------------
+
+    def optimizer_comes(self, piecewise: PiecewiseOptimizer) -> None:
+        """Update its pieces that are away."""
+        self.executor.drain()
+        piecewise.operands.later = self
+
+    def layout_changes(self) -> None:
+        """Complete the step first."""
+        self.executor.drain()
+
+    def before_step(self, members: set[nn.Parameter]) -> None:
+        """Complete the last step."""
+        self.executor.drain()
+
+    def require_weights(self, what: str) -> None:
+        """Complete the last step, before its results are read or replaced."""
+        self.executor.drain()
+
+    @property
+    def tensors(self) -> Sequence[tuple[str, Tensor]]:
+        """The shards of weights that are on the host."""
+        found = [(group.params.name, group.params.transport) for group in self._groups()]
+        return [(name, tensor) for name, of in found if isinstance(of, HostTransport) for tensor in of.on_host]
+
+    # -- updates after `step()` -----------------------------------------------------------------------------------
+
+    def takes(self, group: FlatGroup) -> bool:
+        """Whether the state of the group is away."""
+        return isinstance(group, HostGroup)
+
+    def wait(self) -> None:
+        """Wait until the last step is complete."""
+        self.executor.drain()
+
+    def complete_grads(self) -> None:
+        """Make all gradients final: a step is about to read them on this thread."""
+        self.executor.drain()
+        for group in self._groups():
+            _ = group.grads.reduced
+
+    def arm(self, of: PiecewiseOptimizer, step: Callable[[Any], Any], units: Mapping[FlatGroup, Lists]) -> None:
+        """Have these units updated in the order of the next forward, by the settings that the optimizer has now."""
+        assert self._runtime is not None
+        runtime, twin = self._runtime, _twin(of.optimizer)
+        order = (group for unit in (runtime.root, *runtime.order) for group in unit.groups)
+        jobs = []
+        for group in (group for group in order if isinstance(group, HostGroup) and group in units):
+            run = partial(_update, twin, step, of.operands, units[group], group.grads.take_factor())
+            jobs.append((group.update, run))
+        self.executor.arm(jobs)
+
+    def states(self, content: defaultdict[Any, Any]) -> defaultdict[Any, Any]:
+        """Return an optimizer's states, which from now on wait for updates when they are read."""
+        return content if isinstance(content, States) else States(content, self.executor)
+
+
+def _twin(optimizer: Optimizer) -> Any:
+    """An optimizer with the same states and the settings of now, to which the class's own ``step`` is given."""
+    twin = object.__new__(type(optimizer))
+    vars(twin).update(vars(optimizer))
+
+    def copied(value: Any) -> Any:
+        return value.clone() if isinstance(value, Tensor) else value
+
+    groups = [{key: copied(value) for key, value in group.items()} for group in optimizer.param_groups]
+    twin.param_groups = groups
+    return twin
+
+
+def _update(
+    twin: Any, step: Callable[[Any], Any], operands: Any, by_group: Lists, apply_factor: Callable[[], None]
+) -> None:
+    """Update one unit by the class's own code, on whichever thread."""
+    apply_factor()
+    for settings, pieces in zip(twin.param_groups, by_group, strict=True):
+        settings["params"] = pieces
+    operands.bring(operands.elsewhere(chain.from_iterable(by_group)))
+    try:
+        step(twin)
+    finally:
+        operands.take_back()
+
+
+class States(defaultdict[Any, Any]):
+    """``optimizer.state``: whoever reads it waits for the updates that change it, and that add to it in a first step.
+
+    A key that is missing is made by the update, or refused by the factory that is set.
+    """
+
+    def __init__(self, content: defaultdict[Any, Any], executor: Executor) -> None:
+        super().__init__(content.default_factory, content)
+        self._executor = executor
+
+    def __missing__(self, key: Any) -> Any:
+        if self._executor.is_own_thread:
+            return self.setdefault(key, {})
+        return super().__missing__(key)
+
+    def __reduce__(self) -> Any:  # a copied or pickled optimizer belongs to no engine
+        return defaultdict, (self.default_factory, dict(self.items()))
+
+
+def _waiting(name: str) -> Callable[..., Any]:
+    own = getattr(defaultdict, name)
+
+    def method(self: States, *args: Any, **kwargs: Any) -> Any:
+        self._executor.drain()
+        return own(self, *args, **kwargs)
+
+    method.__name__, method.__doc__ = name, f"As of a dict, once no update is under way: ``{name}``."
+    return method
+
+
+for _name in ("__getitem__", "__setitem__", "__delitem__", "__iter__", "__len__", "__contains__", "__eq__"):
+    setattr(States, _name, _waiting(_name))
+for _name in ("keys", "values", "items", "get", "pop", "popitem", "clear", "update", "setdefault", "copy"):
+    setattr(States, _name, _waiting(_name))

@@ -1,0 +1,124 @@
+"""`Offload`: which training state of a rank leaves its device, and for where. Plain arithmetic and checks, no torch.
+
+The optimizer updates a unit where its master weights are. So states, masters and reduced gradients go together; the
+weights that the model computes with stay on the device, and get each new value by one copy up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Literal
+
+from zeroshard.lazily import loaded
+from zeroshard.sizes import parse_size
+
+if TYPE_CHECKING:
+    from zeroshard.zero.core.strategy import ShardingStrategy
+
+PLACES = {
+    "optimizer": ("device", "host", "disk"),
+    "master": ("device", "host", "disk"),
+    "grads": ("device", "host"),
+    "weights": ("device", "host"),
+}
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Training state off the device; an argument of `zeroshard.Zero`.
+
+    Attributes:
+        optimizer, master: optimizer states and master weights: ``"device"``, ``"host"`` or ``"disk"``. Both leave the
+            device, or none does.
+        grads: reduced gradients, until the optimizer steps: ``"device"`` or ``"host"``.
+        weights: at stage 3, this rank's shard of the weights in the compute dtype: ``"device"`` or ``"host"``.
+        fraction: the share of the rank's elements whose state leaves, as whole units, the last of the forward first:
+            those that are used first stay, because their update has the least time. ``"auto"``: all; the trainer
+            puts the planner's number in its place.
+        pinned: the most bytes of page-locked host memory on a GPU, a number or ``"4GiB"``; None: what crosses the bus.
+        path: the folder of the ranks' files, with ``"disk"``.
+
+    Raises:
+        ValueError: a place that a kind of state cannot have, or what does not go together; it names field and remedy.
+    """
+
+    optimizer: Literal["device", "host", "disk"] = "host"
+    master: Literal["device", "host", "disk"] = "host"
+    grads: Literal["device", "host"] = "host"
+    weights: Literal["device", "host"] = "device"
+    fraction: float | Literal["auto"] = "auto"
+    pinned: int | str | None = None
+    path: str | PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        for field, places in PLACES.items():
+            value = getattr(self, field)
+            if value not in places:
+                raise ValueError(f"offload.{field}: {value!r} is no place for it; choose {', '.join(places)}")
+        here, there = ("master", "optimizer") if self.optimizer == "device" else ("optimizer", "master")
+        if (self.optimizer == "device") != (self.master == "device"):
+            what = f"{getattr(self, here)!r} with {there}={getattr(self, there)!r}"
+            raise ValueError(f"offload.{here}: {what}: the update needs both in one place; set both off the device")
+        for field in ("grads", "weights"):
+            if self.master == "device" and getattr(self, field) == "host":
+                raise ValueError(f"offload.{field}: 'host' with master='device'; set optimizer and master to 'host'")
+        if self.fraction != "auto":
+            number = isinstance(self.fraction, int | float) and not isinstance(self.fraction, bool)
+            if not number or not isfinite(self.fraction) or not 0 <= self.fraction <= 1:
+                raise ValueError(
+                    f"offload.fraction: {self.fraction!r} is no share; give a number from 0 to 1, or 'auto'"
+                )
+        on_disk = "disk" in (self.optimizer, self.master)
+        if on_disk and self.path is None:
+            raise ValueError("offload.path: state goes to a disk, and no folder is given; name one on a fast disk")
+        if self.path is not None and not on_disk:
+            raise ValueError(f"offload.path: {str(self.path)!r} is given, and no state goes to a disk; leave it out")
+        if self.pinned is not None:
+            _bytes(self.pinned)
+
+    @property
+    def pinned_bytes(self) -> int | None:
+        """``pinned`` in bytes; None: as much as is needed."""
+        return None if self.pinned is None else _bytes(self.pinned)
+
+    def units_away(self, numels: Sequence[int]) -> int:
+        """Return how many of the last units of the forward have their state away, for these numbers of elements.
+
+        They are the fewest that have at least `fraction` of the elements.
+        """
+        share = 0.0 if self.master == "device" else 1.0 if self.fraction == "auto" else self.fraction
+        needed = sum(numels) * share
+        away, num_units = 0, 0
+        while away < needed:
+            num_units += 1
+            away += numels[-num_units]
+        return num_units
+
+    def attach(self, strategy: ShardingStrategy, *, local_steps: bool, reproducible: bool) -> Any:
+        """Return an engine's `zeroshard.zero.offload.placement.Placement`; None: nothing leaves the device.
+
+        Raises:
+            ValueError: another setting of the engine needs on the device what is to leave it.
+        """
+        if self.master == "device":
+            return None
+        if self.weights == "host" and strategy.params.value != "shard":
+            raise ValueError(f"offload.weights: 'host' at {strategy.name}, which keeps whole weights; give stage=3")
+        if local_steps:
+            raise ValueError(
+                f"offload.master: {self.master!r} with local_steps, whose outer steps use it; leave one out"
+            )
+        if self.grads == "host" and reproducible:
+            raise ValueError("offload.grads: 'host' with reproducible, whose exact sums stay; give grads='device'")
+        return loaded("zeroshard.zero.offload.placement", "Placement")(self)
+
+
+def _bytes(size: int | str) -> int:
+    if isinstance(size, str):
+        return parse_size("offload.pinned", size)
+    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+        raise ValueError(f"offload.pinned: {size!r} is no size; give a number of bytes, or a text such as '4GiB'")
+    return size
