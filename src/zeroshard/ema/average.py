@@ -28,6 +28,7 @@ class Ema:
             `DTensor`s. Those that are not of a floating type have no average.
         decay: how much of the old average an update keeps, in [0, 1).
         replaced: called after averages and weights were swapped; may be collective.
+        complete: called before weights are read: waits for updates of them that are under way.
 
     Attributes:
         decay: may be changed between updates; a low one early forgets the initial values sooner.
@@ -39,7 +40,13 @@ class Ema:
         ValueError: a decay outside [0, 1).
     """
 
-    def __init__(self, weights: Iterable[Tensor], decay: float, replaced: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        weights: Iterable[Tensor],
+        decay: float,
+        replaced: Callable[[], None] = lambda: None,
+        complete: Callable[[], None] = lambda: None,
+    ) -> None:
         if not 0.0 <= decay < 1.0:
             raise ValueError(f"decay: {decay} is outside [0, 1)")
         self.decay = decay
@@ -47,7 +54,7 @@ class Ema:
         self.state: dict[Tensor, dict[str, Tensor]] = {
             weight: {EMA: weight.detach().clone()} for weight in weights if weight.dtype.is_floating_point
         }
-        self._replaced = replaced
+        self._replaced, self._complete = replaced, complete
 
     @torch.no_grad()
     def update(self) -> None:
@@ -83,7 +90,8 @@ class Ema:
             self.applied = False
 
     def require_away(self, what: str) -> None:
-        """Raise RuntimeError while the averages are in the place of the weights."""
+        """Raise RuntimeError while the averages are in the place of the weights; wait for updates under way."""
+        self._complete()
         if self.applied:
             raise RuntimeError(f"{what}: the averages are in the place of the weights; leave ema.weights() first")
 

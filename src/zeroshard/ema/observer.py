@@ -34,7 +34,7 @@ class EmaObserver(Observer):
     def __init__(self, runtime: Runtime, decay: float) -> None:
         self._runtime = runtime
         masters = [shard for group in runtime.groups() for shard in group.shards]
-        self.ema = Ema(masters, decay, self._came_or_went)
+        self.ema = Ema(masters, decay, self._came_or_went, lambda: runtime.complete_step())
 
     def _came_or_went(self) -> None:
         """Averages and weights were swapped: gradients are of the others now, and weights are to be gathered."""

@@ -397,6 +397,8 @@ class Zero(Engine):
     def memory_bytes(self) -> dict[str, int]:
         """Return resident bytes of training state on this rank now: params, grads, master, optimizer; ema, outer.
 
+        With ``offload`` also host_params, host_master, host_grads and host_optimizer: what left the device.
+
         ``master`` counts master weights whose dtype is not the compute dtype; a master of the compute dtype is (a
         shard of) the weights and counts as ``params``. ``outer``: with local steps, global weights and
         momentum.

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import threading
+import weakref
 from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import nn
 
-from nets import Net, rows
+from nets import WIDTH, Net, rows
 from zeroshard.comm import run_threads
 from zeroshard.zero import STAGES, MixedPrecision, Offload, Zero
 from zeroshard.zero.offload import placement
@@ -187,3 +192,327 @@ def test_the_bits_are_those_without_offloading(
     monkeypatch.setattr(placement, "Executor", EXECUTORS[executor])
     for expected, found in zip(_plain[case], case.run(offload), strict=True):
         assert same(expected, found)
+
+
+# -- what it meets ------------------------------------------------------------------------------------------------
+
+
+def _tied():
+    net = Net(3)
+    net.last.weight = net.first.weight
+    return net
+
+
+def _partly_frozen():
+    net = Net(3)
+    for param in (*net.blocks[1].parameters(), net.last.weight):
+        param.requires_grad_(False)
+    return net
+
+
+def _thaws(net, step):
+    if step == 2:
+        net.blocks[1].weight.requires_grad_(True)
+
+
+def _goes_on(net, step):
+    """Nothing happens between steps."""
+
+
+def _adamw(zero, net):
+    return [zero.optimizer(torch.optim.AdamW, lr=1e-2)]
+
+
+def _two(zero, net):
+    last = [*net.blocks[-1].parameters(), net.last.bias]
+    others = [param for param in net.parameters() if not any(param is each for each in last)]
+    adam = zero.optimizer(torch.optim.Adam, [{"params": others[:2], "lr": 1e-3}, {"params": others[2:]}], lr=1e-2)
+    return [adam, zero.optimizer(torch.optim.SGD, last, lr=0.1, momentum=0.9)]
+
+
+def _muon(zero, net):
+    matrices = [param for param in net.parameters() if param.ndim == 2]
+    rest = [param for param in net.parameters() if param.ndim != 2]
+    return [zero.optimizer(torch.optim.Muon, matrices, lr=1e-2), zero.optimizer(torch.optim.AdamW, rest, lr=1e-2)]
+
+
+def _adafactor(zero, net):
+    return [zero.optimizer(torch.optim.Adafactor, lr=1e-2)]
+
+
+def _own(zero, net):
+    return [zero.optimizer(Own, lr=1e-2, momentum=0.9)]
+
+
+def _adopted(zero, net):
+    return [torch.optim.AdamW(net.parameters(), lr=1e-2)]
+
+
+NODES = {"param_dtype": torch.bfloat16, "gather": "int8", "reduce": "int8", "node_size": 2}
+MEETS = {
+    "tied weights": (_tied, _goes_on, _adamw, {}),
+    "frozen weights": (_partly_frozen, _goes_on, _adamw, {}),
+    "weights that are trained later": (_partly_frozen, _thaws, _adamw, {"precision": MixedPrecision(torch.bfloat16)}),
+    "two optimizers": (Net, _goes_on, _two, {}),
+    "whole tensors": (Net, _goes_on, _muon, {}),
+    "whole tensors of Adafactor": (Net, _goes_on, _adafactor, {}),
+    "a class from elsewhere": (Net, _goes_on, _own, {}),
+    "an optimizer made without the engine": (Net, _goes_on, _adopted, {}),
+    "int8 travels": (Net, _goes_on, _adamw, {"precision": MixedPrecision(gather="int8", reduce="int8")}),
+    "int8 travels between nodes": (Net, _goes_on, _adamw, {"precision": MixedPrecision(**NODES)}),
+    "a second copy": (Net, _goes_on, _adamw, {"secondary_shard_size": 2}),
+    "replicas": (Net, _goes_on, _adamw, {"shard_size": 2}),
+    "reproducible": (Net, _goes_on, _adamw, {"reproducible": 4}),
+    "float64": (lambda: Net(3).double(), _goes_on, _adamw, {}),
+    "no prefetch": (Net, _goes_on, _adamw, {"prefetch": 0}),
+}
+
+
+def _meeting(comm, stage, what, offload):
+    build, between, optimizers, settings = MEETS[what]
+    net = build()
+    dtype = net.last.weight.dtype
+    zero = Zero(net, stage, units=list(net.blocks), comm=comm, offload=offload, **settings)
+    average = zero.ema(0.5) if optimizers in (_adamw, _two) else None
+    optims = optimizers(zero, net)
+    for step in range(NUM_STEPS):
+        between(net, step)
+        net(rows(comm.rank, step).to(dtype)).square().mean().backward()
+        zero.clip_grad_norm_(0.05)
+        for optim in optims:
+            optim.step()
+        for optim in optims:
+            optim.zero_grad()
+        if average is not None:
+            average.update()
+    states = [zero.optim_state_dict(optim) for optim in optims]
+    averages = [state["ema"] for state in average.state.values()] if average is not None else []
+    return zero.state_dict(), states, averages
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("executor", ["late", "thread"])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("what", MEETS)
+def test_what_an_engine_can_do_it_does_with_state_away(what, stage, executor, monkeypatch):
+    settings = MEETS[what][3]
+    if stage == 0 and ("shard_size" in settings or ("precision" in settings and "int8" in what)):
+        stage = 1
+    if "secondary_shard_size" in settings:
+        stage = 3
+    offload = Offload(
+        grads="device" if "reproducible" in settings else "host", weights="host" if stage == 3 else "device"
+    )
+    expected = run_threads(lambda comm: _meeting(comm, stage, what, None), 4, timeout_s=120)
+    monkeypatch.setattr(placement, "Executor", EXECUTORS[executor])
+    found = run_threads(lambda comm: _meeting(comm, stage, what, offload), 4, timeout_s=120)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert same(mine, theirs)
+
+
+def test_what_was_saved_is_loaded_with_and_without_offloading(tmp_path):
+    import zeroshard
+
+    def on_rank(comm, stage, offload, begins, saves):
+        net = Net(3)
+        zero = Zero(net, stage, units=list(net.blocks), comm=comm, offload=offload)
+        optim = zero.optimizer(torch.optim.AdamW, lr=1e-2)
+        if begins:
+            zeroshard.load(tmp_path / begins, zero)
+        for step in range(3):
+            net(rows(comm.rank, step)).square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+        zeroshard.save(tmp_path / saves, zero, step=3)
+        return zero.state_dict()
+
+    def run(*args):
+        return run_threads(lambda comm: on_rank(comm, *args), 2, timeout_s=120)
+
+    run(2, None, "", "plain")
+    run(3, Offload(), "", "away")
+    ends = [
+        run(1, away, begins, f"{begins}-{index}")
+        for begins in ("plain", "away")
+        for index, away in enumerate((None, Offload(fraction=0.6)))
+    ]
+    assert all(same(end, ends[0]) for end in ends)
+
+
+REFUSED = {
+    "offload.optimizer: 'lap' is no place for it; choose device, host, disk": {"optimizer": "lap"},
+    "offload.grads: 'disk' is no place for it; choose device, host": {"grads": "disk"},
+    "offload.optimizer: 'device' with master='host': the update needs both": {"optimizer": "device"},
+    "offload.master: 'device' with optimizer='host': the update needs both": {"master": "device"},
+    "offload.grads: 'host' with master='device'": {"optimizer": "device", "master": "device"},
+    "offload.weights: 'host' with master='device'": {
+        "optimizer": "device",
+        "master": "device",
+        "grads": "device",
+        "weights": "host",
+    },
+    "offload.fraction: 1.5 is no share; give a number from 0 to 1, or 'auto'": {"fraction": 1.5},
+    "offload.fraction: True is no share": {"fraction": True},
+    "offload.path: state goes to a disk, and no folder is given": {"optimizer": "disk"},
+    "offload.path: '/tmp' is given, and no state goes to a disk": {"path": "/tmp"},
+    "offload.pinned: '4' ": {"pinned": "4"},
+    "offload.pinned: -1 is no size": {"pinned": -1},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_settings_that_mean_nothing_are_refused_in_one_line(message):
+    with pytest.raises(ValueError, match=r"^offload\.") as error:
+        Offload(**REFUSED[message])
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
+
+
+def test_an_engine_refuses_what_needs_its_state_on_the_device():
+    from zeroshard.zero import LocalSteps
+
+    def refuses(message, stage=2, offload=None, **settings):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            Zero(Net(2), stage, offload=offload or Offload(), **settings)
+
+    refuses("offload.weights: 'host' at stage 2, which keeps whole weights", offload=Offload(weights="host"))
+    refuses("offload.grads: 'host' with reproducible", reproducible=4)
+    refuses("offload.master: 'host' with local_steps", local_steps=LocalSteps(every=2), shard_size=1)
+    with pytest.raises(TypeError, match=r"^offload: True is no Offload"):
+        Zero(Net(2), offload=True)
+
+
+@pytest.mark.parametrize(
+    ("fraction", "away"), [(0, 0), (0.01, 1), (0.25, 1), (0.26, 2), (0.5, 2), (0.9, 4), (1, 4), ("auto", 4)]
+)
+def test_the_first_units_of_the_forward_stay(fraction, away):
+    assert Offload(fraction=fraction).units_away([10, 10, 10, 10]) == away
+    assert Offload(fraction=fraction).units_away([]) == 0
+    assert Offload("device", "device", "device", fraction=fraction).units_away([10, 10, 10, 10]) == 0
+
+
+# -- the thread ---------------------------------------------------------------------------------------------------
+
+
+def _engine(offload, executor, monkeypatch, stage=3):
+    monkeypatch.setattr(placement, "Executor", executor)
+    net = Net(3)
+    zero = Zero(net, stage, units=list(net.blocks), offload=offload)
+    return net, zero, zero.optimizer(torch.optim.AdamW, lr=1e-2)
+
+
+def _backward(net):
+    net(rows(0)).square().mean().backward()
+
+
+def test_a_unit_waits_for_its_own_update_alone_and_in_the_order_of_the_forward(monkeypatch):
+    net, zero, optim = _engine(Offload(), Late, monkeypatch)
+    zero.restage(0)
+    _backward(net)
+    optim.step()
+    optim.zero_grad()
+    late = [unit.groups[0].update for unit in zero.units]
+    left = []
+    for block in net.blocks:
+        block.register_forward_pre_hook(lambda *_: left.append([update.pending for update in late]))
+    assert [update.pending for update in late] == [True] * 4
+    _backward(net)
+    # root, and one unit ahead
+    assert left == [[False, False, False, True], [False] * 4, [False] * 4] or left == [
+        [False, False, True, True],
+        [False, False, False, True],
+        [False] * 4,
+    ]
+
+
+def test_states_and_pieces_that_are_read_wait(monkeypatch):
+    net, zero, optim = _engine(Offload(), Late, monkeypatch)
+    _backward(net)
+    optim.step()
+    assert len(optim.state) == 10
+    _backward(net)
+    optim.step()
+    assert all(float(state["step"]) == 2 for state in optim.state.values())
+    assert not zero.units[0].groups[0].update.pending
+
+
+def test_a_failed_update_names_its_unit_at_the_next_touch_and_no_later_unit_is_updated(monkeypatch):
+    for executor in (Late, Executor):
+        net, zero, optim = _engine(Offload(), executor, monkeypatch)
+        _backward(net)
+        optim.step()
+        broken = zero.units[2].groups[0]
+        before = zero.units[3].groups[0].params.master.clone()
+        optim.state[broken.shards[0]]["exp_avg"] = torch.zeros(3)
+        _backward(net)
+        optim.step()
+        with pytest.raises(RuntimeError, match=r"^step: the update of unit blocks.1 failed: \w+: .*t$"):
+            _backward(net)
+        with pytest.raises(RuntimeError, match=r"^step: the update of unit blocks.1 failed"):
+            zero.state_dict()
+        assert torch.equal(zero.units[3].groups[0].params._master, before)
+
+
+def test_a_schedule_that_changes_settings_after_the_step_does_not_change_the_step(monkeypatch):
+    ends = []
+    for executor in (Late, AtOnce):
+        net, zero, optim = _engine(Offload(), executor, monkeypatch)
+        optim.param_groups[0]["lr"] = torch.tensor(1e-2)
+        _backward(net)
+        optim.step()
+        optim.param_groups[0]["lr"].fill_(100.0)
+        optim.param_groups[0]["weight_decay"] = 100.0
+        ends.append(zero.state_dict())
+    assert same(*ends)
+
+
+def test_a_fork_waits_for_the_update_and_the_child_has_a_thread_of_its_own():
+    executor, begun, done = Executor(), threading.Event(), []
+    update = placement.Update("unit", executor)
+
+    def slowly():
+        begun.wait()
+        done.append(threading.get_ident())
+
+    executor.arm([(update, slowly)])
+    threading.Timer(0.2, begun.set).start()
+    child = os.fork()
+    if child == 0:
+        complete = bool(done) and not update.pending
+        executor.arm([(update, slowly)])
+        executor.drain()
+        os._exit(0 if complete and len(done) == 2 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_an_engine_whose_update_is_over_is_freed(monkeypatch):
+    net, zero, optim = _engine(Offload(), Executor, monkeypatch)
+    _backward(net)
+    optim.step()
+    zero.state_dict()
+    gone = weakref.ref(zero)
+    del net, zero, optim
+    gc.collect()
+    assert gone() is None
+
+
+def test_accounts_of_memory_say_what_is_away(monkeypatch):
+    net, zero, optim = _engine(Offload(fraction=0.5), Executor, monkeypatch, stage=0)
+    numel = [sum(param.numel() for param in part.parameters()) for part in (net.first, net.last, *net.blocks)]
+    away, here = sum(numel[-3:]), sum(numel[:2])  # the last three of the forward: two have less than half
+    _backward(net)
+    optim.step()
+    found = zero.memory_bytes()
+    num_pieces = 2 * 3
+    assert found["host_master"] == found["host_grads"] == 4 * away
+    assert found["host_optimizer"] == 2 * 4 * away + 4 * num_pieces
+    assert (found["params"], found["master"], found["host_params"]) == (4 * (away + here), 0, 0)
+    assert found["optimizer"] == 2 * 4 * here + 4 * 4
+    counted = dict.fromkeys(found, 0)
+    for holding in zero.holdings():
+        counted[holding.category] += holding.tensor.nbytes
+    assert all(counted[name] == found[name] for name in ("host_master", "host_grads", "host_optimizer", "optimizer"))
+
+
+def test_modules_and_ranks_of_threads_have_executors_of_their_own():
+    assert len(set(run_threads(lambda comm: id(Zero(nn.Linear(WIDTH, 2), comm=comm, offload=Offload())), 2))) == 2

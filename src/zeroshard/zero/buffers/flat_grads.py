@@ -215,6 +215,11 @@ class FlatGrads(Gradients):
         return getattr(self._reduction, "packed", None)
 
     @property
+    def away_bytes(self) -> int:
+        """Bytes of those that wait for the optimizer off the device."""
+        return 0
+
+    @property
     def resident_bytes(self) -> int:
         """Bytes of all gradient buffers now."""
         held = [tensor for tensor in self.buffers if tensor is not None]

@@ -5,6 +5,7 @@ a few units come on top, if these are sharded:
 
     params, master, grads, optimizer, ema    state that outlives its use
     outer                                    with local steps: global weights and momentum
+    host_params, host_master, host_grads, host_optimizer    of units whose state is off the device
     unit_buffers                             unsharded weights of a unit in use, unsharded gradients not yet reduced
     prefetch                                 unsharded weights whose gather is in flight
 """
@@ -17,9 +18,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroshard.zero.buffers.flat_grads import FlatGrads
-from zeroshard.zero.buffers.flat_params import FlatParams
-from zeroshard.zero.buffers.unit import Unit
+from zeroshard.zero.buffers.unit import FlatGroup, Unit
 
 Kept = Mapping[str, Sequence[tuple[str, Tensor]]]
 """Tensors beside weights, gradients and optimizer states, ``(unit's name, tensor)``, by category."""
@@ -41,49 +40,62 @@ class Holding(NamedTuple):
 
 def resident_bytes(units: Iterable[Unit], optimizers: Iterable[Optimizer], kept: Kept) -> dict[str, int]:
     """See `Zero.memory_bytes`."""
+    units = list(units)
     total = {"params": 0, "grads": 0, "master": 0}
+    found = list[tuple[str, int]]()
     for group in (group for unit in units for group in unit.groups):
-        params = group.params
+        params, grads_away = group.params, group.grads.away_bytes
         total["params"] += params.full_bytes + sum(tensor.nbytes for tensor in params.transport.resident)
-        same_dtype = params.master.dtype == params.full.dtype
-        total["params" if same_dtype else "master"] += params.master_bytes
-        total["grads"] += group.grads.resident_bytes
-    total["optimizer"] = sum(value.numel() * value.element_size() for value in _states(optimizers))
+        total["grads"] += group.grads.resident_bytes - grads_away
+        found += [(group.master_category, params.master_bytes), (f"{group.place}grads", grads_away)]
+    total["optimizer"] = 0
+    found += [(category, value.numel() * value.element_size()) for category, value in _states(units, optimizers)]
+    for category, num_bytes in found:
+        total[category] = total.get(category, 0) + num_bytes
     return total | {category: sum(tensor.nbytes for _, tensor in named) for category, named in kept.items()}
 
 
 def holdings(units: Iterable[Unit], optimizers: Iterable[Optimizer], kept: Kept) -> Iterator[Holding]:
     """Yield every tensor that the engine keeps now; storages may be empty, and several tensors may share one."""
+    units = list(units)
     for unit in units:
         for group in unit.groups:
-            yield from _weights(unit.name, group.params)
-            yield from _grads(unit.name, group.grads)
-    yield from (Holding("optimizer", "", value) for value in _states(optimizers))
+            yield from _weights(unit.name, group)
+            yield from _grads(unit.name, group)
+    yield from (Holding(category, "", value) for category, value in _states(units, optimizers))
     for category, named in kept.items():
         yield from (Holding(category, unit, tensor) for unit, tensor in named)
 
 
-def _states(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
-    states = (state for optimizer in optimizers for state in optimizer.state.values())
-    return (value for state in states for value in state.values() if isinstance(value, Tensor))
+def _states(units: Iterable[Unit], optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the states of optimizers, with their categories: by where the piece is that they belong to."""
+    places = {shard: group.place for unit in units for group in unit.groups if group.place for shard in group.shards}
+    for optimizer in optimizers:
+        for piece, state in optimizer.state.items():
+            category = f"{places.get(piece, '') if places else ''}optimizer"
+            yield from ((category, value) for value in state.values() if isinstance(value, Tensor))
 
 
-def _weights(unit: str, params: FlatParams) -> Iterator[Holding]:
+def _weights(unit: str, group: FlatGroup) -> Iterator[Holding]:
+    params = group.params
     if not params.shard_params:
         yield Holding("params", unit, params.full)
     else:
         yield Holding("prefetch" if params.gather_in_flight else "unit_buffers", unit, params.full)
     yield from (Holding("prefetch", unit, tensor) for tensor in params.transport.in_flight)
     yield from (Holding("params", unit, tensor) for tensor in params.transport.resident)
-    same_dtype = params.master.dtype == params.full.dtype
-    yield Holding("params" if same_dtype else "master", unit, params.master)
+    yield Holding(group.master_category, unit, params.master)
 
 
-def _grads(unit: str, grads: FlatGrads) -> Iterator[Holding]:
+def _grads(unit: str, group: FlatGroup) -> Iterator[Holding]:
+    grads = group.grads
     local, reduced, arriving = grads.buffers
+    if reduced is not None:
+        yield Holding(f"{group.place}grads" if grads.away_bytes else "grads", unit, reduced)
     if local is not None:
         yield Holding("grads" if grads.keep_local else "unit_buffers", unit, local)
     if grads.packed is not None:
         yield Holding("unit_buffers", unit, grads.packed)
     yield from (Holding("grads", unit, tensor) for tensor in grads.reducer.tensors)
-    yield from (Holding("grads", unit, tensor) for tensor in (reduced, arriving) if tensor is not None)
+    if arriving is not None:
+        yield Holding("grads", unit, arriving)

@@ -38,6 +38,7 @@ class FlatGroup(Group):
 
     params: FlatParams
     grads: FlatGrads
+    place = ""  # before the categories of its master, reduced gradients and optimizer states, in accounts of memory
 
     def __init__(
         self,
@@ -77,6 +78,12 @@ class FlatGroup(Group):
     def _gradients(self, facts: BufferFacts, reducer: StatefulReducer) -> FlatGrads:
         settings = facts.layout, facts.strategy, facts.rank_groups
         return FlatGrads(facts.name, *settings, **gradient_settings(facts), reducer=reducer)
+
+    @property
+    def master_category(self) -> str:
+        """Of the master, in accounts of memory: it is (a shard of) the weights if it has their dtype and place."""
+        same = not self.place and self.params.master.dtype == self.params.full.dtype
+        return "params" if same else f"{self.place}master"
 
     @property
     def keeps_tensors_whole(self) -> bool:

@@ -58,6 +58,12 @@ class HostGrads(FlatGrads):
         if tensor is None:  # an update that is under way has its own reference
             self._factor = None
 
+    @property
+    def away_bytes(self) -> int:
+        """Bytes of those that wait for the optimizer on the host."""
+        reduced = self.reduced
+        return 0 if reduced is None or reduced.device != HOST else reduced.untyped_storage().nbytes()
+
     def scale(self, factor: Tensor) -> None:
         """Have the reduced gradients multiplied by ``factor``, 0-dim, before anybody reads them."""
         if self.reduced is not None:  # and an earlier factor is applied

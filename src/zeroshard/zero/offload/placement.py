@@ -37,6 +37,7 @@ from zeroshard.zero.stepping.observer import Observer
 class HostGroup(FlatGroup):
     """A group whose master, optimizer states and reduced gradients are on the host, and are updated there."""
 
+    place = "host_"
     grads: HostGrads  # ty: ignore[incompatible-mutable-override] -- as `FlatGroup` narrows it
 
     def __init__(self, name: str, *args: Any, members: HostMembers, **kwargs: Any) -> None:
@@ -118,7 +119,8 @@ class Placement(Observer):
     def attach(self, runtime: Runtime, observers: list[Observer]) -> None:
         """Take part in an engine's steps; its units were made with `members`."""
         self._runtime = runtime
-        runtime.gathers_in_turn = True
+        runtime.complete_step = self.executor.drain
+        runtime.gathers_in_turn = any(True for _ in self._groups())
         runtime.apply_num_ahead()
         self.staging.streams = runtime.streams_of(self._groups())
         observers.append(self)

@@ -58,10 +58,11 @@ class Offload:
             value = getattr(self, field)
             if value not in places:
                 raise ValueError(f"offload.{field}: {value!r} is no place for it; choose {', '.join(places)}")
-        here, there = ("master", "optimizer") if self.optimizer == "device" else ("optimizer", "master")
-        if (self.optimizer == "device") != (self.master == "device"):
-            what = f"{getattr(self, here)!r} with {there}={getattr(self, there)!r}"
-            raise ValueError(f"offload.{here}: {what}: the update needs both in one place; set both off the device")
+        stays = next((field for field in ("optimizer", "master") if getattr(self, field) == "device"), None)
+        if stays is not None and (self.optimizer, self.master) != ("device", "device"):
+            other = {"optimizer": "master", "master": "optimizer"}[stays]
+            what = f"'device' with {other}={getattr(self, other)!r}: the update needs both in one place"
+            raise ValueError(f"offload.{stays}: {what}; set both to 'device', or neither")
         for field in ("grads", "weights"):
             if self.master == "device" and getattr(self, field) == "host":
                 raise ValueError(f"offload.{field}: 'host' with master='device'; set optimizer and master to 'host'")
@@ -105,6 +106,9 @@ class Offload:
         """
         if self.master == "device":
             return None
+        on_disk = next((field for field in ("optimizer", "master") if getattr(self, field) == "disk"), None)
+        if on_disk is not None:
+            raise ValueError(f"offload.{on_disk}: 'disk' is not supported by this version; give 'host'")
         if self.weights == "host" and strategy.params.value != "shard":
             raise ValueError(f"offload.weights: 'host' at {strategy.name}, which keeps whole weights; give stage=3")
         if local_steps:

@@ -60,6 +60,7 @@ class Runtime(Passes[Unit, FlatGroup]):
         comm: the communicator of all ranks.
         collectives: through which ranks agree on orders and flags.
         gathers_in_turn: whether updates of later units may still run when a forward begins.
+        complete_step: waits for updates of the last step that are under way.
         removed: whether `Zero.remove` has made the model an ordinary one again.
         unreduced: whether the last backward pass left gradients on this rank that are not reduced yet.
         before_forward: raises if this forward of the model would be wrong; called before it begins.
@@ -92,6 +93,7 @@ class Runtime(Passes[Unit, FlatGroup]):
         self.forward = self._forwards.current
         self.removed = self.unreduced = False
         self.before_forward: Callable[[], None] = lambda: None
+        self.complete_step: Callable[[], None] = lambda: None
         self.observer, self.may_have_read_stale = PassObserver(), set[Unit]()
         self._order_agreed = False
         self._called_by_parts: dict[Unit, None] = {}  # no hook frees their weights: only their submodules were called
