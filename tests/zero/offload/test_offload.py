@@ -391,6 +391,26 @@ def test_the_first_units_of_the_forward_stay(fraction, away):
     assert Offload("device", "device", "device", fraction=fraction).units_away([10, 10, 10, 10]) == 0
 
 
+@pytest.mark.parametrize("bfloat16", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_what_is_written_through_data_between_steps_is_kept(stage, bfloat16):
+    def on_rank(comm, offload):
+        net = Net(2)
+        precision = MixedPrecision(torch.bfloat16 if bfloat16 else None)
+        zero = Zero(net, stage, units=list(net.blocks), comm=comm, offload=offload, precision=precision)
+        optim = zero.optimizer(torch.optim.AdamW, lr=1e-2)
+        for step in range(3):
+            net(rows(comm.rank, step)).float().square().mean().backward()
+            for param in net.parameters():
+                param.data.mul_(1.5)
+            optim.step()
+            optim.zero_grad()
+        return zero.state_dict()
+
+    plain, away = (run_threads(lambda comm, o=o: on_rank(comm, o), 2, timeout_s=60) for o in (None, Offload()))
+    assert same(plain, away)
+
+
 # -- the thread ---------------------------------------------------------------------------------------------------
 
 
@@ -417,12 +437,8 @@ def test_a_unit_waits_for_its_own_update_alone_and_in_the_order_of_the_forward(m
         block.register_forward_pre_hook(lambda *_: left.append([update.pending for update in late]))
     assert [update.pending for update in late] == [True] * 4
     _backward(net)
-    # root, and one unit ahead
-    assert left == [[False, False, False, True], [False] * 4, [False] * 4] or left == [
-        [False, False, True, True],
-        [False, False, False, True],
-        [False] * 4,
-    ]
+    one_ahead = [[False, False, False, True], [False] * 4, [False] * 4]
+    assert left == one_ahead
 
 
 def test_states_and_pieces_that_are_read_wait(monkeypatch):

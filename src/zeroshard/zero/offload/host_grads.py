@@ -90,10 +90,6 @@ class HostGrads(FlatGrads):
                 return partials
         return torch.stack([norm_of(shard.to(self.device), norm_type) for shard in self.shards()])
 
-    def _vacate_local(self) -> None:
-        self.update.wait()  # it may read gradients that lie in the local buffer
-        super()._vacate_local()
-
     def _keep(self, arrived: Tensor) -> None:
         if self.device == HOST:
             super()._keep(arrived)
