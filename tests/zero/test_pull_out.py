@@ -38,7 +38,9 @@ ATTACHED = {
             "from zeroshard.zero.optimizers.adoption import has_owner as has_engine\n",
         ),
     ],
-    "zero/offload": [],  # an argument of `Zero` that attaches itself
+    "zero/offload": [  # an argument of `Zero` that attaches itself
+        ("zero/__init__.py", "    from zeroshard.zero.offload.settings import Offload as Offload\n", "")
+    ],
     "zero/guards": [
         (
             "zero/engine.py",

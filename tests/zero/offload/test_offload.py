@@ -450,6 +450,12 @@ def test_states_and_pieces_that_are_read_wait(monkeypatch):
     optim.step()
     assert all(float(state["step"]) == 2 for state in optim.state.values())
     assert not zero.units[0].groups[0].update.pending
+    _backward(net)
+    optim.step()
+    last = zero.units[-1].groups[0]
+    assert last.update.pending
+    assert len(last.shards) == 2
+    assert not last.update.pending
 
 
 def test_a_failed_update_names_its_unit_at_the_next_touch_and_no_later_unit_is_updated(monkeypatch):

@@ -82,7 +82,7 @@ def _drop_grads(pieces: Sequence[nn.Parameter]) -> None:
         piece.grad = None
 
 
-class HostMembers:
+class HostMembers(Members):
     """The members of a unit whose state is away: ``others``' ones, in groups of their own if they are trained."""
 
     def __init__(self, others: Members, settings: Offload, executor: Executor, staging: Staging) -> None:
