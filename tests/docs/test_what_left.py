@@ -90,6 +90,7 @@ LEFT = [
     r"buffers=.average.",
     r"\bleaves=|\+leaves|transport[./]leaves|check_leaves|Leaf(Sum|Reduce)",
     r"parallel[./]replica\b|zero[./]levels|\bLevels\.|import Levels|check_levels",
+    r"too[-_]long=|--data.too-long",
     r"integrations[./]lightning|zeroshard\[lightning\]|import Lightning",
     r"zero_scope|scope_probe|current_scope|comm import .*\bscope\b",
 ]

@@ -150,7 +150,7 @@ REFUSALS = [
     (["--data.format", "prompt", "--data.max-tokens", "9"], "data.max_tokens: is given, and data.format is prompt"),
     (["--data.template", "chatml"], "data.template: is given, and data.format is text; .* --data.format chat"),
     (["--data.format", "chat", "--data.prompt", "x"], "data.prompt: is given, and data.format is chat"),
-    (["--data.too-long", "drop"], "data.too_long: is given, and data.format is text"),
+    (["--data.packing"], "data.packing: is given, and data.format is text"),
     (["--data.packing"], "data.packing: is given, and data.format is text; .* --data.format chat or prompt"),
     (["--data.format", "talk"], "data.format: 'talk' is not a choice"),
     (["--data.format", "chat", "--data.template", "chatml", "--data.messages", "talk"], "no column 'talk'"),

@@ -33,23 +33,10 @@ def _changes(before, after, tokens_per_step=32, data="d" * 64):
     return check_changes(_saved(before), after.model_dump(mode="json"), tokens_per_step, data)
 
 
-def test_another_micro_batch_evaluates_on_the_rows_of_the_run(tiny_config, capsys):
-    run_training(tiny_config(max_steps=3, micro_batch_size=4, grad_accum_steps=1))
-    capsys.readouterr()
-    changes = {"max_steps": 6, "micro_batch_size": 2, "grad_accum_steps": 2, "resume": "auto"}
-    run = build_run(tiny_config(**changes), LocalCommunicator(), CPU)
-    try:
-        assert (run.corpus.eval_batches.num_rows, run.corpus.eval_batches.micro_batch_size) == (12, 2)
-        assert run.config["eval_rows"] == 12  # and so on, whatever the next one has
-    finally:
-        run.close()
-    assert "evaluation" not in capsys.readouterr().err
-    for asked in ({"eval_rows": 5}, {"eval_batches": 4}):
-        run = build_run(tiny_config(**changes, **asked), LocalCommunicator(), CPU)
-        run.close()
-        rows = run.corpus.eval_batches.num_rows
-        what = f"resume: an evaluation had 12 sequences, now it has {rows}: its losses are of another set"
-        assert f"{what}; --eval-rows 12 keeps it" in capsys.readouterr().err
+def test_an_evaluation_on_other_rows_is_told_of(tiny_config):
+    before, after = tiny_config(eval_rows=12, eval_batches=0), tiny_config(eval_rows=5, eval_batches=0)
+    what = "an evaluation had 12 sequences, now it has 5: its losses are of another set"
+    assert _changes(before, after) == [f"{what}; --eval-rows 12 keeps it"]
 
 
 def test_how_a_run_is_spread_and_watched_may_change_without_a_word(tiny_config, tmp_path):

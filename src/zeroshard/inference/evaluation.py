@@ -104,9 +104,8 @@ def score(config: EvalConfig, comm: Communicator, device: torch.device) -> Score
     seq_len = config.seq_len or seq_len
     model.check_seq_len(seq_len)
     most_rows = config.rows or config.batches * config.micro_batch_size
-    cut = trained is None or trained.data.too_long == "cut"
     packed = trained is not None and trained.data.packing
-    rows = rows_of_folder(tokens_folder, config.split, seq_len, cut=cut, packed=packed)
+    rows = rows_of_folder(tokens_folder, config.split, seq_len, packed=packed)
     sizes = config.micro_batch_size, most_rows or rows.num_rows
     batches = EvalBatches(rows, *sizes, comm.rank, comm.world_size)
     num_tokens = batches.num_targets

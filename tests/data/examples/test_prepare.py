@@ -94,11 +94,11 @@ def test_a_row_is_cut_or_left_out(tmp_path):
     cut = rows_of_length(examples, 8, split="train")
     assert (cut.num_cut, cut.num_dropped, cut.num_targets.tolist()) == (1, 2, [3, 3, 1])
     assert "1 are cut to seq_len = 8 and 2 are left out" in cut.said("train")
-    kept = rows_of_length(examples, 8, split="train", cut=False)
-    assert (kept.num_cut, kept.num_dropped, kept.num_targets.tolist()) == (0, 3, [3, 3])
     assert rows_of_length(examples, 64, split="train").said("train") == ""
+    chats.write_rows(path, rows[2:])
+    folder = prepare(spec_of(path, format="prompt", template="", val_fraction=0.0), tmp_path / "long")
     with pytest.raises(UserError, match="no example of the train split has a target within 2 tokens"):
-        rows_of_length(examples, 2, split="train", cut=False)
+        rows_of_length(Examples(folder, "train"), 2, split="train")
 
 
 def test_targets_are_what_follows_where_it_counts(tmp_path):

@@ -1,8 +1,8 @@
 """Decide which examples make up which row of ``seq_len`` tokens: one example per row, or several packed into one.
 
 An example of ``n`` tokens gives ``n - 1`` inputs, each with the next token as its target. If it is longer than
-``seq_len`` inputs, it is cut or left out. An example without a counted target (for example because its prompt fills the
-row) is left out too.
+``seq_len`` inputs, it is cut. An example without a counted target (for example because its prompt fills the
+row) is left out.
 
 Shapes: B rows, T = seq_len.
 """
@@ -106,7 +106,7 @@ class ExampleRows:
         if not self.num_cut and not self.num_dropped:
             return ""
         cut = f"{self.num_cut:,} are cut to seq_len = {self.seq_len:,}"
-        left_out = f"{self.num_dropped:,} are left out (too long, or all prompt)"
+        left_out = f"{self.num_dropped:,} are left out (all prompt)"
         return f"data: of the {self.examples.num_examples:,} examples of the {split} split {cut} and {left_out}"
 
 
@@ -116,7 +116,6 @@ def rows_of_folder(
     seq_len: int,
     *,
     named: str = "",
-    cut: bool = True,
     packed: bool = False,
     of_examples: bool | None = None,
     at_least: int = 1,
@@ -125,7 +124,7 @@ def rows_of_folder(
 
     Args:
         folder, split: the folder and split of prepared data.
-        seq_len, cut, packed: as for `rows_of_length`.
+        seq_len, packed: as for `rows_of_length`.
         named: how error messages name the split, if ``split`` alone is not clear.
         of_examples: whether the folder must have examples, or must have none; None: whichever it has.
         at_least: rows of plain text that are needed.
@@ -136,32 +135,28 @@ def rows_of_folder(
     if of_examples is False:
         require_plain(folder, read_meta(folder))
     if of_examples or (of_examples is None and read_meta(folder).examples):
-        return rows_of_length(Examples(folder, split), seq_len, split=named or split, cut=cut, packed=packed)
+        return rows_of_length(Examples(folder, split), seq_len, split=named or split, packed=packed)
     tokens = TokenDataset.open(folder, split)
     require_enough(tokens, seq_len, at_least, split=named or split)
     return TextRows(tokens, seq_len)
 
 
-def rows_of_length(
-    examples: Examples, seq_len: int, *, split: str, cut: bool = True, packed: bool = False
-) -> ExampleRows:
+def rows_of_length(examples: Examples, seq_len: int, *, split: str, packed: bool = False) -> ExampleRows:
     """Return the rows of a split; the same on every rank.
 
     Args:
         examples: the examples of the split.
         seq_len: inputs per row.
         split: its name, for error messages.
-        cut: True: examples that are too long are cut. False: they are left out.
         packed: True: several examples per row, see `zeroshard.data.examples.packing`. False: one.
 
     Raises:
         UserError: no example is left.
     """
     lengths = examples.ends - examples.begins - 1  # number of inputs
-    too_long = lengths > seq_len
     inputs = np.minimum(lengths, seq_len)
     num_targets = _num_targets(examples, inputs)
-    kept = num_targets > 0 if cut else (num_targets > 0) & ~too_long
+    kept = num_targets > 0
     members = np.flatnonzero(kept)
     if not members.size:
         what = f"no example of the {split} split has a target within {seq_len:,} tokens"
@@ -173,7 +168,7 @@ def rows_of_length(
     in_row, filled = (np.add.reduceat(each[members], first[:-1]) for each in (num_targets, inputs))
     left_out = int(kept.size - kept.sum())
     return ExampleRows(
-        examples, seq_len, first, members, in_row, filled, int((too_long & kept).sum()), left_out, packed
+        examples, seq_len, first, members, in_row, filled, int(((lengths > seq_len) & kept).sum()), left_out, packed
     )
 
 

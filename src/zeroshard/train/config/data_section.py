@@ -68,9 +68,6 @@ class DataConfig(Config):
     messages: str = Field("messages", min_length=1, description="chat: column of the lists of role and content.")
     prompt: str = Field("prompt", min_length=1, description="prompt: column of what is given.")
     completion: str = Field("completion", min_length=1, description="prompt: column of what is learned.")
-    too_long: Literal["cut", "drop"] = Field(
-        "cut", description="chat, prompt: what becomes of an example of more than seq_len tokens."
-    )
     workers: int = Field(0, ge=0, description="Processes that encode text; 0: one per core, as far as there is work.")
 
     @model_validator(mode="before")
@@ -165,7 +162,7 @@ _OF_FORMATS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("column", "max_tokens", "streaming", "document_mask"), ("text",)),
     **dict.fromkeys(("template", "messages"), ("chat",)),
     **dict.fromkeys(("prompt", "completion"), ("prompt",)),
-    **dict.fromkeys(("too_long", "packing"), ("chat", "prompt")),
+    **dict.fromkeys(("packing",), ("chat", "prompt")),
 }
 
 

@@ -138,8 +138,6 @@ def _build_in(
     """Build this rank's part of the run, once ``folder`` is locked for it. Collective."""
     schedule = _schedule(config, comm.world_size)
     resume_from = resume.choose(comm, config.resume, checkpoint_folder(folder))
-    if resume_from is not None:
-        config = resume.with_same_evaluation(saved_run(resume_from), config)
     corpus = open_corpus(config, comm, schedule.grad_accum_steps)
     observed = ObservedCommunicator(comm, timed=config.profile.overlap or config.profile.trace_steps > 0)
     as_given, stage = config, None

@@ -49,7 +49,7 @@ def _prepared(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
     batch = config.micro_batch_size * grad_accum_steps * comm.world_size  # rows of all ranks in a step
     least = {"train": batch if counts_all else 1, "val": 1}
     named = list(zip(sources, folders, strict=True))
-    options = {"cut": data.too_long == "cut", "packed": data.packing, "of_examples": data.format != "text"}
+    options = {"packed": data.packing, "of_examples": data.format != "text"}
 
     def rows_of(source: Source, folder: Path, split: str) -> Rows:
         words = f"{source.name} {split}".strip()
@@ -72,7 +72,7 @@ def _prepared(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
     in_rows = f" packed {config.seq_len}" if data.packing else ""
     mixed = f" {weights}" if data.mix else ""
     tokens = " ".join(meta.tokens_sha256 for meta in metas)
-    choices = f"{tokens} {data.too_long}{in_rows}{mixed}"
+    choices = f"{tokens}{in_rows}{mixed}"
 
     def tokens_by_source(steps: int) -> dict[str, int]:
         numbers = [] if mixture is None else mixture.tokens(steps * rows_per_step)
@@ -149,8 +149,7 @@ def _named_evals(config: TrainConfig, folder: Path, comm: Communicator) -> dict[
         first_rank_does(comm, partial(prepare_data, data))
         own = read_meta(where)
         agree_on(comm, {f"{name}: {fact}": value for fact, value in data_facts(own).items()})
-        cut = data.too_long == "cut"
-        rows = rows_of_folder(where, "train", config.seq_len, named=name, cut=cut, packed=data.packing)
+        rows = rows_of_folder(where, "train", config.seq_len, named=name, packed=data.packing)
         found[name] = EvalBatches(rows, size, most, comm.rank, comm.world_size)
     return found
 

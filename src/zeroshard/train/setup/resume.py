@@ -19,7 +19,6 @@ from zeroshard.errors import UserError
 from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.models.presets import model_config
 from zeroshard.optim import learning_rate
-from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.named_code import names_code
 from zeroshard.train.config.sections import ModelConfig
 from zeroshard.train.config.validate import by_dotted_name, validate
@@ -109,20 +108,6 @@ def check_changes(
         where = "with the next row of the stream" if position.get("stream") else "from another position in their order"
         lines.append(f"a step had {old_tokens:,} tokens, now it has {tokens_per_step:,}: data continue {where}")
     return lines
-
-
-def with_same_evaluation(saved: Mapping[str, Any], config: TrainConfig) -> TrainConfig:
-    """Return ``config`` with the checkpoint's number of sequences in an evaluation, unless it asks for another one.
-
-    So the validation losses of a run that is resumed with other settings stay comparable.
-    """
-    before = by_dotted_name(saved.get("config", {}))
-    rows = before.get("eval_rows", 0)
-    asked = "eval_rows" in config.model_fields_set
-    if config.eval_batches:
-        in_batches = config.eval_rows == config.eval_batches * config.micro_batch_size
-        asked = not in_batches or config.eval_batches != before.get("eval_batches")
-    return config if asked or rows in (0, config.eval_rows) else config.model_copy(update={"eval_rows": rows})
 
 
 def schedule_of(config: Mapping[str, Any]) -> dict[str, Any]:
