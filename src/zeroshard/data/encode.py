@@ -9,7 +9,7 @@ as encoding it; a tokenizer always sees one chunk (`documents.CHUNK_BYTES`) at a
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from zeroshard.data.files import patiently
 from zeroshard.data.joining import begin_ids, document_ids, end_ids
 from zeroshard.data.meta import DTYPES, SPLITS
-from zeroshard.data.pool import in_order
 from zeroshard.data.sources import TextSource
 from zeroshard.data.split import Holdout
 from zeroshard.data.tables import Part, PartReader, Tables
@@ -113,18 +112,6 @@ class Encoder:
     def _joined(self, ids: dict[str, list[NDArray[np.int64]]]) -> dict[str, NDArray[np.unsignedinteger]]:
         none = np.empty(0, self._dtype)
         return {split: np.concatenate([none, *(each.astype(self._dtype) for each in ids[split])]) for split in SPLITS}
-
-
-def encoded(tasks: Iterable[Task], encoder: tuple[Path, str, str, Holdout, str], num: int) -> Generator[Encoded]:
-    """Yield the ids of ``tasks``, in order, from ``num`` processes; 1 encodes in this process.
-
-    ``encoder`` has the arguments of each process's `Encoder`.
-    """
-    if num == 1:
-        with closing(Encoder(*encoder)) as own:
-            yield from map(own, tasks)
-    else:
-        yield from in_order(Encoder, encoder, tasks, num)
 
 
 def tasks_of(source: TextSource, holdout: Holdout, writers: dict[str, TokenWriter]) -> Iterator[list[Piece]]:

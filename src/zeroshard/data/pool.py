@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import signal
 import threading
-import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -19,8 +18,6 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import cache
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
-
-from zeroshard.errors import UserError
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -40,8 +37,8 @@ def in_order(
         num: number of processes.
 
     Raises:
-        UserError: a task raised it.
-        RuntimeError: a task failed otherwise (with the worker's traceback), or a worker was killed.
+        Exception: a task raised it; its cause has the worker's traceback.
+        RuntimeError: a worker was killed.
     """
     context = multiprocessing.get_context("spawn")
     theirs, lifeline = context.Pipe(duplex=False)
@@ -81,9 +78,4 @@ def _begin(lifeline: Connection, make: Callable[..., Callable[[Any], Any]], args
 
 
 def _work(task: Any) -> Any:
-    try:
-        return _make()(task)
-    except UserError:
-        raise
-    except Exception:  # noqa: BLE001 -- not every exception can be sent; its text can
-        raise RuntimeError(f"a worker process failed:\n{traceback.format_exc()}") from None
+    return _make()(task)

@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 
 from zeroshard.data.bins import TokenBins
-from zeroshard.data.encode import Task, encoded, tasks_of, train_texts
+from zeroshard.data.encode import Encoder, Task, tasks_of, train_texts
 from zeroshard.data.examples.prepare import write_examples
 from zeroshard.data.files import Fingerprint, is_address
 from zeroshard.data.meta import (
@@ -32,6 +32,7 @@ from zeroshard.data.meta import (
     read_meta,
     write_meta,
 )
+from zeroshard.data.pool import in_order
 from zeroshard.data.registry import is_hub_name
 from zeroshard.data.sources import Source, SyntheticSize, SyntheticTokens, TextFiles, TextSource, open_source
 from zeroshard.data.spec import DataSpec
@@ -243,7 +244,11 @@ def _write_text(source: TextSource | Tables, job: _Job) -> _Written:
             tasks = tasks_of(source, holdout, writers)
         encoder = (job.work, spec.tokenizer, dtype, holdout, spec.column)
         num_workers = job.num_workers if is_table or spec.tokenizer != "bytes" else 1  # which is no work
-        for found in stack.enter_context(closing(encoded(tasks, encoder, num_workers))):
+        if num_workers == 1:
+            results = map(stack.enter_context(closing(Encoder(*encoder))), tasks)
+        else:
+            results = stack.enter_context(closing(in_order(Encoder, encoder, tasks, num_workers)))
+        for found in results:
             for split in SPLITS:
                 writers[split].write(found.ids[split])
             state.train, state.val = writers["train"].num_tokens, writers["val"].num_tokens

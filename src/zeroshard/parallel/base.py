@@ -39,23 +39,14 @@ class Setup:
             reductions unless ``reduce_dtype`` says otherwise.
         init: fills parameter ``name`` of a model on the meta device; as in `zeroshard.Zero`.
         device: where the parameters are placed; None leaves them where they are.
-        shard_size: over how many neighbouring ranks state is sharded; None: all (ZeRO strategies only).
         reshard_after_forward: if weights are sharded, whether to free the unsharded ones between forward and backward;
             False keeps them: less traffic, more memory.
         find_unused_parameters: whether some parameters may take no part in a forward, for strategies that use DDP. DDP
             then traverses the graph after each forward. Our strategies and FSDP2 do not need this.
-        reduce_dtype: dtype in which gradients accumulate and are reduced; None: the master weights' (ZeRO strategies
-            only).
-        accumulate: as in `zeroshard.Zero` (ZeRO strategies only).
-        prefetch: as in `zeroshard.Zero` (ZeRO strategies only).
         wire: further arguments of `zeroshard.zero.MixedPrecision`: the formats in which weights and gradients are
             communicated, if not in the dtype of computation (ZeRO strategies only).
-        secondary_shard_size: over how many neighbouring ranks a secondary copy of sharded weights is sharded; None:
-            there is no such copy (stage 3 only).
-        local_steps: schedule and outer optimizer of groups of ``shard_size`` ranks that take local steps; None: all
-            ranks take each step together (ZeRO strategies only).
-        reproducible: compute the same bits on any number of ranks up to this one; None: bits may differ (ZeRO
-            strategies only).
+        shard_size, reduce_dtype, accumulate, prefetch, secondary_shard_size, local_steps, reproducible: as in
+            `zeroshard.Zero` (ZeRO strategies only).
         ema_decay: decay of a moving average of the weights; None: no average.
     """
 
