@@ -15,6 +15,7 @@ several machines it has threads, so ranks are spawned (`several_hosts`).
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import signal
 import sys
@@ -48,6 +49,7 @@ from zeroshard.launch.rendezvous_address import UNREACHABLE_AFTER_S, RendezvousA
 from zeroshard.launch.several_hosts import JOIN_TIMEOUT_S, SeveralHosts
 
 MONITOR_INTERVAL_S = 0.1
+SHUTDOWN_GRACE_S = 30  # from SIGTERM to SIGKILL: long enough to save a checkpoint
 # How long ranks may take to save a checkpoint when a machine waits; replicas save when they synchronise next.
 SAVING_GRACE_S = 300
 NEWS_S = 1.5  # after so long a launcher has read that another machine waits: torch reads the state once a second
@@ -64,8 +66,6 @@ def run_elastic(
     *,
     max_restarts: int,
     max_stage_raises: int = 0,
-    grace_s: int,
-    run_id: str,
 ) -> Ending:
     """Run ``python -m zeroshard WORDS`` as ``nproc`` ranks on this machine, wait for them, restart them after a loss.
 
@@ -81,21 +81,31 @@ def run_elastic(
         rendezvous: where the ranks meet, on this machine or among several; port 0: any free one.
         max_restarts: how often all ranks are started again after one failed or was lost.
         max_stage_raises: how often they are also started again after one has ended with `ExitStatus.STAGE_RAISED`.
-        grace_s: seconds from asking a rank to stop until SIGKILL.
-        run_id: id of this launch, the same on each machine.
 
     Returns:
         The exit status of the root cause, and the line to print about it.
     """
     try:
         if rendezvous.max_nodes == 1:
-            handler = OneHost(rendezvous.host, rendezvous.port, run_id)
+            handler = OneHost(rendezvous.host, rendezvous.port, f"zeroshard-{os.getpid()}")
         else:
-            handler = SeveralHosts.at(rendezvous, run_id)
+            handler = SeveralHosts.at(rendezvous, "zeroshard")  # the same id on each machine
     except RendezvousConnectionError:
         return Ending(ExitStatus.PEER_LOST, f"rdzv_endpoint: nobody answers at {rendezvous.endpoint}; start there too")
     with TemporaryDirectory(prefix="zeroshard-launch-") as log_dir, _ended_where_cut_off(rendezvous, log_dir):
-        agent = _agent(words, nproc, rendezvous, handler, max_restarts, max_stage_raises, grace_s, log_dir)
+        spec = WorkerSpec(
+            role="default",
+            local_world_size=nproc,
+            entrypoint=sys.executable,
+            args=("-m", "zeroshard", *words),
+            rdzv_handler=handler,
+            max_restarts=max_restarts + max_stage_raises,
+            monitor_interval=MONITOR_INTERVAL_S,
+            local_addr=rendezvous.own_address,
+        )
+        agent = _Agent(spec, DefaultLogsSpecs(log_dir=log_dir))
+        agent._shutdown_timeout = SHUTDOWN_GRACE_S  # torch 2.11 does not take it as an argument
+        agent.restarts_left, agent.moves_left, agent.words = max_restarts, max_stage_raises, tuple(words)
         return _run(agent, handler, rendezvous)
 
 
@@ -325,33 +335,6 @@ def _environment(group: WorkerGroup, worker: Worker, restarts: int) -> dict[str,
         "TORCHELASTIC_USE_AGENT_STORE": str(group.spec.rdzv_handler.use_agent_store),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": variable("TORCH_NCCL_ASYNC_ERROR_HANDLING") or "1",
     }
-
-
-def _agent(
-    words: Sequence[str],
-    nproc: int,
-    rendezvous: RendezvousAddress,
-    handler: OneHost | SeveralHosts,
-    max_restarts: int,
-    max_stage_raises: int,
-    grace_s: int,
-    log_dir: str,
-) -> _Agent:
-    spec = WorkerSpec(
-        role="default",
-        local_world_size=nproc,
-        entrypoint=sys.executable,
-        args=("-m", "zeroshard", *words),
-        rdzv_handler=handler,
-        max_restarts=max_restarts + max_stage_raises,
-        monitor_interval=MONITOR_INTERVAL_S,
-        local_addr=rendezvous.own_address,
-    )
-    agent = _Agent(spec, DefaultLogsSpecs(log_dir=log_dir))
-    agent._shutdown_timeout = grace_s  # torch 2.11 does not take it as an argument
-    agent.restarts_left, agent.moves_left = max_restarts, max_stage_raises
-    agent.words = tuple(words)
-    return agent
 
 
 def _ending(failures: Mapping[int, Any]) -> Ending:

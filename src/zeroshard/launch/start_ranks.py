@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import subprocess
 from collections.abc import Sequence
@@ -18,7 +17,6 @@ from zeroshard.launch.ending import Ending
 from zeroshard.launch.environment import NetnsNodes, child_environment, set_for_workers
 from zeroshard.launch.rendezvous_address import RendezvousAddress
 
-SHUTDOWN_GRACE_S = 30  # from SIGTERM to SIGKILL: long enough to save a checkpoint
 _LOOPBACK = "127.0.0.1"
 
 
@@ -64,15 +62,7 @@ def launch_workers(
     if alone:
         import_all(imports)
     _silence_elastic_loggers()
-    return run_elastic(
-        argv,
-        nproc,
-        rendezvous,
-        max_restarts=max_restarts,
-        max_stage_raises=max_stage_raises,
-        grace_s=SHUTDOWN_GRACE_S,
-        run_id=f"zeroshard-{os.getpid()}" if alone else "zeroshard",
-    )
+    return run_elastic(argv, nproc, rendezvous, max_restarts=max_restarts, max_stage_raises=max_stage_raises)
 
 
 def _silence_elastic_loggers() -> None:

@@ -29,7 +29,9 @@ def run_report(folders: Sequence[str], out: str = "") -> int:
         UserError: there is no run, or the extra `report` is not installed.
         OSError: a file cannot be written.
     """
-    require("report", NEEDED)
+    absent = [name for name in NEEDED if find_spec(name) is None]
+    if absent:
+        raise UserError("report", f"needs {', '.join(absent)}, not installed here", 'pip install "zeroshard[report]"')
     if not folders:
         raise UserError("runs", "none is given", "write zeroshard report RUN..., or the folder of a sweep")
     material = gather(folders)
@@ -38,14 +40,6 @@ def run_report(folders: Sequence[str], out: str = "") -> int:
     counts = {"configuration": material.entries, "figure": names, "warning": material.notices}
     print(", ".join(f"{len(each)} {what}{'s' * (len(each) != 1)}" for what, each in counts.items()) + f": {page}")
     return ExitStatus.OK
-
-
-def require(extra: str, needed: Sequence[str]) -> None:
-    """Raise UserError if a package of ``needed`` is not installed; the message names ``extra``, which installs it."""
-    absent = [name for name in needed if find_spec(name) is None]
-    if absent:
-        what = f"needs {', '.join(absent)}, not installed here"
-        raise UserError(extra, what, f'pip install "zeroshard[{extra}]"')
 
 
 def write_report(material: ReportContents, target: Path) -> tuple[Path, list[str]]:
