@@ -60,7 +60,7 @@ ROWS = (
     Row("norms", 40, 90, "GB/s of RMSNorm and LayerNorm beside eager and torch.compile"),
     Row("adamw", 15, 40, "our AdamW with clipping beside torch's fused one"),
     Row("loss", 30, 60, "linear layer and cross-entropy: time and peak memory beside eager"),
-    Row("host", 8, 40, "microseconds of Python for a norm, forward and backward, by function"),
+    Row("host", 8, 40, "microseconds of Python for an operation, forward and backward"),
     Row("memory", 40, 90, "the allocator's peak in a step, for a rank of 1, 8 and 64"),
     Row("overlap", 30, 60, "a traced step of a rank of 8, with copies in the place of collectives"),
     Row("qwen", 80, 150, "tokens/s of Qwen2.5-0.5B and 1.5B"),

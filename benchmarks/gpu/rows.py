@@ -479,25 +479,26 @@ def _measured(case: kernel_cases.Case, say: Say, copy_rate: float, order: random
 
 
 def host(budget: Budget, say: Say) -> None:
-    """Microseconds of the host for a norm of small tensors, forward and backward, and in which functions."""
-    shape, count = ((4, 16), 3) if TOY else ((64, 768), 1000)
-    x, dy = (torch.randn(shape, device=DEVICE).bfloat16() for _ in range(2))
-    weight, bias = (torch.ones(shape[1], device=DEVICE).bfloat16().requires_grad_() for _ in range(2))
-    inputs, contestants = [x.requires_grad_(), weight, bias], (("ours", "triton"), ("eager", "reference"))
-    for name, vectors in (("layer_norm", [weight, bias]), ("rms_norm", [weight])):
-        wanted = inputs[: 1 + len(vectors)]
-        for who, backend in contestants:
-            forward = partial(getattr(kernels, name), x, *vectors, kernels=backend)
-            y = forward()
+    """Microseconds of the host for an operation on small tensors, forward and backward, and in which functions."""
+    (rows, width), count = ((4, 16), 3) if TOY else ((64, 768), 1000)
+    x, other = (torch.randn(rows, width, device=DEVICE).bfloat16().requires_grad_() for _ in range(2))
+    weight, bias = (torch.ones(width, device=DEVICE).bfloat16().requires_grad_() for _ in range(2))
+    heads = torch.randn(1, 4, rows, width // 4, device=DEVICE).bfloat16().requires_grad_()
+    angles = torch.ones(rows, width // 8, device=DEVICE)
+    arguments = {"layer_norm": [x, weight, bias], "rms_norm": [x, weight], "swiglu": [x, other],
+                 "rope": [heads, heads, angles, angles]}  # fmt: skip
+    for name, tensors in arguments.items():
+        for who, backend in (("ours", "triton"), ("eager", "reference")):
+            forward = partial(getattr(kernels, name), *tensors, kernels=backend)
+            outputs = forward() if name == "rope" else (forward(),)
+            wanted, upstream = [t for t in tensors if t.requires_grad], [torch.ones_like(y) for y in outputs]
             calls: dict[str, Callable[[], object]] = {
                 "forward": forward,
-                "forward without a graph": torch.no_grad()(forward),
-                "backward": partial(torch.autograd.grad, [y], wanted, [dy], retain_graph=True),
+                "backward": partial(torch.autograd.grad, outputs, wanted, upstream, retain_graph=True),
             }
             for mode, call in calls.items():
-                times_s = sorted(_host_s(call, count) for _ in range(3))
-                say(case=name, mode=mode, contestant=who, us=1e6 * times_s[0])
-                if who == "ours":
+                say(case=name, mode=mode, contestant=who, us=1e6 * min(_host_s(call, count) for _ in range(3)))
+                if who == "ours" and name == "layer_norm":
                     say(case=f"{name}, functions", mode=mode, us_by_function=_profiled(call, count))
 
 

@@ -3,8 +3,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from zeroshard.kernels.launch import PreparedKernel, on_its_device, opaque
+from zeroshard.kernels import layer_norm, rope, swiglu
+from zeroshard.kernels.launch import PreparedKernel, on_its_device, opaque, traced
 
 
 @opaque("doubled_for_a_test", "out")
@@ -101,3 +103,44 @@ def test_a_prepared_kernel_remembers_a_bounded_number_of_launches_and_none_of_th
     for _ in range(2):
         kernel.launch((1, 1, 1), (x, x), (1,))
     assert log[-2:] == ["interpreted"] * 2
+
+
+class _Operators(TorchDispatchMode):
+    """Collects the names of the operators of torch that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+X, VECTOR, HEADS, ANGLES = torch.ones(2, 3, 16), torch.ones(16), torch.ones(2, 4, 3, 8), torch.ones(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("operation", "tensors", "constants", "num_forward", "num_backward"),
+    [
+        (layer_norm, [X, VECTOR, VECTOR], [], 2, 3),  # y and the rows' statistics; three gradients
+        (swiglu, [X, X], [], 1, 2),
+        (rope, [HEADS, HEADS], [ANGLES, ANGLES], 2, 2),
+    ],
+)
+def test_around_its_launches_an_operation_allocates_and_does_nothing_else(
+    operation, tensors, constants, num_forward, num_backward
+):
+    """Each operator costs microseconds of the host, by which the step of a small model is bound."""
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    launched = []
+    with traced(lambda name, args: launched.append(name)):
+        with _Operators() as forward:
+            outputs = operation(*leaves, *constants)
+        outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+        upstream = [torch.ones_like(y) for y in outputs]
+        with _Operators() as backward:
+            torch.autograd.grad(outputs, leaves, upstream)
+    assert len(launched) == 2
+    assert set(forward.names + backward.names) <= {"empty", "empty_like"}
+    assert (len(forward.names), len(backward.names)) == (num_forward, num_backward)

@@ -10,6 +10,7 @@ Shape legend: B batch, H query heads, K key heads, T sequence, D width of a head
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from zeroshard.kernels.checks import check_device, check_floating
 from zeroshard.kernels.dispatch import Choice, choose
-from zeroshard.kernels.launch import accumulator, jit, next_power_of_2, opaque, tl
+from zeroshard.kernels.launch import PreparedKernel, accumulator, jit, next_power_of_2, opaque, tl
 
 # ---------------------------------------------------------------------------------------------------- reference
 
@@ -79,38 +80,29 @@ def _rope_kernel(
 # ---------------------------------------------------------------------------------------------------- launchers
 
 
+@lru_cache(maxsize=256)
+def _prepared(
+    q_heads: int, k_heads: int, width: int, back: bool, dtype: torch.dtype, *angles: torch.dtype
+) -> PreparedKernel:
+    """Return the kernel for queries and keys of ``dtype`` and cosines and sines of ``angles``."""
+    block = next_power_of_2(width // 2)
+    q_block, k_block = (min(next_power_of_2(max(1, n)), max(1, 2048 // block)) for n in (q_heads, k_heads))
+    return PreparedKernel(
+        _rope_kernel, BACK=back, Q_HEADS=q_heads, K_HEADS=k_heads, HALF=width // 2, Q_BLOCK=q_block, K_BLOCK=k_block,
+        BLOCK=block, ACC=accumulator(dtype), num_warps=max(1, min(4, q_block * block // 256)),
+    )  # fmt: skip
+
+
 @opaque("rope", "q_out", "k_out")
 def _rope(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:
-    """q, q_out [B, H, T, D], k, k_out [B, K, T, D], any strides; cos, sin [T, D / 2]."""
+    """q, q_out [B, H, T, D], k, k_out [B, K, T, D] of one dtype, any strides; cos, sin [T, D / 2]."""
     num_batch, q_heads, num_positions, width = q.shape
     if q.numel() + k.numel() == 0:
         return
-    block = next_power_of_2(width // 2)
-    q_block, k_block = (min(next_power_of_2(max(1, n)), max(1, 2048 // block)) for n in (q_heads, k.shape[1]))
-    _rope_kernel[(num_batch * num_positions,)](
-        q,
-        k,
-        q_out,
-        k_out,
-        cos,
-        sin,
-        num_positions,
-        cos.stride(0),
-        sin.stride(0),
-        *q.stride(),
-        *k.stride(),
-        *q_out.stride(),
-        *k_out.stride(),
-        BACK=back,
-        Q_HEADS=q_heads,
-        K_HEADS=k.shape[1],
-        HALF=width // 2,
-        Q_BLOCK=q_block,
-        K_BLOCK=k_block,
-        BLOCK=block,
-        ACC=accumulator(q.dtype),
-        num_warps=max(1, min(4, q_block * block // 256)),
-    )
+    tensors = (q, k, q_out, k_out, cos, sin)
+    strides = (cos.stride(0), sin.stride(0), *q.stride(), *k.stride(), *q_out.stride(), *k_out.stride())
+    prepared = _prepared(q_heads, k.shape[1], width, back, q.dtype, cos.dtype, sin.dtype)
+    prepared.launch((num_batch * num_positions, 1, 1), tensors, (num_positions, *strides))
 
 
 # ----------------------------------------------------------------------------------------------------- autograd

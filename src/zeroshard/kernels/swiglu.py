@@ -9,6 +9,7 @@ bytes per element forward, 10 backward.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,7 +19,16 @@ from torch import Tensor
 from zeroshard.kernels.checks import check_alike, check_floating
 from zeroshard.kernels.derivatives import once_differentiable
 from zeroshard.kernels.dispatch import Choice, choose
-from zeroshard.kernels.launch import accumulator, jit, next_power_of_2, opaque, rows_of, tl
+from zeroshard.kernels.launch import (
+    PreparedKernel,
+    accumulator,
+    dense_rows_of,
+    jit,
+    next_power_of_2,
+    opaque,
+    row_stride,
+    tl,
+)
 
 BLOCK = 4096  # elements of a program: 16 in each of 256 threads
 
@@ -84,42 +94,39 @@ def _backward_kernel(
 # ---------------------------------------------------------------------------------------------------- launchers
 
 
-def _as_one_row(*tensors: Tensor) -> list[Tensor]:
-    """Return ``[rows, cols]`` tensors as one long row each if all of them are contiguous, otherwise unchanged."""
-    if all(tensor.is_contiguous() for tensor in tensors):
-        return [tensor.view(1, -1) for tensor in tensors]
-    return list(tensors)
+@lru_cache(maxsize=256)
+def _prepared(block: int, *dtypes: torch.dtype) -> PreparedKernel:
+    """Return the kernel for inputs of ``dtypes``: forward for two of them, backward for three."""
+    constants = {"BLOCK": block, "ACC": accumulator(dtypes[-1]), "num_warps": 8}
+    if len(dtypes) == 2:
+        return PreparedKernel(_forward_kernel, **constants)
+    return PreparedKernel(_backward_kernel, **constants)
 
 
-def _grid(rows: Tensor) -> tuple[int, int]:
-    """Return the number of blocks in a row, and of elements in a block."""
-    block = min(BLOCK, max(16, next_power_of_2(rows.shape[1])))
-    return -(-rows.shape[1] // block), block
+def _launch(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
+    """Launch the kernel of inputs as `dense_rows_of` returns them and of contiguous outputs, all of one size."""
+    numel, width = outputs[0].numel(), outputs[0].shape[-1]
+    if numel == 0:
+        return
+    if all(tensor.is_contiguous() for tensor in inputs):
+        width = numel  # one long row
+    block = min(BLOCK, max(16, next_power_of_2(width)))
+    blocks = -(-width // block)
+    prepared = _prepared(block, *(tensor.dtype for tensor in inputs))
+    numbers = (width, blocks, *(row_stride(tensor) for tensor in inputs))
+    prepared.launch((numel // width * blocks, 1, 1), (*inputs, *outputs), numbers)
 
 
 @opaque("gated_forward", "y")
 def _forward(gate: Tensor, up: Tensor, y: Tensor) -> None:
-    """gate, up [rows, cols] with strided rows; y contiguous."""
-    if y.numel() == 0:
-        return
-    gate, up, y = _as_one_row(gate, up, y)
-    blocks, block = _grid(y)
-    sizes = (y.shape[1], blocks, gate.stride(0), up.stride(0))
-    grid, acc = (y.shape[0] * blocks,), accumulator(y.dtype)
-    _forward_kernel[grid](gate, up, y, *sizes, BLOCK=block, ACC=acc, num_warps=8)
+    """gate, up as `dense_rows_of` returns them; y contiguous; all of gate's dtype."""
+    _launch((gate, up), (y,))
 
 
 @opaque("gated_backward", "d_gate", "d_up")
 def _backward(dy: Tensor, gate: Tensor, up: Tensor, d_gate: Tensor, d_up: Tensor) -> None:
-    """dy, gate, up [rows, cols] with strided rows; d_gate, d_up contiguous."""
-    if dy.numel() == 0:
-        return
-    tensors = _as_one_row(dy, gate, up, d_gate, d_up)
-    blocks, block = _grid(tensors[0])
-    rows, width = tensors[0].shape
-    sizes = (width, blocks, *(tensor.stride(0) for tensor in tensors[:3]))
-    grid, acc = (rows * blocks,), accumulator(dy.dtype)
-    _backward_kernel[grid](*tensors, *sizes, BLOCK=block, ACC=acc, num_warps=8)
+    """dy, gate, up as `dense_rows_of` returns them; d_gate, d_up contiguous, of gate's dtype."""
+    _launch((dy, gate, up), (d_gate, d_up))
 
 
 # ----------------------------------------------------------------------------------------------------- autograd
@@ -131,22 +138,22 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         """gate, up [..., width] of one dtype, any strides -> y [..., width], contiguous."""
-        gate_rows, up_rows = rows_of(gate), rows_of(up)
-        y = torch.empty(gate_rows.shape, dtype=gate.dtype, device=gate.device)
+        gate_rows, up_rows = dense_rows_of(gate), dense_rows_of(up)
+        y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
         _forward(gate_rows, up_rows, y)
         ctx.save_for_backward(gate_rows, up_rows)
         ctx.shape = gate.shape
-        return y.view(gate.shape)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         """dy [..., width] -> gradients of gate and up, in their shape and dtype."""
         gate, up = ctx.saved_tensors
-        d_gate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+        d_gate = torch.empty(ctx.shape, dtype=gate.dtype, device=gate.device)
         d_up = torch.empty_like(d_gate)
-        _backward(rows_of(dy), gate, up, d_gate, d_up)
-        return d_gate.view(ctx.shape), d_up.view(ctx.shape)
+        _backward(dense_rows_of(dy), gate, up, d_gate, d_up)
+        return d_gate, d_up
 
 
 # ------------------------------------------------------------------------------------------------------- public
