@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from nets import WIDTH, Net, rows
+from zero.offload.executors import EXECUTORS, AtOnce, Late
 from zeroshard.comm import run_threads
 from zeroshard.zero import STAGES, MixedPrecision, Offload, Zero
 from zeroshard.zero.offload import placement
@@ -21,25 +22,6 @@ from zeroshard.zero.offload.executor import Executor
 NUM_STEPS = 5
 
 
-class Late(Executor):
-    """Runs an update when somebody waits for it, and no sooner: what does not wait sees the state before the step."""
-
-    def _begin(self, jobs):
-        self.left = list(jobs)
-
-    def wait(self, update):
-        while update.pending:
-            self._run(*self.left.pop(0))
-
-
-class AtOnce(Executor):
-    """Runs all updates before ``step()`` returns."""
-
-    def _begin(self, jobs):
-        self._walk(jobs)
-
-
-EXECUTORS = {"late": Late, "at once": AtOnce, "thread": Executor}
 OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, {}),
     "SGD": (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),

@@ -31,6 +31,7 @@ class GradHome:
 
     Attributes:
         comm, device: the ranks that hold its parts; its device.
+        away: whether the reduced gradient is on the host, and `device` is another.
         sharded: whether each rank holds one part of the gradient; if False, each rank holds all of it.
         shape: the parameter's shape.
         gone: whether the gradient was cleared.
@@ -40,6 +41,7 @@ class GradHome:
         self.taker, self.group, self.slot, self.name = taker, weakref.ref(group), slot, name
         grads, layout = group.grads, group.params.layout
         self.comm, self.device = grads.comm, grads.device
+        self.away = bool(group.place) and self.device.type != "cpu"
         self.sharded = grads.shard_optim and grads.comm.world_size > 1
         self.shape = layout.slots[slot].shape
         self.layout = layout

@@ -155,8 +155,8 @@ def gather_full(home: GradHome) -> Tensor:
     """Return the unsharded gradient in the parameter's shape, as a new tensor. Collective if it is sharded."""
     local = home.local()
     if not home.sharded:
-        return local.clone().view(home.shape)
-    full = torch.empty(math.prod(home.shape), dtype=local.dtype, device=local.device)
+        return local.to(home.device, copy=True).view(home.shape)
+    full = torch.empty(math.prod(home.shape), dtype=local.dtype, device=home.device)
     for rank, (start, stop) in enumerate(home.intervals):
         if start < stop:
             if rank == home.comm.rank:
@@ -202,6 +202,12 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: li
     name = func.overloadpacket.__name__
     listed = name.startswith("_foreach_")
     if not any(grad._views for grad in written) and name.removeprefix("_foreach_") in _ELEMENT_WISE:
+        if listed and len(written) == len(args[0]) and any(grad._home.away for grad in written):
+            for index, grad in enumerate(written):  # they may be on several devices
+                one = [[value[index]] if isinstance(value, list | tuple) else value for value in args]
+                there = [[_part(each, grad._home) for each in v] if isinstance(v, list) else v for v in one]
+                func(*[_beside(value, grad._home) for value in there], **kwargs)
+            return None
         if listed and len(written) == len(args[0]):
             cut = [
                 [_part(each, grad._home) for each, grad in zip(value, written, strict=True)]
@@ -235,9 +241,14 @@ def _part(value: Any, home: GradHome) -> Any:
             return home.local()
         value = value.full_tensor()
     if not isinstance(value, Tensor) or value.dim() == 0:
-        return value
+        return _beside(value, home)
     start, stop = own_slice(home)
-    return value.expand(home.shape).reshape(-1)[start:stop]
+    return _beside(value.expand(home.shape).reshape(-1)[start:stop], home)
+
+
+def _beside(value: Any, home: GradHome) -> Any:
+    """Return a tensor on the device where this rank's part of the gradient at ``home`` is; other values as they are."""
+    return value.to("cpu") if home.away and isinstance(value, Tensor) else value
 
 
 # -- numbers over all ranks -----------------------------------------------------------------------------------------
@@ -250,14 +261,14 @@ def norms(homes: Sequence[GradHome], order: float) -> Tensor:
     """
     locals_ = [home.local() for home in homes]
     comm, sharded = homes[0].comm, homes[0].sharded
-    zero = torch.zeros((), dtype=torch.float64, device=locals_[0].device)
+    zero = torch.zeros((), dtype=torch.float64, device=homes[0].device)
     parts = []
     for rank in [comm.rank] if sharded else range(comm.world_size):
         for cuts in zip(*[home.cuts(rank) for home in homes], strict=True):
             for home, local, (start, stop) in zip(homes, locals_, cuts, strict=True):
                 before = own_slice(home)[0]
                 part = local[start - before : stop - before]
-                norm = norm_of(part, order).to(torch.float64) if stop > start else zero
+                norm = norm_of(part.to(home.device), order).to(torch.float64) if stop > start else zero
                 parts.append(norm if math.isinf(order) else norm**order)
     return norm_of_partials(torch.stack(parts).view(-1, len(homes)), comm if sharded else None, order)
 
@@ -308,8 +319,14 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grads, found_inf, inverse_scale = args
     if not all(isinstance(grad, ShardedGrad) and not grad._views for grad in grads):
         raise RuntimeError("GradScaler.unscale_: some gradients are sharded and some are not; give each an optimizer")
-    func([grad._home.local() for grad in grads], found_inf, inverse_scale)
     home = grads[0]._home
+    away = [grad._home.local() for grad in grads if grad._home.away]
+    if away:
+        told = found_inf.to("cpu")
+        func(away, told, inverse_scale.to("cpu"))
+        found_inf.copy_(told)
+    if len(away) < len(grads):
+        func([grad._home.local() for grad in grads if not grad._home.away], found_inf, inverse_scale)
     if home.sharded:
         told = found_inf.reshape(1)  # stays on the gradients' device: moving it to the host would block the host
         with labelled(CONTROL):
