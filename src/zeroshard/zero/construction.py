@@ -155,7 +155,11 @@ def build_units(
         return Unit(spec.name, spec.module, groups, read_in_backward=spec.read_in_backward)
 
     root = build(root_spec, members[0])
-    _broadcast_buffers(model, rank_groups.world)
+    with labelled("buffers/start"):
+        for buffer in model.buffers():
+            content = as_bytes(buffer)
+            rank_groups.world.broadcast(content, src=0).wait()
+            put_bytes(buffer, content)
     return root, [build(*each) for each in zip(specs, members[1:], strict=True)]
 
 
@@ -167,14 +171,6 @@ def _check_lookups(model: nn.Module, rank_groups: RankGroups) -> None:
                 f"{name or 'model'}: with max_norm={part.max_norm} forward rescales the rows that it looks up, which "
                 "differ between ranks; leave max_norm out, and clip rows inside zero.full_params(write_back=True)"
             )
-
-
-def _broadcast_buffers(model: nn.Module, comm: Communicator) -> None:
-    with labelled("buffers/start"):
-        for _, buffer in model.named_buffers():
-            content = as_bytes(buffer)
-            comm.broadcast(content, src=0).wait()
-            put_bytes(buffer, content)
 
 
 def _default_device(device: torch.device | str | None) -> torch.device:

@@ -40,10 +40,7 @@ class RankGroups(ranks.RankGroups):
     """Communicators over the groups of ranks that one rank belongs to.
 
     Attributes:
-        world: all ranks.
-        shard_group: the ranks among which training state is sharded; this rank owns the shard with its rank's number
-            there.
-        replicate_group: the ranks that own the same shard.
+        world, shard_group, replicate_group: as of the core's.
         node_group: the ranks among which a second copy of weights is sharded; None without a second copy.
         nodes: the nodes, if gradients are reduced in two steps, first inside a node; None: in one step.
         reproducible: number of parts into which shards are cut, over all ranks; None: one per rank. See
@@ -74,8 +71,11 @@ class RankGroups(ranks.RankGroups):
         world_size = comm.world_size
         if shard_size is not None:
             rules.check_shard_size(shard_size, world_size)
-        if reproducible is not None:
-            check_reproducible(reproducible, comm)
+        if reproducible is not None:  # ranks share micro-batches evenly, and exchange their gradients
+            rules.check_reproducible("reproducible", reproducible, world_size)
+            if world_size > 1 and not hasattr(comm, "all_to_all"):
+                what = f"reproducible sums exchange gradients, and a {type(comm).__name__} has no all_to_all"
+                raise ValueError(f"comm: {what}; give it one")
         node_group, nodes = None, None
         if secondary_shard_size is not None:
             rules.check_groups("secondary_shard_size", secondary_shard_size, shard_size or world_size)
@@ -132,15 +132,6 @@ def check_wire(strategy: ShardingStrategy, precision: MixedPrecision) -> None:
     if precision.has_wire:
         name = "gather" if precision.gather is not None else "reduce"
         rules.check_wire(name, getattr(precision, name), _stage(strategy))
-
-
-def check_reproducible(reproducible: int, comm: Communicator) -> None:
-    """Raise ValueError unless ranks share micro-batches evenly, and several have an all-to-all for the gradients."""
-    rules.check_reproducible("reproducible", reproducible, comm.world_size)
-    if comm.world_size > 1 and not hasattr(comm, "all_to_all"):
-        raise ValueError(
-            f"comm: reproducible sums exchange gradients, and a {type(comm).__name__} has no all_to_all; give it one"
-        )
 
 
 def check_rank_groups(

@@ -67,8 +67,7 @@ def flat_input(tensor: Tensor) -> Tensor:
 
 def to_flat(tensor: Tensor, run: Callable[[Tensor], None]) -> Operation:
     """Return an operation that has ``run`` fill ``tensor`` through a flat view; if there is none, through a copy."""
-    tensor = tensor.detach()
-    flat = tensor if tensor.ndim == 1 else tensor.reshape(-1)
+    tensor, flat = tensor.detach(), flat_input(tensor)
     if flat.data_ptr() == tensor.data_ptr():
         return lambda: run(flat)
 

@@ -26,14 +26,8 @@ class FlatLayout(layout.FlatLayout):
     """Slots in a flat buffer that is divided into ``world_size`` shards of ``parts`` parts each.
 
     Attributes:
-        slots: places of the parameters, in their order, end to end.
-        world_size: number of shards.
-        alignment: offsets of slots and lengths of shards from `LEAST_ALIGNED` elements on are multiples of this.
-        parts: number of equal parts of each shard; pieces end at their borders.
-
-    Raises:
-        ValueError: ``world_size``, ``alignment`` or ``parts`` that is no whole number from 1 on; a shape with a number
-            that is no whole one from 0 on. Methods raise it for a rank outside the world.
+        slots, world_size, alignment: as of the core's, which raises ValueError for what they may not be.
+        parts: number of equal parts of each shard, from 1 on; pieces end at their borders.
     """
 
     parts: int = 1
@@ -57,8 +51,6 @@ class FlatLayout(layout.FlatLayout):
     @cached_property
     def shard_numel(self) -> int:
         """Elements of each rank's shard, padding included; if shards differ, of the longest."""
-        if self.parts == 1:
-            return super().shard_numel
         return self.parts * layout.FlatLayout(self.slots, self.world_size * self.parts, self.alignment).shard_numel
 
     @property

@@ -89,20 +89,16 @@ def materialise(model: nn.Module, device: torch.device, init: Init | None = None
         for key, buffer in list(own_buffers(module).items()):
             if buffer is not None and buffer.is_meta:
                 if buffer not in filled:
-                    made_here = _filled(f"{prefix}.{key}" if prefix else key, buffer, device, init)
-                    if key in not_saved(module):  # no checkpoint will fill it
-                        _require_numbers(f"{prefix}.{key}" if prefix else key, made_here)
-                    filled[buffer] = made_here
+                    name = f"{prefix}.{key}" if prefix else key
+                    filled[buffer] = _filled(name, buffer, device, init)
+                    if key in not_saved(module) and filled[buffer].isnan().any():  # no checkpoint will fill it
+                        what = "the buffer is on the meta device, and `init` left NaN in it"
+                        raise ValueError(f"{name}: {what}; {_TODO}")
                 own_buffers(module)[key] = filled[buffer]
     return set(made.values())
 
 
 _TODO = "have `init` fill it, or build buffers on a real device"
-
-
-def _require_numbers(name: str, buffer: torch.Tensor) -> None:
-    if (buffer.is_floating_point() or buffer.is_complex()) and buffer.isnan().any():
-        raise ValueError(f"{name}: the buffer is on the meta device, and `init` left NaN in it; {_TODO}")
 
 
 def _filled(name: str, buffer: torch.Tensor, device: torch.device, init: Init | None) -> torch.Tensor:

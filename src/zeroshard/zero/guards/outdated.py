@@ -34,8 +34,6 @@ from zeroshard.zero.core.weights import SHARDED
 from zeroshard.zero.runtime.module_hooks import NO_COPY
 from zeroshard.zero.runtime.unsharded_weights import UnshardedWeights
 
-_PLAIN = UNWATCHED
-
 
 class WatchedReads(Reads):
     """Watches reads of the weights of one engine: [Note: Read between steps]."""
@@ -105,15 +103,13 @@ class Watch:
             kind = type(param)
             if issubclass(kind, _Outdated):
                 kind = kind.__mro__[2]
-            elif kind.__torch_function__ is not _PLAIN:  # a user's class that intercepts reads itself
+            elif kind.__torch_function__ is not UNWATCHED:  # a user's class that intercepts reads itself
                 continue
             if kind not in self._kinds:
-                self._kinds[kind] = self._outdated(kind)
+                # a subclass with the same name, whose instances call back before they are read
+                members = {"__module__": kind.__module__, **self._members}
+                self._kinds[kind] = type(kind.__name__, (_Outdated, kind), members)
             param.__class__ = self._kinds[kind]
-
-    def _outdated(self, kind: type) -> type:
-        """Return a subclass of ``kind``, with the same name, whose instances call back before they are read."""
-        return type(kind.__name__, (_Outdated, kind), {"__module__": kind.__module__, **self._members})
 
 
 def unmark(params: Iterable[Any]) -> None:

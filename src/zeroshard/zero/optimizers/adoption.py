@@ -49,7 +49,7 @@ def register_params(params: Iterable[Tensor], engine: Adopter) -> None:
         _engines.add(engine)
         weakref.finalize(engine, _forget).atexit = False
         if _hook is None:
-            _hook = register_optimizer_step_pre_hook(uncompiled(_before_any_step))
+            _hook = register_optimizer_step_pre_hook(uncompiled(lambda optimizer, *_: take_over(optimizer)))
 
 
 def unregister_params(params: Iterable[Tensor], engine: Adopter) -> None:
@@ -112,7 +112,3 @@ def take_over(optimizer: Optimizer, *, may_move: bool = False) -> None:
         )
     if owners[0] is not None:
         owners[0](optimizer, may_move=may_move)
-
-
-def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    take_over(optimizer)

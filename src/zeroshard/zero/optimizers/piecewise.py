@@ -11,12 +11,11 @@ work (`methods`, `step_hooks`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import partial
 from inspect import signature
 from itertools import zip_longest
-from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -140,14 +139,11 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
 
     def facts(self) -> list[list[ParamFacts]]:
         """What the optimizer knows of its parameters that are in the model, for each param group."""
-        return [[self._facts_of(param) for param in self.sharded.present(chosen)] for chosen in self.by_group]
+        return [[self._facts(*self.homes[param]) for param in self.sharded.present(each)] for each in self.by_group]
 
-    def _facts_of(self, param: nn.Parameter) -> ParamFacts:
-        group, slot = self.homes[param]
-        params, shape = group.params, group.params.layout.slots[slot].shape
-        return ParamFacts(
-            self.sharded.name(param), tuple(shape), params.dtype, params.master.device, group.keeps_tensors_whole
-        )
+    def _facts(self, group: FlatGroup, slot: int) -> ParamFacts:
+        place, params = group.params.layout.slots[slot], group.params
+        return ParamFacts(place.name, place.shape, params.dtype, params.master.device, group.keeps_tensors_whole)
 
     # -- the engine's part in steps ---------------------------------------------------------------------------
 
@@ -185,7 +181,8 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
             return
         self.operands.wait()
         for group, chosen in zip_longest(groups, self.by_group):
-            if group is None or chosen is None or not _are(group["params"], chosen):
+            # By identity: tensors have another equality.
+            if group is None or chosen is None or [*map(id, group["params"])] != [*map(id, chosen)]:
                 raise ValueError(
                     "param_groups: groups or their params were changed by hand; use optimizer.add_param_group(), or "
                     "make the optimizer anew"
@@ -239,11 +236,6 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
                 self.hold_pieces()
             finally:
                 self.show_params()
-
-
-def _are(found: Iterable[Any], expected: Sequence[Any]) -> bool:
-    found = list(found)
-    return len(found) == len(expected) and all(map(is_, found, expected))
 
 
 def _stand_ins(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:

@@ -53,8 +53,7 @@ class GraphVersions:
 
 
 def _set(versions: list[tuple[Tensor, int]]) -> None:
-    params, numbers = [param for param, _ in versions], [number for _, number in versions]
-    set_versions(params, numbers)
+    set_versions([param for param, _ in versions], [number for _, number in versions])
 
 
 class UnshardedWeights:

@@ -1,4 +1,4 @@
-"""Names and tensors of a model under an engine: full gradients, names, what has left it."""
+"""Names and tensors of a model under an engine: full gradients, and names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from zeroshard.zero.buffers.unit import gather_reduced
-from zeroshard.zero.optimizers.adoption import has_owner
 from zeroshard.zero.runtime.runtime import Runtime
 
 
@@ -38,8 +37,3 @@ def take_names(model: nn.Module, runtime: Runtime) -> None:
             slots = tuple(replace(slot, name=name) for slot, name in zip(slots, named, strict=True))
             params.layout = replace(params.layout, slots=slots)
         params.absent = frozenset(params.params) - names.keys()
-
-
-def outside(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the model's parameters that no engine has, by name: frozen ones of modules that came later."""
-    return {name: param for name, param in model.named_parameters() if not has_owner(param)}

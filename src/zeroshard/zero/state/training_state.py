@@ -27,11 +27,12 @@ from zeroshard.named_shards import (
 from zeroshard.optimizer_classes.kept_states import Kept
 from zeroshard.optimizer_classes.saved_states import SCALAR_STATES, kept_by, read_states
 from zeroshard.zero.buffers.unit import FlatGroup
+from zeroshard.zero.optimizers.adoption import has_owner
 from zeroshard.zero.optimizers.methods import load_pieces
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 from zeroshard.zero.optimizers.state_dict import Stateful
 from zeroshard.zero.runtime.runtime import Runtime
-from zeroshard.zero.state.full_state import outside, take_names
+from zeroshard.zero.state.full_state import take_names
 
 
 def named_shards(model: nn.Module, runtime: Runtime, optimizers: Sequence[Stateful]) -> Iterator[NamedShard]:
@@ -70,8 +71,7 @@ def named_shards(model: nn.Module, runtime: Runtime, optimizers: Sequence[Statef
                 if 0 in slot.shape and param not in group.params.absent:
                     # No rank owns a piece of it, yet a load at another stage asks for its name.
                     yield NamedShard(slot.name, "param", slot.shape, (0, 0), group.params.full[:0])
-        beside = (("param", outside(model)), ("buffer", persistent_buffers(model)))
-        for name, kind, tensor in ((name, kind, each) for kind, named in beside for name, each in named.items()):
+        for name, kind, tensor in _beside(model):
             yield NamedShard(name, kind, tuple(tensor.shape), (0, tensor.numel()), tensor.detach().reshape(-1))
 
 
@@ -104,9 +104,9 @@ def load_named_shards(
             torch.autograd.graph.increment_version(group.params.params)  # a backward through an older graph must fail
             group.params.mark_stale()
             _load_rounding(group, reader)
-        for kind, named in (("param", outside(model)), ("buffer", persistent_buffers(model))):
-            for name in (name for name in named if kind in reader.kinds(name)):
-                named[name].copy_(read_whole(reader, name, kind, tuple(named[name].shape)))
+        for name, kind, tensor in _beside(model):
+            if kind in reader.kinds(name):
+                tensor.copy_(read_whole(reader, name, kind, tuple(tensor.shape)))
     for optimizer in optimizers:
         _load_optimizer(optimizer, states)
     return missed
@@ -120,9 +120,15 @@ def _require_shapes(model: nn.Module, runtime: Runtime, reader: ShardReader) -> 
             require_shape(reader, slot.name, "param", slot.shape)
             for kind in reader.kinds(slot.name).keys() & MODEL_KINDS - {"param", "buffer"}:
                 require_shape(reader, slot.name, kind, () if kind in SCALAR_KINDS else slot.shape)
-    for kind, named in (("param", outside(model)), ("buffer", persistent_buffers(model))):
-        for name in (name for name in named if kind in reader.kinds(name)):
-            require_shape(reader, name, kind, tuple(named[name].shape))
+    for name, kind, tensor in _beside(model):
+        if kind in reader.kinds(name):
+            require_shape(reader, name, kind, tuple(tensor.shape))
+
+
+def _beside(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """``(name, kind, tensor)`` of frozen parameters that came later, which no engine has, and of buffers."""
+    yield from ((name, "param", param) for name, param in model.named_parameters() if not has_owner(param))
+    yield from ((name, "buffer", buffer) for name, buffer in persistent_buffers(model).items())
 
 
 def _load_rounding(group: FlatGroup, reader: ShardReader) -> None:

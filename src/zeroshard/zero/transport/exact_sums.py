@@ -184,7 +184,6 @@ class ExactReduction(GradientReduction):
 
     Attributes:
         packed: ``[padded_numel]``: the gradients that arrive; None on a single rank.
-        num_left: number of collectives that are still to be issued.
     """
 
     def __init__(

@@ -41,7 +41,6 @@ class NodeReduce(GradientReduction):
 
     Attributes:
         packed: the quantised sums that arrive from other nodes.
-        num_left: number of collectives that are still to be issued.
     """
 
     def __init__(self, nodes: Nodes, form: Format, local: Tensor, rounding: Rounding) -> None:

@@ -123,7 +123,6 @@ class PackedReduce(GradientReduction):
 
     Attributes:
         packed: the quantised shards that arrive.
-        num_left: number of collectives that are still to be issued.
     """
 
     def __init__(self, comm: Communicator, form: Format, local: Tensor, rounding: Rounding) -> None:
