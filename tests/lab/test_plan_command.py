@@ -49,6 +49,10 @@ def _json(words):
         ("--ask fewest-gpus --global-batch 64", "global_batch", "would change nothing"),
         ("--gpus 16 --ask lowest-bandwidth --stage 3 --shard-size 8", "shard_size", "over all GPUs"),
         ("--ask largest-micro-batch --micro-batch 2", "micro_batch", "would change nothing"),
+        ("--reproducible 4 --gpus 2 --accumulate local", "reproducible", "adds up on each rank first"),
+        ("--reproducible 4 --gpus 4 --shard-size 2", "reproducible", "adds up over two levels"),
+        ("--reproducible 4 --gpus 3", "reproducible", "cannot be shared out evenly to 3 ranks"),
+        ("--reproducible 4 --gpus 2 --wire.grads int8 --stage 2", "reproducible", "rounds what each rank sends"),
         ("--gpus 2 --ask lowest-bandwidth --global-batch 8 --micro-batch 3", "global_batch", "no multiple of 3"),
     ],
 )

@@ -6,6 +6,8 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
 
 from pydantic import BaseModel
 
@@ -54,9 +56,17 @@ def bench(config: None, words: Sequence[str]) -> int:
         return ExitStatus.OK
     json_path, rest = take_option(words[1:], "--json")
     chosen = validate(settings, read_flags(rest, flags_of(settings, {})))
-    from zeroshard.lab.bench.command import run_bench
-
-    return run_bench(kind, chosen, json_path)
+    for path in map(Path, filter(None, (json_path, getattr(chosen, "out", "")))):
+        try:  # before minutes of measuring
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("ab").close()
+        except OSError as error:
+            raise UserError(str(path), f"cannot be written ({error.strerror})", "name another file") from None
+    report = import_module(f"zeroshard.lab.bench.{kind}").run(chosen)
+    print(report.text())
+    if json_path:
+        report.write(Path(json_path))
+    return ExitStatus.OK
 
 
 def sweep(config: None, words: Sequence[str]) -> int:

@@ -125,7 +125,9 @@ class PlanConfig(Config):
             what = "fewest-gpus changes the GPUs that it shares out"
             raise UserError("wire.node_size", what, "leave one of the two out")
         self._copies_what_is_sharded()
-        self._adds_up_alike()
+        if self.reproducible and self.ask in ("fewest-gpus", "remedy"):
+            what = f"{self.ask} looks at ways to run that have other bits"
+            raise UserError("reproducible", what, "leave one of the two out")
         if self.within_node:
             find_link(self.within_node, "within_node")
         return self
@@ -139,18 +141,6 @@ class PlanConfig(Config):
             rules.check_second_copy("node_copy", self.node_copy, who, shards=False, reshards=True, todo=todo)
         if self.ask == "fewest-gpus":
             raise UserError("node_copy", "fewest-gpus changes the GPUs that it shares out", "leave one of the two out")
-
-    def _adds_up_alike(self) -> None:
-        """Raise UserError for settings that conflict with ``reproducible``: they round partial sums or change bits."""
-        if not self.reproducible:
-            return
-        rules.check_reproducible("reproducible", self.reproducible, self.gpus)
-        beside = {"shard_size": self.shard_size, "accumulate": self.accumulate, "local_steps": self.local_steps.on}
-        wire = f"wire.{self.wire.given}" if self.wire.given else ""
-        rules.check_same_bits("reproducible", self.reproducible, wire=wire, **beside)
-        if self.ask in ("fewest-gpus", "remedy"):
-            what = f"{self.ask} looks at ways to run that have other bits"
-            raise UserError("reproducible", what, "leave one of the two out")
 
     def _asks_one_thing(self) -> None:
         """Raise UserError for settings that do not belong to the question that is asked."""

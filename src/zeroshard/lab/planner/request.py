@@ -240,14 +240,12 @@ class Request:
 
     def _require_reproducible(self) -> None:
         """Raise UserError if the GPUs cannot share the micro-batches evenly, or something else rounds partial sums."""
-        reproducible = self.reproducible
-        if reproducible is None:
+        if self.reproducible is None:
             return
-        rules.check_reproducible("reproducible", reproducible, self.world_size)
+        rules.check_reproducible("reproducible", self.reproducible, self.world_size)
         wire = "wire.weights" if self.wire.get("gather") else "wire.grads" if self.wire.get("reduce") else ""
-        rules.check_same_bits(
-            "reproducible", reproducible, wire=wire, local_steps=False, shard_size=None, accumulate=None
-        )
+        beside = {"local_steps": False, "shard_size": None, "accumulate": self.accumulate}
+        rules.check_same_bits("reproducible", self.reproducible, wire=wire, **beside)
 
     def _require_attention(self, device: Device) -> None:
         """Raise UserError for an attention kernel without a known rate on ``device``: another's would be used."""
