@@ -1,4 +1,5 @@
 import json
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -44,7 +45,7 @@ def test_windows_outside_the_stream_are_refused():
 
 def test_files_on_disk_are_little_endian_and_nothing_else(tmp_path):
     for dtype, spelling in [("uint16", "<u2"), ("uint32", "<u4")]:
-        with TokenWriter(tmp_path, dtype, dtype, shard_tokens=3) as writer:
+        with closing(TokenWriter(tmp_path, dtype, dtype, shard_tokens=3)) as writer:
             writer.write(np.array([1, 258]))
             writer.write(np.array([3, 4, 5, 6, 7]))
             split = writer.finish()

@@ -52,18 +52,8 @@ def open_hub(asked: SourceRequest) -> Tables:
     """
     wanted = parse_hub_name(asked.name)
     require_package("datasets", f"{asked.name} on the Hugging Face hub")
-    _require_hub(wanted)
-    files = _data_files(wanted)
-    others = [path for path in files if not is_table(path)]
-    if others:
-        todo = f"download it and write its text as one of {', '.join(TABLE_SUFFIXES)}"
-        raise UserError("data.source", f"{wanted} has files that are no tables of text ({others[0]})", todo)
-    return Tables(tuple(_facts(path) for path in files), asked.column)
-
-
-def _require_hub(wanted: HubName) -> None:
     from datasets import config
-    from huggingface_hub import constants
+    from huggingface_hub import HfFileSystem, constants
 
     todo = "go online, or give files by --data text --data.path"
     if constants.HF_HUB_OFFLINE or config.HF_DATASETS_OFFLINE:
@@ -76,6 +66,19 @@ def _require_hub(wanted: HubName) -> None:
             todo = "check its name, or set HF_TOKEN if it is private or gated"
             raise UserError("data.source", f"the hub shows no data set {wanted.repo} ({address})", todo) from None
         raise
+    files = _data_files(wanted)
+    others = [path for path in files if not is_table(path)]
+    if others:
+        todo = f"download it and write its text as one of {', '.join(TABLE_SUFFIXES)}"
+        raise UserError("data.source", f"{wanted} has files that are no tables of text ({others[0]})", todo)
+    # An address that names a commit identifies its content.
+    facts = (
+        FileFacts(path, int(HfFileSystem().info(path)["size"] or 0), path.removeprefix("hf://"))
+        if path.startswith("hf://")
+        else facts_of(path)
+        for path in files
+    )
+    return Tables(tuple(facts), asked.column)
 
 
 def _data_files(wanted: HubName) -> Sequence[str]:
@@ -100,13 +103,3 @@ def _data_files(wanted: HubName) -> Sequence[str]:
         splits = ", ".join(map(str, by_split)) or "none that are files"
         raise UserError("data.source", f"{wanted} has no split {wanted.split!r}", f"it has {splits}; write ...@SPLIT")
     return [str(path) for path in by_split[wanted.split]]
-
-
-def _facts(path: str) -> FileFacts:
-    """Return a file's facts; an address that names a commit identifies its content."""
-    if not path.startswith("hf://"):
-        return facts_of(path)
-    from huggingface_hub import HfFileSystem
-
-    size = HfFileSystem().info(path)["size"]
-    return FileFacts(path, int(size or 0), path.removeprefix("hf://"))

@@ -110,7 +110,7 @@ class _Job:
         limits = {"train": most - num_val, "val": num_val} if most else {"train": None, "val": None}
         return {
             split: stack.enter_context(
-                TokenWriter(self.draft, split, dtype, self.shard_tokens, limits[split], num_tokens=have[split])
+                closing(TokenWriter(self.draft, split, dtype, self.shard_tokens, limits[split], num_tokens=have[split]))
             )
             for split in SPLITS
         }

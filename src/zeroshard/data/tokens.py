@@ -10,7 +10,6 @@ import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -150,12 +149,8 @@ class TokenWriter:
         (folder / split).mkdir(parents=True, exist_ok=True)
         self._keep(num_tokens)
 
-    def __enter__(self) -> TokenWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Close the open file, however the preparation ended."""
         if self._file is not None:
             self._file.close()
 

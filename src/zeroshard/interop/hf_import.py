@@ -13,26 +13,20 @@ from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 
-import torch
-
-from zeroshard import checkpoint
 from zeroshard.checkpoint.streamed_safetensors import drafted
 from zeroshard.comm import Communicator, LocalCommunicator
 from zeroshard.data.chat_templates import TEMPLATE_FILES
 from zeroshard.data.tokenizer import TOKENIZER_FILE, keep_tokenizer, read_tokenizer
 from zeroshard.errors import ExitStatus, UserError
-from zeroshard.interop.nanogpt_weights import import_nanogpt, is_nanogpt
+from zeroshard.interop.nanogpt_weights import import_nanogpt, is_nanogpt, write_run
 from zeroshard.models.hugging_face.folder import ADAPTER_CONFIG, only_adapters, read_json
 from zeroshard.models.hugging_face.gpt2_llama_conversion import OurConfig, embedding_of, from_hf_config
 from zeroshard.models.hugging_face.weights import find_tensors, mapped
 from zeroshard.named_shards import NamedShard
 from zeroshard.train.config.command_settings import ImportConfig
-from zeroshard.train.config.config import FINE_TUNING, TrainConfig
 from zeroshard.train.config.data_section import UNNAMED, DataConfig
-from zeroshard.train.config.toml import dump_toml
 from zeroshard.train.setup.assemble import model_table
 from zeroshard.train.setup.run_folder import tokenizer_folder
-from zeroshard.train.state.folders import checkpoint_folder
 from zeroshard.train.state.hf_weight_reader import tensors_of
 
 _SEQ_LEN = 1024  # largest sequence length in the run's configuration
@@ -68,10 +62,7 @@ def run_import(config: ImportConfig) -> int:
             tokenizer.keep_special_tokens(tokenizer_folder(draft))
             data = DataConfig(source=UNNAMED, tokenizer=f"json:{tokenizer_folder(out) / TOKENIZER_FILE}")
         facts = {"model": model_table(model), "data": data, "seq_len": min(model.seq_len, _SEQ_LEN), "out": str(out)}
-        run = TrainConfig.model_validate({**facts, **FINE_TUNING})
-        (draft / "config.toml").write_text(dump_toml(run), encoding="utf-8")
-        extra = {"config": run.model_dump(mode="json"), "torch": torch.__version__, "imported_from": source.name}
-        checkpoint.save(checkpoint_folder(draft) / "step-00000000", weights, step=0, extra=extra)
+        write_run(draft, facts, weights, source)
     text = f"{tokenizer.vocab_size:,} tokens" if tokenizer else "no tokenizer that we read, so it writes no text"
     print(f"{source} in {out}: {weights.num_params:,} parameters, {text}\n{_next(out)}")
     return int(ExitStatus.OK)

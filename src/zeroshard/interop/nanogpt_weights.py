@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from zeroshard import checkpoint
+from zeroshard.checkpoint.api import Saveable
 from zeroshard.checkpoint.streamed_safetensors import drafted
 from zeroshard.comm import Communicator, LocalCommunicator
 from zeroshard.data.meta import SPLITS, DataMeta, SourceMeta, SplitMeta, dtype_for, write_meta
@@ -34,6 +35,14 @@ from zeroshard.train.setup.run_folder import tokenizer_folder
 from zeroshard.train.state.folders import checkpoint_folder
 
 _SIZES = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
+
+
+def write_run(draft: Path, settings: Mapping[str, Any], weights: Saveable, source: Path) -> None:
+    """Write the configuration and the checkpoint of step 0 of a run that is imported from ``source``."""
+    run = TrainConfig.model_validate({**settings, **FINE_TUNING})
+    (draft / "config.toml").write_text(dump_toml(run), encoding="utf-8")
+    extra = {"config": run.model_dump(mode="json"), "torch": torch.__version__, "imported_from": source.name}
+    checkpoint.save(checkpoint_folder(draft) / "step-00000000", weights, step=0, extra=extra)
 
 
 def is_nanogpt(path: Path) -> bool:
@@ -54,10 +63,7 @@ def import_nanogpt(path: Path, out: Path) -> str:
         tokenizer = _keep_tokenizer(tokenizer_folder(draft), model.vocab_size, path)
         data = DataConfig(source=UNNAMED, tokenizer=tokenizer or "bytes")
         facts = {"model": model_table(model), "data": data, "seq_len": model.seq_len, "out": str(out)}
-        run = TrainConfig.model_validate({**facts, **FINE_TUNING})
-        (draft / "config.toml").write_text(dump_toml(run), encoding="utf-8")
-        extra = {"config": run.model_dump(mode="json"), "torch": torch.__version__, "imported_from": path.name}
-        checkpoint.save(checkpoint_folder(draft) / "step-00000000", weights, step=0, extra=extra)
+        write_run(draft, facts, weights, path)
     text = "GPT-2's tokens" if tokenizer else "no tokenizer (its ids are not GPT-2's), so it writes no text"
     form = "the exact GELU" if model.activation == "gelu" else "GELU by tanh, as nanoGPT's first versions had it"
     return f"GPT-2 with {form}, {weights.num_params:,} parameters, {text}"

@@ -48,7 +48,9 @@ def write_examples(spec: DataSpec, tables: Tables, draft: Path, shard_tokens: in
     encode = ExampleEncoder(tokenizer, is_chat=spec.format == "chat")
     dtype = dtype_for(tokenizer.vocab_size)
     with ExitStack() as stack:
-        writers = {split: stack.enter_context(ExampleWriter(draft, split, dtype, shard_tokens)) for split in SPLITS}
+        writers = {
+            split: stack.enter_context(closing(ExampleWriter(draft, split, dtype, shard_tokens))) for split in SPLITS
+        }
         each = _texts(spec, tables, template, is_val)
         while some := list(islice(each, _AT_ONCE)):
             for (split, _), encoded in zip(some, encode([text for _, text in some]), strict=True):

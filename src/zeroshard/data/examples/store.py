@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 import numpy as np
@@ -43,14 +42,9 @@ class ExampleWriter:
         )
         self._hashes = hashlib.sha256(), hashlib.sha256()
 
-    def __enter__(self) -> ExampleWriter:
-        self.tokens.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.tokens.__exit__(kind, error, trace)
+    def close(self) -> None:
+        """Close the files, however the preparation ended."""
+        self.tokens.close()
         for file in self._files:
             file.close()
 
