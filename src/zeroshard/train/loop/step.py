@@ -21,7 +21,6 @@ from __future__ import annotations
 import hashlib
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import inf
 from time import perf_counter
 from typing import Any
@@ -38,15 +37,6 @@ from zeroshard.train.loop.run import Run
 from zeroshard.train.loop.stopping import as_numbers, wish_of_all
 from zeroshard.train.loop.validation_loss import sum_in_any_order
 from zeroshard.train.records.records import StepRecord
-
-
-@dataclass(frozen=True)
-class _Health:
-    """What all ranks agreed on about a step, before they take it."""
-
-    loss: float
-    grad_norm: float
-    stop: ExitStatus
 
 
 def take_step(run: Run, step: int, stop_wanted: Callable[[], int]) -> tuple[StepRecord, ExitStatus]:
@@ -70,8 +60,8 @@ def take_step(run: Run, step: int, stop_wanted: Callable[[], int]) -> tuple[Step
     # Every record has the norm, so compute it without clipping too: with the limit infinity nothing is clipped.
     with span("clip"):
         norm = strategy.clip_grad_norm_(schedule.grad_clip or inf) if finite else torch.full_like(losses[0], inf)
-    health = _agree(run, losses, norm, stop_wanted())
-    verdict = guard.judge(health.loss, health.grad_norm, overflow=not finite)
+    loss, grad_norm, stop = _agree(run, losses, norm, stop_wanted())
+    verdict = guard.judge(loss, grad_norm, overflow=not finite)
     if verdict == "taken":
         with span("update"):
             strategy.optimizer.step()
@@ -81,14 +71,14 @@ def take_step(run: Run, step: int, stop_wanted: Callable[[], int]) -> tuple[Step
         scaler.update()
     memory_bytes = strategy.memory_bytes()  # here weights, gradients and optimizer states all exist
     strategy.optimizer.zero_grad()
-    outer_step, stop = outer_step_if_due(run, health.loss, health.stop, taken=verdict == "taken")
+    outer_step, stop = outer_step_if_due(run, loss, stop, taken=verdict == "taken")
     speed = _speed(run, perf_counter() - start)
     taken = verdict == "taken"
     traffic, exposed_s = _communicated(run, step, memory_bytes, taken=taken)
     record = StepRecord(
         step=step + 1,
-        loss=health.loss,
-        grad_norm=health.grad_norm,
+        loss=loss,
+        grad_norm=grad_norm,
         lr=lr,
         tokens=run.tokens_at(step + 1),
         memory_bytes=memory_bytes,
@@ -166,7 +156,7 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return (tensor.pin_memory() if fetched else tensor).to(device, non_blocking=True)
 
 
-def _agree(run: Run, losses: Tensor, grad_norm: Tensor, stop: int) -> _Health:
+def _agree(run: Run, losses: Tensor, grad_norm: Tensor, stop: int) -> tuple[float, float, ExitStatus]:
     """Return the mean loss over the ranks that take this step together, the gradient norm, and whether and why to stop.
 
     This is one all-reduce of 24 bytes; with ``reproducible`` an all-gather of every micro-batch's loss. All ranks
@@ -193,7 +183,7 @@ def _agree(run: Run, losses: Tensor, grad_norm: Tensor, stop: int) -> _Health:
             comm.all_reduce(report[:3]).wait()
         *sums, norm = report.tolist()
         mean_loss, wanted = sums[0] / comm.world_size, sums[1:]
-    return _Health(mean_loss, norm, wish_of_all(*wanted))
+    return mean_loss, norm, wish_of_all(*wanted)
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
