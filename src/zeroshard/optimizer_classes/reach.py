@@ -1,10 +1,28 @@
-"""The possible answers to: may an optimizer be given pieces of tensors, whole tensors, or only all tensors at once?"""
+"""May an optimizer be given pieces of tensors, whole tensors, or only all of them? What its class says of it.
+
+A class declares its reach in one line. A subclass does not inherit it, since it may compute something else::
+
+    class Lion(Optimizer):
+        zero_reach = Reach.ELEMENT_WISE  # or "element-wise", which needs no import of zeroshard
+
+Someone else's class is declared in the same way: ``bitsandbytes.optim.Adam8bit.zero_reach = Reach.PER_TENSOR``. If the
+reach depends on settings, it is a function of them (a mapping, in which a param group's override the class's)::
+
+    @staticmethod
+    def zero_reach(settings):
+        return Reach.PER_TENSOR if settings.get("trust_ratio", True) else Reach.ELEMENT_WISE
+
+A class that accepts only parameters of certain numbers of dimensions may give an `OptimizerKind`, which lists them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
+from torch import optim
 from torch.optim import Optimizer
 
 
@@ -48,6 +66,45 @@ class OptimizerKind:
     def refused(self) -> bool:
         """Whether the class cannot be sharded in any layout."""
         return self.reach not in (Reach.ELEMENT_WISE, Reach.PER_TENSOR)
+
+
+ALL_NDIMS = (0, 1, 2, 3, 4)
+OF_TORCH: dict[type[Optimizer], OptimizerKind] = {
+    **dict.fromkeys(
+        (
+            *(optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax),
+            *(optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD),
+        ),
+        OptimizerKind(Reach.ELEMENT_WISE, "it updates each element from that element's own history", ALL_NDIMS),
+    ),
+    optim.Adafactor: OptimizerKind(Reach.PER_TENSOR, "it keeps means of rows and columns of a tensor", ALL_NDIMS),
+    optim.LBFGS: OptimizerKind(
+        Reach.CLOSURE_DRIVEN,
+        "it calls the closure again at weights that it has moved, and ranks gather weights between steps only",
+        ALL_NDIMS,
+    ),
+    optim.Muon: OptimizerKind(Reach.PER_TENSOR, "it orthogonalises the updates of matrices", (2,)),
+    optim.SparseAdam: OptimizerKind(Reach.UNUSABLE, "it does not support dense gradients"),
+}
+"""The answers for torch's own classes, which a test compares with the experiment. They hold for the classes themselves
+with any settings, never for a subclass."""
+
+
+def declared(optimizer_cls: type[Optimizer], settings: Mapping[str, Any]) -> OptimizerKind | None:
+    """What the class itself declares; None if it declares nothing, even if a base class does."""
+    said = vars(optimizer_cls).get("zero_reach")
+    if said is None:
+        return None
+    answer = said(settings) if callable(said) else said
+    if isinstance(answer, OptimizerKind):
+        return answer
+    try:
+        reach = Reach(answer)
+    except ValueError:
+        values = ", ".join(repr(reach.value) for reach in Reach)
+        name = f"{optimizer_cls.__name__}.zero_reach"
+        raise ValueError(f"{name}: {answer!r} is no reach; give a zeroshard.zero.Reach, or one of {values}") from None
+    return OptimizerKind(reach, f"it is declared {reach.value} by its zero_reach", ALL_NDIMS)
 
 
 def no_class(given: object) -> str:

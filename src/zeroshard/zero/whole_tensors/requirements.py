@@ -9,19 +9,7 @@ Three sources answer, in this order:
 | an experiment, `reach_probe`      | all others, subclasses of torch's too: tiny tensors, on the CPU,  |
 |                                   | once for a class and its settings                                 |
 
-A class declares its reach in one line. A subclass does not inherit it, since it may compute something else::
-
-    class Lion(Optimizer):
-        zero_reach = Reach.ELEMENT_WISE  # or "element-wise", which needs no import of zeroshard
-
-Someone else's class is declared in the same way: ``bitsandbytes.optim.Adam8bit.zero_reach = Reach.PER_TENSOR``. If the
-reach depends on settings, it is a function of them (a mapping, in which a param group's override the class's)::
-
-    @staticmethod
-    def zero_reach(settings):
-        return Reach.PER_TENSOR if settings.get("trust_ratio", True) else Reach.ELEMENT_WISE
-
-A class that accepts only parameters of certain numbers of dimensions may give an `OptimizerKind`, which lists them.
+How a class declares its reach: `zeroshard.optimizer_classes.reach`.
 
 Nobody checks a declaration: if an optimizer is declared element-wise and is not, its updates are silently wrong.
 ``zeroshard doctor --optimizers module:Class`` compares it with the experiment.
@@ -33,33 +21,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn, optim
+from torch import nn
 from torch.optim import Optimizer
 
-from zeroshard.optimizer_classes.reach import OptimizerKind, Reach
+from zeroshard.optimizer_classes.reach import OF_TORCH, OptimizerKind, Reach, declared
 
 __all__ = ["OptimizerKind", "Reach", "classify"]
-
-ALL_NDIMS = (0, 1, 2, 3, 4)
-OF_TORCH: dict[type[Optimizer], OptimizerKind] = {
-    **dict.fromkeys(
-        (
-            *(optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax),
-            *(optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD),
-        ),
-        OptimizerKind(Reach.ELEMENT_WISE, "it updates each element from that element's own history", ALL_NDIMS),
-    ),
-    optim.Adafactor: OptimizerKind(Reach.PER_TENSOR, "it keeps means of rows and columns of a tensor", ALL_NDIMS),
-    optim.LBFGS: OptimizerKind(
-        Reach.CLOSURE_DRIVEN,
-        "it calls the closure again at weights that it has moved, and ranks gather weights between steps only",
-        ALL_NDIMS,
-    ),
-    optim.Muon: OptimizerKind(Reach.PER_TENSOR, "it orthogonalises the updates of matrices", (2,)),
-    optim.SparseAdam: OptimizerKind(Reach.UNUSABLE, "it does not support dense gradients"),
-}
-"""The answers for torch's own classes, which a test compares with the experiment. They hold for the classes themselves
-with any settings, never for a subclass."""
 
 
 def classify(
@@ -87,9 +54,9 @@ def classify(
     """
     device, settings = torch.device(device), settings or {}
     options = {key: value for key, value in (group or {}).items() if key != "params"}
-    declared = _declared(optimizer_cls, {**settings, **options})
-    if declared:
-        return declared
+    own = declared(optimizer_cls, {**settings, **options})
+    if own:
+        return own
     if optimizer_cls in OF_TORCH and optimizer_cls.__module__.startswith("torch.optim"):  # its names may be replaced
         return OF_TORCH[optimizer_cls]
     from zeroshard.reach_probe.answers import found_by_probe  # found late: few classes need the experiment
@@ -110,20 +77,3 @@ def params_kept_whole(
     if kind.refused:
         raise ValueError(f"optimizer_cls: {optimizer_cls.__name__} cannot be sharded: {kind.reason}")
     return set(chosen) if kind.reach is Reach.PER_TENSOR else set()
-
-
-def _declared(optimizer_cls: type[Optimizer], settings: Mapping[str, Any]) -> OptimizerKind | None:
-    """What the class itself declares; None if it declares nothing, even if a base class does."""
-    said = vars(optimizer_cls).get("zero_reach")
-    if said is None:
-        return None
-    answer = said(settings) if callable(said) else said
-    if isinstance(answer, OptimizerKind):
-        return answer
-    try:
-        reach = Reach(answer)
-    except ValueError:
-        values = ", ".join(repr(reach.value) for reach in Reach)
-        name = f"{optimizer_cls.__name__}.zero_reach"
-        raise ValueError(f"{name}: {answer!r} is no reach; give a zeroshard.zero.Reach, or one of {values}") from None
-    return OptimizerKind(reach, f"it is declared {reach.value} by its zero_reach", ALL_NDIMS)
