@@ -209,6 +209,10 @@ class FlatGrads(Gradients):
         """The local buffer, `reduced`, and the target of the reduction in flight; they may share memory."""
         return self._local, self.reduced, None if self._reduction is None else self._arriving
 
+    def _buffers_now(self) -> tuple[Tensor | None, ...]:
+        """As `buffers`, for their sizes: their values may still change."""
+        return self.buffers
+
     @property
     def packed(self) -> Tensor | None:
         """The buffer of gradients that arrive elsewhere than in their target, until they have been added up."""
@@ -222,7 +226,7 @@ class FlatGrads(Gradients):
     @property
     def resident_bytes(self) -> int:
         """Bytes of all gradient buffers now."""
-        held = [tensor for tensor in self.buffers if tensor is not None]
+        held = [tensor for tensor in self._buffers_now() if tensor is not None]
         own = {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in held}
         return sum(own.values()) + sum(tensor.nbytes for tensor in self.reducer.tensors)
 

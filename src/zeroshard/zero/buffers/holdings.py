@@ -49,7 +49,9 @@ def resident_bytes(units: Iterable[Unit], optimizers: Iterable[Optimizer], kept:
         total["grads"] += group.grads.resident_bytes - grads_away
         found += [(group.master_category, params.master_bytes), (f"{group.place}grads", grads_away)]
     total["optimizer"] = 0
-    found += [(category, value.numel() * value.element_size()) for category, value in _states(units, optimizers)]
+    found += [
+        (category, value.numel() * value.element_size()) for category, value in _states(units, optimizers, now=True)
+    ]
     for category, num_bytes in found:
         total[category] = total.get(category, 0) + num_bytes
     return total | {category: sum(tensor.nbytes for _, tensor in named) for category, named in kept.items()}
@@ -67,11 +69,18 @@ def holdings(units: Iterable[Unit], optimizers: Iterable[Optimizer], kept: Kept)
         yield from (Holding(category, unit, tensor) for unit, tensor in named)
 
 
-def _states(units: Iterable[Unit], optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the states of optimizers, with their categories: by where the piece is that they belong to."""
-    places = {shard: group.place for unit in units for group in unit.groups if group.place for shard in group.shards}
+def _states(
+    units: Iterable[Unit], optimizers: Iterable[Optimizer], *, now: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the states of optimizers, with their categories: by where the piece is that they belong to.
+
+    ``now``: for their sizes alone, so that no update that is under way is waited for.
+    """
+    away = [group for unit in units for group in unit.groups if group.place]
+    places = {shard: group.place for group in away for shard in group.shards_now}
     for optimizer in optimizers:
-        for piece, state in optimizer.state.items():
+        peek = getattr(optimizer.state, "peek", None) if now else None
+        for piece, state in optimizer.state.items() if peek is None else peek():
             category = f"{places.get(piece, '') if places else ''}optimizer"
             yield from ((category, value) for value in state.values() if isinstance(value, Tensor))
 

@@ -80,6 +80,11 @@ class FlatGroup(Group):
         return FlatGrads(facts.name, *settings, **gradient_settings(facts), reducer=reducer)
 
     @property
+    def shards_now(self) -> list[nn.Parameter]:
+        """The pieces that the optimizer updates, whatever updates them now."""
+        return self.shards
+
+    @property
     def master_category(self) -> str:
         """Of the master, in accounts of memory: it is (a shard of) the weights if it has their dtype and place."""
         same = not self.place and self.params.master.dtype == self.params.full.dtype

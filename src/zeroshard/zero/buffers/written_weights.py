@@ -96,6 +96,12 @@ def bit_sums(values: Tensor) -> Tensor:
     return torch.cat([*rows, columns, words[end:], octets[len(words) * 8 :].to(torch.int64)])
 
 
+def bit_sums_bytes(num_bytes: int) -> int:
+    """The bytes of the `bit_sums` of ``num_bytes``."""
+    num_words = num_bytes // 8
+    return 8 * (num_words // _ROW_WORDS + _ROW_WORDS + num_words % _ROW_WORDS + num_bytes % 8)
+
+
 def _bits(values: Tensor) -> Tensor:
     """View the memory as integers, which compare at least twice as fast."""
     wide = values.numel() * values.element_size() % 8 == 0 and values.storage_offset() * values.element_size() % 8 == 0

@@ -7,7 +7,7 @@ some pieces after ``step()`` has returned (`zeroshard.zero.optimizers.operands.L
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -60,6 +60,11 @@ class HostGroup(FlatGroup):
     def shards(self) -> list[nn.Parameter]:  # an attribute of `Group`, which waits here
         """The pieces that the optimizer updates, once no update of them is under way."""
         self.update.wait()
+        return self._shards
+
+    @property
+    def shards_now(self) -> list[nn.Parameter]:
+        """As `shards`, without waiting."""
         return self._shards
 
     @shards.setter
@@ -119,12 +124,10 @@ class Placement(Observer):
     def attach(self, runtime: Runtime, observers: list[Observer]) -> None:
         """Take part in an engine's steps; its units were made with `members`."""
         self._runtime = runtime
-        devices = sorted({str(group.params.full.device) for group in self._groups()})
-        if len(devices) > 1:
-            what = f"the model's parameters lie on {', '.join(devices)}"
-            raise ValueError(f"offload.master: {self.settings.master!r}, and {what}; move the model to one device")
         runtime.complete_step = self.executor.drain
         runtime.gathers_in_turn = any(True for _ in self._groups())
+        on_gpu = any(group.params.full.is_cuda for group in self._groups())
+        runtime.grads_leave = on_gpu and self.settings.grads == "host"
         runtime.apply_num_ahead()
         self.staging.streams = runtime.streams_of(self._groups())
         observers.append(self)
@@ -177,12 +180,15 @@ class Placement(Observer):
     def arm(self, of: PiecewiseOptimizer, step: Callable[[Any], Any], units: Mapping[FlatGroup, Lists]) -> None:
         """Have these units updated in the order of the next forward, by the settings that the optimizer has now."""
         assert self._runtime is not None
-        runtime, twin, operands = self._runtime, _twin(of.optimizer), of.operands.apart()
+        runtime, twin = self._runtime, _twin(of.optimizer)
         order = (group for unit in (runtime.root, *runtime.order) for group in unit.groups)
         jobs = []
         for group in (group for group in order if isinstance(group, HostGroup) and group in units):
-            run = partial(_update, twin, step, operands, units[group], group.grads.take_factor())
+            run = partial(_update, twin, step, of.operands, units[group], group.grads.take_factor())
             jobs.append((group.update, run))
+        states = of.optimizer.state
+        if isinstance(states, States):
+            states.note_updates(piece for group in units for piece in chain.from_iterable(units[group]))
         self.executor.arm(jobs)
 
     def states(self, content: defaultdict[Any, Any]) -> defaultdict[Any, Any]:
@@ -226,6 +232,18 @@ class States(defaultdict[Any, Any]):
     def __init__(self, content: defaultdict[Any, Any], executor: Executor) -> None:
         super().__init__(content.default_factory, content)
         self._executor = executor
+        self._grows = False
+
+    def note_updates(self, pieces: Iterable[nn.Parameter]) -> None:
+        """Note that these pieces are about to be updated: those without states get some."""
+        self._grows = self._grows or not all(dict.__contains__(self, piece) for piece in pieces)
+
+    def peek(self) -> list[tuple[Any, Any]]:
+        """The items, for their sizes, without waiting for updates that change nothing but values."""
+        if self._grows:
+            self._executor.drain()
+            self._grows = False
+        return list(dict.items(self))
 
     def __missing__(self, key: Any) -> Any:
         if self._executor.is_own_thread:

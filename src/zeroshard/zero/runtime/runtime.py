@@ -60,6 +60,7 @@ class Runtime(Passes[Unit, FlatGroup]):
         comm: the communicator of all ranks.
         collectives: through which ranks agree on orders and flags.
         gathers_in_turn: whether updates of later units may still run when a forward begins.
+        grads_leave: whether reduced gradients leave the device, so that local ones are freed unit by unit at any stage.
         complete_step: waits for updates of the last step that are under way.
         removed: whether `Zero.remove` has made the model an ordinary one again.
         unreduced: whether the last backward pass left gradients on this rank that are not reduced yet.
@@ -72,7 +73,7 @@ class Runtime(Passes[Unit, FlatGroup]):
     """
 
     rank_groups: RankGroups
-    gathers_in_turn = False
+    gathers_in_turn = grads_leave = False
     forward: ForwardRun
     backward: BackwardPass | None
 
@@ -117,6 +118,7 @@ class Runtime(Passes[Unit, FlatGroup]):
         """Gather units in their turn also where weights stay unsharded, if their masters change during forward."""
         if self.gathers_in_turn:
             self.num_ahead = self.prefetch
+        self.shard_grads = self.shard_grads or self.grads_leave
 
     def streams_of(self, groups: Iterable[FlatGroup]) -> Streams:
         """The streams of the device that these groups have in common."""
