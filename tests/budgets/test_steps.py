@@ -23,8 +23,10 @@ from zeroshard.lab.predict.step import Settings, step_of
 from zeroshard.lab.predict.traffic import flows_of, messages
 from zeroshard.models import build_model
 from zeroshard.models.adapters import Lora
-from zeroshard.zero import STAGES, MixedPrecision, Placement, ShardingStrategy, Zero
+from zeroshard.zero import STAGES, MixedPrecision, Offload, Placement, ShardingStrategy, Zero
 from zeroshard.zero import precision as precision_module
+from zeroshard.zero.offload import placement
+from zeroshard.zero.offload.executor import Executor
 from zeroshard.zero.whole_tensors.layout import WholeLayout
 
 SEQ_LEN = 32
@@ -59,6 +61,13 @@ LORA = {
     "default": Lora(3),
     "all": Lora(3, targets=("all-linear",)),
     "one": Lora(3, targets=("blocks.2.mlp.down_proj",)),
+}
+
+OFFLOADS = {
+    "optimizer": Offload(),
+    "half": Offload(fraction=0.5),
+    "gradients stay": Offload(grads="device"),
+    "all": Offload(weights="host"),
 }
 
 # What `_both` is given: of each family the values of each setting; one value stays as it is.
@@ -124,6 +133,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_layers": (2, 6),  # six layers are traced with fewer
         "masked": (True,),
     },
+    "off the device": {
+        "row": STAGED,
+        "offload": ("optimizer", "half", "gradients stay"),
+        "world_size": (1, 4),
+        "precision": tuple(PRECISIONS),
+        "num_micro": (1, 2),
+        "accumulate": (None, "sharded"),
+        "name": ("gpt2-demo",),
+    },
+    "weights off the device": {
+        "row": ("3",),
+        "offload": ("all",),
+        "world_size": (4,),
+        "precision": ("fp32", "bf16"),
+        "prefetch": (0, 1),
+        "num_micro": (2,),
+    },
     "many ranks": {"row": STAGED, "world_size": (100,), "precision": ("bf16",), "name": ("gpt2-demo",)},
 }
 
@@ -154,7 +180,7 @@ def _trace(name, micro_batch, precision, **how):
 
 def _both(*, row, name="llama-tiny", world_size=3, precision="bf16", recomputed="none", shard_size=None,
           num_micro=1, micro_batch=2, accumulate=None, prefetch=1, reproducible=None, lora="", num_layers=3,
-          masked=False):  # fmt: skip
+          masked=False, offload=""):  # fmt: skip
     """The step that is planned for the last rank, its list of collectives, and what its run has measured."""
     how = {"recomputed": recomputed, "lora": lora, "num_layers": num_layers, "masked": masked}
     model, policy, strategy, rank = _model(name, **how), ALL[precision], ROWS[row], world_size - 1
@@ -163,7 +189,7 @@ def _both(*, row, name="llama-tiny", world_size=3, precision="bf16", recomputed=
     replicated = {**given, "num_replicas": world_size // shards}
     buffers = buffers_of(model, shards, model.units, precision=policy, reproducible=reproducible)
     trace = _trace(name, micro_batch, precision, **how)
-    settings = Settings(strategy, policy, rank=rank % shards, **replicated)
+    settings = Settings(strategy, policy, rank=rank % shards, **replicated, offload=OFFLOADS.get(offload))
     predicted = step_of(trace, buffers, OPTIMIZER_STATES["AdamW"], settings)
     flows = flows_of(buffers) if lora else None
     listed = messages(buffers, strategy, policy, flows=flows, **replicated)
@@ -178,6 +204,7 @@ def _both(*, row, name="llama-tiny", world_size=3, precision="bf16", recomputed=
         shard_size=shard_size,
         rank=rank,
         num_steps=2,
+        offload=OFFLOADS.get(offload),
         **given,
     )
     return predicted, listed, measured
@@ -188,8 +215,15 @@ def _require_same(predicted, measured):
     sent = [(r.op, r.num_bytes, r.label, r.world_size) for r in measured.messages]
     assert [(m.op, m.num_bytes, f"{m.buffer}/{m.phase}", m.world_size) for m in predicted.messages()] == sent
     assert predicted.before_update == measured.before_update
-    for category in ("params", "master", "optimizer"):
-        assert predicted.peak.by_category[category] == measured.peak_by_category.get(category, 0)
+    for category in ("params", "master", "optimizer", "host_optimizer"):
+        assert predicted.peak.by_category.get(category, 0) == measured.peak_by_category.get(category, 0)
+
+
+class _AtOnce(Executor):
+    """Updates everything before ``step()`` returns, on the same thread."""
+
+    def _begin(self, jobs):
+        self._walk(jobs)
 
 
 @pytest.mark.parametrize(("family", "settings"), list(_settings()))
@@ -198,6 +232,8 @@ def test_a_step_sends_and_holds_what_was_planned(family, settings, monkeypatch):
         monkeypatch.setattr(precision_module, "EXACT_NUMEL", 64)  # or all of so small a model would travel as it is
     if family == "adapters":
         pytest.importorskip("peft")
+    if "off the device" in family:  # allocations on another thread are not recorded
+        monkeypatch.setattr(placement, "Executor", _AtOnce)
     predicted, listed, measured = _both(**settings)
     _require_same(predicted, measured)
     assert predicted.messages() == listed

@@ -19,7 +19,7 @@ NETWORKS = st.sampled_from(["400Gbit/s", "10Gbit/s", "infiniband-hdr", "ethernet
 
 
 def test_ring_collectives_are_latency_and_bytes_over_bandwidth():
-    node = Cluster(8, 8, WITHIN, BETWEEN)
+    node = Cluster(8, 8, WITHIN, BETWEEN, "ring")
     assert node.collective_s("all_gather", 800, 8) == pytest.approx(7e-6 + 7 / 8 * 800 / 100e9)
     assert node.collective_s("reduce_scatter", 800, 8) == node.collective_s("all_gather", 800, 8)
     assert node.collective_s("all_reduce", 800, 8) == pytest.approx(2 * node.collective_s("all_gather", 800, 8))
@@ -27,14 +27,14 @@ def test_ring_collectives_are_latency_and_bytes_over_bandwidth():
 
 
 def test_between_nodes_the_network_links_of_a_node_work_together():
-    cluster = Cluster(16, 4, WITHIN, BETWEEN)
+    cluster = Cluster(16, 4, WITHIN, BETWEEN, "ring")
     steps = 15 * 10e-6  # all ranks step together, as slowly as between nodes
     assert cluster.collective_s("all_gather", 10**9, 16) == pytest.approx(steps + 15 / 16 * 1e9 / 4e9)
 
 
 def test_a_last_node_that_is_not_full_is_reached_by_the_links_that_it_has():
     for ranks, links in ((9, 1), (12, 4), (16, 8), (20, 4)):
-        cluster = Cluster(ranks, 8, WITHIN, BETWEEN)
+        cluster = Cluster(ranks, 8, WITHIN, BETWEEN, "ring")
         moved_s = (ranks - 1) / ranks * 1e9 / (links * 1e9)
         assert cluster.collective_s("all_gather", 10**9, ranks) == pytest.approx((ranks - 1) * 10e-6 + moved_s)
     # Of an exchange a rank of the last node sends most: its parts for the 8 ranks of the other node.
@@ -43,7 +43,7 @@ def test_a_last_node_that_is_not_full_is_reached_by_the_links_that_it_has():
 
 
 def test_replicas_have_the_network_links_of_their_own_ranks():
-    cluster = Cluster(16, 4, WITHIN, BETWEEN)
+    cluster = Cluster(16, 4, WITHIN, BETWEEN, "ring")
     # Groups of 4 shard, so one rank of each node is a replica of the others: one link each.
     seconds = cluster.collective_s("all_reduce", 10**9, 4, replicas=True)
     assert seconds == pytest.approx(2 * (3 * 10e-6 + 3 / 4 * 1.0))
@@ -52,27 +52,22 @@ def test_replicas_have_the_network_links_of_their_own_ranks():
     assert seconds == pytest.approx(2 * (7 * 10e-6 + 7 / 8 * 0.5))
 
 
-def _by(algorithm, cluster, num_bytes):
-    """Seconds of an all-reduce among all ranks by one algorithm and protocol Simple."""
-    costs = cluster._costs("all_reduce", num_bytes, cluster._group(cluster.world_size, replicas=False))
-    return next(cost.seconds for cost in costs if cost.algorithm == algorithm)
-
-
 def test_a_tree_wins_where_latency_does():
-    cluster = Cluster(4096, 8, WITHIN, BETWEEN)
+    ring, tree = (Cluster(4096, 8, WITHIN, BETWEEN, how) for how in ("ring", "tree"))
+    auto = Cluster(4096, 8, WITHIN, BETWEEN)
     latencies = 2 * (7e-6 + 9 * TREE_STEPS * 10e-6)
-    assert _by("tree", cluster, 8) == pytest.approx(latencies, rel=1e-2)
+    assert tree.collective_s("all_reduce", 8, 4096) == pytest.approx(latencies, rel=1e-2)
     for num_bytes in (8, 10**12):
-        both = [_by(algorithm, cluster, num_bytes) for algorithm in ("ring", "tree")]
-        assert cluster.collective_s("all_reduce", num_bytes, 4096) == min(both)
+        both = [each.collective_s("all_reduce", num_bytes, 4096) for each in (ring, tree)]
+        assert auto.collective_s("all_reduce", num_bytes, 4096) == min(both)
 
 
 def test_pieces_follow_each_other_through_a_tree_and_two_nodes_send_each_other_all_bytes_once():
-    two, four = (Cluster(ranks, 1, WITHIN, BETWEEN) for ranks in (2, 4))
+    two, four = (Cluster(ranks, 1, WITHIN, BETWEEN, "tree") for ranks in (2, 4))
     moved, latencies = 1.0, 2 * 2 * TREE_STEPS * 10e-6
-    assert _by("tree", two, 10**9) == pytest.approx((1 + (latencies / 2) ** 0.5) ** 2)
+    assert two.collective_s("all_reduce", 10**9, 2) == pytest.approx((1 + (latencies / 2) ** 0.5) ** 2)
     expected = 2 * moved + latencies + 2 * (2 * moved * latencies) ** 0.5
-    assert _by("tree", four, 10**9) == pytest.approx(expected)
+    assert four.collective_s("all_reduce", 10**9, 4) == pytest.approx(expected)
 
 
 def test_switches_reduce_within_a_node_what_is_large_enough():
@@ -83,6 +78,9 @@ def test_switches_reduce_within_a_node_what_is_large_enough():
     assert with_switches.collective_s("all_gather", 10**9, 8) == without.collective_s("all_gather", 10**9, 8)
     # two cards that are bridged have no switch between them
     assert with_switches.collective_s("all_reduce", 10**9, 2) == without.collective_s("all_reduce", 10**9, 2)
+    assert Cluster(8, 8, WITHIN, BETWEEN, "nvls").collective_s("all_reduce", 10**9, 8) == pytest.approx(
+        Cluster(8, 8, WITHIN, BETWEEN, "ring").collective_s("all_reduce", 10**9, 8)
+    )
 
 
 def test_an_exchange_sends_a_part_to_each_other_rank_by_the_link_that_leads_there():

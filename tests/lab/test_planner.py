@@ -1,5 +1,6 @@
 import json
 import math
+import re
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
@@ -132,9 +133,12 @@ def _listed(advice):
 def test_changes_are_listed_in_the_order_in_which_one_would_try_them():
     found = plan("llama-7b", gpu="a100-40gb")
     names, fit = _listed(found.advice)
-    assert names[:3] == ["activation checkpointing", "LoRA", "a larger GPU"]
-    assert names[3:4] == ["3 GPUs"]
-    assert fit[:4] == [False, True, True, True]
+    assert names[:4] == ["activation checkpointing", "state in host memory", "LoRA", "a larger GPU"]
+    assert names[4:5] == ["3 GPUs"]
+    assert fit[:5] == [False, True, True, True, True]
+    assert re.search(
+        r"--offload optimizer\) and activation checkpointing would fit.*; \d+ GiB of host memory a node", found.advice
+    )
     alone = plan("llama-7b", gpu="a100-40gb", lora=Lora(16)).best  # what is listed is what a plan of it says
     assert f"LoRA (--lora 16) would fit, at micro-batch {alone.micro_batch} on one GPU: " in found.advice
     assert f"{alone.needed_bytes / 2**30:.1f} GiB, {seconds(alone.timing.step_s)} a step" in found.advice

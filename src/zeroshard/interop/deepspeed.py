@@ -35,6 +35,7 @@ _RATE, _COS_MIN_RATIO = 1e-3, 1e-4  # defaults of their rates, and of cos_min_ra
 _OWN_RATES = ("WarmupLR", "WarmupDecayLR")  # schedulers that set the rate themselves, and not as a share of lr
 _WARM_UPS = (*_OWN_RATES, "WarmupCosineLR")
 _STAGE: Kind = lambda value: is_count(value) and value <= 3, "a stage, 0 to 3"
+_PLACE: Kind = lambda value: value in ("none", "cpu", "nvme"), "none, cpu or nvme"
 _POWER: Kind = lambda value: is_count(value) and value <= 62, "a whole number, 0 to 62"
 _GROUP: Kind = lambda value: is_count(value) or value == -1, "a number of ranks, or -1 for none"
 _PAIR: Kind = lambda value: isinstance(value, list) and len(value) == 2 and all(map(is_number, value)), "two numbers"
@@ -67,7 +68,7 @@ def read_deepspeed(words: Sequence[str]) -> Migration:
         elif key in KEYS:
             found = became(value, theirs, KEYS[key][1])
         elif "offload" in key:
-            found = "states stay on the device; more ranks hold less each"
+            found = "copies have as many threads and buffers as they need"
         elif key.startswith(_ZERO):
             found = "a unit is a transformer block, gathered one ahead"
         to.add(key, value, found, is_default=key not in given)
@@ -168,6 +169,22 @@ def _second_copy(value: Any, theirs: Mapping[str, Any]) -> Became:
     return {"node_copy": value} if value > 1 else ({}, "off")
 
 
+def _offload(value: Any, theirs: Mapping[str, Any]) -> Became:
+    """The setting to which the places of optimizer states and weights come together."""
+    states, weights = (theirs.get(f"{_ZERO}offload_{kind}.device", "none") for kind in ("optimizer", "param"))
+    states = "cpu" if theirs.get(f"{_ZERO}cpu_offload") is True else states
+    if states == weights == "none":
+        return {}, "off"
+    ours = {"offload.state": "all" if weights != "none" and theirs.get(f"{_ZERO}stage") == 3 else "optimizer"}
+    return (ours, "changed: to memory of the host") if value == "nvme" else ours
+
+
+def _share(value: Any, theirs: Mapping[str, Any]) -> Became:
+    if theirs.get(f"{_ZERO}offload_optimizer.device", "none") == "none":
+        return "no optimizer state is offloaded"
+    return {"offload.fraction": f"{value:g}"} if 0 < value <= 1 else "no share of the elements"
+
+
 def _quantized(value: Any, theirs: Mapping[str, Any], ours: Mapping[str, Any], why: str) -> Became:
     if value and not theirs.get("zero_optimization.stage"):
         return "at stage 0 no rank owns a shard to send or sum"
@@ -176,6 +193,8 @@ def _quantized(value: Any, theirs: Mapping[str, Any], ours: Mapping[str, Any], w
 
 _CLIPPING = "1 is the default of its releases since 2026; in earlier ones 0, which is off"
 _RECOMPUTED = "changed: each block's inputs are kept; they are not shared out to ranks"
+_NO_DISK = "state is kept in memory of the host"
+_PINNED = "what crosses the bus is page-locked on a GPU"
 _NODE_SIZE = "changed: with several GPUs in a node give their number as --wire.node-size"
 KEYS: dict[str, tuple[Kind, Becomes]] = {
     "train_batch_size": (COUNT, "global_batch_size"),
@@ -194,6 +213,14 @@ KEYS: dict[str, tuple[Kind, Becomes]] = {
     f"{_ZERO}mics_shard_size": (_GROUP, lambda value, _: {"shard_size": value} if value > 0 else ({}, "off")),
     f"{_ZERO}zero_quantized_weights": (SWITCH, lambda *both: _quantized(*both, {"wire.weights": "int8"}, "")),
     f"{_ZERO}zero_quantized_gradients": (SWITCH, lambda *both: _quantized(*both, {"wire.grads": "int4"}, _NODE_SIZE)),
+    f"{_ZERO}cpu_offload": (SWITCH, _offload),
+    f"{_ZERO}offload_optimizer.device": (_PLACE, _offload),
+    f"{_ZERO}offload_optimizer.ratio": (NUMBER, _share),
+    f"{_ZERO}offload_optimizer.nvme_path": (TEXT, lambda value, _: _NO_DISK),
+    f"{_ZERO}offload_optimizer.pin_memory": (SWITCH, lambda value, _: ({}, _PINNED)),
+    f"{_ZERO}offload_param.device": (_PLACE, _offload),
+    f"{_ZERO}offload_param.nvme_path": (TEXT, lambda value, _: _NO_DISK),
+    f"{_ZERO}offload_param.pin_memory": (SWITCH, lambda value, _: ({}, _PINNED)),
     "optimizer.type": (TEXT, _optimizer),
     f"{_OPTIM}lr": (NUMBER, _rate),
     f"{_OPTIM}betas": (_PAIR, lambda value, _: {"beta1": value[0], "beta2": value[1]}),

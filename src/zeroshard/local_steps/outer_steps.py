@@ -191,11 +191,7 @@ class OuterSteps:
                 ]
                 for fragment in fragments
             }
-            if changed := self._buffers.changed():
-                message = torch.tensor(changed, dtype=torch.uint8, device=self.comm.control_device)
-                with labelled(CONTROL):
-                    self.comm.all_reduce(message, "max").wait()
-                self._buffers.sync([bool(flag) for flag in message.tolist()])
+            self._sync_buffers()
             for parts in sent.values():
                 for _, _, difference in parts:
                     difference.issue_gather()
@@ -229,6 +225,15 @@ class OuterSteps:
             with labelled(CONTROL):
                 self.shard.all_reduce(message).wait()
         return message.sqrt().tolist()
+
+    def _sync_buffers(self) -> None:
+        changed = self._buffers.changed()
+        if not changed:
+            return
+        message = torch.tensor(changed, dtype=torch.uint8, device=self.comm.control_device)
+        with labelled(CONTROL):
+            self.comm.all_reduce(message, "max").wait()
+        self._buffers.sync([bool(flag) for flag in message.tolist()])
 
     def _mark_stale(self, groups: Iterator[FlatGroup] | list[FlatGroup]) -> None:
         for group in groups:

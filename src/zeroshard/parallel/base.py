@@ -19,6 +19,7 @@ from zeroshard.ema.average import Ema
 from zeroshard.local_steps.settings import LocalSteps
 from zeroshard.named_shards import NamedShard, ShardReader
 from zeroshard.zero.engine import Accumulate
+from zeroshard.zero.offload.settings import Offload
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Setup:
             then traverses the graph after each forward. Our strategies and FSDP2 do not need this.
         wire: further arguments of `zeroshard.zero.MixedPrecision`: the formats in which weights and gradients are
             communicated, if not in the dtype of computation (ZeRO strategies only).
-        shard_size, reduce_dtype, accumulate, prefetch, secondary_shard_size, local_steps, reproducible: as in
+        shard_size, reduce_dtype, accumulate, prefetch, secondary_shard_size, local_steps, reproducible, offload: as in
             `zeroshard.Zero` (ZeRO strategies only).
         ema_decay: decay of a moving average of the weights; None: no average.
     """
@@ -70,6 +71,7 @@ class Setup:
     secondary_shard_size: int | None = None
     local_steps: LocalSteps | None = None
     reproducible: int | None = None
+    offload: Offload | None = None
 
 
 class Strategy(Protocol):

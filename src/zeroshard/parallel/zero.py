@@ -34,6 +34,7 @@ class ZeroStrategy:
             shard_size=setup.shard_size,
             local_steps=setup.local_steps,
             reproducible=setup.reproducible,
+            offload=setup.offload,
         )
         self.model: nn.Module = setup.model
         self.comm: Communicator = zero.comm

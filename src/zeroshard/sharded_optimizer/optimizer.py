@@ -170,6 +170,15 @@ class ShardedOptimizer(Optimizer):
         for group, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
             _set_options(group, inner)
 
+    def _give_options(self) -> None:
+        """Copy settings, as the user and schedulers have left them, and current parameters to the inner optimizer."""
+        if len(self.param_groups) != len(self.optim.param_groups):
+            raise ValueError("param_groups: a group was added or removed by hand; use add_param_group")
+        for group, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
+            part = self._own_part(group)
+            _set_options(inner, part)
+            inner.update({key: part[key] for key in PER_RANK if key in part})
+
     def _start_from_rank_0(self, added: list[Tensor]) -> None:
         buckets = pack(
             range(len(added)), [0] * len(added), [p.nbytes for p in added], _devices(added), self.bucket_bytes, 1
@@ -197,13 +206,7 @@ class ShardedOptimizer(Optimizer):
         """
         loss = None
         self._state_has_changed()
-        # Settings, as the user and schedulers have left them, and current parameters go to the inner optimizer.
-        if len(self.param_groups) != len(self.optim.param_groups):
-            raise ValueError("param_groups: a group was added or removed by hand; use add_param_group")
-        for group, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
-            part = self._own_part(group)
-            _set_options(inner, part)
-            inner.update({key: part[key] for key in PER_RANK if key in part})
+        self._give_options()
         if closure:  # as in torch's ZeroRedundancyOptimizer: any false value means no closure
             loss = self.optim.step(closure=torch.enable_grad()(closure), **kwargs)
         buckets = self._buckets()

@@ -48,14 +48,7 @@ class ExampleEncoder:
     def __call__(self, examples: Sequence[ExampleText]) -> list[Encoded]:
         """Encode ``examples``, in order; raise UserError if the tokenizer has no token for a character."""
         found = self._by_offsets(examples) if self._inner is not None else [self._by_pieces(each) for each in examples]
-        if self._is_chat:
-            return found
-        before, ended = begin_ids(self._tokenizer), []
-        for encoded, example in zip(found, examples, strict=True):
-            after = end_ids(self._tokenizer, ends_line=example.text.endswith("\n"))
-            counts = (np.zeros(before.size, bool), encoded.counts, np.ones(after.size, bool))
-            ended.append(Encoded(np.concatenate((before, encoded.ids, after)), np.concatenate(counts)))
-        return ended
+        return found if self._is_chat else [self._with_ends(*pair) for pair in zip(found, examples, strict=True)]
 
     def _by_offsets(self, examples: Sequence[ExampleText]) -> list[Encoded]:
         try:
@@ -82,6 +75,12 @@ class ExampleEncoder:
                     counts.append(np.full(ids[-1].size, does_count))
             at = end
         return Encoded(np.concatenate(ids), np.concatenate(counts))
+
+    def _with_ends(self, encoded: Encoded, example: ExampleText) -> Encoded:
+        before = begin_ids(self._tokenizer)
+        after = end_ids(self._tokenizer, ends_line=example.text.endswith("\n"))
+        counts = (np.zeros(before.size, bool), encoded.counts, np.ones(after.size, bool))
+        return Encoded(np.concatenate((before, encoded.ids, after)), np.concatenate(counts))
 
 
 def _touched(offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.bool_]:

@@ -18,7 +18,7 @@ from zeroshard.lab.planner.show import seconds
 from zeroshard.models import LanguageModel
 from zeroshard.models.adapters import Lora
 from zeroshard.profiling.devices import DEVICES
-from zeroshard.zero import ShardingStrategy
+from zeroshard.zero import Offload, ShardingStrategy
 
 LORA_RANK = 16
 MOST_GPUS = 2**17
@@ -52,6 +52,9 @@ def _told(change: Change, row: Row) -> str:
     name, planner, cost = change
     if not row.fits:
         return f"{name} would not do: {row.needed_bytes / GIB:,.1f} GiB"
+    off = row.offloaded
+    if off.fraction and not cost:
+        cost = f"{off.host_bytes * off.ranks_per_node / GIB:,.0f} GiB of host memory a node"
     facts = f"{row.needed_bytes / GIB:,.1f} GiB, {seconds(row.timing.step_s)} a step, {row.tokens_per_s:,.0f} tokens/s"
     return f"{name} would fit, at {describe(row, planner.cluster.world_size)}: {facts}{cost and f'; {cost}'}"
 
@@ -67,6 +70,9 @@ def _changes(planner: Planner, stages: Stages, micro_batch: int | None) -> Itera
     if ours is not None and ours.config.activation_checkpointing != "full":
         thrifty, added = planner.on(workload=workload.changed({"activation_checkpointing": "full"})), "checkpointing"
         yield "activation checkpointing (--model.activation-checkpointing full)", thrifty, ""
+    if planner.offload is None and not planner.reproducible and planner.device.device_type == "cuda":
+        also = f" and activation {added}" if added else ""
+        yield f"state in host memory (--offload optimizer){also}", thrifty.on(offload=Offload()), ""
     if ours is not None and ours.lora is None and workload.optimizer == "AdamW":
         with suppress(UserError):  # what adds adapters, peft, is not installed
             adapters = planner.on(workload=workload.changed(lora=Lora(LORA_RANK)))

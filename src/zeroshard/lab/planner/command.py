@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from zeroshard.lab.predict.hardware import find_device, this_machine
 from zeroshard.lab.predict.step import Step
 from zeroshard.lab.predict.workload import DTYPES
 from zeroshard.models import LanguageModel
-from zeroshard.train.setup.assemble import local_steps, lora_of, model_overrides
+from zeroshard.train.setup.assemble import local_steps, lora_of, model_overrides, offload_of
 from zeroshard.train.setup.auto import num_free_bytes
 from zeroshard.zero import STAGES
 
@@ -173,6 +174,7 @@ def arguments(config: PlanConfig) -> dict[str, Any]:
         "accumulate": None if config.accumulate == "auto" else config.accumulate,
         "impl": "compile" if config.compile else None if config.impl == "auto" else config.impl,
         "lora": lora_of(config.lora),
+        "offload": offload_of(config.offload, Path("OUT"), shards_weights=True, exact_sums=config.reproducible > 0),
     }
 
 
@@ -220,6 +222,7 @@ def compare(config: PlanConfig, planner: Planner, row: Row) -> dict[str, Any]:
         prefetch=local.prefetch,
         shard_size=shard_size,
         reproducible=local.reproducible or None,
+        offload=local.offload_at(local.strategy(stage, row.shard_size)),
         device=device,
         record=device.type != "cuda",
     )

@@ -12,6 +12,7 @@ from zeroshard.errors import UserError
 from zeroshard.lab.planner.price import parse_prices
 from zeroshard.lab.predict.hardware import find_device, find_link
 from zeroshard.train.config.local_steps_settings import LocalStepsConfig
+from zeroshard.train.config.offload_settings import OffloadConfig, check_offload
 from zeroshard.train.config.sections import Config, Count, LoraConfig, ModelConfig
 from zeroshard.train.config.wire_settings import WireConfig
 
@@ -29,6 +30,7 @@ class PlanConfig(Config):
     lora: LoraConfig = LoraConfig()
     local_steps: LocalStepsConfig = LocalStepsConfig()
     wire: WireConfig = WireConfig()
+    offload: OffloadConfig = OffloadConfig()
     gpus: int = Field(1, ge=1, le=999_999, description="GPUs, one rank each.")
     gpu: str = Field(
         "h100-80gb",
@@ -124,6 +126,10 @@ class PlanConfig(Config):
         if self.wire.node_size and self.ask == "fewest-gpus":
             what = "fewest-gpus changes the GPUs that it shares out"
             raise UserError("wire.node_size", what, "leave one of the two out")
+        check_offload(self.offload, "auto", local_steps=self.local_steps.on)
+        if self.dry_run and self.offload.on:
+            what = "a dry run records allocations of one thread, and another one updates what is off the device"
+            raise UserError("offload.state", what, "leave one of the two out")
         self._copies_what_is_sharded()
         if self.reproducible and self.ask in ("fewest-gpus", "remedy"):
             what = f"{self.ask} looks at ways to run that have other bits"

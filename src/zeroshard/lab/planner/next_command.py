@@ -16,7 +16,7 @@ from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.validate import validate
 
-SECTIONS = ("model", "lora", "wire", "local_steps")  # sections that plans' settings and runs' settings share
+SECTIONS = ("model", "lora", "wire", "local_steps", "offload")  # sections that plans' settings and runs' settings share
 SETTINGS = (
     "reproducible",
     "reduce_dtype",
@@ -69,6 +69,8 @@ def _settings(config: PlanConfig, plan: Plan, row: Row) -> Settings:
         for name, value in _given(getattr(config, section), f"{section}."):
             if _has(row, name):
                 yield name, value
+    if config.offload.on and config.offload.share == "auto" and row.offloaded.fraction < 1:
+        yield "offload.fraction", row.offloaded.fraction
     num_nodes = _num_nodes(plan)
     if plan.num_gpus > 1:
         yield from (("strategy", f"zero{row.stage}"), ("nproc", plan.num_gpus // num_nodes))

@@ -16,7 +16,34 @@ from zeroshard.lab.predict.timeline import Timing
 from zeroshard.lab.predict.traffic import OnLink, bytes_by_op
 from zeroshard.lab.predict.workload import Workload
 
-Binds = Literal["memory", "communication", "matrix products", "memory bandwidth", "kernel launches", "quantising"]
+Binds = Literal[
+    "memory", "communication", "matrix products", "memory bandwidth", "kernel launches", "quantising", "host updates"
+]
+
+
+@dataclass(frozen=True)
+class Offloaded:
+    """State off the device in a row; all zeros if there is none.
+
+    Attributes:
+        fraction: share of a rank's elements whose state leaves.
+        host_bytes: of a rank, in memory of its host.
+        pinned_bytes: page-locked bytes of a rank, on a GPU: copies on their way, and gradients that wait there.
+        ranks_per_node: ranks that share a host.
+        waiting_s: seconds of a step in which it waits for updates by the host and copies over the bus.
+        measured: whether the rates of both were measured.
+    """
+
+    fraction: float = 0.0
+    host_bytes: int = 0
+    pinned_bytes: int = 0
+    ranks_per_node: int = 1
+    waiting_s: float = 0.0
+    measured: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: with the bytes of a node."""
+        return asdict(self) | {"node_host_bytes": self.host_bytes * self.ranks_per_node}
 
 
 @dataclass(frozen=True)
@@ -41,6 +68,7 @@ class Row:
         node_copy: ranks of a node that share a second copy of the weights; 0: there is none.
         node_size: ranks of a node that sum gradients before these are sent in a wire format; 0: none do.
         by_link: the step's collectives by operation, number of ranks and link.
+        offloaded: the state that is off the device.
         spread: 10th and 90th percentile of predicted over published tokens/s, on runs that nothing was fitted to.
     """
 
@@ -63,6 +91,7 @@ class Row:
     node_copy: int = 0
     node_size: int = 0
     by_link: tuple[OnLink, ...] = field(default=(), repr=False)
+    offloaded: Offloaded = field(default_factory=Offloaded)
 
     @property
     def tokens_per_s_range(self) -> tuple[float, float]:
@@ -93,6 +122,7 @@ class Row:
                 "bytes_by_op": bytes_by_op(self.by_link),
                 "by_link": [asdict(each) for each in self.by_link],
             },
+            **({"offload": self.offloaded.as_dict()} if self.offloaded.fraction else {}),
             **({"outer_steps": self.outer_steps.as_dict()} if self.outer_steps.every > 1 else {}),
             "step_s": self.timing.step_s,
             "compute_s": self.timing.compute_s,
@@ -191,5 +221,6 @@ def bottleneck(timing: Timing, *, fits: bool) -> Binds:
         "memory bandwidth": timing.bound_s.get("bytes", 0.0),
         "kernel launches": timing.bound_s.get("kernels", 0.0),
         "quantising": timing.wire_s,
+        "host updates": timing.host_s,
     }
     return max(limits, key=lambda key: limits[key])

@@ -8,13 +8,23 @@ from typing import Any, Unpack
 
 from torch import nn
 
-from zeroshard.lab.planner.plan_rows import Row, bottleneck
+from zeroshard.lab.planner.plan_rows import Offloaded, Row, bottleneck
 from zeroshard.lab.planner.request import HEADROOM, Given, Request
 from zeroshard.lab.predict.actions import Accumulate, Settings, Step
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.float8 import in_float8
 from zeroshard.lab.predict.hardware import Device
+from zeroshard.lab.predict.memory import HOST
+from zeroshard.lab.predict.offload import (
+    UnitTimes,
+    hidden_units,
+    host_rates,
+    pinned_bytes,
+    share_of,
+    unit_times,
+    waiting_s,
+)
 from zeroshard.lab.predict.outer_steps import OuterStepCost, outer_step_cost
 from zeroshard.lab.predict.process_memory import Process, ProcessMemory, process_memory
 from zeroshard.lab.predict.rates import SPREAD_UNCALIBRATED, Software, spread
@@ -22,7 +32,7 @@ from zeroshard.lab.predict.step import step_of
 from zeroshard.lab.predict.timeline import simulate
 from zeroshard.lab.predict.traffic import bytes_by_link
 from zeroshard.lab.predict.workload import Workload
-from zeroshard.zero import STAGES, LocalSteps, ShardingStrategy
+from zeroshard.zero import STAGES, LocalSteps, Offload, ShardingStrategy
 from zeroshard.zero.core.strategy import SHARD
 
 __all__ = ["HEADROOM", "Planner", "padding_of", "planner_for"]
@@ -43,6 +53,8 @@ class Planner:
         fp8: whether blocks compute matrix products in 8 bits.
         node_copy: ranks of a node that share a second copy of stage 3's weights; 0: there is none.
         reproducible: as `zeroshard.Zero` takes it; 0: None.
+        offload: which state leaves the device; None: none does. At stages that do not shard weights these stay. If its
+            fraction is ``auto``, a row has that which nothing waits for, or more if it does not fit otherwise.
     """
 
     workload: Workload
@@ -57,6 +69,7 @@ class Planner:
     fp8: bool = False
     node_copy: int = 0
     reproducible: int = 0
+    offload: Offload | None = None
 
     def num_micro(self, micro_batch: int) -> int:
         """Micro-batches of a step; 0 if this micro-batch size does not divide the global batch."""
@@ -74,6 +87,8 @@ class Planner:
         local_steps: LocalSteps | None = None,
     ) -> Row:
         """Plan one way to run; ``shard_size`` None: all ranks; ``local_steps`` None: replicas reduce at each step."""
+        if self.offload is not None and self.offload.fraction == "auto":
+            return self._row_of_fraction(self.offload, stage, micro_batch, shard_size)
         world_size = self.cluster.world_size
         shards = shard_size or world_size
         strategy = self.strategy(stage, shards)
@@ -84,7 +99,10 @@ class Planner:
         if local_steps is not None:
             outer_steps = outer_step_cost(buffers, local_steps, strategy, self.cluster, self.device)
             timing = outer_steps.added_to(timing)
-        node_size = self._settings(strategy, micro_batch, shards).nodes_of(shards) or 0
+        settings = self._settings(strategy, micro_batch, shards)
+        offloaded = self._offloaded(settings, buffers, step, micro_batch)
+        timing = replace(timing, step_s=timing.step_s + offloaded.waiting_s, host_s=offloaded.waiting_s)
+        node_size = settings.nodes_of(shards) or 0
         process = self._process_memory(step, strategy, micro_batch, shards, node_size)
         needed = step.peak.total + process.total + outer_steps.outer_bytes
         left = self.device.memory_bytes - needed
@@ -112,6 +130,55 @@ class Planner:
             node_copy=strategy.secondary_shard_size or 0,
             node_size=node_size,
             by_link=bytes_by_link(step, self.cluster),
+            offloaded=offloaded,
+        )
+
+    def _row_of_fraction(
+        self, offload: Offload, stage: int | ShardingStrategy, micro_batch: int, shard_size: int | None
+    ) -> Row:
+        """The row with the most units off the device that nothing waits for; with more of them if that does not fit."""
+        world_size = self.cluster.world_size
+        shards = shard_size or world_size
+        strategy = self.strategy(stage, shards)
+        buffers = self.workload.buffers(shards, replicated=shards < world_size, reproducible=self.reproducible)
+        times = self._unit_times(self._settings(strategy, micro_batch, shards), buffers, micro_batch)
+
+        def at(num_away: int) -> Row:
+            fixed = replace(offload, fraction=share_of(buffers, num_away))
+            return replace(self, offload=fixed).row(stage, micro_batch, shard_size)
+
+        low, high = hidden_units(list(times.values())), len({buffer.unit for buffer in buffers})
+        row = at(low)
+        if row.fits or low == high:
+            return row
+        row = at(high)
+        while row.fits and high - low > 1:  # it fits at `high`, not at `low`
+            middle = (low + high) // 2
+            tried = at(middle)
+            low, high, row = (low, middle, tried) if tried.fits else (middle, high, row)
+        return row
+
+    def _unit_times(self, settings: Settings, buffers: Sequence[Buffer], micro_batch: int) -> dict[str, UnitTimes]:
+        ranks_per_node = min(self.cluster.ranks_per_node, self.cluster.world_size)
+        rates = host_rates(self.device, ranks_per_node)
+        trace = self.workload.trace(micro_batch, self.device.device_type)
+        state, _ = self.workload.states
+        return unit_times(trace, buffers, state, settings, self.device, rates, self.software.attention)
+
+    def _offloaded(self, settings: Settings, buffers: Sequence[Buffer], step: Step, micro_batch: int) -> Offloaded:
+        offload = settings.offload
+        if offload is None:
+            return Offloaded()
+        times = self._unit_times(settings, buffers, micro_batch)
+        trace = self.workload.trace(micro_batch, self.device.device_type)
+        resident = step.before_update
+        return Offloaded(
+            offload.fraction if offload.fraction != "auto" else 1.0,
+            sum(resident[name] for name in HOST.values()),
+            pinned_bytes(buffers, offload, settings),
+            min(self.cluster.ranks_per_node, self.cluster.world_size),
+            waiting_s(times, buffers, offload, trace, self.device),
+            measured=host_rates(self.device, 1).measured,
         )
 
     def strategy(self, stage: int | ShardingStrategy, num_shards: int) -> ShardingStrategy:
@@ -174,7 +241,14 @@ class Planner:
             uniform_order=not on_cuda,
             device_type=self.device.device_type,
             reproducible=self.reproducible or None,
+            offload=self.offload_at(strategy),
         )
+
+    def offload_at(self, strategy: ShardingStrategy) -> Offload | None:
+        """What leaves the device at a stage: weights only if they are sharded."""
+        if self.offload is None or strategy.params is SHARD:
+            return self.offload
+        return replace(self.offload, weights="device")
 
     def on(self, **changes: Any) -> Planner:
         """A copy with other settings of the cluster (``world_size``, ``within``, ``between``) or of the planner."""
@@ -191,7 +265,7 @@ class Planner:
         return found
 
 
-_OWN = ("workload", "device", "global_batch", "node_copy")
+_OWN = ("workload", "device", "global_batch", "node_copy", "offload")
 
 
 def copy_sizes(num_shards: int, cluster: Cluster) -> list[int]:
@@ -224,4 +298,5 @@ def planner_for(model: str | nn.Module, **given: Unpack[Given]) -> Planner:
         asked.fp8,
         asked.node_copy or 0,
         asked.reproducible or 0,
+        asked.offload,
     )

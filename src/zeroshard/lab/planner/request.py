@@ -23,7 +23,7 @@ from zeroshard.lab.predict.workload import DTYPES, Workload, known_optimizer, pr
 from zeroshard.models import LanguageModel
 from zeroshard.models.adapters import Lora
 from zeroshard.unit_choice import UnitChoice, choose_units
-from zeroshard.zero import MixedPrecision
+from zeroshard.zero import MixedPrecision, Offload
 
 HEADROOM = 0.02  # share of a device's memory that must stay free, for what the plan does not predict
 
@@ -61,6 +61,8 @@ class Given(TypedDict, total=False):
         inputs: for a module that is not one of our language models: maps rows to the arguments of one micro-batch.
         overrides: fields of the preset's configuration to change.
         reproducible: as `zeroshard.Zero` takes it.
+        offload: which state leaves the device, as `zeroshard.Zero` takes it; None: none does. The fraction ``auto`` is
+            what a step does not wait for, or more if a row does not fit otherwise.
         autocast: whether weights and gradients are fp32, and forward runs in ``dtype`` by `torch.autocast`.
     """
 
@@ -90,6 +92,7 @@ class Given(TypedDict, total=False):
     units: UnitChoice | None
     inputs: Callable[[int], tuple[Any, ...]] | None
     overrides: Mapping[str, object]
+    offload: Offload | None
     autocast: bool
 
 
@@ -128,6 +131,7 @@ class Request:
     units: UnitChoice | None = None
     inputs: Callable[[int], tuple[Any, ...]] | None = None
     overrides: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
+    offload: Offload | None = None
     autocast: bool = False
 
     def __post_init__(self) -> None:

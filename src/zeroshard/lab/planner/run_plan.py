@@ -74,6 +74,7 @@ def _settings(job: Job) -> Settings:
         rank=job.rank % job.shard_size,
         agrees=True,
         reproducible=job.reproducible,
+        offload=job.offload,
     )
 
 
@@ -88,6 +89,7 @@ def _exact(job: Job, buffers: list[Buffer], settings: Settings) -> Planned:
         num_reductions=settings.num_reductions,
         reproducible=job.reproducible is not None,
         device_type=job.device_type,
+        offload=job.offload,
     )
     if job.keeps_ema:
         resident["ema"] = ema_bytes(buffers, job.row, settings.rank)

@@ -45,6 +45,7 @@ def notes(plan: Plan) -> list[str]:
             "`zeroshard train` computes with 16-bit weights; `torch.autocast` around `Zero` is for your own loop."
         )
     found += stage_zero_note(plan.workload.precision, plan.rows)
+    found += _off_the_device(plan.best or min(plan.rows, key=lambda row: row.needed_bytes, default=None))
     worst = max((row.padding for row in plan.rows), default=1.0)
     if worst > MOSTLY_PADDING:
         what = f"buffers are up to {worst:,.0f} times as large as the parameters in them"
@@ -56,6 +57,21 @@ def notes(plan: Plan) -> list[str]:
         what = f"The last node has {rest} of {per_node} GPUs, and so {links} to the others"
         found.append(f"{what}, for which all wait: fewer GPUs, in full nodes, may be as fast.")
     return found
+
+
+def _off_the_device(row: Row | None) -> list[str]:
+    """A sentence on the state that is off the device in a row: where it is, and what the step waits for it."""
+    if row is None or not row.offloaded.fraction:
+        return []
+    off = row.offloaded
+    node = f", {size(off.host_bytes * off.ranks_per_node)} a node" if off.ranks_per_node > 1 else ""
+    pinned = f", {size(off.pinned_bytes)} of it page-locked" if off.pinned_bytes else ""
+    whose = "as measured" if off.measured else "a round figure until `zeroshard bench device` has measured the host"
+    share = f"{off.fraction:.0%} of the state is off the device" if off.fraction < 1 else "All state is off the device"
+    waits = (
+        f"a step waits {seconds(off.waiting_s)} for updates by the host" if off.waiting_s else "no step waits for it"
+    )
+    return [f"{share}: {size(off.host_bytes)} of host memory a rank{node}{pinned}; {waits} ({whose})."]
 
 
 def stage_zero_note(precision: MixedPrecision, rows: Iterable[Row]) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from zeroshard.lab.predict.work import Work
-from zeroshard.zero import MixedPrecision, ShardingStrategy
+from zeroshard.zero import MixedPrecision, Offload, ShardingStrategy
 from zeroshard.zero.core.strategy import SHARD
 
 CATEGORIES = (
@@ -156,6 +156,7 @@ class Settings:
         clips: whether gradients are clipped by their norm before the optimizer's step.
         agrees: whether ranks exchange the loss, and whether to continue, in a control message, as the trainer's do.
         reproducible: as `zeroshard.Zero` takes it; the buffers are laid out for this number.
+        offload: which state is off the device; None: none is.
     """
 
     strategy: ShardingStrategy
@@ -170,6 +171,7 @@ class Settings:
     clips: bool = True
     agrees: bool = False
     reproducible: int | None = None
+    offload: Offload | None = None
 
     def nodes_of(self, num_shards: int) -> int | None:
         """Ranks of a node if gradients are summed inside each node before they are exchanged between nodes, else None.

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zeroshard.comm import CONTROL, CommRecord, NullCommunicator, ObservedCommunicator
 from zeroshard.lab.predict.model_trace import Inputs
 from zeroshard.profiling.memory import AllocationRecorder
-from zeroshard.zero import MixedPrecision, ShardingStrategy, Zero, loaded_later
+from zeroshard.zero import MixedPrecision, Offload, ShardingStrategy, Zero, loaded_later
 from zeroshard.zero.engine import Accumulate
 
 NUM_STEPS = 2  # the first step creates optimizer states; the second starts with the gradient buffers of the first
@@ -67,6 +67,7 @@ def dry_run(
     prefetch: int = 1,
     shard_size: int | None = None,
     reproducible: int | None = None,
+    offload: Offload | None = None,
     rank: int = 0,
     device: torch.device | str = "cpu",
     num_steps: int = NUM_STEPS + 1,
@@ -78,7 +79,7 @@ def dry_run(
         model: the model; it is sharded in place. Parameters on the meta device get small random values.
         inputs: makes the arguments of a micro-batch.
         world_size, rank: size of the simulated world, and this process's rank in it.
-        strategy, units, precision, accumulate, prefetch, shard_size, reproducible: as `zeroshard.Zero` takes them.
+        strategy, units, precision, accumulate, prefetch, shard_size, reproducible, offload: as `zeroshard.Zero`.
         micro_batch, num_micro: rows of a micro-batch, and micro-batches of a step.
         optimizer: makes the optimizers; None: fused `torch.optim.AdamW` over all parameters.
         device: where the rank runs.
@@ -107,6 +108,7 @@ def dry_run(
         accumulate=accumulate,
         shard_size=shard_size,
         reproducible=reproducible,
+        offload=offload,
     )
     if unset:
         _fill(zero)

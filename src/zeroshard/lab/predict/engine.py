@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -28,12 +28,16 @@ from zeroshard.comm.streams import Lane, Mark, NoStreams
 from zeroshard.lab.predict.actions import Issue, Message, Settings, Wait
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.conversions import BufferFormats
+from zeroshard.lab.predict.memory import buffers_away
 from zeroshard.lab.predict.model_spans import ROOT, Event
 from zeroshard.lab.predict.recorder import StorageEvents
 from zeroshard.lab.predict.work import Work, work_of
 from zeroshard.zero import loaded_later
+from zeroshard.zero.buffers.flat_grads import FlatGrads
 from zeroshard.zero.buffers.holdings import holdings
-from zeroshard.zero.buffers.unit import FlatGroup, Unit
+from zeroshard.zero.buffers.plain import BufferFacts
+from zeroshard.zero.buffers.reduction import StatefulReducer
+from zeroshard.zero.buffers.unit import FlatGroup, Unit, gradient_settings
 from zeroshard.zero.core.strategy import SHARD
 from zeroshard.zero.guards.collective_order import CollectiveOrder
 from zeroshard.zero.rank_groups import RankGroups
@@ -256,9 +260,12 @@ class _Engine:
         )
         groups: dict[str, list[FlatGroup]] = {name: [] for name in ("root", *names)}
         self._grads: dict[str, tuple[FlatGroup, int, Tensor]] = {}
+        offload = settings.offload
+        goes_down = offload is not None and offload.grads == "host" and settings.device_type == "cuda"
+        away, leaving = buffers_away(buffers, offload) if goes_down else (), []
         for buffer in buffers:
             assert buffer.unit in groups, f"a unit that the trace does not know: {buffer.unit}"
-            group = _group(buffer, settings, rank_groups)
+            group = _group(buffer, settings, rank_groups, leaving if buffer.name in away else None)
             groups[buffer.unit].append(group)
             if isinstance(group.grads.reducer, ExactReducer):
                 group.grads.reducer.chunk_numel = CHUNK_NUMEL.get(settings.device_type, OTHER_CHUNK_NUMEL)
@@ -279,6 +286,8 @@ class _Engine:
             settings.prefetch,
             ModuleBuffers(nn.Module(), world, "keep"),
         )
+        self._runtime.grads_leave = goes_down
+        self._runtime.apply_num_ahead()
         self._runtime.agree_by(CollectiveOrder(rank_groups))
         log.has_streams = settings.device_type == "cuda"
         self._groups = list(self._runtime.groups())
@@ -341,12 +350,45 @@ class _Engine:
 _IN_BACKWARD = ("pre_backward", "grad", "backward_over")
 
 
-def _group(buffer: Buffer, settings: Settings, rank_groups: RankGroups) -> FlatGroup:
+class _LeavingGrads(FlatGrads):
+    """Gradients that go to the host as they are reduced.
+
+    ``leaving`` is what is being copied, of all groups: its memory is free when the next one is reduced.
+    """
+
+    def __init__(self, *args: Any, leaving: list[Tensor], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._leaving = leaving
+
+    def _keep(self, arrived: Tensor) -> None:
+        self._leaving[:] = [arrived]
+        if self.keep_local and not self.pending:
+            self._local, self._views = None, []
+
+
+class _LeavingGroup(FlatGroup):
+    """A group with `_LeavingGrads`."""
+
+    def __init__(self, *args: Any, leaving: list[Tensor], **kwargs: Any) -> None:
+        self._leaving = leaving
+        super().__init__(*args, **kwargs)
+
+    def _gradients(self, facts: BufferFacts, reducer: StatefulReducer) -> FlatGrads:
+        settings = facts.layout, facts.strategy, facts.rank_groups
+        own = {**gradient_settings(facts), "reducer": reducer, "leaving": self._leaving}
+        return _LeavingGrads(facts.name, *settings, **own)
+
+
+def _group(
+    buffer: Buffer, settings: Settings, rank_groups: RankGroups, leaving: list[Tensor] | None = None
+) -> FlatGroup:
+    """``leaving``: of a group whose gradients go to the host, what of all of them is being copied."""
     params = [
         (slot.name, nn.Parameter(torch.empty(slot.shape, dtype=buffer.dtype, device="meta"), buffer.trained))
         for slot in buffer.layout.slots
     ]
-    return FlatGroup(
+    make = FlatGroup if leaving is None else partial(_LeavingGroup, leaving=leaving)
+    return make(
         buffer.name,
         params,
         settings.strategy,

@@ -12,6 +12,10 @@ With N elements of a buffer, padded to P = W * S for W shards of S elements, and
     grads       sharded S h; unsharded P g, and the reduced gradients that the optimizer reads if they are not a view
     optimizer   state per element of the pieces that the rank owns, without padding; and scalars per piece
 
+State that is off the device (`zeroshard.zero.Offload`) is counted under categories of its own, `HOST` or `DISK`. Its
+master is then a tensor of its own in any case, and at stage 3 a shard of S c stays on the device, or, streamed, on the
+host.
+
 If an optimizer needs every tensor complete on one rank, S is the longest shard, and P may be much larger than N.
 
 Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054, section 3.1: the 16 bytes for each parameter.
@@ -20,13 +24,16 @@ Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054, section 3.1: th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from zeroshard.lab.predict.buffers import Buffer
-from zeroshard.zero import MixedPrecision, ShardingStrategy
+from zeroshard.zero import MixedPrecision, Offload, ShardingStrategy
+from zeroshard.zero.buffers.written_weights import bit_sums_bytes
 from zeroshard.zero.core.strategy import SHARD
 
+# category of a kind of state -> that of the same kind on the host
+HOST = {"params": "host_params", "master": "host_master", "grads": "host_grads", "optimizer": "host_optimizer"}
 SCALAR_BYTES = 4  # torch keeps a parameter's step count as one fp32 number
 
 
@@ -83,6 +90,7 @@ def state_bytes(
     num_reductions: int = 1,
     reproducible: bool = False,
     device_type: str = "cpu",
+    offload: Offload | None = None,
 ) -> dict[str, int]:
     """Resident bytes on ``rank``, by category: what `Zero.memory_bytes` counts between a backward and its step.
 
@@ -102,10 +110,26 @@ def state_bytes(
         reproducible: whether sums are exact, see `zeroshard.zero.transport.exact_sums`.
         device_type: ``"cpu"`` or ``"cuda"``. A replicated optimizer on CPUs updates parameters in pieces that end where
             shards do, and each piece has its own scalars.
+        offload: which state is off the device; None: none is.
     """
-    precision = precision or MixedPrecision()
+    precision, buffers = precision or MixedPrecision(), list(buffers)
     total = {"params": 0, "grads": 0, "master": 0, "optimizer": 0}
+    if offload is not None:
+        total |= dict.fromkeys(HOST.values(), 0)
+    away = buffers_away(buffers, offload)
     for buffer in buffers:
+        if buffer.name in away:
+            assert offload is not None
+            whole = None if not buffer.layout.keeps_tensors_whole else whole_optimizer
+            found = _away_bytes(
+                buffer, strategy, rank, whole or optimizer, precision, offload, device_type, num_reductions
+            )
+            if reproducible:
+                found["grads"] = _wide_bytes(buffer, rank)
+                found["host_grads"] = _exact_bytes(buffer, strategy, rank, precision) - found["grads"]
+            for category, num_bytes in found.items():
+                total[category] += num_bytes
+            continue
         weights, masters = _weight_bytes(buffer, strategy, rank, precision)
         total["params"] += weights
         total["master"] += masters
@@ -118,6 +142,61 @@ def state_bytes(
             owner = rank if _shards_optim(buffer, strategy) else None
             total["optimizer"] += _optimizer_bytes(buffer, owner, kept, device_type)
     return total
+
+
+def buffers_away(buffers: Sequence[Buffer], offload: Offload | None) -> frozenset[str]:
+    """Names of the buffers whose state is off the device: trained ones of the last units of the forward."""
+    if offload is None:
+        return frozenset()
+    numels: dict[str, int] = {}
+    for buffer in buffers:
+        numels[buffer.unit] = numels.get(buffer.unit, 0) + buffer.layout.numel
+    num_away = offload.units_away(list(numels.values()))
+    units = set(list(numels)[len(numels) - num_away :])
+    return frozenset(buffer.name for buffer in buffers if buffer.trained and buffer.unit in units)
+
+
+def watch_bytes(
+    buffers: Sequence[Buffer], strategy: ShardingStrategy, precision: MixedPrecision, offload: Offload | None
+) -> int:
+    """Bytes of the sums by which writes into unsharded weights are found if their master is elsewhere."""
+    away = buffers_away(buffers, offload)
+    whole = (b for b in buffers if b.name in away and (strategy.params is not SHARD or b.layout.world_size == 1))
+    return sum(bit_sums_bytes(b.layout.padded_numel * precision.compute_dtype(b.dtype).itemsize) for b in whole)
+
+
+def _away_bytes(
+    buffer: Buffer,
+    strategy: ShardingStrategy,
+    rank: int,
+    optimizer: OptimizerState,
+    precision: MixedPrecision,
+    offload: Offload,
+    device_type: str,
+    num_reductions: int,
+) -> dict[str, int]:
+    """Bytes of a buffer whose state is off the device, by category."""
+    layout, compute = buffer.layout, precision.compute_dtype(buffer.dtype)
+    found = dict.fromkeys(("params", "grads", *HOST.values()), 0)
+    if strategy.params is not SHARD or layout.world_size == 1:
+        found["params"] = layout.padded_numel * compute.itemsize
+    else:
+        if strategy.secondary_shard_size is not None:
+            found["params"] = _copy_bytes(buffer, precision) // strategy.secondary_shard_size
+        if not _has_format(buffer, precision):
+            found["host_params" if offload.weights == "host" else "params"] += layout.own_numel(rank) * compute.itemsize
+    found["host_master"] = _updated_numel(buffer, strategy, rank) * buffer.dtype.itemsize
+    reduced = _updated_numel(buffer, strategy, rank) * precision.reduced_dtype(buffer.dtype).itemsize
+    if device_type == "cpu":  # they stay where they are, which is on the host: all but a local sum of its own
+        both = _grad_bytes(buffer, strategy, rank, precision, num_reductions)
+        local = layout.padded_numel * precision.gradient_dtype(buffer.dtype).itemsize
+        found["grads"] = local if both == local + reduced and not _shards_grads(buffer, strategy) else 0
+        found["host_grads"] = both - found["grads"]
+    else:
+        found["host_grads"] = reduced
+    owner = rank if _shards_optim(buffer, strategy) else None
+    found["host_optimizer"] = _optimizer_bytes(buffer, owner, optimizer, "cpu")
+    return found
 
 
 def _weight_bytes(buffer: Buffer, strategy: ShardingStrategy, rank: int, precision: MixedPrecision) -> tuple[int, int]:
@@ -172,23 +251,30 @@ def ema_bytes(buffers: Iterable[Buffer], strategy: ShardingStrategy, rank: int) 
     return total
 
 
+def _shards_grads(buffer: Buffer, strategy: ShardingStrategy) -> bool:
+    return strategy.grads is SHARD and buffer.layout.world_size > 1
+
+
 def _grad_bytes(
     buffer: Buffer, strategy: ShardingStrategy, rank: int, precision: MixedPrecision, num_reductions: int
 ) -> int:
     reduce_dtype, reduced_dtype = precision.gradient_dtype(buffer.dtype), precision.reduced_dtype(buffer.dtype)
     reduced = _updated_numel(buffer, strategy, rank) * reduced_dtype.itemsize
-    if strategy.grads is SHARD and buffer.layout.world_size > 1:
+    if _shards_grads(buffer, strategy):
         return reduced
     own_memory = num_reductions > 1 or reduce_dtype != reduced_dtype
     return buffer.layout.padded_numel * reduce_dtype.itemsize + (reduced if own_memory else 0)
 
 
 def _exact_bytes(buffer: Buffer, strategy: ShardingStrategy, rank: int, precision: MixedPrecision) -> int:
-    """Bytes of exact sums: two float64 per element of a rank's shard, and the rounded sum that the optimizer reads."""
-    reduced_dtype = precision.reduced_dtype(buffer.dtype)
-    wide_bytes = 16 if buffer.dtype.is_complex else 8
-    rounded = _updated_numel(buffer, strategy, rank) * reduced_dtype.itemsize
-    return rounded + buffer.layout.own_numel(rank) * 2 * wide_bytes
+    """Bytes of exact sums: those of `_wide_bytes`, and the rounded sum that the optimizer reads."""
+    rounded = _updated_numel(buffer, strategy, rank) * precision.reduced_dtype(buffer.dtype).itemsize
+    return rounded + _wide_bytes(buffer, rank)
+
+
+def _wide_bytes(buffer: Buffer, rank: int) -> int:
+    """Bytes of two float64 per element of a rank's shard."""
+    return buffer.layout.own_numel(rank) * 2 * (16 if buffer.dtype.is_complex else 8)
 
 
 def _optimizer_bytes(buffer: Buffer, rank: int | None, optimizer: OptimizerState, device_type: str) -> int:

@@ -31,7 +31,7 @@ from zeroshard.lab.predict.actions import (
 )
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.engine import Change, EngineAction, recorded
-from zeroshard.lab.predict.memory import OptimizerState, state_bytes
+from zeroshard.lab.predict.memory import HOST, OptimizerState, buffers_away, state_bytes, watch_bytes
 from zeroshard.lab.predict.model_spans import ROOT, Event, Span, Trace
 from zeroshard.lab.predict.work import Work, dtype_name
 from zeroshard.zero.core.strategy import SHARD
@@ -65,12 +65,14 @@ def step_of(
         num_reductions=settings.num_reductions,
         reproducible=settings.reproducible is not None,
         device_type=settings.device_type,
+        offload=settings.offload,
     )
     num_taken = min(settings.num_micro, 3)  # [Note: Many micro-batches]
     syncs = tuple(settings.reduces_each_backward or micro == num_taken - 1 for micro in range(num_taken))
     events = tuple(span.event for span in trace.spans)
     told = recorded(events, trace.units, tuple(buffers), replace(settings, num_micro=1, accumulate=None), syncs)
-    ledger = _Ledger(resident, trace, on_cpu=settings.device_type == "cpu")
+    other_bytes = watch_bytes(buffers, settings.strategy, settings.precision, settings.offload)
+    ledger = _Ledger(resident, trace, on_cpu=settings.device_type == "cpu", other_bytes=other_bytes)
     parts = [ledger.micro_batch(trace.spans, told[micro]) for micro in range(num_taken)]
     ledger.update(_widened_bytes(buffers, settings))
     return Step(
@@ -80,7 +82,7 @@ def step_of(
         last=parts[-1],
         update=list(_update(buffers, optimizer, settings)),
         peak=ledger.peak,
-        start={**resident, "grads": 0, "optimizer": 0},
+        start=_before_states(resident),
         before_update=resident,
         after_update=resident,
         tokens=trace.tokens * settings.num_micro,
@@ -88,21 +90,31 @@ def step_of(
     )
 
 
+def _before_states(resident: dict[str, int]) -> dict[str, int]:
+    """Resident bytes before the first step: gradients and optimizer states do not exist yet."""
+    later = {"grads", "optimizer", HOST["grads"]} & resident.keys()
+    return {name: 0 if name in later else n for name, n in resident.items() if name != HOST["optimizer"]}
+
+
 class _Ledger:
     """Records a rank's actions in order, and its live bytes by category after each."""
 
-    def __init__(self, resident: dict[str, int], trace: Trace, *, on_cpu: bool = False) -> None:
+    def __init__(self, resident: dict[str, int], trace: Trace, *, on_cpu: bool = False, other_bytes: int = 0) -> None:
         """Start with the bytes that are resident between steps.
 
         ``resident``: these bytes by category; gradients are left out, because the engine's recording allocates them.
+        ``other_bytes``: further ones, of no category.
         ``on_cpu``: count the time in which Python takes a gradient from autograd as computation. On a GPU it costs
         nothing, because the host runs ahead of the device.
         """
         self._on_cpu = on_cpu
         self._bytes = dict.fromkeys(CATEGORIES, 0)
-        for category in ("params", "master", "optimizer"):
+        kept = ("params", "master", "optimizer")
+        # of a CPU the memory of the host is that of the device
+        on_host = [HOST[kind] for kind in kept if on_cpu and HOST[kind] in resident]
+        for category in (*kept, *on_host):
             self._bytes[category] = resident[category]
-        self._bytes["others"] = trace.input_bytes
+        self._bytes["others"] = trace.input_bytes + other_bytes
         self._live = sum(self._bytes.values())
         self._units = trace.units
         self.peak = Moment(dict(self._bytes), "")
@@ -172,10 +184,14 @@ def _widened_bytes(buffers: Sequence[Buffer], settings: Settings) -> int:
     return largest
 
 
-def _seen(buffers: Sequence[Buffer], settings: Settings) -> list[tuple[Buffer, int]]:
-    """The trained buffers, each with the number of elements (padding included) that this rank's optimizer updates."""
+def _seen(buffers: Sequence[Buffer], settings: Settings, *, here: bool = False) -> list[tuple[Buffer, int]]:
+    """The trained buffers, each with the number of elements (padding included) that this rank's optimizer updates.
+
+    ``here``: those alone that are updated on the device, or on the CPU, before a step is over.
+    """
+    away = buffers_away(buffers, settings.offload) if here else ()
     shard_optim = settings.strategy.optim is SHARD and _num_shards(buffers) > 1
-    trained = (buffer for buffer in buffers if buffer.trained)
+    trained = (buffer for buffer in buffers if buffer.trained and buffer.name not in away)
     rank = settings.rank
     return [(b, b.layout.own_numel(rank) if shard_optim else b.layout.padded_numel) for b in trained]
 
@@ -197,9 +213,9 @@ def _update(buffers: Sequence[Buffer], optimizer: OptimizerState, settings: Sett
         yield from passes(1)
         if seen and shard_optim:
             yield from _control(-2, "all_gather", 8 * (settings.reproducible or num_shards), num_shards)
-        yield from passes(2)
+        yield from passes(2)  # of gradients on the host, the factor is a part of the update
     # The update reads gradient, master and states, and writes all but the gradient.
-    for buffer, numel in seen:
+    for buffer, numel in _seen(buffers, settings, here=True):
         master, reduced = buffer.dtype.itemsize, precision.reduced_dtype(buffer.dtype).itemsize
         each = reduced + 2 * (master + optimizer.num_per_element * master)
         if reduced != master:  # a wide copy is written, and read

@@ -36,12 +36,13 @@ class Timing:
 
     Attributes:
         step_s: seconds from the first operation of the first forward to the end of the optimizer's step.
-        compute_s: seconds of these in which the rank computes; the rest is ``exposed_s``.
+        compute_s: seconds of these in which the rank computes; the rest is ``exposed_s`` and ``host_s``.
         comm_s: seconds in which collectives run, overlapped or not.
         exposed_s: seconds for which computation waits for collectives (exposed communication).
         bound_s: seconds of computation by their limit: ``flops``, ``bytes``, ``kernels`` (the least time of a kernel)
             or ``wire`` (conversion to and from a wire format).
         wire_s: seconds in which the rank quantises and dequantises, including those that overlap with computation.
+        host_s: seconds for which computation waits for state that is off the device: its copies and updates.
     """
 
     step_s: float = 0.0
@@ -50,6 +51,7 @@ class Timing:
     exposed_s: float = 0.0
     bound_s: dict[str, float] = field(default_factory=dict)
     wire_s: float = 0.0
+    host_s: float = 0.0
 
 
 def simulate(step: Step, device: Device, cluster: Cluster, *, software: Software | None = None) -> Timing:

@@ -24,6 +24,7 @@ from zeroshard.parallel.registry import STRATEGIES, strategies_with, strategy_en
 from zeroshard.sizes import parse_nnodes
 from zeroshard.train.config.data_section import DataConfig
 from zeroshard.train.config.local_steps_settings import LocalStepsConfig, check_local_steps_settings
+from zeroshard.train.config.offload_settings import OffloadConfig, check_offload
 from zeroshard.train.config.registered import CommName, StrategyName
 from zeroshard.train.config.sections import (
     SHORTHANDS,
@@ -58,6 +59,7 @@ class TrainConfig(Config):
     link: LinkConfig = LinkConfig()
     local_steps: LocalStepsConfig = LocalStepsConfig()
     wire: WireConfig = WireConfig()
+    offload: OffloadConfig = OffloadConfig()
     track: TrackConfig = TrackConfig()
 
     strategy: StrategyName = Field(
@@ -281,6 +283,7 @@ class TrainConfig(Config):
             self.local_steps, self.strategy, self.shard_size, ema_decay=self.ema_decay, dtype=self.dtype
         )
         check_wire(self.wire, self.strategy)
+        check_offload(self.offload, self.strategy, local_steps=self.local_steps.on)
         rules.check_node_sums("wire.node_size", self.wire.node_size, self.shard_size)
         if self.reproducible:
             rules.check_reproducible("reproducible", self.reproducible)

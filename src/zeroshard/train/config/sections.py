@@ -1,8 +1,9 @@
 """The tables of a run's settings: ``[model]``, ``[lora]``, ``[optim]``, ``[profile]``, ``[plan]``, ``[link]``,
 ``[track]``.
 
-``[data]`` is in `data_section`, ``[local_steps]`` in `local_steps_settings` and ``[wire]`` in `wire_settings`. Each
-table checks its own values; `zeroshard.train.config.config` contains the tables and checks that they fit together.
+``[data]`` is in `data_section`, ``[local_steps]`` in `local_steps_settings`, ``[wire]`` in `wire_settings` and
+``[offload]`` in `offload_settings`. Each table checks its own values; `zeroshard.train.config.config` contains the
+tables and checks that they fit together.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from zeroshard.sizes import parse_bandwidth, parse_count, parse_duration, parse_
 from zeroshard.train.config.registered import ModelName
 
 # `model = "NAME"` stands for `model.name = "NAME"`
-SHORTHANDS = {"model": "name", "data": "source", "track": "to", "lora": "rank"}
+SHORTHANDS = {"model": "name", "data": "source", "track": "to", "lora": "rank", "offload": "state"}
 TRACKERS = ("tensorboard", "wandb", "trackio")
 HUGGING_FACE = ("attention", "from_config", "trust_remote_code", "config_json")  # settings that only hf: models have
 Count = Annotated[int, BeforeValidator(parse_count)]  # 1_000_000, or 1M

@@ -103,12 +103,6 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Aliv
             break
     status = saving.finish(status)
     alive(inf)  # everything is saved; a tracker may now upload for as long as it needs
-    wall_s = perf_counter() - started
-    measured = run.measures.summary() if run.measures else {}  # collective
-    if run.contract:
-        peak = run.measures.peak_bytes if run.measures else None
-        settled = step_s[1:] or step_s  # leave out the first step, which warms up
-        measured["plan"] = run.contract.report(peak, median(settled) if settled else None)
     summary = {
         "status": status.name.lower(),
         "step": step,
@@ -122,9 +116,8 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Aliv
         **({"tokens_by_source": by_source} if (by_source := run.corpus.tokens_by_source(step)) else {}),
         "num_skipped": run.guard.num_skipped,
         "last_checkpoint_step": saving.saved_at,
-        "wall_s": wall_s,
-        **measured,
-        **({"link": run.link} if run.link else {}),
+        "wall_s": perf_counter() - started,
+        **_measured(run, step_s),
     }
     _tell(run, lambda observer: observer.on_end(summary))
     if status in STOPPED and run.strategy.comm.rank == 0:
@@ -187,6 +180,16 @@ def _broken(run: Run, contract: Contract) -> bool:
     if int(first) == comm.rank:
         print(f"error: plan: rank {comm.rank}, {contract.difference}", file=sys.stderr, flush=True)
     return int(first) < comm.world_size
+
+
+def _measured(run: Run, step_s: list[float]) -> dict[str, Any]:
+    """Return for ``summary.json`` what the run measured, and its plan beside the measured values. Collective."""
+    found = run.measures.summary() if run.measures else {}
+    if run.contract:
+        peak = run.measures.peak_bytes if run.measures else None
+        settled = step_s[1:] or step_s  # leave out the first step, which warms up
+        found["plan"] = run.contract.report(peak, median(settled) if settled else None)
+    return {**found, "link": run.link} if run.link else found
 
 
 def _is_due(step: int, interval: int) -> bool:

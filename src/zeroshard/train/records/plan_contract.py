@@ -23,7 +23,7 @@ import torch
 from zeroshard.comm import CONTROL, CommRecord
 from zeroshard.models import LanguageModel
 from zeroshard.train.links import Links
-from zeroshard.zero import LocalSteps, ShardingStrategy
+from zeroshard.zero import LocalSteps, Offload, ShardingStrategy
 from zeroshard.zero.engine import Accumulate
 
 
@@ -53,6 +53,7 @@ class Job:
     prefetch: int = 1
     local_steps: LocalSteps | None = None
     reproducible: int | None = None
+    offload: Offload | None = None
 
 
 class Sent(NamedTuple):

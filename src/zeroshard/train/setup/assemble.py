@@ -6,6 +6,7 @@ Nothing here uses a run folder, so training, evaluation and planning build the s
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,10 +33,12 @@ from zeroshard.optim import MuonAdamW, decay_groups, muon_groups
 from zeroshard.parallel import Setup, Strategy, build_strategy, strategy_entry
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.local_steps_settings import LocalStepsConfig, check_num_replicas
+from zeroshard.train.config.offload_settings import OffloadConfig
 from zeroshard.train.config.sections import LoraConfig, ModelConfig
 from zeroshard.train.setup.agree import agree_on, model_facts
 from zeroshard.train.setup.compiled import compile_blocks
-from zeroshard.zero import LocalSteps, loaded_later
+from zeroshard.zero import STAGES, LocalSteps, Offload, loaded_later
+from zeroshard.zero.core.strategy import SHARD
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FP8 = "fp8"  # value of ``dtype``: matrix products of blocks in 8 bits, everything else in bfloat16
@@ -193,6 +196,7 @@ def sharded(
         secondary_shard_size=config.node_copy or None,
         local_steps=local_steps(config.local_steps, len(model.units)),
         reproducible=config.reproducible or None,
+        offload=offload(config, strategy_entry(config.strategy).stage),
     )
     return model, build_strategy(config.strategy, setup)
 
@@ -235,6 +239,20 @@ def local_steps(given: LocalStepsConfig, num_units: int) -> LocalSteps | None:
         fragments=given.fragments,
         wire=wire,
     )
+
+
+def offload(config: TrainConfig, stage: int) -> Offload | None:
+    """Which state leaves the device at a stage; None: none does."""
+    how = {"shards_weights": STAGES[stage].params is SHARD, "exact_sums": config.reproducible > 0}
+    return offload_of(config.offload, Path(config.out), **how)
+
+
+def offload_of(given: OffloadConfig, out: Path, **how: bool) -> Offload | None:
+    """Which state leaves the device; ``out``: the run folder, ``how``: as `OffloadConfig.places` takes it."""
+    if not given.on:
+        return None
+    places = given.places(**how)
+    return Offload(**places, fraction=given.share, pinned=given.pinned_bytes, path=given.folder(out))
 
 
 def wire(config: TrainConfig) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from zeroshard.regular_files import json_of, read_text
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.links import Links
 from zeroshard.train.records.plan_contract import Contract, Job, Predict
-from zeroshard.train.setup.assemble import FP8, compute_dtype, local_steps, reduce_dtype, wire
+from zeroshard.train.setup.assemble import FP8, compute_dtype, local_steps, offload, reduce_dtype, wire
 from zeroshard.zero import STAGES
 
 HIGHEST_STAGE = 3
@@ -175,4 +175,5 @@ def job_of(
         links=Links.of(config.link),
         local_steps=local_steps(config.local_steps, len(model.units)),
         reproducible=config.reproducible or None,
+        offload=offload(config, stage),
     )

@@ -243,18 +243,7 @@ def _resumed(run: Run, path: Path, config: TrainConfig, corpus: Corpus, comm: Co
     run.best.load_state_dict(saved.get("best") or run.best.state_dict())
     world_before = checkpoint.read_manifest(path).world_size
     changes += other_replicas(saved.get("config", {}), world_before, now, comm.world_size)
-    try:
-        # The optimizer keeps the configuration's settings; changes of them are reported by `resume.check_changes`.
-        loaded = checkpoint.load(path, run.strategy, verified=config.resume == "auto", settings=False)
-    except UserError:
-        raise
-    except ValueError as error:
-        todo = "resume with the model and optimizer that the checkpoint was saved with"
-        raise UserError("resume", f"{path}: {error}", todo) from None
-    if run.scaler is not None and loaded.get("loss_scaler"):
-        run.scaler.load_state_dict(loaded["loss_scaler"])
-    run.guard.load_state_dict(own_guard(loaded, run.local_steps) or run.guard.state_dict())
-    first_step = int(loaded["step"])
+    first_step = _load(path, run, verified=config.resume == "auto")
     position = saved.get("position", {})
     corpus.restore_position(position.get("stream"), first_step)
     resume.say_start(comm, path, changes)
@@ -262,6 +251,26 @@ def _resumed(run: Run, path: Path, config: TrainConfig, corpus: Corpus, comm: Co
         first_rank_does(comm, partial(resume.leave_branch, checkpoint_folder(run.folder), first_step))
     first_token = position.get("tokens", first_step * run.tokens_per_step)
     return replace(run, first_step=first_step, first_token=first_token)
+
+
+def _load(path: Path, run: Run, *, verified: bool) -> int:
+    """Load a checkpoint into the run; returns the number of steps completed in it. Collective.
+
+    Raises:
+        UserError: the checkpoint is of another model or optimizer, or cannot be read.
+    """
+    try:
+        # The optimizer keeps the configuration's settings; changes of them are reported by `resume.check_changes`.
+        saved = checkpoint.load(path, run.strategy, verified=verified, settings=False)
+        if run.scaler is not None and saved.get("loss_scaler"):
+            run.scaler.load_state_dict(saved["loss_scaler"])
+        run.guard.load_state_dict(own_guard(saved, run.local_steps) or run.guard.state_dict())
+        return int(saved["step"])
+    except UserError:
+        raise
+    except ValueError as error:
+        todo = "resume with the model and optimizer that the checkpoint was saved with"
+        raise UserError("resume", f"{path}: {error}", todo) from None
 
 
 def _schedule(config: TrainConfig, world_size: int) -> Schedule:

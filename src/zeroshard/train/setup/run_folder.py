@@ -57,18 +57,7 @@ class ClaimedFolder:
                 "out", f"{folder} cannot be written ({error.strerror})", "choose a folder that you may write"
             ) from None
         try:
-            if self._there and not resuming:
-                todo = "choose another --out, or resume it with --resume auto"
-                raise UserError("out", f"{folder} already holds a run", todo)
-            for path in self._there:
-                try:
-                    require_regular(path)
-                except OSError as error:
-                    todo = "remove it, or choose another --out"
-                    raise UserError("out", f"{path} cannot be used ({error.strerror})", todo) from None
-            if self._there and not is_run:
-                what = f"{self._there[0]} is there, and {folder} holds no checkpoint and no lock of a run"
-                raise UserError("out", what, "choose another --out: this one is another program's")
+            _require_usable(folder, resuming=resuming, is_run=is_run)
         except UserError:
             self.discard()
             raise
@@ -89,6 +78,22 @@ class ClaimedFolder:
 
 def _written(folder: Path) -> list[Path]:
     return [folder / name for name in _WRITTEN if (folder / name).exists()]
+
+
+def _require_usable(folder: Path, *, resuming: bool, is_run: bool) -> None:
+    """Raise UserError if ``folder`` has files that this run may not write over."""
+    there = _written(folder)
+    if there and not resuming:
+        raise UserError("out", f"{folder} already holds a run", "choose another --out, or resume it with --resume auto")
+    for path in there:
+        try:
+            require_regular(path)
+        except OSError as error:
+            todo = "remove it, or choose another --out"
+            raise UserError("out", f"{path} cannot be used ({error.strerror})", todo) from None
+    if there and not is_run:
+        what = f"{there[0]} is there, and {folder} holds no checkpoint and no lock of a run"
+        raise UserError("out", what, "choose another --out: this one is another program's")
 
 
 def describe_run(folder: Path, config: TrainConfig, corpus: Corpus) -> None:

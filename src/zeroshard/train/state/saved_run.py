@@ -102,17 +102,19 @@ def saved_run(path: Path) -> Mapping[str, Any]:
     if skipped > manifest.step:
         what = f"{path} says extra.guard.num_skipped is {skipped}, and it is of step {manifest.step}"
         raise UserError("resume", what, _TODO)
-    if not found.config:
-        return manifest.extra
+    return {**manifest.extra, **({"config": _settings(path, found.config)} if found.config else {})}
+
+
+def _settings(path: Path, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the run's settings, checked as those of a file; those that another version had are left out."""
     try:
-        known = _known(found.config, TrainConfig)
+        known = _known(saved, TrainConfig)
         checked = validate(TrainConfig, known).model_dump(mode="json")
     except UserError as error:
         what = f"{path} says extra.config.{error.field} is wrong: {error.what}"
         raise UserError("resume", what, _TODO) from None
     given = by_path(known)  # and no defaults of this version, which are not what the run had
-    settings = nested({path: value for path, value in by_path(checked).items() if path in given})
-    return {**manifest.extra, "config": settings}
+    return nested({path: value for path, value in by_path(checked).items() if path in given})
 
 
 def _known(saved: Mapping[str, Any], kind: type[BaseModel], prefix: str = "") -> dict[str, Any]:

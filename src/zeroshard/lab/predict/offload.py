@@ -1,0 +1,216 @@
+"""How long a step waits for state that is off the device: copies over the bus, and updates by the host.
+
+The host updates units in the order of the next forward, while that forward runs, so the forward waits only where it is
+ahead of the updates. With the seconds d_k of the copy of unit k's gradients down, U_k of its update, u_k of the copy of
+its new weights up, and the seconds b_k at which backward leaves it:
+
+    down_k   = max(down_(k+1), b_k) + d_k            backward runs from the last unit to the first
+    update_k = max(update_(k-1), down_k) + U_k        the first begins when all gradients are there, after the norm
+    up_k     = max(up_(k-1), update_k) + u_k
+    exposed  = max over k of (up_k - seconds of the forward before unit k)
+
+At least the first update and its copies are exposed: nothing of the forward runs before them. So the units that are
+used first are those whose state should stay on the device; `hidden_units` says how many others may leave for nothing.
+
+Update rate and bus: what ``zeroshard bench device`` measured. Of a GPU that nobody measured, the node's update rate is
+that of CPU-Adam on a DGX-2, 1 B parameters in 0.22 s (Ren et al. 2021, "ZeRO-Offload",
+https://arxiv.org/abs/2101.06840, table 4), and the bus is PCIe of its generation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from zeroshard.lab.predict.actions import Settings
+from zeroshard.lab.predict.buffers import Buffer
+from zeroshard.lab.predict.hardware import LINKS
+from zeroshard.lab.predict.memory import OptimizerState, buffers_away
+from zeroshard.lab.predict.model_spans import ROOT, Trace
+from zeroshard.lab.predict.rates import Attention
+from zeroshard.lab.predict.timeline import operation_s
+from zeroshard.profiling.devices import Device
+from zeroshard.zero import Offload
+from zeroshard.zero.core.strategy import SHARD
+from zeroshard.zero.offload.slab import room
+from zeroshard.zero.offload.staging import NUM_SLOTS, SLOT_BYTES
+
+ADAM_BYTES = 28  # of an fp32 element: read gradient, weight and two states; written all but the gradient
+NODE_UPDATE_BYTES_PER_S = 4.5e9 * ADAM_BYTES
+_BUSES = {"nvlink5": "pcie5", "nvlink4": "pcie5", "nvlink3": "pcie4", "nvlink2": "pcie3", "xgmi2": "pcie4"}
+_BUSES |= {"xgmi3": "pcie5", "xgmi4": "pcie5", "pcie3": "pcie3", "pcie4": "pcie4", "pcie5": "pcie5"}
+
+
+@dataclass(frozen=True)
+class HostRates:
+    """Rates of a rank, while all ranks of its node are as busy.
+
+    Attributes:
+        update_bytes_per_s: bytes that an update reads and writes.
+        bus_bytes_per_s: bytes of a copy in one direction, while the other is as busy.
+        measured: whether `zeroshard bench device` measured them.
+    """
+
+    update_bytes_per_s: float
+    bus_bytes_per_s: float
+    measured: bool
+
+
+def host_rates(device: Device, ranks_per_node: int) -> HostRates:
+    """The rates of ``device``'s host, or those of the module's docstring if nobody measured them."""
+    if device.update_bytes_per_s and device.bus_bytes_per_s:
+        return HostRates(device.update_bytes_per_s, device.bus_bytes_per_s, measured=True)
+    if device.device_type == "cpu":  # a copy reads and writes
+        rate = device.bytes_per_s * device.memory_share
+        return HostRates(rate, rate / 2, measured=False)
+    bus = LINKS[_BUSES.get(device.link.partition("-")[0], "pcie4")]
+    return HostRates(NODE_UPDATE_BYTES_PER_S / ranks_per_node, bus.bytes_per_s * bus.share, measured=False)
+
+
+@dataclass(frozen=True)
+class UnitTimes:
+    """Of one unit with state off the device, in the order of the forward.
+
+    Attributes:
+        before_s: seconds of the forward before it runs.
+        left_s: seconds of the backward after which it is left, which are counted from the backward's end: 0 for the
+            unit that is left last.
+        down_s, update_s, up_s: seconds of the copy of its gradients, its update, and the copy of its new weights.
+    """
+
+    before_s: float
+    left_s: float
+    down_s: float
+    update_s: float
+    up_s: float
+
+
+def exposed_s(units: Sequence[UnitTimes]) -> float:
+    """Seconds for which a step waits for these units; 0 if there are none."""
+    down = -max((unit.left_s for unit in units), default=0.0)
+    for unit in reversed(units):
+        down = max(down, -unit.left_s) + unit.down_s
+    update = up = max(down, 0.0)  # seconds since the end of backward
+    exposed = 0.0
+    for unit in units:
+        update += unit.update_s
+        up = max(up, update) + unit.up_s
+        exposed = max(exposed, up - unit.before_s)
+    return exposed
+
+
+def hidden_units(units: Sequence[UnitTimes]) -> int:
+    """The most of the last ``units`` whose state may leave without a second of waiting."""
+    num_units = 0
+    while num_units < len(units) and exposed_s(units[len(units) - num_units - 1 :]) == 0:
+        num_units += 1
+    return num_units
+
+
+def unit_seconds(trace: Trace, device: Device, attention: Attention = "flash-2") -> dict[str, tuple[float, float]]:
+    """For each unit, root first: seconds of a forward before it, and of a backward after it has been left."""
+    forward: dict[str, float] = {"root": 0.0}
+    left: dict[str, float] = {}
+    now, in_backward = 0.0, False
+    for span in trace.spans:
+        name = "root" if span.event.unit == ROOT else trace.units[span.event.unit]
+        if span.event.name == "pre_backward" and not in_backward:
+            now, in_backward = 0.0, True
+        if span.event.name == "pre_forward" and not in_backward:
+            forward.setdefault(name, now)
+        if span.event.name in ("post_backward", "grad"):
+            left[name] = now
+        now += sum(operation_s(work, device, attention)[0] for work in span.work)
+    left["root"] = now
+    return {name: (before, now - left.get(name, now)) for name, before in forward.items()}
+
+
+def unit_times(
+    trace: Trace,
+    buffers: Sequence[Buffer],
+    optimizer: OptimizerState,
+    settings: Settings,
+    device: Device,
+    rates: HostRates,
+    attention: Attention = "flash-2",
+) -> dict[str, UnitTimes]:
+    """The times of every unit with trained parameters, as if the state of all were off the device; forward order."""
+    seconds = unit_seconds(trace, device, attention)
+    shards = settings.strategy.optim is SHARD
+    on_cpu, precision = settings.device_type == "cpu", settings.precision
+    found: dict[str, UnitTimes] = {}
+    for buffer in (buffer for buffer in buffers if buffer.trained):
+        layout, master = buffer.layout, buffer.dtype.itemsize
+        numel = layout.own_numel(settings.rank) if shards else layout.padded_numel
+        reduced = precision.reduced_dtype(buffer.dtype).itemsize
+        update_bytes = numel * (reduced + 2 * master * (1 + optimizer.num_per_element))
+        before_s, left_s = seconds.get(buffer.unit, (0.0, 0.0))
+        more = UnitTimes(
+            before_s,
+            left_s,
+            0.0 if on_cpu else numel * reduced / rates.bus_bytes_per_s,
+            update_bytes / rates.update_bytes_per_s,
+            numel * precision.compute_dtype(buffer.dtype).itemsize / rates.bus_bytes_per_s,
+        )
+        was = found.get(buffer.unit)
+        if was is not None:
+            sums = {name: getattr(was, name) + getattr(more, name) for name in ("down_s", "update_s", "up_s")}
+            more = replace(was, **sums)
+        found[buffer.unit] = more
+    return found
+
+
+def waiting_s(
+    times: dict[str, UnitTimes], buffers: Sequence[Buffer], offload: Offload, trace: Trace, device: Device
+) -> float:
+    """Seconds for which a step waits for the state that ``offload`` takes off the device.
+
+    Weights that are streamed cross the bus once more for each forward and each backward of the step, which hides as
+    much of that as it lasts.
+    """
+    away = buffers_away(buffers, offload)
+    units = {buffer.unit for buffer in buffers if buffer.name in away}
+    here = [unit for name, unit in times.items() if name in units]
+    seconds = exposed_s(here)
+    if offload.weights == "host" and here:
+        passes = unit_seconds(trace, device)
+        forward_s, backward_s = max(before for before, _ in passes.values()), max(left for _, left in passes.values())
+        streamed_s = sum(unit.up_s for unit in here)
+        seconds += max(streamed_s - forward_s, 0.0) + max(streamed_s - backward_s, 0.0)
+    return seconds
+
+
+def share_of(buffers: Sequence[Buffer], num_units: int) -> float:
+    """The ``fraction`` of `Offload` with which the last ``num_units`` units leave, and no other."""
+    numels: dict[str, int] = {}
+    for buffer in buffers:
+        numels[buffer.unit] = numels.get(buffer.unit, 0) + buffer.layout.numel
+    sizes = list(numels.values())
+    if num_units >= len(sizes):
+        return 1.0
+    return math.floor(sum(sizes[len(sizes) - num_units :]) / sum(sizes) * 1e9) / 1e9
+
+
+def pinned_bytes(buffers: Sequence[Buffer], offload: Offload, settings: Settings) -> int:
+    """Bytes of a rank's page-locked memory on a GPU: what is streamed, slots for copies up, gradients on the host.
+
+    They are locked in that order, each of them if the bound leaves room for it.
+    """
+    if settings.device_type != "cuda":
+        return 0
+    away, precision = buffers_away(buffers, offload), settings.precision
+    shards = settings.strategy.optim is SHARD
+    chosen = [buffer for buffer in buffers if buffer.name in away]
+    numels = [b.layout.own_numel(settings.rank) if shards else b.layout.padded_numel for b in chosen]
+    wanted: list[int] = []
+    if offload.weights == "host":
+        wanted += [n * precision.compute_dtype(b.dtype).itemsize for n, b in zip(numels, chosen, strict=True)]
+    wanted += [SLOT_BYTES] * NUM_SLOTS if chosen else []
+    wanted += [room(n * precision.reduced_dtype(b.dtype).itemsize) for n, b in zip(numels, chosen, strict=True)][::-1]
+    left = math.inf if offload.pinned_bytes is None else offload.pinned_bytes
+    total = 0
+    for num_bytes in wanted:
+        if num_bytes <= left:
+            total, left = total + num_bytes, left - num_bytes
+    return total

@@ -1,0 +1,113 @@
+"""The table ``[offload]`` of a run's settings: which of a rank's training state leaves its device, and for where."""
+
+from __future__ import annotations
+
+from math import isfinite
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from zeroshard.errors import UserError
+from zeroshard.parallel.registry import strategies_with, strategy_entry
+from zeroshard.sizes import parse_size
+from zeroshard.train.config.sections import SHORTHANDS, Config
+
+
+def _as_text(value: Any) -> Any:
+    return f"{value:g}" if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+class OffloadConfig(Config):
+    """Training state off the device: in memory of the host, or in a file, where the optimizer updates it there."""
+
+    state: Literal["none", "optimizer", "all", "disk"] = Field(
+        "none",
+        description="State that leaves the device. optimizer: optimizer states, fp32 master weights and reduced "
+        "gradients, to the host, which takes the updates. all: where a stage shards them (zero3) weights too. disk: a "
+        "file, which no run has yet.",
+    )
+    fraction: Annotated[str, BeforeValidator(_as_text)] = Field(
+        "auto",
+        description="Share of a rank's elements whose state leaves, above 0 and up to 1: whole units, the last of the "
+        "forward first. auto: all; in a plan what no step waits for, or what must leave so that it fits.",
+    )
+    pinned: str = Field(
+        "", description="Most page-locked host memory of a rank on a GPU, as 4GiB; empty: all that crosses the bus."
+    )
+    path: str = Field(
+        "", description="disk: folder on a fast disk with a file for each rank, removed at the end; empty: OUT/offload."
+    )
+
+    @property
+    def on(self) -> bool:
+        """Whether any state leaves the device."""
+        return self.state != "none"
+
+    @property
+    def share(self) -> float | Literal["auto"]:
+        """``fraction`` as `zeroshard.zero.Offload` takes it."""
+        return "auto" if self.fraction == "auto" else float(self.fraction)
+
+    @property
+    def pinned_bytes(self) -> int | None:
+        """``pinned`` as a number; None: as much as is needed."""
+        return parse_size("offload.pinned", self.pinned) if self.pinned else None
+
+    def folder(self, out: Path) -> Path | None:
+        """The folder of the ranks' files, in the run folder ``out`` if none was given; None: nothing goes to a disk."""
+        if self.state != "disk":
+            return None
+        return Path(self.path) if self.path else out / "offload"
+
+    def places(self, *, shards_weights: bool, exact_sums: bool = False) -> dict[str, Any]:
+        """The place of each kind of state, as `zeroshard.zero.Offload` takes it: ``device``, ``host`` or ``disk``.
+
+        ``exact_sums``: whether sums of gradients are exact (``reproducible``), and stay where they are added up.
+        """
+        weights = "host" if self.state == "all" and shards_weights else "device"
+        if not self.on:
+            return dict.fromkeys(("optimizer", "master", "grads", "weights"), "device")
+        kept = "disk" if self.state == "disk" else "host"
+        grads = "device" if exact_sums else "host"
+        return {"optimizer": kept, "master": kept, "grads": grads, "weights": weights}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_state(cls, raw: Any) -> Any:
+        return {SHORTHANDS["offload"]: raw} if isinstance(raw, str) else raw
+
+    @model_validator(mode="after")
+    def _something_leaves(self) -> Self:
+        fields = type(self).model_fields
+        given = [name for name in fields if name != "state" and getattr(self, name) != fields[name].default]
+        if given and not self.on:
+            what = f"{getattr(self, given[0])} is given, and offload is none: no state leaves the device"
+            raise UserError(f"offload.{given[0]}", what, "add --offload optimizer, or leave it out")
+        if self.path and self.state != "disk":
+            what = f"{self.path} is given, and offload = {self.state} keeps state in memory"
+            raise UserError("offload.path", what, "use --offload disk, or leave it out")
+        try:
+            share = 1.0 if self.fraction == "auto" else float(self.fraction)
+        except ValueError:
+            share = -1.0
+        if not isfinite(share) or not 0 < share <= 1:
+            todo = "give auto, or a number above 0 and up to 1, or leave out --offload"
+            raise UserError("offload.fraction", f"{self.fraction} is no share of the elements", todo)
+        if self.pinned:
+            parse_size("offload.pinned", self.pinned)
+        return self
+
+
+def check_offload(offload: OffloadConfig, strategy: str, *, local_steps: bool) -> None:
+    """Raise UserError if the run cannot keep state off the device."""
+    if offload.state == "disk":
+        what = "disk is given, and the engine keeps optimizer states in memory of the device or of the host"
+        raise UserError("offload.state", what, "use optimizer or all")
+    if offload.on and local_steps:
+        what = f"{offload.state} is given, and outer steps of local_steps.every read master weights on the device"
+        raise UserError("offload.state", what, "leave one of the two out")
+    if offload.on and not strategy_entry(strategy).planned:
+        todo = f"leave it out, or use --strategy {', '.join(strategies_with('planned'))}"
+        what = f"{offload.state} is given, and {strategy} does not use zeroshard's engine"
+        raise UserError("offload.state", what, todo)

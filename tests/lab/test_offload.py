@@ -1,0 +1,52 @@
+"""How long a step waits for the host: the formula against a clock that plays the same events."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from zeroshard.lab.predict.hardware import find_device
+from zeroshard.lab.predict.offload import ADAM_BYTES, UnitTimes, exposed_s, hidden_units, host_rates
+
+
+def _units(forward, updates, down=0.0, up=0.0):
+    before = list(itertools.accumulate(forward, initial=0.0))
+    total = sum(forward)
+    backward = [2 * (total - end) for end in before[1:]]  # of the units after each, twice the forward
+    left = [2 * total - each - 2 * own for each, own in zip(backward, forward, strict=True)]
+    return [UnitTimes(b, at, down, u, up) for b, at, u in zip(before[:-1], left, updates, strict=True)]
+
+
+def test_the_forward_waits_where_it_is_ahead_of_the_updates_and_at_least_for_the_first():
+    assert exposed_s(_units([1, 1, 1, 1], [0.5] * 4)) == pytest.approx(0.5)  # the first alone
+    assert exposed_s(_units([1, 1, 1, 1], [2.0] * 4)) == pytest.approx(8 - 3)
+    assert exposed_s(_units([1, 1, 1, 1], [0.5, 0.5, 5.0, 0.5])) == pytest.approx(6 - 2)
+    assert exposed_s([]) == 0
+
+
+def test_copies_down_are_hidden_by_backward_except_the_last_and_copies_up_follow_their_updates():
+    assert exposed_s(_units([1, 1], [0.25, 0.25], down=0.5)) == pytest.approx(0.5 + 0.25)
+    assert exposed_s(_units([1, 1], [0.25, 0.25], down=3)) == pytest.approx(6 - 2 + 0.25)
+    assert exposed_s(_units([1, 1], [0.25, 0.25], up=2)) == pytest.approx(0.25 + 4 - 1)
+
+
+def test_the_units_that_are_used_first_stay_and_the_others_cost_nothing():
+    units = _units([1] * 6, [0.6] * 6)
+    assert hidden_units(units) == 5  # all but the first, which nothing hides
+    units = _units([1] * 6, [1.5] * 6)
+    num_units = hidden_units(units)
+    assert num_units == 3  # 3 x 1.5 within ... the first 3 of the forward
+    assert exposed_s(units[-num_units:]) == 0 < exposed_s(units[-num_units - 1 :])
+    assert hidden_units(_units([1] * 4, [100.0] * 4)) == 0
+
+
+def test_rates_are_those_measured_or_else_a_nodes_shared_out_to_its_ranks():
+    device = find_device("h100-80gb").device
+    one, eight = host_rates(device, 1), host_rates(device, 8)
+    assert one.update_bytes_per_s == 8 * eight.update_bytes_per_s == 4.5e9 * ADAM_BYTES
+    assert one.bus_bytes_per_s == eight.bus_bytes_per_s < 63e9
+    assert not one.measured
+    measured = host_rates(replace(device, update_bytes_per_s=1e9, bus_bytes_per_s=2e9), 8)
+    assert (measured.update_bytes_per_s, measured.bus_bytes_per_s, measured.measured) == (1e9, 2e9, True)
