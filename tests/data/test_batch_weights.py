@@ -1,7 +1,5 @@
 """Batches are a function of the step, the same rows in any world, and weigh what counts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Templates render as `transformers` renders them, in a sandbox, and say what the assistant writes."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Sources are drawn by weight, each of their rows once an epoch, alike wherever a run begins to look."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

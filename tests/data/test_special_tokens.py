@@ -1,7 +1,5 @@
 """One tokenizer has one end of text, wherever its files are read, kept, prepared, trained on, exported or imported."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

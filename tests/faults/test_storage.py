@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import forked
+from tiny_runs import built
 from zeroshard import checkpoint
 from zeroshard.checkpoint import background, store
 from zeroshard.comm import LocalCommunicator, run_threads
@@ -120,7 +121,7 @@ def test_where_rank_zero_meets_a_full_disk_the_others_end_as_it_does_and_say_not
 
     def rank_main(comm):
         with pytest.raises(OSError, match="File too large") as caught:
-            build_run(made, comm, CPU)
+            built(made, comm)
         return isinstance(caught.value, FirstRankStorageError)
 
     _limit_files(100)
@@ -222,12 +223,12 @@ def test_a_second_run_in_the_folder_is_refused_while_the_first_one_writes(config
     made = config()
     run = build_run(made, LocalCommunicator(), CPU)
     with pytest.raises(UserError, match=rf"^out: .* is in use by process {os.getpid()} on .*; end that run first"):
-        build_run(made.model_copy(update={"resume": "auto"}), LocalCommunicator(), CPU)
+        built(made.model_copy(update={"resume": "auto"}))
     program = f"from pathlib import Path; from zeroshard.train.state.lock import RunLock; RunLock(Path({made.out!r}))"
     ended = forked.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert "is in use by process" in ended.stderr
     run.close()
-    build_run(made.model_copy(update={"resume": "auto"}), LocalCommunicator(), CPU).close()
+    built(made.model_copy(update={"resume": "auto"}))
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """A derivative of a gradient that our kernels computed: right, or an error."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

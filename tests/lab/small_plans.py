@@ -1,7 +1,5 @@
 """A GPU of a few megabytes and a model for it, which plans in tests are made of."""
 
-from __future__ import annotations
-
 from zeroshard.lab.predict.hardware import Device
 
 SMALL = {"n_layer": 6, "n_head": 4, "n_embd": 64, "vocab_size": 512, "seq_len": 64}

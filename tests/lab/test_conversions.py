@@ -1,7 +1,5 @@
 """What quantising takes in plans: the conversions that an engine makes, and the time of each."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

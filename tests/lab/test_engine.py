@@ -1,7 +1,5 @@
 """The engine that a plan drives, over tensors without memory: what it is seen to do, by hand."""
 
-from __future__ import annotations
-
 import pytest
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Networks that the kernel makes slow. What needs root, or tools, is skipped by name where they are not."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

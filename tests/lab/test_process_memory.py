@@ -1,7 +1,5 @@
 """What a process holds beside the engine's exact account."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

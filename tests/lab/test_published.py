@@ -1,7 +1,5 @@
 """The planner against published runs: a share of them; all by ``benchmarks/claims/plan_published.py``."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import statistics

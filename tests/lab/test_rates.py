@@ -1,7 +1,5 @@
 """What a GPU sustains: formulas, by equality; how they are fitted is the business of `test_published`."""
 
-from __future__ import annotations
-
 import pytest
 
 from zeroshard.lab.predict.hardware import DEVICES, this_machine

@@ -1,7 +1,5 @@
 """Which remedy of a slow network is enough: the least that is, and what it costs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

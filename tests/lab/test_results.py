@@ -1,7 +1,5 @@
 """Run folders, whole and damaged, as facts."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import math

@@ -1,7 +1,5 @@
 """The planner's side of a run's contract; `tests/train/test_plan_contract.py` has the run's."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Sweeps of runs that take milliseconds: a stand-in writes the files that the trainer writes."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import io

@@ -1,7 +1,5 @@
 """Plans of what travels in wire formats: the same collectives as an engine's, fewer bytes, less time on a slow link."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from zeroshard.profiling.overlap import TimedOperation, overlap, under_way
 
 

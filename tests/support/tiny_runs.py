@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm import run_threads
+from zeroshard.comm import LocalCommunicator, run_threads
 
 if TYPE_CHECKING:
     from zeroshard.train.config.config import TrainConfig
@@ -86,6 +86,15 @@ def process_group(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def built(config, comm=None):
+    """The run of a rank, this process alone where ``comm`` is None, which is closed."""
+    from zeroshard.train.setup.build import build_run
+
+    run = build_run(config, comm or LocalCommunicator(), torch.device("cpu"))
+    run.close()
+    return run
 
 
 def train_on(comm, config, *, until=None, predict=None, **told):

@@ -1,15 +1,13 @@
 """The first lines of a run: what is sharded over which ranks, how they communicate, what is trained."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 import torch
 
+from tiny_runs import built
 from zeroshard.comm import LocalCommunicator, ObservedCommunicator
 from zeroshard.train.setup.about_run import communicator_in_words, strategy_in_words
-from zeroshard.train.setup.build import build_run
 
 
 @pytest.mark.parametrize(
@@ -40,17 +38,14 @@ def test_a_communicator_is_told_through_its_wrappers():
 
 def test_a_run_tells_what_it_is(tiny_config):
     config = tiny_config(global_batch_size=4, compile=False)
-    run = build_run(config, LocalCommunicator(), torch.device("cpu"))
-    try:
-        num_params = sum(param.numel() for param in run.strategy.model.parameters())
-        assert run.about == {
-            "run": f"{Path(config.out)}, 6 steps",
-            "strategy": "zero2: one rank, which keeps all training state",
-            "comm": "none, one rank has no collectives",
-            "model": f"gpt2-demo, {num_params:,} parameters",
-            "data": "synthetic, 5,400 tokens to train on, tokenizer bytes of 256 ids",
-            "batch": "2 sequences x 2 micro-batches x 1 rank x 16 tokens = 64 tokens a step",
-            "compute": f"float32 on cpu, adamw with lr {config.lr:g}, torch {torch.__version__}",
-        }
-    finally:
-        run.close()
+    run = built(config)
+    num_params = sum(param.numel() for param in run.strategy.model.parameters())
+    assert run.about == {
+        "run": f"{Path(config.out)}, 6 steps",
+        "strategy": "zero2: one rank, which keeps all training state",
+        "comm": "none, one rank has no collectives",
+        "model": f"gpt2-demo, {num_params:,} parameters",
+        "data": "synthetic, 5,400 tokens to train on, tokenizer bytes of 256 ids",
+        "batch": "2 sequences x 2 micro-batches x 1 rank x 16 tokens = 64 tokens a step",
+        "compute": f"float32 on cpu, adamw with lr {config.lr:g}, torch {torch.__version__}",
+    }

@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tiny_runs import built
 from zeroshard.comm import PeerError, run_threads
 from zeroshard.errors import UserError
 from zeroshard.launch.environment import World
 from zeroshard.train.setup import agree, ranks
 from zeroshard.train.setup.agree import agree_at, agree_on, code_version, start_facts
-from zeroshard.train.setup.build import build_run
 
 
 @pytest.mark.parametrize(("absent", "named"), [({2}, "rank 2 of 4"), ({1, 3}, "rank 1, 3 of 4"), ({0}, "rank 0 of 4")])
@@ -77,7 +77,7 @@ def test_another_model_or_other_data_is_refused_by_name(tiny_config):
         layers = 2 + (comm.rank == 1)
         config = tiny_config(model={"name": "gpt2-demo", "n_layer": layers, "n_embd": 16, "n_head": 2})
         with pytest.raises(UserError) as caught:
-            build_run(config, comm, torch.device("cpu"))
+            built(config, comm)
         return str(caught.value)
 
     said = run_threads(rank_main, 2)

@@ -1,7 +1,5 @@
 """``--strategy auto``: starts where it fits, and a stage higher after memory has run out."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

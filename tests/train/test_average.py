@@ -1,7 +1,5 @@
 """A run that keeps a moving average: evaluated and logged beside the weights, resumed, and written text with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The checkpoint of the lowest validation loss is kept and named, and a run stops when that is long ago."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

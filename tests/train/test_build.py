@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiny_runs import events_of
-from zeroshard.comm import LocalCommunicator, run_threads
+from tiny_runs import built, events_of
+from zeroshard.comm import run_threads
 from zeroshard.errors import UserError
 from zeroshard.kernels import dispatch
 from zeroshard.kernels.launch import INTERPRETED
@@ -12,7 +12,7 @@ from zeroshard.models import GPT2
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.toml import load_config
 from zeroshard.train.setup.assemble import make_model
-from zeroshard.train.setup.build import build_run, choose_device
+from zeroshard.train.setup.build import choose_device
 from zeroshard.train.setup.numerics import with_dtype
 from zeroshard.train.start import run_training
 
@@ -24,7 +24,7 @@ def _refusal(config, world_size=1):
 
     def rank_main(comm):
         with pytest.raises(UserError) as caught:
-            build_run(config, comm, CPU)
+            built(config, comm)
         return str(caught.value)
 
     (line,) = set(run_threads(rank_main, world_size))
@@ -34,8 +34,7 @@ def _refusal(config, world_size=1):
 
 def test_the_run_folder_says_how_to_start_the_run_again(tiny_config):
     config = tiny_config(dtype="auto")
-    run = build_run(config, LocalCommunicator(), CPU)
-    run.close()
+    run = built(config)
     # What the device decided is written down: the run goes on in it on any other.
     assert load_config(run.folder / "config.toml") == config.model_copy(update={"dtype": "float32"})
     assert (run.folder / "tokenizer" / "meta.json").is_file()
@@ -45,8 +44,7 @@ def test_what_the_engine_and_the_optimizer_are_told_reaches_them(tiny_config):
     optim = {"decay": "wsd", "decay_share": 0.25, "eps": 1e-6}
     settings = {"prefetch": 3, "accumulate": "local", "reduce_dtype": "bfloat16", "optim": optim}
     config = tiny_config(strategy="zero3", max_steps=8, warmup_steps=0, lr=1.0, min_lr=0.0, **settings)
-    run = build_run(config, LocalCommunicator(), CPU)
-    run.close()
+    run = built(config)
     zero = run.strategy.zero
     assert zero.accumulate == "local"
     assert zero.precision.reduce_dtype is torch.bfloat16
@@ -80,14 +78,12 @@ def test_a_folder_that_holds_a_run_is_left_alone_unless_it_is_resumed(tiny_confi
     log = (Path(config.out) / "metrics.jsonl").read_bytes()
     assert _refusal(config, 2).startswith(f"out: {config.out} already holds a run; ")
     assert (Path(config.out) / "metrics.jsonl").read_bytes() == log
-    run = build_run(config.model_copy(update={"resume": "auto"}), LocalCommunicator(), CPU)
-    run.close()
+    run = built(config.model_copy(update={"resume": "auto"}))
     assert run.first_step == 2
 
 
 def test_resuming_a_folder_without_a_checkpoint_starts_afresh(tiny_config):
-    run = build_run(tiny_config(resume="auto"), LocalCommunicator(), CPU)
-    run.close()
+    run = built(tiny_config(resume="auto"))
     assert run.first_step == 0
 
 
@@ -104,7 +100,7 @@ def test_a_corpus_shorter_than_one_batch_is_refused_and_leaves_no_run(tiny_confi
     assert line.startswith("data: the train split has ")
     assert f"needs {500 * world_size:,} rows" in line
     assert not (Path(config.out) / "config.toml").exists()
-    build_run(config.model_copy(update={"micro_batch_size": 2}), LocalCommunicator(), CPU).close()
+    built(config.model_copy(update={"micro_batch_size": 2}))
 
 
 def test_data_that_cannot_be_prepared_is_the_same_refusal_on_every_rank(tiny_config, tmp_path):
@@ -194,8 +190,7 @@ def test_a_global_batch_is_the_same_number_of_rows_at_any_world_size(tiny_config
     config = tiny_config(global_batch_size=8, micro_batch_size=2)
 
     def rank_main(comm):
-        run = build_run(config.model_copy(update={"out": f"{config.out}-{comm.rank}"}), comm, CPU)
-        run.close()
+        run = built(config.model_copy(update={"out": f"{config.out}-{comm.rank}"}), comm)
         return run.tokens_per_step, run.schedule.grad_accum_steps
 
     for tokens_per_step, steps in run_threads(rank_main, world_size):

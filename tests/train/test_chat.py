@@ -1,7 +1,5 @@
 """``zeroshard generate RUN --message TEXT``: a message as the model's template puts it, and its answer alone."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,9 +1,8 @@
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
 
+from tiny_runs import built
 from zeroshard.errors import UserError
 from zeroshard.train.loop.loop import take_step
 from zeroshard.train.setup.build import build_run
@@ -62,17 +61,15 @@ def test_a_block_that_cannot_be_compiled_whole_is_an_error_and_not_slow():
 def test_a_missing_compiler_is_said_at_once(tiny_config, monkeypatch):
     from torch._inductor import config, cpp_builder
 
-    from zeroshard.comm import LocalCommunicator
-
     cpp_builder.cpp_compiler_search.cache_clear()
     monkeypatch.setattr(config.cpp, "cxx", (None, "no-such-compiler"))
     with pytest.raises(UserError) as refused:
-        build_run(tiny_config(compile=True), LocalCommunicator(), CPU)
+        built(tiny_config(compile=True))
     assert str(refused.value) == (
         "compile: no C++ compiler works here; install g++ or name one in CXX, "
         "or use --no-compile or --compile-backend aot_eager"
     )
-    build_run(tiny_config(compile=True, compile_backend="eager"), LocalCommunicator(), CPU).close()
+    built(tiny_config(compile=True, compile_backend="eager"))
 
 
 def test_kernels_for_cuda_need_triton(monkeypatch):

@@ -1,7 +1,5 @@
 """The configuration: what is refused and in which words, what wins over what, and that it survives a file."""
 
-from __future__ import annotations
-
 import re
 from typing import get_args
 

@@ -2,10 +2,9 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 import small_tables as made
-from tiny_runs import trained
+from tiny_runs import built, trained
 from zeroshard.comm import LocalCommunicator
 from zeroshard.data import TokenDataset, load_tokenizer
 from zeroshard.data import tables as tables_module
@@ -14,7 +13,6 @@ from zeroshard.data.prepare import DataSpec, prepare
 from zeroshard.errors import UserError
 from zeroshard.inference.evaluation import _warn_of_overlap, local_score
 from zeroshard.train.config.command_settings import EvalConfig
-from zeroshard.train.setup.build import build_run
 from zeroshard.train.setup.corpus import open_corpus
 from zeroshard.train.setup.run_folder import tokenizer_folder
 from zeroshard.train.start import run_training
@@ -70,9 +68,7 @@ def test_a_stream_that_goes_on_reads_on_from_where_it_was(streamed, monkeypatch)
 def test_a_stream_of_another_batch_goes_on_with_the_next_row(streamed, capsys):
     run_training(streamed(max_steps=3, eval_interval=0))
     config = streamed(max_steps=4, eval_interval=0, grad_accum_steps=3, resume="auto")
-    run = build_run(config, LocalCommunicator(), torch.device("cpu"))
-    assert run.corpus.batches.position(4)["row"] == 3 * 2 + 3 * 2
-    run.close()
+    assert built(config).corpus.batches.position(4)["row"] == 3 * 2 + 3 * 2
     line = "resume: a step had 32 tokens, now it has 96: data continue with the next row of the stream"
     assert line in capsys.readouterr().err
 

@@ -1,7 +1,5 @@
 """Finding the first number that is not finite: the ways in which it may not touch the rest of the process."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

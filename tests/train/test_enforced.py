@@ -1,7 +1,5 @@
 """Runs that are held to their plan, by what travels: each keeps it, and one that moves other bytes is stopped."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

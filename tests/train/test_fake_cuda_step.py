@@ -4,8 +4,6 @@ Forward, loss, clipping, the message of a step and the update are the trainer's 
 ``cuda:0``. A CPU build of torch has no backward for them: in its place the engine is told of a backward's events.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

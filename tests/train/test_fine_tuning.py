@@ -1,7 +1,5 @@
 """Training on examples: the loss of what counts, the same however the global batch is spread."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -11,16 +9,14 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import chats
-from tiny_runs import events_of, summary_of, trained
+from tiny_runs import built, events_of, summary_of, trained
 from zeroshard.cli import main
-from zeroshard.comm import LocalCommunicator
 from zeroshard.data import load_tokenizer
 from zeroshard.errors import UserError
 from zeroshard.inference.evaluation import local_score
 from zeroshard.lab.run_folders import read_run
 from zeroshard.train.config.command_settings import EvalConfig
 from zeroshard.train.loop.loop import take_step
-from zeroshard.train.setup.build import build_run
 from zeroshard.train.setup.run_folder import tokenizer_folder
 
 
@@ -74,7 +70,7 @@ def test_packed_rows_are_spread_and_gone_on_with_as_others_are_and_validate_alik
     assert trained(config("half", resume="auto")) == {key: whole[key] for key in (3, 4, "val")}
     alone = config("half", resume="auto", max_steps=5, data={"packing": False})
     with pytest.raises(UserError, match=r"data\.packing: the prepared tokens are not those"):
-        build_run(alone, LocalCommunicator(), torch.device("cpu"))
+        built(alone)
     (start,) = events_of(tmp_path / "whole", "start")
     assert start["rows"]["filled"] > 0.7
     assert start["rows"]["examples"] > start["rows"]["rows"]
@@ -85,18 +81,15 @@ def test_packed_rows_are_spread_and_gone_on_with_as_others_are_and_validate_alik
 
 
 def test_a_loss_is_that_of_the_answers_alone(chat_config):
-    run = build_run(chat_config(micro_batch_size=4, model="gpt2-demo"), LocalCommunicator(), torch.device("cpu"))
-    try:
-        tokens, targets = run.corpus.batches(0, 0)
-        with torch.no_grad():
-            logits = run.strategy.model(tokens)
-        counts = targets != -100
-        expected = cross_entropy(logits[counts].double(), targets[counts])
-        assert 0 < counts.sum() < counts.numel() / 2
-        record, _ = take_step(run, 0, lambda: 0)
-        assert record.loss == pytest.approx(float(expected), rel=1e-5)
-    finally:
-        run.close()
+    run = built(chat_config(micro_batch_size=4, model="gpt2-demo"))
+    tokens, targets = run.corpus.batches(0, 0)
+    with torch.no_grad():
+        logits = run.strategy.model(tokens)
+    counts = targets != -100
+    expected = cross_entropy(logits[counts].double(), targets[counts])
+    assert 0 < counts.sum() < counts.numel() / 2
+    record, _ = take_step(run, 0, lambda: 0)
+    assert record.loss == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_a_run_keeps_its_template_and_is_evaluated_on_the_answers(chat_config, tmp_path):
@@ -173,4 +166,4 @@ def test_a_folder_of_examples_is_not_read_as_text(chat_config, tmp_path):
     trained(chat_config())
     data = {"format": "text", "template": "", "messages": "messages"}
     with pytest.raises(UserError, match=r"data\.dir: "):
-        build_run(chat_config(data, out=str(tmp_path / "other")), LocalCommunicator(), torch.device("cpu"))
+        built(chat_config(data, out=str(tmp_path / "other")))

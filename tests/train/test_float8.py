@@ -1,7 +1,5 @@
 """``--dtype fp8``: products of blocks in 8 bits, on a CPU by torchao's emulation of them."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 
@@ -9,6 +7,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from tiny_runs import built
 from zeroshard import checkpoint
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import UserError
@@ -20,7 +19,6 @@ from zeroshard.train.config.command_settings import ExportConfig
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.setup import assemble, numerics
 from zeroshard.train.setup.assemble import sharded
-from zeroshard.train.setup.build import build_run
 from zeroshard.train.start import run_training
 
 pytest.importorskip("torchao")
@@ -157,7 +155,7 @@ def test_a_run_keeps_its_plan_goes_on_from_a_checkpoint_and_is_exported(emulated
 
 def test_a_device_without_such_products_is_one_line(tiny_config, monkeypatch):
     with pytest.raises(UserError, match=r"fp8 needs a GPU .* the device is cpu; use bfloat16") as raised:
-        build_run(tiny_config(dtype="fp8", model=GPT2), LocalCommunicator(), CPU)
+        built(tiny_config(dtype="fp8", model=GPT2))
     assert raised.value.field == "dtype"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
@@ -182,4 +180,4 @@ def test_what_fp8_is_not_for_is_one_line(emulated, tiny_config):
     ):
         tiny_config(dtype="fp8", strategy="ddp")
     with pytest.raises(UserError, match="multiples of 16, and no block has one; use bfloat16, or another width"):
-        build_run(tiny_config(dtype="fp8", model={**GPT2, "n_embd": 24}), LocalCommunicator(), CPU)
+        built(tiny_config(dtype="fp8", model={**GPT2, "n_embd": 24}))

@@ -1,15 +1,12 @@
 """Models of the hub, from a server on this machine: what a run needs of them beside weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 import chats
 from hf_models import make_model, require_transformers
+from tiny_runs import built
 from web import serve
-from zeroshard.comm import LocalCommunicator
-from zeroshard.train.setup.build import build_run
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
@@ -40,8 +37,7 @@ def test_conversations_are_rendered_by_the_template_of_a_model_of_the_hub(hub, t
     def first_batch(model, out):
         data = {"source": "text", "path": (str(path),), "format": "chat", "dir": str(tmp_path / f"{out}-tokens")}
         config = tiny_config(model=model, data=data, seq_len=100, dtype="float32", out=str(tmp_path / out))
-        run = build_run(config, LocalCommunicator(), torch.device("cpu"))
-        run.close()
+        run = built(config)
         return run.corpus.batches(0, 0)
 
     local = first_batch(f"hf:{hub.folder}/org/name", "local")

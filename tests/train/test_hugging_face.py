@@ -1,7 +1,5 @@
 """Models of `transformers` behind ours: the same function, the same weights, trained sharded as in one process."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

@@ -1,7 +1,5 @@
 """What cannot be used of a Hugging Face model is said in one line, with status 2."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A run that begins from the weights of another one."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -10,13 +8,12 @@ import torch
 
 import chats
 from hf_models import make_model
-from zeroshard.comm import LocalCommunicator, run_threads
+from tiny_runs import built
+from zeroshard.comm import run_threads
 from zeroshard.errors import UserError
 from zeroshard.interop.hf_export import run_export
 from zeroshard.train.config.command_settings import ExportConfig
 from zeroshard.train.config.toml import load_config
-from zeroshard.train.loop.loop import train
-from zeroshard.train.setup.build import build_run
 from zeroshard.train.start import run_training
 
 
@@ -55,26 +52,14 @@ def second(tiny_config, first, tmp_path):
     return make
 
 
-def built(config):
-    return build_run(config, LocalCommunicator(), torch.device("cpu"))
-
-
 @pytest.mark.parametrize("strategy", ["zero0", "zero3"])
 def test_a_run_begins_with_the_weights_of_another_and_its_own_schedule(second, first, text_config, strategy):
-    theirs = built(text_config(out=str(first), max_steps=4, warmup_steps=0, resume="auto"))
-    weights = theirs.strategy.state_dict()
-    theirs.close()
+    weights = weights_of(text_config(out=str(first), max_steps=4, warmup_steps=0, resume="auto"))
     run = built(second(strategy=strategy))
-    try:
-        assert run.first_step == 0
-        assert run.learning_rate(0) < run.learning_rate(1)
-        found = run.strategy.state_dict()
-        assert found.keys() == weights.keys()
-        assert all(torch.equal(found[name], weights[name]) for name in weights)
-        assert not run.strategy.optimizer.state_dict()["state"]
-        assert train(run) == 0
-    finally:
-        run.close()
+    assert run.first_step == 0
+    assert run.learning_rate(0) < run.learning_rate(1)
+    _assert_same(run.strategy.state_dict(), weights)
+    assert not run.strategy.optimizer.state_dict()["state"]
 
 
 def test_a_run_that_goes_on_does_not_begin_anew(second, first):
@@ -85,9 +70,7 @@ def test_a_run_that_goes_on_does_not_begin_anew(second, first):
         built(second(out=second().out + "-2"))
     config = Path(second().out) / "config.toml"
     again = load_config(config).model_copy(update={"resume": "auto", "max_steps": 7})
-    run = built(again)
-    run.close()
-    assert run.first_step == 6
+    assert built(again).first_step == 6
 
 
 @pytest.mark.parametrize(
@@ -126,16 +109,18 @@ def test_what_is_no_run_is_refused(second, tmp_path, first):
 
 def weights_of(config):
     """Of a run before its first step."""
-    run = built(config)
-    run.close()
-    return run.strategy.state_dict()
+    return built(config).strategy.state_dict()
+
+
+def _assert_same(found, weights):
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 
 def test_a_checkpoint_is_begun_with_as_its_run_is(second, first):
     steps = sorted((first / "checkpoints").glob("step-*"))
     weights, same = weights_of(second()), weights_of(second(init_from=str(steps[-1]), out=second().out + "-2"))
-    assert weights.keys() == same.keys()
-    assert all(torch.equal(weights[name], same[name]) for name in weights)
+    _assert_same(weights, same)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
@@ -147,13 +132,11 @@ def test_an_exported_folder_is_begun_with_as_its_run_is(second, first, tmp_path,
     config = second(data=data, init_from=str(tmp_path / "exported"), out=str(tmp_path / "third"), strategy=strategy)
 
     def rank(comm):
-        run = build_run(config, comm, torch.device("cpu"))
-        run.close()
+        run = built(config, comm)
         return run.strategy.state_dict(), run.config["data"]["tokenizer"]
 
     for found, tokenizer in run_threads(rank, 2):
-        assert found.keys() == weights.keys()
-        assert all(torch.equal(found[name], weights[name]) for name in weights)
+        _assert_same(found, weights)
         assert tokenizer == f"json:{tmp_path}/exported/tokenizer.json"
 
 
@@ -174,5 +157,4 @@ def test_weights_of_a_hugging_face_folder_are_those_of_transformers(second, tmp_
     tokens = torch.arange(24)[None]
     with torch.no_grad():
         found, expected = run.strategy.model.eval()(tokens), theirs(input_ids=tokens).logits
-    run.close()
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)

@@ -1,7 +1,5 @@
 """What a command leaves behind that was refused or killed, and what it does with files that are not its own."""
 
-from __future__ import annotations
-
 import os
 import shutil
 

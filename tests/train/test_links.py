@@ -1,7 +1,5 @@
 """How a run gets its link, and what it says of it."""
 
-from __future__ import annotations
-
 import math
 import sys
 

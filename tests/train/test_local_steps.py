@@ -1,13 +1,11 @@
 """Runs whose replicas take local steps: held to their plan, logged, resumed, and refused where they make no sense."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 import torch
 
-from tiny_runs import events_of, train_on
+from tiny_runs import built, events_of, train_on
 from zeroshard import checkpoint
 from zeroshard.comm import run_threads
 from zeroshard.errors import ExitStatus, UserError
@@ -155,12 +153,12 @@ def test_local_steps_that_make_no_sense_are_refused(given, words):
 def test_a_world_of_one_replica_and_more_fragments_than_units_are_refused(tiny_config):
     config = tiny_config(shard_size=2, local_steps={"every": 4})
     with pytest.raises(UserError, match=r"local_steps.every: 4 needs several replicas, and 2 ranks of shard_size 2"):
-        run_threads(lambda comm: build_run(config, comm, CPU), 2)
+        run_threads(lambda comm: built(config, comm), 2)
     config = tiny_config(shard_size=1, local_steps={"every": 8, "fragments": 4})
     with pytest.raises(
         UserError, match=r"local_steps.fragments: 4 are more than the 3 units of the model; give at most"
     ):
-        run_threads(lambda comm: build_run(config, comm, CPU), 2)
+        run_threads(lambda comm: built(config, comm), 2)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +183,7 @@ def test_new_weights_under_a_large_outer_momentum_are_told_of(tiny_config, capsy
         "local_steps.outer_momentum: 0.9 with local_steps.outer_lr = 0.7 moves common weights by up to 7 times"
     )
     assert "--resume auto, or give 0.5" in said
-    run_threads(lambda comm: build_run(config, comm, CPU).close(), 2)
+    run_threads(lambda comm: built(config, comm), 2)
     assert capsys.readouterr().err.count(said) == 1
     for settles in ({"outer_momentum": 0.5}, {"outer_lr": 1.0, "outer_momentum": 0.0}):
         assert not early_momentum(tiny_config(shard_size=1, local_steps={"every": 4, **settles}).local_steps)

@@ -1,7 +1,5 @@
 """Adapters of `peft` on sharded models: trained as in one process, resumed elsewhere, opened by others."""
 
-from __future__ import annotations
-
 import json
 import re
 
@@ -19,7 +17,7 @@ from hf_models import (
     trained,
     trained_alone,
 )
-from tiny_runs import train_on
+from tiny_runs import built, train_on
 from zeroshard import checkpoint
 from zeroshard.cli import main
 from zeroshard.comm import LocalCommunicator, run_threads
@@ -296,13 +294,13 @@ def test_a_run_goes_on_with_its_own_adapters_alone(refusal, tiny_config, tmp_pat
         ({"rank": 2, "targets": ["c_fc"]}, "lora.targets: the checkpoint was saved with "),
     ]:
         with pytest.raises(UserError, match=re.escape(said)):
-            build_run(tiny_config(lora=lora, resume="auto", max_steps=3), LocalCommunicator(), CPU)
+            built(tiny_config(lora=lora, resume="auto", max_steps=3))
     said = refusal(tmp_path / "run", tmp_path / "out", verb=("export",))
     assert "merged: the model under the adapters of" in said
     assert "add --merged, which writes the whole model" in said
     run_training(tiny_config(**short, out=str(tmp_path / "plain")))
     again = tiny_config(lora={"rank": 2}, resume="auto", max_steps=3, out=str(tmp_path / "plain"))
     with pytest.raises(UserError, match=r"lora.rank: the checkpoint was saved with 0, now it is 2; use 0"):
-        build_run(again, LocalCommunicator(), CPU)
+        built(again)
     said = refusal(tmp_path / "plain", tmp_path / "out", "--merged", verb=("export",))
     assert "has no adapters; leave it out" in said

@@ -1,22 +1,17 @@
 """Runs on several weighted sources: the same however they are spread, resumed or written, and told what they took."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
 import pytest
-import torch
 
 import chats
-from tiny_runs import events_of, summary_of, trained
+from tiny_runs import built, events_of, summary_of, trained
 from zeroshard.cli import main
-from zeroshard.comm import LocalCommunicator
 from zeroshard.errors import UserError
 from zeroshard.inference.evaluation import local_score
 from zeroshard.train.config.command_settings import EvalConfig
 from zeroshard.train.config.toml import load_config
-from zeroshard.train.setup.build import build_run
 
 
 @pytest.fixture
@@ -59,8 +54,7 @@ def test_it_is_told_how_much_of_each_source_a_run_takes(mixed, capsys):
     assert 0.6 < of_short["rows"] / 160 < 0.9
     assert of_short["tokens"] < of_long["tokens"]  # its rows are many, and short
     assert summary["tokens_by_source"] == {short: of_short["tokens"], long: of_long["tokens"]}
-    run = build_run(mixed("again", max_steps=20), LocalCommunicator(), torch.device("cpu"))
-    run.close()
+    run = built(mixed("again", max_steps=20))
     counted = sum(int((run.corpus.batches(step, 0)[0] != 0).sum()) for step in range(20))  # ids of padding are 0
     assert counted == of_short["tokens"] + of_long["tokens"]
     assert re.search(r"long\.jsonl \d\d\.\d % of tokens, [\d.]+ epochs", capsys.readouterr().out)
@@ -89,14 +83,13 @@ def test_plain_text_is_mixed_too_and_evaluated_by_its_folders(tiny_config, tmp_p
 
 def test_a_source_of_weight_0_is_left_out_and_other_weights_are_another_run(mixed, tmp_path):
     weights = (f"{tmp_path}/short.jsonl=1", f"{tmp_path}/nothing.jsonl=0")
-    run = build_run(mixed("run", {"mix": weights}), LocalCommunicator(), torch.device("cpu"))
-    run.close()
+    run = built(mixed("run", {"mix": weights}))
     assert "mix" not in run.corpus.facts
     trained(mixed("other", max_steps=2))
     changed = (f"{tmp_path}/short.jsonl=2", f"{tmp_path}/long.jsonl=1")
     resumed = mixed("other", {"mix": changed}, resume="auto")
     with pytest.raises(UserError, match=r"data\.mix: the prepared tokens are not those"):
-        build_run(resumed, LocalCommunicator(), torch.device("cpu"))
+        built(resumed)
 
 
 REFUSALS = [

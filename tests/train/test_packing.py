@@ -1,14 +1,12 @@
 """Packed rows are the examples that they hold: the same losses and gradients, in every model that takes them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
 
 import chats
 from hf_models import make_model
-from zeroshard.comm import LocalCommunicator
+from tiny_runs import built
 from zeroshard.data.examples.row_plan import rows_of_length
 from zeroshard.data.examples.store import Examples
 from zeroshard.data.prepare import prepare
@@ -16,7 +14,6 @@ from zeroshard.data.spec import DataSpec
 from zeroshard.errors import UserError
 from zeroshard.models import build_model
 from zeroshard.models.hugging_face import model as hugging_face
-from zeroshard.train.setup.build import build_run
 
 SEQ_LEN, VOCAB_SIZE = 48, 260
 SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": VOCAB_SIZE, "seq_len": SEQ_LEN}
@@ -75,12 +72,6 @@ def packed_config(tiny_config, tmp_path):
         return tiny_config(**values)
 
     return make
-
-
-def built(config):
-    run = build_run(config, LocalCommunicator(), torch.device("cpu"))
-    run.close()
-    return run
 
 
 def test_a_run_says_how_full_its_rows_are(packed_config):

@@ -1,7 +1,5 @@
 """Adapters in a checkpoint that may say anything are merged, or refused in a line."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

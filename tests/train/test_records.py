@@ -1,7 +1,5 @@
 """Records: always valid JSON, plain lines where nobody watches, and nothing invented."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

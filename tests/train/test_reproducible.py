@@ -1,7 +1,5 @@
 """`--reproducible`: a run has the same bits on any number of ranks, and goes on at another one."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -6,14 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tiny_runs import summary_of, train_on
+from tiny_runs import built, summary_of, train_on
 from zeroshard import checkpoint
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import UserError
 from zeroshard.lab.run_folders import read_run
 from zeroshard.models.presets import PRESETS
 from zeroshard.optim import learning_rate
-from zeroshard.train.setup.build import build_run
 from zeroshard.train.setup.resume import FREE, check_changes, schedule_of
 from zeroshard.train.start import run_training
 from zeroshard.train.state import saved_run
@@ -130,14 +129,8 @@ def test_auto_takes_the_newest_good_one_and_says_what_it_passed_over(tiny_config
     _damage(folder / "step-00000006")
     (folder / ".step-00000008.tmp").mkdir()
     capsys.readouterr()
-
-    def rank_main(comm):
-        run = build_run(config.model_copy(update={"resume": "auto", "lr": 2e-3}), comm, CPU)
-        first_step = run.first_step
-        run.close()
-        return first_step
-
-    assert run_threads(rank_main, 2) == [4, 4]
+    again = config.model_copy(update={"resume": "auto", "lr": 2e-3})
+    assert run_threads(lambda comm: built(again, comm).first_step, 2) == [4, 4]
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == f"resume: passed over {folder / 'step-00000008'}: it was never completed (no manifest.json)"
     assert lines[1].startswith(f"resume: passed over {folder / 'step-00000006'}: ")
@@ -156,7 +149,7 @@ def test_auto_starts_afresh_where_nothing_was_ever_completed_and_refuses_where_a
     run_training(config)
     _damage(folder / "step-00000002")
     with pytest.raises(UserError, match=r"^resume: every checkpoint in .* is damaged, the newest because .*; restore"):
-        build_run(config, LocalCommunicator(), CPU)
+        built(config)
 
 
 def test_the_manifest_has_configuration_versions_and_position(tiny_config):

@@ -1,7 +1,5 @@
 """A checkpoint that is written while training goes on holds the state of its own step, whatever the strategy."""
 
-from __future__ import annotations
-
 import math
 import re
 import threading

@@ -1,13 +1,11 @@
 """NaN, infinity or an overflow of float16 on one rank: no rank takes that step, and all go on equal."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tiny_runs import events_of
+from tiny_runs import built, events_of
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import ExitStatus
 from zeroshard.parallel import STRATEGIES
@@ -151,8 +149,7 @@ def test_a_skip_is_in_the_log_and_endless_overflow_ends_the_run(tiny_config, cap
 
 def test_other_dtypes_scale_nothing(tiny_config):
     for dtype in ("float32", "bfloat16"):
-        run = build_run(tiny_config(dtype=dtype, out=f"{tiny_config().out}-{dtype}"), LocalCommunicator(), CPU)
-        run.close()
+        run = built(tiny_config(dtype=dtype, out=f"{tiny_config().out}-{dtype}"))
         assert run.scaler is None
 
 

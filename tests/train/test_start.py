@@ -1,7 +1,5 @@
 """What a rank draws and holds while a run is built: what it keeps, one unit at a time, and nothing on resume."""
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 from pathlib import Path
@@ -10,14 +8,14 @@ import pytest
 import torch
 
 from live_bytes import LiveBytes
+from tiny_runs import built
 from zeroshard import checkpoint
 from zeroshard.checkpoint import api
-from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
+from zeroshard.comm import NullCommunicator, run_threads
 from zeroshard.inference.evaluation import local_score, score
 from zeroshard.inference.generate import load_for_text
 from zeroshard.models import InitialValues, build_model, decoder
 from zeroshard.train.config.command_settings import EvalConfig
-from zeroshard.train.setup.build import build_run
 from zeroshard.train.start import run_training
 from zeroshard.zero import STAGES, Zero, loaded_later
 
@@ -55,8 +53,7 @@ def _model(device="meta", vocab_size=61):
 @pytest.mark.parametrize("strategy", [*OURS, *TORCHS])
 def test_a_run_that_resumes_draws_nothing(tiny_config, drawn, process_group, strategy):
     def change(**changes):
-        run = build_run(tiny_config(strategy=strategy, **changes), LocalCommunicator(), CPU)
-        run.close()
+        run = built(tiny_config(strategy=strategy, **changes))
         return run.strategy
 
     first = change()

@@ -1,7 +1,5 @@
 """Ranks that want to stop for different reasons agree on one, by two sums."""
 
-from __future__ import annotations
-
 import pytest
 
 from zeroshard.errors import ExitStatus

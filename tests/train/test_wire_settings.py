@@ -1,7 +1,5 @@
 """Runs whose weights and gradients travel in wire formats: held to their plan, resumed, and refused where nonsense."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

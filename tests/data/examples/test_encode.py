@@ -1,7 +1,5 @@
 """Ids are those of `transformers`, and what counts is what the assistant writes."""
 
-from __future__ import annotations
-
 import pytest
 
 import chats

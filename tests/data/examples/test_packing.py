@@ -1,7 +1,5 @@
 """Rows that hold several examples: each example once, none beyond its row, positions and targets its own."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Examples in a folder: the same from the same rows, split by content, refused in a line."""
 
-from __future__ import annotations
-
 import gzip
 import json
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import random
 
 from zeroshard.lab.bench.report import Column, Report, Spread, interleaved, milliseconds, spread_of

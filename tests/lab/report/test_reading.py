@@ -1,7 +1,5 @@
 """What a report tells its reader: how many runs are behind a figure, what was not measured."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import shutil

@@ -1,7 +1,5 @@
 """`zeroshard report`: what is on the page, what is said of folders that are not whole, and what it costs."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """`zeroshard report RUNS --to TRACKER`: what a tracker gets of runs that it did not follow."""
 
-from __future__ import annotations
-
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType

@@ -1,7 +1,5 @@
 """The report of one run: its header, its curves over steps, and memory beside stage 0's."""
 
-from __future__ import annotations
-
 import json
 import re
 
