@@ -102,6 +102,23 @@ def set_values(module: nn.Module, seed: int = 0) -> None:
             param.copy_(torch.randn(param.shape, generator=torch.Generator().manual_seed(seed + index)) * 0.4)
 
 
+def matrices(net: nn.Module) -> list[nn.Parameter]:
+    return [param for param in net.parameters() if param.dim() == 2]
+
+
+def others(net: nn.Module) -> list[nn.Parameter]:
+    return [param for param in net.parameters() if param.dim() != 2]
+
+
+def muon_and_adamw(zero: Zero) -> list[Optimizer]:
+    """Muon for the matrices of a model, another for the rest."""
+    model = zero.model
+    return [
+        zero.optimizer(torch.optim.Muon, matrices(model), lr=1e-2),
+        zero.optimizer(torch.optim.AdamW, others(model), lr=1e-2),
+    ]
+
+
 def rows(rank: int, step: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     """[NUM_ROWS, WIDTH]"""
     generator = torch.Generator().manual_seed(1000 * step + rank)

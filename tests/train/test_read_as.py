@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from same_results import Saved
 from zeroshard.errors import UserError
 from zeroshard.models.adapters import adapted_name, adapters_of
 from zeroshard.train.state.read_as import MergedWeights
@@ -11,17 +12,10 @@ NAME = "block.weight"  # [out, in] = [4, 3]
 A, B = adapters_of(adapted_name(NAME))
 
 
-class Saved:
-    """A reader of tensors in memory."""
-
-    def __init__(self, tensors):
-        self._tensors = tensors
-
-    def kinds(self, name):
-        return {"param": tuple(self._tensors[name].shape)} if name in self._tensors else {}
-
-    def read(self, name, kind, interval):
-        return self._tensors[name].flatten()[slice(*interval)].clone()
+def reader_of(tensors):
+    reader = Saved([])
+    reader.full = {(name, "param"): tensor for name, tensor in tensors.items()}
+    return reader
 
 
 def saved(**changes):
@@ -37,7 +31,7 @@ def test_any_interval_is_that_of_the_merged_weight(interval, transposed):
         tensors[adapted_name(NAME)] = torch.ones(3, 4)
     product = tensors[B] @ tensors[A]
     whole = tensors[adapted_name(NAME)] + 0.5 * (product.t() if transposed else product)
-    reader = MergedWeights(Saved(tensors), 0.5, {NAME} if transposed else ())
+    reader = MergedWeights(reader_of(tensors), 0.5, {NAME} if transposed else ())
     torch.testing.assert_close(reader.read(NAME, "param", interval), whole.flatten()[slice(*interval)])
 
 
@@ -55,6 +49,6 @@ def test_any_interval_is_that_of_the_merged_weight(interval, transposed):
     ],
 )
 def test_adapters_that_do_not_fit_are_refused(changes, why):
-    reader = MergedWeights(Saved(saved(**changes)), 0.5)
+    reader = MergedWeights(reader_of(saved(**changes)), 0.5)
     with pytest.raises(UserError, match=f"block.*: .*{why}.*; take a checkpoint"):
         reader.read(NAME, "param", (0, 1))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from nets import Net, Turn, backward, one_process, rows, train
+from nets import Net, Turn, backward, muon_and_adamw, one_process, rows, train
 from zeroshard.comm import NullCommunicator, labelled, run_threads
 from zeroshard.zero import STAGES, FlatLayout, RankGroups, ShardingStrategy, Zero
 from zeroshard.zero.buffers.flat_grads import FlatGrads
@@ -235,9 +235,7 @@ def test_muon_keeps_each_matrix_whole_on_one_rank_of_every_replica(stage):
     def go(comm, shard_size):
         net = Net()
         zero = Zero(net, stage, comm=comm, shard_size=shard_size)
-        matrices = [param for param in net.parameters() if param.dim() == 2]
-        muon = zero.optimizer(torch.optim.Muon, matrices, lr=0.02)
-        adamw = zero.optimizer(torch.optim.AdamW, [param for param in net.parameters() if param.dim() != 2], lr=0.01)
+        muon, adamw = muon_and_adamw(zero)
         for step in range(3):
             backward(Turn(net, 0, step))  # every rank's rows are rank 0's: sums are exact in any order
             muon.step()

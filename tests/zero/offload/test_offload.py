@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from nets import WIDTH, Net, rows
+from nets import WIDTH, Net, muon_and_adamw, rows
 from zero.offload.executors import EXECUTORS, AtOnce, Late
 from zeroshard.comm import run_threads
 from zeroshard.zero import STAGES, MixedPrecision, Offload, Zero
@@ -212,12 +212,6 @@ def _two(zero, net):
     return [adam, zero.optimizer(torch.optim.SGD, last, lr=0.1, momentum=0.9)]
 
 
-def _muon(zero, net):
-    matrices = [param for param in net.parameters() if param.ndim == 2]
-    rest = [param for param in net.parameters() if param.ndim != 2]
-    return [zero.optimizer(torch.optim.Muon, matrices, lr=1e-2), zero.optimizer(torch.optim.AdamW, rest, lr=1e-2)]
-
-
 def _adafactor(zero, net):
     return [zero.optimizer(torch.optim.Adafactor, lr=1e-2)]
 
@@ -236,7 +230,7 @@ MEETS = {
     "frozen weights": (_partly_frozen, _goes_on, _adamw, {}),
     "weights that are trained later": (_partly_frozen, _thaws, _adamw, {"precision": MixedPrecision(torch.bfloat16)}),
     "two optimizers": (Net, _goes_on, _two, {}),
-    "whole tensors": (Net, _goes_on, _muon, {}),
+    "whole tensors": (Net, _goes_on, lambda zero, net: muon_and_adamw(zero), {}),
     "whole tensors of Adafactor": (Net, _goes_on, _adafactor, {}),
     "a class from elsewhere": (Net, _goes_on, _own, {}),
     "an optimizer made without the engine": (Net, _goes_on, _adopted, {}),

@@ -8,11 +8,11 @@ import torch
 from torch import nn, optim
 
 import zeroshard
+from same_results import Saved
 from zeroshard import Zero
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import UserError
 from zeroshard.parallel import Setup, build_strategy
-from zeroshard.zero import NamedShard
 
 OPTIMIZERS = {
     "SGD": (optim.SGD, {"lr": 0.1}),
@@ -96,22 +96,6 @@ def test_a_checkpoint_of_another_optimizer_is_refused_before_anything_changes(sa
     assert "another optimizer; load" in results[0]
 
 
-class _Reader:
-    """A checkpoint in memory, of one rank."""
-
-    def __init__(self, shards: list[NamedShard]) -> None:
-        self.found = {(shard.name, shard.kind): (shard.shape, shard.tensor.clone()) for shard in shards}
-
-    def kinds(self, name):
-        return {kind: shape for (of, kind), (shape, _) in self.found.items() if of == name}
-
-    def read(self, name, kind, interval):
-        return self.found[name, kind][1][slice(*interval)].clone()
-
-    def put(self, name, kind, tensor):
-        self.found[name, kind] = (tuple(tensor.shape), tensor.reshape(-1))
-
-
 def _strategy(name, optimizer="AdamW fused"):
     cls, kwargs = OPTIMIZERS[optimizer]
     setup = Setup(_net(), [], LocalCommunicator(), cls, lambda net: [{"params": list(net.parameters())}], kwargs)
@@ -126,7 +110,7 @@ def trained(request):
         strategy.optimizer.zero_grad()
         strategy.model(_rows(step)).square().mean().backward()
         strategy.optimizer.step()
-    return request.param, _Reader(list(strategy.named_shards()))
+    return request.param, Saved([list(strategy.named_shards())])
 
 
 WRONG = {
@@ -148,7 +132,7 @@ WRONG = {
 def test_a_state_of_another_shape_or_dtype_is_refused_before_anything_changes(trained, wrong):
     name, reader = trained
     kind, tensor = WRONG[wrong]
-    reader.put("0.weight", kind, tensor)
+    reader.full["0.weight", kind] = tensor
     strategy = _strategy(name)
     before = copy.deepcopy(strategy.state_dict())
     with pytest.raises(UserError, match=f"^0.weight: .*{kind}.*; load"):
@@ -160,7 +144,7 @@ def test_a_state_of_another_shape_or_dtype_is_refused_before_anything_changes(tr
 @pytest.mark.parametrize("kind", ["exp_avg", "exp_avg_sq", "step"])
 def test_a_parameter_with_some_of_its_states_is_refused(trained, kind):
     name, reader = trained
-    del reader.found["2.bias", kind]
+    del reader.full["2.bias", kind]
     with pytest.raises(UserError, match=r"^2.bias: AdamW keeps exp_avg, exp_avg_sq and step, and saved are "):
         _strategy(name).load_named_shards(reader)
 
@@ -169,7 +153,7 @@ def test_a_parameter_without_states_begins_without_them(trained):
     """A parameter that had no gradient has none."""
     name, reader = trained
     for kind in ("exp_avg", "exp_avg_sq", "step"):
-        del reader.found["2.bias", kind]
+        del reader.full["2.bias", kind]
     strategy = _strategy(name)
     strategy.load_named_shards(reader)
     assert {shard.kind for shard in strategy.named_shards() if shard.name == "2.bias"} == {"param"}
@@ -177,14 +161,14 @@ def test_a_parameter_without_states_begins_without_them(trained):
 
 def test_states_of_another_floating_dtype_are_converted(trained):
     name, reader = trained
-    shape, values = reader.found["0.weight", "exp_avg"]
-    reader.put("0.weight", "exp_avg", values.double().view(shape))
-    reader.put("0.weight", "step", torch.tensor(2.0, dtype=torch.float16))
+    values = reader.full["0.weight", "exp_avg"]
+    reader.full["0.weight", "exp_avg"] = values.double()
+    reader.full["0.weight", "step"] = torch.tensor(2.0, dtype=torch.float16)
     strategy = _strategy(name)
     strategy.load_named_shards(reader)
-    loaded = _Reader(list(strategy.named_shards())).found
-    assert loaded["0.weight", "exp_avg"][1].equal(values)
-    assert loaded["0.weight", "step"][1].dtype == torch.float32
+    loaded = Saved([list(strategy.named_shards())]).full
+    assert loaded["0.weight", "exp_avg"].equal(values)
+    assert loaded["0.weight", "step"].dtype == torch.float32
 
 
 class CountsSteps(optim.Optimizer):
@@ -215,7 +199,7 @@ def test_a_class_may_begin_to_keep_a_state_later(num_steps):
 
     net, zero, optimizer = make()
     _steps(net, optimizer, zero.comm, range(num_steps))
-    reader = _Reader(list(zero.named_shards()))
+    reader = Saved([list(zero.named_shards())])
     again, loaded, other = make()
     loaded.load_named_shards(reader)
     assert all(type(other.state[piece]["count"]) is int for piece in loaded.pieces())

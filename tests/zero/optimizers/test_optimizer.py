@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from nets import Net, one_process, rows, set_values
+from nets import Net, matrices, one_process, others, rows, set_values
 from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
 from zeroshard.zero import STAGES, Zero
 from zeroshard.zero.core.optimizer import pieces_in
@@ -362,14 +362,6 @@ def build_net():
     net.last.weight = net.first.weight
     set_values(net)
     return net
-
-
-def matrices(net):
-    return [param for param in net.parameters() if param.dim() == 2]
-
-
-def others(net):
-    return [param for param in net.parameters() if param.dim() != 2]
 
 
 def two_optimizers(net, make, order=("Muon", "AdamW")):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from nets import Net, rows
+from nets import Net, muon_and_adamw, rows
 from zeroshard.comm import run_threads
 from zeroshard.zero import STAGES, MixedPrecision, Zero
 from zeroshard.zero.buffers.flat_layout import FlatLayout
@@ -33,11 +33,7 @@ class Odd(nn.Module):
 
 def _optimizers(zero, name):
     if name == "Muon":
-        params = list(zero.model.parameters())
-        return [
-            zero.optimizer(torch.optim.Muon, [p for p in params if p.dim() == 2], lr=1e-2),
-            zero.optimizer(torch.optim.AdamW, [p for p in params if p.dim() != 2], lr=1e-2),
-        ]
+        return muon_and_adamw(zero)
     return [zero.optimizer(getattr(torch.optim, name), lr=1e-2, **({"momentum": 0.9} if name == "SGD" else {}))]
 
 
