@@ -47,7 +47,8 @@ def messages(
     Args:
         buffers: the model's flat buffers, root first, laid out for the world size, or for the ``shard_size`` if there
             is one.
-        strategy, precision: the row of the stage table, and the dtype policy.
+        strategy: the row of the stage table.
+        precision: the dtype policy.
         flows: for each unit but the root, whether a backward goes through it; None: through all of them.
         settings: the other fields of `Settings`.
     """
