@@ -109,3 +109,28 @@ def test_micro_batches_in_the_middle_count_as_often_as_they_are_there():
     cluster = Cluster(2, 2, WITHIN, BETWEEN)
     step = _step([_compute(SECOND)], first=[_compute(SECOND)], middle=[_compute(SECOND)], num_middle=6)
     assert simulate(step, DEVICE, cluster).step_s == pytest.approx(8.0)
+
+
+def test_the_host_issues_operations_ahead_and_the_device_waits_only_for_what_is_not_issued():
+    """0.1 s an operation: ten small ones take the host a second, in which a long one before them covers them."""
+    gpu = replace(DEVICE, kernel_s=0.1)
+    small, alone = [Work(0, 0, "float32")] * 10, Cluster(1, 1, WITHIN, BETWEEN)
+    late = simulate(_step([_compute(*small), _compute(SECOND)]), gpu, alone)
+    assert late.step_s == pytest.approx(1.0 + 1.0)
+    assert late.bound_s["kernels"] == pytest.approx(1.0)
+    assert (late.num_operations, late.issue_s) == (11, pytest.approx(1.1))
+    ahead = simulate(_step([_compute(SECOND), _compute(*small)]), gpu, alone)
+    assert ahead.step_s == pytest.approx(1.1)
+    many = simulate(_step([], middle=[_compute(*small)], num_middle=100), gpu, alone)
+    assert (many.step_s, many.num_operations) == (pytest.approx(100.0), 1000)
+    assert simulate(_step([_compute(*small)]), replace(gpu, device_type="cpu"), alone).num_operations == 0
+
+
+def test_a_measured_gpu_s_attention_is_slower_at_narrower_heads_than_measured_and_lost_bytes_take_time():
+    shape, flops = (64, 2048, 2048, 128), 10**12
+    at_shape = operation_s(Work(flops, 0, "float32", attention=True, shape=shape), DEVICE)[0]
+    assert at_shape == pytest.approx(1.0)
+    narrow = Work(flops, 0, "float32", attention=True, shape=(64, 1024, 1024, 64))
+    assert operation_s(narrow, DEVICE)[0] == pytest.approx((2048 / 2348) / (0.88 * 1024 / 1324))
+    assert operation_s(Work(0, 10**9, "float32", lost_bytes=10**9), DEVICE)[0] == pytest.approx(2.0)
+    assert operation_s(Work(0, 10**9, "float32", lost_bytes=10**9), replace(DEVICE, matmul_share=0.5))[0] == 1.0

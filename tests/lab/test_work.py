@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zeroshard.lab.predict.work import work_of
+from zeroshard.lab.predict.work import STRIDED_SHARE, work_of, work_of_plain_loss
 
 
 class _Works(TorchDispatchMode):
@@ -53,3 +53,27 @@ def test_a_gelu_by_tanh_and_its_derivative_are_counted_by_elements_and_an_exact_
     works = _works(lambda: F.gelu(x, approximate="tanh").sum().backward())
     assert [work.num_gelus for work in works if work.num_gelus] == [24, 24]
     assert all(work.num_gelus == 0 for work in _works(lambda: F.gelu(x)))
+
+
+def _lost(call):
+    return [work.lost_bytes / work.num_bytes for work in _works(call) if not work.shape]
+
+
+def test_bytes_that_are_not_moved_in_memory_s_order_and_rows_that_are_read_twice_cost_more_on_a_gpu():
+    x, strided = torch.zeros(8, 4, 2048), 1 / STRIDED_SHARE - 1
+    assert _lost(lambda: torch.cat([x, x])) == [pytest.approx(strided)]
+    assert _lost(lambda: x.transpose(0, 1).contiguous()) == [pytest.approx(strided, rel=1e-3)]
+    assert _lost(lambda: x.sum((0, 1))) == [pytest.approx(strided, rel=1e-3)]
+    assert _lost(lambda: (x.clone(), x.sum(-1), x + x)) == [0, 0, 0]
+    assert _lost(lambda: x.log_softmax(-1)) == [pytest.approx(1 / 2)]
+    assert _lost(lambda: x[..., :1024].log_softmax(-1))[-1] == 0
+
+
+def test_a_plain_loss_moves_what_its_operations_move_beyond_the_fused_one():
+    rows, vocab = 64, 4096
+    hidden, weight = (torch.zeros(size, 8, dtype=torch.bfloat16, requires_grad=True) for size in (rows, vocab))
+    targets = torch.zeros(rows, dtype=torch.int64)
+    plain = _works(lambda: F.cross_entropy((hidden @ weight.t()).float(), targets).backward())
+    moved = sum(work.num_bytes + work.lost_bytes for work in plain if not work.shape)
+    fused, picked = 2 * 2 * rows * vocab, 2 * 4 * rows * vocab  # a target's log-softmax counts as if all were read
+    assert work_of_plain_loss(rows * vocab, 2).num_bytes == pytest.approx(moved - fused - picked, rel=0.01)

@@ -94,6 +94,11 @@ class Device:
     bus_bytes_per_s: float = 0.0
     conversions: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
+    @property
+    def is_measured_gpu(self) -> bool:
+        """Whether it is a GPU whose rates were measured, and so are no shares of a data sheet's."""
+        return self.device_type == "cuda" and self.matmul_share == 1.0 and not self.sustained
+
 
 def _sold(
     name: str,

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from zeroshard.errors import UserError
-from zeroshard.lab.bench import conversions, device, operation_cases, step
+from zeroshard.lab.bench import conversions, device, step, whole_step
 from zeroshard.lab.planner.run_plan import predicted_step
 from zeroshard.lab.predict.conversions import CONVERSIONS
 from zeroshard.lab.predict.hardware import Calibration, Device, Link, read_calibration
@@ -122,11 +122,11 @@ def test_a_step_says_how_much_longer_its_operations_take_than_alone():
     """A step of 1.25 times the operations' sum; then a step that is planned takes 1.25 times as long."""
     plain = Device("cpu", 1 << 30, {"float32": 1e11}, 1e10, "here", device_type="cpu", kernel_s=1e-5)
     alone = Calibration(plain, Link("none", 0.0, 1e9, "here", num_ranks=2))
-    shape = operation_cases.SHAPE
+    shape = whole_step.SHAPE
     model = step.make_model(shape, "meta")
     planned = predicted_step(model, STAGES[1], 2, shape.batch, shape.seq_len, alone).compute_s
-    slower = replace(plain, in_step=operation_cases.in_step(1.25 * planned, plain))
+    slower = replace(plain, in_step=whole_step.in_step(1.25 * planned, plain))
     assert slower.in_step == pytest.approx(1.25)
-    assert operation_cases.in_step(1.25 * planned, slower) == pytest.approx(1.25)
+    assert whole_step.in_step(1.25 * planned, slower) == pytest.approx(1.25)
     again = predicted_step(model, STAGES[1], 2, shape.batch, shape.seq_len, replace(alone, device=slower))
     assert again.compute_s == pytest.approx(1.25 * planned)

@@ -39,7 +39,7 @@ import torch.distributed as dist
 
 from zeroshard.comm import Communicator, Work, all_to_all
 from zeroshard.comm.registry import comm_entry
-from zeroshard.lab.bench import conversions, operation_cases
+from zeroshard.lab.bench import conversions, operation_cases, whole_step
 from zeroshard.lab.bench.ranks import chosen_device, close, communicator, on_ranks, slowest, synchronise
 from zeroshard.lab.bench.report import Column, Report, Row, Spread, environment, interleaved, spread_of
 from zeroshard.lab.bench.settings import DeviceBench
@@ -128,7 +128,7 @@ def measure(rank: int, device: torch.device, comms: list[str], num_rounds: int) 
     if device.type == "cpu":
         add("gelu", operation_cases.gelu())
         add("hook", operation_cases.with_engine())
-        add("step", operation_cases.whole_step())
+        add("step", whole_step.case())
     add("kernel", operation_cases.small_operations(device))
     for name, amount, call in conversions.cases(device):
         add(name, (amount, call))
@@ -253,7 +253,7 @@ def calibration_of(found: Mapping[str, Any], world: int, comm: str, device_type:
         if name in amounts:
             device = replace(device, **{f"{name}_bytes_per_s": rate(name)})
     if "step" in middle:
-        device = replace(device, in_step=operation_cases.in_step(middle["step"], device))
+        device = replace(device, in_step=whole_step.in_step(middle["step"], device))
     if world == 1 or not comm:
         return Calibration(device)
     return Calibration(device, _link_of(middle, world, comm, device))

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zeroshard.comm import NullCommunicator
-from zeroshard.lab.bench import step
-from zeroshard.lab.planner.run_plan import predicted_step
-from zeroshard.lab.predict.hardware import Calibration, Device, Link
-from zeroshard.zero import STAGES, Zero
+from zeroshard.lab.predict.rates import MEASURED_ATTENTION
+from zeroshard.zero import Zero
 
 
 def products(device: torch.device, dtype: torch.dtype) -> list[tuple[int, int, int]]:
@@ -36,7 +33,8 @@ def matmul(m: int, k: int, n: int, dtype: torch.dtype, device: torch.device) -> 
 
 def attention(dtype: torch.dtype, device: torch.device) -> tuple[float, Callable[[], object]]:
     """Causal attention, forward and backward, and its FLOPs."""
-    batch, heads, length, width = (4, 16, 2048, 128) if device.type == "cuda" else (4, 8, 256, 64)
+    heads, length, width = (16, *MEASURED_ATTENTION[2:]) if device.type == "cuda" else (8, 256, 64)
+    batch = 4
     q, k, v = (
         torch.randn(batch, heads, length, width, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
     )
@@ -135,29 +133,3 @@ def with_engine() -> tuple[float, Callable[[], object]]:
         return optimizer.zero_grad()
 
     return float(len(list(net.parameters()))), call
-
-
-# Of `whole_step`; not one of `step.SHAPES`: a size between ``small`` and ``deep``.
-SHAPE = step.Shape(n_embd=256, n_layer=3, n_head=4, vocab_size=2048, seq_len=128, batch=3)
-STAGE, WORLD = 1, 2
-
-
-def whole_step() -> tuple[float, Callable[[], object]]:
-    """The amount (one step) and a call that takes it: forward, backward, optimizer step."""
-    cpu = torch.device("cpu")
-    contestant = step.build(f"zero{STAGE}", SHAPE, {"": NullCommunicator(WORLD)}, cpu)
-    tokens, targets = step.batch(SHAPE, 0, cpu)
-    return 1.0, lambda: step.once(contestant, tokens, targets)
-
-
-def in_step(seconds: float, device: Device) -> float:
-    """The ratio of ``seconds`` (of `whole_step`) to the compute time predicted from operations timed alone.
-
-    A calibration repeats one operation on the same memory. In a step each operation runs once, after others have filled
-    the caches, with autograd, Python and the allocator in between; on small models these are a tenth of the step. The
-    step has the engine with its hooks and its optimizer, and moves nothing: collectives are measured separately.
-    """
-    alone = Calibration(replace(device, in_step=1.0), Link("none", 0.0, 1.0, "no bytes are moved", num_ranks=WORLD))
-    model = step.make_model(SHAPE, "meta")
-    timing = predicted_step(model, STAGES[STAGE], WORLD, SHAPE.batch, SHAPE.seq_len, alone)
-    return seconds / timing.compute_s

@@ -59,6 +59,15 @@ def _spread(row: Row) -> str:
     return f" (likely {least:,.0f} to {most:,.0f}: plans of four of five published runs were that close)"
 
 
+def _bottleneck(row: Row) -> str:
+    """The bottleneck of a row in a sentence; of a host that binds also how many operations it issues."""
+    if row.binds != "kernel launches" or not row.timing.num_operations:
+        return row.binds
+    timing = row.timing
+    each_us = timing.issue_s / timing.num_operations * 1e6
+    return f"the host, which issues {timing.num_operations:,} operations a step, each in {each_us:.0f} us"
+
+
 def reason(planner: Planner, rows: Sequence[Row], best: Row) -> str:
     """Why ``best`` is recommended: its predictions, why no lower stage is, and what would be faster."""
     world_size = planner.cluster.world_size
@@ -68,7 +77,7 @@ def reason(planner: Planner, rows: Sequence[Row], best: Row) -> str:
     sentences = [
         f"Take {describe(best, world_size)}{rule}: {best.tokens_per_s:,.0f} tokens/s{_spread(best)}, "
         f"{free:.1f} of {memory:.1f} GiB "
-        f"stay free, and the bottleneck is {best.binds}."
+        f"stay free, and the bottleneck is {_bottleneck(best)}."
     ]
     fitting = [row for row in rows if row.fits]
     if world_size == 1:

@@ -11,6 +11,8 @@ from zeroshard.lab.planner.advice import GIB, describe
 from zeroshard.lab.planner.plan_rows import Plan
 from zeroshard.lab.planner.price import Cost, count, dollars, duration
 
+RANGE = "4 of 5 runs between"
+
 
 @dataclass(frozen=True)
 class Offer:
@@ -96,7 +98,7 @@ class Comparison:
         best = self.best
         costs = [offer.cost for offer in self.offers if offer.cost is not None]
         priced, num_tokens = any(cost.dollars_per_h for cost in costs), max((c.num_tokens for c in costs), default=0)
-        titles = ["GPU", "fits", "take", "memory", "tokens/s", "4 of 5 runs between"]
+        titles = ["GPU", "fits", "take", "memory", "tokens/s", RANGE]
         titles += ["$/h", "$ for 1B tokens"] * priced + [f"{count(num_tokens)} tokens"] * bool(num_tokens)
         titles += ["$ for them"] * (priced and bool(num_tokens))
         rows = [self._cells(o) if isinstance(o, Offer) else [o.name, "not planned"] for o in self.answers]

@@ -16,6 +16,7 @@ from zeroshard.lab.predict.timeline import Timing
 from zeroshard.lab.predict.traffic import OnLink, bytes_by_op
 from zeroshard.lab.predict.workload import Workload
 
+HOST_BINDS = 0.95  # share of a step's time from which on the host that issues its operations is the bottleneck
 Binds = Literal[
     "memory", "communication", "matrix products", "memory bandwidth", "kernel launches", "quantising", "host updates"
 ]
@@ -212,9 +213,14 @@ def _link_dict(link: Link) -> dict[str, Any]:
 
 
 def bottleneck(timing: Timing, *, fits: bool) -> Binds:
-    """The bottleneck of a row: memory if it does not fit, otherwise what takes the largest part of a step's time."""
+    """The bottleneck of a row: memory if it does not fit, otherwise what takes the largest part of a step's time.
+
+    A host that needs as long as the step is the bottleneck, whatever the device does meanwhile.
+    """
     if not fits:
         return "memory"
+    if timing.issue_s >= HOST_BINDS * timing.step_s > 0:
+        return "kernel launches"
     limits: dict[Binds, float] = {
         "communication": timing.exposed_s,
         "matrix products": timing.bound_s.get("flops", 0.0),

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
+import torch
 from torch import nn
 
 from zeroshard.lab.planner.plan_rows import Offloaded, Row, bottleneck
 from zeroshard.lab.planner.request import HEADROOM, Given, Request
-from zeroshard.lab.predict.actions import Accumulate, Settings, Step
+from zeroshard.lab.predict.actions import Accumulate, Compute, Settings, Step
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.float8 import in_float8
@@ -31,6 +32,7 @@ from zeroshard.lab.predict.rates import SPREAD_UNCALIBRATED, Software, spread
 from zeroshard.lab.predict.step import step_of
 from zeroshard.lab.predict.timeline import simulate
 from zeroshard.lab.predict.traffic import bytes_by_link
+from zeroshard.lab.predict.work import work_of_plain_loss
 from zeroshard.lab.predict.workload import Workload
 from zeroshard.zero import STAGES, LocalSteps, Offload, ShardingStrategy
 from zeroshard.zero.core.strategy import SHARD
@@ -219,11 +221,14 @@ class Planner:
         workload = self.workload
         state, whole_state = workload.states
         settings = self._settings(strategy, micro_batch, num_shards, alone=alone)
-        trace = workload.trace(micro_batch, self.device.device_type)
+        compiled = self.software.impl == "compile"
+        trace = workload.trace(micro_batch, self.device.device_type, compiled=compiled)
         buffers = workload.buffers(
             num_shards, replicated=num_shards < self.cluster.world_size, reproducible=self.reproducible
         )
         step = step_of(trace, buffers, state, settings, whole_state)
+        if self.software.loss == "plain" and self.device.is_measured_gpu and workload.kernels != "reference":
+            step = _with_plain_loss(step, micro_batch * workload.seq_len * workload.vocab_size, workload.dtype)
         return in_float8(step, workload.vocab_size) if self.fp8 else step
 
     def _settings(
@@ -263,6 +268,13 @@ class Planner:
                 found.append(size)
             size *= 4
         return found
+
+
+def _with_plain_loss(step: Step, num_logits: int, dtype: str) -> Step:
+    """The step with torch's operations for a loss that is traced by chunks; rates of data sheets are fitted without."""
+    more = Compute((work_of_plain_loss(num_logits, getattr(torch, dtype).itemsize),))
+    parts = {name: [more, *getattr(step, name)] for name in ("first", "middle", "last") if getattr(step, name)}
+    return replace(step, **parts)
 
 
 _OWN = ("workload", "device", "global_batch", "node_copy", "offload")

@@ -8,6 +8,7 @@ from typing import Any
 
 from zeroshard.errors import UserError, shown
 
+BILLION = 1e9
 MOST_PER_H = 1e6
 
 
@@ -17,21 +18,23 @@ def parse_prices(text: str, num_kinds: int) -> list[float]:
     Raises:
         UserError: a price has no ``/h``, is 0 or above `MOST_PER_H`, or the number of prices does not match.
     """
-    prices = [] if text else [0.0]
-    for part in map(str.strip, text.split(",") if text else ()):
-        match = re.fullmatch(r"\$?(\d+(?:\.\d+)?)/h", part)
-        if match is None:
-            raise UserError("price", f"{shown(part, 40)} is no price", "write dollars an hour of one GPU, as 2.5/h")
-        if not 0 < float(match[1]) <= MOST_PER_H:
-            todo = f"give more than 0 and at most {MOST_PER_H:g}/h"
-            raise UserError("price", f"{shown(part, 40)} is no price of a GPU", todo)
-        prices.append(float(match[1]))
+    prices = [_price(part.strip()) for part in text.split(",")] if text else [0.0]
     if len(prices) == 1:
         return prices * num_kinds
     if len(prices) != num_kinds:
         what = f"{len(prices)} prices for {num_kinds} GPUs"
         raise UserError("price", what, "give one for each of --gpu, or one for all")
     return prices
+
+
+def _price(text: str) -> float:
+    match = re.fullmatch(r"\$?(\d+(?:\.\d+)?)/h", text)
+    if match is None:
+        raise UserError("price", f"{shown(text, 40)} is no price", "write dollars an hour of one GPU, as 2.5/h")
+    if not 0 < float(match[1]) <= MOST_PER_H:
+        todo = f"give more than 0 and at most {MOST_PER_H:g}/h"
+        raise UserError("price", f"{shown(text, 40)} is no price of a GPU", todo)
+    return float(match[1])
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Cost:
     @property
     def dollars_per_billion(self) -> float:
         """Dollars for 10^9 tokens."""
-        return 1e9 / self.tokens_per_s / 3600 * self.num_gpus * self.dollars_per_h
+        return BILLION / self.tokens_per_s / 3600 * self.num_gpus * self.dollars_per_h
 
     def as_dict(self) -> dict[str, Any]:
         """The cost as a dict, for JSON; a value that was not asked for is None."""

@@ -30,9 +30,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zeroshard.errors import UserError
 from zeroshard.kernels.launch import traced
 from zeroshard.kernels.linear_cross_entropy import all_logits
+from zeroshard.lab.predict.fusion import Operation, Region, fused, operation
 from zeroshard.lab.predict.model_spans import ROOT, Event, EventName, Span, Trace, repeat_blocks
 from zeroshard.lab.predict.on_meta import fuse_dropout, on_meta, serves
 from zeroshard.lab.predict.recorder import StorageEvents
+from zeroshard.lab.predict.scratch import scratch_bytes
 from zeroshard.lab.predict.work import Work, bytes_read, dtype_name, work_of, work_of_projected_loss
 from zeroshard.models import LanguageModel, build_model
 from zeroshard.models.adapters import Lora, is_adapter
@@ -43,6 +45,8 @@ from zeroshard.zero import MixedPrecision
 from zeroshard.zero.buffers.partition import UnitSpec, partition
 from zeroshard.zero.runtime.forwards import ForwardRun
 from zeroshard.zero.runtime.module_hooks import ModuleHooks
+
+SCRATCH = -1  # stands for a storage that an operation allocates and frees
 
 Inputs = Callable[[int], tuple[Any, ...]]  # from a number of rows to the model's arguments for them, on any device
 
@@ -64,8 +68,9 @@ def trace_language_model(
         micro_batch: rows of the micro-batch.
         seq_len: tokens in a row.
         precision: the dtype policy.
-        device_type: ``"cpu"``, ``"cuda"`` for the kernels that a GPU would run, or ``"eager"`` for PyTorch's own
-            operations on a GPU, which keep all logits in memory.
+        device_type: ``"cpu"``, ``"cuda"`` for the kernels that a GPU would run, ``"compiled"`` for these with blocks
+            compiled by torch.compile, or ``"eager"`` for PyTorch's own operations on a GPU, which keep all logits in
+            memory.
         autocast: the dtype that `torch.autocast` casts to in forward; None: it is not used.
         blocks_alone: whether embedding and head stay in the root unit; False: the model's own ``units``.
     """
@@ -192,11 +197,13 @@ def _trace(
         if device_type != "cpu" and isinstance(fake, LanguageModel):
             fuse_dropout(fake)
         root, specs = partition(fake, chosen)
-        log = _Log([root, *specs])
+        compiled = list(fake.blocks) if device_type == "compiled" and isinstance(fake, LanguageModel) else []
+        log = _Log([root, *specs], compiled, on_gpu=device_type != "cpu")
         given = inputs(micro_batch)
         if precision.param_dtype is not None and precision.cast_forward_inputs:
             given = tree_map(lambda x: _cast(x, precision.param_dtype), given)
         recorder = StorageEvents(log.storage_changed, log.ran)
+        log.number_of = recorder.number_of
         arguments = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
         recorder.ignore([*fake.parameters(), *fake.buffers(), *arguments])
         with _kernels_of(device_type, log), recorder:
@@ -255,7 +262,7 @@ def _kernels_of(device_type: str, log: _Log) -> Generator[None]:
     if device_type == "cpu":
         yield
         return
-    with traced(log.launched) if device_type == "cuda" else all_logits():
+    with all_logits() if device_type == "eager" else traced(log.launched):
         yield
 
 
@@ -274,8 +281,12 @@ class _Unit:
 class _Log:
     """The hooks' listener in the engine's place: records events, allocations and operations in order."""
 
-    def __init__(self, specs: Sequence[UnitSpec]) -> None:
-        self._entries: list[Event | Work | tuple[int, int]] = [Event("start")]
+    def __init__(self, specs: Sequence[UnitSpec], compiled: Sequence[nn.Module] = (), *, on_gpu: bool = False) -> None:
+        self._entries: list[Event | Work | Operation | tuple[int, int]] = [Event("start")]
+        self._compiled, self._on_gpu = set(compiled), on_gpu
+        self._regions: list[Region] = []
+        self._region: list[Operation] | None = None
+        self.number_of: Callable[[Tensor], int] = lambda tensor: 0
         self._places: dict[int, int] = {}  # each unit's place in the order of first calls
         self._units = [_Unit(spec, index) for index, spec in enumerate(specs)]
         self._pass: object | None = None
@@ -300,8 +311,18 @@ class _Log:
 
     def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         work = work_of(func, args, kwargs, result)
-        if work is not None:
+        if work is None:
+            return
+        if self._on_gpu and self._region is None:
+            num_bytes = scratch_bytes(work, func, args)
+            self._entries += [(SCRATCH, num_bytes), (SCRATCH, -num_bytes)] if num_bytes else []
+        if not self._compiled:
             self._entries.append(work)
+            return
+        found = operation(work, func, args, kwargs, result, self.number_of)
+        self._entries.append(found)
+        if self._region is not None:
+            self._region.append(found)
 
     def launched(self, name: str, args: tuple[Any, ...]) -> None:
         """Record one of our kernels: it reads and writes each of its tensors once, except for the projected loss."""
@@ -353,28 +374,38 @@ class _Log:
         return take
 
     def _event(self, name: EventName, unit: _Unit, **details: Any) -> None:
+        self._enter_or_leave_region(name, unit)
         place = ROOT
         if unit.index:
             place = self._places.setdefault(unit.index, len(self._places))
         self._entries.append(Event(name, place, **details))
 
+    def _enter_or_leave_region(self, name: EventName, unit: _Unit) -> None:
+        """Begin a region of `zeroshard.lab.predict.fusion` where a compiled block's forward or backward begins."""
+        if name in ("pre_forward", "recompute", "pre_backward"):
+            self._region = [] if unit.module in self._compiled else None
+            if self._region is not None:
+                self._regions.append(Region(self._region, backward=name == "pre_backward"))
+        elif name == "post_forward":
+            self._region = None
+
     # -- the result -------------------------------------------------------------------------------------------
 
     def spans(self) -> Generator[Span]:
         """The entries as spans."""
+        entries = self._with_kernels()
         begins = next(
-            (i for i, e in enumerate(self._entries) if isinstance(e, Event) and e.name == "pre_backward"),
-            len(self._entries),
+            (i for i, e in enumerate(entries) if isinstance(e, Event) and e.name == "pre_backward"), len(entries)
         )
         kept: set[int] = set()
-        for entry in self._entries[:begins]:
+        for entry in entries[:begins]:
             if isinstance(entry, tuple) and entry[1] > 0:
                 kept.add(entry[0])
             elif isinstance(entry, tuple):
                 kept.discard(entry[0])
         current: list[Work | tuple[int, int]] = []
         event: Event | None = None
-        for entry in self._entries:
+        for entry in entries:
             if isinstance(entry, Event):
                 if event is not None:
                     yield _span(event, current, kept)
@@ -383,6 +414,16 @@ class _Log:
                 current.append(entry)
         assert event is not None
         yield _span(event, current, kept)
+
+    def _with_kernels(self) -> list[Event | Work | tuple[int, int]]:
+        """The entries, with the kernels of compiled blocks in the place of their operations."""
+        kernels = fused([entry for entry in self._entries if isinstance(entry, Operation)], self._regions)
+        found: list[Event | Work | tuple[int, int]] = []
+        for entry in self._entries:
+            told = kernels.get(entry, entry.work) if isinstance(entry, Operation) else entry
+            if told is not None:
+                found.append(told)
+        return found
 
 
 def _span(event: Event, entries: Sequence[Work | tuple[int, int]], kept: set[int]) -> Span:

@@ -43,6 +43,9 @@ K_PARTS = (1, 2, 4, 8)
 K_START = 128  # steps of k that the start and the end of a tile take
 WIDTHS = {32: (0.65, 0.72), 64: (0.81, 0.90), 128: (1.0, 1.0), 256: (0.81, 0.81)}  # head width: forward, backward
 ATTENTION_HALF = 300  # tokens at which causal attention reaches half of its rate on long sequences
+# The same for cuDNN's kernels, which PyTorch 2.11 takes on an H100: from traced steps of GPT-2 124M and Qwen2.5-0.5B.
+WIDTHS_CUDNN = {**WIDTHS, 64: (0.88, 0.58)}
+MEASURED_ATTENTION = (64, 2048, 2048, 128)  # the shape that `zeroshard bench device` measures on a GPU
 
 
 @dataclass(frozen=True)
@@ -160,9 +163,11 @@ def _tiled_s(shape: tuple[int, ...], core_flops_per_s: float, num_cores: int) ->
     return best
 
 
-def attention_share(shape: tuple[int, ...], *, backward: bool = False) -> float:
+def attention_share(
+    shape: tuple[int, ...], *, backward: bool = False, widths: Mapping[int, tuple[float, float]] = WIDTHS
+) -> float:
     """Share that this shape reaches of the rate at a head width of 128 on infinitely long sequences."""
     _, queries, keys, width = shape
-    padded = next((each for each in WIDTHS if width <= each), max(WIDTHS))
+    padded = next((each for each in widths if width <= each), max(widths))
     tokens = max(min(queries, keys), 1)
-    return WIDTHS[padded][backward] * min(width / padded, 1.0) * tokens / (tokens + ATTENTION_HALF)
+    return widths[padded][backward] * min(width / padded, 1.0) * tokens / (tokens + ATTENTION_HALF)

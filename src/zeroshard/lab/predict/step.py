@@ -104,10 +104,8 @@ class _Ledger:
 
         ``resident``: these bytes by category; gradients are left out, because the engine's recording allocates them.
         ``other_bytes``: further ones, of no category.
-        ``on_cpu``: count the time in which Python takes a gradient from autograd as computation. On a GPU it costs
-        nothing, because the host runs ahead of the device.
+        ``on_cpu``: whether memory of the host is that of the device.
         """
-        self._on_cpu = on_cpu
         self._bytes = dict.fromkeys(CATEGORIES, 0)
         kept = ("params", "master", "optimizer")
         # of a CPU the memory of the host is that of the device
@@ -140,7 +138,7 @@ class _Ledger:
             self._live += span.kept + span.temporary
             if span.work:
                 actions.append(Compute(span.work))
-            if self._on_cpu and event.name == "grad":
+            if event.name == "grad":  # Python takes it from autograd; on a GPU this is time of its host
                 actions.append(Compute((_HOOK,)))
         return actions
 

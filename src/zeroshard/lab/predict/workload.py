@@ -113,9 +113,14 @@ class Workload:
         itemsize = getattr(torch, self.dtype).itemsize
         return micro_batch * self.seq_len * config.n_embd * itemsize * config.n_layer
 
-    def trace(self, micro_batch: int, device_type: str = "cpu") -> Trace:
-        """The trace of one micro-batch."""
+    def trace(self, micro_batch: int, device_type: str = "cpu", *, compiled: bool = False) -> Trace:
+        """The trace of one micro-batch; ``compiled``: torch.compile compiles the blocks.
+
+        Our models with kernels of their own in their blocks are planned with these: what they fuse is much the same.
+        """
         as_on = "eager" if self.kernels == "reference" and device_type == "cuda" else device_type
+        if compiled and as_on == "cuda" and isinstance(self.model, LanguageModel) and not self.model.has_fused_blocks:
+            as_on = "compiled"
         key = (micro_batch, as_on)
         if key not in self._traces:
             model, precision = self.model, self.precision
