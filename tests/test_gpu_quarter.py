@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import statistics
 import sys
 from pathlib import Path
 
@@ -56,16 +57,33 @@ def test_every_comparison_of_a_rehearsal_holds(rehearsal):
     assert operations <= {record["case"].split()[0] for record in compared}
 
 
-def test_a_cpu_plans_for_the_sizes_that_a_gpu_measured(tmp_path):
-    case = {"row": "memory", "model": "gpt2-124m", "checkpointing": "none", "stage": 1, "world": 8, "rows": 8}
-    measured = {**case, "peak_bytes": 3490512896}  # on an H100
+def test_plans_are_near_what_a_gpu_measured(tmp_path):
+    """Peaks within 3 % and steps within 10 %, planned anew on this CPU for each committed case."""
+    sys.path.insert(0, str(GPU))
+    try:
+        from page import Found
+    finally:
+        sys.path.remove(str(GPU))
     results = tmp_path / "results.jsonl"
-    records = {"row": "machine", "environment": {}, "toy": False}, measured
-    results.write_text("".join(json.dumps(record) + "\n" for record in records))
+    results.write_text(max((GPU / "results").glob("*.jsonl")).read_text())
     command = [sys.executable, GPU / "page.py", "--results", results, "--plan"]
     forked.run(list(map(str, command)), check=True)
-    planned = _records(results)[-1]["planned_bytes"]
-    assert 0.97 < measured["peak_bytes"] / planned < 1.03
+    records, keys = Found(_records(results)).records, ("model", "checkpointing", "stage", "world", "rows")
+    memory = [record for record in records if record["row"] == "memory"]
+    peaks = {tuple(r[key] for key in keys): r["peak_bytes"] for r in memory if "peak_bytes" in r}
+    planned = {tuple(r[key] for key in keys): r["planned_bytes"] for r in memory if "planned_bytes" in r}
+    assert len(planned) == len(peaks) >= 24
+    assert {case: peaks[case] / planned[case] for case in peaks if abs(peaks[case] / planned[case] - 1) > 0.03} == {}
+    # What tensors ask for is what was planned; blocks that the allocator does not split are the rest of a peak. With a
+    # world of one, the first case also makes workspaces of cuBLAS.
+    asked = {tuple(r[key] for key in keys): r["requested_bytes"] for r in memory if "requested_bytes" in r}
+    near = [abs(asked[case] / planned[case] - 1) < 1e-4 for case in asked if case[3] > 1]
+    assert (all(near), len(near)) == (True, 16)
+    steps = {r["case"]: r["planned_s"] for r in records if "planned_s" in r}
+    assert len(steps) == 4
+    for case, step_s in steps.items():
+        measured = statistics.median(r["step_s"] for r in records if r.get("case") == case and "step_s" in r)
+        assert 0.9 <= step_s / measured <= 1.1, case
 
 
 def test_peaks_are_the_planned_ones_and_the_page_shows_what_was_measured(rehearsal, tmp_path):

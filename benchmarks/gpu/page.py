@@ -1,6 +1,6 @@
 """docs/gpu.md and the README's table, from the results that quarter.py left; nothing in them is typed.
 
-    python benchmarks/gpu/page.py --plan        # adds what the planner says to the results; a minute of CPU time
+    python benchmarks/gpu/page.py --plan        # puts what the planner says into the results; a minute of CPU time
     python benchmarks/gpu/page.py               # writes docs/gpu.md, and the README between its two marks
     python benchmarks/gpu/page.py --check       # writes nothing; exit status 3 where either is not what it would be
 
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meanings import CONTESTANTS, KERNELS, LLMQ, MEANS, SPELLED
 from quarter import ROWS, read
 
 from zeroshard.profiling.flops import peak_bf16_flops_per_s
@@ -98,6 +99,13 @@ def same(row: str) -> Callable[[Found], str | None]:
     return text
 
 
+def ms(seconds: float) -> str:
+    """Milliseconds to two digits: ``0.047 ms``, ``2.2 ms``, ``44.6 ms``."""
+    value = seconds * 1e3
+    digits = 1 if value >= 1 else 2 if value >= 0.1 else 3
+    return f"{value:.{digits}f} ms"
+
+
 def speed(row: str, case: str, to: str = "") -> Callable[[Found], str | None]:
     """Tokens a second, MFU, and the step's time over that of the case ``to``."""
 
@@ -110,7 +118,7 @@ def speed(row: str, case: str, to: str = "") -> Callable[[Found], str | None]:
         peak = peak_bf16_flops_per_s(found.environment.get("gpu") or "")
         mfu = f", MFU {tokens_per_s * record['flops_per_token'] / peak:.1%}" if peak else ""
         other = found.median(row, "step_s", case=to)
-        ratio = f", {step_s / other:.3f} of the time of {to.split(',')[0]}" if other else ""
+        ratio = f", {step_s / other:.2f} of the plain loop's time" if other else ""
         return f"{tokens_per_s:,.0f} tokens/s{mfu}{ratio}"
 
     return text
@@ -122,17 +130,17 @@ def kernel(row: str, case: str, mode: str) -> Callable[[Found], str | None]:
     def text(found: Found) -> str | None:
         parts = []
         for record in found.of(row, case=case, mode=mode):
-            who = {"triton": "ours"}.get(record["contestant"], record["contestant"])
+            who = CONTESTANTS.get(record["contestant"], record["contestant"])
             peak = f", {record['peak_bytes'] / 2**30:.2f} GiB" if row == "loss" and record["peak_bytes"] else ""
             rate = f", {record['bytes_per_s'] / 1e9:,.0f} GB/s" if row == "norms" else ""
-            parts.append(f"{who} {record['seconds'] * 1e3:.3f} ms{rate}{peak}")
+            parts.append(f"{who} {ms(record['seconds'])}{rate}{peak}")
         return "; ".join(parts) or None
 
     return text
 
 
 def update(numel: int) -> Callable[[Found], str | None]:
-    """Both updates' times, and what ours saves of a step of 524,288 tokens."""
+    """Both updates' times."""
     return beside_torch(numel, "ours", "torch fused")
 
 
@@ -143,9 +151,7 @@ def beside_torch(numel: int, our_case: str, their_case: str) -> Callable[[Found]
         ours, theirs = (found.median("adamw", "seconds", case=case, numel=numel) for case in (our_case, their_case))
         if ours is None or theirs is None:
             return None
-        step_s = found.median("gpt2-124m", "step_s", case="zero1, compile")
-        share = f"; saved of a step: {(theirs - ours) / step_s:.2%}" if step_s and numel < 1e9 else ""
-        return f"ours {ours * 1e3:.3f} ms, torch's {theirs * 1e3:.3f} ms{share}"
+        return f"ours {ms(ours)}, torch's {ms(theirs)}"
 
     return text
 
@@ -167,12 +173,12 @@ def traced(stage: int) -> Callable[[Found], str | None]:
     def text(found: Found) -> str | None:
         for record in found.of("overlap", case=f"zero{stage}"):
             if record.get("idle_share") is not None:
+                waits = "once" if record["num_host_waits"] == 1 else f"{record['num_host_waits']} times"
                 beside = record["copies_s"] / record["none_s"]
-                theirs = f"; FSDP2's step {record['fsdp2_s'] * 1e3:.1f} ms" if "fsdp2_s" in record else ""
+                theirs = f"; FSDP2's {ms(record['fsdp2_s'])}" if "fsdp2_s" in record else ""
                 return (
-                    f"compute stream idle {record['idle_share']:.1%}; {record['num_host_waits']} host waits, "
-                    f"{record['num_reads']} reads; step without collectives {record['none_s'] * 1e3:.1f} ms, with "
-                    f"{beside:.3f} of it{theirs}"
+                    f"{ms(record['none_s'])} without collectives, {beside:.2f} of it with them{theirs}; the GPU is "
+                    f"idle for {record['idle_share']:.0%}; the host waits for it {waits}"
                 )
         return None
 
@@ -186,8 +192,21 @@ def times(found: Found) -> str | None:
         if "planned_s" in record:
             measured = found.median(record["row"], "step_s", case=record["case"])
             if measured:
-                parts.append(f"{record['case']}: {record['planned_s'] / measured:.2f}")
+                parts.append(f"{SPELLED.get(record['case'], record['case'])}: {record['planned_s'] / measured:.2f}")
     return "; ".join(parts) or None
+
+
+def kernels(case: str) -> Callable[[Found], str | None]:
+    """How long the GPU works on one micro-batch and an update, and how long its host takes to issue them."""
+
+    def text(found: Found) -> str | None:
+        for record in found.of("breakdown", case=case):
+            if record.get("by_kind"):
+                host, step = ms(record["queued_1_s"]), ms(record["step_1_s"])
+                return f"kernels {record['kernels_ms']:.1f} ms, host {host}, step {step}"
+        return None
+
+    return text
 
 
 NORM, LOSS = "rms_norm 4096 x {} bfloat16", "linear_cross_entropy 8192 x {} bfloat16"
@@ -198,34 +217,37 @@ LINES = (
          readme=True),
     Line("gpt2-124m", "GPT-2 124M, plain loop, compiled blocks", "nanoGPT 324 TFLOP/s: 32.8 %; llm.c: 40.2 %",
          speed("gpt2-124m", "plain, compile"), readme=True),
-    Line("gpt2-124m", "the same under stage 1, a world of one", "1.00 of the plain loop",
+    Line("gpt2-124m", "the same under stage 1, on one GPU", "1.00 of the plain loop",
          speed("gpt2-124m", "zero1, compile", "plain, compile"), readme=True),
-    Line("gpt2-124m", "the same under FSDP2, a world of one", "",
+    Line("gpt2-124m", "the same under FSDP2, on one GPU", "",
          speed("gpt2-124m", "fsdp2, compile", "plain, compile"), readme=True),
     Line("gpt2-124m", "GPT-2 124M, plain loop, eager", "", speed("gpt2-124m", "plain, eager")),
     Line("gpt2-124m", "under stage 1, eager", "", speed("gpt2-124m", "zero1, eager", "plain, eager")),
     Line("gpt2-124m", "under FSDP2, eager", "", speed("gpt2-124m", "fsdp2, eager", "plain, eager")),
-    Line("gpt2-124m", "under stage 1 with our kernels, eager", "",
-         speed("gpt2-124m", "zero1 + kernels, eager", "plain, eager")),
+    Line("gpt2-124m", "under stage 1 with our kernels, eager", "", speed("gpt2-124m", KERNELS, "plain, eager")),
     *(Line("norms", f"RMSNorm, {mode}, 4096 x {width}, bf16", LIGER, kernel("norms", NORM.format(width), mode),
            readme=width == 8192) for width in (4096, 8192, 16384) for mode in ("forward", "backward")),
-    Line("adamw", "AdamW with clipping, 124 M", "under 3 % of a step: our kernel goes", update(124_000_000)),
+    Line("adamw", "AdamW with clipping, 124 M parameters", "", update(124_000_000)),
     Line("adamw", "AdamW with clipping, 1.5 B", "", update(1_558_000_000)),
     Line("adamw", "search for what a user wrote into bf16 weights, 1.5 B", "",
          beside_torch(1_558_000_000, "written, ours", "written, torch")),
-    Line("loss", "cross-entropy alone, 8192 x 131,072", "Liger 2.97 ms",
+    Line("loss", "cross-entropy alone, 8192 tokens x 131,072 words", "Liger 2.97 ms",
          kernel("loss", "cross_entropy 8192 x 131072 bfloat16", "both")),
-    Line("loss", "linear layer and loss, 8192 x 768 x 50,257", "", kernel("loss", LOSS.format("768 x 50257"), "both")),
-    Line("loss", "linear layer and loss, 8192 x 4096 x 131,072", "",
+    Line("loss", "linear layer and loss, 8192 tokens x 768 x 50,257", "",
+         kernel("loss", LOSS.format("768 x 50257"), "both")),
+    Line("loss", "linear layer and loss, 8192 tokens x 4096 x 131,072", "",
          kernel("loss", LOSS.format("4096 x 131072"), "both"), readme=True),
-    Line("memory", "peak memory of a rank of 1, 8, 64, 124M and 1.5B", "within 3 % of the plan", peaks, readme=True),
-    *(Line("overlap", f"a rank of 8 at stage {stage}, copies for collectives", "no wait in mid-step", traced(stage),
-           readme=stage == 3) for stage in (1, 2, 3)),
-    Line("qwen", "Qwen2.5-0.5B, transformers' code", "llmq 149,000 tokens/s", speed("qwen", "qwen2.5-0.5b"),
+    Line("memory", "peak memory of one rank of 1, 8 and 64, GPT-2 124M and 1.5B", "within 3 % of the plan", peaks,
          readme=True),
-    Line("qwen", "Qwen2.5-1.5B, transformers' code", "llmq 59,000 tokens/s", speed("qwen", "qwen2.5-1.5b"),
-         readme=True),
+    *(Line("overlap", f"step of one rank of 8, stage {stage}, copies for collectives", "no wait in mid-step",
+           traced(stage), readme=stage == 3) for stage in (1, 2, 3)),
+    Line("qwen", "Qwen2.5-0.5B, transformers' code", f"llmq {LLMQ['qwen2.5-0.5b']:,} tokens/s",
+         speed("qwen", "qwen2.5-0.5b"), readme=True),
+    Line("qwen", "Qwen2.5-1.5B, transformers' code", f"llmq {LLMQ['qwen2.5-1.5b']:,} tokens/s",
+         speed("qwen", "qwen2.5-1.5b"), readme=True),
     Line("device", "planned over measured time of a step", "0.90 to 1.10", times),
+    *(Line("breakdown", f"{SPELLED[case]}, stage 1, one micro-batch of 16 rows and an update", "", kernels(case))
+      for case in ("zero1, eager", "zero1, compile", "qwen2.5-0.5b")),
 )  # fmt: skip
 
 
@@ -258,7 +280,9 @@ def page(found: Found) -> str:
         text = table(lines, found)
         end = ends.get(row.name, "done")
         note = "" if end == "done" else f"\nThis row did not end: {end}.\n"
-        sections.append(f"## {row.name}\n\n{row.about[0].upper()}{row.about[1:]}.\n{note}\n{text}\n")
+        means = MEANS[row.name](found) if row.name in MEANS and not found.toy else ""
+        told = f"\n{means}\n" if means else ""
+        sections.append(f"## {row.name}\n\n{row.about[0].upper()}{row.about[1:]}.\n{note}{told}\n{text}\n")
     return f"""# On a GPU
 
 {machine(found)}
@@ -288,7 +312,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=results[-1] if results else None, help="a results file")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "gpu.md", help="the page")
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="the file whose table is replaced")
-    parser.add_argument("--plan", action="store_true", help="add the planner's figures to the results, and end")
+    parser.add_argument("--plan", action="store_true", help="put the planner's figures into the results, and end")
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 3 where a file differs")
     args = parser.parse_args()
     if args.plan if args.results is None else not args.results.exists():
@@ -298,9 +322,9 @@ def main() -> int:
     if args.plan:
         from plans import planned
 
-        found = [json.dumps(record) + "\n" for record in planned(Found(records).records)]
-        with args.results.open("a", encoding="utf-8") as file:
-            file.writelines(found)
+        measured = [record for record in records if not {"planned_bytes", "planned_s"} & record.keys()]
+        found = [*measured, *planned(Found(measured).records)]
+        args.results.write_text("".join(json.dumps(record) + "\n" for record in found), encoding="utf-8")
         return 0
     found = Found(records)
     wanted = {args.out: page(found), args.readme: readme(args.readme.read_text(encoding="utf-8"), found)}

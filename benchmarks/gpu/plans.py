@@ -60,8 +60,8 @@ def planned(records: list[Record]) -> Iterator[Record]:
             elif calibration and record["row"] == "gpt2-124m" and record.get("round") == 0 and record["case"] in STEPS:
                 batch = record["tokens"] // rows.SEQ_LEN
                 found = plan(model, stage=1, world_size=1, micro_batch=record["micro_batch"],
-                             global_batch=batch, kernels="reference", impl=STEPS[record["case"]], overrides=changes,
-                             **common)  # fmt: skip
+                             global_batch=batch, kernels="reference", impl=STEPS[record["case"]], loss="plain",
+                             overrides=changes, **common)  # fmt: skip
                 yield {"row": record["row"], "case": record["case"], "planned_s": found.rows[0].timing.step_s}
             elif calibration and record["row"] == "qwen" and record.get("round") == 0:
                 config = {**rows.QWEN_ALIKE, **(rows.QWEN_TOY if toy else rows.QWEN[record["case"]])}

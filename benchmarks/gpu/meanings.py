@@ -1,0 +1,115 @@
+"""What each row means for a user, in a line that is computed of the results; where we lose, it says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from page import Found
+
+CONTESTANTS = {"eager": "PyTorch", "compile": "torch.compile", "triton": "ours", "liger": "Liger", "quack": "QuACK"}
+KERNELS = "zero1 + kernels, eager"
+SPELLED = {
+    "plain, eager": "GPT-2 124M, plain loop", "plain, compile": "GPT-2 124M, plain loop, compiled blocks",
+    "zero1, eager": "GPT-2 124M", "zero1, compile": "GPT-2 124M, compiled blocks", KERNELS: "GPT-2 124M, our kernels",
+    "qwen2.5-0.5b": "Qwen2.5-0.5B", "qwen2.5-1.5b": "Qwen2.5-1.5B",
+}  # fmt: skip
+LLMQ = {"qwen2.5-0.5b": 149_000, "qwen2.5-1.5b": 59_000}  # tokens/s, by its authors
+
+
+def fastest(row: str, found: Found) -> str:
+    """In how many cases ours is the fastest, and where it is not by how much."""
+    times: dict[tuple[str, str], dict[str, float]] = {}
+    for record in found.of(row):
+        if "contestant" in record:
+            times.setdefault((record["case"], record["mode"]), {})[record["contestant"]] = record["seconds"]
+    compared = {key: each for key, each in times.items() if "triton" in each and len(each) > 1}
+    lost = []
+    for (case, mode), each in compared.items():
+        best = min(each, key=lambda who: each[who])
+        if each[best] < 0.98 * each["triton"]:
+            lost.append(f"{case}, {mode}: {CONTESTANTS[best]} takes {each[best] / each['triton']:.2f} of our time")
+    won = f"Ours is the fastest, or within 2 % of it, in {len(compared) - len(lost)} of {len(compared)} cases."
+    return won + (f" **We lose** at {'; '.join(lost)}." if lost else "") if compared else ""
+
+
+def beside_plain(found: Found) -> str:
+    """Stage 1 and FSDP2 beside a plain loop, and what our kernels do in eager mode."""
+    steps = {case: found.median("gpt2-124m", "step_s", case=case) for case in SPELLED}
+    ours, plain, eager, fused = (steps.get(c) for c in ("zero1, compile", "plain, compile", "zero1, eager", KERNELS))
+    if not ours or not plain or not eager or not fused:
+        return ""
+    loop = f"Sharding costs you nothing on one GPU: a step takes {ours / plain:.2f} of a plain loop's time."
+    if ours > plain:
+        loop = f"**We lose** {ours / plain - 1:.1%} to a plain loop on one GPU."
+    then = f"Compile the blocks: that takes {ours / eager:.2f} of the eager time."
+    if fused > eager:
+        then += (
+            f" **We lose** with our kernels in eager mode, {fused / eager - 1:.1%}: the host cannot issue them as fast."
+        )
+    return f"{loop} {then}"
+
+
+def beside_llmq(found: Found) -> str:
+    """How far a trainer in C++ is ahead."""
+    parts = []
+    for case, theirs in LLMQ.items():
+        step_s = found.median("qwen", "step_s", case=case)
+        if step_s:
+            ours = found.of("qwen", case=case, round=0)[0]["tokens"] / step_s
+            parts.append(f"by {theirs / ours - 1:.0%} with {case}" if ours < theirs else f"not with {case}")
+    text = "A model of transformers trains without a change to its code. llmq, a trainer in C++ and CUDA, is ahead"
+    return f"{text}: {', '.join(parts)}. **We lose** there." if any(p[0] == "b" for p in parts) else ""
+
+
+def saved_by_adamw(found: Found) -> str:
+    """What share of a step our AdamW would save."""
+    ours, theirs = (found.median("adamw", "seconds", case=c, numel=124_000_000) for c in ("ours", "torch fused"))
+    step_s = found.median("gpt2-124m", "step_s", case="zero1, compile")
+    if not ours or not theirs or not step_s:
+        return ""
+    return (
+        f"Ours would save {(theirs - ours) / step_s:.2%} of a step of 524,288 tokens. So the trainer uses torch's, and "
+        "`zeroshard.kernels.adamw` is there for loops of your own."
+    )
+
+
+def host_bound(found: Found) -> str:
+    """Whether the host or the GPU takes the step's time."""
+    shares = [record["idle_share"] for record in found.of("overlap") if record.get("idle_share") is not None]
+    if not shares:
+        return ""
+    return (
+        f"The GPU is idle for at least {min(shares):.0%} of this step of 16 rows: the host cannot issue the operations "
+        "of a small model as fast as the GPU computes them. Give it more rows, or compile the blocks."
+    )
+
+
+def in_blocks(found: Found) -> str:
+    """How far the bytes that tensors ask for are from the plan."""
+    keys = ("model", "checkpointing", "stage", "world", "rows")
+    apart = []
+    for record in (r for r in found.of("memory") if "requested_bytes" in r and r["world"] > 1):
+        planned = found.median("memory", "planned_bytes", **{key: record[key] for key in keys})
+        if planned:
+            apart.append(abs(record["requested_bytes"] - planned))
+    if not apart:
+        return "the rest is the allocator's."
+    most = max(apart) / 2**10
+    return f"what tensors ask for is within {most:.1f} KiB of the plan, and the rest is the allocator's blocks."
+
+
+MEANS: dict[str, Callable[[Found], str]] = {
+    "right": lambda found: "Choose a stage by memory and speed alone: the weights are the same, bit by bit.",
+    "kernels right": lambda found: "Our kernels compute what PyTorch's operations do, in quantised formats to the bit.",
+    "gpt2-124m": beside_plain,
+    "norms": lambda found: fastest("norms", found),
+    "adamw": saved_by_adamw,
+    "loss": lambda found: "A large vocabulary needs a fraction of the memory. " + fastest("loss", found),
+    "memory": lambda found: "`zeroshard plan` says before you rent a GPU whether a model fits it; " + in_blocks(found),
+    "overlap": host_bound,
+    "qwen": beside_llmq,
+    "device": lambda found: "`zeroshard bench device` measures these rates on your GPU; plans of times are this near.",
+    "breakdown": lambda found: "A step takes what is longer: the GPU's kernels, or the host that issues them.",
+}  # fmt: skip
