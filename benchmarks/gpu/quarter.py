@@ -62,9 +62,9 @@ ROWS = (
     Row("loss", 30, 60, "linear layer and cross-entropy: time and peak memory beside eager"),
     Row("host", 8, 40, "microseconds of Python for an operation, forward and backward"),
     Row("memory", 40, 90, "the allocator's peak in a step, for a rank of 1, 8 and 64"),
-    Row("overlap", 30, 60, "a traced step of a rank of 8, with copies in the place of collectives"),
-    Row("qwen", 80, 150, "tokens/s of Qwen2.5-0.5B and 1.5B"),
-    Row("device", 20, 60, "the rates that zeroshard plan reads"),
+    Row("overlap", 20, 60, "a traced step of a rank of 8, with copies in the place of collectives"),
+    Row("qwen", 70, 150, "tokens/s of Qwen2.5-0.5B and 1.5B"),
+    Row("device", 15, 60, "the rates that zeroshard plan reads"),
     Row("breakdown", 25, 70, "kernels of a step by kind, and how long the host takes to queue it"),
     Row("peak blocks", 15, 50, "the largest blocks of memory at a step's peak"),
 )
