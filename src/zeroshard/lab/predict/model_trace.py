@@ -313,7 +313,7 @@ class _Log:
         work = work_of(func, args, kwargs, result)
         if work is None:
             return
-        if self._on_gpu and self._region is None:
+        if self._on_gpu and (self._region is None or work.attention):  # compiled sums keep none
             num_bytes = scratch_bytes(work, func, args)
             self._entries += [(SCRATCH, num_bytes), (SCRATCH, -num_bytes)] if num_bytes else []
         if not self._compiled:
