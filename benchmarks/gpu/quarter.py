@@ -54,18 +54,19 @@ class Row:
 
 
 ROWS = (
-    Row("right", 45, 120, "the bits of a plain loop, at every stage, by null ranks, by two ranks over gloo", "bits"),
+    Row("right", 40, 120, "the bits of a plain loop, at every stage, by null ranks, by two ranks over gloo", "bits"),
     Row("kernels right", 40, 120, "every kernel against its reference, forward and backward", "bits"),
     Row("gpt2-124m", 115, 210, "tokens/s and MFU: plain loop, ours at stage 1, FSDP2; eager and compiled"),
     Row("norms", 40, 90, "GB/s of RMSNorm and LayerNorm beside eager and torch.compile"),
     Row("adamw", 15, 40, "our AdamW with clipping beside torch's fused one"),
     Row("loss", 30, 60, "linear layer and cross-entropy: time and peak memory beside eager"),
     Row("host", 8, 40, "microseconds of Python for an operation, forward and backward"),
-    Row("memory", 40, 90, "the allocator's peak in a step, for a rank of 1, 8 and 64"),
+    Row("memory", 35, 90, "the allocator's peak in a step, for a rank of 1, 8 and 64"),
     Row("overlap", 20, 60, "a traced step of a rank of 8, with copies in the place of collectives"),
-    Row("qwen", 70, 150, "tokens/s of Qwen2.5-0.5B and 1.5B"),
+    Row("qwen", 55, 150, "tokens/s of Qwen2.5-0.5B and 1.5B"),
     Row("device", 15, 60, "the rates that zeroshard plan reads"),
     Row("breakdown", 25, 70, "kernels of a step by kind, and how long the host takes to queue it"),
+    Row("offload", 25, 80, "steps with the optimizer's state on the host, of Qwen3-0.6B"),
     Row("peak blocks", 15, 50, "the largest blocks of memory at a step's peak"),
 )
 # What a rehearsal adds: each must lose itself alone. The killed one dies as by the system's out-of-memory killer.

@@ -644,6 +644,13 @@ def breakdown(budget: Budget, say: Say) -> None:
     steps_broken_down(budget, say)
 
 
+def offload(budget: Budget, say: Say) -> None:
+    """Steps with the optimizer's state on the host."""
+    from offloading import offloaded
+
+    offloaded(budget, say)
+
+
 def peak_blocks(budget: Budget, say: Say) -> None:
     """What tensors ask for at the peak of a step, what the allocator gives, and the largest blocks then."""
     from peaks import blocks_of_cases
