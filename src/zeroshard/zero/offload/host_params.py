@@ -31,7 +31,7 @@ HOST = torch.device("cpu")
 
 
 class HostParams(FlatParams):
-    """Weights with their master on the host. Whoever touches the master waits for the update under way.
+    """Weights with their master on the host. Who touches that waits for its update: [Note: Who waits] in `executor`.
 
     What a user writes into the weights is found by `bit_sums` of those that stay on the device: the master is another
     tensor, on another device, and a write through ``.data`` leaves no trace.

@@ -1,0 +1,202 @@
+"""Copies to the host and back are ordered by streams, events and the host's own waits: no race, and races are seen.
+
+The device is that of `fake_cuda`: operations on its tensors belong to the stream that is current, those on tensors of
+the host to the host. Whatever the host queues comes after what it has done; it comes after what it has waited for.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+import hazards
+from fake_cuda import CUDA, Peers, backward_events, guarded  # noqa: F401 -- fixtures
+from hazards import Hazard, HazardDevice
+from nets import WIDTH
+from zero.offload.executors import AtOnce
+from zeroshard.comm import streams
+from zeroshard.comm.base import DONE
+from zeroshard.zero import STAGES, MixedPrecision, Offload, Zero
+from zeroshard.zero.guards import collective_order
+from zeroshard.zero.offload import host_grads, host_params, placement, staging
+
+COPIES = (torch.ops.aten._to_copy, torch.ops.aten.copy_)
+
+
+class Bus(HazardDevice):
+    """A device and a host with memory of its own."""
+
+    def _of(self, tensor):
+        before, self.current = self.current, self.host if tensor.device.type == "cpu" else self.current
+        try:
+            return super()._of(tensor)
+        finally:
+            self.current = before
+
+    def access(self, stream, what, reads=(), writes=()):
+        kinds = {tensor.device.type for tensor in (*reads, *writes)}
+        if kinds == {"cpu"}:
+            stream = self.host
+        else:
+            stream.clock |= self.host.clock  # the host has done this before it queued the operation
+        super().access(stream, what, reads, writes)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        waits = func.overloadpacket in COPIES and not ((kwargs or {}).get("non_blocking") or args[2:] == (True,))
+        if waits and {result.device.type, args[len(args) > 1].device.type} == {"cpu", "cuda"}:
+            self.host.clock |= self.current.clock
+        return result
+
+
+class Ranks(Peers):
+    """Collectives on the stream that issues them."""
+
+    def _issue(self, op, *tensors):
+        self._device.access(self._device.current, op, tensors[1:] or tensors, tensors[:1])
+        return DONE
+
+
+class Pages:
+    """A slab of ordinary memory."""
+
+    def __init__(self, num_bytes, *, device, pinned):
+        self.num_bytes = num_bytes
+
+    def take(self, numel, dtype):
+        return torch.empty(numel, dtype=dtype)
+
+
+def _train(monkeypatch, stage, offload, world_size=4, bfloat16=True, num_micro=1, plant=lambda monkeypatch: None):
+    device = Bus()
+    made = streams.DeviceStreams(CUDA, device)
+    monkeypatch.setattr(streams.ByDevice, "__getitem__", lambda self, key: made)
+    monkeypatch.setattr(collective_order, "maxima", lambda comm, values: list(values))
+    monkeypatch.setattr(collective_order.CollectiveOrder, "agree_on_units", lambda self, units, ran: units)
+    monkeypatch.setattr(hazards, "_tensors", _tensors)
+    monkeypatch.setattr(placement, "Executor", AtOnce)
+    monkeypatch.setattr(host_params, "bit_sums", lambda values: torch.zeros(1))
+    monkeypatch.setattr(torch, "equal", lambda a, b: True)
+    for module in (host_grads, host_params, staging):
+        monkeypatch.setattr(module, "Slab", Pages)
+    monkeypatch.setattr(staging, "NUM_SLOTS", 2)  # fewer than units, and so a ring that goes round
+    plant(monkeypatch)
+    with FakeTensorMode():
+        with CUDA:
+            model = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        policy = MixedPrecision(torch.bfloat16 if bfloat16 else None)
+        comm = Ranks(world_size, device)
+        with device:
+            zero = Zero(model, stage, units=list(model)[1:], comm=comm, precision=policy, offload=offload)
+            device.watch(zero)
+            optim = zero.optimizer(torch.optim.AdamW, lr=1e-3)
+            for _ in range(3):
+                for micro in range(num_micro):
+                    with zero.micro_batch(last=micro == num_micro - 1):
+                        model(torch.empty(2, WIDTH, device=CUDA)).sum()
+                        backward_events(zero)
+                zero.clip_grad_norm_(1.0)
+                with torch.no_grad():
+                    model(torch.empty(2, WIDTH, device=CUDA))  # reads weights after all that the host waits for
+                optim.step()
+                optim.zero_grad()
+
+
+def _tensors(value):
+    plain = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+    leaves = torch.utils._pytree.tree_leaves(value)
+    return [leaf for leaf in leaves if type(leaf) in plain and leaf.layout == torch.strided]
+
+
+@pytest.mark.parametrize("num_micro", [1, 2])
+@pytest.mark.parametrize("bfloat16", [False, True])
+@pytest.mark.parametrize("grads", ["host", "device"])
+@pytest.mark.parametrize(("stage", "weights"), [*((stage, "device") for stage in STAGES), (3, "host")])
+def test_nothing_is_touched_before_what_it_must_wait_for(
+    stage,
+    weights,
+    grads,
+    bfloat16,
+    num_micro,
+    guarded,  # noqa: F811
+    monkeypatch,
+):
+    _train(monkeypatch, stage, Offload(grads=grads, weights=weights), bfloat16=bfloat16, num_micro=num_micro)
+
+
+class _Never:
+    """A mark that nobody waits for."""
+
+    def __init__(self, event):
+        self.clock = type(event.clock)()
+
+    def synchronize(self):
+        """Do not wait."""
+
+
+def _landing_not_waited_for(monkeypatch):
+    land = host_grads.HostGrads.land
+
+    def landed(self):
+        land(self)
+        if self._landing is not None:
+            self._landing = _Never(self._landing)
+
+    monkeypatch.setattr(host_grads.HostGrads, "land", landed)
+
+
+def _copied_down_before_it_is_reduced(monkeypatch):
+    on = streams.DeviceStreams.on
+
+    @contextmanager
+    def careless(self, lane, *after):
+        with on(self, lane, *(() if lane == "to_host" else after)):
+            yield
+
+    monkeypatch.setattr(streams.DeviceStreams, "on", careless)
+
+
+def _slot_written_again_at_once(monkeypatch):
+    copy = staging.Staging.copy
+
+    def copied(self, target, source):
+        copy(self, target, source)
+        self._slots = [(slot, None) for slot, _ in self._slots]
+
+    monkeypatch.setattr(staging.Staging, "copy", copied)
+
+
+def _weights_written_while_they_are_read(monkeypatch):
+    copy = host_params.HostTransport.copy
+    monkeypatch.setattr(
+        host_params.HostTransport, "copy", lambda self, full, master, s, *after: copy(self, full, master, s)
+    )
+
+
+def _freed_while_it_is_copied_down(monkeypatch):
+    monkeypatch.setattr(staging.Staging, "leaves", lambda self, tensor, copied: None)
+
+
+def _factor_read_at_once(monkeypatch):
+    number = staging.Staging.number
+    monkeypatch.setattr(staging.Staging, "number", lambda self, there: (number(self, there)[0], None))
+
+
+PLANTED = {
+    "a gradient on the host is read before it is there": (2, "host", _landing_not_waited_for),
+    "a gradient is copied down before it is reduced": (2, "host", _copied_down_before_it_is_reduced),
+    "a slot is written again before it is copied up": (3, "host", _slot_written_again_at_once),
+    "weights are written that kernels still read": (0, "host", _weights_written_while_they_are_read),
+    "a gradient is freed while it is copied down": (3, "host", _freed_while_it_is_copied_down),
+    "an update begins before the norm is known": (2, "host", _factor_read_at_once),
+}
+
+
+@pytest.mark.parametrize("what", PLANTED)
+def test_a_planted_mistake_is_seen(what, guarded, monkeypatch):  # noqa: F811
+    stage, grads, plant = PLANTED[what]
+    with pytest.raises((Hazard, RuntimeError), match=r"does not wait for|that others still used"):
+        _train(monkeypatch, stage, Offload(grads=grads), plant=plant)
