@@ -56,7 +56,6 @@ LEFT = [
     r"--(tensor|context|pipeline)-parallel",
     r"(tensor|context|pipeline)_parallel",
     r"optimizer[-_]in[-_]backward",
-    r"--offload",
     r"plan_only",
     r"plan_cache",
     r"[Aa]dam[Ww][48]bit",

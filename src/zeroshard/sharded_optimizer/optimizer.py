@@ -291,11 +291,11 @@ class ShardedOptimizer(Optimizer):
         """
         if self._unsharded_state is None:
             here, there = self.comm.rank, self._consolidated_to
-            todo = f"call consolidate_state_dict(to={here}) on every rank first"
-            what = "each rank has a part of the state, not consolidated since it last changed"
             if there is not None:
-                what = f"the state was brought to rank {there}, this is rank {here}; ask there, or"
-            raise RuntimeError(f"state_dict: {what}{'; ' if there is None else ' '}{todo}")
+                where = f"the state was brought to rank {there}, this is rank {here}"
+                raise RuntimeError(f"state_dict: {where}; ask there, or call consolidate_state_dict(to={here}) first")
+            what = "each rank has a part of the state, not consolidated since it last changed"
+            raise RuntimeError(f"state_dict: {what}; call consolidate_state_dict(to={here}) on every rank first")
         self.state = defaultdict(dict, self._unsharded_state)
         try:
             return super().state_dict()
