@@ -35,7 +35,7 @@ class HostGrads(FlatGrads):
     def __init__(self, *args: Any, update: Update, at_once: bool, staging: Staging, **kwargs: Any) -> None:
         self.update, self._at_once, self._staging = update, at_once, staging
         self._reduced: Tensor | None = None
-        self._factor: Tensor | None = None  # by which `_reduced` is still to be multiplied
+        self._factor: tuple[Tensor, Mark] | None = None  # by which `_reduced` is still to be multiplied
         self._landing: Mark = None  # behind the copy down that is under way
         self._partials: tuple[int, Tensor] | None = None  # version of `_reduced`, and its shards' 2-norms
         self._memory: Tensor | None = None  # page-locked, of the size of `_reduced`
@@ -70,17 +70,19 @@ class HostGrads(FlatGrads):
     def scale(self, factor: Tensor) -> None:
         """Have the reduced gradients multiplied by ``factor``, 0-dim, before anybody reads them."""
         if self.reduced is not None:  # and an earlier factor is applied
-            self._factor = factor
+            self._factor = self._staging.number(factor)
 
     def take_factor(self) -> Callable[[], None]:
         """Return what applies the factor that is left, as the update does; nobody else will."""
         factor, self._factor, reduced, landing = self._factor, None, self._reduced, self._landing
 
         def apply() -> None:
-            if landing is not None:
-                landing.synchronize()
-            if factor is not None and reduced is not None:
-                reduced.mul_(factor.to(reduced.device))
+            number, known = factor if factor is not None else (None, None)
+            for mark in (landing, known):
+                if mark is not None:
+                    mark.synchronize()
+            if number is not None and reduced is not None:
+                reduced.mul_(number.to(reduced.device))
 
         return apply
 
@@ -92,6 +94,11 @@ class HostGrads(FlatGrads):
             if version == reduced._version:  # what a user has written since would be missing
                 return partials
         return torch.stack([norm_of(shard.to(self.device), norm_type) for shard in self.shards()])
+
+    def _target(self, local: Tensor) -> Tensor:
+        if self.reducer.accumulates and (reduced := self.reduced) is not None:
+            self._reduced = reduced.to(self.device)  # what arrives is added to it there
+        return super()._target(local)
 
     def _keep(self, arrived: Tensor) -> None:
         if self.device == HOST:

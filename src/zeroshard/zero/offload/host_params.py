@@ -107,6 +107,7 @@ class HostTransport(WeightTransport):
         self.form, self.in_flight, self.resident = inner.form, inner.in_flight, inner.resident
         self._shard: Tensor | None = None  # of stage 3, in the compute dtype
         self._is_outdated = True
+        self._sent_at: Mark = None  # behind the last copy up of a shard that stays on the host
         if facts.strategy.params is SHARD and inner.comm.world_size > 1 and inner.form is None:
             dtype, numel = facts.precision.compute_dtype(facts.dtype), self._own.stop - self._own.start
             if streamed:
@@ -128,10 +129,13 @@ class HostTransport(WeightTransport):
             if changed:
                 self._staging.copy(own, master)
         elif self._is_outdated:
+            if self._sent_at is not None:
+                self._sent_at.synchronize()  # the host would write what the device has not read
             self._staging.copy(self._shard, master)
         self._is_outdated = False
         if self.on_host:
             own.copy_(self.on_host[0], non_blocking=True)
+            self._sent_at = self._staging.streams.mark()
         sent = own if self._shard is None or self.on_host else self._shard
         self._inner.prepare(full, sent, changed=False)
 

@@ -124,6 +124,10 @@ class Placement(Observer):
     def attach(self, runtime: Runtime, observers: list[Observer]) -> None:
         """Take part in an engine's steps; its units were made with `members`."""
         self._runtime = runtime
+        devices = sorted({str(group.params.full.device) for group in self._groups()})
+        if len(devices) > 1:
+            what = f"the model's parameters lie on {', '.join(devices)}"
+            raise ValueError(f"offload.master: {self.settings.master!r}, and {what}; move the model to one device")
         runtime.complete_step = self.executor.drain
         runtime.gathers_in_turn = any(True for _ in self._groups())
         on_gpu = any(group.params.full.is_cuda for group in self._groups())

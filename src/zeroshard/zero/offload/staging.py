@@ -28,6 +28,7 @@ class Staging:
         self.streams: Streams = NO_STREAMS
         self._slots: list[tuple[Tensor, Mark]] = []
         self._leaving: list[tuple[Tensor, Mark]] = []
+        self._number: tuple[Tensor, Tensor, Mark] | None = None  # of the device, its copy, behind that copy
 
     def pins(self, num_bytes: int) -> bool:
         """Whether ``num_bytes`` more may be page-locked; they then count."""
@@ -42,6 +43,16 @@ class Staging:
         self._leaving.append((tensor, copied))
         while len(self._leaving) > NUM_LEAVING:
             self.streams.wait(self._leaving.pop(0)[1])  # [Note: No record_stream] in `streams`
+
+    def number(self, there: Tensor) -> tuple[Tensor, Mark]:
+        """Return a 0-dim tensor's copy on the host, and a mark behind it: before, the copy is not to be read."""
+        if there.device.type == "cpu":
+            return there, None
+        if self._number is None or self._number[0] is not there:  # a clip factor comes once for each group
+            with self.streams.on("to_host", self.streams.mark()):
+                here = there.to("cpu", non_blocking=True)
+                self._number = there, here, self.streams.mark()
+        return self._number[1], self._number[2]
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Begin to copy ``source [n]`` on the host to ``target [n]``, in its dtype, on the current stream."""
