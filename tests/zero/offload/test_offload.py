@@ -14,10 +14,11 @@ from torch import nn
 
 from nets import WIDTH, Net, muon_and_adamw, rows
 from zero.offload.executors import EXECUTORS, AtOnce, Late
-from zeroshard.comm import run_threads
+from zeroshard.comm import NullCommunicator, run_threads
 from zeroshard.zero import STAGES, MixedPrecision, Offload, Zero
 from zeroshard.zero.offload import placement
 from zeroshard.zero.offload.executor import Executor
+from zeroshard.zero.optimizers.operands import WidenedGrads
 
 NUM_STEPS = 5
 
@@ -462,6 +463,36 @@ def test_a_schedule_that_changes_settings_after_the_step_does_not_change_the_ste
         optim.param_groups[0]["weight_decay"] = 100.0
         ends.append(zero.state_dict())
     assert same(*ends)
+
+
+def test_a_step_that_ends_takes_nothing_back_from_an_update_under_way(monkeypatch):
+    """Gradients in bfloat16 are widened for the update; the end of ``step()`` shows narrow ones again: its own."""
+    is_brought, is_over, widened = threading.Event(), threading.Event(), []
+    bring, arm = WidenedGrads.bring, placement.Placement.arm
+
+    def slowly(self, pieces):
+        bring(self, pieces)
+        if threading.current_thread() is not threading.main_thread():
+            is_brought.set()
+            assert is_over.wait(60)
+            widened.extend(piece.grad.dtype for piece in pieces)
+
+    def until_brought(*args):
+        arm(*args)
+        assert is_brought.wait(60)
+
+    monkeypatch.setattr(WidenedGrads, "bring", slowly)
+    monkeypatch.setattr(placement.Placement, "arm", until_brought)
+    net = Net(3)
+    dtypes = MixedPrecision(torch.bfloat16, torch.bfloat16)
+    zero = Zero(net, 2, units=list(net.blocks), comm=NullCommunicator(2), precision=dtypes, offload=Offload())
+    optim = zero.optimizer(torch.optim.AdamW, lr=1e-2)
+    _backward(net)
+    optim.step()
+    is_over.set()
+    zero.state_dict()
+    assert widened
+    assert set(widened) == {torch.float32}
 
 
 def test_a_fork_waits_for_the_update_and_the_child_has_a_thread_of_its_own():

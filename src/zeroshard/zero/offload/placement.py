@@ -184,11 +184,11 @@ class Placement(Observer):
     def arm(self, of: PiecewiseOptimizer, step: Callable[[Any], Any], units: Mapping[FlatGroup, Lists]) -> None:
         """Have these units updated in the order of the next forward, by the settings that the optimizer has now."""
         assert self._runtime is not None
-        runtime, twin = self._runtime, _twin(of.optimizer)
+        runtime, twin, operands = self._runtime, _twin(of.optimizer), of.operands.apart()
         order = (group for unit in (runtime.root, *runtime.order) for group in unit.groups)
         jobs = []
         for group in (group for group in order if isinstance(group, HostGroup) and group in units):
-            run = partial(_update, twin, step, of.operands, units[group], group.grads.take_factor())
+            run = partial(_update, twin, step, operands, units[group], group.grads.take_factor())
             jobs.append((group.update, run))
         states = of.optimizer.state
         if isinstance(states, States):

@@ -7,6 +7,7 @@ elsewhere may count its steps, so it steps once, on all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from itertools import chain
 from typing import Any, Protocol
 
@@ -55,10 +56,9 @@ class WidenedGrads(StepOperands):
 
     def bring(self, pieces: Sequence[nn.Parameter]) -> None:
         """Show wide copies of the gradients."""
+        self._narrow = [*self._narrow, *((piece, piece.grad) for piece in pieces if piece.grad is not None)]
         for piece in pieces:
-            assert piece.grad is not None
-            self._narrow.append((piece, piece.grad))
-            piece.grad = piece.grad.to(piece.dtype)
+            piece.grad = None if piece.grad is None else piece.grad.to(piece.dtype)
 
     def take_back(self) -> None:
         """Show the narrow gradients again, in place of the copies, whose values are dropped."""
@@ -74,6 +74,10 @@ class Together(StepOperands):
 
     def __init__(self, *members: StepOperands) -> None:
         self.members = list(members)
+
+    def apart(self) -> StepOperands:
+        """Return the same members for another thread: what is brought there, this object does not take back."""
+        return Together(*map(copy, self.members))
 
     def wait(self) -> None:
         """Wait until updates that run after ``step()`` has returned are over."""
