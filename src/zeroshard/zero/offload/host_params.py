@@ -52,7 +52,7 @@ class HostParams(FlatParams):
     @property
     def master(self) -> Tensor:  # an attribute of `Weights`, which waits here
         """The master, once no update of it is under way."""
-        self.update.wait()  # [Note: Who waits] in `executor`
+        self.update.wait()
         return self._master
 
     @master.setter
