@@ -181,8 +181,9 @@ sys.path.insert(0, {str(GPU)!r})
 import quarter, rows
 from overlap import facts_of_trace
 kernel = lambda stream, ts, dur: {{"cat": "kernel", "name": "k", "ts": ts, "dur": dur, "args": {{"stream": stream}}}}
-wait = {{"cat": "cuda_runtime", "name": "cudaDeviceSynchronize", "ts": 9, "dur": 1}}
-events = [kernel(7, 0, 4), kernel(7, 2, 4), kernel(7, 8, 2), kernel(9, 0, 3), wait, wait, {{"ph": "M"}}]
+call = lambda name, ts: {{"cat": "cuda_runtime", "name": name, "ts": ts, "dur": 1}}
+calls = [call("cudaLaunchKernel", 7), *(call("cudaDeviceSynchronize", ts) for ts in (6, 9, 11))]
+events = [kernel(7, 0, 4), kernel(7, 2, 4), kernel(7, 8, 2), kernel(9, 0, 3), *calls, {{"ph": "M"}}]
 print(json.dumps(facts_of_trace(events)))
 say = quarter.Results(__import__("pathlib").Path({str(tmp_path / "r.jsonl")!r}), "memory")
 peak = rows._peak_of_a_step

@@ -151,23 +151,25 @@ def trace_of(step: Callable[[], object], path: Path) -> list[dict[str, Any]]:
 
 
 def facts_of_trace(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The idle share of the busiest stream, from its first kernel to its last, and what the host waited for.
+    """The idle share of the busiest stream, from its first kernel to its last, and the host's waits in mid-step.
 
-    One wait is the one that ends the trace.
+    What is waited for after the last launch is the end of the step.
     """
     on_device = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     by_stream: dict[int, list[tuple[float, float]]] = {}
     for event in on_device:
         by_stream.setdefault(event["args"]["stream"], []).append((event["ts"], event["ts"] + event["dur"]))
     busy = {stream: _union(spans) for stream, spans in by_stream.items()}
-    waits = [e["name"] for e in events if e.get("cat") == "cuda_runtime" and e["name"] in WAITS]
+    calls = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
+    last_launch = max((e["ts"] for e in calls if "Launch" in e["name"]), default=0)
+    num_waits = sum(e["name"] in WAITS and e["ts"] < last_launch for e in calls)
     reads = [e["name"] for e in on_device if "DtoH" in e["name"]]
     if not busy:
-        return {"idle_share": None, "num_host_waits": max(len(waits) - 1, 0), "num_reads": len(reads)}
+        return {"idle_share": None, "num_host_waits": num_waits, "num_reads": len(reads)}
     compute = max(busy, key=lambda stream: busy[stream])
     whole = max(end for _, end in by_stream[compute]) - min(start for start, _ in by_stream[compute])
     return {"idle_share": 1 - busy[compute] / whole, "num_streams": len(busy), "num_kernels": len(on_device),
-            "num_host_waits": max(len(waits) - 1, 0), "num_reads": len(reads)}  # fmt: skip
+            "num_host_waits": num_waits, "num_reads": len(reads)}  # fmt: skip
 
 
 def _union(spans: list[tuple[float, float]]) -> float:

@@ -173,12 +173,13 @@ def traced(stage: int) -> Callable[[Found], str | None]:
     def text(found: Found) -> str | None:
         for record in found.of("overlap", case=f"zero{stage}"):
             if record.get("idle_share") is not None:
-                waits = "once" if record["num_host_waits"] == 1 else f"{record['num_host_waits']} times"
+                count = record["num_host_waits"]
+                waits = f"waits for it {count} times before its end" if count else "never waits for it before its end"
                 beside = record["copies_s"] / record["none_s"]
                 theirs = f"; FSDP2's {ms(record['fsdp2_s'])}" if "fsdp2_s" in record else ""
                 return (
                     f"{ms(record['none_s'])} without collectives, {beside:.2f} of it with them{theirs}; the GPU is "
-                    f"idle for {record['idle_share']:.0%}; the host waits for it {waits}"
+                    f"idle for {record['idle_share']:.0%} of a traced step; the host {waits}"
                 )
         return None
 
