@@ -23,7 +23,6 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
@@ -43,6 +42,7 @@ from zeroshard.errors import ExitStatus
 from zeroshard.launch.ending import Ending, root_cause
 from zeroshard.launch.environment import child_environment, count_restart, variable
 from zeroshard.launch.forked import POLL_S, StartedRank, can_fork, fork_command, spawn_command
+from zeroshard.launch.leftovers import owned_folder
 from zeroshard.launch.one_host import OneHost
 from zeroshard.launch.rank_exit import end_at_once
 from zeroshard.launch.rendezvous_address import UNREACHABLE_AFTER_S, RendezvousAddress, watch
@@ -92,7 +92,7 @@ def run_elastic(
             handler = SeveralHosts.at(rendezvous, "zeroshard")  # the same id on each machine
     except RendezvousConnectionError:
         return Ending(ExitStatus.PEER_LOST, f"rdzv_endpoint: nobody answers at {rendezvous.endpoint}; start there too")
-    with TemporaryDirectory(prefix="zeroshard-launch-") as log_dir, _ended_where_cut_off(rendezvous, log_dir):
+    with owned_folder("zeroshard-launch-") as log_dir, _ended_where_cut_off(rendezvous, log_dir):
         spec = WorkerSpec(
             role="default",
             local_world_size=nproc,
