@@ -52,7 +52,7 @@ REGISTERS = {
     "_forward": 64, "_backward_held": 128, "_backward_wide": 72, "_add_parts": 48,
     "_rope_kernel": 48, "_forward_kernel": 32, "_backward_kernel": 56, "_loss_kernel": 96,
     "_gradient_kernel": 40, "_adamw_kernel": 128, "_carry_kernel": 56,
-    "_quantise_kernel": 72, "_dequantise_kernel": 40,
+    "_quantise_kernel": 80, "_dequantise_kernel": 40,
 }  # fmt: skip
 
 
