@@ -133,6 +133,7 @@ class _Kernels:
         return read is not None and (read == made or (read[1] and not made[1]))
 
     def work_of(self, run: Sequence[Operation]) -> Work:
+        """The work of operations that one kernel computes: what is both written and read inside of it stays there."""
         if not run[0].fuses:
             return run[0].work
         inside = {storage for each in run for storage, _ in each.writes}

@@ -310,6 +310,7 @@ class _Log:
         self._entries.append((storage, change))
 
     def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Record what an operation that has run costs, if it costs anything."""
         work = work_of(func, args, kwargs, result)
         if work is None:
             return
