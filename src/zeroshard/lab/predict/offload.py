@@ -31,9 +31,9 @@ from zeroshard.lab.predict.model_spans import ROOT, Trace
 from zeroshard.lab.predict.rates import Attention
 from zeroshard.lab.predict.timeline import operation_s
 from zeroshard.profiling.devices import Device
+from zeroshard.slab import room
 from zeroshard.zero import Offload
 from zeroshard.zero.core.strategy import SHARD
-from zeroshard.zero.offload.slab import room
 from zeroshard.zero.offload.staging import NUM_SLOTS, SLOT_BYTES
 
 ADAM_BYTES = 28  # of an fp32 element: read gradient, weight and two states; written all but the gradient

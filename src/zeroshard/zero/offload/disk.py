@@ -33,7 +33,7 @@ from torch import Tensor
 
 from zeroshard.errors import UserError
 from zeroshard.regular_files import open_regular
-from zeroshard.zero.offload.slab import room
+from zeroshard.slab import room
 
 BLOCK_BYTES = 4096  # what O_DIRECT wants of offsets, lengths and addresses, on file systems of today
 PIECE_BYTES = 8 << 20  # what one thread copies at a time

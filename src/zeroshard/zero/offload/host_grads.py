@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.streams import Mark
+from zeroshard.slab import Slab, room
 from zeroshard.zero.buffers.flat_grads import FlatGrads
 from zeroshard.zero.core.gradients import norm_of
 from zeroshard.zero.offload.executor import Update
-from zeroshard.zero.offload.slab import Slab, room
 from zeroshard.zero.offload.staging import Staging
 
 HOST = torch.device("cpu")

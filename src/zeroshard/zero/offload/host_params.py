@@ -18,13 +18,13 @@ from torch import Tensor
 from zeroshard.comm import Work
 from zeroshard.comm.base import DONE
 from zeroshard.comm.streams import Mark, Streams
+from zeroshard.slab import Slab, room
 from zeroshard.zero.buffers.flat_params import FlatParams
 from zeroshard.zero.buffers.plain import BufferFacts
 from zeroshard.zero.buffers.written_weights import bit_sums, take_written
 from zeroshard.zero.core.strategy import SHARD
 from zeroshard.zero.core.weights import WeightTransport
 from zeroshard.zero.offload.executor import Update
-from zeroshard.zero.offload.slab import Slab, room
 from zeroshard.zero.offload.staging import Staging
 
 HOST = torch.device("cpu")

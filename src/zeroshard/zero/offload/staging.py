@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.streams import NO_STREAMS, Mark, Streams
-from zeroshard.zero.offload.slab import Slab
+from zeroshard.slab import Slab
 
 SLOT_BYTES = 32 << 20
 NUM_SLOTS = 4

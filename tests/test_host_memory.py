@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from zeroshard.zero.offload import host_memory
+from zeroshard import host_memory
 
 GPU = torch.device("cuda", 0)
 

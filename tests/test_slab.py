@@ -10,9 +10,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from zeroshard import host_memory, slab
 from zeroshard.errors import UserError
-from zeroshard.zero.offload import host_memory, slab
-from zeroshard.zero.offload.slab import Slab, room
+from zeroshard.slab import Slab, room
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
