@@ -9,10 +9,10 @@ as encoding it; a tokenizer always sees one chunk (`documents.CHUNK_BYTES`) at a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,35 +23,18 @@ from zeroshard.data.meta import DTYPES, SPLITS
 from zeroshard.data.sources import TextSource
 from zeroshard.data.split import Holdout
 from zeroshard.data.tables import Part, PartReader, Tables
-from zeroshard.data.tokenizer import TOKENIZER_FILE, make_tokenizer, read_tokenizer
+from zeroshard.data.tokenizer import TOKENIZER_FILE, Tokenizer, make_tokenizer, read_tokenizer
 from zeroshard.data.tokens import TokenWriter
 
 TASK_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A piece of one document's text, and its place in the document.
-
-    Attributes:
-        split: the split that it belongs to.
-        text: a chunk of the document; empty only if ``ends``.
-        begins, ends: whether the document begins before this piece, or ends after it.
-        ends_line: whether the document's last character is a newline; used only if ``ends``.
-    """
-
-    split: str
-    text: str
-    begins: bool
-    ends: bool = False
-    ends_line: bool = False
-
-
+# A split, and what belongs to it: text to encode, or ids as they are, which begin and end documents.
+Piece = tuple[str, str | NDArray[np.int64]]
 Task = Part | list[Piece]
 
 
-@dataclass(frozen=True)
-class Encoded:
+class Encoded(NamedTuple):
     """The ids of a task by split, [n] each, and its documents.
 
     ``num_bytes`` is where a part ends in the source, in bytes as stored, or how much text other pieces have.
@@ -83,44 +66,45 @@ class Encoder:
         if isinstance(task, Part):
             todo = "run the same command again: it goes on from here"
             return patiently(lambda: self._of_part(task), task.file.path, todo)
-        ids: dict[str, list[NDArray[np.int64]]] = {split: [] for split in SPLITS}
-        for piece in task:
-            if piece.begins:
-                ids[piece.split].append(begin_ids(self._tokenizer))
-            ids[piece.split].append(self._tokenizer.encode_piece(piece.text))
-            if piece.ends:
-                ids[piece.split].append(end_ids(self._tokenizer, ends_line=piece.ends_line))
-        return Encoded(self._joined(ids), 0, sum(len(piece.text.encode()) for piece in task))
+        encode, num_bytes = self._tokenizer.encode_piece, 0
+        ids: list[tuple[str, NDArray[np.int64]]] = []
+        for split, each in task:
+            ids.append((split, encode(each) if isinstance(each, str) else each))
+            num_bytes += len(each.encode()) if isinstance(each, str) else 0
+        return Encoded(self._joined(ids), 0, num_bytes)
 
     def close(self) -> None:
         """Close the file that was read last."""
         self._reader.close()
 
     def _of_part(self, part: Part) -> Encoded:
-        ids: dict[str, list[NDArray[np.int64]]] = {split: [] for split in SPLITS}
+        ids: list[tuple[str, NDArray[np.int64]]] = []
         num_documents = 0
         try:
             for text in self._reader.texts(part):
-                for split, piece in self._holdout.texts(text):
-                    ids[split].append(document_ids(self._tokenizer, piece))
+                ids += [(split, document_ids(self._tokenizer, side)) for split, side in self._holdout.texts(text)]
                 num_documents += 1
         except BaseException:
             self._reader.close()  # a retry opens the file again
             raise
         return Encoded(self._joined(ids), num_documents, part.num_before + self._reader.position(part))
 
-    def _joined(self, ids: dict[str, list[NDArray[np.int64]]]) -> dict[str, NDArray[np.unsignedinteger]]:
-        none = np.empty(0, self._dtype)
-        return {split: np.concatenate([none, *(each.astype(self._dtype) for each in ids[split])]) for split in SPLITS}
+    def _joined(self, ids: Iterable[tuple[str, NDArray[np.int64]]]) -> dict[str, NDArray[np.unsignedinteger]]:
+        by_split = {split: [np.empty(0, self._dtype)] for split in SPLITS}
+        for split, each in ids:
+            by_split[split].append(each.astype(self._dtype))
+        return {split: np.concatenate(each) for split, each in by_split.items()}
 
 
-def tasks_of(source: TextSource, holdout: Holdout, writers: dict[str, TokenWriter]) -> Iterator[list[Piece]]:
-    """Yield the text of documents in pieces, about `TASK_BYTES` together; none for a split that is full."""
+def tasks_of(
+    source: TextSource, holdout: Holdout, tokenizer: Tokenizer, writers: dict[str, TokenWriter]
+) -> Iterator[list[Piece]]:
+    """Yield documents in pieces, with about `TASK_BYTES` of text together; none for a split that is full."""
     task: list[Piece] = []
     held = 0
-    for piece in _pieces_of(source, holdout, writers):
-        task.append(piece)
-        held += len(piece.text)
+    for split, each in _pieces_of(source, holdout, tokenizer, writers):
+        task.append((split, each))
+        held += len(each) if isinstance(each, str) else 0
         if held >= TASK_BYTES:
             yield task
             task, held = [], 0
@@ -128,21 +112,25 @@ def tasks_of(source: TextSource, holdout: Holdout, writers: dict[str, TokenWrite
         yield task
 
 
-def _pieces_of(source: TextSource, holdout: Holdout, writers: dict[str, TokenWriter]) -> Iterator[Piece]:
+def _pieces_of(
+    source: TextSource, holdout: Holdout, tokenizer: Tokenizer, writers: dict[str, TokenWriter]
+) -> Iterator[Piece]:
     for document in source.documents():
         for split, side in holdout.sides(document):
             if writers[split].is_full:
                 if all(each.is_full for each in writers.values()):
                     return
                 continue
-            begins, last = True, ""
+            last = ""
             for chunk in side.chunks():
-                yield Piece(split, chunk, begins)
-                begins, last = False, chunk
+                if not last:
+                    yield split, begin_ids(tokenizer)
+                yield split, chunk
+                last = chunk
                 if writers[split].is_full:
                     break
             if last:  # without any character (the head of a tiny document) there is nothing to end
-                yield Piece(split, "", begins=False, ends=True, ends_line=last.endswith("\n"))
+                yield split, end_ids(tokenizer, ends_line=last.endswith("\n"))
 
 
 def train_texts(source: TextSource | Tables, holdout: Holdout) -> Iterator[str]:

@@ -241,7 +241,7 @@ def _write_text(source: TextSource | Tables, job: _Job) -> _Written:
             is_full = all(each.is_full for each in writers.values())
             tasks = islice(source.parts() if not is_full else (), state.next_part, None)
         else:
-            tasks = tasks_of(source, holdout, writers)
+            tasks = tasks_of(source, holdout, tokenizer, writers)
         encoder = (job.work, spec.tokenizer, dtype, holdout, spec.column)
         num_workers = job.num_workers if is_table or spec.tokenizer != "bytes" else 1  # which is no work
         if num_workers == 1:
