@@ -9,20 +9,16 @@ read.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
-from math import prod
 from pathlib import Path
 
 from zeroshard.checkpoint.streamed_safetensors import drafted
-from zeroshard.comm import Communicator, LocalCommunicator
 from zeroshard.data.chat_templates import TEMPLATE_FILES
 from zeroshard.data.tokenizer import TOKENIZER_FILE, keep_tokenizer, read_tokenizer
 from zeroshard.errors import ExitStatus, UserError
-from zeroshard.interop.nanogpt_weights import import_nanogpt, is_nanogpt, write_run
+from zeroshard.interop.nanogpt_weights import ImportedWeights, import_nanogpt, is_nanogpt, write_run
 from zeroshard.models.hugging_face.folder import ADAPTER_CONFIG, only_adapters, read_json
-from zeroshard.models.hugging_face.gpt2_llama_conversion import OurConfig, embedding_of, from_hf_config
+from zeroshard.models.hugging_face.gpt2_llama_conversion import embedding_of, from_hf_config
 from zeroshard.models.hugging_face.weights import find_tensors, mapped
-from zeroshard.named_shards import NamedShard
 from zeroshard.train.config.command_settings import ImportConfig
 from zeroshard.train.config.data_section import UNNAMED, DataConfig
 from zeroshard.train.setup.assemble import model_table
@@ -50,7 +46,10 @@ def run_import(config: ImportConfig) -> int:
     if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
         what = f"has {tokenizer.vocab_size} tokens, the model {model.vocab_size}"
         raise UserError(TOKENIZER_FILE, what, "take model and tokenizer from one folder")
-    weights = _Weights(model, source)
+    found = tensors_of(model, find_tensors(source, "source"))
+    tied = {"lm_head.weight": embedding_of(model)} if model.tie_embeddings else {}
+    ours = {name: mapped(file).t() if weight.transposed else mapped(file) for name, (file, weight) in found.items()}
+    weights = ImportedWeights(ours, tied)
     with drafted(out) as draft:
         data = DataConfig(source=UNNAMED)
         if tokenizer is not None:
@@ -70,24 +69,3 @@ def run_import(config: ImportConfig) -> int:
 
 def _next(out: Path) -> str:
     return f"to train on: zeroshard train --config {out}/config.toml --resume auto --data text --data.path FILES"
-
-
-class _Weights:
-    """The files' tensors under our names and in our shapes, in the form that `zeroshard.checkpoint.save` takes."""
-
-    comm: Communicator = LocalCommunicator()
-
-    def __init__(self, model: OurConfig, folder: Path) -> None:
-        self._found = tensors_of(model, find_tensors(folder, "source"))
-        self._tied = {"lm_head.weight": embedding_of(model)} if model.tie_embeddings else {}
-        self.num_params = sum(prod(weight.shape) for _, weight in self._found.values())
-
-    def named_shards(self) -> Iterable[NamedShard]:
-        """Yield every tensor, unsharded; one that need not be transposed is a memory map."""
-        for name, (tensor, weight) in self._found.items():
-            flat = (mapped(tensor).t() if weight.transposed else mapped(tensor)).reshape(-1)
-            yield NamedShard(name, "param", weight.shape, (0, flat.numel()), flat)
-
-    def tied_names(self) -> dict[str, str]:
-        """Return the names of the output head and of the embedding if they are tied, otherwise nothing."""
-        return self._tied

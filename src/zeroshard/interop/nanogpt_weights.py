@@ -45,6 +45,29 @@ def write_run(draft: Path, settings: Mapping[str, Any], weights: Saveable, sourc
     checkpoint.save(checkpoint_folder(draft) / "step-00000000", weights, step=0, extra=extra)
 
 
+class ImportedWeights:
+    """Tensors under our names and in our shapes, in the form that `zeroshard.checkpoint.save` takes.
+
+    ``tied``: the name under which a tensor is saved, by each of its further names.
+    """
+
+    comm: Communicator = LocalCommunicator()
+
+    def __init__(self, tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> None:
+        self._tensors, self._tied = tensors, dict(tied)
+        self.num_params = sum(tensor.numel() for tensor in tensors.values())
+
+    def named_shards(self) -> Iterable[NamedShard]:
+        """Yield every tensor, unsharded; one that is contiguous is not copied."""
+        for name, tensor in self._tensors.items():
+            flat = tensor.detach().reshape(-1)
+            yield NamedShard(name, "param", tuple(tensor.shape), (0, flat.numel()), flat)
+
+    def tied_names(self) -> dict[str, str]:
+        """Return ``tied``."""
+        return self._tied
+
+
 def is_nanogpt(path: Path) -> bool:
     """Whether ``path`` is taken for a checkpoint of nanoGPT: a file with the suffix ``.pt``."""
     return path.is_file() and path.suffix == ".pt"
@@ -58,7 +81,7 @@ def import_nanogpt(path: Path, out: Path) -> str:
     """
     found = _read(path)
     model = _config(path, found.get("model_args"))
-    weights = _Weights(path, model, found["model"])
+    weights = ImportedWeights(_tensors(path, model, found["model"]), {"lm_head.weight": "wte.weight"})
     with drafted(out) as draft:
         tokenizer = _keep_tokenizer(tokenizer_folder(draft), model.vocab_size, path)
         data = DataConfig(source=UNNAMED, tokenizer=tokenizer or "bytes")
@@ -98,48 +121,34 @@ def _config(path: Path, args: Any) -> GPT2Config:
     return GPT2Config(*sizes, bias=bias, dropout=dropout, activation=activation)
 
 
-class _Weights:
-    """The file's tensors under our names, in the form that `zeroshard.checkpoint.save` takes."""
-
-    comm: Communicator = LocalCommunicator()
-
-    def __init__(self, path: Path, config: GPT2Config, found: Mapping[str, Tensor]) -> None:
-        with torch.device("meta"):
-            wanted = {name: param.shape for name, param in GPT2(config).named_parameters()}
-        if not all(
-            isinstance(name, str)
-            and isinstance(tensor, Tensor)
-            and tensor.is_floating_point()
-            and tensor.layout == torch.strided
-            for name, tensor in found.items()
-        ):
-            raise UserError("source", f"{path}: `model` holds more than weights by name", "give a ckpt.pt of nanoGPT")
-        self._tensors: dict[str, Tensor] = {}
-        for name, tensor in found.items():
-            # prefixes of torch.compile and of nanoGPT
-            ours = re.sub(r"^h\.", "blocks.", name.removeprefix("_orig_mod.").removeprefix("transformer."))
-            if ours.endswith(".attn.bias"):  # the causal mask, which its models kept among their weights
-                continue
-            kept = self._tensors.setdefault("wte.weight" if ours == "lm_head.weight" else ours, tensor)
-            if kept is not tensor and not torch.equal(kept, tensor):
-                what = f"{path}: {name} differs from another tensor of the same place, and one model has one of them"
-                raise UserError("source", what, "give a ckpt.pt of nanoGPT, which ties head and embedding")
-        for name in sorted(wanted.keys() | self._tensors.keys()):
-            shape = tuple(self._tensors[name].shape) if name in self._tensors else None
-            if name not in wanted or shape != tuple(wanted[name]):
-                what = f"{path}: {name} has shape {shape}, and {tuple(wanted.get(name, ())) or 'no such tensor'} is due"
-                raise UserError("source", what, "give a ckpt.pt of nanoGPT")
-        self.num_params = sum(tensor.numel() for tensor in self._tensors.values())
-
-    def named_shards(self) -> Iterable[NamedShard]:
-        """Yield every tensor, unsharded."""
-        for name, tensor in self._tensors.items():
-            flat = tensor.detach().reshape(-1)
-            yield NamedShard(name, "param", tuple(tensor.shape), (0, flat.numel()), flat)
-
-    def tied_names(self) -> dict[str, str]:
-        """Return the names of the output head and of the embedding that it is tied to."""
-        return {"lm_head.weight": "wte.weight"}
+def _tensors(path: Path, config: GPT2Config, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The file's tensors under our names; raises UserError if they are not those of the model."""
+    with torch.device("meta"):
+        wanted = {name: param.shape for name, param in GPT2(config).named_parameters()}
+    if not all(
+        isinstance(name, str)
+        and isinstance(tensor, Tensor)
+        and tensor.is_floating_point()
+        and tensor.layout == torch.strided
+        for name, tensor in found.items()
+    ):
+        raise UserError("source", f"{path}: `model` holds more than weights by name", "give a ckpt.pt of nanoGPT")
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in found.items():
+        # prefixes of torch.compile and of nanoGPT
+        ours = re.sub(r"^h\.", "blocks.", name.removeprefix("_orig_mod.").removeprefix("transformer."))
+        if ours.endswith(".attn.bias"):  # the causal mask, which its models kept among their weights
+            continue
+        kept = tensors.setdefault("wte.weight" if ours == "lm_head.weight" else ours, tensor)
+        if kept is not tensor and not torch.equal(kept, tensor):
+            what = f"{path}: {name} differs from another tensor of the same place, and one model has one of them"
+            raise UserError("source", what, "give a ckpt.pt of nanoGPT, which ties head and embedding")
+    for name in sorted(wanted.keys() | tensors.keys()):
+        shape = tuple(tensors[name].shape) if name in tensors else None
+        if name not in wanted or shape != tuple(wanted[name]):
+            what = f"{path}: {name} has shape {shape}, and {tuple(wanted.get(name, ())) or 'no such tensor'} is due"
+            raise UserError("source", what, "give a ckpt.pt of nanoGPT")
+    return tensors
 
 
 def _keep_tokenizer(folder: Path, vocab_size: int, path: Path) -> str:
