@@ -14,7 +14,7 @@ from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.planner.plan_rows import Plan, Row
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.sections import SHORTHANDS
-from zeroshard.train.config.validate import validate
+from zeroshard.train.config.validate import nested, validate
 
 SECTIONS = ("model", "lora", "wire", "local_steps", "offload")  # sections that plans' settings and runs' settings share
 SETTINGS = (
@@ -39,12 +39,8 @@ def next_command(config: PlanConfig, plan: Plan) -> str | None:
     if row is None or not there or workload.autocast is not None:
         return None
     settings = dict(_settings(config, plan, row))
-    raw: dict[str, Any] = {}
-    for name, value in settings.items():
-        section, _, leaf = name.rpartition(".")
-        (raw.setdefault(section, {}) if section else raw)[leaf] = value
     try:
-        validate(TrainConfig, raw)
+        validate(TrainConfig, nested({tuple(name.split(".")): value for name, value in settings.items()}))
     except UserError:  # an optimizer or a size that plans support and runs do not
         return None
     return shlex.join(["zeroshard", "train", *(word for each in settings.items() for word in _words(*each))])

@@ -124,7 +124,7 @@ class Row:
                 "by_link": [asdict(each) for each in self.by_link],
             },
             **({"offload": self.offloaded.as_dict()} if self.offloaded.fraction else {}),
-            **({"outer_steps": self.outer_steps.as_dict()} if self.outer_steps.every > 1 else {}),
+            **({"outer_steps": asdict(self.outer_steps)} if self.outer_steps.every > 1 else {}),
             "step_s": self.timing.step_s,
             "compute_s": self.timing.compute_s,
             "comm_s": self.timing.comm_s,

@@ -37,12 +37,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from zeroshard.lab.predict.actions import Message
 from zeroshard.lab.predict.hardware import Link, Protocol
 
-Algorithm = Literal["auto", "ring", "tree", "nvls", "pat"]
 # By what share computation takes longer for each doubling of the nodes. Fitted, see docs/plan-accuracy.md.
 STRAGGLING = 0.01
 # An all-reduce in the switches (NVLS): its latency, and the least number of ranks for which there are switches.
@@ -96,14 +94,12 @@ class Cluster:
         ranks_per_node: ranks of a full node.
         within: the link between ranks of a node.
         between: the link that each rank has to other nodes.
-        algorithm: the algorithm of all-reduces; ``auto``: the fastest. A collective without it uses a ring.
     """
 
     world_size: int
     ranks_per_node: int
     within: Link
     between: Link
-    algorithm: Algorithm = "auto"
 
     def collective_s(self, op: str, num_bytes: int, num_ranks: int, *, replicas: bool = False) -> float:
         """Seconds of one collective; arguments as for `fastest`."""
@@ -127,8 +123,6 @@ class Cluster:
         if op == "all_to_all":
             return self._exchange(num_bytes, group)
         costs = list(self._costs(op, num_bytes, group))
-        if self.algorithm != "auto":
-            costs = [cost for cost in costs if cost.algorithm == self.algorithm] or costs[:1]
         held_s = min((cost.latency_s for cost in costs if cost.protocol == "Simple"), default=0.0)
         return replace(min(costs, key=lambda cost: cost.seconds), held_s=held_s)
 

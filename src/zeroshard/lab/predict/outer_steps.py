@@ -18,8 +18,7 @@ Douillard et al. 2023, DiLoCo, https://arxiv.org/abs/2311.08105.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -63,10 +62,6 @@ class OuterStepCost:
             comm_s=timing.comm_s + self.comm_s / self.every,
             exposed_s=timing.exposed_s + self.comm_s / self.every,
         )
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields as a dict, for JSON."""
-        return asdict(self)
 
 
 def outer_step_cost(

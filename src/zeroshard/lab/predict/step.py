@@ -203,7 +203,7 @@ def _update(buffers: Sequence[Buffer], optimizer: OptimizerState, settings: Sett
     def passes(num: int) -> Iterator[Compute]:
         for buffer, numel in seen:
             num_bytes = num * numel * precision.reduced_dtype(buffer.dtype).itemsize
-            yield _updating(Work(0, num_bytes, dtype_name(buffer.dtype)))
+            yield Compute((Work(0, num_bytes, dtype_name(buffer.dtype)),))
 
     if settings.agrees:
         yield from _control(-1, "all_reduce", 24, num_shards * settings.num_replicas)
@@ -218,7 +218,7 @@ def _update(buffers: Sequence[Buffer], optimizer: OptimizerState, settings: Sett
         each = reduced + 2 * (master + optimizer.num_per_element * master)
         if reduced != master:  # a wide copy is written, and read
             each += 2 * master
-        yield _updating(Work(0, round(each * numel), dtype_name(buffer.dtype)))
+        yield Compute((Work(0, round(each * numel), dtype_name(buffer.dtype)),))
 
 
 def _control(number: int, op: str, num_bytes: int, world_size: int) -> Iterator[Action]:
@@ -226,10 +226,6 @@ def _control(number: int, op: str, num_bytes: int, world_size: int) -> Iterator[
         message = Message(op, num_bytes, CONTROL, CONTROL, world_size)
         yield Issue(number, message, control=True)
         yield Wait(number)
-
-
-def _updating(work: Work) -> Compute:
-    return Compute((work,))
 
 
 def _num_shards(buffers: Sequence[Buffer]) -> int:

@@ -19,6 +19,7 @@ from zeroshard.lab.sweep.results import SWEEP, CaseResult, read_sweep
 from zeroshard.sizes import parse_bandwidth
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.sections import TrackConfig
+from zeroshard.train.config.validate import by_dotted_name
 
 STRATEGIES = ("zero0", "zero1", "zero2", "zero3", "ddp", "zero1-torch", "fsdp2", "auto")  # in the order of figures
 OF_LINKS = ("link.bandwidth",)
@@ -178,7 +179,7 @@ def entries_of_cases(cases: Sequence[CaseResult]) -> list[Entry]:
 
 def entries_of_runs(runs: Sequence[RunResult]) -> list[Entry]:
     """Group runs by configuration into entries; an entry's axes are the settings in which configurations differ."""
-    configs = {run.folder: flat(run.config, only_tables=False) for run in runs}
+    configs = {run.folder: by_dotted_name(run.config) for run in runs}
     for config in configs.values():
         for name in _ASIDE:
             config.pop(name, None)
@@ -208,22 +209,12 @@ def words_of(settings: Mapping[str, Any]) -> str:
     return ", ".join([*words, *(in_words({name: value}) for name, value in rest.items())])
 
 
-def flat(table: Mapping[str, Any], prefix: str = "", *, only_tables: bool = True) -> dict[str, Any]:
-    """Flatten nested settings to dotted names.
-
-    Args:
-        table: axes of a case, or a configuration.
-        prefix: prefix of the names.
-        only_tables: whether a top-level name that is no table of a configuration is dropped from the dotted names. An
-            axis of tables has such a name of the user's own.
-    """
+def flat(axes: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a case's axes by dotted name; an axis of tables with a name of the user's own loses that name."""
     found: dict[str, Any] = {}
-    for name, value in table.items():
-        if isinstance(value, Mapping):
-            inner = f"{prefix}{name}." if not only_tables or prefix or name in TrainConfig.model_fields else ""
-            found |= flat(value, inner, only_tables=only_tables)
-        else:
-            found[prefix + name] = value
+    for name, value in axes.items():
+        own_name = isinstance(value, Mapping) and name not in TrainConfig.model_fields
+        found |= by_dotted_name(value if own_name else {name: value})
     return found
 
 

@@ -8,6 +8,8 @@ from math import isfinite, isnan
 from types import MappingProxyType
 from typing import Literal
 
+from zeroshard import sizes
+
 # Okabe and Ito (2008), "Color Universal Design", https://jfly.uni-koeln.de/color/: safe for colour-blind readers.
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILLION, PURPLE = (
     "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7",
@@ -126,5 +128,4 @@ def bandwidth_in_words(bytes_per_s: float) -> str:
     """Format a bandwidth: ``100 Mbit/s``, ``2.5 Gbit/s``; infinity is ``unshaped``, NaN ``unknown``."""
     if not isfinite(bytes_per_s):
         return "unknown" if isnan(bytes_per_s) else "unshaped"
-    bits = bytes_per_s * 8
-    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 0.9995e9 else f"{bits / 1e6:.3g} Mbit/s"
+    return sizes.bandwidth_in_words(bytes_per_s)

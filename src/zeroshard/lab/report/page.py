@@ -11,7 +11,6 @@ copy its LICENSE, and change the version and the checksum here.
 from __future__ import annotations
 
 import json
-import math
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -25,6 +24,7 @@ from zeroshard.lab.report.figure import Figure
 from zeroshard.lab.report.interactive import CONFIG, as_plotly
 from zeroshard.lab.report.single_run import header_of
 from zeroshard.lab.report.table import table_of
+from zeroshard.train.records.log_files import finite_or_null
 
 PLOTLY_JS = "4.1.1"  # the version of the bundle
 PLOTLY_JS_SHA256 = "99784e3abfb07b142a15e521a439e6d9addceadb3f79553fd24c72774f0649ba"  # uncompressed, as in npm
@@ -88,15 +88,7 @@ def by_kind(notices: Sequence[Notice]) -> Mapping[str, list[Notice]]:
 
 def _script(values: Any) -> Markup:
     """JSON that is safe inside a script element: it is escaped so that no text in it can end the element."""
-    text = json.dumps(_finite(values), allow_nan=False)
+    text = json.dumps(finite_or_null(values), allow_nan=False)
     for letter in "<>&":
         text = text.replace(letter, f"\\u{ord(letter):04x}")
     return Markup(text)
-
-
-def _finite(values: Any) -> Any:
-    if isinstance(values, Mapping):
-        return {key: _finite(value) for key, value in values.items()}
-    if isinstance(values, list | tuple):
-        return [_finite(value) for value in values]
-    return None if isinstance(values, float) and not math.isfinite(values) else values

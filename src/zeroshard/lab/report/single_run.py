@@ -10,13 +10,13 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from zeroshard.lab.planner.show import size
-from zeroshard.lab.report.entries import flat
 from zeroshard.lab.report.figure import CYCLE, Axis, Figure, Series
 from zeroshard.lab.report.marks import LeftOutError
 from zeroshard.lab.report.run_figures import held, memory_unit, stacked, thinned
 from zeroshard.lab.run_folders import RunResult
 from zeroshard.parallel.registry import STRATEGIES
 from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.validate import by_dotted_name
 from zeroshard.train.records.records import StepRecord
 
 MOST_KINDS = 6  # kinds of exposed communication with a curve of their own
@@ -176,6 +176,6 @@ def _losses(run: RunResult) -> str:
 
 def _chosen(run: RunResult) -> dict[str, Any]:
     """The given settings that differ from their defaults, by dotted name."""
-    defaults = flat(TrainConfig().model_dump(mode="json"), only_tables=False)
-    now = flat(run.given, only_tables=False)
+    defaults = by_dotted_name(TrainConfig().model_dump(mode="json"))
+    now = by_dotted_name(run.given)
     return {name: value for name, value in now.items() if name not in _NO_CHOICES and value != defaults.get(name)}

@@ -30,7 +30,7 @@ from zeroshard.errors import UserError
 from zeroshard.train.config.config import TrainConfig, merge
 from zeroshard.train.config.named_code import require_asked
 from zeroshard.train.config.sections import SHORTHANDS, Config
-from zeroshard.train.config.validate import by_dotted_name, fields_by_name, nearest, validate
+from zeroshard.train.config.validate import by_dotted_name, fields_by_name, nearest, nested, validate
 
 CHANGES_NO_RESULT = (
     *("out", "port", "resume", "log_interval", "checkpoint_interval", "keep_checkpoints", "keep_every"),
@@ -161,11 +161,7 @@ def _nested(name: str, value: Any) -> dict[str, Any]:
         for key, each in value.items():
             inner = merge(inner, _nested(key, each))
         return {name: inner} if name in TrainConfig.model_fields else inner
-    *tables, leaf = name.split(".")
-    nested: Any = {leaf: value}
-    for table in reversed(tables):
-        nested = {table: nested}
-    return nested
+    return nested({tuple(name.split(".")): value})
 
 
 def _spelled_out(raw: Mapping[str, Any]) -> dict[str, Any]:
