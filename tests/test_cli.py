@@ -32,17 +32,7 @@ from zeroshard.verbs.training import written
 ZEROSHARD = [sys.executable, "-m", "zeroshard"]
 ENDLESS = ["train", "--nproc", "2", "--max-steps", "100000", "--eval-interval", "0", "--model.n-layer", "1"]
 DATA = ["--data", "synthetic"]
-SLOW_TO_IMPORT = {
-    "torch",
-    "numpy",
-    "triton",
-    "datasets",
-    "transformers",
-    "matplotlib",
-    "plotly",
-    "pandas",
-    "scipy",
-}
+SLOW_TO_IMPORT = {"torch", "numpy", "triton", "datasets", "transformers", "matplotlib", "plotly", "pandas", "scipy"}
 PATIENCE_S = 600.0  # where others hold the processors; a run that hangs is ended by the time limit of the test
 
 
@@ -391,10 +381,7 @@ BAD_INPUT: dict[str, tuple[str | None, list[str]]] = {
     "nanogpt-none-too": (None, ["import-config", "nanogpt", "--warmup_iters=None"]),
     "nanogpt-terms": ("n_layer = " + "+".join(["1"] * 20_000), ["import-config", "nanogpt", "FILE"]),
     "deepspeed-betas": ('{"optimizer": {"params": {"betas": [1]}}}', ["import-config", "deepspeed", "FILE"]),
-    "deepspeed-count": (
-        '{"scheduler": {"params": {"warmup_num_steps": "x"}}}',
-        ["import-config", "deepspeed", "FILE"],
-    ),
+    "deepspeed-count": ('{"scheduler": {"params": {"warmup_num_steps": "x"}}}', ["import-config", "deepspeed", "FILE"]),
     "deepspeed-nested": (brackets(100_000), ["import-config", "deepspeed", "FILE"]),
     "long-path": (None, ["checkpoint", "ls", "a" * 5000]),
     "device": ('{"format": "zeroshard device 1", "device": 3, "link": {}}', ["plan", "--gpu", "FILE"]),

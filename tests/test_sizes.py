@@ -3,13 +3,7 @@ from math import inf
 import pytest
 
 from zeroshard.errors import UserError
-from zeroshard.sizes import (
-    bandwidth_in_words,
-    duration_in_words,
-    parse_bandwidth,
-    parse_duration,
-    parse_size,
-)
+from zeroshard.sizes import bandwidth_in_words, duration_in_words, parse_bandwidth, parse_duration, parse_size
 
 
 @pytest.mark.parametrize(

@@ -46,10 +46,7 @@ NODES = {
     "by nodes, bf16 adds up": MixedPrecision(None, BF16, reduce="int4", node_size=4),
 }
 ALL = {**PRECISIONS, **WIRES, **NODES}
-MODELS = {
-    "gpt2-demo": {"n_head": 4, "n_embd": 36},
-    "llama-tiny": {"n_head": 4, "n_kv_head": 2, "n_embd": 32},
-}
+MODELS = {"gpt2-demo": {"n_head": 4, "n_embd": 36}, "llama-tiny": {"n_head": 4, "n_kv_head": 2, "n_embd": 32}}
 # Allocations that are not followed: one number where weights are freed, partial sums of a norm, the loss.
 PEAK_SLACK_BYTES = 2048
 KEEP_WEIGHTS = ShardingStrategy(Placement.SHARD, Placement.SHARD, Placement.SHARD, reshard_after_forward=False)

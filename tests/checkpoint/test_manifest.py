@@ -69,10 +69,7 @@ def test_the_ranks_entries_merge_into_whole_tensors():
 @pytest.mark.parametrize(
     ("other", "complaint"),
     [
-        (
-            TensorEntry("w", "param", "F32", (5,), (_piece(4, 5, "b"),)),
-            r"elements \[3, 4\) are in no piece",
-        ),
+        (TensorEntry("w", "param", "F32", (5,), (_piece(4, 5, "b"),)), r"elements \[3, 4\) are in no piece"),
         (TensorEntry("w", "param", "F32", (5,), (_piece(2, 5, "b"),)), "in two pieces"),
         (TensorEntry("w", "param", "BF16", (5,), (_piece(3, 5, "b"),)), "ranks disagree"),
         (TensorEntry("w", "param", "F32", (6,), (_piece(3, 6, "b"),)), "ranks disagree"),

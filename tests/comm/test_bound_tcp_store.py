@@ -57,10 +57,7 @@ def test_a_store_at_an_outer_address_listens_there_alone():
 
 @pytest.mark.parametrize(
     ("found", "said"),
-    [
-        ("127.0.1.1", "node01 resolves to 127.0.1.1 here"),
-        ("192.0.2.7", "is 192.0.2.7, which no interface here has"),
-    ],
+    [("127.0.1.1", "node01 resolves to 127.0.1.1 here"), ("192.0.2.7", "is 192.0.2.7, which no interface here has")],
 )
 def test_where_a_name_says_nothing_of_an_interface_all_are_listened_on_and_it_is_said(monkeypatch, capfd, found, said):
     facts = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (found, 0))]

@@ -1,11 +1,7 @@
 import pytest
 
 from fake_time import Clock
-from zeroshard.comm import (
-    Link,
-    NullCommunicator,
-    ThrottledCommunicator,
-)
+from zeroshard.comm import Link, NullCommunicator, ThrottledCommunicator
 from zeroshard.comm import probe as probe_module
 from zeroshard.comm.probe import Probed, probe, why_not_comparable
 from zeroshard.comm.ring import small

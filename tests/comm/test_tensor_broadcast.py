@@ -9,13 +9,7 @@ import pytest
 import torch
 
 from zeroshard.comm import ObservedCommunicator, run_threads
-from zeroshard.comm.tensor_broadcast import (
-    MAX_PENDING_BROADCASTS,
-    PendingBroadcasts,
-    as_bytes,
-    gather_to,
-    put_bytes,
-)
+from zeroshard.comm.tensor_broadcast import MAX_PENDING_BROADCASTS, PendingBroadcasts, as_bytes, gather_to, put_bytes
 
 KINDS = [
     torch.arange(6.0).view(2, 3).t(),
@@ -116,11 +110,7 @@ class _Calls:
 
 PLAIN = {
     "numbers": [1, 2.5, True, None, "x", b"y", 1 + 2j, range(3), slice(1, 2)],
-    "containers": {
-        "a": (1, {2, 3}),
-        "b": OrderedDict(c=[1]),
-        "d": {"e": frozenset({4})},
-    },
+    "containers": {"a": (1, {2, 3}), "b": OrderedDict(c=[1]), "d": {"e": frozenset({4})}},
     "torch": [torch.float32, torch.Size([2]), torch.device("cpu"), torch.ones(2), torch.eye(2).to_sparse()],
 }
 

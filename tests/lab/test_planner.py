@@ -238,11 +238,7 @@ def test_a_model_of_ours_may_be_given_itself():
         ("gpt2-demo", {"gpu": "a100"}, r"^gpu: 'a100' comes in several sizes"),
         ("gpt2-demo", {"network": "400"}, r"^network: '400' is not a bandwidth"),
         ("gpt2-demo", {"overrides": {"n_head": 3}}, r"^model.n_head: 3 does not divide n_embd 128"),
-        (
-            "gpt2-demo",
-            {"gpu": "v100-32gb"},
-            r"^dtype: v100-32gb does not compute in bfloat16; choose float32, float16",
-        ),
+        ("gpt2-demo", {"gpu": "v100-32gb"}, r"^dtype: v100-32gb does not compute in bfloat16; choose float32, float16"),
         ("gpt2-demo", {"optimizer": "lamb"}, r"^optimizer: nothing is known of 'lamb'"),
         ("gpt2-demo", {"dtype": "int8"}, r"^dtype: 'int8' is not a choice"),
         ("gpt2-demo", {"stage": 4}, r"^stage: 4 is not a ZeRO stage"),

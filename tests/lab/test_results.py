@@ -145,21 +145,13 @@ DAMAGES = {
         "damaged",
         ("config.toml: does not parse (Invalid value (at end of document))",),
     ),
-    "half a summary": (
-        lambda folder: (folder / "summary.json").write_text('{"status": "o'),
-        "damaged",
-        None,
-    ),
+    "half a summary": (lambda folder: (folder / "summary.json").write_text('{"status": "o'), "damaged", None),
     "summary of another kind": (
         lambda folder: (folder / "summary.json").write_text("[1]"),
         "damaged",
         ("summary.json: is not an object",),
     ),
-    "diverged": (
-        lambda folder: (folder / "summary.json").write_text('{"status": "not_finite"}'),
-        "failed",
-        (),
-    ),
+    "diverged": (lambda folder: (folder / "summary.json").write_text('{"status": "not_finite"}'), "failed", ()),
 }
 
 

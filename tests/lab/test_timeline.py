@@ -83,13 +83,7 @@ def test_while_collectives_run_computation_has_the_rest_of_the_cores(slowing_s, 
     """Two collectives of 1 s beside 3 s of computation, from which each takes what was measured, and no more."""
     costs = {"all_gather": (1.0, 0.0)}
     link = replace(WITHIN, num_ranks=2, collectives=costs, beside={"all_gather": (slowing_s, 0.0)})
-    actions = [
-        _issue(1, 8),
-        _issue(2, 8),
-        _compute(SECOND, SECOND, SECOND),
-        Wait(1),
-        Wait(2),
-    ]
+    actions = [_issue(1, 8), _issue(2, 8), _compute(SECOND, SECOND, SECOND), Wait(1), Wait(2)]
     timing = simulate(_step(actions), DEVICE, Cluster(2, 2, link, BETWEEN))
     assert timing.step_s == pytest.approx(step_s)
     assert timing.compute_s == pytest.approx(3.0)

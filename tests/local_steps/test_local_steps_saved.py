@@ -4,17 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from local_steps_runs import (
-    ALL_KINDS,
-    DILOCO,
-    SOAK,
-    Net,
-    both,
-    engine_of,
-    loss_of,
-    same,
-    train,
-)
+from local_steps_runs import ALL_KINDS, DILOCO, SOAK, Net, both, engine_of, loss_of, same, train
 from zeroshard import checkpoint
 from zeroshard.comm import run_threads
 from zeroshard.zero import Zero

@@ -12,11 +12,7 @@ LLAMA_SHAPE = GPT2_SHAPE | {"n_kv_head": 2}
 @pytest.mark.parametrize(
     ("family", "changes", "line"),
     [
-        (
-            GPT2Config,
-            {"n_head": 5},
-            "model.n_head: 5 does not divide n_embd 128; take 2 or 4, or change n_embd",
-        ),
+        (GPT2Config, {"n_head": 5}, "model.n_head: 5 does not divide n_embd 128; take 2 or 4, or change n_embd"),
         (GPT2Config, {"n_head": 300}, "model.n_head: 300 does not divide n_embd 128; take 64 or 128, or"),
         (LlamaConfig, {"n_kv_head": 3}, "model.n_kv_head: 3 does not divide n_head 4; take 2 or 4, or"),
         (LlamaConfig, {"n_kv_head": 8}, "model.n_kv_head: 8 does not divide n_head 4; "),

@@ -96,8 +96,7 @@ def test_initial_values_are_normal_ones_and_smaller_into_the_residual_stream():
 
 
 @pytest.mark.parametrize(
-    ("n_embd", "wanted"),
-    [(320, 1024), (1152, 3072), (2048, 5632), (4096, 11008), (5120, 13824), (6656, 17920)],
+    ("n_embd", "wanted"), [(320, 1024), (1152, 3072), (2048, 5632), (4096, 11008), (5120, 13824), (6656, 17920)]
 )
 def test_feed_forward_width_is_two_thirds_of_four_rounded_up(n_embd, wanted):
     assert LlamaConfig(61, 12, 1, 2, 1, n_embd).ffn_width == wanted

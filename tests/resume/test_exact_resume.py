@@ -46,8 +46,7 @@ def _assert_same(one, other):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "world_size"),
-    [("ddp", 1), ("zero0", 2), ("zero1", 1), ("zero2", 2), ("zero3", 1), ("zero3", 2)],
+    ("strategy", "world_size"), [("ddp", 1), ("zero0", 2), ("zero1", 1), ("zero2", 2), ("zero3", 1), ("zero3", 2)]
 )
 def test_a_resumed_run_is_bit_equal_to_one_that_never_stopped(tiny_config, tmp_path, strategy, world_size):
     options = {"strategy": strategy, "grad_accum_steps": 2, "eval_interval": 0}
@@ -78,12 +77,7 @@ def test_so_is_one_whose_groups_of_ranks_are_replicas(tiny_config, tmp_path, sha
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded"),
-    [
-        (("zero1", 3), ("ddp", 1)),
-        (("zero3", 4, 2), ("zero1", 3)),
-        (("zero1", 2), ("zero2", 4, 2)),
-    ],
+    ("saved", "loaded"), [(("zero1", 3), ("ddp", 1)), (("zero3", 4, 2), ("zero1", 3)), (("zero1", 2), ("zero2", 4, 2))]
 )
 def test_state_saved_by_one_strategy_and_world_is_loaded_by_another_to_the_bit(tiny_config, tmp_path, saved, loaded):
     first, second = str(tmp_path / "first"), str(tmp_path / "second")

@@ -21,15 +21,7 @@ SIMULATED = ["--link.mode", "simulated", "--link.bandwidth", "1Gbit/s"]
 
 
 def test_quantities_become_bytes_and_seconds_here_and_nowhere_else():
-    found = Links.of(
-        LinkConfig(
-            mode="simulated",
-            bandwidth="1Gbit/s",
-            latency="50us",
-            burst="64KiB",
-            node_size=2,
-        )
-    )
+    found = Links.of(LinkConfig(mode="simulated", bandwidth="1Gbit/s", latency="50us", burst="64KiB", node_size=2))
     assert (found.between.bytes_per_s, found.between.burst_bytes) == (125e6, 65536)
     assert found.between.latency_s == pytest.approx(5e-5)
     assert Links.of(LinkConfig(mode="simulated", latency="1ms")).between == Link(1e-3, math.inf)

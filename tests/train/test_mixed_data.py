@@ -105,10 +105,7 @@ REFUSALS = [
     (["--data.mix", "a.jsonl=1", "--data.streaming"], "data.streaming: is given with data.mix"),
     (["--data.mix", "a.jsonl=1", "--data.max-tokens", "9"], "data.max_tokens: is given with data.mix"),
     (["--data.mix", "a.jsonl=1", "--data.tokenizer", "bpe:300"], "data.tokenizer: bpe:300 would be another one"),
-    (
-        ["--data", "python-stdlib", "--data.mix", "a.jsonl=1"],
-        "data.mix: mixes files, .* add --data text",
-    ),
+    (["--data", "python-stdlib", "--data.mix", "a.jsonl=1"], "data.mix: mixes files, .* add --data text"),
 ]
 
 

@@ -15,10 +15,7 @@ from zeroshard.train.setup.build import build_run
 CPU = torch.device("cpu")
 BAD_RANK, NUM_STEPS = 1, 5
 # Why a step was skipped: the steps, and what a run is given.
-BAD = {
-    "not finite": ({1, 3}, {"ema_decay": 0.9}),
-    "overflow": ({2}, {"dtype": "float16", "grad_accum_steps": 2}),
-}
+BAD = {"not finite": ({1, 3}, {"ema_decay": 0.9}), "overflow": ({2}, {"dtype": "float16", "grad_accum_steps": 2})}
 
 
 def _spoil_in(run, step_now, why):

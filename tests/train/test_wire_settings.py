@@ -50,10 +50,7 @@ def test_a_run_that_is_resumed_at_another_stage_has_the_same_bits(tiny_config):
         ({"strategy": "zero0", "wire": {"grads": "int8"}}, r"^wire.grads: int8 is given, and stage 0 has no wire"),
         ({"strategy": "auto", "wire": {"grads": "int8"}}, r"^wire.grads: int8 is given, and auto may choose stage 0"),
         ({"strategy": "zero3", "wire": {"grads": "int8", "block": 100}}, r"^wire.block: blocks of 100 elements do not"),
-        (
-            {"strategy": "zero3", "wire": {"grads": "int8", "block": 0}},
-            r"^wire.block: blocks of 0 elements do not",
-        ),
+        ({"strategy": "zero3", "wire": {"grads": "int8", "block": 0}}, r"^wire.block: blocks of 0 elements do not"),
         ({"strategy": "zero2", "wire": {"node_size": 2}}, r"^wire.node_size: 2 is given, and gradients have no"),
         ({"strategy": "zero2", "wire": {"grads": "int8", "node_size": 1}}, r"^wire.node_size: 1 GPU has nothing to"),
         ({"strategy": "zero2", "wire": {"grads": "int8", "node_size": -1}}, r"^wire.node_size: "),

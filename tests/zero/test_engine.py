@@ -10,15 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nets import (
-    Net,
-    assert_every_stage_equals_one_process,
-    backward,
-    linear,
-    one_process,
-    rows,
-    train,
-)
+from nets import Net, assert_every_stage_equals_one_process, backward, linear, one_process, rows, train
 from zeroshard.comm import LocalCommunicator, NullCommunicator, TorchCommunicator, run_threads
 from zeroshard.models import build_model
 from zeroshard.zero import STAGES, Zero

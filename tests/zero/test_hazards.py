@@ -274,10 +274,7 @@ FAULTS = {
     "the copy does not wait for the step": (_forgets("copy_in"), Case(1, bfloat16=True)),
     "the gather does not wait for the copy": (_forgets("gather"), Case(3, bfloat16=True)),
     "the reduction does not wait for the gradients": (_forgets("reduce"), Case(2)),
-    "memory is taken while weights in it are read": (
-        _replaces(DeviceStreams, "freed", lambda self: None),
-        Case(3),
-    ),
+    "memory is taken while weights in it are read": (_replaces(DeviceStreams, "freed", lambda self: None), Case(3)),
     "gradients are written while they are reduced": (
         _replaces(FlatGrads, "_vacate_local", lambda self: None),
         Case(1, path="another order"),

@@ -54,7 +54,7 @@ ATTACHED = {
             "zero/construction.py",
             "from zeroshard.zero.transport.members import ALL\n",
             "from zeroshard.zero.buffers.plain import PLAIN as ALL\n",
-        ),
+        )
     ],
     "zero/whole_tensors": [
         ("zero/state/relayout.py", "from zeroshard.zero.whole_tensors.layout import balanced\n", ""),

@@ -120,10 +120,7 @@ BAD_ROWS = {
     "no content": ({"messages": [{"role": "user"}]}, "message 1 in line 1 .* has no role and content"),
     "text": ({"messages": "hi"}, "is a str, not a list of messages"),
     "says nothing": ({"messages": [{"role": "assistant", "content": ""}]}, "content of message 1 .* is empty"),
-    "column": (
-        {"conversation": []},
-        "data.messages: line 1 .* has no column 'messages'; name one of its own",
-    ),
+    "column": ({"conversation": []}, "data.messages: line 1 .* has no column 'messages'; name one of its own"),
     "list": ([1], r"\(a list is not an object\)"),
     "surrogate": ({"messages": [{"role": "assistant", "content": "\ud800"}]}, "half of a surrogate pair"),
 }

@@ -147,16 +147,8 @@ def test_without_names_auto_is_the_largest_list_of_one_class():
 @pytest.mark.parametrize(
     ("units", "error", "message"),
     [
-        (
-            "Leyer",
-            ValueError,
-            "units: 'Leyer' is neither a class .*ModuleList, Linear, Module, Layer.* mean Layer",
-        ),
-        (
-            "model.blocks",
-            ValueError,
-            "units: the path 'model.blocks' leads to 'model' and no further; 'model' has la",
-        ),
+        ("Leyer", ValueError, "units: 'Leyer' is neither a class .*ModuleList, Linear, Module, Layer.* mean Layer"),
+        ("model.blocks", ValueError, "units: the path 'model.blocks' leads to 'model' and no further; 'model' has la"),
         (nn.GRU, ValueError, "units: no part of the model is a GRU; its classes are ModuleList, Linear, Module, Layer"),
         ([dict], TypeError, "units: dict is not an nn.Module"),
         (3, TypeError, "units: a int; give submodules, a class, its name, a path, or 'auto'"),

@@ -143,10 +143,7 @@ REFUSED = {
         lambda model: model.extra.register_parameter("other", model.blocks[0][0].weight),
         rf"extra.other: {TIED}",
     ),
-    "replaced": (
-        lambda model: setattr(model.head, "weight", nn.Parameter(torch.ones(10, 8))),
-        f"head.weight: {NEVER}",
-    ),
+    "replaced": (lambda model: setattr(model.head, "weight", nn.Parameter(torch.ones(10, 8))), f"head.weight: {NEVER}"),
     "resized": (lambda model: setattr(model, "embed", nn.Embedding(12, 8)), f"embed.weight: {NEVER}"),
     "weight norm": (lambda model: nn.utils.parametrizations.weight_norm(model.extra), r"(extra\.param|weight)"),
     "a frozen module is trained": (lambda model: _late(model).requires_grad_(True), f"extra.weight: {NEVER}"),

@@ -22,12 +22,7 @@ OPTIMIZERS = {
     "Adafactor": (optim.Adafactor, {"lr": 0.01}),
 }
 # Loads that mean something: states of the same names and meaning, or settings that are restored with the states.
-FIT = {
-    ("Adam", "AdamW fused"),
-    ("AdamW fused", "Adam"),
-    ("SGD with momentum", "SGD"),
-    ("SGD", "SGD with momentum"),
-}
+FIT = {("Adam", "AdamW fused"), ("AdamW fused", "Adam"), ("SGD with momentum", "SGD"), ("SGD", "SGD with momentum")}
 
 
 def _net():
