@@ -4,6 +4,7 @@ import fcntl
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ from made_once import made_once  # noqa: F401 -- a fixture
 from ranks import gloo_ranks, pytest_addoption  # noqa: F401 -- a fixture, and the option that it brings
 from tiny_runs import data_folder, process_group, refusal, text_config, tiny_config  # noqa: F401 -- fixtures
 from zeroshard import gc_frequency
+from zeroshard.comm import ThreadCommunicator
 from zeroshard.process import num_cpus
 
 _WORLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE")
@@ -75,6 +77,28 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _thread_ranks_on_one_processor(request):
+    """Ranks that are threads take turns at the GIL: on one processor they need half of the time, for none is woken on
+    another. With ``--soak`` they run beside each other."""
+    if request.config.getoption("soak") or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    processors = sorted(os.sched_getaffinity(0))
+    of_the_run = sum(os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid())).encode())  # other runs have others
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    ours, construct = {processors[(of_the_run + worker) % len(processors)]}, ThreadCommunicator.__init__
+
+    def on_its_rank(self, *args):
+        if threading.current_thread().name.startswith("rank"):
+            os.sched_setaffinity(0, ours)  # of this thread alone
+        construct(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ThreadCommunicator, "__init__", on_its_rank)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -2,16 +2,14 @@
 
 import copy
 import gc
-import math
 import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from nets import Net, assert_every_stage_equals_one_process, backward, linear, one_process, rows, train
-from zeroshard.comm import LocalCommunicator, NullCommunicator, TorchCommunicator, run_threads
+from nets import Net, assert_every_stage_equals_one_process, linear, rows
+from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
 from zeroshard.models import build_model
 from zeroshard.zero import STAGES, Zero
 
@@ -58,24 +56,6 @@ def test_dtypes_may_be_mixed_in_a_unit():
             return self.wide(self.narrow(x).double()).float()
 
     assert_every_stage_equals_one_process(lambda: Net(block=Mixed), world_size=3)
-
-
-def test_tied_weights_are_stepped_and_counted_once():
-    def build():
-        net = Net()
-        net.last.weight = net.first.weight
-        net.blocks[2].weight = net.blocks[0].weight
-        return net
-
-    assert_every_stage_equals_one_process(build, weight_decay=0.5)
-    net = build()
-    net(rows(0)).sum().backward()
-    expected = nn.utils.clip_grad_norm_(net.parameters(), math.inf)
-    for stage in STAGES:
-        ours = build()
-        zero = Zero(ours, stage=stage, comm=LocalCommunicator())
-        ours(rows(0)).sum().backward()
-        torch.testing.assert_close(zero.clip_grad_norm_(math.inf), expected)
 
 
 def test_a_model_may_be_one_parameter_and_no_unit():
@@ -194,27 +174,6 @@ def test_the_state_dict_of_the_module_or_of_a_part_is_refused_while_it_would_be_
         assert all(list(module.state_dict()) == list(plain.state_dict()) for module, plain in parts)
 
 
-class Block(nn.Linear):
-    def __init__(self):
-        super().__init__(6, 6)
-
-
-@at_every_stage
-def test_units_by_name_class_path_or_auto_train_to_the_same_bits_as_a_list(stage):
-    def trained(units):
-        def go(comm):
-            return train(
-                comm, lambda: Net(block=Block), backward, {"stage": stage, "units": lambda net: units or net.blocks}
-            )
-
-        return run_threads(go, 2)[0]
-
-    listed = trained(None)
-    for units in ("auto", "Block", [Block], "blocks", ["blocks.0", "blocks.1", "blocks.2"]):
-        found = trained(units)
-        assert all(torch.equal(listed[name], found[name]) for name in listed)
-
-
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_rows_that_a_rank_rescales_as_it_looks_them_up_are_refused(kind):
     model = nn.Sequential(kind(10, 6, max_norm=0.5))
@@ -255,39 +214,6 @@ def test_micro_batches_add_up_where_the_engine_is_told_to(stage, accumulate):
     assert all((group.grads.reduced is not None) == sharded for unit in zero.units for group in unit.groups)
 
 
-def everywhere_over_gloo(comm):
-    """Stages over all ranks and over a group of some; every result is compared by the caller."""
-    group = dist.new_group([0, 2])
-    found = {"all": [train(comm, Net, lambda t: t.loss().backward(), {"stage": stage}) for stage in STAGES]}
-    default = Net()
-    assert Zero(default).comm.world_size == comm.world_size  # comm=None: torch.distributed
-    if comm.rank in (0, 2):
-        inner = TorchCommunicator(group)
-        found["group"] = [train(inner, Net, lambda t: t.loss().backward(), {"stage": stage}) for stage in STAGES]
-        del inner
-    comm.barrier()
-    if comm.rank in (0, 2):
-        dist.destroy_process_group(group)
-    return found
-
-
-def test_processes_and_groups_of_some_ranks_train_alike(gloo_ranks):
-    by_rank = gloo_ranks(3).run(everywhere_over_gloo)
-    for key, world_size in (("all", 3), ("group", 2)):
-        expected = one_process(Net, world_size=world_size)
-        states = [state for found in by_rank for state in found.get(key, [])]
-        assert len(states) == 4 * world_size
-        for state in states:
-            assert all(torch.equal(state[name], states[0][name]) for name in expected)
-            torch.testing.assert_close(state, expected, rtol=0, atol=1e-6)
-
-
-def encode(turn):
-    """Without the model's forward."""
-    hidden = turn.model.blocks[1](turn.model.first(rows(turn.rank, turn.step)))
-    turn.model.last(hidden).square().mean().backward()
-
-
 def encode_before_and_after(turn):
     x = turn.model.first(rows(turn.rank, turn.step))
     with torch.no_grad():
@@ -295,9 +221,8 @@ def encode_before_and_after(turn):
     (turn.model(x) + turn.model.last(x)).square().mean().backward()
 
 
-@pytest.mark.parametrize("take_turn", [encode, encode_before_and_after])
-def test_other_methods_of_the_model_may_call_its_parts(take_turn):
-    assert_every_stage_equals_one_process(Net, take_turn)
+def test_other_methods_of_the_model_may_call_its_parts():
+    assert_every_stage_equals_one_process(Net, encode_before_and_after)
 
 
 def test_a_copy_would_drive_the_same_engine_and_is_refused():
