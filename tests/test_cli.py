@@ -462,9 +462,12 @@ def test_a_reader_that_stops_reading_ends_the_command_in_silence():
 # -- plan ------------------------------------------------------------------------------------------------------------
 
 
-def test_plan_where_nothing_fits_ends_with_status_3_and_the_nearest_change(capsys):
-    assert main(["plan", "--model", "llama-7b", "--gpu", "t4-16gb", "--dtype", "float16"]) == ExitStatus.CHECK_FAILED
-    assert "GPUs would fit" in capsys.readouterr().out
+def test_plan_where_nothing_fits_ends_with_status_3_and_the_nearest_change_and_no_command(capsys):
+    words = "--model llama-tiny --model.n-layer 2 --model.n-embd 8192 --model.n-head 64 --optimizer muon"
+    assert main(["plan", *words.split(), "--gpu", "t4-16gb", "--dtype", "float16"]) == ExitStatus.CHECK_FAILED
+    said = capsys.readouterr().out
+    assert "GPUs would fit" in said
+    assert "zeroshard train --model" not in said
 
 
 def test_a_flag_that_is_called_otherwise_elsewhere_is_named():

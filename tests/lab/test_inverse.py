@@ -1,25 +1,18 @@
 import pytest
 
 from lab.small_plans import SMALL, small_gpu
-from zeroshard.lab import plan
 from zeroshard.lab.planner.inverse import fewest, largest_micro_batch, lowest_bandwidth, most
 from zeroshard.lab.planner.planner import planner_for
 from zeroshard.lab.predict.hardware import Link
 
 
-def _fits(memory_bytes, world_size):
-    gpu = small_gpu(memory_bytes)
-    return plan("gpt2-demo", world_size=world_size, gpu=gpu, overrides=SMALL, micro_batch=1).fits
-
-
 def test_one_gpu_too_few_is_answered_with_how_many():
-    memory = 6 * 2**20
-    assert not _fits(memory, 1)
-    planner = planner_for("gpt2-demo", world_size=1, gpu=small_gpu(memory), overrides=SMALL)
+    planner = planner_for("gpt2-demo", world_size=1, gpu=small_gpu(6 * 2**20), overrides=SMALL)
     needed = fewest(planner, (0, 1, 2, 3), 1)
     assert needed.value is not None
-    assert _fits(memory, int(needed.value))
-    assert not _fits(memory, int(needed.value) - 1)
+    for world_size, fits in ((1, False), (int(needed.value) - 1, False), (int(needed.value), True)):
+        found = planner.on(world_size=world_size)
+        assert any(found.row(stage, 1).fits for stage in range(4)) == fits
 
 
 def test_the_largest_micro_batch_fits_and_one_more_does_not():

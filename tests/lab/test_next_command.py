@@ -58,7 +58,6 @@ def test_the_command_has_the_wire_formats_of_its_row():
         "--gpus 9",  # nodes of 8 and of 1
         "--optimizer lion",  # not the trainer's
         "--autocast",
-        "--gpu t4-16gb --dtype float16 --micro-batch 100000",  # nothing fits
     ],
 )
 def test_there_is_no_command_where_no_run_is_what_was_planned(words):

@@ -46,7 +46,7 @@ def _train(comm, stage, precision, *, num_micro=1, accumulate=None, **kwargs):
 def _ways_to_send():
     for wire, precision in WIRES.items():
         size = precision.node_size
-        worlds = [(n, None) for n in (4, 6) if n % size == 0] if size else [(2, None), (3, None), (4, 1), (4, 2)]
+        worlds = [(2 * size, None)] if size else [(2, None), (3, None), (4, 1), (4, 2)]
         yield from ((wire, *world, *rest) for world in worlds for rest in product(ACCUMULATE, (False, True)))
 
 
