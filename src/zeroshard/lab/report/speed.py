@@ -114,7 +114,9 @@ def relative(entries: Sequence[Entry]) -> list[Figure]:
 
         def ratio(entry: Entry, reference: Mapping[float, Spread | None] = reference) -> Spread | None:
             own, other = entry.case.step_s, reference.get(bandwidth(entry))
-            return scaled(own, 1 / other.median) if other else None
+            return Spread(own.median / other.median, own.low / other.median, own.high / other.median, own.count) if (
+                own and other
+            ) else None  # fmt: skip
 
         series = lines(group, bandwidth, ratio)
         y = Axis(f"step time / that of {first}", log=True)
