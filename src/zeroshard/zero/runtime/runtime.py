@@ -29,7 +29,7 @@ from zeroshard.comm.streams import Streams
 from zeroshard.torch_internals import in_backward
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.core.passes import Forward, Passes
-from zeroshard.zero.core.schedule import Op, backward_ops
+from zeroshard.zero.core.schedule import ROOT, Op, backward_ops
 from zeroshard.zero.core.strategy import ShardingStrategy
 from zeroshard.zero.rank_groups import RankGroups
 from zeroshard.zero.runtime.agreement import Agreement
@@ -37,6 +37,7 @@ from zeroshard.zero.runtime.backward_pass import BackwardPass
 from zeroshard.zero.runtime.forwards import ForwardRun, Forwards
 from zeroshard.zero.runtime.grad_hooks import GradHooks
 from zeroshard.zero.runtime.module_buffers import ModuleBuffers
+from zeroshard.zero.runtime.nested_units import NestedUnits
 from zeroshard.zero.runtime.unsharded_weights import UnshardedWeights
 
 
@@ -89,7 +90,7 @@ class Runtime(Passes[Unit, FlatGroup]):
         self.collectives = Agreement(rank_groups)
         self.weights = UnshardedWeights([root, *units], self.collectives)
         self._buffers, self._buffers_changed = buffers, list[bool]()
-        self._forwards = Forwards()
+        self._forwards, self._nested = Forwards(), NestedUnits(units)
         super().__init__(root, units, rank_groups, strategy, prefetch)
         self.forward = self._forwards.current
         self.removed = self.unreduced = False
@@ -132,7 +133,7 @@ class Runtime(Passes[Unit, FlatGroup]):
 
     def reshard(self, unit: Unit) -> None:
         """Free the unit's unsharded weights, unless they are pinned, or this or a later backward needs them."""
-        if not (unit.active or self._calls_left(unit)):
+        if not (unit.active or unit in self._nested.waiting or self._calls_left(unit)):
             self.weights.reshard_unless_needed(unit)
 
     # -- forward ----------------------------------------------------------------------------------------------
@@ -216,6 +217,7 @@ class Runtime(Passes[Unit, FlatGroup]):
         unit.entered = False
         super().post_backward(unit, forward)
         over = unit is not self.root and not unit.active and not forward.calls.get(unit)
+        over = over and unit not in self._nested.waiting
         if over and self.reshard_after_forward and len(backward.forwards) > 1:
             self.weights.reshard_unless_needed(unit)  # another forward's calls gather them again
 
@@ -265,6 +267,14 @@ class Runtime(Passes[Unit, FlatGroup]):
     def _take(self, op: Op) -> None:
         backward = self.backward
         assert backward is not None
+        if op.action != "gather" and op.place != ROOT:
+            if self._nested.postpones(op, self.order):  # [Note: Units inside of units] in `nested_units`
+                return
+            for inner in self._nested.due(self.order[op.place]):
+                self._take_turn(backward, inner)
+        self._take_turn(backward, op)
+
+    def _take_turn(self, backward: BackwardPass, op: Op) -> None:
         if op.action == "reduce":
             super()._take(op)
             return
@@ -321,6 +331,7 @@ class Runtime(Passes[Unit, FlatGroup]):
     def _forget_backward(self) -> None:
         """End the backward pass; after a failure expect no backward of the other forwards either."""
         backward = self.backward
+        self._nested.waiting.clear()
         super()._forget_backward()
         if backward is None:
             return
