@@ -40,6 +40,7 @@ from zeroshard.parallel import STRATEGIES, Ddp, Setup, Strategy
 from zeroshard.zero import ShardedOptimizer
 
 WIDTH, INNER, NUM_ROWS = 7, 11, 4  # sizes that neither 2 nor 3 ranks divide; rows of a rank's micro-batch
+NUM_EXPERTS = 5  # the last gets no rows; the others are as many as ranks, or more
 NUM_STEPS = 6  # RAdam's rectification begins with the sixth
 MAX_NORM = 0.5  # below every norm that occurs
 GRID, MOST = 3 / 128, 85  # the step, and how many of them a gradient may have
@@ -86,6 +87,7 @@ class Feature:
     frozen: bool = False
     unused: bool = False
     one_rank: bool = False
+    experts: bool = False
     num_micro: int = 1
     clip: bool = False
     groups: bool = False
@@ -98,6 +100,11 @@ FEATURES: dict[str, Feature] = {
     "frozen": Feature("a matrix inside a block and a vector outside do not require gradients", frozen=True),
     "unused": Feature("a layer inside a block and one outside take part in no forward, on no rank", unused=True),
     "one rank": Feature("a layer takes part in rank 0's forward and in nobody else's", one_rank=True),
+    "experts": Feature(
+        "blocks have a mixture of experts, each of them a unit: a rank uses its own one, and in every second step "
+        "that of the next rank too; one expert gets no rows",
+        experts=True,
+    ),
     "accumulation": Feature("two micro-batches a step, under `Strategy.micro_batch`", num_micro=2),
     "clipping": Feature(f"clipped to a global norm of {MAX_NORM} in each step", clip=True),
     "groups": Feature("two param groups with their own settings, and a scheduler that changes them", groups=True),
@@ -214,13 +221,13 @@ def train(comm: Communicator, cell: Cell, *, on_grid: bool, each_step: bool = Fa
         strategy = CONTESTANTS[cell.strategy](
             Setup(
                 model=net,
-                units=list(net.blocks),
+                units=net.units,
                 comm=comm,
                 optimizer_cls=optimizer_cls,
                 param_groups=lambda model: _groups(cell, model),
                 optimizer_kwargs=kwargs,
                 compute_dtype=feature.compute_dtype,
-                find_unused_parameters=feature.unused or feature.one_rank,
+                find_unused_parameters=feature.unused or feature.one_rank or feature.experts,
             )
         )
     except Exception as error:
@@ -362,16 +369,25 @@ class Hidden:
 class _Block(nn.Module):
     """A residual block of two layers, with a third that no forward uses where ``unused``."""
 
-    def __init__(self, *, spare: bool, on_grid: bool) -> None:
+    def __init__(self, *, spare: bool, on_grid: bool, num_experts: int = 0) -> None:
         super().__init__()
         self.up = _Dense(WIDTH, INNER, on_grid=on_grid)
         self.down = _Dense(INNER, WIDTH, on_grid=on_grid)
         if spare:
             self.spare = _Dense(WIDTH, WIDTH, on_grid=on_grid)
+        self.experts = nn.ModuleList(_Dense(WIDTH, WIDTH, on_grid=on_grid) for _ in range(num_experts))
 
-    def forward(self, x: Tensor, with_spare: bool = False, wrap: Callable[[Tensor], Any] = lambda x: x) -> Any:
-        """x [rows, WIDTH] -> the same."""
+    def forward(
+        self,
+        x: Tensor,
+        with_spare: bool = False,
+        wrap: Callable[[Tensor], Any] = lambda x: x,
+        chosen: Sequence[int] = (),
+    ) -> Any:
+        """x [rows, WIDTH] -> the same; ``chosen``: the experts of these rows."""
         x = x + self.down(torch.tanh(self.up(x)))
+        if chosen:
+            x = x + sum(torch.tanh(self.experts[number](x)) for number in chosen) / len(chosen)
         return wrap(x + self.spare(x) if with_spare else x)
 
 
@@ -401,8 +417,10 @@ class Net(nn.Module):
         self.feature, feature = cell.feature, FEATURES[cell.feature]
         self.first = _Dense(WIDTH, WIDTH, on_grid=on_grid)
         spares = (feature.unused or cell.feature == "skipped", feature.unused)
-        blocks = [_Block(spare=spare, on_grid=on_grid) for spare in spares]
+        num_experts = NUM_EXPERTS if feature.experts else 0
+        blocks = [_Block(spare=spare, on_grid=on_grid, num_experts=num_experts) for spare in spares]
         self.blocks = nn.ModuleList(blocks)
+        self.units: list[nn.Module] = [*blocks, *(expert for block in blocks for expert in block.experts)]
         self.last = _Dense(WIDTH, WIDTH, on_grid=on_grid)
         self.odd = _Odd() if cell.feature == "any size" else None
         if feature.tied:
@@ -445,8 +463,9 @@ class Net(nn.Module):
             x = x if rank == 1 else second(x)
         else:
             again = {"called again": (0, 1, 1, 0), "reordered": (1, 0) if step < 3 else (0, 1)}
+            chosen = (rank, (rank + 1) % (NUM_EXPERTS - 1))[: 1 + step % 2] if self.feature == "experts" else ()
             for place in again.get(self.feature, (0, 1)):
-                x = self.blocks[place](x)
+                x = self.blocks[place](x, chosen=chosen)
         if self.sometimes is not None and rank == 0:
             x = x + self.sometimes(x)
         if self.odd is not None:

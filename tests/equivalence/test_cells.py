@@ -18,6 +18,7 @@ from equivalence.cells import (
     ENGINE,
     FEATURES,
     MAX_NORM,
+    NUM_EXPERTS,
     NUM_STEPS,
     OPTIMIZERS,
     SHARDED_OPTIMIZER,
@@ -106,7 +107,7 @@ def _among_processes():
                 soak = [] if (cell.feature, cell.world_size) == (named, 3) else [pytest.mark.soak]
                 yield pytest.param("gloo", *astuple(cell), marks=soak)
     for cell in cells(THEIRS):
-        needs_all_ranks = cell.strategy.startswith("fsdp2") and cell.feature == "one rank"
+        needs_all_ranks = cell.strategy.startswith("fsdp2") and cell.feature in ("one rank", "experts")
         if cell.optimizer == "AdamW" and not needs_all_ranks:
             named = WORLD_SIZES[list(FEATURES).index(cell.feature) % len(WORLD_SIZES)]
             yield pytest.param("gloo", *astuple(cell), marks=[] if cell.world_size == named else [pytest.mark.soak])
@@ -131,7 +132,8 @@ def test_the_reference_moves_all_that_it_should(optimizer, feature):
     (end,) = one_process(cell, on_grid=True)
     still = {name for name, param in net.named_parameters() if name not in end or torch.equal(param, end[name])}
     frozen = {name for name, param in net.named_parameters() if not param.requires_grad}
-    unused = {name for name in end if "spare" in name and feature == "unused"}
+    idle = {"unused": "spare", "experts": f"experts.{NUM_EXPERTS - 1}"}.get(feature)
+    unused = {name for name in end if idle is not None and idle in name}
     assert still == frozen | unused | {name for name in end if "nothing" in name}
     assert all(tensor.isfinite().all() for tensor in end.values())
     if FEATURES[feature].form:  # and otherwise than without the feature, which so has been there

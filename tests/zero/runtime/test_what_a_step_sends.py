@@ -1,7 +1,8 @@
 import pytest
 import torch
+from torch import nn
 
-from nets import Net, rows
+from nets import WIDTH, Net, rows
 from zeroshard.comm import CONTROL, ObservedCommunicator, run_threads
 from zeroshard.zero import Placement, ShardingStrategy, Zero
 
@@ -49,3 +50,22 @@ def test_a_step_sends_what_is_written_down_here_in_that_order(settings, forward,
         return sent
 
     assert run_threads(go, 4) == [[forward, backward]] * 4
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_gradients_of_units_inside_of_others_are_reduced_once(stage):
+    """[Note: Units inside of units] in `nested_units`: they arrive within the outer unit's backward."""
+
+    def go(comm):
+        observed = ObservedCommunicator(comm)
+        net = Net(num_blocks=2, block=lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+        zero = Zero(net, stage, units=["blocks.0", "blocks.1", "blocks.0.0", "blocks.1.0"], comm=observed)
+        for _ in range(2):  # in the second backward the order is known
+            observed.drain()
+            net(rows(comm.rank)).sum().backward()
+            sent = [record.label for record in observed.drain() if record.label.endswith("/grads")]
+            zero.zero_grad()
+        return sent
+
+    units = ["blocks.1.0", "blocks.1", "blocks.0.0", "blocks.0", "root"]
+    assert run_threads(go, 2) == [[f"{unit}/grads" for unit in units]] * 2
