@@ -216,6 +216,8 @@ class HazardDevice(TorchDispatchMode):
         schema = func._schema
         if any(returned.alias_info is not None and not returned.alias_info.is_write for returned in schema.returns):
             return result  # a view
+        if func.namespace == "prim":
+            return result  # a question about the tensor, such as its device
         reads, writes = [], []
         for place, argument in enumerate(schema.arguments):
             value = args[place] if place < len(args) else kwargs.get(argument.name)

@@ -350,9 +350,11 @@ class Zero(Engine):
         """Return the tensors that ``optimizer`` updates on this rank, which are the keys of its ``state``.
 
         They are 1-D views of the master weights, or whole tensors for a class that needs them. Arguments and errors are
-        those of `optim_state_dict`.
+        those of `optim_state_dict`. With ``offload`` it waits until their values and gradients are final.
         """
-        return [piece for pieces in self._optimizers.known(optimizer, "pieces").pieces for piece in pieces]
+        piecewise = self._optimizers.known(optimizer, "pieces")
+        piecewise.operands.complete()
+        return [piece for pieces in piecewise.pieces for piece in pieces]
 
     def tied_names(self) -> dict[str, str]:
         """Map each further name of a tied tensor to the name under which it is saved."""

@@ -435,6 +435,19 @@ def test_states_and_pieces_that_are_read_wait(monkeypatch):
     assert not last.update.pending
 
 
+def test_pieces_have_the_clipped_gradients_and_the_weights_of_the_last_step(monkeypatch):
+    net, zero, optim = _engine(Offload(), Late, monkeypatch)
+    _backward(net)
+    expected = [torch.cat([grad.flatten() for grad in zero.full_grads().values()]).norm(), torch.tensor(1e-3)]
+    found = [torch.cat([piece.grad for piece in zero.pieces()]).norm()]
+    zero.clip_grad_norm_(1e-3)
+    found.append(torch.cat([piece.grad for piece in zero.pieces()]).norm())
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=0)
+    before = [piece.detach().clone() for piece in zero.pieces()]
+    optim.step()
+    assert not any(torch.equal(*pair) for pair in zip(before, zero.pieces(), strict=True))
+
+
 def test_a_failed_update_names_its_unit_at_the_next_touch_and_no_later_unit_is_updated(monkeypatch):
     for executor in (Late, Executor):
         net, zero, optim = _engine(Offload(), executor, monkeypatch)

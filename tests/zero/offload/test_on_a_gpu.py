@@ -7,8 +7,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fake_cuda import CUDA, Peers, Waits, backward_events, device, guarded, reads  # noqa: F401 -- fixtures
+from hazards import _Event
 from nets import WIDTH
-from zero.offload.executors import AtOnce
+from zero.offload.executors import AtOnce, Late
 from zeroshard.zero import STAGES, MixedPrecision, Offload, Zero
 from zeroshard.zero.offload import host_grads, host_params, placement, staging
 
@@ -22,6 +23,29 @@ class Pages:
     def take(self, numel, dtype):
         assert numel * dtype.itemsize <= self.num_bytes
         return torch.empty(numel, dtype=dtype)
+
+
+class BlockingCopies(Waits):
+    """As `Waits`; but the memory of the host is page-locked, so that the host does not wait for copies down either."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        num_seen = len(self.seen)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if len(self.seen) > num_seen and ((kwargs or {}).get("non_blocking") or args[2:] == (True,)):
+            self.seen.pop()
+        return result
+
+
+def _engine(device, stage, policy, offload, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(host_params, "bit_sums", lambda values: torch.zeros(1))  # whose comparison reads the device
+    monkeypatch.setattr(torch, "equal", lambda a, b: True)
+    for module in (host_grads, host_params, staging):
+        monkeypatch.setattr(module, "Slab", Pages)
+    with CUDA:
+        model = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+    comm = Peers(4, device)
+    zero = Zero(model, stage, units=list(model)[1:], comm=comm, precision=policy, offload=offload)
+    return model, zero, zero.optimizer(torch.optim.AdamW, lr=1e-3)
 
 
 @pytest.mark.parametrize("grads", ["device", "host"])
@@ -39,18 +63,9 @@ def test_masters_states_and_gradients_are_on_the_host_and_weights_on_the_device(
     monkeypatch,
 ):
     monkeypatch.setattr(placement, "Executor", AtOnce)
-    monkeypatch.setattr(host_params, "bit_sums", lambda values: torch.zeros(1))  # whose comparison reads the device
-    for module in (host_grads, host_params, staging):
-        monkeypatch.setattr(module, "Slab", Pages)
     policy = MixedPrecision(torch.bfloat16 if bfloat16 else None)
     with FakeTensorMode(), Waits():
-        monkeypatch.setattr(torch, "equal", lambda a, b: True)
-        comm = Peers(4, device)
-        with CUDA:
-            model = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)])
-        offload = Offload(grads=grads, weights=weights)
-        zero = Zero(model, stage, units=list(model)[1:], comm=comm, precision=policy, offload=offload)
-        optim = zero.optimizer(torch.optim.AdamW, lr=1e-3)
+        model, zero, optim = _engine(device, stage, policy, Offload(grads=grads, weights=weights), monkeypatch)
         for _ in range(2):
             for micro in range(num_micro):
                 with zero.micro_batch(last=micro == num_micro - 1):
@@ -72,3 +87,44 @@ def test_masters_states_and_gradients_are_on_the_host_and_weights_on_the_device(
         for holding in zero.holdings():
             assert holding.tensor.device.type == ("cpu" if holding.category.startswith("host_") else "cuda")
         zero.state_dict()
+
+
+@pytest.mark.parametrize("grads", ["device", "host"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_backward_clip_and_step_wait_for_no_gradient_on_its_way_to_the_host(
+    stage,
+    grads,
+    device,  # noqa: F811
+    reads,  # noqa: F811
+    monkeypatch,
+):
+    monkeypatch.setattr(placement, "Executor", Late)
+    waited = []
+    monkeypatch.setattr(_Event, "synchronize", lambda event: waited.append(event))
+    with FakeTensorMode(), BlockingCopies() as copies:
+        model, zero, optim = _engine(device, stage, MixedPrecision(), Offload(grads=grads), monkeypatch)
+        for _ in range(2):
+            zero.state_dict()
+            waited.clear()
+            copies.seen.clear()
+            model(torch.empty(2, WIDTH, device=CUDA)).sum()
+            waited.clear()  # updates that the forward has waited for
+            backward_events(zero)
+            zero.clip_grad_norm_(1.0)
+            optim.step()
+            optim.zero_grad()
+            assert (waited, copies.seen) == ([], [])
+        zero.state_dict()
+        assert waited
+
+
+def test_a_norm_is_computed_again_after_a_gradient_was_written(device, reads, monkeypatch):  # noqa: F811
+    with FakeTensorMode():
+        model, zero, _ = _engine(device, 2, MixedPrecision(), Offload(), monkeypatch)
+        model(torch.empty(2, WIDTH, device=CUDA)).sum()
+        backward_events(zero)
+        grads = zero.units[1].groups[0].grads
+        known = grads.norms(2.0)
+        assert grads.norms(2.0) is known
+        model[1].weight.grad.mul_(2.0)
+        assert grads.norms(2.0) is not known

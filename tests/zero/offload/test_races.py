@@ -93,12 +93,13 @@ def _train(monkeypatch, stage, offload, world_size=4, bfloat16=True, num_micro=1
             zero = Zero(model, stage, units=list(model)[1:], comm=comm, precision=policy, offload=offload)
             device.watch(zero)
             optim = zero.optimizer(torch.optim.AdamW, lr=1e-3)
-            for _ in range(3):
+            for step in range(4):
                 for micro in range(num_micro):
                     with zero.micro_batch(last=micro == num_micro - 1):
                         model(torch.empty(2, WIDTH, device=CUDA)).sum()
                         backward_events(zero)
-                zero.clip_grad_norm_(1.0)
+                if step % 2:  # the factor is the last to come down: whoever waits for it has waited for the others
+                    zero.clip_grad_norm_(1.0)
                 with torch.no_grad():
                     model(torch.empty(2, WIDTH, device=CUDA))  # reads weights after all that the host waits for
                 optim.step()
@@ -148,6 +149,16 @@ def _landing_not_waited_for(monkeypatch):
     monkeypatch.setattr(host_grads.HostGrads, "land", landed)
 
 
+def _update_that_does_not_wait_for_the_landing(monkeypatch):
+    take_factor = host_grads.HostGrads.take_factor
+
+    def taken(self):
+        self._landing = None
+        return take_factor(self)
+
+    monkeypatch.setattr(host_grads.HostGrads, "take_factor", taken)
+
+
 def _copied_down_before_it_is_reduced(monkeypatch):
     on = streams.DeviceStreams.on
 
@@ -187,6 +198,7 @@ def _factor_read_at_once(monkeypatch):
 
 PLANTED = {
     "a gradient on the host is read before it is there": (2, "host", _landing_not_waited_for),
+    "an update reads a gradient before it is there": (2, "host", _update_that_does_not_wait_for_the_landing),
     "a gradient is copied down before it is reduced": (2, "host", _copied_down_before_it_is_reduced),
     "a slot is written again before it is copied up": (3, "host", _slot_written_again_at_once),
     "weights are written that kernels still read": (0, "host", _weights_written_while_they_are_read),

@@ -98,7 +98,7 @@ class Engine:
 
         0-dim, of float64 if a parameter is. The same bits on each rank and at each stage.
         """
-        groups = [group for group in self.passes.groups() if group.grads.reduced is not None]
+        groups = [group for group in self.passes.groups() if any(group.grads.used)]
         buffers = [group.grads for group in groups]
         device = next((each.device for each in buffers), torch.device("cpu"))
         norm = global_norm(buffers, self.passes.rank_groups.shard_group, norm_type, device)

@@ -221,7 +221,7 @@ class Passes(Generic[U, AnyGroup]):
             self.reshard(unit)
             for group in unit.groups:
                 group.unreduced = not self.sync and (group.trained or group.unreduced)
-                if group.grads.reduced is not None:
+                if self.sync and any(group.grads.used):
                     group.expose_grads()
 
     def _finish_reductions(self) -> list[AnyGroup]:

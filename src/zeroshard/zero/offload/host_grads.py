@@ -7,7 +7,7 @@ by whoever asks for `reduced` before. Either way each element is rounded once, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from zeroshard.comm.streams import Mark
 from zeroshard.slab import Slab, room
 from zeroshard.zero.buffers.flat_grads import FlatGrads
 from zeroshard.zero.core.gradients import norm_of
+from zeroshard.zero.core.layout import Piece, view_of
 from zeroshard.zero.offload.executor import Update
 from zeroshard.zero.offload.staging import Staging
 
@@ -50,6 +51,7 @@ class HostGrads(FlatGrads):
                 self._landing.synchronize()
                 self._landing = None
             self.take_factor()()
+            self._partials = None  # who asks may write, and no version counts what is written through `param.grad`
         return self._reduced
 
     @reduced.setter
@@ -69,7 +71,9 @@ class HostGrads(FlatGrads):
 
     def scale(self, factor: Tensor) -> None:
         """Have the reduced gradients multiplied by ``factor``, 0-dim, before anybody reads them."""
-        if self.reduced is not None:  # and an earlier factor is applied
+        if self._factor is not None:
+            _ = self.reduced  # each of two factors rounds
+        if self._reduced is not None:
             self._factor = self._staging.number(factor)
 
     def take_factor(self) -> Callable[[], None]:
@@ -87,13 +91,24 @@ class HostGrads(FlatGrads):
         return apply
 
     def norms(self, norm_type: float) -> Tensor:
-        """``[len(shards)]``: the p-norm of each of the `shards`, computed on the device."""
-        reduced = self.reduced
-        if self._partials is not None and norm_type == 2.0 and reduced is not None:
+        """``[len(shards)]``: the p-norm of each of the `shards`, computed on the device.
+
+        The 2-norms are known before the copy to the host is over, and nobody waits for that.
+        """
+        self.update.wait()
+        if self._partials is not None and norm_type == 2.0 and self._reduced is not None and self._factor is None:
             version, partials = self._partials
-            if version == reduced._version:  # what a user has written since would be missing
+            if version == self._reduced._version:  # what a user has written since would be missing
                 return partials
         return torch.stack([norm_of(shard.to(self.device), norm_type) for shard in self.shards()])
+
+    def pieces(self, pieces: Sequence[Piece], cuts: list[int]) -> list[Tensor]:
+        """Views of `reduced` for the optimizer's pieces, whose values the update waits for: `take_factor`."""
+        reduced = self._reduced
+        assert reduced is not None
+        if cuts:
+            return list(reduced.split(cuts)[1::2])
+        return [view_of(reduced, piece.offset - self.offset, piece.shape) for piece in pieces]
 
     def _target(self, local: Tensor) -> Tensor:
         if self.reducer.accumulates and (reduced := self.reduced) is not None:

@@ -84,6 +84,11 @@ class Together(StepOperands):
         if self.later is not None:
             self.later.wait()
 
+    def complete(self) -> None:
+        """Wait as `wait` does, and until gradients are final."""
+        if self.later is not None:
+            self.later.complete_grads()
+
     def elsewhere(self, pieces: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Those of which any member must bring operands."""
         pieces = list(pieces)
