@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import tempfile
@@ -13,20 +14,28 @@ Record = dict[str, Any]
 STEPS: dict[str, Any] = {"zero1, eager": "eager", "zero1, compile": "compile"}
 
 
-def _peak_bytes(record: Record, device_type: str) -> int:
-    """The planned peak of the step that rows.py takes: without clipping, by torch's AdamW."""
+@functools.cache
+def _traced(name: str, checkpointing: bool, batch: int, device_type: str) -> tuple[Any, Any]:
     import rows
     import torch
 
+    from zeroshard.lab.predict.model_trace import trace_language_model
+
+    with torch.device("meta"):
+        model = rows.built(name, activation_checkpointing=checkpointing)
+    return model, trace_language_model(model, batch, rows.SEQ_LEN, rows.BF16, device_type=device_type)
+
+
+def _peak_bytes(record: Record, device_type: str) -> int:
+    """The planned peak of the step that rows.py takes: without clipping, by torch's AdamW."""
+    import rows
+
     from zeroshard.lab.predict.buffers import buffers_of
     from zeroshard.lab.predict.memory import OPTIMIZER_STATES
-    from zeroshard.lab.predict.model_trace import trace_language_model
     from zeroshard.lab.predict.step import Settings, step_of
     from zeroshard.zero import STAGES
 
-    with torch.device("meta"):
-        model = rows.built(record["model"], activation_checkpointing=record["checkpointing"])
-    trace = trace_language_model(model, record["rows"], rows.SEQ_LEN, rows.BF16, device_type=device_type)
+    model, trace = _traced(record["model"], record["checkpointing"], record["rows"], device_type)
     settings = Settings(STAGES[record["stage"]], rows.BF16, device_type=device_type, clips=False)
     buffers = buffers_of(model, record["world"], model.units)
     return step_of(trace, buffers, OPTIMIZER_STATES["AdamW"], settings).peak.total
@@ -41,7 +50,7 @@ def planned(records: list[Record]) -> Iterator[Record]:
     os.environ["QUARTER_REHEARSES" if toy else "QUARTER_PLANS"] = "1"  # rows.py then has the sizes that were measured
     import rows
 
-    from zeroshard.lab import plan
+    from zeroshard.lab.planner.planner import planner_for
 
     calibration = next((record["calibration"] for record in reversed(records) if "calibration" in record), None)
     model, changes = ("gpt2-demo", rows.TINY) if toy else ("gpt2-124m", {})
@@ -59,14 +68,14 @@ def planned(records: list[Record]) -> Iterator[Record]:
                 yield {**{key: record[key] for key in keys}, "planned_bytes": _peak_bytes(record, device_type)}
             elif calibration and record["row"] == "gpt2-124m" and record.get("round") == 0 and record["case"] in STEPS:
                 batch = record["tokens"] // rows.SEQ_LEN
-                found = plan(model, stage=1, world_size=1, micro_batch=record["micro_batch"],
-                             global_batch=batch, kernels="reference", impl=STEPS[record["case"]], loss="plain",
-                             overrides=changes, **common)  # fmt: skip
-                yield {"row": record["row"], "case": record["case"], "planned_s": found.rows[0].timing.step_s}
+                planner = planner_for(model, global_batch=batch, kernels="reference", impl=STEPS[record["case"]],
+                                      loss="plain", overrides=changes, **common)  # fmt: skip
+                step_s = planner.row(1, record["micro_batch"]).timing.step_s
+                yield {"row": record["row"], "case": record["case"], "planned_s": step_s}
             elif calibration and record["row"] == "qwen" and record.get("round") == 0:
                 config = {**rows.QWEN_ALIKE, **(rows.QWEN_TOY if toy else rows.QWEN[record["case"]])}
                 Path(folder, "config.json").write_text(json.dumps(config))
-                found = plan(f"hf:{folder}", stage=1, world_size=1, micro_batch=record["micro_batch"],
-                             global_batch=record["tokens"] // rows.SEQ_LEN, impl="compile",
-                             overrides={"from_config": True}, **common)  # fmt: skip
-                yield {"row": record["row"], "case": record["case"], "planned_s": found.rows[0].timing.step_s}
+                planner = planner_for(f"hf:{folder}", global_batch=record["tokens"] // rows.SEQ_LEN, impl="compile",
+                                      overrides={"from_config": True}, **common)  # fmt: skip
+                step_s = planner.row(1, record["micro_batch"]).timing.step_s
+                yield {"row": record["row"], "case": record["case"], "planned_s": step_s}
