@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 
 import pytest
-import torch  # noqa: F401 -- once, for all forks
+import torch._dynamo  # noqa: F401 -- once, for all forks; optimizers import it
 
 
 def run(copied: Path, tests: list[str]) -> int:

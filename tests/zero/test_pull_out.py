@@ -100,8 +100,8 @@ def test_without_what_is_attached_to_it_the_engine_passes_its_tests(tmp_path):
     _core_alone(tmp_path / "core")
     tests = {"core": ["tests/zero/core"]}
     within = [folder for folder, lines in ATTACHED.items() if lines]
-    for pulled in ([], *([folder] for folder in within), within):
-        name = " ".join(folder.replace("/", ".") for folder in pulled) or "above"
+    for pulled in (*([folder] for folder in within), within):
+        name = " ".join(folder.replace("/", ".") for folder in pulled)
         copied = _copy(tmp_path / name, BELOW_ZERO, [line for folder in pulled for line in ATTACHED[folder]])
         for folder in pulled:
             shutil.rmtree(copied / folder)
