@@ -44,17 +44,11 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """One chat template.
+    """One chat template."""
 
-    Attributes:
-        text: its source, in Jinja2.
-        origin: where it comes from, for error messages.
-        special_tokens: special tokens by name, such as ``eos_token``.
-    """
-
-    text: str
-    origin: str
-    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    text: str  # its source, in Jinja2
+    origin: str  # where it comes from, for error messages
+    special_tokens: Mapping[str, str] = field(default_factory=dict)  # special tokens by name, such as ``eos_token``
 
     @property
     def identity(self) -> str:

@@ -30,15 +30,10 @@ _MOST_NAMED = 3  # suffixes that a line about files which are left out names
 
 @dataclass
 class Chosen:
-    """The files that paths name, in order, without duplicates.
+    """The files that paths name, in order, without duplicates."""
 
-    Attributes:
-        files: paths and addresses.
-        left_out: lines for the user about what is not read.
-    """
-
-    files: list[str] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)  # paths and addresses
+    left_out: list[str] = field(default_factory=list)  # lines for the user about what is not read
 
     @property
     def tables(self) -> list[str]:

@@ -37,17 +37,11 @@ _HEADERS = {"User-Agent": "zeroshard"}  # some servers refuse Python's default
 
 @dataclass(frozen=True)
 class FileFacts:
-    """Facts that tell one version of a file from another without reading all of it.
+    """Facts that tell one version of a file from another without reading all of it."""
 
-    Attributes:
-        path: a local path, or an address.
-        num_bytes: its size.
-        identity: a version from the server (ETag or blob id), or the sha256 of size, head and tail.
-    """
-
-    path: str
-    num_bytes: int
-    identity: str
+    path: str  # a local path, or an address
+    num_bytes: int  # its size
+    identity: str  # a version from the server (ETag or blob id), or the sha256 of size, head and tail
 
 
 @dataclass(frozen=True)

@@ -58,21 +58,13 @@ Places = tuple[Place | None, ...]  # one per lane; None: the lane has no more do
 
 @dataclass(frozen=True)
 class StreamedText:
-    """A corpus that is read during training, as it is needed.
+    """A corpus that is read during training, as it is needed."""
 
-    Attributes:
-        parts: all parts, in order.
-        tokenizer: the tokenizer that makes ids.
-        column: the column that contains the text.
-        holdout: the rule that decides which documents validate.
-        identity: a hash of everything that decides the tokens of the stream.
-    """
-
-    parts: tuple[Part, ...]
-    tokenizer: Tokenizer
-    column: str
-    holdout: Holdout
-    identity: str
+    parts: tuple[Part, ...]  # all parts, in order
+    tokenizer: Tokenizer  # the tokenizer that makes ids
+    column: str  # the column that contains the text
+    holdout: Holdout  # the rule that decides which documents validate
+    identity: str  # a hash of everything that decides the tokens of the stream
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:

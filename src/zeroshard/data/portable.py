@@ -23,17 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PortableTokenizer:
-    """A tokenizer in the form that other libraries read.
+    """A tokenizer in the form that other libraries read."""
 
-    Attributes:
-        json: the content of ``tokenizer.json``.
-        eos_token: the text of the token that ends a document; None if there is none.
-        bos_token: the text of the token that begins one; None if there is none.
-    """
-
-    json: str
-    eos_token: str | None
-    bos_token: str | None = None
+    json: str  # the content of ``tokenizer.json``
+    eos_token: str | None  # the text of the token that ends a document; None if there is none
+    bos_token: str | None = None  # the text of the token that begins one; None if there is none
 
 
 def portable(tokenizer: Tokenizer) -> PortableTokenizer:

@@ -69,17 +69,11 @@ SAVE_BYTES, SAVE_S = 256 << 20, 10.0  # the state is saved after so many written
 
 @dataclass(frozen=True)
 class Told:
-    """The progress of a preparation.
+    """The progress of a preparation."""
 
-    Attributes:
-        num_tokens: tokens of both splits that are written.
-        fraction: share of the work that is done, in [0, 1].
-        tokens_per_s: rate since this process began.
-    """
-
-    num_tokens: int
-    fraction: float
-    tokens_per_s: float
+    num_tokens: int  # tokens of both splits that are written
+    fraction: float  # share of the work that is done, in [0, 1]
+    tokens_per_s: float  # rate since this process began
 
     @property
     def left_s(self) -> float:

@@ -25,21 +25,13 @@ class SyntheticSize:
 
 @dataclass(frozen=True, slots=True)
 class SourceRequest:
-    """The arguments from which a source is made.
+    """The arguments from which a source is made."""
 
-    Attributes:
-        name: the name that the user asked for.
-        paths: the paths of ``--data.path``.
-        synthetic: the settings of the source ``synthetic``.
-        column: the column of tables that contains the text.
-        vocab_size: vocabulary size of ids that another program wrote; None if it is unknown.
-    """
-
-    name: str
-    paths: tuple[str, ...]
-    synthetic: SyntheticSize
-    column: str = "text"
-    vocab_size: int | None = None
+    name: str  # the name that the user asked for
+    paths: tuple[str, ...]  # the paths of ``--data.path``
+    synthetic: SyntheticSize  # the settings of the source ``synthetic``
+    column: str = "text"  # the column of tables that contains the text
+    vocab_size: int | None = None  # vocabulary size of ids that another program wrote; None if it is unknown
 
 
 @dataclass(frozen=True, slots=True)

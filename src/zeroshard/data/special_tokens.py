@@ -28,14 +28,10 @@ _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """What a model's files say of its special tokens.
+    """What a model's files say of its special tokens."""
 
-    Attributes:
-        named: the text of special tokens by name, such as ``eos_token``.
-        end_ids: ids at which generation ends, the first of them the most important; empty if no file names any.
-    """
-
-    named: Mapping[str, str] = field(default_factory=dict)
+    named: Mapping[str, str] = field(default_factory=dict)  # the text of special tokens by name, such as ``eos_token``
+    # ids at which generation ends, the first of them the most important; empty if no file names any
     end_ids: tuple[int, ...] = ()
 
 

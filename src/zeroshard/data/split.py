@@ -28,15 +28,10 @@ BY_CONTENT, BY_TAIL = "documents-1", "tails-1"  # the rules' names in `meta.json
 
 @dataclass(frozen=True)
 class Holdout:
-    """The splitting rule for one corpus.
+    """The splitting rule for one corpus."""
 
-    Attributes:
-        val_fraction: in [0, 1); 0 means no validation.
-        num_documents: documents of the corpus, counted up to `MANY_DOCUMENTS`: decides whether complete documents or
-            tails are held out.
-    """
-
-    val_fraction: float
+    val_fraction: float  # in [0, 1); 0 means no validation
+    # documents of the corpus, counted up to `MANY_DOCUMENTS`: decides whether complete documents or tails are held out
     num_documents: int
 
     @property

@@ -45,23 +45,14 @@ _VAL_SEED = 0  # every run validates on the same text
 
 @dataclass(frozen=True)
 class Beginning:
-    """The place where a turn begins: all that is needed to read on from there, at any world size.
+    """The place where a turn begins: all that is needed to read on from there, at any world size."""
 
-    Attributes:
-        epoch: number of the epoch, from 0.
-        turn: number of the turn, counted from the beginning of the run.
-        first_row: the turn's first row, counted from the beginning of the run.
-        epoch_row: the epoch's first row, counted likewise.
-        places: the places of the lanes.
-        left_over: tokens of the previous turn that are in none of its rows, [n].
-    """
-
-    epoch: int
-    turn: int
-    first_row: int
-    epoch_row: int
-    places: Places
-    left_over: Ids
+    epoch: int  # number of the epoch, from 0
+    turn: int  # number of the turn, counted from the beginning of the run
+    first_row: int  # the turn's first row, counted from the beginning of the run
+    epoch_row: int  # the epoch's first row, counted likewise
+    places: Places  # the places of the lanes
+    left_over: Ids  # tokens of the previous turn that are in none of its rows, [n]
 
     @property
     def num_bytes(self) -> int:

@@ -39,23 +39,16 @@ _BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive rows of one file.
+    """Consecutive rows of one file."""
 
-    Attributes:
-        index: its position among all parts of the corpus.
-        file: the file that contains the rows.
-        num_before: bytes of the corpus' files before this one, as stored.
-        begin, end: for ``.parquet`` a range of row groups, else a range of bytes in which the lines begin; ``end`` -1
-            means the end of the file.
-        is_list: whether the part is the whole file, which is one JSON list.
-    """
-
-    index: int
-    file: FileFacts
-    num_before: int
+    index: int  # its position among all parts of the corpus
+    file: FileFacts  # the file that contains the rows
+    num_before: int  # bytes of the corpus' files before this one, as stored
+    # begin, end: for ``.parquet`` a range of row groups, else a range of bytes in which the lines begin; ``end`` -1
+    # means the end of the file
     begin: int
     end: int
-    is_list: bool = False
+    is_list: bool = False  # whether the part is the whole file, which is one JSON list
 
 
 def is_table(path: str) -> bool:
@@ -66,17 +59,11 @@ def is_table(path: str) -> bool:
 
 @dataclass(frozen=True)
 class Tables:
-    """A corpus of files in a stable order.
+    """A corpus of files in a stable order."""
 
-    Attributes:
-        files: the files.
-        column: the column that contains the text.
-        left_out: lines for the user about files that are not read.
-    """
-
-    files: tuple[FileFacts, ...]
-    column: str = "text"
-    left_out: tuple[str, ...] = field(default=(), compare=False)
+    files: tuple[FileFacts, ...]  # the files
+    column: str = "text"  # the column that contains the text
+    left_out: tuple[str, ...] = field(default=(), compare=False)  # lines for the user about files that are not read
 
     @property
     def num_bytes(self) -> int:

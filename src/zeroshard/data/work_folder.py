@@ -29,17 +29,13 @@ from zeroshard.regular_files import json_of, open_regular, read_text
 
 @dataclass
 class State:
-    """How far a preparation has come.
+    """How far a preparation has come."""
 
-    Attributes:
-        next_part: parts that are joined.
-        train, val: tokens in the files of each split.
-        num_documents, num_bytes: what was read: documents, and bytes of the source as it is stored.
-    """
-
-    next_part: int = 0
+    next_part: int = 0  # parts that are joined
+    # train, val: tokens in the files of each split
     train: int = 0
     val: int = 0
+    # num_documents, num_bytes: what was read: documents, and bytes of the source as it is stored
     num_documents: int = 0
     num_bytes: int = 0
 

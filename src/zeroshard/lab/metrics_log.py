@@ -17,39 +17,28 @@ _NUMBERS = frozenset((int, float, bool))
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Validation loss after a step, in nats per token.
-
-    Attributes:
-        ema_loss: loss of the averaged weights; NaN if the run keeps no average.
-        named: losses on additional validation sets, by name.
-    """
+    """Validation loss after a step, in nats per token."""
 
     step: int
     loss: float
-    ema_loss: float
-    named: Mapping[str, float] = field(default_factory=dict)
+    ema_loss: float  # loss of the averaged weights; NaN if the run keeps no average
+    named: Mapping[str, float] = field(default_factory=dict)  # losses on additional validation sets, by name
 
 
 @dataclass
 class MetricsLog:
-    """The contents of a log.
+    """The contents of a log."""
 
-    Attributes:
-        start: the last ``start`` event.
-        steps, evaluations: records by step number. A number that the log has as null is NaN. Of a step's ``exposed_s``
-            the log has the sums over units, by kind (``weights/forward``, ...).
-        begun, last_at: time of day of the first and of the last event, as ISO 8601; empty if the log has no times.
-        torn: whether the last line is incomplete, as it is if the run was killed while it wrote.
-        problem: which lines cannot be parsed, or why the file cannot be read; empty if there is no problem.
-    """
-
-    start: dict[str, Any] = field(default_factory=dict)
+    start: dict[str, Any] = field(default_factory=dict)  # the last ``start`` event
+    # steps, evaluations: records by step number. A number that the log has as null is NaN. Of a step's ``exposed_s``
+    # the log has the sums over units, by kind (``weights/forward``, ...).
     steps: dict[int, StepRecord] = field(default_factory=dict)
     evaluations: dict[int, Evaluation] = field(default_factory=dict)
+    # begun, last_at: time of day of the first and of the last event, as ISO 8601; empty if the log has no times
     begun: str = ""
     last_at: str = ""
-    torn: bool = False
-    problem: str = ""
+    torn: bool = False  # whether the last line is incomplete, as it is if the run was killed while it wrote
+    problem: str = ""  # which lines cannot be parsed, or why the file cannot be read; empty if there is no problem
 
     def add_line(self, line: bytes) -> bool:
         """Parse a line and store its event; returns whether it could be parsed."""

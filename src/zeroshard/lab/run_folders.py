@@ -71,33 +71,24 @@ def scaled(found: Spread | None, scale: float) -> Spread | None:
 
 @dataclass(frozen=True)
 class RunResult:
-    """The contents of a run folder.
+    """The contents of a run folder."""
 
-    Attributes:
-        folder: the run's folder.
-        state: see the module's docstring.
-        config: all settings, nested, those that were given and what the others became; empty if that cannot be read.
-        given: those of these settings that were given; all of them for a run of an earlier version.
-        start: the ``start`` event that the run logged when it last began: world_size, tokens_per_step, num_params, ...
-        steps: the steps in order, each once: a step that was repeated after a resume replaces the earlier one.
-        evaluations: evaluations in order of steps.
-        summary: the contents of ``summary.json``; empty if there is none.
-        link: the link that the run slowed; None if it slowed none.
-        problems: one line for each thing that could not be read.
-        begun, last_at: time of day of the first and of the last logged event, as ISO 8601; empty if not logged.
-    """
-
-    folder: Path
-    state: State
+    folder: Path  # the run's folder
+    state: State  # see the module's docstring
+    # all settings, nested, those that were given and what the others became; empty if that cannot be read
     config: Mapping[str, Any]
+    # the ``start`` event that the run logged when it last began: world_size, tokens_per_step, num_params, ...
     start: Mapping[str, Any]
+    # the steps in order, each once: a step that was repeated after a resume replaces the earlier one
     steps: tuple[StepRecord, ...]
-    evaluations: tuple[Evaluation, ...]
-    summary: Mapping[str, Any]
-    link: LinkFacts | None
-    problems: tuple[str, ...]
+    evaluations: tuple[Evaluation, ...]  # evaluations in order of steps
+    summary: Mapping[str, Any]  # the contents of ``summary.json``; empty if there is none
+    link: LinkFacts | None  # the link that the run slowed; None if it slowed none
+    problems: tuple[str, ...]  # one line for each thing that could not be read
+    # begun, last_at: time of day of the first and of the last logged event, as ISO 8601; empty if not logged
     begun: str = ""
     last_at: str = ""
+    # those of these settings that were given; all of them for a run of an earlier version
     given: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property

@@ -29,29 +29,18 @@ IGNORED = -100  # the default ignore_index of torch's cross_entropy
 
 @dataclass(frozen=True)
 class ExampleRows:
-    """Rows of one or more examples each; implements `zeroshard.data.base.Rows`.
+    """Rows of one or more examples each; implements `zeroshard.data.base.Rows`."""
 
-    Attributes:
-        examples: the examples that rows are read from.
-        seq_len: T, inputs per row.
-        first: for each row the index of its first entry in ``members``, then their number, [num_rows + 1].
-        members: the examples of the rows, row after row.
-        num_targets: for each row how many of its targets count, [num_rows]; at least 1.
-        num_inputs: for each row how many of its T tokens belong to examples, [num_rows].
-        num_cut: number of examples that are longer than a row and are cut.
-        num_dropped: number of examples that are in no row.
-        packed: whether rows come with positions, so that attention stays inside each example.
-    """
-
-    examples: Examples
-    seq_len: int
+    examples: Examples  # the examples that rows are read from
+    seq_len: int  # T, inputs per row
+    # for each row the index of its first entry in ``members``, then their number, [num_rows + 1]
     first: NDArray[np.int64]
-    members: NDArray[np.int64]
-    num_targets: NDArray[np.int64]
-    num_inputs: NDArray[np.int64]
-    num_cut: int
-    num_dropped: int
-    packed: bool = False
+    members: NDArray[np.int64]  # the examples of the rows, row after row
+    num_targets: NDArray[np.int64]  # for each row how many of its targets count, [num_rows]; at least 1
+    num_inputs: NDArray[np.int64]  # for each row how many of its T tokens belong to examples, [num_rows]
+    num_cut: int  # number of examples that are longer than a row and are cut
+    num_dropped: int  # number of examples that are in no row
+    packed: bool = False  # whether rows come with positions, so that attention stays inside each example
 
     @property
     def num_rows(self) -> int:

@@ -19,17 +19,11 @@ _ROW = 'write each row as {"messages": [{"role": "user", "content": "..."}, {"ro
 
 @dataclass(frozen=True)
 class ExampleText:
-    """One example.
+    """One example."""
 
-    Attributes:
-        text: the complete text.
-        spans: ranges of characters ``[begin, end)`` that count, in order.
-        where: the row that it comes from, for error messages.
-    """
-
-    text: str
-    spans: tuple[Span, ...]
-    where: str
+    text: str  # the complete text
+    spans: tuple[Span, ...]  # ranges of characters ``[begin, end)`` that count, in order
+    where: str  # the row that it comes from, for error messages
 
 
 TextOf = Callable[[str, Mapping[str, Any]], ExampleText]

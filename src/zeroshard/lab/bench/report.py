@@ -22,17 +22,13 @@ Row = dict[str, Any]  # serialisable as JSON: a `Spread` is stored as a dict
 
 @dataclass(frozen=True)
 class Spread:
-    """The median of several measurements, and their quartiles.
+    """The median of several measurements, and their quartiles."""
 
-    Attributes:
-        median, low, high: the second, first and third quartile.
-        num: number of measurements.
-    """
-
+    # median, low, high: the second, first and third quartile
     median: float
     low: float
     high: float
-    num: int
+    num: int  # number of measurements
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Self:
@@ -49,36 +45,22 @@ class Spread:
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table.
+    """One column of a table."""
 
-    Attributes:
-        key: the key of its values in a row.
-        title: its heading.
-        text: turns a value into text.
-    """
-
-    key: str
-    title: str
-    text: Callable[[Any], str] = str
+    key: str  # the key of its values in a row
+    title: str  # its heading
+    text: Callable[[Any], str] = str  # turns a value into text
 
 
 @dataclass
 class Report:
-    """The results of a bench.
+    """The results of a bench."""
 
-    Attributes:
-        what: the bench's name.
-        rows: the measurements.
-        columns: the columns of the table.
-        facts: settings and measurements that hold for all rows; part of the JSON file.
-        notes: lines below the table.
-    """
-
-    what: str
-    rows: list[Row]
-    columns: Sequence[Column]
-    facts: Row = field(default_factory=dict)
-    notes: Sequence[str] = ()
+    what: str  # the bench's name
+    rows: list[Row]  # the measurements
+    columns: Sequence[Column]  # the columns of the table
+    facts: Row = field(default_factory=dict)  # settings and measurements that hold for all rows; part of the JSON file
+    notes: Sequence[str] = ()  # lines below the table
 
     def text(self) -> str:
         """The table as plain text, with words aligned left and numbers aligned right, and the notes below it."""

@@ -39,19 +39,12 @@ def _price(text: str) -> float:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of training on a number of tokens.
+    """The cost of training on a number of tokens."""
 
-    Attributes:
-        num_gpus: number of GPUs that are rented.
-        tokens_per_s: tokens per second of all GPUs together.
-        num_tokens: number of tokens; 0: not given.
-        dollars_per_h: price of one GPU per hour; 0: not given.
-    """
-
-    num_gpus: int
-    tokens_per_s: float
-    num_tokens: int = 0
-    dollars_per_h: float = 0.0
+    num_gpus: int  # number of GPUs that are rented
+    tokens_per_s: float  # tokens per second of all GPUs together
+    num_tokens: int = 0  # number of tokens; 0: not given
+    dollars_per_h: float = 0.0  # price of one GPU per hour; 0: not given
 
     @property
     def hours(self) -> float:

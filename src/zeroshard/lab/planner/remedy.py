@@ -29,17 +29,11 @@ MOST_STEPS = 4096  # most local steps for each outer step; runs have some thousa
 
 @dataclass(frozen=True)
 class Remedy:
-    """One way to send fewer bytes, with its plan.
+    """One way to send fewer bytes, with its plan."""
 
-    Attributes:
-        name: the remedy in words.
-        row: its predictions; for local steps, with the smallest ``every`` that is enough, or else with `MOST_STEPS`.
-        share: its speed as a share of the compute-bound speed; `ENOUGH` of it is enough.
-    """
-
-    name: str
-    row: Row
-    share: float
+    name: str  # the remedy in words
+    row: Row  # its predictions; for local steps, with the smallest ``every`` that is enough, or else with `MOST_STEPS`
+    share: float  # its speed as a share of the compute-bound speed; `ENOUGH` of it is enough
 
     def as_dict(self, base: Row) -> dict[str, Any]:
         """The remedy as a dict, for JSON; ``base``: the row that its memory is compared with."""

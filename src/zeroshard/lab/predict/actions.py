@@ -27,21 +27,13 @@ Accumulate = Literal["local", "sharded"]
 
 @dataclass(frozen=True)
 class Message:
-    """One collective.
+    """One collective."""
 
-    Attributes:
-        op: ``all_reduce``, ``reduce_scatter`` or ``all_gather``.
-        num_bytes: bytes of the unsharded buffer, as `zeroshard.comm.CommRecord` counts them.
-        buffer: the flat buffer's name.
-        phase: ``"weights"`` or ``"grads"``.
-        world_size: number of ranks that take part.
-    """
-
-    op: str
-    num_bytes: int
-    buffer: str
-    phase: str
-    world_size: int
+    op: str  # ``all_reduce``, ``reduce_scatter`` or ``all_gather``
+    num_bytes: int  # bytes of the unsharded buffer, as `zeroshard.comm.CommRecord` counts them
+    buffer: str  # the flat buffer's name
+    phase: str  # ``"weights"`` or ``"grads"``
+    world_size: int  # number of ranks that take part
 
 
 @dataclass(frozen=True)
@@ -79,15 +71,10 @@ Action = Compute | Issue | Wait
 
 @dataclass(frozen=True)
 class Moment:
-    """Live bytes at one moment of a step, such as its peak.
+    """Live bytes at one moment of a step, such as its peak."""
 
-    Attributes:
-        by_category: bytes by `CATEGORIES`.
-        where: the unit that is running, and the phase.
-    """
-
-    by_category: dict[str, int]
-    where: str
+    by_category: dict[str, int]  # bytes by `CATEGORIES`
+    where: str  # the unit that is running, and the phase
 
     @property
     def total(self) -> int:

@@ -21,26 +21,17 @@ from zeroshard.zero.whole_tensors.layout import whole_layout
 
 @dataclass(frozen=True)
 class Buffer:
-    """Description of a flat buffer: parameters of one unit and dtype, laid out end to end.
+    """Description of a flat buffer: parameters of one unit and dtype, laid out end to end."""
 
-    Attributes:
-        unit: the unit's name; ``"root"`` for parameters outside of all other units.
-        name: the buffer's name: the unit's, then ``"unit#1"`` and so on for further buffers of the unit. A buffer of
-            parameters that an optimizer needs unsplit comes last, unless all parameters of their kind are such.
-        layout: the offset of each parameter.
-        dtype: dtype of the parameters, and so of their master weights.
-        trained: whether the parameters take gradients.
-        exact: whether the parameters are sent without a wire format even if others have one.
-        read_in_backward: whether a backward through the unit reads the parameters.
-    """
-
-    unit: str
+    unit: str  # the unit's name; ``"root"`` for parameters outside of all other units
+    # the buffer's name: the unit's, then ``"unit#1"`` and so on for further buffers of the unit. A buffer of parameters
+    # that an optimizer needs unsplit comes last, unless all parameters of their kind are such.
     name: str
-    layout: FlatLayout
-    dtype: torch.dtype
-    trained: bool
-    exact: bool = False
-    read_in_backward: bool = True
+    layout: FlatLayout  # the offset of each parameter
+    dtype: torch.dtype  # dtype of the parameters, and so of their master weights
+    trained: bool  # whether the parameters take gradients
+    exact: bool = False  # whether the parameters are sent without a wire format even if others have one
+    read_in_backward: bool = True  # whether a backward through the unit reads the parameters
 
 
 Named = list[tuple[str, tuple[int, ...]]]

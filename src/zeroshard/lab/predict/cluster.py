@@ -53,21 +53,16 @@ POST_S = 1.5e-6
 
 @dataclass(frozen=True)
 class CollectiveCost:
-    """The time of a collective by one algorithm and protocol.
+    """The time of a collective by one algorithm and protocol."""
 
-    Attributes:
-        algorithm, protocol: NCCL's names of them.
-        latency_s: seconds of a collective of no bytes.
-        seconds: seconds of this collective, ``latency_s`` included.
-        held_s: the lowest latency of protocol Simple, from which `zeroshard.lab.predict.timeline` estimates how long
-            late ranks delay overlapping computation. It does not depend on the algorithm that is chosen, so that more
-            bandwidth never predicts a longer delay.
-    """
-
+    # algorithm, protocol: NCCL's names of them
     algorithm: str
     protocol: str
-    latency_s: float
-    seconds: float
+    latency_s: float  # seconds of a collective of no bytes
+    seconds: float  # seconds of this collective, ``latency_s`` included
+    # the lowest latency of protocol Simple, from which `zeroshard.lab.predict.timeline` estimates how long late ranks
+    # delay overlapping computation. It does not depend on the algorithm that is chosen, so that more bandwidth never
+    # predicts a longer delay.
     held_s: float = 0.0
 
 
@@ -87,19 +82,12 @@ class _Group:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Ranks and the links between them; consecutive ranks are in the same node.
+    """Ranks and the links between them; consecutive ranks are in the same node."""
 
-    Attributes:
-        world_size: number of all ranks.
-        ranks_per_node: ranks of a full node.
-        within: the link between ranks of a node.
-        between: the link that each rank has to other nodes.
-    """
-
-    world_size: int
-    ranks_per_node: int
-    within: Link
-    between: Link
+    world_size: int  # number of all ranks
+    ranks_per_node: int  # ranks of a full node
+    within: Link  # the link between ranks of a node
+    between: Link  # the link that each rank has to other nodes
 
     def collective_s(self, op: str, num_bytes: int, num_ranks: int, *, replicas: bool = False) -> float:
         """Seconds of one collective; arguments as for `fastest`."""

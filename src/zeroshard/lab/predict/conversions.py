@@ -40,20 +40,16 @@ WIDE = 4  # bytes of an fp32 number, the dtype that is quantised and summed
 
 @dataclass(frozen=True)
 class BufferFormats:
-    """The wire formats of one flat buffer, and the number of elements that are converted.
+    """The wire formats of one flat buffer, and the number of elements that are converted."""
 
-    Attributes:
-        weights, grads: their wire formats; None: weights are sent in the compute dtype, and gradients in the dtype that
-            they accumulate in.
-        shard_numel, num_shards: elements of this rank's shard, and the number of shards.
-        compute: the dtype that weights are dequantised to.
-    """
-
+    # weights, grads: their wire formats; None: weights are sent in the compute dtype, and gradients in the dtype that
+    # they accumulate in
     weights: Format | None
     grads: Format | None
+    # shard_numel, num_shards: elements of this rank's shard, and the number of shards
     shard_numel: int
     num_shards: int
-    compute: torch.dtype
+    compute: torch.dtype  # the dtype that weights are dequantised to
 
     def beside(
         self, op: str, phase: str, num_ranks: int, *, replicas: bool

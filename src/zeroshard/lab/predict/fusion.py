@@ -27,18 +27,13 @@ Bytes = dict[tuple[int, int], int]
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """An operation of a trace.
+    """An operation of a trace."""
 
-    Attributes:
-        work: its cost by itself.
-        reads, writes: bytes of the tensors that it reads and writes, by their storage's number and the place in it.
-        sums_rows: whether it is a sum over all dimensions but the last.
-    """
-
-    work: Work
+    work: Work  # its cost by itself
+    # reads, writes: bytes of the tensors that it reads and writes, by their storage's number and the place in it
     reads: Bytes
     writes: Bytes
-    sums_rows: bool = False
+    sums_rows: bool = False  # whether it is a sum over all dimensions but the last
 
     @property
     def fuses(self) -> bool:

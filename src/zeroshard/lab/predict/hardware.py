@@ -53,21 +53,15 @@ LL_NETWORK_GB_PER_S = 15.0
 
 @dataclass(frozen=True)
 class Protocol:
-    """One of NCCL's protocols for small messages, on one kind of link.
+    """One of NCCL's protocols for small messages, on one kind of link."""
 
-    Attributes:
-        name: ``LL`` or ``LL128``.
-        call_s: seconds that every collective takes, however few bytes it sends.
-        ring_step_s, tree_step_s: latency of a step of a ring, and of an edge of a tree.
-        bytes_per_s: the protocol's highest bandwidth.
-        ring_share, tree_share: its bandwidth in a ring, and in a tree, as a share of protocol Simple's.
-    """
-
-    name: str
-    call_s: float
+    name: str  # ``LL`` or ``LL128``
+    call_s: float  # seconds that every collective takes, however few bytes it sends
+    # ring_step_s, tree_step_s: latency of a step of a ring, and of an edge of a tree
     ring_step_s: float
     tree_step_s: float
-    bytes_per_s: float
+    bytes_per_s: float  # the protocol's highest bandwidth
+    # ring_share, tree_share: its bandwidth in a ring, and in a tree, as a share of protocol Simple's
     ring_share: float
     tree_share: float
 
@@ -82,37 +76,24 @@ NETWORK_PROTOCOLS = (_ll(2.7e-6, 5.0e-6, LL_NETWORK_GB_PER_S),)
 
 @dataclass(frozen=True)
 class Link:
-    """The link between a device and its neighbours in a ring.
+    """The link between a device and its neighbours in a ring."""
 
-    Attributes:
-        name: the link's name in flags.
-        latency_s: latency of one step of a ring.
-        bytes_per_s: bytes that a device sends per second in one direction while it receives as many.
-        source: the data sheet, or how it was measured.
-        call_s: seconds that every collective takes, however few bytes it sends.
-        share: share of ``bytes_per_s`` that collectives reach; 1.0 if they were measured.
-        in_switch: share of ``bytes_per_s`` that reducing switches reach (NVLS); 0: there are none.
-        protocols: protocols for small messages; empty if the backend is not NCCL, or NCCL uses sockets.
-        tree_steps: latency of a level of a tree over nodes, in units of ``latency_s``.
-        window: pieces of a buffer that are in flight through a tree at once.
-        num_ranks: number of ranks among which ``collectives`` were measured.
-        collectives: measured seconds of a collective by operation: a constant, and per byte of the unsharded buffer.
-        beside: measured seconds by which a collective slows overlapping computation, in the same form: if the same
-            cores do both, this may be more than the collective takes alone.
-    """
-
-    name: str
-    latency_s: float
-    bytes_per_s: float
-    source: str
-    call_s: float = CALL_S
-    share: float = BANDWIDTH_SHARE
-    in_switch: float = 0.0
+    name: str  # the link's name in flags
+    latency_s: float  # latency of one step of a ring
+    bytes_per_s: float  # bytes that a device sends per second in one direction while it receives as many
+    source: str  # the data sheet, or how it was measured
+    call_s: float = CALL_S  # seconds that every collective takes, however few bytes it sends
+    share: float = BANDWIDTH_SHARE  # share of ``bytes_per_s`` that collectives reach; 1.0 if they were measured
+    in_switch: float = 0.0  # share of ``bytes_per_s`` that reducing switches reach (NVLS); 0: there are none
+    # protocols for small messages; empty if the backend is not NCCL, or NCCL uses sockets
     protocols: tuple[Protocol, ...] = ()
-    tree_steps: float = TREE_STEPS
-    window: int = WINDOW
-    num_ranks: int = 0
+    tree_steps: float = TREE_STEPS  # latency of a level of a tree over nodes, in units of ``latency_s``
+    window: int = WINDOW  # pieces of a buffer that are in flight through a tree at once
+    num_ranks: int = 0  # number of ranks among which ``collectives`` were measured
+    # measured seconds of a collective by operation: a constant, and per byte of the unsharded buffer
     collectives: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    # measured seconds by which a collective slows overlapping computation, in the same form: if the same cores do both,
+    # this may be more than the collective takes alone
     beside: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 

@@ -29,59 +29,37 @@ EventName = Literal[
 
 @dataclass(frozen=True)
 class Event:
-    """An event that a hook reports to the engine.
+    """An event that a hook reports to the engine."""
 
-    Attributes:
-        name: which event. ``recompute``: forward is recomputed inside backward; ``grad``: a parameter's gradient is
-            ready.
-        unit: the unit's place in the order of execution; `ROOT` for the root unit.
-        param: for ``grad``, the parameter's name within the unit.
-        grads_flow: for ``post_forward``, whether the backward of this call will be reported.
-        keep_unsharded: for ``post_forward``, whether no hook will report when the weights are needed again.
-    """
-
+    # which event. ``recompute``: forward is recomputed inside backward; ``grad``: a parameter's gradient is ready.
     name: EventName
-    unit: int = ROOT
-    param: str = ""
-    grads_flow: bool = False
-    keep_unsharded: bool = False
+    unit: int = ROOT  # the unit's place in the order of execution; `ROOT` for the root unit
+    param: str = ""  # for ``grad``, the parameter's name within the unit
+    grads_flow: bool = False  # for ``post_forward``, whether the backward of this call will be reported
+    keep_unsharded: bool = False  # for ``post_forward``, whether no hook will report when the weights are needed again
 
 
 @dataclass(frozen=True)
 class Span:
-    """The interval from one event to the next: the change in live bytes, their peak, and the operations.
+    """The interval from one event to the next: the change in live bytes, their peak, and the operations."""
 
-    Attributes:
-        event: the event at which the span begins.
-        kept: change in bytes of storages that are live when backward begins (activations).
-        temporary: change in bytes of all other storages.
-        peak_kept, peak_temporary: the same two changes, from the start of the span to the peak of their sum.
-        work: the operations, in order.
-    """
-
-    event: Event
-    kept: int = 0
-    temporary: int = 0
+    event: Event  # the event at which the span begins
+    kept: int = 0  # change in bytes of storages that are live when backward begins (activations)
+    temporary: int = 0  # change in bytes of all other storages
+    # peak_kept, peak_temporary: the same two changes, from the start of the span to the peak of their sum
     peak_kept: int = 0
     peak_temporary: int = 0
-    work: tuple[Work, ...] = ()
+    work: tuple[Work, ...] = ()  # the operations, in order
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A traced micro-batch.
+    """A traced micro-batch."""
 
-    Attributes:
-        units: names of the units in order of execution.
-        spans: the spans in order.
-        input_bytes: bytes of the arguments and the module buffers, which are live throughout.
-        tokens: elements of the first argument if they are integers, else its rows.
-    """
-
-    units: tuple[str, ...]
-    spans: tuple[Span, ...]
-    input_bytes: int
-    tokens: int
+    units: tuple[str, ...]  # names of the units in order of execution
+    spans: tuple[Span, ...]  # the spans in order
+    input_bytes: int  # bytes of the arguments and the module buffers, which are live throughout
+    tokens: int  # elements of the first argument if they are integers, else its rows
 
 
 def repeat_blocks(trace: Trace, num_blocks: int, period: int = 1, *, before: int = 0, after: int = 0) -> Trace | None:

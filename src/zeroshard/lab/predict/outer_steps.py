@@ -34,23 +34,16 @@ from zeroshard.zero.core.strategy import SHARD
 
 @dataclass(frozen=True)
 class OuterStepCost:
-    """The cost of outer steps for one rank; all zeros if replicas take each step together.
+    """The cost of outer steps for one rank; all zeros if replicas take each step together."""
 
-    Attributes:
-        every: steps from one outer step to the next.
-        outer_bytes: resident bytes of global weights and outer momentum.
-        crossing_bytes: bytes that a rank gives to the all-reduces over replicas, or to the all-to-alls if differences
-            have a block format, in ``every`` steps.
-        comm_s: seconds of these collectives and of those that follow, for all of which computation waits, in ``every``
-            steps.
-        quantise_s: seconds in which the rank quantises and dequantises differences, in ``every`` steps.
-    """
-
-    every: int = 1
-    outer_bytes: int = 0
+    every: int = 1  # steps from one outer step to the next
+    outer_bytes: int = 0  # resident bytes of global weights and outer momentum
+    # bytes that a rank gives to the all-reduces over replicas, or to the all-to-alls if differences have a block
+    # format, in ``every`` steps
     crossing_bytes: int = 0
+    # seconds of these collectives and of those that follow, for all of which computation waits, in ``every`` steps
     comm_s: float = 0.0
-    quantise_s: float = 0.0
+    quantise_s: float = 0.0  # seconds in which the rank quantises and dequantises differences, in ``every`` steps
 
     def added_to(self, timing: Timing) -> Timing:
         """``timing`` of a step plus the step's share of the outer steps."""

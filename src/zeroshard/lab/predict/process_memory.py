@@ -98,23 +98,14 @@ class ProcessMemory:
 
 @dataclass(frozen=True)
 class Process:
-    """The facts about a training process that its memory depends on.
+    """The facts about a training process that its memory depends on."""
 
-    Attributes:
-        num_logits: tokens of a micro-batch times the vocabulary; 0 for a model that is no language model.
-        group_sizes: number of ranks of each group that the process communicates in.
-        own_loss: whether the trace has our own loss, which keeps only a chunk of the logits at a time.
-        shards_grads: whether gradients are sharded between a backward and the update.
-        recomputes: whether blocks recompute activations.
-        unread_bytes: bytes of activations that are kept although backward does not read them.
-    """
-
-    num_logits: int = 0
-    group_sizes: tuple[int, ...] = ()
-    own_loss: bool = False
-    shards_grads: bool = False
-    recomputes: bool = False
-    unread_bytes: int = 0
+    num_logits: int = 0  # tokens of a micro-batch times the vocabulary; 0 for a model that is no language model
+    group_sizes: tuple[int, ...] = ()  # number of ranks of each group that the process communicates in
+    own_loss: bool = False  # whether the trace has our own loss, which keeps only a chunk of the logits at a time
+    shards_grads: bool = False  # whether gradients are sharded between a backward and the update
+    recomputes: bool = False  # whether blocks recompute activations
+    unread_bytes: int = 0  # bytes of activations that are kept although backward does not read them
 
 
 SOURCES: Mapping[str, str] = {

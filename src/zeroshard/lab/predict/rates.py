@@ -50,40 +50,27 @@ MEASURED_ATTENTION = (64, 2048, 2048, 128)  # the shape that `zeroshard bench de
 
 @dataclass(frozen=True)
 class Software:
-    """The kernels that compute.
+    """The kernels that compute."""
 
-    Attributes:
-        impl: ``eager`` (torch, operation by operation), ``compile`` (torch.compile), ``kernels`` (fused by hand).
-        attention: the fused attention kernel.
-        loss: how the loss is computed from logits: ``chunked``; ``compiled``, by code that is compiled separately from
-            the model; or ``plain``, by torch's operations. None: as ``impl`` implies.
-    """
-
+    # ``eager`` (torch, operation by operation), ``compile`` (torch.compile), ``kernels`` (fused by hand)
     impl: Impl = "kernels"
-    attention: Attention = "flash-2"
+    attention: Attention = "flash-2"  # the fused attention kernel
+    # how the loss is computed from logits: ``chunked``; ``compiled``, by code that is compiled separately from the
+    # model; or ``plain``, by torch's operations. None: as ``impl`` implies.
     loss: Loss | None = None
 
 
 @dataclass(frozen=True)
 class Sustained:
-    """The sustained rates of one kind of device.
+    """The sustained rates of one kind of device."""
 
-    Attributes:
-        num_cores: streaming multiprocessors or compute units.
-        matmul: share of the data sheet's FLOP/s that large matrix products sustain.
-        attention: share of the data sheet's FLOP/s by kernel, forward and backward, at a head width of 128 on long
-            sequences.
-        memory: share of the memory's bandwidth that elementwise operations sustain.
-        beside: share of a collective's duration that overlapping computation loses to it, in cores and bandwidth.
-        fitted: whether runs on such a device are in the calibration set.
-    """
-
-    num_cores: int
-    matmul: float
+    num_cores: int  # streaming multiprocessors or compute units
+    matmul: float  # share of the data sheet's FLOP/s that large matrix products sustain
+    # share of the data sheet's FLOP/s by kernel, forward and backward, at a head width of 128 on long sequences
     attention: Mapping[Attention, tuple[float, float]]
-    memory: float
-    beside: float
-    fitted: bool = True
+    memory: float  # share of the memory's bandwidth that elementwise operations sustain
+    beside: float  # share of a collective's duration that overlapping computation loses to it, in cores and bandwidth
+    fitted: bool = True  # whether runs on such a device are in the calibration set
 
 
 _HOPPER: Mapping[Attention, tuple[float, float]] = {

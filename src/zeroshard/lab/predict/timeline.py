@@ -49,30 +49,20 @@ LATENCY_HELD = 0.1
 
 @dataclass
 class Timing:
-    """The predicted times of a step.
+    """The predicted times of a step."""
 
-    Attributes:
-        step_s: seconds from the first operation of the first forward to the end of the optimizer's step.
-        compute_s: seconds of these in which the rank computes; the rest is ``exposed_s`` and ``host_s``.
-        comm_s: seconds in which collectives run, overlapped or not.
-        exposed_s: seconds for which computation waits for collectives (exposed communication).
-        bound_s: seconds of computation by their limit: ``flops``, ``bytes``, ``kernels`` (the least time of a kernel)
-            or ``wire`` (conversion to and from a wire format).
-        wire_s: seconds in which the rank quantises and dequantises, including those that overlap with computation.
-        host_s: seconds for which computation waits for state that is off the device: its copies and updates.
-        num_operations: operations that the host issues; 0 unless the device is a GPU that was measured.
-        issue_s: seconds in which it issues them: [Note: The host runs ahead].
-    """
-
-    step_s: float = 0.0
-    compute_s: float = 0.0
-    comm_s: float = 0.0
-    exposed_s: float = 0.0
+    step_s: float = 0.0  # seconds from the first operation of the first forward to the end of the optimizer's step
+    compute_s: float = 0.0  # seconds of these in which the rank computes; the rest is ``exposed_s`` and ``host_s``
+    comm_s: float = 0.0  # seconds in which collectives run, overlapped or not
+    exposed_s: float = 0.0  # seconds for which computation waits for collectives (exposed communication)
+    # seconds of computation by their limit: ``flops``, ``bytes``, ``kernels`` (the least time of a kernel) or ``wire``
+    # (conversion to and from a wire format)
     bound_s: dict[str, float] = field(default_factory=dict)
+    # seconds in which the rank quantises and dequantises, including those that overlap with computation
     wire_s: float = 0.0
-    host_s: float = 0.0
-    num_operations: int = 0
-    issue_s: float = 0.0
+    host_s: float = 0.0  # seconds for which computation waits for state that is off the device: its copies and updates
+    num_operations: int = 0  # operations that the host issues; 0 unless the device is a GPU that was measured
+    issue_s: float = 0.0  # seconds in which it issues them: [Note: The host runs ahead]
 
 
 def simulate(step: Step, device: Device, cluster: Cluster, *, software: Software | None = None) -> Timing:

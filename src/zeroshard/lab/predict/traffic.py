@@ -93,21 +93,13 @@ def bytes_by_op(found: Iterable[Message | OnLink]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class OnLink:
-    """A rank's collectives of one operation and group size in a step, without control messages.
+    """A rank's collectives of one operation and group size in a step, without control messages."""
 
-    Attributes:
-        op: the operation, as in `Message`.
-        num_ranks: number of ranks that take part.
-        link: ``within a node``, or ``between nodes`` if any of the bytes leave the node.
-        count: number of such collectives in a step.
-        num_bytes: bytes of their unsharded buffers together.
-    """
-
-    op: str
-    num_ranks: int
-    link: str
-    count: int
-    num_bytes: int
+    op: str  # the operation, as in `Message`
+    num_ranks: int  # number of ranks that take part
+    link: str  # ``within a node``, or ``between nodes`` if any of the bytes leave the node
+    count: int  # number of such collectives in a step
+    num_bytes: int  # bytes of their unsharded buffers together
 
 
 def bytes_by_link(step: Step, cluster: Cluster) -> tuple[OnLink, ...]:

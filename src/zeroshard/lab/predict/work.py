@@ -15,33 +15,27 @@ from zeroshard.kernels.linear_cross_entropy import VOCAB_MULTIPLE
 
 @dataclass(frozen=True)
 class Work:
-    """One operation: its FLOPs, the bytes that it reads and writes, and the dtype that it computes in.
-
-    Attributes:
-        shape: ``(batch, m, n, k)`` of a matrix product that sums over k; ``(batch x heads, queries, keys, head width)``
-            of fused attention; empty for all other operations.
-        attention: whether it is a fused attention kernel.
-        backward: whether it is the backward of a fused attention kernel.
-        lost_bytes: bytes that a GPU would move in the time by which the operation is slower than its ``num_bytes``: see
-            `_lost_bytes`.
-        num_gelus: elements of a tanh GELU or of its derivative, which on a CPU can take longer than its memory traffic.
-        num_hooks: parameters whose gradients are handed to the engine in Python. Such a `Work` is not an operation; on
-            a CPU it takes `Device.hook_s` per parameter.
-        conversion: the conversion to or from a wire format, as ``int8 quantise``; empty for all other operations. See
-            `zeroshard.lab.predict.conversions`.
-        numel, num_calls: elements of a conversion, and the number of calls that convert them.
-    """
+    """One operation: its FLOPs, the bytes that it reads and writes, and the dtype that it computes in."""
 
     flops: int
     num_bytes: int
     dtype: str
-    attention: bool = False
+    attention: bool = False  # whether it is a fused attention kernel
+    # ``(batch, m, n, k)`` of a matrix product that sums over k; ``(batch x heads, queries, keys, head width)`` of fused
+    # attention; empty for all other operations
     shape: tuple[int, ...] = ()
-    backward: bool = False
+    backward: bool = False  # whether it is the backward of a fused attention kernel
+    # bytes that a GPU would move in the time by which the operation is slower than its ``num_bytes``: see `_lost_bytes`
     lost_bytes: int = 0
+    # elements of a tanh GELU or of its derivative, which on a CPU can take longer than its memory traffic
     num_gelus: int = 0
+    # parameters whose gradients are handed to the engine in Python. Such a `Work` is not an operation; on a CPU it
+    # takes `Device.hook_s` per parameter.
     num_hooks: int = 0
+    # the conversion to or from a wire format, as ``int8 quantise``; empty for all other operations. See
+    # `zeroshard.lab.predict.conversions`.
     conversion: str = ""
+    # numel, num_calls: elements of a conversion, and the number of calls that convert them
     numel: int = 0
     num_calls: int = 1
 

@@ -30,17 +30,11 @@ _ASIDE += tuple(f"track.{name}" for name in TrackConfig.model_fields)
 
 @dataclass(frozen=True)
 class Entry:
-    """A configuration with its runs.
+    """A configuration with its runs."""
 
-    Attributes:
-        label: name in figures and tables: the settings in ``apart`` in words, or names of run folders.
-        case: its runs and failures.
-        apart: the settings in which it differs from other entries, by dotted name.
-    """
-
-    label: str
-    case: CaseResult
-    apart: Mapping[str, Any]
+    label: str  # name in figures and tables: the settings in ``apart`` in words, or names of run folders
+    case: CaseResult  # its runs and failures
+    apart: Mapping[str, Any]  # the settings in which it differs from other entries, by dotted name
 
     @cached_property
     def first(self) -> RunResult | None:
@@ -95,33 +89,22 @@ class Entry:
 
 @dataclass(frozen=True)
 class Notice:
-    """A warning that a reader of the report needs.
+    """A warning that a reader of the report needs."""
 
-    Attributes:
-        kind: ``comparable``: results that cannot be compared with others; ``failed``: attempts without a result;
-            ``folder``: a folder that is damaged or incomplete; ``plan``: a run that differs from its plan.
-        about: the entry or the folder that it concerns.
-        line: the warning's text.
-    """
-
+    # ``comparable``: results that cannot be compared with others; ``failed``: attempts without a result; ``folder``: a
+    # folder that is damaged or incomplete; ``plan``: a run that differs from its plan
     kind: Literal["comparable", "failed", "folder", "plan"]
-    about: str
-    line: str
+    about: str  # the entry or the folder that it concerns
+    line: str  # the warning's text
 
 
 @dataclass(frozen=True)
 class ReportContents:
-    """All contents of a report.
+    """All contents of a report."""
 
-    Attributes:
-        title: title of the page.
-        entries: entries of sweeps in the order of the folders, then those of single runs.
-        notices: warnings about entries, worst first, then those about sweeps.
-    """
-
-    title: str
-    entries: tuple[Entry, ...]
-    notices: tuple[Notice, ...]
+    title: str  # title of the page
+    entries: tuple[Entry, ...]  # entries of sweeps in the order of the folders, then those of single runs
+    notices: tuple[Notice, ...]  # warnings about entries, worst first, then those about sweeps
 
     @property
     def only_run(self) -> RunResult | None:

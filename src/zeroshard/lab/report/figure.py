@@ -24,54 +24,36 @@ Mark = Literal["line", "points", "bar"]
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis.
+    """One axis."""
 
-    Attributes:
-        title: text beside the axis, with the unit.
-        log: whether its scale is logarithmic.
-        ticks: tick labels by position; empty: numbers at positions that the drawing library chooses.
-        from_zero: whether it begins at 0, so that lengths can be compared.
-    """
-
-    title: str
-    log: bool = False
+    title: str  # text beside the axis, with the unit
+    log: bool = False  # whether its scale is logarithmic
+    # tick labels by position; empty: numbers at positions that the drawing library chooses
     ticks: Mapping[float, str] = field(default_factory=lambda: MappingProxyType({}))
-    from_zero: bool = False
+    from_zero: bool = False  # whether it begins at 0, so that lengths can be compared
 
 
 @dataclass(frozen=True)
 class Series:
-    """Marks that share a colour and a name.
+    """Marks that share a colour and a name."""
 
-    Attributes:
-        name: name in the legend; empty: the legend leaves it out.
-        mark: ``line``: joined points; ``points``; ``bar``: a vertical bar at ``x``, ``y`` high from ``base``.
-        colour: colour as ``#rrggbb``.
-        x, y: coordinates; of bars y is a height.
-        low, high: ends of the error bars along y; empty: no error bars.
-        base: the beginning of each bar; empty: all begin at 0.
-        width: thickness of a bar, in units of its axis.
-        marker: one of `MARKERS`; empty: a line without markers.
-        dashed: whether a line is dashed.
-        hatched: whether bars are hatched.
-        hollow: whether each point is drawn hollow, because it is not comparable with others; empty: none is.
-        notes: text that the page shows for each mark under the pointer.
-    """
-
-    name: str
-    mark: Mark
-    colour: str
+    name: str  # name in the legend; empty: the legend leaves it out
+    mark: Mark  # ``line``: joined points; ``points``; ``bar``: a vertical bar at ``x``, ``y`` high from ``base``
+    colour: str  # colour as ``#rrggbb``
+    # x, y: coordinates; of bars y is a height
     x: tuple[float, ...]
     y: tuple[float, ...]
+    # low, high: ends of the error bars along y; empty: no error bars
     low: tuple[float, ...] = ()
     high: tuple[float, ...] = ()
-    base: tuple[float, ...] = ()
-    width: float = 0.8
-    marker: str = ""
-    dashed: bool = False
-    hatched: bool = False
+    base: tuple[float, ...] = ()  # the beginning of each bar; empty: all begin at 0
+    width: float = 0.8  # thickness of a bar, in units of its axis
+    marker: str = ""  # one of `MARKERS`; empty: a line without markers
+    dashed: bool = False  # whether a line is dashed
+    hatched: bool = False  # whether bars are hatched
+    # whether each point is drawn hollow, because it is not comparable with others; empty: none is
     hollow: tuple[bool, ...] = ()
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # text that the page shows for each mark under the pointer
 
     @property
     def errors(self) -> tuple[list[float], list[float]] | None:
@@ -84,25 +66,17 @@ class Series:
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure.
+    """One figure."""
 
-    Attributes:
-        name: name of its file, without the ending.
-        title: what it shows, in a line.
-        x, y: its axes.
-        series: its marks, in the order of the legend.
-        caption: how to read it.
-        height: height of the plot, as a multiple of the usual height.
-        curves: whether its lines are values by step, which the page can smooth and put on a logarithmic scale.
-    """
-
-    name: str
-    title: str
+    name: str  # name of its file, without the ending
+    title: str  # what it shows, in a line
+    # x, y: its axes
     x: Axis
     y: Axis
-    series: tuple[Series, ...]
-    caption: str = ""
-    height: float = 1.0
+    series: tuple[Series, ...]  # its marks, in the order of the legend
+    caption: str = ""  # how to read it
+    height: float = 1.0  # height of the plot, as a multiple of the usual height
+    # whether its lines are values by step, which the page can smooth and put on a logarithmic scale
     curves: bool = False
 
     @property

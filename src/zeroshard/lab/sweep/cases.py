@@ -64,19 +64,12 @@ class SweepConfig(Config):
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration of a sweep.
+    """One configuration of a sweep."""
 
-    Attributes:
-        name: hash of ``config``.
-        axes: its values of the sweep's axes, by dotted name.
-        config: configuration of its runs, except for the folder; None if the settings are invalid.
-        refusal: why ``config`` is None, in a line; else empty.
-    """
-
-    name: str
-    axes: Mapping[str, Any]
-    config: TrainConfig | None
-    refusal: str = ""
+    name: str  # hash of ``config``
+    axes: Mapping[str, Any]  # its values of the sweep's axes, by dotted name
+    config: TrainConfig | None  # configuration of its runs, except for the folder; None if the settings are invalid
+    refusal: str = ""  # why ``config`` is None, in a line; else empty
 
 
 def cases_of(sweep: SweepConfig) -> list[Case]:

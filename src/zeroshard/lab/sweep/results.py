@@ -18,19 +18,12 @@ SWEEP_FORMAT = "zeroshard sweep 1"
 
 @dataclass(frozen=True)
 class CaseResult:
-    """One case of a sweep with its repeats.
+    """One case of a sweep with its repeats."""
 
-    Attributes:
-        name: the hash of its configuration.
-        axes: its values of the sweep's axes, by dotted name.
-        runs: its repeats, in order, without those that have not begun.
-        failures: a line for each repeat whose last attempt failed.
-    """
-
-    name: str
-    axes: Mapping[str, Any]
-    runs: tuple[RunResult, ...]
-    failures: tuple[str, ...]
+    name: str  # the hash of its configuration
+    axes: Mapping[str, Any]  # its values of the sweep's axes, by dotted name
+    runs: tuple[RunResult, ...]  # its repeats, in order, without those that have not begun
+    failures: tuple[str, ...]  # a line for each repeat whose last attempt failed
 
     @property
     def done(self) -> tuple[RunResult, ...]:
