@@ -119,6 +119,7 @@ def sharded(out):
 
     from zeroshard.integrations.plugin import ZeroPlugin
     from zeroshard.integrations.transformers import ZeroTrainer
+    from zeroshard.zero import Offload
 
     example, found = _example("transformers_trainer"), {}
     folder = out / "zero"
@@ -136,10 +137,12 @@ def sharded(out):
     found["opened"] = all(torch.equal(value, weights[name]) for name, value in opened.items())
     found["files"] = sorted(path.name for path in (folder / "checkpoint-4").iterdir())
 
-    for stage in (3, 1):
-        again = example.trainer(ZeroTrainer, str(folder), zero_plugin=ZeroPlugin(stage=stage))
+    away = ZeroPlugin(stage=3, offload=Offload(weights="host"))
+    for name, plugin in {"at 3": ZeroPlugin(stage=3), "at 1": ZeroPlugin(stage=1), "with state away": away}.items():
+        again = example.trainer(ZeroTrainer, str(folder), zero_plugin=plugin)
         again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-        found[f"resumed at {stage}"] = {"log": _numbers(again), "weights": _weights(again)}
+        memory = again.engine.memory_bytes()
+        found[f"resumed {name}"] = {"log": _numbers(again), "weights": _weights(again), "memory": memory}
     # out/plain was written by transformers' own Trainer in one process.
     again = example.trainer(ZeroTrainer, str(out / "moved"), zero_plugin=ZeroPlugin(stage=2))
     again.train(resume_from_checkpoint=str(out / "plain" / "checkpoint-2"))
@@ -166,6 +169,7 @@ def accelerated(out):
 
     from zeroshard.integrations.accelerate import Accelerator
     from zeroshard.integrations.plugin import ZeroPlugin
+    from zeroshard.zero import Offload
 
     AcceleratorState._reset_state()
     GradientState._reset_state()
@@ -181,9 +185,11 @@ def accelerated(out):
     model.train()
     found["clipped"] = _clip_value(accelerator, model, example)
 
-    other = Accelerator(zero_plugin=ZeroPlugin(stage=2), **example.SETTINGS)
-    again, losses = example.train(other, str(out / "state"), first_epoch=1)
-    found["resumed"] = {"losses": losses, "weights": dict(other.get_state_dict(again))}
+    away = ZeroPlugin(stage=3, offload=Offload())
+    for name, plugin in {"resumed": ZeroPlugin(stage=2), "resumed with state away": away}.items():
+        other = Accelerator(zero_plugin=plugin, **example.SETTINGS)
+        again, losses = example.train(other, str(out / "state"), first_epoch=1)
+        found[name] = {"losses": losses, "weights": dict(other.get_state_dict(again))}
     found["written"] = sorted(path.name for path in (out / "state" / "epoch-1").iterdir())
     return found
 

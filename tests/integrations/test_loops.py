@@ -73,11 +73,19 @@ def test_what_the_trainer_saves_opens_in_transformers(ranks):
     assert "optimizer.pt" not in ranks[0]["files"]
 
 
-def test_the_trainer_resumes_to_the_bit(ranks):
+@pytest.mark.parametrize("run", ["resumed at 3", "resumed with state away"])
+def test_the_trainer_resumes_to_the_bit(ranks, run):
     for rank in ranks:
-        first, again = rank["trainer"], rank["resumed at 3"]
+        first, again = rank["trainer"], rank[run]
         assert again["log"][:-1] == first["log"][:-1]  # the last entry is of the whole run
         assert all(torch.equal(again["weights"][name], weight) for name, weight in first["weights"].items())
+
+
+def test_the_trainer_keeps_state_on_the_host_if_the_plugin_says_so(ranks):
+    for rank in ranks:
+        here, away = rank["resumed at 3"]["memory"], rank["resumed with state away"]["memory"]
+        assert (away["optimizer"], away["params"]) == (0, 0)
+        assert away["host_optimizer"] == here["optimizer"]
 
 
 def test_the_trainer_resumes_at_another_stage(ranks):
@@ -121,6 +129,9 @@ def test_accelerates_loop_goes_on_from_its_state_at_another_stage(ranks):
         first, again = rank["accelerate"]["first"], rank["accelerate"]["resumed"]
         assert again["losses"] == pytest.approx(first["losses"][4:], abs=TOLERANCE)
         same_weights(again["weights"], first["weights"])
+        away = rank["accelerate"]["resumed with state away"]
+        assert away["losses"] == first["losses"][4:]
+        assert all(torch.equal(away["weights"][name], weight) for name, weight in first["weights"].items())
         assert "zero" in rank["accelerate"]["written"]
         assert not any("optimizer" in name or "model" in name for name in rank["accelerate"]["written"])
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.zero import MixedPrecision, Zero
+from zeroshard.zero import MixedPrecision, Offload, Zero
 from zeroshard.zero.core.strategy import ShardingStrategy
 from zeroshard.zero.engine import Accumulate
 from zeroshard.zero.runtime.module_buffers import BufferSync
@@ -30,6 +30,7 @@ class ZeroPlugin:
         accumulate: how gradients of several backwards before one step accumulate, as in `Zero`; None: by the stage.
         shard_size: number of neighbouring ranks over which training state is sharded; None: all ranks.
         buffers: how ranks synchronise buffers that a forward changes, as in `Zero`.
+        offload: which state leaves the device, as in `Zero`; no bit changes.
     """
 
     stage: int | ShardingStrategy = 3
@@ -39,6 +40,7 @@ class ZeroPlugin:
     accumulate: Accumulate | None = None
     shard_size: int | None = None
     buffers: BufferSync = "broadcast"
+    offload: Offload | None = None
 
     def engine(self, model: nn.Module, mixed_precision: str | None = None) -> Zero:
         """The engine of ``model``, which the first call makes. Making it is collective.
@@ -60,6 +62,7 @@ class ZeroPlugin:
                 accumulate=self.accumulate,
                 shard_size=self.shard_size,
                 buffers=self.buffers,
+                offload=self.offload,
             )
             vars(model)[_ENGINE] = found
         return found
