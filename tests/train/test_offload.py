@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from tiny_runs import train_on
+from zeroshard import host_memory
 from zeroshard.comm import run_threads
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.flags import flags_of, read_flags
 from zeroshard.lab.planner.run_plan import predict
+from zeroshard.lab.predict.hardware import Calibration, Device, Link, write_calibration
 from zeroshard.train.config.config import TrainConfig, merge
 from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.validate import validate
+from zeroshard.zero import Offload
+from zeroshard.zero.offload.placement import HostGroup
 
 OURS = "zero0, zero1, zero2, zero3"
 SHARE = "is no share of the elements; give auto, or a number above 0 and up to 1, or leave out --offload"
@@ -108,3 +114,72 @@ def test_a_run_that_holds_other_bytes_than_planned_is_stopped(tiny_config):
     for status, run in run_threads(lambda comm: train_on(comm, config, predict=planner), 2):
         assert status == ExitStatus.CHECK_FAILED
         assert "grads has 0 bytes resident, planned were 25,472" in run.contract.difference
+
+
+# -- fraction = auto, and memory of the hosts -----------------------------------------------------------------------
+
+
+def _measured_host(tmp_path, update_bytes_per_s):
+    """A file of a device whose forward takes what its operations take, and whose host updates as fast as given."""
+    device = Device("by hand", 1 << 34, {"float32": 1e8}, 1e8, "by hand", device_type="cpu")
+    device = replace(device, update_bytes_per_s=update_bytes_per_s, bus_bytes_per_s=1e12)
+    path = tmp_path / f"device-{update_bytes_per_s:g}.json"
+    write_calibration(path, Calibration(device, Link("by hand", 0.0, 1e9, "by hand", 0.0, 1.0, num_ranks=2)))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("update_bytes_per_s", "num_away"), [(1e3, 0), (1e8, 1), (1e12, 2), (None, 3)], ids=["slow", "even", "fast", "none"]
+)
+def test_auto_moves_what_no_step_waits_for_and_changes_no_bit(tiny_config, tmp_path, update_bytes_per_s, num_away):
+    config = tiny_config(max_steps=3, eval_interval=0)
+    path = _measured_host(tmp_path, update_bytes_per_s) if update_bytes_per_s else ""
+    given = {"offload": "optimizer", "plan": {"device": path, "enforce": True}, "out": f"{config.out}-away"}
+    away = tiny_config(max_steps=3, eval_interval=0, **given)
+    here = run_threads(lambda comm: _trained(comm, config), 2)
+    there = run_threads(lambda comm: _finished(comm, away), 2)
+    for (_, state, _), (run, found) in zip(here, there, strict=True):
+        placed = [isinstance(unit.groups[0], HostGroup) for unit in run.strategy.zero.units]
+        assert placed == [False] * (3 - num_away) + [True] * num_away
+        assert (run.contract.difference, run.contract.num_checked) == ("", 2)
+        assert all(torch.equal(state[name], found[name]) for name in state)
+        said = run.about["offload"]
+        sizes = [sum(group.params.layout.numel for group in unit.groups) for unit in run.strategy.zero.units]
+    reasons = {
+        0: "none (auto: a step would wait for the update of any unit, as measured, and all of it fits)",
+        1: "auto: no step waits for the updates of the last 1 of 3 units, as measured)",
+        2: "auto: no step waits for the updates of the last 2 of 3 units, as measured)",
+        3: "(all, auto: no rates of this device are known; `zeroshard bench device` measures them for --plan.device)",
+    }
+    assert said.endswith(reasons[num_away])
+    if num_away in (1, 2):  # the number that is said makes the same run
+        number = said.partition("--offload.fraction ")[2].partition(",")[0]
+        assert _config(f"--offload optimizer --offload.fraction {number}").offload.share == float(number)
+        assert Offload(fraction=float(number)).units_away(sizes) == num_away
+
+
+def _finished(comm, config):
+    _, run = train_on(comm, config, predict=predict)
+    return run, run.strategy.state_dict()
+
+
+def test_what_the_hosts_have_not_is_refused_before_anything_is_built(tiny_config, monkeypatch):
+    config = tiny_config(offload="optimizer")
+    monkeypatch.setattr(host_memory, "total_bytes", lambda: 100_000)
+
+    def refused(comm):
+        with pytest.raises(UserError) as said:
+            train_on(comm, config, predict=predict)
+        return str(said.value)
+
+    lines = run_threads(refused, 2)
+    assert lines[0] == lines[1]
+    assert re.fullmatch(
+        r"offload.state: 2 ranks keep 0\.\d\d GiB in memory of \S+, which has 0\.00 GiB; give a smaller "
+        r"--offload.fraction, use more machines, or fewer ranks",
+        lines[0],
+    )
+    assert not Path(config.out, "config.toml").exists()
+    train_on_one = tiny_config(offload="optimizer", out=f"{config.out}-more")
+    monkeypatch.setattr(host_memory, "total_bytes", lambda: 2 << 30)
+    assert run_threads(lambda comm: train_on(comm, train_on_one, until=1, predict=predict)[0], 2) == [0, 0]

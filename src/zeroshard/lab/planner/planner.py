@@ -21,6 +21,7 @@ from zeroshard.lab.predict.offload import (
     UnitTimes,
     hidden_units,
     host_rates,
+    least_away,
     pinned_bytes,
     share_of,
     unit_times,
@@ -145,20 +146,15 @@ class Planner:
         buffers = self.workload.buffers(shards, replicated=shards < world_size, reproducible=self.reproducible)
         times = self._unit_times(self._settings(strategy, micro_batch, shards), buffers, micro_batch)
 
-        def at(num_away: int) -> Row:
-            fixed = replace(offload, fraction=share_of(buffers, num_away))
-            return replace(self, offload=fixed).row(stage, micro_batch, shard_size)
+        rows: dict[int, Row] = {}
 
-        low, high = hidden_units(list(times.values())), len({buffer.unit for buffer in buffers})
-        row = at(low)
-        if row.fits or low == high:
-            return row
-        row = at(high)
-        while row.fits and high - low > 1:  # it fits at `high`, not at `low`
-            middle = (low + high) // 2
-            tried = at(middle)
-            low, high, row = (low, middle, tried) if tried.fits else (middle, high, row)
-        return row
+        def fits(num_away: int) -> bool:
+            fixed = replace(offload, fraction=share_of(buffers, num_away))
+            rows[num_away] = replace(self, offload=fixed).row(stage, micro_batch, shard_size)
+            return rows[num_away].fits
+
+        hidden, num_units = hidden_units(list(times.values())), len({buffer.unit for buffer in buffers})
+        return rows[least_away(hidden, num_units, fits)]
 
     def _unit_times(self, settings: Settings, buffers: Sequence[Buffer], micro_batch: int) -> dict[str, UnitTimes]:
         ranks_per_node = min(self.cluster.ranks_per_node, self.cluster.world_size)

@@ -9,6 +9,7 @@ import torch
 
 from zeroshard.comm.wrappers.throttle import bytes_per_link, num_hops
 from zeroshard.errors import UserError
+from zeroshard.lab.planner.run_fraction import chosen_fraction
 from zeroshard.lab.predict.actions import Message
 from zeroshard.lab.predict.buffers import Buffer, buffers_of
 from zeroshard.lab.predict.cluster import Cluster
@@ -31,7 +32,7 @@ NOBODY = Link("none", 0.0, 1.0, "one rank talks to nobody")
 
 def predict(job: Job) -> Planned:
     """Predict the resident bytes and collectives of ``job`` exactly, and estimate its peak and, on a measured device,
-    the time of a step.
+    the time of a step; or choose how much of the state leaves the device, which is decided before any of these.
 
     The optimizer is the trainer's AdamW. The peak counts memory of the engine and autograd, and not communicators'.
 
@@ -43,6 +44,11 @@ def predict(job: Job) -> Planned:
     buffers = buffers_of(
         job.model, job.shard_size, job.model.units, precision=settings.precision, reproducible=job.reproducible
     )
+    if job.offload is not None and job.offload.fraction == "auto" and job.free_bytes is not None:
+        found = chosen_fraction(job, buffers, settings, None if calibration is None else calibration.device)
+        job = replace(job, offload=replace(job.offload, fraction=found.fraction))
+        settings = replace(settings, offload=job.offload)
+        return replace(_exact(job, buffers, settings), fraction=found.fraction, why_fraction=found.why)
     planned = _exact(job, buffers, settings)
     if not job.estimates:
         return planned

@@ -20,7 +20,7 @@ https://arxiv.org/abs/2101.06840, table 4), and the bus is PCIe of its generatio
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from zeroshard.lab.predict.actions import Settings
@@ -106,6 +106,18 @@ def hidden_units(units: Sequence[UnitTimes]) -> int:
     while num_units < len(units) and exposed_s(units[len(units) - num_units - 1 :]) == 0:
         num_units += 1
     return num_units
+
+
+def least_away(hidden: int, num_units: int, fits: Callable[[int], bool]) -> int:
+    """The number of last units whose state leaves: ``hidden``, or if that does not fit the fewest that do, or all."""
+    if fits(hidden) or hidden == num_units:
+        return hidden
+    low, high = hidden, num_units
+    reaches = fits(high)
+    while reaches and high - low > 1:  # it fits at `high`, not at `low`
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
 
 
 def unit_seconds(trace: Trace, device: Device, attention: Attention = "flash-2") -> dict[str, tuple[float, float]]:

@@ -30,7 +30,7 @@ class OffloadConfig(Config):
     fraction: Annotated[str, BeforeValidator(_as_text)] = Field(
         "auto",
         description="Share of a rank's elements whose state leaves, above 0 and up to 1: whole units, the last of the "
-        "forward first. auto: all; in a plan what no step waits for, or what must leave so that it fits.",
+        "forward first. auto: what no step waits for, or what must leave so that it fits; all if rates are unknown.",
     )
     pinned: str = Field(
         "", description="Most page-locked host memory of a rank on a GPU, as 4GiB; empty: all that crosses the bus."

@@ -95,6 +95,7 @@ class Run:
     kernels: Mapping[str, str] = field(default_factory=dict)  # what serves each operation, as ``LayerNorm: triton``
     link: Mapping[str, Any] = field(default_factory=dict)  # the requested and the measured speed of a slowed link
     stage: int | None = None  # chosen by ``--strategy auto``
+    why_fraction: str = ""  # why ``--offload.fraction auto`` is what it is
     lock: RunLock | None = None
     clock: Stopwatch = field(default_factory=Stopwatch)
     measures: Measures | None = None

@@ -54,6 +54,8 @@ class Job:
     local_steps: LocalSteps | None = None
     reproducible: int | None = None
     offload: Offload | None = None
+    free_bytes: int | None = None  # for which a fraction of `offload` that is ``auto`` is chosen; None: it is all
+    ranks_per_node: int = 1  # which share the host
 
 
 class Sent(NamedTuple):
@@ -77,6 +79,8 @@ class Planned:
     peak_bytes: int | None = None
     step_s: float | None = None
     why_no_peak: str = ""  # why the peak could not be predicted
+    fraction: float | None = None  # of the state that leaves the device, if the job's is to be chosen
+    why_fraction: str = ""  # why that one, in words
     # with local steps: the collectives of each fragment's outer step
     outer_steps: Mapping[int, Sequence[Sent]] = field(default_factory=dict)
 

@@ -58,6 +58,7 @@ def about_run(run: Run, config: TrainConfig, model: LanguageModel) -> dict[str, 
     return {
         "run": f"{run.folder}, {config.max_steps:,} step{'s' if config.max_steps > 1 else ''}{resumed}",
         "strategy": strategy_in_words(config.strategy, chosen=run.stage is not None, **sizes) + alike,
+        "offload": offload_in_words(config, run.why_fraction),
         "comm": communicator_in_words(comm, config.strategy),
         "model": f"{config.model.name}, {num_params:,} parameters{adapters}",
         "data": f"{config.data.source}, {size}, tokenizer {config.data.tokenizer} of {corpus.vocab_size:,} ids{rows}",
@@ -99,6 +100,22 @@ def strategy_in_words(name: str, world_size: int, shard_size: int = 0, *, chosen
     copies = f", in {world_size // over} replicas" if over < world_size else ""
     copies += f" that synchronise every {every:,} steps" if every > 1 else ""
     return f"{said} {kinds} sharded over {_ranks(over)}{copies}"
+
+
+_AWAY = {  # by ``offload.state``
+    "optimizer": "optimizer states, master weights and gradients on the host",
+    "all": "optimizer states, master weights and gradients on the host, and sharded weights",
+}
+
+
+def offload_in_words(config: TrainConfig, why: str) -> str:
+    """Describe what is off the device, and which part of it for which reason ``why``; empty if nothing is."""
+    offload = config.offload
+    if not offload.on:
+        return f"none (auto: {why})" if why else ""
+    chosen = f", auto: {why}" if why else ""
+    share = "all" if offload.share in ("auto", 1.0) else f"--offload.fraction {offload.fraction}"
+    return f"{_AWAY[offload.state]} ({share}{chosen})"
 
 
 def communicator_in_words(comm: Communicator, strategy: str) -> str:

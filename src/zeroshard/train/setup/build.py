@@ -60,6 +60,7 @@ from zeroshard.train.setup.corpus import open_corpus
 from zeroshard.train.setup.hugging_face import with_model_files
 from zeroshard.train.setup.init_from import load_initial_weights, with_initial_run
 from zeroshard.train.setup.numerics import on_device
+from zeroshard.train.setup.offloading import settled
 from zeroshard.train.setup.packing_check import require_apart
 from zeroshard.train.setup.ranks import join
 from zeroshard.train.setup.run_folder import ClaimedFolder, describe_run
@@ -151,6 +152,10 @@ def _build_in(
         shapes = _shapes(config, corpus.vocab_size, eos_id)
         stage = automatic_stage(config, shapes, comm, device, schedule.grad_accum_steps, predict)
         config = config.model_copy(update={"strategy": f"zero{stage}"})
+    why_fraction = ""
+    if config.offload.on:
+        shapes = _shapes(config, corpus.vocab_size, eos_id)
+        config, why_fraction = settled(config, shapes, comm, device, schedule.grad_accum_steps, predict)
     model, strategy = sharded(config, corpus.vocab_size, eos_id, observed, device, draw=draw)
     if config.init_from and resume_from is None:
         load_initial_weights(config.init_from, model, strategy, comm)
@@ -177,6 +182,7 @@ def _build_in(
         best=BestLoss(config.early_stop),
         config=config.model_dump(mode="json"),
         stage=stage,
+        why_fraction=why_fraction,
         comm=observed,
         lock=lock,
         clock=Stopwatch(device),

@@ -1,0 +1,97 @@
+"""What a run settles before state leaves the device: how much of it does, and that the hosts have the memory."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+
+from zeroshard import host_memory
+from zeroshard.comm import Communicator
+from zeroshard.comm.agree import agreement, by_rank, first_rank_does, largest, of_first_rank, send_bytes
+from zeroshard.errors import UserError
+from zeroshard.models import LanguageModel
+from zeroshard.parallel import strategy_entry
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.offload_settings import OffloadConfig
+from zeroshard.train.records.plan_contract import Planned, Predict
+from zeroshard.train.setup.auto import HEADROOM, job_of, num_free_bytes
+
+GIB = 2**30
+_UNIT = 1e9  # a fraction is sent as a whole number of these parts
+
+
+def settled(
+    config: TrainConfig,
+    model: LanguageModel,
+    comm: Communicator,
+    device: torch.device,
+    grad_accum_steps: int,
+    predict: Predict | None,
+) -> tuple[TrainConfig, str]:
+    """Return the configuration with a number for ``offload.fraction``, and the reason if it was ``auto``. Collective.
+
+    Args:
+        config: of the run, whose strategy is not ``auto``.
+        model, grad_accum_steps, predict: as `zeroshard.train.setup.auto.contract_of` takes them.
+
+    Raises:
+        UserError: the ranks of a machine keep more in memory of the host than it has; raised on every rank.
+    """
+    if not config.offload.on:
+        return config, ""
+    asked = config.offload.share == "auto"
+    if predict is None or config.optimizer != "adamw":
+        return config, f"no plan predicts a step of {config.optimizer}" if asked else ""
+    neighbours = _neighbours(comm)
+    job = job_of(config, strategy_entry(config.strategy).stage, model, comm, device, grad_accum_steps)
+    why = ""
+    if asked:
+        free_bytes = -largest(comm, -num_free_bytes(device, len(neighbours)))  # the smallest of all ranks
+        to_choose = replace(job, free_bytes=int(free_bytes * (1 - HEADROOM)), ranks_per_node=len(neighbours))
+        chosen: list[Planned] = []  # filled on rank 0 alone, as a trace takes a second
+        first_rank_does(comm, lambda: chosen.append(predict(to_choose)))
+        parts = [round((planned.fraction or 0.0) * _UNIT) for planned in chosen] or [0]
+        fraction = of_first_rank(comm, parts)[0] / _UNIT
+        why = send_bytes(comm, (chosen[0].why_fraction if chosen else "").encode(), 0).decode()
+        chosen_number = config.offload.model_copy(update={"fraction": f"{fraction:.9g}"})
+        config = config.model_copy(update={"offload": chosen_number if fraction else OffloadConfig()})
+        if not fraction:
+            return config, why
+        assert job.offload is not None
+        job = replace(job, offload=replace(job.offload, fraction=fraction))
+    resident = predict(replace(job, calibration="", estimates=False)).memory_bytes
+    on_host = resident if device.type == "cpu" else {k: n for k, n in resident.items() if k.startswith("host_")}
+    require_host_memory(comm, sum(on_host.values()), neighbours)
+    return config, why
+
+
+def require_host_memory(comm: Communicator, num_bytes: int, neighbours: Sequence[int]) -> None:
+    """Raise UserError if this rank's ``num_bytes`` and those of its ``neighbours`` are more than their host has.
+
+    ``neighbours``: the ranks of this machine, with this one. Collective; every rank raises.
+    """
+    of_ranks = by_rank(comm, num_bytes)
+    with agreement(comm, phase="accounting for memory of the hosts"):
+        total, has = sum(of_ranks[rank] for rank in neighbours), host_memory.total_bytes()
+        if has is not None and total > has:
+            ranks = "1 rank keeps" if len(neighbours) == 1 else f"{len(neighbours)} ranks keep"
+            what = f"{ranks} {total / GIB:,.2f} GiB in memory of {socket.gethostname()}, which has {has / GIB:,.2f} GiB"
+            raise UserError(
+                "offload.state", what, "give a smaller --offload.fraction, use more machines, or fewer ranks"
+            )
+
+
+def _neighbours(comm: Communicator) -> list[int]:
+    """The ranks of this machine, or of this container if its name is its own."""
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:  # not Linux
+        machine = ""
+    name = f"{machine} {socket.gethostname()}".encode()
+    hosts = by_rank(comm, int.from_bytes(blake2b(name, digest_size=8).digest(), "big", signed=True))
+    return [rank for rank, host in enumerate(hosts) if host == hosts[comm.rank]]
