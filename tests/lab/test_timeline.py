@@ -58,7 +58,7 @@ def test_on_a_cpu_a_products_factors_come_from_memory_and_a_gelu_takes_what_was_
 
 def test_what_computation_covers_is_hidden_and_the_rest_exposed():
     """A gather of 1.5 s (half of 300e9 bytes over 100e9) beside 1 s of computation: 0.5 s are seen."""
-    cluster = Cluster(2, 2, Link("l", 0.0, 100e9, "", call_s=0.0, share=1.0), BETWEEN, "ring")
+    cluster = Cluster(2, 2, Link("l", 0.0, 100e9, "", call_s=0.0, share=1.0), BETWEEN)
     timing = simulate(_step([_issue(1, 300 * 10**9), _compute(SECOND), Wait(1)]), DEVICE, cluster)
     assert timing.step_s == pytest.approx(1.5)
     assert timing.compute_s == pytest.approx(1.0)
@@ -68,7 +68,7 @@ def test_what_computation_covers_is_hidden_and_the_rest_exposed():
 
 
 def test_collectives_run_one_after_the_other_and_not_before_they_are_issued():
-    cluster = Cluster(2, 2, Link("l", 0.0, 100e9, "", call_s=0.0, share=1.0), BETWEEN, "ring")
+    cluster = Cluster(2, 2, Link("l", 0.0, 100e9, "", call_s=0.0, share=1.0), BETWEEN)
     one = 200 * 10**9  # takes a second
     actions = [_compute(SECOND), _issue(1, one), _issue(2, one), _compute(SECOND), Wait(2)]
     timing = simulate(_step(actions), DEVICE, cluster)

@@ -378,6 +378,9 @@ class _LeavingGroup(FlatGroup):
         own = {**gradient_settings(facts), "reducer": reducer, "leaving": self._leaving}
         return _LeavingGrads(facts.name, *settings, **own)
 
+    def expose_grads(self) -> None:
+        """What has left is shown by nothing that holds memory of the device."""
+
 
 def _group(
     buffer: Buffer, settings: Settings, rank_groups: RankGroups, leaving: list[Tensor] | None = None
