@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from zeroshard.zero.compat.module_methods import has_engine
 from zeroshard.zero.core.strategy import ShardingStrategy, resolve_strategy
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.rank_groups import RankGroups, check_wire
-from zeroshard.zero.runtime.module_buffers import BufferSync, check_sync
+from zeroshard.zero.runtime.module_buffers import BufferSync
 from zeroshard.zero.transport.members import ALL
 
 _log = logging.getLogger("zeroshard.zero")
@@ -93,7 +93,9 @@ def check_arguments(
         raise TypeError(f"local_steps: {local_steps!r} is no LocalSteps; give LocalSteps(every=H)")
     if accumulate not in (None, "local", "sharded"):
         raise ValueError(f"accumulate: {accumulate!r} is unknown; choose 'local' or 'sharded'")
-    check_sync(buffers)
+    if buffers not in get_args(BufferSync):
+        choices = ", ".join(map(repr, get_args(BufferSync)))
+        raise ValueError(f"buffers: {buffers!r} is unknown; choose one of {choices}")
 
 
 class Away(Protocol):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,7 +57,8 @@ class ModulePatches:
         for module in modules_with_methods(model, runtime.root, runtime.units):
             vars(module)["_apply"] = _apply_in_place(module)
         for module in model.modules():
-            if "synced_gpus" in _words_of(getattr(type(module), "generate", None)):
+            own = getattr(type(module), "generate", None)
+            if callable(own) and "synced_gpus" in inspect.signature(own).parameters:
                 vars(module)["generate"] = _generate_together(module, runtime)
         computes_otherwise = any(group.params.full.dtype != group.params.dtype for group in runtime.groups())
         # Else weights are always unsharded and current.
@@ -112,10 +113,6 @@ def _require_in_place(probe: Tensor, found: Tensor) -> None:
         f"model: the engine's buffers hold its parameters, so neither it nor a part of it can be moved {what}; "
         "do it before Zero(), or give Zero() a device or a MixedPrecision"
     )
-
-
-def _words_of(function: Any) -> Iterable[str]:
-    return inspect.signature(function).parameters if callable(function) else ()
 
 
 def _generate_together(model: nn.Module, runtime: Runtime) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from zeroshard.torch_internals import hooks_of, without_load_hooks
 from zeroshard.uncompiled import uncompiled
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
-from zeroshard.zero.optimizers.state_dict import cut_into_pieces, own_unsharded_state
+from zeroshard.zero.optimizers.state_dict import cut_into_pieces, unsharded_state
 from zeroshard.zero.optimizers.step_hooks import surrounding_ids
 
 _OURS = "_zeroshard"  # on an optimizer that an engine knows
@@ -108,7 +108,12 @@ def _state_dict(piecewise: PiecewiseOptimizer) -> dict[str, Any]:
     optimizer = piecewise.optimizer
     for hook in hooks_of(optimizer, "state_dict_pre").values():
         hook(optimizer)
-    state = own_unsharded_state(piecewise)
+    if any(group.params.shard_optim for group in piecewise.slots):
+        raise RuntimeError(
+            "optimizer.state_dict(): each rank holds a part of the states; use zero.optim_state_dict(optimizer) on "
+            "every rank, or zeroshard.save()"
+        )
+    state = unsharded_state(piecewise, piecewise.slots)
     for hook in hooks_of(optimizer, "state_dict_post").values():
         changed = hook(optimizer, state)
         state = state if changed is None else changed

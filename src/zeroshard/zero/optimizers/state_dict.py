@@ -37,21 +37,6 @@ class Stateful(Protocol):
         ...
 
 
-def own_unsharded_state(piecewise: PiecewiseOptimizer) -> dict[str, Any]:
-    """Return `unsharded_state` without communication, if this rank has all states.
-
-    Raises:
-        RuntimeError: this rank has only a part of the states.
-    """
-    groups = [piecewise.homes[param][0] for param in piecewise.members]
-    if any(group.params.shard_optim for group in groups):
-        raise RuntimeError(
-            "optimizer.state_dict(): each rank holds a part of the states; use zero.optim_state_dict(optimizer) on "
-            "every rank, or zeroshard.save()"
-        )
-    return unsharded_state(piecewise, groups)
-
-
 def unsharded_state(piecewise: PiecewiseOptimizer, groups: Iterable[FlatGroup]) -> dict[str, Any]:
     """Return all states on the CPU, each in its parameter's shape. Collective if states are sharded.
 

@@ -10,7 +10,7 @@ Buffers that are no part of the module's state (``persistent=False``) are left a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +21,6 @@ from zeroshard.torch_internals import not_saved, own_buffers, version_of
 
 BufferSync = Literal["broadcast", "keep"]
 _LABEL = "buffers/step"
-
-
-def check_sync(sync: str) -> None:
-    """Raise ValueError if ``sync`` is no `BufferSync`."""
-    if sync not in get_args(BufferSync):
-        choices = ", ".join(map(repr, get_args(BufferSync)))
-        raise ValueError(f"buffers: {sync!r} is unknown; choose one of {choices}")
 
 
 class ModuleBuffers:

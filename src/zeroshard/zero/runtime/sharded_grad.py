@@ -202,12 +202,6 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: li
     name = func.overloadpacket.__name__
     listed = name.startswith("_foreach_")
     if not any(grad._views for grad in written) and name.removeprefix("_foreach_") in _ELEMENT_WISE:
-        if listed and len(written) == len(args[0]) and any(grad._home.away for grad in written):
-            for index, grad in enumerate(written):  # they may be on several devices
-                one = [[value[index]] if isinstance(value, list | tuple) else value for value in args]
-                there = [[_part(each, grad._home) for each in v] if isinstance(v, list) else v for v in one]
-                func(*[_beside(value, grad._home) for value in there], **kwargs)
-            return None
         if listed and len(written) == len(args[0]):
             cut = [
                 [_part(each, grad._home) for each, grad in zip(value, written, strict=True)]
@@ -215,7 +209,11 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: li
                 else value
                 for value in args
             ]
-            func(*cut, **kwargs)
+            if not any(grad._home.away for grad in written):
+                func(*cut, **kwargs)
+                return None
+            for index, grad in enumerate(written):  # they may be on several devices
+                func(*[[v[index]] if isinstance(v, list) else _beside(v, grad._home) for v in cut], **kwargs)
             return None
         if not listed and len(written) == 1 and args[0] is written[0]:
             home = written[0]._home

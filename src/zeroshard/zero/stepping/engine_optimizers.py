@@ -56,9 +56,7 @@ class EngineOptimizers:
     def optimizer(self, optimizer_cls: type[Optimizer], params: Iterable[Any], kwargs: dict[str, Any]) -> Optimizer:
         """See `Zero.optimizer`."""
         piecewise = PiecewiseOptimizer(optimizer_cls, params, kwargs, self._params, self)
-        self._announce(piecewise)
-        install_methods(piecewise)
-        self._know(piecewise)
+        self._know(piecewise, states_are_cut=True)
         return piecewise.optimizer
 
     def adopt(self, optimizer: Optimizer, *, may_move: bool = False) -> None:
@@ -70,17 +68,15 @@ class EngineOptimizers:
             RuntimeError: it needs whole tensors, and they are cut into pieces that may not move, or cannot.
         """
         piecewise = PiecewiseOptimizer.adopted(optimizer, self._params, self, may_move=may_move)
-        self._announce(piecewise)
-        cut_states(piecewise)
-        install_methods(piecewise)
-        self._know(piecewise)
+        self._know(piecewise, states_are_cut=False)
         piecewise.hold_pieces()
 
-    def _announce(self, piecewise: PiecewiseOptimizer) -> None:
+    def _know(self, piecewise: PiecewiseOptimizer, *, states_are_cut: bool) -> None:
         for observer in self.observers:
             observer.optimizer_comes(piecewise)
-
-    def _know(self, piecewise: PiecewiseOptimizer) -> None:
+        if not states_are_cut:
+            cut_states(piecewise)
+        install_methods(piecewise)
         self.piecewise.append(piecewise)
         if not piecewise.has_state and not self.missed.isdisjoint(piecewise.members):
             warnings.warn(
