@@ -105,7 +105,8 @@ def _kind_of(optimizer_cls: type[Optimizer]) -> tuple[OptimizerKind, str]:
     except Exception as error:  # noqa: BLE001 -- a class's code may raise anything
         reason = f"it cannot be built without settings: {type(error).__name__}: {error}"
         return OptimizerKind(Reach.UNUSABLE, reason), reason
-    agrees = tried is kind.reach or (kind.reach, tried) == (Reach.PER_TENSOR, Reach.ELEMENT_WISE)  # safe, if not needed
+    # Whole tensors are safe even if they are not needed; the experiment cannot tell blocks from whole tensors.
+    agrees = kind.reach in (tried, Reach.BLOCK_WISE) or (kind.reach, tried) == (Reach.PER_TENSOR, Reach.ELEMENT_WISE)
     return kind, f"{kind.reason}; an experiment finds it {tried.value}{'' if agrees else ': THE DECLARATION IS WRONG'}"
 
 

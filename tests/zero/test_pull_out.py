@@ -57,11 +57,11 @@ ATTACHED = {
         )
     ],
     "zero/whole_tensors": [
-        ("zero/state/relayout.py", "from zeroshard.zero.whole_tensors.layout import balanced\n", ""),
+        ("zero/state/relayout.py", "from zeroshard.zero.whole_tensors.layout import balanced, in_blocks\n", ""),
         (
             "zero/optimizers/piecewise.py",
-            "from zeroshard.zero.whole_tensors.requirements import params_kept_whole\n",
-            "params_kept_whole = lambda *_: set()\n",
+            "from zeroshard.zero.whole_tensors.requirements import needed_blocks\n",
+            "needed_blocks = lambda *_: {}\n",
         ),
     ],
 }

@@ -2,7 +2,17 @@
 
 from zeroshard.optim.groups import decay_groups
 from zeroshard.optim.loss_scale import LossScaler
+from zeroshard.optim.low_bit import AdamW8bit, FlashAdamW
 from zeroshard.optim.muon import MuonAdamW, muon_groups
 from zeroshard.optim.schedule import Decay, learning_rate
 
-__all__ = ["Decay", "LossScaler", "MuonAdamW", "decay_groups", "learning_rate", "muon_groups"]
+__all__ = [
+    "AdamW8bit",
+    "Decay",
+    "FlashAdamW",
+    "LossScaler",
+    "MuonAdamW",
+    "decay_groups",
+    "learning_rate",
+    "muon_groups",
+]

@@ -68,6 +68,7 @@ class ParamFacts:
     Attributes:
         name, shape, dtype, device: of the parameter, unsharded.
         kept_whole: whether the optimizer is given the whole tensor, and not one-dimensional pieces of it.
+        block: elements of a block that no piece cuts, from the parameter's first on; a state may have one of each.
     """
 
     name: str
@@ -75,6 +76,7 @@ class ParamFacts:
     dtype: torch.dtype
     device: torch.device
     kept_whole: bool = True
+    block: int = 1
 
 
 @dataclass(frozen=True)
@@ -221,6 +223,8 @@ def alike(kept: Any, value: Tensor) -> Any:
 def _fits(example: Any, shape: tuple[int, ...], stand_in: tuple[int, ...], param: ParamFacts) -> bool:
     """Whether a state of this shape may be the parameter's; ``example``: that of the stand-in, None: it has none."""
     single = prod(shape) == 1
+    if isinstance(example, Tensor) and is_by_block(tuple(example.shape), prod(stand_in), param.block):
+        return is_by_block(shape, prod(param.shape), param.block) or (single and prod(param.shape) == 1)
     if example is None:
         return param.kept_whole or single or shape == param.shape
     if not isinstance(example, Tensor) or (example.numel() == 1 and prod(stand_in) != 1):
@@ -228,6 +232,11 @@ def _fits(example: Any, shape: tuple[int, ...], stand_in: tuple[int, ...], param
     if tuple(example.shape) == stand_in:
         return shape == param.shape or (single and prod(param.shape) == 1)
     return stand_in == param.shape and shape == tuple(example.shape)
+
+
+def is_by_block(shape: tuple[int, ...], numel: int, block: int) -> bool:
+    """Whether a state of this shape may have one element for each ``block`` elements of a tensor of ``numel``."""
+    return block > 1 and numel > 1 and shape == (-(-numel // block),)
 
 
 def _sort(dtype: torch.dtype) -> str:

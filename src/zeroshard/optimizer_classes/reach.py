@@ -12,7 +12,11 @@ reach depends on settings, it is a function of them (a mapping, in which a param
     def zero_reach(settings):
         return Reach.PER_TENSOR if settings.get("trust_ratio", True) else Reach.ELEMENT_WISE
 
-A class that accepts only parameters of certain numbers of dimensions may give an `OptimizerKind`, which lists them.
+A class that accepts only parameters of certain numbers of dimensions may give an `OptimizerKind`, which lists them. So
+does one that keeps a scale for each block of a tensor, because the blocks' size belongs to its reach::
+
+    class Adam8bit(Optimizer):
+        zero_reach = OptimizerKind(Reach.BLOCK_WISE, "it has 8-bit states in blocks of 256", ALL_NDIMS, block=256)
 """
 
 from __future__ import annotations
@@ -31,6 +35,10 @@ class Reach(Enum):
 
     ELEMENT_WISE = "element-wise"
     """That element alone: the optimizer may be given any pieces of tensors."""
+
+    BLOCK_WISE = "block-wise"
+    """The block that it lies in: blocks of so many consecutive elements, counted from each tensor's first one. The
+    optimizer may be given 1-D pieces that begin where a block does, and end where one does or with their tensor."""
 
     PER_TENSOR = "per-tensor"
     """The tensor that it lies in: the optimizer must be given whole tensors, in their shapes."""
@@ -56,16 +64,28 @@ class OptimizerKind:
         reach: how far the gradient of one element reaches in a step.
         reason: why, as a clause that begins with "it".
         ndims: the numbers of dimensions, from 0 to 4, of the parameters that the class accepts.
+        block: elements of a block, if the reach is block-wise: a power of two; else 1.
+
+    Raises:
+        ValueError: ``block`` does not suit the reach.
     """
 
     reach: Reach
     reason: str
     ndims: tuple[int, ...] = ()
+    block: int = 1
+
+    def __post_init__(self) -> None:
+        if self.reach is Reach.BLOCK_WISE:
+            if not isinstance(self.block, int) or self.block < 2 or self.block & (self.block - 1):
+                raise ValueError(f"block: {self.block!r}; give the elements of a block, a power of two from 2 on")
+        elif self.block != 1:
+            raise ValueError(f"block: {self.block!r}, and a class that is {self.reach.value} has no blocks")
 
     @property
     def refused(self) -> bool:
         """Whether the class cannot be sharded in any layout."""
-        return self.reach not in (Reach.ELEMENT_WISE, Reach.PER_TENSOR)
+        return self.reach not in (Reach.ELEMENT_WISE, Reach.BLOCK_WISE, Reach.PER_TENSOR)
 
 
 ALL_NDIMS = (0, 1, 2, 3, 4)
@@ -104,6 +124,9 @@ def declared(optimizer_cls: type[Optimizer], settings: Mapping[str, Any]) -> Opt
         values = ", ".join(repr(reach.value) for reach in Reach)
         name = f"{optimizer_cls.__name__}.zero_reach"
         raise ValueError(f"{name}: {answer!r} is no reach; give a zeroshard.zero.Reach, or one of {values}") from None
+    if reach is Reach.BLOCK_WISE:
+        name = f"{optimizer_cls.__name__}.zero_reach"
+        raise ValueError(f"{name}: block-wise, but in blocks of what size? Give an OptimizerKind with its block")
     return OptimizerKind(reach, f"it is declared {reach.value} by its zero_reach", ALL_NDIMS)
 
 

@@ -7,15 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
+from math import prod
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.named_shards import MODEL_KINDS, ShardReader, after_restoring, read_whole, saved_dtype, saved_settings
-from zeroshard.optimizer_classes.kept_states import Kept, ParamFacts, SavedState, alike, of_groups
+from zeroshard.optimizer_classes.kept_states import Kept, ParamFacts, SavedState, alike, is_by_block, of_groups
 
 SCALAR_STATES = frozenset({"step", "eta", "mu", "mu_product"})  # torch keeps one number of each for a parameter
+
+
+def blocks_of(interval: tuple[int, int], block: int) -> tuple[int, int]:
+    """``[start, stop)`` of the blocks of a parameter that an interval of it covers; it begins where a block does."""
+    assert interval[0] % block == 0, f"an interval begins at {interval[0]}, inside a block of {block}"
+    return interval[0] // block, -(-interval[1] // block)
 
 
 def states_kept(
@@ -58,15 +65,25 @@ def _saved_states(reader: ShardReader, name: str) -> dict[str, SavedState]:
 
 
 def read_states(
-    reader: ShardReader, name: str, kept: Kept, param_shape: tuple[int, ...], interval: tuple[int, int] | None
+    reader: ShardReader,
+    name: str,
+    kept: Kept,
+    param_shape: tuple[int, ...],
+    interval: tuple[int, int] | None,
+    block: int = 1,
 ) -> dict[str, Any]:
-    """Read the states of one piece of a parameter; ``interval``: of the piece, None: the parameter is whole."""
+    """Read the states of one piece of a parameter, which keeps blocks of ``block`` elements.
+
+    ``interval``: of the piece, None: the parameter is whole.
+    """
     found: dict[str, Any] = {}
     for kind, shape in reader.kinds(name).items():
         if kind in MODEL_KINDS:
             continue
         if interval is None:
             value = read_whole(reader, name, kind, shape)
+        elif kind not in SCALAR_STATES and is_by_block(shape, prod(param_shape), block):
+            value = reader.read(name, kind, blocks_of(interval, block))
         elif kind in SCALAR_STATES or shape != param_shape:
             value = reader.read(name, kind, (0, 1)).reshape(())
         else:

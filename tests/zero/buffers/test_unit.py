@@ -4,6 +4,7 @@ from torch import nn
 
 from zeroshard.comm import NullCommunicator, run_threads
 from zeroshard.zero import STAGES, MixedPrecision, RankGroups, Unit
+from zeroshard.zero.buffers.flat_layout import WHOLE
 from zeroshard.zero.buffers.unit import build_groups
 from zeroshard.zero.whole_tensors.layout import balanced
 
@@ -57,7 +58,7 @@ def test_parameters_leave_their_group_for_one_that_keeps_tensors_whole(stage, pr
         unit = Unit("u", nn.Identity(), build_groups("u", params, STAGES[stage], RankGroups.of(comm), precision, {}))
         loads = [0] * 2
         chosen = {dict(params)["b"], dict(params)["wide"]}
-        unit.keep_tensors_whole(chosen, balanced(loads))
+        unit.lay_out_anew(chosen, WHOLE, balanced(loads))
         names = [
             (group.params.name, group.keeps_tensors_whole, [s.name for s in group.params.layout.slots])
             for group in unit.groups
@@ -72,7 +73,7 @@ def test_parameters_leave_their_group_for_one_that_keeps_tensors_whole(stage, pr
         compute = {name: precision.compute_dtype(value.dtype) for name, value in values.items()}
         assert all(torch.equal(param, values[name].to(compute[name])) for name, param in params)
         before = list(unit.groups)
-        unit.keep_tensors_whole(chosen, balanced(loads))
+        unit.lay_out_anew(chosen, WHOLE, balanced(loads))
         assert unit.groups == before
 
     precision = precision or MixedPrecision()

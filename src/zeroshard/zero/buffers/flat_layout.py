@@ -8,17 +8,33 @@ pieces, as one of 8::
     |                rank 0                 |                rank 1                 |
 
 If an optimizer needs whole tensors, no slot crosses the border of a shard: `zeroshard.zero.whole_tensors.layout`.
+
+[Note: Blocks of a parameter]
+    An optimizer with 8-bit states has one scale for each block of 256 elements. Its results do not depend on the number
+    of ranks if blocks are counted from each parameter's first element, and no piece ends inside one. So with
+    ``block=256`` parts are multiples of 256 long, a parameter of 256 elements or more begins at a multiple of 256, and
+    a smaller one crosses none::
+
+        slot 0 (600 elements)              slot 1   slot 2   slot 3 (100 each)
+        |-----------|-----------|----|.....|----|----|......|----|......|......    . padding
+        0          256         512        768               1024               border of a part: a multiple of 256
+
+    At most 255 elements of padding precede a parameter, and up to 255 end each part: RaggedShard (veScale-FSDP 2026,
+    arXiv:2602.22437) has the borders of shards at rows or blocks instead, and shards of different lengths.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from zeroshard import rules
 from zeroshard.zero.core import layout
-from zeroshard.zero.core.layout import Piece
+from zeroshard.zero.core.layout import LEAST_ALIGNED, Piece, Slot
+
+WHOLE = sys.maxsize  # elements of a block of a parameter that may not be cut at all
 
 
 @dataclass(frozen=True)
@@ -28,20 +44,34 @@ class FlatLayout(layout.FlatLayout):
     Attributes:
         slots, world_size, alignment: as of the core's, which raises ValueError for what they may not be.
         parts: number of equal parts of each shard, from 1 on; pieces end at their borders.
+        block: pieces begin at multiples of it, counted from their parameter's first element: [Note: Blocks of a
+            parameter]. A power of two, or 1.
     """
 
     parts: int = 1
+    block: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         rules.check_count("parts", self.parts)
+        rules.check_count("block", self.block)
+        if self.block & (self.block - 1):
+            raise ValueError(f"block: {self.block} is no power of two")
 
     @classmethod
     def of(
-        cls, shapes: Iterable[tuple[str, Sequence[int]]], world_size: int, alignment: int = 1, parts: int = 1
+        cls,
+        shapes: Iterable[tuple[str, Sequence[int]]],
+        world_size: int,
+        alignment: int = 1,
+        parts: int = 1,
+        block: int = 1,
     ) -> FlatLayout:
         """Lay out parameters ``(name, shape)`` end to end, in the order given; other arguments: see the attributes."""
-        return cls(layout.FlatLayout.of(shapes, world_size, alignment).slots, world_size, alignment, parts)
+        slots = layout.FlatLayout.of(shapes, world_size, alignment).slots
+        return cls(
+            slots if block == 1 else tuple(_in_blocks(slots, alignment, block)), world_size, alignment, parts, block
+        )
 
     @cached_property
     def numel(self) -> int:
@@ -51,7 +81,12 @@ class FlatLayout(layout.FlatLayout):
     @cached_property
     def shard_numel(self) -> int:
         """Elements of each rank's shard, padding included; if shards differ, of the longest."""
-        return self.parts * layout.FlatLayout(self.slots, self.world_size * self.parts, self.alignment).shard_numel
+        part = layout.FlatLayout(self.slots, self.world_size * self.parts, self.alignment).shard_numel
+        return self.parts * (part + -part % self.block)
+
+    def keeps_blocks(self, block: int) -> bool:
+        """Whether no shard cuts a block of so many elements of a parameter; `WHOLE`: whether none cuts a parameter."""
+        return self.keeps_tensors_whole or self.block % block == 0
 
     @property
     def part_numel(self) -> int:
@@ -86,3 +121,14 @@ class FlatLayout(layout.FlatLayout):
             return [own]
         first, numel = rank * self.parts, self.part_numel
         return [(index * numel, (index + 1) * numel) for index in range(first, first + self.parts)]
+
+
+def _in_blocks(slots: Iterable[Slot], alignment: int, block: int) -> Iterator[Slot]:
+    """Yield the slots, moved back so far that no multiple of ``block`` lies inside a block of a parameter."""
+    end = 0
+    for slot in slots:
+        start = end + (-end % alignment if slot.numel >= LEAST_ALIGNED else 0)
+        if start % block + slot.numel > block:
+            start += -start % block
+        yield Slot(slot.name, slot.shape, start)
+        end = start + slot.numel

@@ -2,8 +2,8 @@
 
 [Note: Laid out anew]
     The right layout depends on the optimizer, which is made after the units. Groups begin with shards that may end in
-    the middle of a tensor. If an optimizer needs whole tensors (see `requirements`), the parameters that it is given
-    move to new groups that keep tensors whole, before the first step.
+    the middle of a tensor. If an optimizer needs whole tensors, or whole blocks of them (see `requirements`), the
+    parameters that it is given move to new groups that keep these whole, before the first step.
 """
 
 from __future__ import annotations
@@ -95,13 +95,13 @@ class FlatGroup(Group):
         """Whether the layout keeps tensors whole."""
         return self.params.layout.keeps_tensors_whole
 
-    def keep_tensors_whole(self, chosen: set[nn.Parameter], name: str, lay_out: LaysOut) -> list[FlatGroup]:
+    def lay_out_anew(self, chosen: set[nn.Parameter], name: str, lay_out: LaysOut) -> list[FlatGroup]:
         """Return the parameters in new groups: first one of those not chosen, if any, then one of the chosen.
 
         Collective. The values are those of the master weights; there must be no gradients.
 
         Args:
-            chosen: the parameters of the group whose tensors are to be whole.
+            chosen: the parameters of the group that need another layout.
             name: name of their new group, if it is not the only one.
             lay_out: makes the layout of the new group.
         """
@@ -120,7 +120,7 @@ class FlatGroup(Group):
     def restaged(self, strategy: ShardingStrategy) -> FlatGroup:
         """Return a new group of the same parameters and layout, by another row of the stage table. Collective.
 
-        Values and gradients: as in `keep_tensors_whole`.
+        Values and gradients: as in `lay_out_anew`.
         """
         named = self._take_out()
         layout = self.params.layout
@@ -179,12 +179,12 @@ class Unit(units.Unit[FlatGroup]):
         for index in list(self.keep_unsharded_after) if forwards is None else forwards:
             self.keep_unsharded_after.pop(index, None)
 
-    def keep_tensors_whole(self, chosen: set[nn.Parameter], lay_out: LaysOut) -> None:
-        """Move the chosen parameters to groups that keep tensors whole. Collective; see that of `FlatGroup`."""
+    def lay_out_anew(self, chosen: set[nn.Parameter], block: int, lay_out: LaysOut) -> None:
+        """Move the chosen parameters to groups that keep such blocks. Collective; see that of `FlatGroup`."""
         for index, group in enumerate(list(self.groups)):
             moving = chosen.intersection(group.params.params)
-            if moving and not group.keeps_tensors_whole:
-                first, *second = group.keep_tensors_whole(moving, f"{self.name}#{len(self.groups)}", lay_out)
+            if moving and not group.params.layout.keeps_blocks(block):
+                first, *second = group.lay_out_anew(moving, f"{self.name}#{len(self.groups)}", lay_out)
                 self.groups[index] = first
                 self.groups += second
 

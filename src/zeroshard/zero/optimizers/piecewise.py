@@ -11,7 +11,7 @@ work (`methods`, `step_hooks`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from functools import partial
 from inspect import signature
@@ -24,18 +24,19 @@ from torch.optim import Optimizer
 
 from zeroshard.optimizer_classes.kept_states import ParamFacts
 from zeroshard.optimizer_classes.reach import no_class
+from zeroshard.zero.buffers.flat_layout import WHOLE
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.core.optimizer import PieceOptimizer, pieces_in
 from zeroshard.zero.optimizers.operands import Together, WidenedGrads
 from zeroshard.zero.optimizers.sharded_params import ShardedParams
-from zeroshard.zero.whole_tensors.requirements import params_kept_whole
+from zeroshard.zero.whole_tensors.requirements import needed_blocks
 
 
 class StepListener(Protocol):
     """What the engine does around an optimizer's step: `zeroshard.zero.stepping.engine_optimizers` does it."""
 
-    def keep_tensors_whole(self, params: set[nn.Parameter]) -> None:
-        """Lay these parameters out as whole tensors."""
+    def keep_blocks(self, blocks: Mapping[nn.Parameter, int]) -> None:
+        """Lay these parameters out so that none is cut inside a block of so many elements."""
 
     def before_update(self, members: set[nn.Parameter]) -> None:
         """Refuse a step of the optimizer of these parameters (empty: one with a closure) that would be wrong."""
@@ -83,11 +84,11 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
         self.make = partial(optimizer_cls, **kwargs)
         with sharded.all_or_none():
             claimed = [{**group, "params": sharded.claim(group)} for group in groups]
-            kept_whole = {param for group in claimed for param in params_kept_whole(optimizer_cls, kwargs, group)}
-            if kept_whole:
+            blocks = {param: n for group in claimed for param, n in needed_blocks(optimizer_cls, kwargs, group).items()}
+            if blocks:
                 # Build the class once before anything is laid out anew: it may refuse parameters by their shape.
                 self.make([{**group, "params": _stand_ins(group["params"])} for group in claimed])
-                listener.keep_tensors_whole(kept_whole)
+                listener.keep_blocks(blocks)
             super().__init__(optimizer_cls, claimed, sharded.homes, **kwargs)
         self._attach(sharded, listener, has_state=False)
         self.show_params()
@@ -117,16 +118,17 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
             self.by_group = [sharded.claim(group) for group in optimizer.param_groups]
             for group, chosen in zip(optimizer.param_groups, self.by_group, strict=True):
                 try:
-                    kept_whole = params_kept_whole(type(optimizer), kwargs, {**group, "params": chosen})
+                    blocks = needed_blocks(type(optimizer), kwargs, {**group, "params": chosen})
                 except TypeError as error:  # its settings do not tell how it was built
                     raise ValueError(f"step: {error}; make it by zero.optimizer({name}, ...)") from error
-                cut = kept_whole - sharded.kept_whole()
+                cut = sharded.cut_inside(blocks)
                 if cut and not may_move:
+                    what = "tensors" if WHOLE in cut.values() else "blocks of tensors"
                     raise RuntimeError(
-                        f"step: {name} needs tensors that are whole on one rank; make it by zero.optimizer({name}, ...)"
+                        f"step: {name} needs {what} that are whole on one rank; make it by zero.optimizer({name}, ...)"
                     )
                 if cut:
-                    listener.keep_tensors_whole(cut)
+                    listener.keep_blocks(cut)
             self.hold_pieces()
         return self
 
@@ -143,7 +145,8 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
 
     def _facts(self, group: FlatGroup, slot: int) -> ParamFacts:
         place, params = group.params.layout.slots[slot], group.params
-        return ParamFacts(place.name, place.shape, params.dtype, params.master.device, group.keeps_tensors_whole)
+        whole, block = group.keeps_tensors_whole, params.layout.block
+        return ParamFacts(place.name, place.shape, params.dtype, params.master.device, whole, block)
 
     # -- the engine's part in steps ---------------------------------------------------------------------------
 
@@ -224,10 +227,10 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
         with self.sharded.all_or_none():
             chosen = self.sharded.claim(given)
             claimed = {**given, "params": chosen}
-            kept_whole = params_kept_whole(type(self.optimizer), self.make.keywords, claimed)
-            if kept_whole:
+            blocks = needed_blocks(type(self.optimizer), self.make.keywords, claimed)
+            if blocks:
                 self.make([{**given, "params": _stand_ins(chosen)}])
-                self.listener.keep_tensors_whole(kept_whole)
+                self.listener.keep_blocks(blocks)
             pieces = [shard for param in chosen for _, shard in pieces_in(*self.homes[param])]
             self.show_pieces()
             try:

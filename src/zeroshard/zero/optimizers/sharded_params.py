@@ -66,9 +66,9 @@ class ShardedParams:
         """Those of ``params`` that have not left the model."""
         return [param for param in params if param not in self.homes[param][0].params.absent]
 
-    def kept_whole(self) -> set[nn.Parameter]:
-        """The parameters whose layout keeps each tensor whole on one rank."""
-        return {param for param, (group, _) in self.homes.items() if group.keeps_tensors_whole}
+    def cut_inside(self, blocks: Mapping[nn.Parameter, int]) -> dict[nn.Parameter, int]:
+        """Those of these parameters whose layout may cut a block of so many elements, with that number."""
+        return {p: block for p, block in blocks.items() if not self.homes[p][0].params.layout.keeps_blocks(block)}
 
     @contextmanager
     def all_or_none(self) -> Generator[None]:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from zeroshard.comm import Communicator
 from zeroshard.comm.agree import send_bytes
 from zeroshard.comm.tensor_broadcast import PendingBroadcasts
-from zeroshard.optimizer_classes.kept_states import require_kept
-from zeroshard.optimizer_classes.saved_states import SCALAR_STATES
+from zeroshard.optimizer_classes.kept_states import is_by_block, require_kept
+from zeroshard.optimizer_classes.saved_states import SCALAR_STATES, blocks_of
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.core.layout import Piece, Slot
 from zeroshard.zero.core.optimizer import State, pieces_in
@@ -72,7 +72,7 @@ def states_by_slot(group: FlatGroup, holder: Stateful) -> dict[int, State]:
     with_state = {slot: parts for slot, parts in by_slot.items() if any(state for _, state in parts)}
     slots = params.layout.slots
     return {
-        slot: _joined(parts, slots[slot].shape, kept_whole=group.keeps_tensors_whole)
+        slot: _joined(parts, slots[slot].shape, params.layout.block, kept_whole=group.keeps_tensors_whole)
         for slot, parts in with_state.items()
     }
 
@@ -129,12 +129,14 @@ def _empty(description: list[tuple[str, Any]]) -> State:
     }
 
 
-def _joined(parts: list[tuple[Piece, State]], shape: tuple[int, ...], *, kept_whole: bool) -> State:
+def _joined(parts: list[tuple[Piece, State]], shape: tuple[int, ...], block: int, *, kept_whole: bool) -> State:
     parts = sorted(parts, key=lambda part: part[0].interval)
     joined: State = {}
     for kind, first in parts[0][1].items():
         if not isinstance(first, Tensor):
             joined[kind] = first
+        elif not kept_whole and kind not in SCALAR_STATES and is_by_block(first.shape, parts[0][0].numel, block):
+            joined[kind] = torch.cat([state[kind].detach() for _, state in parts])
         elif kept_whole or kind in SCALAR_STATES or first.shape != parts[0][0].shape:
             joined[kind] = first.detach().clone()
         else:
@@ -166,7 +168,7 @@ def cut_into_pieces(piecewise: PiecewiseOptimizer, state_dict: Mapping[str, Any]
             home, slot = piecewise.homes[param]
             for piece, _ in pieces_in(home, slot):
                 if saved.get(param):
-                    state[number] = cut(saved[param], piece, home.params.layout.slots[slot])
+                    state[number] = cut(saved[param], piece, home.params.layout.slots[slot], home.params.layout.block)
                 number += 1
         options = {key: value for key, value in group.items() if key not in _PER_PARAM}
         groups.append({**options, "params": list(range(first, number))})
@@ -186,14 +188,15 @@ def cut_states(piecewise: PiecewiseOptimizer) -> None:
         group, slot = piecewise.homes[param]
         place = group.params.layout.slots[slot]
         for kind, value in state[param].items():
-            wide = isinstance(value, Tensor) and value.is_floating_point() and kind not in SCALAR_STATES
+            wide = isinstance(value, Tensor) and value.is_floating_point() and tuple(value.shape) == place.shape
+            wide = wide and kind not in SCALAR_STATES
             if wide and value.dtype != group.params.master.dtype:
                 raise ValueError(
                     f"step: {kind} of {place.name} is {value.dtype}, and its master {group.params.master.dtype}; "
                     "make the optimizer by zero.optimizer() and load its state there"
                 )
         for piece, shard in pieces_in(group, slot):
-            cuts[shard] = cut(state[param], piece, place)
+            cuts[shard] = cut(state[param], piece, place, group.params.layout.block)
     for param in piecewise.members:
         state.pop(param, None)
     for shard, kept in cuts.items():
@@ -215,8 +218,10 @@ def _pairs(piecewise: PiecewiseOptimizer, saved_groups: list[Mapping[str, Any]])
             yield from zip(chosen, keys, strict=True)
 
 
-def cut(state: Mapping[str, Any], piece: Piece, slot: Slot) -> State:
+def cut(state: Mapping[str, Any], piece: Piece, slot: Slot, block: int = 1) -> State:
     """Return the part of a parameter's unsharded state that belongs to one piece of it; tensors are copies.
+
+    ``block``: that of the layout, which cuts no such block of a parameter; a state may have one element for each.
 
     Raises:
         ValueError: a state is not in the parameter's shape, such as one rank's part of another layout.
@@ -228,6 +233,8 @@ def cut(state: Mapping[str, Any], piece: Piece, slot: Slot) -> State:
         elif tuple(value.shape) == slot.shape:
             start, stop = piece.interval
             found[kind] = value.detach().reshape(-1)[start:stop].clone().view(piece.shape)
+        elif is_by_block(tuple(value.shape), slot.numel, block):
+            found[kind] = value.detach()[slice(*blocks_of(piece.interval, block))].clone()
         elif piece.shape != slot.shape and value.numel() > 1:
             raise ValueError(
                 f"state_dict: {kind} of {slot.name} has the shape {tuple(value.shape)}, its parameter {slot.shape}; "

@@ -8,35 +8,38 @@ buffers of the old row, and each rank keeps what it has in those of the new one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
 from zeroshard.comm.agree import agreement
+from zeroshard.zero.buffers.flat_layout import WHOLE
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.core.strategy import ShardingStrategy
 from zeroshard.zero.optimizers.state_dict import Stateful, cut, describe, states_by_slot
 from zeroshard.zero.runtime.runtime import Runtime
-from zeroshard.zero.whole_tensors.layout import balanced
+from zeroshard.zero.whole_tensors.layout import balanced, in_blocks
 
 
-def groups_to_leave(runtime: Runtime, params: set[nn.Parameter]) -> list[FlatGroup]:
-    """Return the groups that hold some of ``params`` and whose layout does not keep tensors whole."""
+def groups_to_leave(runtime: Runtime, blocks: Mapping[nn.Parameter, int]) -> list[FlatGroup]:
+    """Return the groups that hold some of these parameters and whose layout may cut such a block of them."""
     return [
         group
         for group in runtime.groups()
-        if not group.keeps_tensors_whole and not params.isdisjoint(group.params.params)
+        if not all(group.params.layout.keeps_blocks(blocks.get(param, 1)) for param in group.params.params)
     ]
 
 
-def keep_tensors_whole(runtime: Runtime, params: set[nn.Parameter]) -> None:
-    """Lay ``params`` out so that each tensor has one owner; see [Note: Laid out anew] in `unit`. Collective.
+def keep_blocks(runtime: Runtime, blocks: Mapping[nn.Parameter, int]) -> None:
+    """Lay the parameters out so that none is cut inside a block, or at all if its block is `WHOLE`. Collective.
+
+    See [Note: Laid out anew] in `unit`.
 
     Raises:
         RuntimeError: inside `Zero.full_params`, or while gradients of these parameters or their neighbours wait for a
             step.
     """
-    leaving = groups_to_leave(runtime, params)
+    leaving = groups_to_leave(runtime, blocks)
     if runtime.weights.pinned:
         raise RuntimeError("optimizer: it needs a new layout of the weights; make it outside full_params()")
     if runtime.unreduced or any(any(group.grads.used) for group in leaving):
@@ -45,8 +48,11 @@ def keep_tensors_whole(runtime: Runtime, params: set[nn.Parameter]) -> None:
             "make it before backward, or after zero_grad()"
         )
     loads = [0] * (runtime.rank_groups.shard_group.world_size * runtime.rank_groups.parts)
-    for unit in runtime.all_units():
-        unit.keep_tensors_whole(params, balanced(loads))
+    for block in sorted(set(blocks.values())):
+        chosen = {param for param, own in blocks.items() if own == block}
+        lay_out = balanced(loads) if block == WHOLE else in_blocks(block)
+        for unit in runtime.all_units():
+            unit.lay_out_anew(chosen, block, lay_out)
     runtime.laid_out_anew(leaving)
 
 
@@ -79,7 +85,7 @@ def restage(runtime: Runtime, strategy: ShardingStrategy, holders: Sequence[Stat
                 slot = new.params.layout.slots[piece.slot]
                 for holder, by_slot in zip(holders, states, strict=True):
                     if piece.slot in by_slot:
-                        holder.state[shard] = cut(by_slot[piece.slot], piece, slot)
+                        holder.state[shard] = cut(by_slot[piece.slot], piece, slot, new.params.layout.block)
     runtime.apply_strategy(strategy)
     runtime.forget_calls()
     runtime.laid_out_anew(runtime.groups())

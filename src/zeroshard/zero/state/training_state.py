@@ -24,8 +24,8 @@ from zeroshard.named_shards import (
     read_whole,
     require_shape,
 )
-from zeroshard.optimizer_classes.kept_states import Kept
-from zeroshard.optimizer_classes.saved_states import SCALAR_STATES, kept_by, read_states
+from zeroshard.optimizer_classes.kept_states import Kept, is_by_block
+from zeroshard.optimizer_classes.saved_states import SCALAR_STATES, blocks_of, kept_by, read_states
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.optimizers.adoption import has_owner
 from zeroshard.zero.optimizers.methods import load_pieces
@@ -43,7 +43,7 @@ def named_shards(model: nn.Module, runtime: Runtime, optimizers: Sequence[Statef
     rank = runtime.rank_groups.shard_group.rank
     for group in runtime.groups():
         group.params.take_changes()
-        first = group.params.layout.slots[0].name
+        first, block = group.params.layout.slots[0].name, group.params.layout.block
         rounding = group.grads.reducer.rounding
         if rounding is not None and any(own.slot == own.interval[0] == 0 for own in group.params.layout.owned(rank)):
             yield NamedShard(first, ROUNDING, (), (0, 1), torch.tensor([rounding.next_step]))
@@ -63,6 +63,9 @@ def named_shards(model: nn.Module, runtime: Runtime, optimizers: Sequence[Statef
                         yield NamedShard(slot.name, kind, tuple(value.shape), (0, value.numel()), flat)
                     elif value.shape == shard.shape and kind not in SCALAR_STATES:
                         yield NamedShard(slot.name, kind, slot.shape, own.interval, value[cut])
+                    elif kind not in SCALAR_STATES and is_by_block(value.shape, piece.numel, block):
+                        shape, part = (-(-slot.numel // block),), slice(*blocks_of((cut.start, cut.stop), block))
+                        yield NamedShard(slot.name, kind, shape, blocks_of(own.interval, block), value[part])
                     elif own.interval[0] == 0:
                         yield NamedShard(slot.name, kind, (), (0, 1), value.reshape(1))
     if rank == 0:
@@ -100,7 +103,8 @@ def load_named_shards(
                 shard.copy_(reader.read(slot.name, "param", piece.interval).view(piece.shape))
                 if slot.name in kept:
                     interval = None if group.keeps_tensors_whole else piece.interval
-                    states[shard] = read_states(reader, slot.name, kept[slot.name], slot.shape, interval)
+                    own = kept[slot.name], slot.shape, interval, group.params.layout.block
+                    states[shard] = read_states(reader, slot.name, *own)
             torch.autograd.graph.increment_version(group.params.params)  # a backward through an older graph must fail
             group.params.mark_stale()
             _load_rounding(group, reader)

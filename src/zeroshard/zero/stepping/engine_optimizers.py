@@ -7,7 +7,7 @@ here: what no step may change; weights that a step leaves stale; the layout for 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from zeroshard.named_shards import NamedShard, ShardReader
 from zeroshard.optimizer_classes.description import described
+from zeroshard.zero.buffers.flat_layout import WHOLE
 from zeroshard.zero.optimizers.methods import install_methods
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 from zeroshard.zero.optimizers.sharded_params import ShardedParams
@@ -173,25 +174,26 @@ class EngineOptimizers:
 
     # -- what an optimizer calls -------------------------------------------------------------
 
-    def keep_tensors_whole(self, params: set[nn.Parameter]) -> None:
-        """Lay ``params`` out so that each tensor lies on one rank. Collective.
+    def keep_blocks(self, blocks: Mapping[nn.Parameter, int]) -> None:
+        """Lay the parameters out so that each block of so many elements lies on one rank. Collective.
 
         Raises:
             RuntimeError: gradients wait for a step; another optimizer or an average has state of parameters that would
                 move.
         """
-        moving = {param for group in relayout.groups_to_leave(self._runtime, params) for param in group.params.params}
+        moving = {param for group in relayout.groups_to_leave(self._runtime, blocks) for param in group.params.params}
         affected = [known for known in self.piecewise if not moving.isdisjoint(known.members)]
         for known in affected:
             if known.has_state:
                 raise RuntimeError(
-                    f"optimizer: whole tensors need a new layout, but {type(known.optimizer).__name__} has state of "
-                    "parameters beside them; make such optimizers and their groups before the first step"
+                    f"optimizer: whole {'tensors' if WHOLE in blocks.values() else 'blocks'} need a new layout, but "
+                    f"{type(known.optimizer).__name__} has state of parameters beside them; make such optimizers and "
+                    "their groups before the first step"
                 )
         if moving:
             for observer in self.observers:
                 observer.layout_changes()
-            relayout.keep_tensors_whole(self._runtime, params)
+            relayout.keep_blocks(self._runtime, blocks)
             self.show_what_travels()
             self._warn_of_padding()
             self._params.locate(self._runtime.groups())

@@ -28,7 +28,7 @@ from zeroshard import rules
 from zeroshard.comm import Communicator, Work
 from zeroshard.zero.buffers.flat_layout import FlatLayout
 from zeroshard.zero.buffers.unit import LaysOut
-from zeroshard.zero.core.layout import Piece, Slot
+from zeroshard.zero.core.layout import ALIGNMENT, Piece, Slot
 
 MOSTLY_PADDING = 4
 """A buffer of whole tensors that would be longer than its parameters by more than this factor may have shards of
@@ -161,7 +161,7 @@ def whole_layout(
 
 
 def balanced(loads: list[int]) -> LaysOut:
-    """Return `whole_layout` as `Unit.keep_tensors_whole` calls it; each layout's elements are added to ``loads``."""
+    """Return `whole_layout` as `Unit.lay_out_anew` calls it; each layout's elements are added to ``loads``."""
 
     def lay_out(shapes: Sequence[tuple[str, Sequence[int]]], world_size: int, even: bool, parts: int) -> WholeLayout:
         layout = whole_layout(shapes, world_size, loads, even=even, parts=parts)
@@ -169,6 +169,11 @@ def balanced(loads: list[int]) -> LaysOut:
         return layout
 
     return lay_out
+
+
+def in_blocks(block: int) -> LaysOut:
+    """Return the layout that keeps blocks of parameters, as `Unit.lay_out_anew` calls it."""
+    return lambda shapes, world_size, _, parts: FlatLayout.of(shapes, world_size, ALIGNMENT, parts, block)
 
 
 def balance(numels: Sequence[int], loads: Sequence[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""What may an optimizer be given: pieces of tensors, whole tensors, or nothing less than all of them?
+"""What may an optimizer be given: any pieces of tensors, whole blocks, whole tensors, or nothing less than all of them?
 
 Three sources answer, in this order:
 
@@ -25,6 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeroshard.optimizer_classes.reach import OF_TORCH, OptimizerKind, Reach, declared
+from zeroshard.zero.buffers.flat_layout import WHOLE
 
 __all__ = ["OptimizerKind", "Reach", "classify"]
 
@@ -64,11 +65,12 @@ def classify(
     return found_by_probe(optimizer_cls, settings, options, device)
 
 
-def params_kept_whole(
+def needed_blocks(
     optimizer_cls: type[Optimizer], kwargs: Mapping[str, Any], group: Mapping[str, Any]
-) -> set[nn.Parameter]:
-    """Return those of a group's parameters that must be whole tensors, each on the rank that owns it: all or none.
+) -> dict[nn.Parameter, int]:
+    """Return those of a group's parameters that may not be cut anywhere, all or none, with the elements of a block.
 
+    Blocks are counted from a parameter's first element; `WHOLE`: the tensor must be whole, on the rank that owns it.
     Arguments and errors are those of `classify`; ValueError too if the class works in no layout.
     """
     chosen = group["params"]
@@ -76,4 +78,6 @@ def params_kept_whole(
     kind = classify(optimizer_cls, kwargs, group, device)
     if kind.refused:
         raise ValueError(f"optimizer_cls: {optimizer_cls.__name__} cannot be sharded: {kind.reason}")
-    return set(chosen) if kind.reach is Reach.PER_TENSOR else set()
+    if kind.reach is Reach.ELEMENT_WISE:
+        return {}
+    return dict.fromkeys(chosen, WHOLE if kind.reach is Reach.PER_TENSOR else kind.block)

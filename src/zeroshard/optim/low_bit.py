@@ -1,0 +1,161 @@
+"""AdamW with 8-bit states: `AdamW8bit`, and `FlashAdamW`, which needs no fp32 master weights either.
+
+| bytes of a parameter        | weights | correction | gradient | m | v | scales | all   |
+|-----------------------------|---------|------------|----------|---|---|--------|-------|
+| AdamW, fp32                 | 4       |            | 4        | 4 | 4 |        | 16    |
+| AdamW8bit, fp32             | 4       |            | 4        | 1 | 1 | 0.03   | 10.03 |
+| FlashAdamW, bf16            | 2       | 1          | 2        | 1 | 1 | 0.03   | 7.03  |
+
+The scales are of blocks that are counted from each parameter's own first element, and `zeroshard.Zero` cuts parameters
+only where a block ends. So the states, and each update, are the same at every stage and number of ranks. 8-bit
+Optimizers via Block-wise Quantization, Dettmers et al. 2022, arXiv:2110.02861; FlashOptim 2026, arXiv:2602.23349. The
+update and its codes: `zeroshard.kernels.adamw8bit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zeroshard.kernels.adamw import AdamWOptions
+from zeroshard.kernels.adamw8bit import Codes, adamw8bit, encode_signed, encode_unsigned
+from zeroshard.optimizer_classes.reach import ALL_NDIMS, OptimizerKind, Reach
+
+_FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _reach(settings: Mapping[str, Any]) -> OptimizerKind:
+    block = settings.get("block", 256)
+    return OptimizerKind(Reach.BLOCK_WISE, f"it keeps 8-bit states in blocks of {block}", ALL_NDIMS, block)
+
+
+class AdamW8bit(Optimizer):
+    """AdamW whose two moments take one byte each, and a scale for each block.
+
+    States of a parameter: ``exp_avg_codes`` (int8) and ``exp_avg_sq_codes`` (uint8) in its shape, ``exp_avg_scales``
+    and ``exp_avg_sq_scales`` (fp32) of one element a block, ``step``.
+
+    Args:
+        params: parameters or group dicts, as in every optimizer: fp32, bf16 or fp16, which are computed in fp32.
+        lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
+        block: elements with a common scale; a power of two from 16 to 4096.
+
+    Raises:
+        ValueError: a setting is outside its range, or a parameter has another dtype.
+    """
+
+    zero_reach = staticmethod(_reach)
+    corrects = False  # whether parameters in bf16 keep 8 further bits
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        block: int = 256,
+    ) -> None:
+        if not isinstance(block, int) or block & (block - 1) or not 16 <= block <= 4096:
+            raise ValueError(f"block: {block!r} is no power of two from 16 to 4096")
+        AdamWOptions(lr, *betas, eps, weight_decay)
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "block": block})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; ValueError for parameters of a dtype that is not among fp32, bf16 and fp16."""
+        super().add_param_group(param_group)
+        for param in self.param_groups[-1]["params"]:
+            if param.dtype not in _FLOATING:
+                self.param_groups.pop()
+                raise ValueError(f"params: {param.dtype}; {type(self).__name__} takes float32, bfloat16 and float16")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient; return the loss that ``closure`` returns, None without one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            options = AdamWOptions(float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"])
+            for param in (param for param in group["params"] if param.grad is not None):
+                if param.grad.is_sparse:
+                    raise RuntimeError(f"{type(self).__name__} takes no sparse gradients")
+                state = self.state[param]
+                if not state:
+                    state.update(self._fresh(param, group["block"]))
+                state["step"] += 1
+                flat = param if param.is_contiguous() else param.contiguous()
+                adamw8bit(flat, param.grad, _codes(state), int(state["step"]), options, group["block"])
+                if flat is not param:
+                    param.copy_(flat)
+        return loss
+
+    def _fresh(self, param: Tensor, block: int) -> dict[str, Any]:
+        """States of a parameter before its first update, which are zero."""
+        scales = torch.full((-(-param.numel() // block),), 2.0**-126, dtype=torch.float32, device=param.device)
+        codes = torch.zeros(param.shape, dtype=torch.int8, device=param.device)
+        state: dict[str, Any] = {"step": torch.tensor(0.0), "exp_avg_codes": codes, "exp_avg_scales": scales}
+        state |= {"exp_avg_sq_codes": torch.zeros_like(codes, dtype=torch.uint8), "exp_avg_sq_scales": scales.clone()}
+        return state | ({"correction": torch.zeros_like(codes)} if self._corrected(param) else {})
+
+    def _corrected(self, param: Tensor) -> bool:
+        return self.corrects and param.dtype == torch.bfloat16
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load states of this class, or of `torch.optim.AdamW`, whose moments are encoded."""
+        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+        super().load_state_dict(state_dict)
+        blocks = [group["block"] for group in self.param_groups for _ in group["params"]]
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        for key, param, block in zip(saved, params, blocks, strict=True):
+            if given := state_dict["state"].get(key):
+                # torch's method has converted all states to the parameter's dtype.
+                codes = given if "exp_avg_codes" in given else encoded(given, block)
+                self.state[param] = {
+                    kind: value.to(param.device)
+                    if isinstance(value, Tensor) and kind != "step"
+                    else torch.as_tensor(value)
+                    for kind, value in codes.items()
+                }
+                if self._corrected(param):
+                    self.state[param].setdefault("correction", torch.zeros_like(param, dtype=torch.int8))
+
+
+class FlashAdamW(AdamW8bit):
+    """`AdamW8bit` that keeps, of a parameter in bf16, 8 further bits as a state: ``correction`` (int8).
+
+    So a model in bf16 (``model.to(torch.bfloat16)`` before it is wrapped) needs no fp32 master weights: updates are
+    computed on 24 bits, and only what is smaller than 2^-17 of a weight is lost. Parameters of other dtypes are updated
+    as by `AdamW8bit`. Arguments and errors are the same.
+    """
+
+    zero_reach = staticmethod(_reach)
+    corrects = True
+
+
+def _codes(state: Mapping[str, Any]) -> Codes:
+    kinds = ("exp_avg_codes", "exp_avg_scales", "exp_avg_sq_codes", "exp_avg_sq_scales")
+    return Codes(*(state[kind] for kind in kinds), state.get("correction"))
+
+
+def encoded(state: Mapping[str, Any], block: int) -> dict[str, Any]:
+    """Return AdamW's ``exp_avg``, ``exp_avg_sq`` and ``step`` as states of `AdamW8bit`; ValueError for other states."""
+    if not {"exp_avg", "exp_avg_sq", "step"} <= state.keys():
+        raise ValueError(f"state_dict: its states are {', '.join(sorted(state))}; give those of AdamW or AdamW8bit")
+    found: dict[str, Any] = {"step": torch.as_tensor(state["step"]).clone()}
+    roots = state["exp_avg_sq"].float().sqrt()
+    for kind, values, dtype in (("exp_avg", state["exp_avg"], torch.int8), ("exp_avg_sq", roots, torch.uint8)):
+        numel, num_blocks = values.numel(), -(-values.numel() // block)
+        padded = torch.zeros(num_blocks * block, device=values.device)
+        padded[:numel] = values.reshape(-1)
+        codes, scales = torch.empty(num_blocks, block, dtype=dtype, device=values.device), padded.new_empty(num_blocks)
+        rows = padded.view(num_blocks, block)
+        (encode_signed if dtype == torch.int8 else encode_unsigned)(rows, codes, scales, torch.empty_like(rows))
+        found |= {f"{kind}_codes": codes.view(-1)[:numel].view(values.shape).clone(), f"{kind}_scales": scales}
+    return found

@@ -1,0 +1,193 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from zero.transport.test_reproducible import assert_same, train
+from zeroshard.kernels import adamw8bit
+from zeroshard.kernels.adamw8bit import decode_signed, decode_unsigned, encode_signed, encode_unsigned, joined, split
+from zeroshard.optim import AdamW8bit, FlashAdamW
+from zeroshard.zero import FlatLayout
+
+FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=True)
+
+
+def coded(values, *, signed):
+    """Values ``[numel]`` of one block after `encode` and `decode`."""
+    rows = torch.tensor(values, dtype=torch.float32)[None]
+    codes = torch.empty(rows.shape, dtype=torch.int8 if signed else torch.uint8)
+    scales, out, scratch = torch.empty(1), torch.empty_like(rows), torch.empty_like(rows)
+    (encode_signed if signed else encode_unsigned)(rows.clone(), codes, scales, scratch)
+    (decode_signed if signed else decode_unsigned)(codes, scales, out, scratch)
+    return out[0]
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(FLOATS.filter(lambda x: abs(x) < 1e37), min_size=1, max_size=40), st.booleans())
+def test_codes_keep_signs_and_are_near_at_every_scale(values, signed):
+    """Half a step between codes is (1 + 16 x)^2 / 17 / 2 of the number of codes, for x of the block's largest."""
+    values = values if signed else [abs(x) for x in values]
+    given_, got = torch.tensor(values, dtype=torch.float64), coded(values, signed=signed).double()
+    assert got.isfinite().all()
+    largest = given_.abs().max().clamp(min=2.0**-122)
+    x = given_.abs() / largest
+    half = (1 + 16 * x) ** 2 / (17 * 2 * (127 if signed else 256))
+    floor = 0 if signed else largest / 4000  # the least level of a second moment
+    assert ((got - given_).abs() <= largest * half * 1.15 + floor + 1e-44).all()
+    assert not ((got * given_) < 0).any()
+    if not signed and max(values) > 2e-38:
+        assert (got > 0).all()
+
+
+@settings(deadline=None, max_examples=200)
+@given(FLOATS)
+def test_a_weight_of_24_bits_survives_in_two_parts(value):
+    exact = (torch.tensor([value]).view(torch.int32) // 256 * 256).view(torch.float32)
+    weight, correction = torch.empty(1, dtype=torch.bfloat16), torch.empty(1, dtype=torch.int8)
+    split(exact.clone(), weight, correction)
+    assert torch.equal(weight, exact.bfloat16()) or not weight.isfinite()
+    there = joined(weight, correction)
+    assert abs(int(there.view(torch.int32)) - int(exact.view(torch.int32))) <= 256 or not there.isfinite()
+    split(there.clone(), weight, correction)
+    assert torch.equal(joined(weight, correction), there)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_no_number_is_seen_in_its_block_and_in_no_other(bad):
+    param = nn.Parameter(torch.ones(600))
+    optimizer = AdamW8bit([param], 0.1)
+    for step in range(2):
+        param.grad = torch.ones(600)
+        if step == 0:
+            param.grad[300] = bad
+        optimizer.step()
+    assert not param[300].isfinite()
+    assert param[:256].isfinite().all()
+    assert param[512:].isfinite().all()
+
+
+def run_alone(cls, dtype, chunk, monkeypatch):
+    monkeypatch.setattr(adamw8bit, "CHUNK", chunk)
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in ((70, 33), (5,), (), (256,), (1000,))]
+    optimizer = cls(params, 0.01, betas=(0.9, 0.95))
+    for _ in range(5):
+        for param in params:
+            param.grad = (torch.randn(param.shape) * 10.0 ** torch.randint(-4, 3, param.shape)).to(dtype)
+        optimizer.step()
+    return params, optimizer
+
+
+@pytest.mark.parametrize(("cls", "dtype"), [(AdamW8bit, torch.float32), (FlashAdamW, torch.bfloat16)])
+def test_the_result_has_the_same_bits_in_chunks_of_any_size(cls, dtype, monkeypatch):
+    runs = [run_alone(cls, dtype, chunk, monkeypatch) for chunk in (256, 1024, 1 << 20)]
+    for params, optimizer in runs[1:]:
+        for param, first in zip(params, runs[0][0], strict=True):
+            assert torch.equal(param, first)
+            for kind, value in optimizer.state[param].items():
+                assert torch.equal(value, runs[0][1].state[first][kind])
+
+
+def test_steps_are_near_those_of_adamw():
+    torch.manual_seed(0)
+    start = torch.randn(40, 70)
+    ours, theirs, flash = (nn.Parameter(start.clone().to(d)) for d in (torch.float32, torch.float32, torch.bfloat16))
+    with torch.no_grad():
+        ours.copy_(flash.float())
+        theirs.copy_(flash.float())
+    optimizers = AdamW8bit([ours], 1e-3), torch.optim.AdamW([theirs], 1e-3), FlashAdamW([flash], 1e-3)
+    first = theirs.detach().clone()
+    for _ in range(50):
+        grad = torch.randn(40, 70) + 0.3
+        for param, optimizer in zip((ours, theirs, flash), optimizers, strict=True):
+            param.grad = grad.to(param.dtype)
+            optimizer.step()
+    moved = (theirs - first).norm()
+    assert (ours - theirs).norm() < 0.05 * moved
+    whole = joined(flash.detach(), optimizers[2].state[flash]["correction"])
+    assert (whole - theirs).norm() < 0.05 * moved
+    assert (flash.float() - theirs).norm() > 0.05 * moved  # bf16 alone is not enough
+
+
+def test_states_are_loaded_as_they_were_and_those_of_adamw_are_encoded(monkeypatch):
+    params, optimizer = run_alone(FlashAdamW, torch.bfloat16, 1024, monkeypatch)
+    saved = optimizer.state_dict()
+    copies = [nn.Parameter(param.detach().clone()) for param in params]
+    other = FlashAdamW(copies, 0.01, betas=(0.9, 0.95))
+    other.load_state_dict(saved)
+    for param, copy in zip(params, copies, strict=True):
+        for kind, value in optimizer.state[param].items():
+            assert other.state[copy][kind].dtype == value.dtype
+            assert torch.equal(other.state[copy][kind], value)
+    plain, ours = nn.Parameter(torch.ones(300)), nn.Parameter(torch.ones(300))
+    adamw, low = torch.optim.AdamW([plain], 0.1), AdamW8bit([ours], 0.1)
+    plain.grad = torch.randn(300)
+    adamw.step()
+    low.load_state_dict({**low.state_dict(), "state": adamw.state_dict()["state"]})
+    state, out = low.state[ours], torch.empty(1, 256)
+    decode_signed(state["exp_avg_codes"][None, :256], state["exp_avg_scales"][:1], out, torch.empty(1, 256))
+    assert torch.allclose(out[0], adamw.state[plain]["exp_avg"][:256], rtol=0.1, atol=1e-3)
+    assert int(state["step"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings_", "what"),
+    [
+        ({"block": 100}, "block: 100"),
+        ({"block": 8}, "block: 8"),
+        ({"lr": -1.0}, "lr: -1.0"),
+        ({"betas": (1, 0)}, "beta1: 1"),
+    ],
+)
+def test_settings_outside_their_range_are_refused(settings_, what):
+    with pytest.raises(ValueError, match=what):
+        AdamW8bit([nn.Parameter(torch.ones(3))], **settings_)
+
+
+def test_parameters_of_other_dtypes_are_refused():
+    with pytest.raises(ValueError, match=r"params: torch\.float64; AdamW8bit takes float32"):
+        AdamW8bit([nn.Parameter(torch.ones(3, dtype=torch.float64))])
+
+
+# ---------------------------------------------------------------------------------------------------- in the engine
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """What one process computes, by class and dtype."""
+    return {(cls, dtype): train(1, 0, cls, dtype=dtype) for cls, dtype in CLASSES}
+
+
+CLASSES = [(AdamW8bit, torch.float32), (FlashAdamW, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("cls", "dtype"), CLASSES)
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_weights_and_states_have_the_same_bits_at_each_stage_and_number_of_ranks(alone, world_size, stage, cls, dtype):
+    assert_same(train(world_size, stage, cls, dtype=dtype), alone[cls, dtype])
+
+
+@pytest.mark.parametrize(("cls", "dtype"), CLASSES)
+def test_a_run_continues_at_another_stage_and_number_of_ranks_with_the_same_bits(tmp_path, alone, cls, dtype):
+    path = str(tmp_path / "half")
+    train(4, 3, cls, dtype=dtype, steps=1, path=path)
+    continued = train(2, 1, cls, dtype=dtype, steps=2, resumed=path)
+    assert_same(continued, alone[cls, dtype])
+
+
+@pytest.mark.parametrize("block", [16, 256])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_no_part_of_a_shard_ends_inside_a_block_of_a_parameter(world_size, block):
+    shapes = [("a", (33, 70)), ("b", (5,)), ("c", (251,)), ("d", ()), ("e", (256,)), ("f", (7, 40)), ("g", (0, 3))]
+    for parts in (1, 2):
+        layout = FlatLayout.of(shapes, world_size, 8, parts, block)
+        pieces = [piece for rank in range(world_size) for piece in layout.owned(rank)]
+        assert sum(piece.numel for piece in pieces) == sum(slot.numel for slot in layout.slots)
+        assert all(piece.interval[0] % block == 0 for piece in pieces)
+        ends = [slot.offset + slot.numel for slot in layout.slots]
+        assert all(slot.offset >= end for slot, end in zip(layout.slots[1:], ends[:-1], strict=True))
+        assert layout.padded_numel <= sum(slot.numel for slot in layout.slots) + block * (
+            len(shapes) + world_size * parts
+        )
