@@ -25,8 +25,6 @@ from zeroshard.models import build_model
 from zeroshard.models.adapters import Lora
 from zeroshard.zero import STAGES, MixedPrecision, Offload, Placement, ShardingStrategy, Zero
 from zeroshard.zero import precision as precision_module
-from zeroshard.zero.offload import placement
-from zeroshard.zero.offload.executor import Executor
 from zeroshard.zero.whole_tensors.layout import WholeLayout
 
 SEQ_LEN = 32
@@ -216,21 +214,12 @@ def _require_same(predicted, measured):
         assert predicted.peak.by_category.get(category, 0) == measured.peak_by_category.get(category, 0)
 
 
-class _AtOnce(Executor):
-    """Updates everything before ``step()`` returns, on the same thread."""
-
-    def _begin(self, jobs):
-        self._walk(jobs)
-
-
 @pytest.mark.parametrize(("family", "settings"), list(_settings()))
 def test_a_step_sends_and_holds_what_was_planned(family, settings, monkeypatch):
     if family in ("wires", "nodes", "copies"):
         monkeypatch.setattr(precision_module, "EXACT_NUMEL", 64)  # or all of so small a model would travel as it is
     if family == "adapters":
         pytest.importorskip("peft")
-    if "off the device" in family:  # allocations on another thread are not recorded
-        monkeypatch.setattr(placement, "Executor", _AtOnce)
     predicted, listed, measured = _both(**settings)
     _require_same(predicted, measured)
     assert predicted.messages() == listed

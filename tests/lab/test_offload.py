@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import replace
 
 import pytest
 
+from zeroshard.lab.planner.command import answer_plan
+from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.predict.hardware import find_device
-from zeroshard.lab.predict.offload import ADAM_BYTES, UnitTimes, exposed_s, hidden_units, host_rates
+from zeroshard.lab.predict.offload import ADAM_BYTES, UnitTimes, exposed_s, hidden_units, host_rates, least_away
+from zeroshard.train.config.validate import validate
 
 
 def _units(forward, updates, down=0.0, up=0.0):
@@ -50,3 +54,24 @@ def test_rates_are_those_measured_or_else_a_nodes_shared_out_to_its_ranks():
     assert not one.measured
     measured = host_rates(replace(device, update_bytes_per_s=1e9, bus_bytes_per_s=2e9), 8)
     assert (measured.update_bytes_per_s, measured.bus_bytes_per_s, measured.measured) == (1e9, 2e9, True)
+
+
+@pytest.mark.parametrize("state", ["optimizer", "all"])
+@pytest.mark.parametrize("stage", ["0", "2", "3"])
+def test_a_dry_run_holds_on_the_host_what_was_planned(stage, state):
+    """The plan is for a GPU, whose gradients leave; the dry run is of this machine."""
+    model = {"name": "llama-tiny", "n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "vocab_size": 64}
+    settings = {"gpus": 2, "seq_len": 16, "micro_batch": 2, "stage": stage, "json": True, "dry_run": True}
+    offload = {"state": state, "fraction": "1"}
+    config = validate(PlanConfig, {"model": model, "offload": offload, **settings})
+    compared = json.loads(answer_plan(config).text)["compared"]
+    for name in ("params", "host_params", "host_master", "host_grads", "host_optimizer", "messages", "message bytes"):
+        assert compared[name]["predicted"] == compared[name]["measured"], name
+    assert compared["host_optimizer"]["measured"] > 0
+    assert (compared["host_params"]["measured"] > 0) == (state == "all" and stage == "3")
+    assert abs(compared["peak"]["predicted"] - compared["peak"]["measured"]) <= 2048
+
+
+@pytest.mark.parametrize(("fewest", "found"), [(0, 3), (3, 3), (4, 4), (7, 7), (8, 8), (99, 8)])
+def test_no_more_leaves_than_must(fewest, found):
+    assert least_away(3, 8, lambda num_away: num_away >= fewest) == found

@@ -165,7 +165,7 @@ def _finished(comm, config):
 
 def test_what_the_hosts_have_not_is_refused_before_anything_is_built(tiny_config, monkeypatch):
     config = tiny_config(offload="optimizer")
-    monkeypatch.setattr(host_memory, "total_bytes", lambda: 100_000)
+    monkeypatch.setattr(host_memory, "total_bytes", lambda: 200_000)
 
     def refused(comm):
         with pytest.raises(UserError) as said:

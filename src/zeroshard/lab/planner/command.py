@@ -240,8 +240,8 @@ def compare(config: PlanConfig, planner: Planner, row: Row) -> dict[str, Any]:
 def _predicted_and_measured(step: Step, measured: Measured) -> dict[str, tuple[int, int]]:
     """Pairs of a predicted and a measured value by name: bytes, and the number of collectives."""
     lines = {"peak": (step.peak.total, measured.peak_bytes)}
-    for name in ("params", "master", "grads", "optimizer"):
-        lines[name] = (step.before_update[name], measured.before_update[name])
+    for name in step.before_update:
+        lines[name] = (step.before_update[name], measured.before_update.get(name, 0))
     for name, num_bytes in measured.peak_by_category.items():
         predicted = step.peak.by_category.get(name, 0)
         if predicted or num_bytes:

@@ -127,9 +127,6 @@ class PlanConfig(Config):
             what = "fewest-gpus changes the GPUs that it shares out"
             raise UserError("wire.node_size", what, "leave one of the two out")
         check_offload(self.offload, "auto", local_steps=self.local_steps.on)
-        if self.dry_run and self.offload.on:
-            what = "a dry run records allocations of one thread, and another one updates what is off the device"
-            raise UserError("offload.state", what, "leave one of the two out")
         self._copies_what_is_sharded()
         if self.reproducible and self.ask in ("fewest-gpus", "remedy"):
             what = f"{self.ask} looks at ways to run that have other bits"

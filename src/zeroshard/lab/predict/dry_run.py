@@ -22,6 +22,7 @@ from zeroshard.lab.predict.model_trace import Inputs
 from zeroshard.profiling.memory import AllocationRecorder
 from zeroshard.zero import MixedPrecision, Offload, ShardingStrategy, Zero, loaded_later
 from zeroshard.zero.engine import Accumulate
+from zeroshard.zero.offload.placement import HostGroup
 
 NUM_STEPS = 2  # the first step creates optimizer states; the second starts with the gradient buffers of the first
 
@@ -112,6 +113,9 @@ def dry_run(
     )
     if unset:
         _fill(zero)
+    for group in (group for unit in zero.units for group in unit.groups):
+        if isinstance(group, HostGroup):  # allocations of another thread are not recorded
+            group.update.executor.at_once = True
     make = optimizer or (lambda zero: [zero.optimizer(torch.optim.AdamW, lr=1e-4, fused=True)])
     optimizers = make(zero)
     given = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, inputs(micro_batch))

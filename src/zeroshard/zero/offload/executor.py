@@ -27,7 +27,7 @@ class Update:
     """The update of one group that may be under way, and by which others wait for it."""
 
     def __init__(self, name: str, executor: Executor) -> None:
-        self.name, self._executor = name, executor
+        self.name, self.executor = name, executor
         self._over = threading.Event()
         self._over.set()
         self._lock = threading.Lock()
@@ -45,8 +45,8 @@ class Update:
         Raises:
             RuntimeError: it, or one before it, has failed: weights of one step and of the next are mixed.
         """
-        if not self._over.is_set() and not self._executor.is_own_thread:
-            self._executor.wait(self)
+        if not self._over.is_set() and not self.executor.is_own_thread:
+            self.executor.wait(self)
         if self._failure is not None:
             raise RuntimeError(self._failure)
 
@@ -90,6 +90,7 @@ class Executor:
         self._armed: Sequence[Update] = ()
         self._thread: int | None = None
         self._failure: str | None = None  # of an update: none runs after it
+        self.at_once = False  # whether updates run before `arm` returns, on the caller's thread, where one can measure
         _at_forks()
         _executors.add(self)
 
@@ -108,6 +109,9 @@ class Executor:
             self._begin(jobs)
 
     def _begin(self, jobs: Sequence[Job]) -> None:
+        if self.at_once:
+            self._walk(jobs)
+            return
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="zeroshard-update")
         self._pool.submit(self._walk, jobs)
