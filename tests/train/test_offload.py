@@ -144,6 +144,8 @@ def test_auto_moves_what_no_step_waits_for_and_changes_no_bit(tiny_config, tmp_p
         assert (run.contract.difference, run.contract.num_checked) == ("", 2)
         assert all(torch.equal(state[name], found[name]) for name in state)
         said = run.about["offload"]
+        bits = "on the host: same bits as on the device"
+        assert run.about.get("update", "") == (bits if num_away else "")
         sizes = [sum(group.params.layout.numel for group in unit.groups) for unit in run.strategy.zero.units]
     reasons = {
         0: "none (auto: a step would wait for the update of any unit, as measured, and all of it fits)",

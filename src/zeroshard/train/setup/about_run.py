@@ -21,6 +21,7 @@ from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.loop.run import Run
 from zeroshard.train.setup.assemble import FP8
 from zeroshard.zero import STAGES
+from zeroshard.zero.offload.probe import compare_updates
 
 _TORCH_STRATEGIES = {
     "ddp": "PyTorch's DistributedDataParallel",
@@ -55,10 +56,11 @@ def about_run(run: Run, config: TrainConfig, model: LanguageModel) -> dict[str, 
     num_params = sum(param.numel() for param in model.parameters())
     num_trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
     adapters = f", of which {num_trained:,} of adapters are trained" if model.lora is not None else ""
-    return {
+    lines = {
         "run": f"{run.folder}, {config.max_steps:,} step{'s' if config.max_steps > 1 else ''}{resumed}",
         "strategy": strategy_in_words(config.strategy, chosen=run.stage is not None, **sizes) + alike,
         "offload": offload_in_words(config, run.why_fraction),
+        "update": update_in_words(config, run),
         "comm": communicator_in_words(comm, config.strategy),
         "model": f"{config.model.name}, {num_params:,} parameters{adapters}",
         "data": f"{config.data.source}, {size}, tokenizer {config.data.tokenizer} of {corpus.vocab_size:,} ids{rows}",
@@ -67,6 +69,7 @@ def about_run(run: Run, config: TrainConfig, model: LanguageModel) -> dict[str, 
         "compute": f"{dtype} on {run.device}{', compiled' if config.compile else ''}, {config.optimizer} with lr "
         f"{config.lr:g}, torch {torch.__version__}",
     }
+    return {label: said for label, said in lines.items() if said}
 
 
 def next_command(config: TrainConfig, folder: Path) -> str:
@@ -116,6 +119,16 @@ def offload_in_words(config: TrainConfig, why: str) -> str:
     chosen = f", auto: {why}" if why else ""
     share = "all" if offload.share in ("auto", 1.0) else f"--offload.fraction {offload.fraction}"
     return f"{_AWAY[offload.state]} ({share}{chosen})"
+
+
+def update_in_words(config: TrainConfig, run: Run) -> str:
+    """Say whether updates on the host have the bits of updates on the device; empty if nothing is off the device."""
+    if not config.offload.on:
+        return ""
+    try:
+        return str(compare_updates(run.strategy.optimizer, run.device)).removeprefix("update ")
+    except (TypeError, ValueError) as error:  # a class that takes parameters of certain shapes or names alone
+        return f"on the host, not compared with the device's: {error}"
 
 
 def communicator_in_words(comm: Communicator, strategy: str) -> str:
