@@ -58,7 +58,7 @@ LEFT = [
     r"optimizer[-_]in[-_]backward",
     r"plan_only",
     r"plan_cache",
-    r"[Aa]dam[Ww][48]bit",
+    r"[Aa]dam[Ww]4bit",
     r"\bTPU",
     r"\btpu-",
     r"--rails",

@@ -85,7 +85,9 @@ class AdamW8bit(Optimizer):
             options = AdamWOptions(float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"])
             for param in (param for param in group["params"] if param.grad is not None):
                 if param.grad.is_sparse:
-                    raise RuntimeError(f"{type(self).__name__} takes no sparse gradients")
+                    raise RuntimeError(
+                        f"step: a gradient is sparse, and {type(self).__name__} must be given dense ones"
+                    )
                 state = self.state[param]
                 if not state:
                     state.update(self._fresh(param, group["block"]))

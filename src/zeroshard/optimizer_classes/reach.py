@@ -80,7 +80,7 @@ class OptimizerKind:
             if not isinstance(self.block, int) or self.block < 2 or self.block & (self.block - 1):
                 raise ValueError(f"block: {self.block!r}; give the elements of a block, a power of two from 2 on")
         elif self.block != 1:
-            raise ValueError(f"block: {self.block!r}, and a class that is {self.reach.value} has no blocks")
+            raise ValueError(f"block: {self.block!r} is not 1, and a class that is {self.reach.value} has no blocks")
 
     @property
     def refused(self) -> bool:
@@ -126,7 +126,7 @@ def declared(optimizer_cls: type[Optimizer], settings: Mapping[str, Any]) -> Opt
         raise ValueError(f"{name}: {answer!r} is no reach; give a zeroshard.zero.Reach, or one of {values}") from None
     if reach is Reach.BLOCK_WISE:
         name = f"{optimizer_cls.__name__}.zero_reach"
-        raise ValueError(f"{name}: block-wise, but in blocks of what size? Give an OptimizerKind with its block")
+        raise ValueError(f"{name}: the size of its blocks is not given; give an OptimizerKind with its block")
     return OptimizerKind(reach, f"it is declared {reach.value} by its zero_reach", ALL_NDIMS)
 
 
