@@ -167,7 +167,12 @@ class Zero(Engine):
     # -- the training step ------------------------------------------------------------------------------------
 
     def optimizer(
-        self, optimizer_cls: type[Optimizer], params: Iterable[Any] | None = None, **kwargs: Any
+        self,
+        optimizer_cls: type[Optimizer],
+        params: Iterable[Any] | None = None,
+        *,
+        state_format: str = "fp32",
+        **kwargs: Any,
     ) -> Optimizer:
         """Make an ``optimizer_cls`` that updates this rank's pieces of the parameters.
 
@@ -183,15 +188,18 @@ class Zero(Engine):
         Args:
             optimizer_cls: the class.
             params: parameters of the model, named or not, or group dicts of them; None: all.
+            state_format: how states are kept between steps: "fp32", or "bf16" for element-wise classes of torch,
+                whose step then runs unit by unit in fp32 (`zeroshard.zero.optimizers.state_formats`).
             **kwargs: the class's arguments, ``fused`` and ``foreach`` included.
 
         Raises:
             TypeError: ``optimizer_cls`` is no optimizer class; ``params`` is a tensor or a set.
-            ValueError: a class that works in no layout (the error says why); a parameter that is not the model's or
-                is given twice; an empty list.
+            ValueError: a class that works in no layout, or not with this format (the error says why); a parameter that
+                is not the model's or is given twice; an empty list.
             RuntimeError: the layout must change, but gradients wait, or another optimizer has state in the old layout.
         """
-        return self._optimizers.optimizer(optimizer_cls, self.model.parameters() if params is None else params, kwargs)
+        chosen = self.model.parameters() if params is None else params
+        return self._optimizers.optimizer(optimizer_cls, chosen, kwargs, state_format)
 
     @contextmanager
     def no_sync(self) -> Generator[None]:

@@ -142,4 +142,5 @@ def load_pieces(piecewise: PiecewiseOptimizer, state_dict: dict[str, Any]) -> No
             type(optimizer).load_state_dict(optimizer, state_dict)
     finally:
         _tell_where_states_are(piecewise)  # torch has put in another dict
+    piecewise.operands.loaded()  # the class has widened states to the weights' dtype
     piecewise.has_state = True

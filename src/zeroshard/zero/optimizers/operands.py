@@ -68,9 +68,15 @@ class WidenedGrads(StepOperands):
 
 
 class Together(StepOperands):
-    """Several members, each of which brings its own; an observer adds one when it hears of an optimizer."""
+    """Several members, each of which brings its own; an observer adds one when it hears of an optimizer.
+
+    Attributes:
+        later: updates pieces after ``step()`` has returned; None: nothing does.
+        state_format: how states are kept between steps.
+    """
 
     later: LaterUpdates | None = None
+    state_format = "fp32"
 
     def __init__(self, *members: StepOperands) -> None:
         self.members = list(members)
@@ -88,6 +94,12 @@ class Together(StepOperands):
         """Wait as `wait` does, and until gradients are final."""
         if self.later is not None:
             self.later.complete_grads()
+
+    def loaded(self) -> None:
+        """Have the members that keep states in a format of theirs put loaded states into it."""
+        for member in self.members:
+            if (loaded := getattr(member, "loaded", None)) is not None:
+                loaded()
 
     def elsewhere(self, pieces: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Those of which any member must bring operands."""

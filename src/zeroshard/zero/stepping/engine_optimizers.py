@@ -20,6 +20,7 @@ from zeroshard.zero.optimizers.methods import install_methods
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 from zeroshard.zero.optimizers.sharded_params import ShardedParams
 from zeroshard.zero.optimizers.state_dict import Stateful, cut_states
+from zeroshard.zero.optimizers.state_formats import NarrowStates, require_format
 from zeroshard.zero.rank_groups import RankGroups
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.state import relayout, training_state
@@ -54,9 +55,15 @@ class EngineOptimizers:
         """The optimizers, in the order in which they were made."""
         return [known.optimizer for known in self.piecewise]
 
-    def optimizer(self, optimizer_cls: type[Optimizer], params: Iterable[Any], kwargs: dict[str, Any]) -> Optimizer:
+    def optimizer(
+        self, optimizer_cls: type[Optimizer], params: Iterable[Any], kwargs: dict[str, Any], state_format: str
+    ) -> Optimizer:
         """See `Zero.optimizer`."""
+        require_format(optimizer_cls, state_format)
         piecewise = PiecewiseOptimizer(optimizer_cls, params, kwargs, self._params, self)
+        if state_format != "fp32":
+            piecewise.operands.members.append(NarrowStates(piecewise))
+            piecewise.operands.state_format = state_format
         self._know(piecewise, states_are_cut=True)
         return piecewise.optimizer
 
@@ -88,7 +95,11 @@ class EngineOptimizers:
 
     def settings(self) -> list[str]:
         """Describe every optimizer; ranks must have the same."""
-        return [line for known in self.piecewise for line in described(known.optimizer, map(len, known.by_group))]
+        lines = list[str]()
+        for known in self.piecewise:
+            lines += described(known.optimizer, map(len, known.by_group))
+            lines += [f"states in {known.operands.state_format}"]
+        return lines
 
     def kept_tensors(self) -> dict[str, Sequence[tuple[str, Tensor]]]:
         """What the observers keep, by category: ``(unit's name, tensor)`` of each."""
