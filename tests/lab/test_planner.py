@@ -242,11 +242,7 @@ def test_a_model_of_ours_may_be_given_itself():
         ("gpt2-demo", {"optimizer": "lamb"}, r"^optimizer: nothing is known of 'lamb'"),
         ("gpt2-demo", {"dtype": "int8"}, r"^dtype: 'int8' is not a choice"),
         ("gpt2-demo", {"stage": 4}, r"^stage: 4 is not a ZeRO stage"),
-        (
-            "gpt2-demo",
-            {"world_size": 6, "shard_size": 4},
-            r"^shard_size: groups of 4 ranks do not partition a world of 6",
-        ),
+        ("gpt2-demo", {"world_size": 6, "shard_size": 4}, r"^shard_size: groups of 4 ranks do not .* a world of 6"),
         ("gpt2-demo", {"seq_len": 4096}, r"^seq_len: 4096 is above the model's 128"),
         ("gpt2-demo", {"micro_batch": 0}, r"^micro_batch: 0 is below 1"),
     ],

@@ -189,9 +189,7 @@ def test_a_step_that_replicas_do_not_know_of_is_not_saved():
     net, zero, optim = engine_of(LocalCommunicator(), 2, DILOCO)
     loss_of(net, 0, 0, 1).backward()
     optim.step()
-    with pytest.raises(
-        RuntimeError, match=r"named_shards: the optimizer has stepped, and zero.local_steps.step\(\) was"
-    ):
+    with pytest.raises(RuntimeError, match=r"named_shards: the optimizer has stepped, and zero.local_steps.step\(\)"):
         list(zero.named_shards())
     zero.local_steps.step()
     assert list(zero.named_shards())

@@ -149,9 +149,7 @@ def test_gradients_of_global_weights_may_be_read_and_not_stepped_by(stage, num_s
                 optim.step()
         of_global_weights = zero.full_grads()
         before = zero.state_dict()
-        with pytest.raises(
-            RuntimeError, match=r"^step: these are gradients of the global weights, .* call zero_grad\(\)"
-        ):
+        with pytest.raises(RuntimeError, match=r"^step: these are gradients of .* call zero_grad\(\)"):
             optim.step()
         assert same(zero.state_dict(), before)
         optim.zero_grad()

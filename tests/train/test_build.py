@@ -82,11 +82,6 @@ def test_a_folder_that_holds_a_run_is_left_alone_unless_it_is_resumed(tiny_confi
     assert run.first_step == 2
 
 
-def test_resuming_a_folder_without_a_checkpoint_starts_afresh(tiny_config):
-    run = built(tiny_config(resume="auto"))
-    assert run.first_step == 0
-
-
 def test_sequences_longer_than_the_models_are_refused_before_anything_is_made(tiny_config, tmp_path):
     config = tiny_config(seq_len=129)
     assert _refusal(config).startswith("seq_len: 129 is above the 128 of gpt2-demo; ")

@@ -175,9 +175,7 @@ def test_a_missing_package_is_one_line(monkeypatch):
 
 
 def test_what_fp8_is_not_for_is_one_line(emulated, tiny_config):
-    with pytest.raises(
-        ValidationError, match="fp8 is for our engine's stages, and ddp is not one; leave it out, or use"
-    ):
+    with pytest.raises(ValidationError, match="fp8 is for our engine's stages, and ddp is not one; leave it out, or"):
         tiny_config(dtype="fp8", strategy="ddp")
     with pytest.raises(UserError, match="multiples of 16, and no block has one; use bfloat16, or another width"):
         built(tiny_config(dtype="fp8", model={**GPT2, "n_embd": 24}))

@@ -172,9 +172,7 @@ def test_a_configuration_that_is_not_the_checkpoints_is_told_in_a_line(text_conf
     assert run_training(config) == 0
     path = Path(config.out) / "config.toml"
     path.write_text(re.sub(r"n_embd = \d+", "n_embd = 32", path.read_text()))
-    with pytest.raises(
-        UserError, match=r": saved with shape \(.*\), the model's is \(.*\); load it into the model that"
-    ):
+    with pytest.raises(UserError, match=r": saved with shape \(.*\), the model's is \(.*\); load it into the model"):
         run_generate(GenerateConfig(run=config.out, prompt="a"))
 
 

@@ -120,7 +120,5 @@ def test_what_rounds_in_between_is_refused(given, said):
 
 def test_ranks_that_cannot_share_the_micro_batches_are_refused():
     config = TrainConfig(reproducible=4, micro_batch_size=2)
-    with pytest.raises(
-        UserError, match=r"reproducible: 4 micro-batches cannot be shared out evenly to 3 ranks; use 1, 2"
-    ):
+    with pytest.raises(UserError, match=r"reproducible: 4 micro-batches cannot be shared .* to 3 ranks; use 1, 2"):
         check_shard_size(config, 3)

@@ -43,10 +43,7 @@ def test_a_run_that_is_resumed_at_another_stage_has_the_same_bits(tiny_config):
     [
         ({"strategy": "ddp", "wire": {"grads": "int8"}}, r"^wire.grads: int8 is given, and ddp does not use"),
         ({"strategy": "fsdp2", "wire": {"weights": "int4"}}, r"^wire.weights: int4 is given, and fsdp2 does not use"),
-        (
-            {"strategy": "zero1-torch", "wire": {"grads": "bfloat16"}},
-            r"^wire.grads: bfloat16 is given, and zero1-torch",
-        ),
+        ({"strategy": "zero1-torch", "wire": {"grads": "bfloat16"}}, r"^wire.grads: bfloat16 .* zero1-torch"),
         ({"strategy": "zero0", "wire": {"grads": "int8"}}, r"^wire.grads: int8 is given, and stage 0 has no wire"),
         ({"strategy": "auto", "wire": {"grads": "int8"}}, r"^wire.grads: int8 is given, and auto may choose stage 0"),
         ({"strategy": "zero3", "wire": {"grads": "int8", "block": 100}}, r"^wire.block: blocks of 100 elements do not"),

@@ -132,9 +132,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(path, monkeyp
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(disk.os, "posix_fallocate", full)
-    with pytest.raises(
-        UserError, match=r"^offload.path: .*rank-00003.states needs 1,000 bytes more, and [\d,]+ are free"
-    ):
+    with pytest.raises(UserError, match=r"^offload.path: .*-00003.states needs 1,000 bytes more, and [\d,]+ are free"):
         DiskStates(path, 1000)
     states = DiskStates(path)
     with pytest.raises(UserError, match="free space, or name a folder on another disk"):

@@ -91,9 +91,7 @@ def test_loading_is_strict_unless_told_otherwise():
         assert torch.equal(after["first.bias"], before["first.bias"])
         assert torch.equal(after["first.weight"], state["first.weight"])
         state["last.bias"] = torch.ones(5)
-        with pytest.raises(
-            RuntimeError, match=r"size mismatch for last\.bias: \(5,\) in the state, \(6,\) in the model"
-        ):
+        with pytest.raises(RuntimeError, match=r"size mismatch for last\.bias: \(5,\) in the state, \(6,\) in the"):
             zero.load_state_dict(state, strict=False)
 
     run_threads(go, 2)

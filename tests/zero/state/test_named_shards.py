@@ -123,9 +123,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(stage):
         net = Net(block=lambda: nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6)))
         net.last = nn.Linear(6, 7)
         zero = Zero(net, stage=stage, comm=comm)
-        with pytest.raises(
-            ValueError, match=r"last\.(weight|bias): the checkpoint has no param of it; load it into the model"
-        ):
+        with pytest.raises(ValueError, match=r"last\.(weight|bias): the checkpoint has no param of it; load it into"):
             zero.load_named_shards(saved)
 
     run_threads(go, 2)

@@ -271,9 +271,7 @@ def test_another_number_of_micro_batches_is_refused():
         optimizer = Zero(model, 1, (), comm, reproducible=8).optimizer(torch.optim.SGD, lr=0.1)
         for _ in range(3):
             model(torch.ones(1, 2)).sum().backward()
-        with pytest.raises(
-            RuntimeError, match=r"step: 3 backwards on each of 2 ranks .* reproducible=8; have 4, or a mult"
-        ):
+        with pytest.raises(RuntimeError, match=r"step: 3 backwards on each of 2 ranks .* reproducible=8; have 4, or"):
             optimizer.step()
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
@@ -342,13 +340,10 @@ class _WithoutExchange(NullCommunicator):
         ({"reproducible": "8"}, "reproducible: '8' is no power of two"),
         ({"reproducible": 2, "accumulate": "local"}, "reproducible: 2 is given, and accumulate adds up on each rank"),
         ({"reproducible": 2, "shard_size": 1}, "reproducible: 2 is given, and shard_size adds up over two levels"),
-        (
-            {"reproducible": 2, "precision": MixedPrecision(reduce="int8")},
-            "reproducible: 2 is given, and precision.reduce rounds",
-        ),
+        ({"reproducible": 2, "precision": MixedPrecision(reduce="int8")}, "reproducible: 2 .* precision.reduce rounds"),
         (
             {"reproducible": 2, "shard_size": 1, "local_steps": LocalSteps(every=2)},
-            "reproducible: 2 is given, and local_steps lets",
+            "reproducible: 2 .* local_steps lets",
         ),
         (
             {"reproducible": 2, "comm": _WithoutExchange(2)},
@@ -363,9 +358,7 @@ def test_what_rounds_in_between_is_refused(given, said):
 
 def test_a_number_of_ranks_that_cannot_share_is_refused():
     def on_rank(comm):
-        with pytest.raises(
-            ValueError, match=r"reproducible: 4 micro-batches cannot be shared .* to 3 ranks; use 1, 2, 4 "
-        ):
+        with pytest.raises(ValueError, match=r"reproducible: 4 micro-batches cannot be .* to 3 ranks; use 1, 2, 4 "):
             Zero(nn.Linear(2, 2), 1, (), comm, reproducible=4)
 
     run_threads(on_rank, 3)
