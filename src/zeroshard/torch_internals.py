@@ -72,6 +72,11 @@ def storage_id(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def all_in(storage: int, tensors: Sequence[Tensor]) -> bool:
+    """Whether all tensors lie in the storage with that `storage_id`: one call for many."""
+    return [tensor.untyped_storage()._cdata for tensor in tensors].count(storage) == len(tensors)
+
+
 def as_plain() -> AbstractContextManager[None]:
     """In this block subclasses' ``__torch_function__`` is not called. `torch.overrides` has a way for modes alone."""
     return torch._C.DisableTorchFunctionSubclass()

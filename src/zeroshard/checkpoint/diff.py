@@ -33,7 +33,7 @@ def differences(first: tuple[Path, Manifest], second: tuple[Path, Manifest]) -> 
     (folder_a, a), (folder_b, b) = first, second
     facts = [{"step": m.step, "extra": m.extra, "param_groups": list(m.param_groups), "tied": m.tied} for m in (a, b)]
     yield from _differences_of_facts("", *facts)
-    ours, theirs = (_by_key(manifest) for manifest in (a, b))
+    ours, theirs = ({(entry.name, entry.kind): entry for entry in manifest.tensors} for manifest in (a, b))
     with CheckpointReader(folder_a, a) as reader_a, CheckpointReader(folder_b, b) as reader_b:
         for key in sorted(ours.keys() | theirs.keys()):
             what = f"{key[1]} of {key[0]}"
@@ -47,10 +47,6 @@ def differences(first: tuple[Path, Manifest], second: tuple[Path, Manifest]) -> 
                 if count:
                     total = prod(one.shape)
                     yield f"{what}: {count:,} of {total:,} elements differ, by {largest:.3g} at the most"
-
-
-def _by_key(manifest: Manifest) -> dict[tuple[str, str], TensorEntry]:
-    return {(entry.name, entry.kind): entry for entry in manifest.tensors}
 
 
 def _compare(a: CheckpointReader, b: CheckpointReader, entry: TensorEntry) -> tuple[int, float]:

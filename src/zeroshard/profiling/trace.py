@@ -32,10 +32,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils._pytree import tree_leaves
 
 from zeroshard.profiling.overlap import TimedOperation
 from zeroshard.regular_files import LOG_BYTES, read_text
+from zeroshard.torch_internals import at_end_of_backward, in_backward, tree_leaves
 
 Trace = dict[str, Any]
 UNDER_WAY = 1 << 20  # thread id of the communication track; no real thread has it
@@ -89,7 +89,7 @@ class _Spans:
         """Return a forward pre-hook, for the module called ``name`` in the trace."""
 
         def hook(module: nn.Module, args: Any) -> None:
-            if not _in_backward():
+            if not in_backward():
                 self._forward.append(_opened(f"forward {name}"))
 
         return hook
@@ -99,12 +99,12 @@ class _Spans:
 
         def backward_begins(grad: Tensor) -> None:
             if self._backward is None:
-                torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+                at_end_of_backward(self._end_backward)
             self._end_backward()
             self._backward = _opened(f"backward {name}")
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if _in_backward() or not self._forward:
+            if in_backward() or not self._forward:
                 return
             self._forward.pop().__exit__(None, None, None)
             outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -129,10 +129,6 @@ def _opened(name: str) -> record_function:
     span = record_function(name)
     span.__enter__()
     return span
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 class RankTrace:

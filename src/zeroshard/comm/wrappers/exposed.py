@@ -17,6 +17,7 @@ import torch
 
 from zeroshard.comm.labels import CONTROL, is_on_side_stream
 from zeroshard.stopwatch import Stopwatch
+from zeroshard.torch_internals import in_backward
 
 
 class Exposed:
@@ -56,5 +57,5 @@ def with_phase(label: str) -> str:
     """Append the current phase, ``forward`` or ``backward``, to a label; ``control`` is returned unchanged."""
     if label == CONTROL:
         return label
-    phase = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
+    phase = "backward" if in_backward() else "forward"
     return f"{label or 'other'}/{phase}"
