@@ -110,7 +110,7 @@ def describe(state: State) -> list[tuple[str, Any]]:
 
 
 def _facts(kind: str, value: Any) -> Any:
-    if isinstance(value, Tensor) and value.layout is torch.strided:
+    if isinstance(value, Tensor) and value.layout is torch.strided and not hasattr(value, "__tensor_flatten__"):
         return [str(value.dtype).removeprefix("torch."), list(value.shape), value.device.type]
     if value is None or isinstance(value, bool | int | float):
         return value

@@ -159,6 +159,12 @@ def _load_optimizer(piecewise: PiecewiseOptimizer, states: Mapping[nn.Parameter,
 def _states(optimizers: Sequence[Stateful], shard: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
     for optimizer in optimizers:
         for kind, value in optimizer.state.get(shard, {}).items():
+            if hasattr(value, "__tensor_flatten__"):
+                raise ValueError(
+                    f"{kind}: {type(optimizer).__name__} keeps a {type(value).__name__}, several tensors in one, and "
+                    "a checkpoint holds plain ones; give a class that keeps those, such as "
+                    "zeroshard.optim.AdamW8bit, or save the weights alone"
+                )
             if isinstance(value, Tensor):
                 yield kind, value
             elif isinstance(value, int | float):
