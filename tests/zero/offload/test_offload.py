@@ -508,6 +508,16 @@ def test_a_step_that_ends_takes_nothing_back_from_an_update_under_way(monkeypatc
     assert set(widened) == {torch.float32}
 
 
+def test_an_executor_is_armed_again_once_its_updates_are_over():
+    executor, done = Late(), []
+    update = placement.Update("unit", executor)
+    executor.arm([(update, lambda: done.append(1))])
+    executor.arm([(update, lambda: done.append(2))])
+    assert done == [1]
+    executor.drain()
+    assert done == [1, 2]
+
+
 def test_a_fork_waits_for_the_update_and_the_child_has_a_thread_of_its_own():
     executor, begun, done = Executor(), threading.Event(), []
     update = placement.Update("unit", executor)

@@ -83,6 +83,8 @@ def test_masters_states_and_gradients_are_on_the_host_and_weights_on_the_device(
         for group in (group for unit in zero.units for group in unit.groups):
             assert group.params.master.device.type == "cpu"
             assert group.params.full.device.type == "cuda"
+            if not group.params.shard_optim:  # no piece ends in the tail of a vector of the host
+                assert group.params.pieces == group.params.layout.updated_by_all(torch.device("cpu"))
         assert {value.device.type for state in optim.state.values() for value in state.values()} == {"cpu"}
         for holding in zero.holdings():
             assert holding.tensor.device.type == ("cpu" if holding.category.startswith("host_") else "cuda")
@@ -128,3 +130,19 @@ def test_a_norm_is_computed_again_after_a_gradient_was_written(device, reads, mo
         assert grads.norms(2.0) is known
         model[1].weight.grad.mul_(2.0)
         assert grads.norms(2.0) is not known
+
+
+def test_gradients_that_are_assigned_land_after_the_update_that_reads_the_last_ones(device, reads, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(placement, "Executor", Late)
+    with FakeTensorMode():
+        model, zero, optim = _engine(device, 2, MixedPrecision(), Offload(), monkeypatch)
+        model(torch.empty(2, WIDTH, device=CUDA)).sum()
+        backward_events(zero)
+        optim.step()
+        optim.zero_grad()
+        update, pending = zero.units[1].groups[0].update, []
+        assert update.pending
+        monkeypatch.setattr(staging.Staging, "leaves", lambda self, tensor, copied: pending.append(update.pending))
+        model[1].weight.grad = torch.empty_like(model[1].weight)
+        zero.clip_grad_norm_(1.0)
+        assert pending == [False]
