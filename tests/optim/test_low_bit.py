@@ -5,10 +5,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zero.transport.test_reproducible import assert_same, train
+from zeroshard.comm import NullCommunicator
 from zeroshard.kernels import adamw8bit
 from zeroshard.kernels.adamw8bit import decode_signed, decode_unsigned, encode_signed, encode_unsigned, joined, split
 from zeroshard.optim import AdamW8bit, FlashAdamW
-from zeroshard.zero import FlatLayout
+from zeroshard.zero import FlatLayout, Zero
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=True)
 
@@ -16,7 +17,7 @@ FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnor
 def coded(values, *, signed):
     """Values ``[numel]`` of one block after `encode` and `decode`."""
     rows = torch.tensor(values, dtype=torch.float32)[None]
-    codes = torch.empty(rows.shape, dtype=torch.int8 if signed else torch.uint8)
+    codes = torch.empty(rows.shape, dtype=torch.int8)
     scales, out, scratch = torch.empty(1), torch.empty_like(rows), torch.empty_like(rows)
     (encode_signed if signed else encode_unsigned)(rows.clone(), codes, scales, scratch)
     (decode_signed if signed else decode_unsigned)(codes, scales, out, scratch)
@@ -191,3 +192,22 @@ def test_no_part_of_a_shard_ends_inside_a_block_of_a_parameter(world_size, block
         assert layout.padded_numel <= sum(slot.numel for slot in layout.slots) + block * (
             len(shapes) + world_size * parts
         )
+
+
+@pytest.mark.parametrize(
+    ("cls", "dtype", "per_param"),
+    [(torch.optim.AdamW, torch.float32, 16.0), (AdamW8bit, torch.float32, 10.0), (FlashAdamW, torch.bfloat16, 7.0)],
+)
+def test_weights_gradients_and_states_take_16_10_and_7_bytes_of_a_parameter(cls, dtype, per_param):
+    """And a scale for each block of each moment, 8 bytes of 256 elements, and a step count of each piece."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(dtype)
+    zero = Zero(model, 1, list(model), NullCommunicator(1))
+    optimizer = zero.optimizer(cls)
+    model(torch.ones(1, 64, dtype=dtype)).float().sum().backward()
+    optimizer.step()
+    numels = [param.numel() for param in model.parameters()]
+    scales = sum(8 * -(-numel // 256) for numel in numels) if cls is not torch.optim.AdamW else 0
+    taken = zero.memory_bytes()
+    padding = taken["params"] + taken["grads"] - 2 * sum(numels) * dtype.itemsize
+    assert 0 <= padding < 2 * 4 * 256 * dtype.itemsize * 2
+    assert sum(taken.values()) - padding == per_param * sum(numels) + scales + 4 * len(numels)

@@ -57,12 +57,19 @@ def _same(one, other):
             assert bool((value == other[name]).all()), name
 
 
-@pytest.mark.parametrize("dtype", ["float16", pytest.param("float32", marks=pytest.mark.soak)])
-def test_a_run_that_goes_on_with_other_ranks_has_the_bits_of_one_rank(tmp_path, dtype):
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--dtype", "float16"),
+        pytest.param(("--dtype", "float32"), marks=pytest.mark.soak),
+        pytest.param(("--dtype", "float32", "--optimizer", "adamw8bit"), marks=pytest.mark.soak),
+    ],
+)
+def test_a_run_that_goes_on_with_other_ranks_has_the_bits_of_one_rank(tmp_path, words):
     alone, moved = tmp_path / "alone", tmp_path / "moved"
-    _train(alone, 1, "zero0", "--dtype", dtype)
-    _train(moved, 4, "zero3", "--dtype", dtype, "--max-steps", "3", "--decay-steps", "6")
-    said = _train(moved, 2, "zero1", "--dtype", dtype, "--resume", "auto", "--decay-steps", "6")
+    _train(alone, 1, "zero0", *words)
+    _train(moved, 4, "zero3", *words, "--max-steps", "3", "--decay-steps", "6")
+    said = _train(moved, 2, "zero1", *words, "--resume", "auto", "--decay-steps", "6")
     changes = [line for line in said.stderr.splitlines() if " was " in line]
     assert changes == ["resume: max_steps was 3, now it is 6"]
     numbers = _numbers(moved)

@@ -9,8 +9,8 @@
 A state takes one byte an element and one fp32 scale a block. The code is companded by the function that
 ``y = (1 + K) x / (x + K)`` is, for ``x`` in [0, 1] of the block's largest absolute value and K = 1/16: FlashOptim
 (arXiv:2602.23349) has K = 1 for m, and none for r. Codes of m are signed, and 0 is the value 0. Codes of r have no
-zero: code c is the level (c + 1) / 256. A second moment that is rounded to zero while m is not makes a step of m / eps,
-which is thousands of times too long; bitsandbytes' map (arXiv:2110.02861) has that zero.
+zero: code c, from -128 to 127, is the level (c + 129) / 256. A second moment that is rounded to zero while m is not
+makes a step of m / eps, which is thousands of times too long; bitsandbytes' map (arXiv:2110.02861) has that zero.
 
 Each operation below is one that IEEE 754 rounds once (sums, products, quotients, roots), so the result has the same
 bits however a piece is cut into chunks of whole blocks, on any number of threads.
@@ -50,12 +50,11 @@ def encode_signed(values: Tensor, codes: Tensor, scales: Tensor, scratch: Tensor
 
 
 def encode_unsigned(values: Tensor, codes: Tensor, scales: Tensor, scratch: Tensor) -> None:
-    """Encode ``values [blocks, block]`` >= 0 as ``codes`` (uint8): none decodes to zero. See `encode_signed`."""
+    """Encode ``values [blocks, block]`` >= 0 as ``codes`` (int8): none decodes to zero. See `encode_signed`."""
     _scale(values, scales)
     torch.add(values, scales[:, None], out=scratch)
     levels = torch.div(values, scratch, out=scratch).mul_(_UNSIGNED).round_()
-    codes.view(torch.int8).copy_(levels.sub_(129).clamp_(-128))
-    codes.bitwise_xor_(128)  # code + 128 modulo 256: a conversion to int8 is vectorised, one to uint8 is not
+    codes.copy_(levels.sub_(129).clamp_(-128))  # from -128 on: a conversion to int8 is vectorised, one to uint8 is not
 
 
 def _scale(magnitudes: Tensor, scales: Tensor) -> None:
@@ -72,7 +71,7 @@ def decode_signed(codes: Tensor, scales: Tensor, values: Tensor, scratch: Tensor
 
 def decode_unsigned(codes: Tensor, scales: Tensor, values: Tensor, scratch: Tensor) -> None:
     """Decode what `encode_unsigned` encoded."""
-    values.copy_(codes).add_(1).mul_(1 / _UNSIGNED)
+    values.copy_(codes).add_(129).mul_(1 / _UNSIGNED)
     torch.neg(values, out=scratch).add_(1)
     values.mul_(scales[:, None]).div_(scratch)
 
@@ -100,7 +99,7 @@ class Codes:
     """The states of one piece; those of one element a block are rounded up for a last block that is shorter.
 
     Attributes:
-        m, r: codes, int8 and uint8, as many as the piece has elements, contiguous.
+        m, r: codes, int8, as many as the piece has elements, contiguous.
         m_scales, r_scales: fp32, one for each block.
         correction: int8, as many as codes, for a piece in bf16; None: there is none.
     """

@@ -37,7 +37,7 @@ def _reach(settings: Mapping[str, Any]) -> OptimizerKind:
 class AdamW8bit(Optimizer):
     """AdamW whose two moments take one byte each, and a scale for each block.
 
-    States of a parameter: ``exp_avg_codes`` (int8) and ``exp_avg_sq_codes`` (uint8) in its shape, ``exp_avg_scales``
+    States of a parameter: ``exp_avg_codes`` and ``exp_avg_sq_codes`` (int8) in its shape, ``exp_avg_scales``
     and ``exp_avg_sq_scales`` (fp32) of one element a block, ``step``.
 
     Args:
@@ -103,7 +103,7 @@ class AdamW8bit(Optimizer):
         scales = torch.full((-(-param.numel() // block),), 2.0**-126, dtype=torch.float32, device=param.device)
         codes = torch.zeros(param.shape, dtype=torch.int8, device=param.device)
         state: dict[str, Any] = {"step": torch.tensor(0.0), "exp_avg_codes": codes, "exp_avg_scales": scales}
-        state |= {"exp_avg_sq_codes": torch.zeros_like(codes, dtype=torch.uint8), "exp_avg_sq_scales": scales.clone()}
+        state |= {"exp_avg_sq_codes": torch.full_like(codes, -128), "exp_avg_sq_scales": scales.clone()}
         return state | ({"correction": torch.zeros_like(codes)} if self._corrected(param) else {})
 
     def _corrected(self, param: Tensor) -> bool:
@@ -152,12 +152,16 @@ def encoded(state: Mapping[str, Any], block: int) -> dict[str, Any]:
         raise ValueError(f"state_dict: its states are {', '.join(sorted(state))}; give those of AdamW or AdamW8bit")
     found: dict[str, Any] = {"step": torch.as_tensor(state["step"]).clone()}
     roots = state["exp_avg_sq"].float().sqrt()
-    for kind, values, dtype in (("exp_avg", state["exp_avg"], torch.int8), ("exp_avg_sq", roots, torch.uint8)):
+    moments = ("exp_avg", state["exp_avg"], encode_signed), ("exp_avg_sq", roots, encode_unsigned)
+    for kind, values, encode in moments:
         numel, num_blocks = values.numel(), -(-values.numel() // block)
         padded = torch.zeros(num_blocks * block, device=values.device)
         padded[:numel] = values.reshape(-1)
-        codes, scales = torch.empty(num_blocks, block, dtype=dtype, device=values.device), padded.new_empty(num_blocks)
+        codes, scales = (
+            torch.empty(num_blocks, block, dtype=torch.int8, device=values.device),
+            padded.new_empty(num_blocks),
+        )
         rows = padded.view(num_blocks, block)
-        (encode_signed if dtype == torch.int8 else encode_unsigned)(rows, codes, scales, torch.empty_like(rows))
+        encode(rows, codes, scales, torch.empty_like(rows))
         found |= {f"{kind}_codes": codes.view(-1)[:numel].view(values.shape).clone(), f"{kind}_scales": scales}
     return found

@@ -29,7 +29,7 @@ from zeroshard.models.adapters import Lora
 from zeroshard.models.base import place_buffers
 from zeroshard.models.float8 import float8_layers, use_float8
 from zeroshard.models.presets import model_config
-from zeroshard.optim import MuonAdamW, decay_groups, muon_groups
+from zeroshard.optim import AdamW8bit, MuonAdamW, decay_groups, muon_groups
 from zeroshard.parallel import Setup, Strategy, build_strategy, strategy_entry
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.local_steps_settings import LocalStepsConfig, check_num_replicas
@@ -265,11 +265,13 @@ def _optimizer(config: TrainConfig) -> tuple[type[torch.optim.Optimizer], dict[s
     kwargs: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.optim.eps}
     if config.optimizer == "muon":
         return MuonAdamW, {**kwargs, "momentum": config.momentum, "fused": config.fused}
+    if config.optimizer == "adamw8bit":
+        return AdamW8bit, kwargs
     return torch.optim.AdamW, {**kwargs, "fused": config.fused}
 
 
 def serving(config: TrainConfig, model: LanguageModel, device: torch.device) -> dict[str, str]:
     """The implementation (Triton or PyTorch) that serves each operation of this run, by operation."""
     served = describe(device, config.kernels, model.operations)
-    adamw = "torch fused" if config.fused else "torch"
+    adamw = "torch fused" if config.fused and config.optimizer != "adamw8bit" else "torch"
     return {**served, **({"Muon": "torch"} if config.optimizer == "muon" else {}), "AdamW": adamw}
