@@ -134,19 +134,27 @@ def rounded(values: Tensor, key: int, step: Tensor | float, first: int) -> Tenso
         bfloat16 [numel].
     """
     found = torch.empty_like(values, dtype=torch.bfloat16)
+    step = step.to(torch.int64) if isinstance(step, Tensor) and step.is_cuda else int(step)
     for start in range(0, values.numel(), CHUNK_NUMEL):
         part = values[start : start + CHUNK_NUMEL].contiguous()
-        places = torch.arange(first + start, first + start + part.numel(), device=values.device)
-        bits = part.view(torch.int32) + _noise(places, key, step).to(torch.int32)
-        up_or_down = (bits & -65536).view(torch.float32)
-        found[start : start + CHUNK_NUMEL] = torch.where(part.isfinite(), up_or_down, part)
+        bits = _noise(part, _signed((first + start) * _STRIDE + key + step * 0x85EBCA77))
+        bits.add_(part.view(torch.int32)).bitwise_and_(-65536)
+        found[start : start + CHUNK_NUMEL] = torch.where(part.isfinite(), bits.view(torch.float32), part)
     return found
 
 
-def _noise(places: Tensor, key: int, step: Tensor | float) -> Tensor:
-    """Numbers from 0 to 65535 by place, key and step: int64 products of 32-bit words, so the same on every device."""
-    step = step.to(torch.int64) if isinstance(step, Tensor) else int(step)
-    word = (places * 0x9E3779B1 + key + step * 0x85EBCA77) & 0xFFFFFFFF
+_STRIDE = 0x9E3779B1  # odd: neighbours get words that are far apart
+
+
+def _noise(part: Tensor, begin: Any) -> Tensor:
+    """Numbers from 0 to 65535, int32 [numel]: hashes of ``begin`` and so on by `_STRIDE`; products keep 32 bits."""
+    word = torch.arange(part.numel(), dtype=torch.int32, device=part.device).mul_(_signed(_STRIDE)).add_(begin)
+    shifted = torch.empty_like(word)
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):  # Wellons 2018, "Prospecting for hash functions"
-        word = ((word ^ (word >> shift)) * factor) & 0xFFFFFFFF
-    return (word ^ (word >> 15)) & 0xFFFF
+        word.bitwise_xor_(torch.bitwise_right_shift(word, shift, out=shifted)).mul_(factor)
+    return word.bitwise_xor_(torch.bitwise_right_shift(word, 15, out=shifted)).bitwise_and_(0xFFFF)
+
+
+def _signed(word: Any) -> Any:
+    """The low 32 bits of an int, or of an int64 tensor, as a signed number."""
+    return ((word + 2**31) & 0xFFFFFFFF) - 2**31
