@@ -106,7 +106,7 @@ class Away(Protocol):
         ...
 
 
-def placed(offload: Any, strategy: ShardingStrategy, local_steps: object, reproducible: int | None) -> Any:
+def placed(offload: Any, strategy: ShardingStrategy, rank: int, local_steps: object, reproducible: int | None) -> Any:
     """Return the `zeroshard.zero.offload.placement.Placement` of the settings ``offload``; None: nothing leaves.
 
     Raises:
@@ -117,7 +117,8 @@ def placed(offload: Any, strategy: ShardingStrategy, local_steps: object, reprod
         return None
     if not hasattr(offload, "attach"):
         raise TypeError(f"offload: {offload!r} is no Offload; give zeroshard.zero.Offload(optimizer='host')")
-    return offload.attach(strategy, local_steps=local_steps is not None, reproducible=reproducible is not None)
+    others = {"local_steps": local_steps is not None, "reproducible": reproducible is not None}
+    return offload.attach(strategy, rank=rank, **others)
 
 
 def build_units(

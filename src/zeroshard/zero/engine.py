@@ -130,7 +130,7 @@ class Zero(Engine):
             construction.check_arguments(model, prefetch, accumulate, self.precision, buffers, local_steps)
             others = {**checked, "offload": offload}
             told += construction.described(model, self.strategy, self.precision, prefetch, shard_size, buffers, others)
-            away = construction.placed(offload, self.strategy, local_steps, reproducible)
+            away = construction.placed(offload, self.strategy, comm.rank, local_steps, reproducible)
         self._accumulate = accumulate if reproducible is None else "sharded"
         check_rank_groups(self.strategy, shard_size, self.precision, **checked)
         groups = self.strategy.secondary_shard_size, self.precision.node_size
@@ -407,7 +407,8 @@ class Zero(Engine):
     def memory_bytes(self) -> dict[str, int]:
         """Return resident bytes of training state on this rank now: params, grads, master, optimizer; ema, outer.
 
-        With ``offload`` also host_params, host_master, host_grads and host_optimizer: what left the device.
+        With ``offload`` also host_params, host_master, host_grads and host_optimizer: what left the device. With a file
+        also disk_master, disk_optimizer (no memory) and host_slots, through which they go.
 
         ``master`` counts master weights whose dtype is not the compute dtype; a master of the compute dtype is (a
         shard of) the weights and counts as ``params``. ``outer``: with local steps, global weights and

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,15 +28,32 @@ import os, signal, sys
 from pathlib import Path
 import torch
 from zeroshard.zero.offload.disk import DiskStates
-states = DiskStates(Path(sys.argv[1]))
-for unit in range(3):
-    states.put(unit, [torch.ones(1000), torch.ones(7)])
-states.settle()
-states.read(0)[0].add_(1)
-states.write(0)
-states.read(1)[0].add_(1)
+class Unit: pass
+states, units = DiskStates(Path(sys.argv[1])), [Unit() for _ in range(3)]
+views = [states.add(unit, [torch.ones(1000), torch.ones(7)]) for unit in units]
+states.expect(units)
+states.read(units[0])[0].add_(1)
+states.write(units[0])
+states.read(units[1])[0].add_(1)
 os.kill(os.getpid(), signal.SIGKILL)
 """
+
+
+class Unit:
+    """A key, by number: units are objects that can be gone."""
+
+    def __init__(self, number):
+        self.number = number
+
+
+UNITS = [Unit(number) for number in range(5)]
+
+
+def filled(states, num_units):
+    """The views of units with the values of `tensors`."""
+    views = [states.add(unit, tensors(unit.number)) for unit in UNITS[:num_units]]
+    states.expect(UNITS[:num_units])
+    return views
 
 
 def tensors(seed, spec=SPEC):
@@ -60,54 +78,97 @@ def test_units_come_back_over_steps_that_change_them(path, monkeypatch, direct):
     states = DiskStates(path)
     assert states.is_direct <= direct
     sizes = [1, 3000, 10, 1500, 8]
-    expected = {unit: tensors(unit, [*SPEC, (size, torch.float64)]) for unit, size in enumerate(sizes)}
-    for unit, values in expected.items():
-        assert same(states.put(unit, values), values)
-    for _ in range(3):
-        for unit in expected:
-            found = states.read(unit)
-            assert same(found, expected[unit])
+    expected = [tensors(unit) for unit in range(5)]
+    views = [states.add(UNITS[unit], values) for unit, values in enumerate(expected)]
+    for unit, size in enumerate(sizes):  # states come with the first step, at the end of the file
+        more = tensors(unit, [(size, torch.float64)])
+        expected[unit] += more
+        views[unit] += states.add(UNITS[unit], more)
+    for step in range(3):
+        states.expect(UNITS)
+        for unit, values in enumerate(expected):
+            found = states.read(UNITS[unit])
+            assert same(found, values)
             assert all(tensor.data_ptr() % 64 == 0 for tensor in found)
-            for there, value in zip(found, expected[unit], strict=True):
+            for there, value in zip(found, values, strict=True):
                 value.add_(1)
                 there.add_(1)
-            states.write(unit)
-    for unit in (4, 0, 2, 2, 1, 3):  # a checkpoint reads in any order
-        assert same(states.read(unit), expected[unit])
-    states.settle()
-    expected[1] = [value * 2 for value in expected[1]]
-    states.put(1, expected[1])  # a checkpoint is loaded
-    assert same(states.read(1), expected[1])
-    assert (
-        states.num_bytes
-        == path.stat().st_size
-        == sum(disk.region_bytes([(v.numel(), v.dtype) for v in values]) for values in expected.values())
-    )
+            states.write(UNITS[unit])
+            states.wait(UNITS[unit])
+            assert same(views[unit], values)
+        states.settle()
+        for unit in (4, 0, 2, 2, 1, 3):  # a checkpoint reads in any order, and loads
+            assert same(views[unit], expected[unit])
+            for there, value in zip(views[unit], expected[unit], strict=True):
+                there.mul_(0.5 + step)
+                value.mul_(0.5 + step)
+    size = sum(disk.extent_bytes([(v.numel(), v.dtype) for v in part]) for e in expected for part in (e[:-1], e[-1:]))
+    assert states.num_bytes == path.stat().st_size == size
     assert states.num_bytes % BLOCK_BYTES == 0
-    assert states.bytes_written == 4 * states.num_bytes + disk.region_bytes([*SPEC, (3000, torch.float64)])
-    assert states.slot_bytes <= 3 * 32768
+    assert states.bytes_written == states.bytes_read == 3 * states.num_bytes
+    assert states.slot_bytes <= 3 * (24000 + 3 * BLOCK_BYTES)
     states.close()
     states.close()
     assert not path.exists()
 
 
+def test_a_place_is_given_again_once_nothing_shows_it(path):
+    states = DiskStates(path)
+    kept = [Unit(number) for number in range(3)]
+    views = [states.add(unit, tensors(unit.number)) for unit in kept]
+    size, held = states.num_bytes, views[1][1]
+    del kept[1], views[1]
+    gc.collect()
+    kept.append(Unit(7))
+    views.append(states.add(kept[-1], tensors(7)))
+    assert states.num_bytes == size + disk.extent_bytes(SPEC)  # somebody has a view of the old one
+    assert torch.equal(held, tensors(1)[1])
+    del held
+    gc.collect()
+    views.append(states.add(kept[-1], tensors(8)))
+    assert states.num_bytes == size + disk.extent_bytes(SPEC)
+    states.expect(kept)
+    assert same(states.read(kept[-1]), tensors(7) + tensors(8))
+    states.close()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="the kernel does not say what is resident")
+def test_pages_that_were_touched_between_steps_are_dropped_when_the_next_begins(path):
+    states = DiskStates(path)
+    unit, numel = Unit(0), 1 << 20
+    [view] = states.add(unit, [torch.ones(numel)])
+
+    def resident(text="Rss"):
+        maps = Path("/proc/self/smaps").read_text().split(f"{path}\n")
+        assert len(maps) > 1
+        return sum(int(part.split(f"{text}:")[1].split()[0]) * 1024 for part in maps[1:])
+
+    assert resident() == 0
+    view.add_(1)
+    assert resident() >= 4 * numel
+    states.expect([unit])
+    assert resident() == 0
+    assert torch.equal(states.read(unit)[0], torch.full((numel,), 2.0))
+    assert torch.equal(view, torch.full((numel,), 2.0))
+    states.close()
+
+
 def test_the_next_unit_is_read_while_one_is_updated_and_no_other(path, monkeypatch):
     states = DiskStates(path)
-    for unit in range(5):
-        states.put(unit, tensors(unit))
-    states.settle()
+    views = filled(states, 5)
     began = []
     monkeypatch.setattr(disk, "_read", lambda file, path, into, at: began.append(at))
-    region = disk.region_bytes(SPEC)
-    states.read(0)
+    region = disk.extent_bytes(SPEC)
+    states.read(UNITS[0])
     deadline = time.monotonic() + 30
     while len(began) < 2 and time.monotonic() < deadline:
         time.sleep(0.001)
     assert began == [0, region]
-    states.read(1)
-    states._slot_of(2).reading[0].result()
+    states.read(UNITS[1])
+    states._slot_of(UNITS[2]).reading[0].result()
     assert began == [0, region, 2 * region]
     states.close()
+    del views
 
 
 def test_a_slow_disk_changes_no_value(path, monkeypatch):
@@ -115,15 +176,17 @@ def test_a_slow_disk_changes_no_value(path, monkeypatch):
         quick = getattr(disk, name)
         monkeypatch.setattr(disk, name, lambda *given, quick=quick: (time.sleep(0.003), quick(*given)))
     states = DiskStates(path, num_threads=2)
-    for unit in range(4):
-        states.put(unit, tensors(unit))
+    views = filled(states, 4)
     for step in range(2):
-        for unit in range(4):
+        states.expect(UNITS[:4])
+        for unit in UNITS[:4]:
             found = states.read(unit)
-            assert same(found, [value + step for value in tensors(unit)])
+            assert same(found, [value + 1 if step else value for value in tensors(unit.number)])
             for tensor in found:
                 tensor.add_(1)
             states.write(unit)
+        states.settle()
+    assert all(same(view, [value + 1 + 1 for value in tensors(unit)]) for unit, view in enumerate(views))
     states.close()
 
 
@@ -136,16 +199,14 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(path, monkeyp
         DiskStates(path, 1000)
     states = DiskStates(path)
     with pytest.raises(UserError, match="free space, or name a folder on another disk"):
-        states.put("h.0", tensors(0))
-    assert "h.0" not in states
+        states.add(UNITS[0], tensors(0))
+    assert UNITS[0] not in states
     states.close()
 
 
 def test_a_disk_that_is_full_in_a_step_is_one_line_and_loses_nothing(path, monkeypatch):
     states = DiskStates(path)
-    for unit in range(4):
-        states.put(unit, tensors(unit))
-    states.settle()
+    views = filled(states, 4)
     write, full = disk.os.pwritev, True
 
     def pwritev(*given):
@@ -154,9 +215,11 @@ def test_a_disk_that_is_full_in_a_step_is_one_line_and_loses_nothing(path, monke
         return write(*given)
 
     monkeypatch.setattr(disk.os, "pwritev", pwritev)
-    for tensor in states.read(1):
+    for tensor in states.read(UNITS[1]):
         tensor.add_(1)
-    states.write(1)
+    states.write(UNITS[1])
+    with pytest.raises(OSError, match="No space left"):
+        states.wait(UNITS[1])
     for _ in range(2):
         with pytest.raises(OSError, match="No space left") as said:
             states.settle()
@@ -164,39 +227,38 @@ def test_a_disk_that_is_full_in_a_step_is_one_line_and_loses_nothing(path, monke
     assert status == ExitStatus.STORAGE
     assert line == f"{path}: No space left on device; free space, or name a place on another disk"
     with pytest.raises(OSError, match="No space left"):  # its slot is not given to another unit
-        [states.read(unit) for unit in (2, 3, 0, 1)]
+        [states.read(UNITS[unit]) for unit in (2, 3, 0, 1)]
     full = False
     states.settle()
-    for unit in (2, 3, 0):
-        assert same(states.read(unit), tensors(unit))
-    assert same(states.read(1), [value + 1 for value in tensors(1)])
+    assert all(same(views[unit], tensors(unit)) for unit in (2, 3, 0))
+    assert same(views[1], [value + 1 for value in tensors(1)])
     states.close()
 
 
 def test_a_file_that_became_shorter_is_an_error_that_names_it(path):
     states = DiskStates(path)
-    for unit in range(4):
-        states.put(unit, tensors(unit))
-    states.settle()
+    views = filled(states, 4)
     os.truncate(path, BLOCK_BYTES)
     with pytest.raises(OSError, match="it has 4,096 bytes, too few: another program has changed it") as said:
-        states.read(0)
+        states.read(UNITS[1])
     assert said.value.filename == str(path)
     states.close()
+    del views
 
 
 def test_one_run_at_a_time_uses_a_file(path):
     first = DiskStates(path)
-    first.put(0, tensors(0))
+    view = first.add(UNITS[0], tensors(0))
     with pytest.raises(UserError, match=r"^offload.path: .*rank-00003.states is in use by another run; end that run"):
         DiskStates(path)
-    assert same(first.read(0), tensors(0))
+    assert same(first.read(UNITS[0]), tensors(0))
     first.close()
+    assert same(view, tensors(0))  # in a file without a name
     kept = DiskStates(path, keep=True)
-    kept.put(0, tensors(1))
+    kept.add(UNITS[0], tensors(1))
     del kept
     gc.collect()
-    assert path.stat().st_size == disk.region_bytes(SPEC)
+    assert path.stat().st_size == disk.extent_bytes(SPEC)
     third = DiskStates(path)
     assert path.stat().st_size == 0
     third.close()
@@ -208,15 +270,16 @@ def test_a_run_that_is_killed_between_two_units_leaves_a_file_that_the_next_take
     assert path.stat().st_size == 3 * BLOCK_BYTES
     states = DiskStates(path)  # the lock ended with the process
     assert path.stat().st_size == 0
-    states.put(0, tensors(7))
-    assert same(states.read(0), tensors(7))
+    view = states.add(UNITS[0], tensors(7))
+    assert same(view, tensors(7))
     states.close()
 
 
 def test_threads_end_with_the_object(path):
     before = threading.active_count()
     states = DiskStates(path)
-    states.put(0, tensors(0))
+    states.add(UNITS[0], tensors(0))
+    states.read(UNITS[0])
     assert threading.active_count() > before
     del states
     gc.collect()

@@ -150,6 +150,8 @@ PLACES = {
     "half": Offload(fraction=0.5),
     "grads stay": Offload(grads="device"),
     "weights too": Offload(weights="host"),
+    "disk": Offload("disk", "disk", path="offload"),
+    "states on disk": Offload("disk", "host", fraction=0.6, path="offload"),
 }
 _plain = {}
 
@@ -164,8 +166,9 @@ _plain = {}
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_the_bits_are_those_without_offloading(
-    world_size, stage, optimizer, bfloat16, accumulation, around, place, executor, monkeypatch
+    world_size, stage, optimizer, bfloat16, accumulation, around, place, executor, monkeypatch, tmp_path
 ):
+    monkeypatch.chdir(tmp_path)
     case = Case(world_size, stage, optimizer, bfloat16, accumulation, around)
     offload = PLACES[place]
     if offload.weights == "host" and (stage < 3 or around == "restage"):
@@ -268,17 +271,21 @@ def _meeting(comm, stage, what, offload):
 
 
 @pytest.mark.pairwise
+@pytest.mark.parametrize("place", ["host", "disk"])
 @pytest.mark.parametrize("executor", ["late", "thread"])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("what", MEETS)
-def test_what_an_engine_can_do_it_does_with_state_away(what, stage, executor, monkeypatch):
+def test_what_an_engine_can_do_it_does_with_state_away(what, stage, executor, place, monkeypatch, tmp_path):
     settings = MEETS[what][3]
     if stage == 0 and ("shard_size" in settings or ("precision" in settings and "int8" in what)):
         stage = 1
     if "secondary_shard_size" in settings:
         stage = 3
     offload = Offload(
-        grads="device" if "reproducible" in settings else "host", weights="host" if stage == 3 else "device"
+        *(place, place),
+        grads="device" if "reproducible" in settings else "host",
+        weights="host" if stage == 3 else "device",
+        path=tmp_path if place == "disk" else None,
     )
     expected = run_threads(lambda comm: _meeting(comm, stage, what, None), 4, timeout_s=120)
     monkeypatch.setattr(placement, "Executor", EXECUTORS[executor])
@@ -311,7 +318,7 @@ def test_what_was_saved_is_loaded_with_and_without_offloading(tmp_path):
     ends = [
         run(1, away, begins, f"{begins}-{index}")
         for begins in ("plain", "away")
-        for index, away in enumerate((None, Offload(fraction=0.6)))
+        for index, away in enumerate((None, Offload(fraction=0.6), Offload("disk", "disk", path=tmp_path / "files")))
     ]
     assert all(same(end, ends[0]) for end in ends)
 

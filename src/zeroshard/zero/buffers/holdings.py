@@ -6,6 +6,7 @@ a few units come on top, if these are sharded:
     params, master, grads, optimizer, ema    state that outlives its use
     outer                                    with local steps: global weights and momentum
     host_params, host_master, host_grads, host_optimizer    of units whose state is off the device
+    disk_master, disk_optimizer, host_slots                 in the rank's file, and the memory through which it goes
     unit_buffers                             unsharded weights of a unit in use, unsharded gradients not yet reduced
     prefetch                                 unsharded weights whose gather is in flight
 """
@@ -47,7 +48,7 @@ def resident_bytes(units: Iterable[Unit], optimizers: Iterable[Optimizer], kept:
         params, grads_away = group.params, group.grads.away_bytes
         total["params"] += params.full_bytes + sum(tensor.nbytes for tensor in params.transport.resident)
         total["grads"] += group.grads.resident_bytes - grads_away
-        found += [(group.master_category, params.master_bytes), (f"{group.place}grads", grads_away)]
+        found += [(group.master_category, params.master_bytes), (group.category("grads"), grads_away)]
     total["optimizer"] = 0
     found += [
         (category, value.numel() * value.element_size()) for category, value in _states(units, optimizers, now=True)
@@ -77,12 +78,13 @@ def _states(
     ``now``: for their sizes alone, so that no update that is under way is waited for.
     """
     away = [group for unit in units for group in unit.groups if group.place]
-    places = {shard: group.place for group in away for shard in group.shards_now}
+    homes = {shard: group for group in away for shard in group.shards_now}
     for optimizer in optimizers:
         peek = getattr(optimizer.state, "peek", None) if now else None
         for piece, state in optimizer.state.items() if peek is None else peek():
-            category = f"{places.get(piece, '') if places else ''}optimizer"
-            yield from ((category, value) for value in state.values() if isinstance(value, Tensor))
+            home = homes.get(piece) if homes else None
+            for value in (value for value in state.values() if isinstance(value, Tensor)):
+                yield "optimizer" if home is None else home.category("optimizer", value), value
 
 
 def _weights(unit: str, group: FlatGroup) -> Iterator[Holding]:
@@ -100,7 +102,7 @@ def _grads(unit: str, group: FlatGroup) -> Iterator[Holding]:
     grads = group.grads
     local, reduced, arriving = grads.buffers
     if reduced is not None:
-        yield Holding(f"{group.place}grads" if grads.away_bytes else "grads", unit, reduced)
+        yield Holding(group.category("grads") if grads.away_bytes else "grads", unit, reduced)
     if local is not None:
         yield Holding("grads" if grads.keep_local else "unit_buffers", unit, local)
     if grads.packed is not None:

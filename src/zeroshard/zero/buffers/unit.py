@@ -88,7 +88,11 @@ class FlatGroup(Group):
     def master_category(self) -> str:
         """Of the master, in accounts of memory: it is (a shard of) the weights if it has their dtype and place."""
         same = not self.place and self.params.master.dtype == self.params.full.dtype
-        return "params" if same else f"{self.place}master"
+        return "params" if same else self.category("master")
+
+    def category(self, kind: str, value: Tensor | None = None) -> str:
+        """Of its master, grads or optimizer states in accounts of memory; ``value``: one of the states."""
+        return f"{self.place}{kind}"
 
     @property
     def keeps_tensors_whole(self) -> bool:

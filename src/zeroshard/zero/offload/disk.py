@@ -1,15 +1,23 @@
 """Optimizer states and master weights in a file: read and written a unit at a time, while another unit is updated.
 
-Each rank has one file. A unit's tensors lie in it one after another, in a region that begins at a multiple of 4,096
-bytes and never moves; in memory there are three slots of the largest region:
+Each rank has one file. A unit's tensors lie in it in one or more extents (its master weights, and the states that its
+first step made), which begin at a multiple of `BLOCK_BYTES` and never move; in memory there are three slots, each for
+all extents of a unit:
 
     file    | unit 0 | unit 1 | unit 2 | unit 3 | ...
     slots         writing back  updated   read ahead
 
-`DiskStates.read` returns a unit's tensors and begins to read the next unit, `DiskStates.write` begins to write a unit
-back; a few threads copy pieces of it at a time (`os.preadv` and `os.pwritev` let other threads run). Where the file
-system allows it, the page cache is left out (``O_DIRECT``): each byte is used once a step, and cached pages would push
-out what is used more often, or count against the memory of a container.
+`DiskStates.read` returns a unit's tensors in a slot and begins to read the next unit, `DiskStates.write` begins to
+write a unit back; a few threads copy pieces of it at a time (`os.preadv` and `os.pwritev` let other threads run). Where
+the file system allows it, the page cache is left out (``O_DIRECT``): each byte is used once a step, and cached pages
+would push out what is used more often, or count against the memory of a container.
+
+[Note: Views of the file]
+    Everybody else sees the tensors that `DiskStates.add` returns: views of a shared mapping of the file, from which the
+    kernel reads the pages that are asked for. Mapping and O_DIRECT are coherent on Linux: a direct write drops the
+    pages that are mapped, a direct read first writes back those that were changed. Slots are copies, so they are given
+    up at the end of a walk (`settle`), and a view is read only once the unit's write is over (`wait`). Pages that were
+    touched between two walks are dropped when the next one begins.
 
 The file is scratch space of one run. What outlives a run is its checkpoints: a process that is killed between two units
 leaves a file with states of two steps, so the next run takes such a file over and never reads what was in it.
@@ -19,23 +27,25 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zeroshard.errors import UserError
+from zeroshard.errors import UserError, warn
 from zeroshard.regular_files import open_regular
 from zeroshard.slab import room
 
-BLOCK_BYTES = 4096  # what O_DIRECT wants of offsets, lengths and addresses, on file systems of today
+# what O_DIRECT wants of offsets, lengths and addresses on file systems of today, and a mapping of its offset
+BLOCK_BYTES = max(4096, mmap.ALLOCATIONGRANULARITY)
 PIECE_BYTES = 8 << 20  # what one thread copies at a time
 NUM_THREADS = 4
 NUM_SLOTS = 3  # one is updated, one is read ahead, one is written back
@@ -44,10 +54,10 @@ Spec = Sequence[tuple[int, torch.dtype]]
 """Number of elements and dtype of each of a unit's tensors."""
 
 
-def region_bytes(spec: Spec) -> int:
-    """The bytes of the file that a unit's tensors take."""
+def extent_bytes(spec: Spec) -> int:
+    """The bytes of the file that tensors take which are added to a unit at a time."""
     num_bytes = sum(room(numel * dtype.itemsize) for numel, dtype in spec)
-    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
+    return max(-(-num_bytes // BLOCK_BYTES), 1) * BLOCK_BYTES
 
 
 def rank_file(folder: Path, rank: int) -> Path:
@@ -55,12 +65,42 @@ def rank_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05d}.states"
 
 
-class _Region(NamedTuple):
-    """Where a unit's tensors are in the file."""
+def file_of_rank(folder: Path, rank: int) -> DiskStates:
+    """Make and lock a rank's file.
+
+    Raises:
+        UserError: the folder cannot be made or written, or another run uses the file.
+    """
+    try:
+        file = DiskStates(rank_file(folder, rank))
+    except OSError as error:
+        what = f"{error.filename or folder}: {error.strerror or error}"
+        raise UserError("offload.path", what, "name a folder on a local disk that can be written") from None
+    if _is_memory(folder):
+        warn(
+            f"offload.path: {folder} is in memory (tmpfs), so state there takes as much of it as without --offload disk"
+        )
+    return file
+
+
+def _is_memory(folder: Path) -> bool:
+    """Whether the folder's file system keeps its files in memory, as far as the kernel says it."""
+    device = os.stat(folder).st_dev
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return False
+    number = f"{os.major(device)}:{os.minor(device)}"
+    return any(f" {number} " in line and " - tmpfs " in line for line in lines)
+
+
+class _Extent(NamedTuple):
+    """Where some of a unit's tensors are in the file, and the mapping that shows them as long as it is used."""
 
     start: int
     num_bytes: int
     spec: Spec
+    pages: weakref.ref[mmap.mmap]
 
 
 @dataclass(eq=False)
@@ -99,9 +139,11 @@ class DiskStates:
 
     def __init__(self, path: Path, num_bytes: int = 0, *, num_threads: int = NUM_THREADS, keep: bool = False) -> None:
         self.path = path
-        self._regions: dict[Hashable, _Region] = {}
+        self._units: weakref.WeakKeyDictionary[Any, list[_Extent]] = weakref.WeakKeyDictionary()
         self._next: dict[Hashable, Hashable] = {}  # the unit that is read after each
         self._slots: list[_Slot] = []  # the one used longest ago first
+        self._writing: dict[Hashable, list[Future[None]]] = {}
+        self._free: list[tuple[int, int]] = []  # `(start, bytes)` of extents that nothing shows any more
         self.num_bytes = self.bytes_read = self.bytes_written = 0
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file, self.is_direct = _open(path)
@@ -113,42 +155,55 @@ class DiskStates:
             os.close(self._file)
             raise
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="offload-disk")
-        self._end = weakref.finalize(self, _end, self._threads, self._file, None if keep else path)
+        self._end = weakref.finalize(self, _end, os.getpid(), self._threads, self._file, None if keep else path)
+
+    @property
+    def slots(self) -> list[mmap.mmap]:
+        """The host memory of the slots."""
+        return [slot.memory for slot in self._slots]
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of host memory that the slots take."""
-        return sum(len(slot.memory) for slot in self._slots)
+        return sum(map(len, self.slots))
 
     def __contains__(self, unit: object) -> bool:
-        return unit in self._regions
+        return unit in self._units
 
-    def put(self, unit: Hashable, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Begin to write a unit's tensors, 1-D and on the CPU, and return them as views of a slot, as `read` does.
+    def add(self, unit: Hashable, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Give further tensors of a unit, 1-D and on the CPU, a place in the file: [Note: Views of the file].
 
-        The first time, the unit gets its region. `read` reads units in the order in which they were put first.
+        Returns them there, with their values. ``unit`` is an object that can be referenced weakly; when it is gone,
+        and nobody has a view of its tensors, others may have their place.
 
         Raises:
             UserError: the disk does not have the room.
             OSError: an earlier write failed.
         """
+        self._give_up(unit)
         spec = tuple((tensor.numel(), tensor.dtype) for tensor in tensors)
-        if unit not in self._regions:
-            region = _Region(self.num_bytes, region_bytes(spec), spec)
-            _reserve(self._file, self.path, region.start, region.num_bytes)
-            first, last = next(iter(self._regions), unit), next(reversed(self._regions), unit)
-            self._next[last], self._next[unit] = unit, first
-            self._regions[unit] = region
-            self.num_bytes += region.num_bytes
-        assert self._regions[unit].spec == spec, f"{unit}: other tensors than before"
-        slot = self._slot_of(unit) or self._free_slot(unit)
-        self._finish_reading(slot)
-        self._finish_writing(slot)
-        places = self._views(slot)
+        num_bytes = extent_bytes(spec)
+        start = self._place(num_bytes)
+        try:
+            pages = mmap.mmap(self._file, num_bytes, flags=mmap.MAP_SHARED, offset=start)
+        except OSError as error:
+            raise _named(error, self.path) from None
+        weakref.finalize(pages, self._free.append, (start, num_bytes)).atexit = False
+        places = list(_tensors(pages, spec, 0))
         for place, tensor in zip(places, tensors, strict=True):
             place.copy_(tensor)
-        self.write(unit)
+        extent = _Extent(start, num_bytes, spec, weakref.ref(pages))
+        pages.flush()
+        self._drop_pages(extent)
+        self._units.setdefault(unit, []).append(extent)
         return places
+
+    def expect(self, units: Sequence[Hashable]) -> None:
+        """Begin a walk: these units will be read, in this order. Pages that were touched since the last are dropped."""
+        self._next = dict(itertools.pairwise(units))
+        for extents in list(self._units.values()):
+            for extent in extents:
+                self._drop_pages(extent)
 
     def read(self, unit: Hashable) -> list[Tensor]:
         """Return a unit's tensors, ``[numel]`` each, and begin to read the next unit.
@@ -162,31 +217,77 @@ class DiskStates:
         slot = self._slot_of(unit) or self._begin_reading(unit)
         self._finish_reading(slot)
         self._finish_writing(slot)  # else a later change would be written in part
-        following = self._next[unit]
-        if self._slot_of(following) is None:
+        following = self._next.get(unit)
+        if following is not None and self._slot_of(following) is None:
             self._begin_reading(following)
-        return self._views(slot)
+        return list(self._views(slot))
 
     def write(self, unit: Hashable) -> None:
         """Begin to write back the tensors that `read` returned; from now on they may be read, but not changed."""
         slot = self._slot_of(unit)
-        assert slot is not None, f"{unit}: it was not read"
+        assert slot is not None, "the unit was not read"
         slot.is_dirty = True
         slot.writing = self._begin(slot, _write)
-        self.bytes_written += self._regions[unit].num_bytes
+        self._writing[unit] = slot.writing
+        self.bytes_written += self._bytes_of(unit)
 
-    def settle(self) -> None:
-        """Wait for all writes.
+    def wait(self, unit: Hashable) -> None:
+        """Wait until the unit's last write is over; any thread may call it.
 
         Raises:
-            OSError: one of them failed. Its tensors are still in their slot, and are written again by the next call.
+            OSError: it failed.
+        """
+        for piece in self._writing.get(unit, ()):
+            piece.result()
+
+    def settle(self) -> None:
+        """Wait for all writes, and give up the copies in the slots.
+
+        Raises:
+            OSError: a write failed. Its tensors are still in their slot, and are written again by the next call.
         """
         for slot in self._slots:
             self._finish_writing(slot)
+        for slot in self._slots:
+            wait(slot.reading)
+            slot.reading, slot.unit = [], None
+        self._writing = {}
 
     def close(self) -> None:
         """Wait for reads and writes, then remove the file unless it is kept, and unlock it. May be called twice."""
         self._end()
+
+    def _place(self, num_bytes: int) -> int:
+        """Find room for an extent; that of one that is gone, if there is any."""
+        for span in list(self._free):
+            start, there = span
+            if there >= num_bytes:
+                self._free.remove(span)
+                if there > num_bytes:
+                    self._free.append((start + num_bytes, there - num_bytes))
+                return start
+        start = self.num_bytes
+        _reserve(self._file, self.path, start, num_bytes)
+        self.num_bytes += num_bytes
+        return start
+
+    def _drop_pages(self, extent: _Extent) -> None:
+        """Let the kernel have the memory of what was read or written through a view; values that changed stay."""
+        pages = extent.pages()
+        if pages is not None and hasattr(mmap, "MADV_DONTNEED"):
+            pages.madvise(mmap.MADV_DONTNEED)
+            os.posix_fadvise(self._file, extent.start, extent.num_bytes, os.POSIX_FADV_DONTNEED)
+
+    def _bytes_of(self, unit: Hashable) -> int:
+        return sum(extent.num_bytes for extent in self._units[unit])
+
+    def _give_up(self, unit: Hashable) -> None:
+        """Give up the copy of a unit that is about to be larger."""
+        slot = self._slot_of(unit)
+        if slot is not None:
+            self._finish_writing(slot)
+            wait(slot.reading)
+            slot.reading, slot.unit = [], None
 
     def _slot_of(self, unit: Hashable) -> _Slot | None:
         """The slot that has a unit, which is then the one used last."""
@@ -206,7 +307,7 @@ class DiskStates:
             wait(slot.reading)  # a unit that was read ahead, and then another one was asked for
             slot.reading.clear()
             del self._slots[0]
-        if len(slot.memory) < (needed := self._regions[unit].num_bytes):
+        if len(slot.memory) < (needed := self._bytes_of(unit)):
             slot.memory = _pages(needed)
         slot.unit = unit
         self._slots.append(slot)
@@ -215,13 +316,15 @@ class DiskStates:
     def _begin_reading(self, unit: Hashable) -> _Slot:
         slot = self._free_slot(unit)
         slot.reading = self._begin(slot, _read)
-        self.bytes_read += self._regions[unit].num_bytes
+        self.bytes_read += self._bytes_of(unit)
         return slot
 
     def _begin(self, slot: _Slot, copy: Callable[[int, Path, memoryview, int], None]) -> list[Future[None]]:
-        region, view = self._regions[slot.unit], memoryview(slot.memory)
-        cuts = range(0, region.num_bytes, PIECE_BYTES)
-        parts = [(view[at : min(at + PIECE_BYTES, region.num_bytes)], region.start + at) for at in cuts]
+        view, parts = memoryview(slot.memory), list[tuple[memoryview, int]]()
+        for extent in self._units[slot.unit]:
+            cuts = range(0, extent.num_bytes, PIECE_BYTES)
+            parts += [(view[at : min(at + PIECE_BYTES, extent.num_bytes)], extent.start + at) for at in cuts]
+            view = view[extent.num_bytes :]
         return [self._threads.submit(copy, self._file, self.path, part, at) for part, at in parts]
 
     def _finish_reading(self, slot: _Slot) -> None:
@@ -243,13 +346,20 @@ class DiskStates:
             piece.result()
         slot.is_dirty = False
 
-    def _views(self, slot: _Slot) -> list[Tensor]:
-        found, at = [], 0
-        for numel, dtype in self._regions[slot.unit].spec:
-            end = at + numel * dtype.itemsize
-            found.append(torch.frombuffer(slot.memory, dtype=torch.uint8)[at:end].view(dtype))
-            at += room(end - at)
-        return found
+    def _views(self, slot: _Slot) -> Iterator[Tensor]:
+        start = 0
+        for extent in self._units[slot.unit]:
+            yield from _tensors(slot.memory, extent.spec, start)
+            start += extent.num_bytes
+
+
+def _tensors(memory: mmap.mmap, spec: Spec, at: int) -> Iterator[Tensor]:
+    """The tensors that lie in ``memory`` one after another from the byte ``at`` on."""
+    content = torch.frombuffer(memory, dtype=torch.uint8)
+    for numel, dtype in spec:
+        end = at + numel * dtype.itemsize
+        yield content[at:end].view(dtype)
+        at += room(end - at)
 
 
 def _pages(num_bytes: int) -> mmap.mmap:
@@ -301,7 +411,9 @@ def _reserve(file: int, path: Path, start: int, num_bytes: int) -> None:
             raise UserError("offload.path", what, "free space, or name a folder on another disk") from None
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
             raise _named(error, path) from None
-        os.ftruncate(file, max(start + num_bytes, os.fstat(file).st_size))  # it cannot: a write will find a full disk
+        zeros = memoryview(_pages(min(num_bytes, PIECE_BYTES)))  # it cannot: a view of what is missing would end the
+        for at in range(start, start + num_bytes, PIECE_BYTES):  # process if there were no room (SIGBUS)
+            _write(file, path, zeros[: min(PIECE_BYTES, start + num_bytes - at)], at)
 
 
 def _read(file: int, path: Path, into: memoryview, at: int) -> None:
@@ -330,7 +442,9 @@ def _named(error: OSError, path: Path) -> OSError:
     return OSError(error.errno, error.strerror, os.fspath(path))
 
 
-def _end(threads: ThreadPoolExecutor, file: int, remove: Path | None) -> None:
+def _end(process: int, threads: ThreadPoolExecutor, file: int, remove: Path | None) -> None:
+    if os.getpid() != process:  # a forked child has no part in the file
+        return
     threads.shutdown(wait=True)
     if remove is not None:
         remove.unlink(missing_ok=True)  # before it is unlocked: then another run may have it

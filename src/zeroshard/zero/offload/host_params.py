@@ -25,6 +25,7 @@ from zeroshard.zero.buffers.written_weights import bit_sums, take_written
 from zeroshard.zero.core.strategy import SHARD
 from zeroshard.zero.core.weights import WeightTransport
 from zeroshard.zero.offload.executor import Update
+from zeroshard.zero.offload.on_disk import UnitOnDisk
 from zeroshard.zero.offload.staging import Staging
 
 HOST = torch.device("cpu")
@@ -37,22 +38,29 @@ class HostParams(FlatParams):
     tensor, on another device, and a write through ``.data`` leaves no trace.
     """
 
-    def __init__(self, *args: Any, update: Update, **kwargs: Any) -> None:
-        self.update = update
+    transport: HostTransport
+
+    def __init__(self, *args: Any, update: Update, stored: UnitOnDisk | None, **kwargs: Any) -> None:
+        self.update, self._stored = update, stored if stored is not None and stored.masters else None
         self._shown: Tensor | None = None
         super().__init__(*args, **kwargs)
         if not self.shard_optim:  # updates on the host have the bits of a sharded optimizer's there
             self.pieces = self.layout.updated_by_all(HOST)
         self._aliased, self._always_compared = False, False
         there, device = self._master, self.full.device
-        slab = Slab(room(there.nbytes), device=device, pinned=False)
-        self._master = slab.take(there.numel(), there.dtype).copy_(there)
+        if self._stored is not None:
+            self._master = self._stored.take_master(there)
+        else:
+            slab = Slab(room(there.nbytes), device=device, pinned=False)
+            self._master = slab.take(there.numel(), there.dtype).copy_(there)
         self._look()
 
     @property
     def master(self) -> Tensor:  # an attribute of `Weights`, which waits here
-        """The master, once no update of it is under way."""
+        """The master, once no update of it is under way, and none is on its way to a file."""
         self.update.wait()
+        if self._stored is not None:
+            self._stored.wait()
         return self._master
 
     @master.setter
@@ -63,6 +71,11 @@ class HostParams(FlatParams):
     def master_bytes(self) -> int:
         """Bytes of the master, which an update may be changing now."""
         return self._master.nbytes
+
+    def take_update(self, master: Tensor) -> None:
+        """Cast ``master``, new and in memory, to where the next gather needs it: it need not be read from a file."""
+        if self.full.device == HOST:
+            self.transport.take_update(self.full if self.full.untyped_storage().nbytes() else None, master)
 
     def wait_for_unshard(self) -> None:
         """Wait for the gather in flight, and remember what the weights then are."""
@@ -108,6 +121,8 @@ class HostTransport(WeightTransport):
         self._shard: Tensor | None = None  # of stage 3, in the compute dtype
         self._is_outdated = True
         self._sent_at: Mark = None  # behind the last copy up of a shard that stays on the host
+        self._is_cast = False  # whether the update has left its result where the next gather needs it
+        self._shards_optim = inner.comm.world_size > 1 and facts.strategy.optim is SHARD
         if facts.strategy.params is SHARD and inner.comm.world_size > 1 and inner.form is None:
             dtype, numel = facts.precision.compute_dtype(facts.dtype), self._own.stop - self._own.start
             if streamed:
@@ -121,14 +136,14 @@ class HostTransport(WeightTransport):
 
     def prepare(self, full: Tensor, master: Tensor, *, changed: bool) -> None:
         """Bring the shard to the device, if that is older than the master, and have it made ready there."""
-        own = full[self._own]
+        own, is_cast = full[self._own], self._take_cast()
         if self.form is not None:  # it is the wide values that are encoded
             self._inner.prepare(full, master.to(full.device), changed=changed)
             return
         if self._shard is None:
-            if changed:
+            if changed and not is_cast:
                 self._staging.copy(own, master)
-        elif self._is_outdated:
+        elif self._is_outdated and not is_cast:
             if self._sent_at is not None:
                 self._sent_at.synchronize()  # the host would write what the device has not read
             self._staging.copy(self._shard, master)
@@ -149,14 +164,34 @@ class HostTransport(WeightTransport):
 
     def copy(self, full: Tensor, master: Tensor, streams: Streams, *after: Mark) -> Work | None:
         """Copy ``master``, which is not sharded, to ``full``, on a GPU on the stream ``copy_in``."""
+        if self._take_cast():
+            return None
         with streams.on("copy_in", *after):
             self._staging.copy(full, master)
             return None if full.device == master.device else streams.issued(DONE)
 
     def invalidate(self) -> None:
         """Record that master weights have changed, on every rank."""
-        self._is_outdated = True
+        self._is_outdated, self._is_cast = True, False
         self._inner.invalidate()
+
+    def take_update(self, full: Tensor | None, master: Tensor) -> None:
+        """Cast the result of an update, on its thread, to where the next gather, which waits for it, needs it.
+
+        ``full``: the unsharded weights, which nobody sees before that gather; None: they have no memory now.
+        """
+        if self.form is not None:  # it is the wide values that are encoded
+            return
+        target = self._shard
+        if target is None and full is not None:
+            target = full[self._own] if self._shards_optim else full
+        if target is not None:
+            target.copy_(master)
+            self._is_cast = True
+
+    def _take_cast(self) -> bool:
+        is_cast, self._is_cast = self._is_cast, False
+        return is_cast
 
     def take_written(self, master: Tensor, written: Tensor) -> None:
         """As the transport that gathers."""

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -23,9 +24,11 @@ from zeroshard.zero.buffers.reduction import StatefulReducer
 from zeroshard.zero.buffers.unit import FlatGroup, gradient_settings
 from zeroshard.zero.core.units import Named
 from zeroshard.zero.core.weights import WeightTransport
-from zeroshard.zero.offload.executor import Executor, Update
+from zeroshard.zero.offload.disk import DiskStates
+from zeroshard.zero.offload.executor import Executor, Job, Update
 from zeroshard.zero.offload.host_grads import HostGrads
 from zeroshard.zero.offload.host_params import HostParams, HostTransport
+from zeroshard.zero.offload.on_disk import DiskOperands, UnitOnDisk
 from zeroshard.zero.offload.settings import Offload
 from zeroshard.zero.offload.staging import Staging
 from zeroshard.zero.optimizers.operands import Lists
@@ -35,13 +38,21 @@ from zeroshard.zero.stepping.observer import Observer
 
 
 class HostGroup(FlatGroup):
-    """A group whose master, optimizer states and reduced gradients are on the host, and are updated there."""
+    """A group whose master, optimizer states and reduced gradients are on the host, and are updated there.
+
+    Attributes:
+        stored: what of these is in the rank's file.
+    """
 
     place = "host_"
+    params: HostParams  # ty: ignore[incompatible-mutable-override] -- as `FlatGroup` narrows it
     grads: HostGrads  # ty: ignore[incompatible-mutable-override] -- as `FlatGroup` narrows it
 
     def __init__(self, name: str, *args: Any, members: HostMembers, **kwargs: Any) -> None:
         self._at, self.update = members, Update(name, members.executor)
+        places, file = members.settings, members.file
+        on_disk = {"masters": places.master == "disk", "states": places.optimizer == "disk"}
+        self.stored: UnitOnDisk = None if file is None else UnitOnDisk(file, **on_disk)  # ty: ignore[invalid-assignment] -- of a group without, nobody asks
         super().__init__(name, *args, members=members, **kwargs)
 
     def _weights(
@@ -49,7 +60,8 @@ class HostGroup(FlatGroup):
     ) -> FlatParams:
         settings, at = (facts.strategy, facts.rank_groups, facts.precision, init, facts.layout), self._at
         host = HostTransport(transport, facts, streamed=at.settings.weights == "host", staging=at.staging)
-        return HostParams(facts.name, params, *settings, frozen=frozen, transport=host, update=self.update)
+        own = {"update": self.update, "stored": self.stored}
+        return HostParams(facts.name, params, *settings, frozen=frozen, transport=host, **own)
 
     def _gradients(self, facts: BufferFacts, reducer: StatefulReducer) -> FlatGrads:
         settings, at_once = (facts.layout, facts.strategy, facts.rank_groups), self._at.settings.grads == "host"
@@ -60,7 +72,18 @@ class HostGroup(FlatGroup):
     def shards(self) -> list[nn.Parameter]:  # an attribute of `Group`, which waits here
         """The pieces that the optimizer updates, once no update of them is under way."""
         self.update.wait()
+        if self.stored is not None:
+            self.stored.wait()
         return self._shards
+
+    def category(self, kind: str, value: Tensor | None = None) -> str:
+        """As of a `FlatGroup`: of what is in a file, ``disk_...``."""
+        settings = self._at.settings
+        in_file = settings.optimizer if kind == "optimizer" and value is not None and value.dim() else settings.master
+        is_stored = in_file == "disk" and (
+            kind == "master" or (kind == "optimizer" and value is not None and value.dim())
+        )
+        return f"disk_{kind}" if is_stored else super().category(kind, value)
 
     @property
     def shards_now(self) -> list[nn.Parameter]:
@@ -90,8 +113,11 @@ def _drop_grads(pieces: Sequence[nn.Parameter]) -> None:
 class HostMembers(Members):
     """The members of a unit whose state is away: ``others``' ones, in groups of their own if they are trained."""
 
-    def __init__(self, others: Members, settings: Offload, executor: Executor, staging: Staging) -> None:
+    def __init__(
+        self, others: Members, settings: Offload, executor: Executor, staging: Staging, file: DiskStates | None
+    ) -> None:
         self._others, self.settings, self.executor, self.staging = others, settings, executor, staging
+        self.file = file
 
     def transport(self, buffer: BufferFacts) -> WeightTransport:
         """That of the others."""
@@ -107,18 +133,20 @@ class HostMembers(Members):
 
 
 class Placement(Observer):
-    """The state of one engine that is off the device; ``settings``: which."""
+    """The state of one engine that is off the device; ``settings``: which, ``file``: the rank's, if any is on disk."""
 
     category = "host_params"
 
-    def __init__(self, settings: Offload) -> None:
+    def __init__(self, settings: Offload, file: DiskStates | None = None) -> None:
         self.settings, self.executor, self.staging = settings, Executor(), Staging(settings.pinned_bytes)
+        self.file, self._file_is_written = file, Update("after which the file is complete", self.executor)
+        self._stored: dict[nn.Parameter, HostGroup] = {}  # pieces with anything in the file
         self._runtime: Runtime | None = None
 
     def members(self, numels: Sequence[int], others: Members) -> list[Members]:
         """For units in the order of the forward, by their numbers of elements: each one's members."""
         num_away = self.settings.units_away(numels)
-        own = HostMembers(others, self.settings, self.executor, self.staging)
+        own = HostMembers(others, self.settings, self.executor, self.staging, self.file)
         return [others] * (len(numels) - num_away) + [own] * num_away
 
     def attach(self, runtime: Runtime, observers: list[Observer]) -> None:
@@ -135,6 +163,8 @@ class Placement(Observer):
         runtime.apply_num_ahead()
         self.staging.streams = runtime.streams_of(self._groups())
         observers.append(self)
+        if self.file is not None:
+            observers.append(Slots(self.file))
 
     def _groups(self) -> Iterator[HostGroup]:
         assert self._runtime is not None
@@ -146,6 +176,9 @@ class Placement(Observer):
         """Update its pieces that are away."""
         self.executor.drain()
         piecewise.operands.later = self
+        if self.file is not None:  # first, as other members bring theirs from what it has brought
+            in_file = DiskOperands(piecewise.optimizer, self._stored, lambda: self.executor.is_own_thread)
+            piecewise.operands.members.insert(0, in_file)
 
     def layout_changes(self) -> None:
         """Complete the step first."""
@@ -154,6 +187,9 @@ class Placement(Observer):
     def before_step(self, members: set[nn.Parameter]) -> None:
         """Complete the last step."""
         self.executor.drain()
+        if self.file is not None:
+            self._stored.clear()
+            self._stored.update((piece, group) for group in self._groups() for piece in group.shards_now)
 
     def require_weights(self, what: str) -> None:
         """Complete the last step, before its results are read or replaced."""
@@ -186,10 +222,14 @@ class Placement(Observer):
         assert self._runtime is not None
         runtime, twin, operands = self._runtime, _twin(of.optimizer), of.operands.apart()
         order = (group for unit in (runtime.root, *runtime.order) for group in unit.groups)
-        jobs = []
-        for group in (group for group in order if isinstance(group, HostGroup) and group in units):
+        armed = [group for group in order if isinstance(group, HostGroup) and group in units]
+        jobs: list[Job] = []
+        for group in armed:
             run = partial(_update, twin, step, operands, units[group], group.grads.take_factor())
             jobs.append((group.update, run))
+        if self.file is not None and jobs:
+            self.file.expect([group.stored for group in armed if group.stored in self.file])
+            jobs.append((self._file_is_written, self.file.settle))
         states = of.optimizer.state
         if isinstance(states, States):
             states.note_updates(piece for group in units for piece in chain.from_iterable(units[group]))
@@ -198,6 +238,20 @@ class Placement(Observer):
     def states(self, content: defaultdict[Any, Any]) -> defaultdict[Any, Any]:
         """Return an optimizer's states, which from now on wait for updates when they are read."""
         return content if isinstance(content, States) else States(content, self.executor)
+
+
+class Slots(Observer):
+    """Accounts for the memory through which state goes to and from the file."""
+
+    category = "host_slots"
+
+    def __init__(self, file: DiskStates) -> None:
+        self._file = file
+
+    @property
+    def tensors(self) -> Sequence[tuple[str, Tensor]]:
+        """One tensor for each slot."""
+        return [("", torch.frombuffer(slot, dtype=torch.uint8)) for slot in self._file.slots]
 
 
 def _twin(optimizer: Optimizer) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from zeroshard.lazily import loaded
@@ -98,17 +99,15 @@ class Offload:
             away += numels[-num_units]
         return num_units
 
-    def attach(self, strategy: ShardingStrategy, *, local_steps: bool, reproducible: bool) -> Any:
+    def attach(self, strategy: ShardingStrategy, *, rank: int, local_steps: bool, reproducible: bool) -> Any:
         """Return an engine's `zeroshard.zero.offload.placement.Placement`; None: nothing leaves the device.
 
         Raises:
-            ValueError: another setting of the engine needs on the device what is to leave it.
+            ValueError: another setting of the engine needs on the device what is to leave it; the rank's file cannot
+                be made, or another run uses it.
         """
         if self.master == "device":
             return None
-        on_disk = next((field for field in ("optimizer", "master") if getattr(self, field) == "disk"), None)
-        if on_disk is not None:
-            raise ValueError(f"offload.{on_disk}: 'disk' is not supported by this version; give 'host'")
         if self.weights == "host" and strategy.params.value != "shard":
             raise ValueError(f"offload.weights: 'host' at {strategy.name}, which keeps whole weights; give stage=3")
         if local_steps:
@@ -117,7 +116,10 @@ class Offload:
             )
         if self.grads == "host" and reproducible:
             raise ValueError("offload.grads: 'host' with reproducible, whose exact sums stay; give grads='device'")
-        return loaded("zeroshard.zero.offload.placement", "Placement")(self)
+        file = None
+        if self.path is not None:
+            file = loaded("zeroshard.zero.offload.disk", "file_of_rank")(Path(self.path), rank)
+        return loaded("zeroshard.zero.offload.placement", "Placement")(self, file)
 
 
 def _bytes(size: int | str) -> int:

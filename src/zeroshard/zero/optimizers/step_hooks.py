@@ -116,8 +116,8 @@ class _Steps:
         if self._depth:
             self._piecewise.weights_changed()
         else:
-            self._operands.arm()
             self._piecewise.after_step()
+            self._operands.arm()  # after weights are marked stale: what an update leaves for the next gather is current
 
     def leaves(self, *_: Any) -> None:
         """After an inner step: show pieces to the rest of the class's own code; [Note: A step inside a step].

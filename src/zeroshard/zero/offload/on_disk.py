@@ -1,0 +1,170 @@
+"""Units whose master weights or optimizer states are in the rank's file; a step has one of them in memory at a time.
+
+    between steps   pieces and ``optimizer.state`` show views of the file: [Note: Views of the file] in `disk`
+    an update       `DiskOperands.bring` shows copies in a slot, `take_back` writes them and shows the file again
+
+So whatever reads or writes state outside of a step works as with state in memory. States are made by a class's first
+step, or by a load, as ordinary tensors: `UnitOnDisk.keep` moves them to the file. Numbers (a step count) stay in
+memory. A class from elsewhere, which steps once on all units, steps on the views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.torch_internals import storage_id
+from zeroshard.zero.core.layout import view_of
+from zeroshard.zero.core.optimizer import StepOperands
+from zeroshard.zero.offload.disk import DiskStates
+
+if TYPE_CHECKING:
+    from zeroshard.zero.offload.placement import HostGroup
+
+
+class _Kept(NamedTuple):
+    """A state that has a place in the file."""
+
+    optimizer: Any
+    piece: nn.Parameter
+    kind: str
+    shown: Tensor
+
+    @property
+    def is_vacant(self) -> bool:
+        """Whether the optimizer has another tensor now: one was loaded, or states were cleared."""
+        return self.optimizer.state.get(self.piece, {}).get(self.kind) is not self.shown
+
+
+class UnitOnDisk:
+    """What one group has in the file.
+
+    Args:
+        file: the rank's.
+        masters, states: which of the two are kept there.
+    """
+
+    def __init__(self, file: DiskStates, *, masters: bool, states: bool) -> None:
+        self.file, self.masters, self.states = file, masters, states
+        self._kept: list[_Kept] = []
+        self._brought: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
+
+    def take_master(self, values: Tensor) -> Tensor:
+        """Return ``values [numel]`` in the file; nothing else is there yet."""
+        return self.file.add(self, [values])[0]
+
+    def wait(self) -> None:
+        """Wait until views of the file show what the last update has written."""
+        self.file.wait(self)
+
+    def keep(self, optimizer: Any, pieces: Iterable[nn.Parameter]) -> None:
+        """Move the states of these pieces that are in memory to the file."""
+        if not self.states:
+            return
+        known = {id(kept.shown) for kept in self._kept}
+        fresh = []
+        for piece in pieces:
+            state = optimizer.state.get(piece, {})
+            for kind, value in state.items():
+                if isinstance(value, Tensor) and value.dim() and id(value) not in known and _fits(value):
+                    fresh.append((piece, state, kind, value))
+        if not fresh:
+            return
+        own = {storage_id(kept.shown) for kept in self._kept}
+        # What was loaded may be a view of the place of another state, which is about to be written.
+        fresh = [(p, s, k, v.clone() if storage_id(v) in own else v) for p, s, k, v in fresh]
+        vacant = [index for index, kept in enumerate(self._kept) if kept.is_vacant]
+        without = []
+        for piece, state, kind, value in fresh:
+            shown = (self._kept[index].shown for index in vacant)
+            found = next((i for i, s in enumerate(shown) if (s.shape, s.dtype) == (value.shape, value.dtype)), None)
+            if found is None:
+                without.append((piece, state, kind, value))
+                continue
+            index = vacant.pop(found)
+            state[kind] = self._kept[index].shown.copy_(value)
+            self._kept[index] = _Kept(optimizer, piece, kind, state[kind])
+        if without:
+            places = self.file.add(self, [value.detach().reshape(-1) for _, _, _, value in without])
+            for (piece, state, kind, value), place in zip(without, places, strict=True):
+                state[kind] = place.view(value.shape)
+                self._kept.append(_Kept(optimizer, piece, kind, state[kind]))
+
+    def bring(self, group: HostGroup, optimizer: Any, pieces: Sequence[nn.Parameter]) -> None:
+        """Show copies in a slot of what is in the file of these pieces, which are about to be updated."""
+        self.keep(optimizer, pieces)
+        if self not in self.file:
+            return
+        copies, stepped = iter(self.file.read(self)), set(pieces)
+        if self.masters:
+            self._master = next(copies)
+            for piece, own in zip(group.params.pieces, group.shards_now, strict=True):
+                own.data = view_of(self._master, piece.offset - group.params.master_offset, piece.shape)
+        for kept, copied in zip(self._kept, copies, strict=True):
+            if kept.optimizer is optimizer and kept.piece in stepped and not kept.is_vacant:
+                state, brought = optimizer.state[kept.piece], copied.view(kept.shown.shape)
+                state[kept.kind] = brought
+                self._brought.append((state, kept.kind, kept.shown, brought))
+
+    def take_back(self, group: HostGroup, optimizer: Any, pieces: Sequence[nn.Parameter]) -> None:
+        """Begin to write what `bring` has shown, show the file again, and move there what the step has made."""
+        for state, kind, shown, brought in self._brought:
+            now = state.get(kind)
+            if now is not brought and isinstance(now, Tensor) and (now.shape, now.dtype) == (shown.shape, shown.dtype):
+                brought.copy_(now)  # a class that makes its states anew
+                now = brought
+            if now is brought:
+                state[kind] = shown
+        self._brought = []
+        if self in self.file:
+            if self.masters:
+                group.params.take_update(self._master)
+                del self._master
+                for piece, own in zip(group.params.pieces, group.shards_now, strict=True):
+                    own.data = group.params.piece_of_master(piece)
+            self.file.write(self)
+        self.keep(optimizer, pieces)
+
+
+def _fits(value: Tensor) -> bool:
+    return value.device.type == "cpu" and value.is_contiguous() and value.layout == torch.strided
+
+
+class DiskOperands(StepOperands):
+    """Operands of one optimizer that are in the file.
+
+    Args:
+        optimizer: the optimizer.
+        homes: the group of each piece of which anything is in the file.
+        in_update: tells whether the calling thread updates one unit now; else a step is on all of them.
+    """
+
+    def __init__(self, optimizer: Any, homes: Mapping[nn.Parameter, HostGroup], in_update: Any) -> None:
+        self._optimizer, self._homes, self._in_update = optimizer, homes, in_update
+        self._pieces: dict[HostGroup, list[nn.Parameter]] = {}
+        self._swapped = False
+
+    def elsewhere(self, pieces: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Those with a master or states in the file."""
+        return [piece for piece in pieces if piece in self._homes]
+
+    def bring(self, pieces: Sequence[nn.Parameter]) -> None:
+        """Show copies in memory, if it is one unit that is updated."""
+        self._swapped = self._in_update()
+        for piece in pieces:
+            self._pieces.setdefault(self._homes[piece], []).append(piece)
+        if self._swapped:
+            for group, own in self._pieces.items():
+                group.stored.bring(group, self._optimizer, own)
+
+    def take_back(self) -> None:
+        """Write what was brought, and move to the file what the step has made."""
+        found, self._pieces = self._pieces, {}
+        for group, own in found.items():
+            if self._swapped:
+                group.stored.take_back(group, self._optimizer, own)
+            else:
+                group.stored.keep(self._optimizer, own)
