@@ -307,7 +307,7 @@ class DiskStates:
             wait(slot.reading)  # a unit that was read ahead, and then another one was asked for
             slot.reading.clear()
             del self._slots[0]
-        if len(slot.memory) < (needed := self._bytes_of(unit)):
+        if len(slot.memory) < (needed := max(map(self._bytes_of, self._units))):
             slot.memory = _pages(needed)
         slot.unit = unit
         self._slots.append(slot)

@@ -144,7 +144,7 @@ class DiskOperands(StepOperands):
 
     def __init__(self, optimizer: Any, homes: Mapping[nn.Parameter, HostGroup], in_update: Any) -> None:
         self._optimizer, self._homes, self._in_update = optimizer, homes, in_update
-        self._pieces: dict[HostGroup, list[nn.Parameter]] = {}
+        self._pieces: list[tuple[HostGroup, list[nn.Parameter]]] = []
         self._swapped = False
 
     def elsewhere(self, pieces: Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -153,17 +153,21 @@ class DiskOperands(StepOperands):
 
     def bring(self, pieces: Sequence[nn.Parameter]) -> None:
         """Show copies in memory, if it is one unit that is updated."""
-        self._swapped = self._in_update()
+        self._swapped, found = self._in_update(), dict[Any, list[nn.Parameter]]()
         for piece in pieces:
-            self._pieces.setdefault(self._homes[piece], []).append(piece)
+            found.setdefault(self._homes[piece], []).append(piece)
+        self._pieces = [
+            *self._pieces,
+            *found.items(),
+        ]  # another list: this object's copies for other threads have theirs
         if self._swapped:
-            for group, own in self._pieces.items():
+            for group, own in found.items():
                 group.stored.bring(group, self._optimizer, own)
 
     def take_back(self) -> None:
         """Write what was brought, and move to the file what the step has made."""
-        found, self._pieces = self._pieces, {}
-        for group, own in found.items():
+        found, self._pieces = self._pieces, []
+        for group, own in found:
             if self._swapped:
                 group.stored.take_back(group, self._optimizer, own)
             else:
