@@ -96,6 +96,15 @@ def test_a_checkpoint_continues_with_the_same_bits_elsewhere_and_loads_into_fp32
     assert_equal({**states(again), **narrow.state_dict()}, states(narrow))
 
 
+def test_states_that_a_load_rounds_are_told_of_in_a_line():
+    wide, optimizer = engine(LocalCommunicator(), 0, state_format="fp32")
+    train(wide, optimizer, range(1))
+    _, loading = engine(LocalCommunicator(), 2)
+    with pytest.warns(UserWarning, match="^optimizer: the loaded states are rounded to bf16, .*$"):
+        loading.load_state_dict(wide.optim_state_dict())
+    assert all(state["exp_avg"].dtype == torch.bfloat16 for state in loading.state.values())
+
+
 def test_a_state_that_changes_slowly_is_right_on_average_and_not_finite_numbers_stay():
     values = torch.full((200_000,), 1.0 + 2**-10)  # an eighth of the way to the next number, 1 + 2^-7
     means = [rounded(values, 5, torch.tensor(float(step)), 3).float().mean() for step in range(4)]

@@ -16,6 +16,7 @@ The class computes in fp32 as ever. Its step runs unit by unit, so only one unit
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from zlib import crc32
@@ -82,9 +83,17 @@ class NarrowStates(StepOperands):
 
     def loaded(self) -> None:
         """Round the states that were loaded: those that were saved in bfloat16 become the same numbers again."""
+        exact = True
         for pieces in self._of.pieces:
             for piece in pieces:
+                wide = {**self._of.optimizer.state.get(piece, {})}
                 self._round(piece)
+                now = self._of.optimizer.state.get(piece, {})
+                kinds = _narrowed(piece, now, torch.bfloat16)
+                exact = exact and all(torch.equal(now[kind].float(), wide[kind].float()) for kind in kinds)
+        if not exact:
+            what = "the loaded states are rounded to bf16, in which this optimizer keeps them (state_format)"
+            warnings.warn(f"optimizer: {what}", stacklevel=2)
 
     def _round(self, piece: nn.Parameter) -> None:
         state = self._of.optimizer.state.get(piece, {})
