@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import qwen_shapes
 import rows
 from overlap import trace_of
 from torch import Tensor
@@ -35,7 +36,7 @@ def kind_of(name: str) -> str:
 def steps_broken_down(budget: rows.Budget, say: rows.Say) -> None:
     """Say what `broken_down` finds for GPT-2, compiled and eager, and for a transformers model with compiled blocks."""
     micro = 2 if rows.TOY else 16
-    config = {**rows.QWEN_ALIKE, **(rows.QWEN_TOY if rows.TOY else rows.QWEN["qwen2.5-0.5b"])}
+    config = {**qwen_shapes.QWEN_ALIKE, **(qwen_shapes.QWEN_TOY if rows.TOY else qwen_shapes.QWEN["qwen2.5-0.5b"])}
     cases: dict[str, Callable[[], Step]] = {
         "zero1, compile": lambda: rows._contestant("zero1", "compile", micro),
         "zero1, eager": lambda: rows._contestant("zero1", "eager", micro),

@@ -10,9 +10,11 @@ from typing import Any
 
 import rows
 import torch
+from qwen_shapes import QWEN_ALIKE, QWEN_TOY
 
+from zeroshard import host_memory
 from zeroshard.comm import LocalCommunicator
-from zeroshard.models import build_model
+from zeroshard.models import LanguageModel, build_model
 from zeroshard.zero import Offload, Zero
 
 # Published configurations; NVIDIA-NeMo/RL, issue 3628, has Qwen3-0.6B on one H100: 0.752 s and 15.24 GiB without
@@ -21,13 +23,15 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
                    "head_dim": 128, "intermediate_size": 3072},
 }  # fmt: skip
+# Published of Qwen2.5-7B on one GPU: 14,000 tokens/s (llmq, README), 272 TFLOP/s (MegaTrain, arXiv 2604.05091).
+HOST_BYTES_7B = 6.74e9 * 16  # fp32 master, two states, gradient
 ALIKE = {
-    **rows.QWEN_ALIKE,
+    **QWEN_ALIKE,
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "max_position_embeddings": 40960,
 }
-TOY = {**rows.QWEN_TOY, "num_key_value_heads": 2, "head_dim": 8}
+TOY = {**QWEN_TOY, "num_key_value_heads": 2, "head_dim": 8}
 
 
 def offloaded(budget: rows.Budget, say: rows.Say) -> None:
@@ -50,11 +54,18 @@ def _measured(config: dict[str, Any], settings: Offload | None, micro: int) -> l
         Path(folder, "config.json").write_text(json.dumps(config))
         build = lambda: build_model(f"hf:{folder}", seq_len=rows.SEQ_LEN, overrides={"from_config": True})  # noqa: E731
         model = rows.filled(build)
+    return _steps(model, int(config["vocab_size"]), settings, micro, (1, 8))
+
+
+def _steps(
+    model: LanguageModel, vocab: int, settings: Offload | None, micro: int, counts: tuple[int, ...]
+) -> list[dict[str, Any]]:
+    """Of steps of each of these numbers of micro-batches: the least seconds of two, and the peak."""
     zero = Zero(model, 1, units=model.units, comm=LocalCommunicator(), precision=rows.BF16, offload=settings)
     optimizer = zero.optimizer(torch.optim.AdamW, **rows.ADAMW, fused=True)
-    tokens, targets = rows.batch(micro, int(config["vocab_size"]))
+    tokens, targets = rows.batch(micro, vocab)
     found = []
-    for num_micro in (1, 8):
+    for num_micro in counts:
         seconds = []
         for _ in range(3):
             if rows.ON_GPU:
@@ -73,3 +84,26 @@ def _measured(config: dict[str, Any], settings: Offload | None, micro: int) -> l
         found.append({"num_micro": num_micro, "step_s": min(seconds[1:]), "peak_bytes": peak,
                       "tokens": micro * num_micro * rows.SEQ_LEN})  # fmt: skip
     return found
+
+
+def seven_billion(budget: rows.Budget, say: rows.Say) -> None:
+    """Say seconds, tokens/s and FLOP/s of Llama 7B with activation checkpointing, by the number of micro-batches."""
+    case, available = "llama-7b, optimizer on the host", host_memory.available_bytes()
+    if not rows.TOY and available is not None and available < HOST_BYTES_7B:
+        say(
+            case=case,
+            left_out=f"the host has {available / 2**30:.0f} GiB left, and {HOST_BYTES_7B / 2**30:.0f} are needed",
+        )
+        return
+    micro, overrides = (1, {**rows.TINY, "n_kv_head": 2}) if rows.TOY else (8, {})
+    with rows.losing_itself_alone(say, case):
+        overrides = {**overrides, "activation_checkpointing": "full"}
+        model = rows.filled(
+            lambda: build_model("llama-7b", vocab_size=rows.VOCAB, seq_len=rows.SEQ_LEN, overrides=overrides)
+        )
+        flops = model.num_flops_per_token(rows.SEQ_LEN)
+        for record in _steps(model, rows.VOCAB, Offload(), micro, (1, 4)):
+            tokens_per_s = record["tokens"] / record["step_s"]
+            rates = {"tokens_per_s": tokens_per_s, "flops_per_s": tokens_per_s * flops}
+            say(case=case, micro_batch=micro, **record, **rates)
+    rows.cleared()

@@ -48,6 +48,7 @@ def planned(records: list[Record]) -> Iterator[Record]:
     """
     toy = any(record.get("toy") for record in records)
     os.environ["QUARTER_REHEARSES" if toy else "QUARTER_PLANS"] = "1"  # rows.py then has the sizes that were measured
+    import qwen_shapes
     import rows
 
     from zeroshard.lab.planner.planner import planner_for
@@ -73,7 +74,10 @@ def planned(records: list[Record]) -> Iterator[Record]:
                 step_s = planner.row(1, record["micro_batch"]).timing.step_s
                 yield {"row": record["row"], "case": record["case"], "planned_s": step_s}
             elif calibration and record["row"] == "qwen" and record.get("round") == 0:
-                config = {**rows.QWEN_ALIKE, **(rows.QWEN_TOY if toy else rows.QWEN[record["case"]])}
+                config = {
+                    **qwen_shapes.QWEN_ALIKE,
+                    **(qwen_shapes.QWEN_TOY if toy else qwen_shapes.QWEN[record["case"]]),
+                }
                 Path(folder, "config.json").write_text(json.dumps(config))
                 planner = planner_for(f"hf:{folder}", global_batch=record["tokens"] // rows.SEQ_LEN, impl="compile",
                                       overrides={"from_config": True}, **common)  # fmt: skip

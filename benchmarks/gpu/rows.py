@@ -5,7 +5,6 @@ Without a GPU, or in a rehearsal, models and shapes are toys; the figures then c
 
 from __future__ import annotations
 
-import cProfile
 import gc
 import json
 import os
@@ -32,12 +31,18 @@ if not ON_GPU:
 import kernel_cases  # noqa: E402
 import torch._functorch.config  # noqa: E402
 from kernel_times import STREAM, copy_bytes_per_s, measure_case, timer  # noqa: E402
+from planted import (  # noqa: E402, F401 -- rows too
+    planted_failure,
+    planted_hang,
+    planted_kill,
+    planted_out_of_memory,
+)
+from qwen_shapes import QWEN, QWEN_ALIKE, QWEN_TOY  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from zeroshard import kernels  # noqa: E402
 from zeroshard.comm import LocalCommunicator, NullCommunicator  # noqa: E402
 from zeroshard.kernels import Choice  # noqa: E402
-from zeroshard.kernels.adamw import Pieces  # noqa: E402
 from zeroshard.kernels.linear_cross_entropy import _product  # noqa: E402
 from zeroshard.lab.bench.report import environment  # noqa: E402
 from zeroshard.models import LanguageModel, build_model  # noqa: E402
@@ -337,20 +342,6 @@ def _contestant(who: str, how: str, micro: int) -> Callable[[int], Tensor]:
     return step
 
 
-QWEN = {  # published configurations of Qwen2.5
-    "qwen2.5-0.5b": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "intermediate_size": 4864},
-    "qwen2.5-1.5b": {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12,
-                     "intermediate_size": 8960},
-}  # fmt: skip
-QWEN_ALIKE = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_key_value_heads": 2, "vocab_size": 151936,
-    "max_position_embeddings": 32768, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
-    "hidden_act": "silu", "torch_dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 0,
-}  # fmt: skip
-QWEN_TOY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
-            "vocab_size": VOCAB}  # fmt: skip
-
-
 def qwen(budget: Budget, say: Say) -> None:
     """Seconds of a step of Qwen2.5 by transformers' code, blocks compiled, under our stage 1 in a world of one."""
     for name, sizes in QWEN.items():
@@ -480,99 +471,16 @@ def _measured(case: kernel_cases.Case, say: Say, copy_rate: float, order: random
 
 def host(budget: Budget, say: Say) -> None:
     """Microseconds of the host for an operation on small tensors, forward and backward, and in which functions."""
-    (rows, width), count = ((4, 16), 3) if TOY else ((64, 768), 1000)
-    x, other = (torch.randn(rows, width, device=DEVICE).bfloat16().requires_grad_() for _ in range(2))
-    weight, bias = (torch.ones(width, device=DEVICE).bfloat16().requires_grad_() for _ in range(2))
-    heads = torch.randn(1, 4, rows, width // 4, device=DEVICE).bfloat16().requires_grad_()
-    angles = torch.ones(rows, width // 8, device=DEVICE)
-    arguments = {"layer_norm": [x, weight, bias], "rms_norm": [x, weight], "swiglu": [x, other],
-                 "rope": [heads, heads, angles, angles]}  # fmt: skip
-    for name, tensors in arguments.items():
-        for who, backend in (("ours", "triton"), ("eager", "reference")):
-            forward = partial(getattr(kernels, name), *tensors, kernels=backend)
-            outputs = forward() if name == "rope" else (forward(),)
-            wanted, upstream = [t for t in tensors if t.requires_grad], [torch.ones_like(y) for y in outputs]
-            calls: dict[str, Callable[[], object]] = {
-                "forward": forward,
-                "backward": partial(torch.autograd.grad, outputs, wanted, upstream, retain_graph=True),
-            }
-            for mode, call in calls.items():
-                say(case=name, mode=mode, contestant=who, us=1e6 * min(_host_s(call, count) for _ in range(3)))
-                if who == "ours" and name == "layer_norm":
-                    say(case=f"{name}, functions", mode=mode, us_by_function=_profiled(call, count))
+    from host_times import microseconds_of_the_host
 
-
-def _host_s(call: Callable[[], object], count: int) -> float:
-    synchronise()
-    began = time.perf_counter()
-    for _ in range(count):
-        call()
-    seconds = time.perf_counter() - began
-    synchronise()
-    return seconds / count
-
-
-def _profiled(call: Callable[[], object], count: int) -> dict[str, float]:
-    """The 20 functions with the most time of their own under Python's profiler, in microseconds of a call."""
-    profiler = cProfile.Profile()
-    with torch.autograd.set_multithreading_enabled(False):  # the profiler sees the thread that calls alone
-        profiler.runcall(_host_s, call, count)
-    own: list[tuple[float, str]] = []
-    for entry in profiler.getstats():
-        code = entry.code
-        name = code if isinstance(code, str) else f"{Path(code.co_filename).name}:{code.co_name}"
-        own.append((1e6 * entry.inlinetime / count, f"{name} x {entry.callcount / count:.1f}"))
-    return {name: round(us, 2) for us, name in sorted(own, reverse=True)[:20]}
+    microseconds_of_the_host(budget, say)
 
 
 def adamw(budget: Budget, say: Say) -> None:
     """An update with a clipping factor: ours multiplies by it, torch's fused kernel divides by its ``grad_scale``."""
-    for numel in (5000,) if TOY else (124_000_000, 1_558_000_000):
-        with torch.no_grad(), torch.cuda.stream(STREAM) if STREAM else nullcontext():
-            timers = {
-                name: timer([function], 0.02)[0] for name, function in (_updates(numel) | _comparisons(numel)).items()
-            }
-            for index in budget.rounds(2, 9):
-                for name, measure in timers.items():
-                    seconds = measure()
-                    num_bytes = (6 if "written" in name else 28) * numel
-                    say(case=name, numel=numel, round=index, seconds=seconds, bytes_per_s=num_bytes / seconds)
-        del timers
-        cleared()
+    from update_times import updates
 
-
-def _updates(numel: int) -> dict[str, Callable[[], object]]:
-    """Both updates, of the same numbers."""
-    param, grad, m = (torch.randn(numel, device=DEVICE) for _ in range(3))
-    v, factor = torch.rand(numel, device=DEVICE), torch.full((), 0.5, device=DEVICE)
-    pieces, options = Pieces(), kernel_cases.OPTIONS
-
-    def ours() -> None:
-        kernels.adamw(param, grad, m, v, step=10, options=options, grad_scale=factor, pieces=pieces, kernels="triton")
-
-    leaf = nn.Parameter(param)
-    leaf.grad = grad
-    how: dict[str, Any] = {"betas": (options.beta1, options.beta2), "weight_decay": options.weight_decay}
-    fused: Any = torch.optim.AdamW([leaf], options.lr, **how, fused=True, capturable=ON_GPU)
-    fused.state[leaf] |= {"step": torch.full((), 10.0, device=DEVICE), "exp_avg": m, "exp_avg_sq": v}
-    # This is how `torch.amp.GradScaler` passes a factor to a fused optimizer.
-    fused.grad_scale, fused.found_inf = factor, torch.zeros((), device=DEVICE)
-    return {"ours": ours, "torch fused": fused.step}
-
-
-def _comparisons(numel: int) -> dict[str, Callable[[], object]]:
-    """The search, before an update, for what a user wrote into bf16 weights: by our kernel, by PyTorch."""
-    from zeroshard.kernels.written import carry_written
-    from zeroshard.zero.buffers.written_weights import take_where_it_differs
-
-    master = torch.randn(numel, device=DEVICE)
-    written = master.bfloat16()
-
-    def theirs() -> None:
-        with kernels.use_kernels("reference"):
-            take_where_it_differs(master, written)
-
-    return {"written, ours": lambda: carry_written(master, written), "written, torch": theirs}
+    updates(budget, say)
 
 
 # ----------------------------------------------------------------------------------------------------------- memory
@@ -651,6 +559,13 @@ def offload(budget: Budget, say: Say) -> None:
     offloaded(budget, say)
 
 
+def offload_7b(budget: Budget, say: Say) -> None:
+    """A model of 7 billion parameters on one GPU: tokens/s with all of the optimizer on the host."""
+    from offloading import seven_billion
+
+    seven_billion(budget, say)
+
+
 def peak_blocks(budget: Budget, say: Say) -> None:
     """What tensors ask for at the peak of a step, what the allocator gives, and the largest blocks then."""
     from peaks import blocks_of_cases
@@ -667,28 +582,3 @@ def device(budget: Budget, say: Say) -> None:
         path = Path(folder, "device.json")
         bench.write(report, calibration, path)
         say(calibration=json.loads(path.read_text()))
-
-
-# ------------------------------------------------------------------------------------------- a rehearsal's failures
-
-
-def planted_failure(budget: Budget, say: Say) -> None:
-    """Fails after a result."""
-    say(case="before it fails")
-    raise RuntimeError("a planted failure")
-
-
-def planted_hang(budget: Budget, say: Say) -> None:
-    """Never ends."""
-    while True:
-        time.sleep(1)
-
-
-def planted_out_of_memory(budget: Budget, say: Say) -> None:
-    """Asks for more than any machine has."""
-    torch.empty(2**60, dtype=torch.uint8, device=DEVICE)
-
-
-def planted_kill(budget: Budget, say: Say) -> None:
-    """Dies without a word."""
-    os.kill(os.getpid(), 9)
