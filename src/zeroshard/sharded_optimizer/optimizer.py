@@ -71,7 +71,8 @@ class ShardedOptimizer(Optimizer):
     Raises:
         TypeError: ``optimizer_cls`` is no optimizer class; ``params`` is a tensor or a set.
         ValueError: an optimizer that needs all parameters at once (named, with the reason), or is differentiable; no
-            parameters; one that is sharded already, sparse, or on the meta device; ranks whose parameters differ.
+            parameters; one that is sharded already, sparse, or on the meta device; ranks whose parameters differ;
+            ``offload``, which `zeroshard.Zero` takes.
     """
 
     def __init__(
@@ -88,6 +89,10 @@ class ShardedOptimizer(Optimizer):
         if issubclass(optimizer_cls, ShardedOptimizer):
             raise ValueError(
                 "optimizer_cls: a ShardedOptimizer cannot be sharded again; give the optimizer's own class"
+            )
+        if "offload" in kwargs:
+            raise ValueError(
+                "offload: a ShardedOptimizer updates on the device; give it to zeroshard.Zero, with stage=1"
             )
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
