@@ -28,5 +28,6 @@ if TYPE_CHECKING:
     from zeroshard.models.presets import build_model as build_model
     from zeroshard.models.presets import model_config as model_config
     from zeroshard.models.presets import nearest_preset as nearest_preset
+    from zeroshard.models.recompute import offload_inputs as offload_inputs
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

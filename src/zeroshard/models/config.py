@@ -5,6 +5,7 @@ A wrong size raises a UserError here, one line that names the field, before any 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import fields
 from types import MappingProxyType
@@ -62,6 +63,11 @@ class ModelConfig(Protocol):
         """Which blocks recompute activations in backward instead of keeping them: see `zeroshard.models.recompute`."""
         ...
 
+    @property
+    def tiles(self) -> str:
+        """How feed-forward layers are cut along the sequence: see `zeroshard.models.tiles`."""
+        ...
+
     def build(self, seed: int = 0, kernels: Choice = "auto") -> Any:
         """Build the `LanguageModel` of this configuration on the default device; arguments: see its attributes."""
         ...
@@ -82,6 +88,17 @@ def check_divides(config: ModelConfig, divisor: str, dividend: str) -> None:
         nearest = sorted(sorted(fitting, key=lambda n: abs(n - part))[:2])
         todo = f"take {' or '.join(map(str, nearest))}, or change {dividend}"
         raise UserError(f"model.{divisor}", f"{part} does not divide {dividend} {whole}", todo)
+
+
+def check_tiles(how: str, recomputation: str) -> None:
+    """Raise UserError unless ``how`` is none, or auto or a number of tiles of blocks that are recomputed."""
+    if how == "none":
+        return
+    if how != "auto" and not re.fullmatch(r"[1-9]\d{0,5}", how):
+        raise UserError("model.tiles", f"{how!r} is not a choice", "choose none, auto, or a number of tiles")
+    if recomputation not in ("full", "offload"):
+        what = f"{how} with activation_checkpointing {recomputation!r}, which keeps what tiles would not"
+        raise UserError("model.tiles", what, "recompute blocks: --model.activation-checkpointing full or offload")
 
 
 def check_types(config: ModelConfig) -> None:

@@ -21,7 +21,7 @@ from zeroshard.errors import UserError
 from zeroshard.kernels import Choice
 from zeroshard.models.base import LanguageModel, Part, fill_constant_, fill_normal_, materialize, shapes_only
 from zeroshard.models.cache import KVCache
-from zeroshard.models.config import ModelConfig, check_divides, check_most, check_types
+from zeroshard.models.config import ModelConfig, check_divides, check_most, check_tiles, check_types
 from zeroshard.models.document_masks import mask_of, positions_and_mask
 from zeroshard.models.head import Head, head_loss, with_embedding_and_head
 from zeroshard.models.recompute import recompute_blocks, recomputed_blocks
@@ -56,6 +56,7 @@ def check_sizes(config: DecoderConfig, *more: str) -> None:
         check_most(config, name)
     check_divides(config, "n_head", "n_embd")
     recomputed_blocks(config.activation_checkpointing, config.n_layer)
+    check_tiles(config.tiles, config.activation_checkpointing)
 
 
 C = TypeVar("C", bound=DecoderConfig)

@@ -26,6 +26,7 @@ from zeroshard.models.attention import attend
 from zeroshard.models.cache import LayerCache
 from zeroshard.models.decoder import Decoder, check_sizes
 from zeroshard.models.head import Head
+from zeroshard.models.tiles import Tiler
 
 ACTIVATIONS = {"gelu_tanh": "tanh", "gelu": "none"}  # with torch's name of the approximation
 LAYER_NORM_EPS = 1e-5
@@ -45,7 +46,9 @@ class GPT2Config:
         dropout: probability in [0, 1) on embeddings, attention weights and residual branches. GPT-2 used 0.1;
             use 0 for a model that sees each token about once.
         activation_checkpointing: which blocks recompute activations in backward instead of keeping them: ``none``,
-            ``full``, ``selective``, ``selective:2`` or ``every:N``; see `zeroshard.models.recompute`.
+            ``full``, ``offload``, ``selective``, ``selective:2`` or ``every:N``; see `zeroshard.models.recompute`.
+        tiles: into how many tiles of tokens a recomputed block's feed-forward layer is cut: ``none``, ``auto`` or a
+            number as text; see `zeroshard.models.tiles`.
         activation: between the two matrices of a feed-forward layer: ``gelu_tanh``, the approximation that GPT-2 has,
             or ``gelu``, the exact one, which nanoGPT has.
 
@@ -61,6 +64,7 @@ class GPT2Config:
     bias: bool = True
     dropout: float = 0.0
     activation_checkpointing: str = "none"
+    tiles: str = "none"
     activation: str = "gelu_tanh"
     tie_embeddings: ClassVar[bool] = True
 
@@ -88,15 +92,17 @@ class Attention(nn.Module):
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
-        """Attend from each position to itself and earlier ones, or as ``mask`` allows: [B, T, C] -> [B, T, C]."""
+        """Attend from each position to itself and earlier ones, or as ``mask`` allows: [B, T, C] -> [B, T, H, D].
+
+        What the heads found is projected back, by ``c_proj``, in the block's `Block.after_attention`.
+        """
         B, T, _ = x.shape  # (8, 1024, 768)
         qkv = self.c_attn(x).view(B, T, 3 * self.n_head, self.head_dim)  # (8, 1024, 36, 64)
         q, k, v = qkv.transpose(1, 2).chunk(3, dim=1)  # each [B, H, T, D]: (8, 12, 1024, 64)
         if cache is not None:
             k, v, mask = cache.extend(k, v)
         dropout = self.dropout if self.training else 0.0
-        y = attend(q, k, v, mask, dropout=dropout)  # [B, H, T, D]: (8, 12, 1024, 64)
-        return self.drop(self.c_proj(y.transpose(1, 2).reshape(B, T, -1)))  # (8, 1024, 768)
+        return attend(q, k, v, mask, dropout=dropout).transpose(1, 2)  # (8, 1024, 12, 64)
 
 
 class MLP(nn.Module):
@@ -123,10 +129,16 @@ class Block(nn.Module):
         self.attn = Attention(config)
         self.ln_2 = LayerNorm(config.n_embd, LAYER_NORM_EPS, bias=config.bias, kernels=kernels)
         self.mlp = MLP(config)
+        self.tile = Tiler(config.tiles, middle=8 * config.n_embd, random=config.dropout > 0)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
         """[B, T, C] -> [B, T, C]; ``mask`` from `zeroshard.models.document_masks.separate`."""
-        mixed = self.attn(self.ln_1(x), mask, cache)
+        y = self.attn(self.ln_1(x), mask, cache)
+        return self.tile((self.attn.c_proj, self.ln_2, self.mlp), self.after_attention, y, x)
+
+    def after_attention(self, y: Tensor, x: Tensor) -> Tensor:
+        """[B, T, H, D], [B, T, C] -> [B, T, C]: what is computed by token of the heads' output and the input."""
+        mixed = self.attn.drop(self.attn.c_proj(y.flatten(2)))  # (8, 1024, 768)
         # the norm also computes x + mixed and returns it; under autocast mixed is narrower than x
         normed, x = self.ln_2(mixed.to(x.dtype), x)
         return x + self.mlp(normed)

@@ -27,6 +27,7 @@ from zeroshard.models.cache import LayerCache
 from zeroshard.models.config import check_divides, check_most
 from zeroshard.models.decoder import Decoder, check_sizes
 from zeroshard.models.head import Head
+from zeroshard.models.tiles import Tiler
 
 FFN_MULTIPLE = 256
 
@@ -47,7 +48,9 @@ class LlamaConfig:
         rope_theta: base of the rotary wavelengths: 10,000 in LLaMA 1 and 2, 500,000 in Llama 3.
         norm_eps: added to the mean square inside RMSNorm.
         activation_checkpointing: which blocks recompute activations in backward instead of keeping them: ``none``,
-            ``full``, ``selective``, ``selective:2`` or ``every:N``; see `zeroshard.models.recompute`.
+            ``full``, ``offload``, ``selective``, ``selective:2`` or ``every:N``; see `zeroshard.models.recompute`.
+        tiles: into how many tiles of tokens a recomputed block's feed-forward layer is cut: ``none``, ``auto`` or a
+            number as text; see `zeroshard.models.tiles`.
         tie_embeddings: whether token embedding and output head share one matrix.
 
     Raises:
@@ -64,6 +67,7 @@ class LlamaConfig:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     activation_checkpointing: str = "none"
+    tiles: str = "none"
     tie_embeddings: bool = False
     dropout: ClassVar[float] = 0.0
 
@@ -133,7 +137,10 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, cache: LayerCache | None = None
     ) -> Tensor:
-        """Attend from each position to itself and earlier ones, or as ``mask`` allows: [B, T, C] -> [B, T, C]."""
+        """Attend from each position to itself and earlier ones, or as ``mask`` allows: [B, T, C] -> [B, T, H, D].
+
+        What the heads found is projected back, by ``o_proj``, in the block's `Block.after_attention`.
+        """
         B, T, _ = x.shape  # (8, 2048, 1152)
         q = self.q_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, H, T, D]: (8, 18, 2048, 64)
         k = self.k_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, K, T, D]: (8, 6, 2048, 64)
@@ -141,8 +148,7 @@ class Attention(nn.Module):
         q, k = rope(q, k, cos, sin, kernels=self.kernels)
         if cache is not None:
             k, v, mask = cache.extend(k, v)
-        y = attend(q, k, v, mask)  # [B, H, T, D]: (8, 18, 2048, 64)
-        return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))  # (8, 2048, 1152)
+        return attend(q, k, v, mask).transpose(1, 2)  # (8, 2048, 18, 64)
 
 
 class MLP(nn.Module):
@@ -169,6 +175,7 @@ class Block(nn.Module):
         self.self_attn = Attention(config, kernels)
         self.post_attention_layernorm = RMSNorm(config.n_embd, config.norm_eps, kernels=kernels)
         self.mlp = MLP(config, kernels)
+        self.tile = Tiler(config.tiles, middle=3 * config.ffn_width)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, cache: LayerCache | None = None
@@ -177,7 +184,12 @@ class Block(nn.Module):
 
         ``cos`` and ``sin`` [T, D / 2] are from :func:`rope_tables`, ``mask`` from `positions_and_mask`.
         """
-        mixed = self.self_attn(self.input_layernorm(x), cos, sin, mask, cache)
+        y = self.self_attn(self.input_layernorm(x), cos, sin, mask, cache)
+        return self.tile((self.self_attn.o_proj, self.post_attention_layernorm, self.mlp), self.after_attention, y, x)
+
+    def after_attention(self, y: Tensor, x: Tensor) -> Tensor:
+        """[B, T, H, D], [B, T, C] -> [B, T, C]: what is computed by token of the heads' output and the input."""
+        mixed = self.self_attn.o_proj(y.flatten(2))  # (8, 2048, 1152)
         # the norm also computes x + mixed and returns it; under autocast mixed is narrower than x
         normed, x = self.post_attention_layernorm(mixed.to(x.dtype), x)
         return x + self.mlp(normed)

@@ -4,6 +4,7 @@
 |----------------------------|-----------------------------------------------------------------------------------|
 | `none`                     | every activation                                                                  |
 | `full`                     | each block's inputs                                                               |
+| `offload`                  | as `full`, on the host but for the last block's: `zeroshard.models.inputs_on_host` |
 | `every:N`                  | inputs of one block in N, every activation of the other blocks                    |
 | `selective`                | inputs, and outputs of matrix products and attention: only cheap work runs again  |
 | `selective:2`              | as `selective`, but every second matrix product only: torchtitan's "selective"    |
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from zeroshard.errors import UserError
+from zeroshard.models.inputs_on_host import OnHost
 
 _aten: Any = torch.ops.aten
 # Operations whose outputs cost more to recompute than to keep. Each kind of device has its own operator for attention.
@@ -56,18 +58,18 @@ def recomputed_blocks(how: str, num_blocks: int) -> list[int]:
     """Return the indices of the blocks that run forward again in backward.
 
     Raises:
-        UserError: ``how`` is not none, full, selective, selective:2, or every:N with N from 1.
+        UserError: ``how`` is not none, full, offload, selective, selective:2, or every:N with N from 1.
     """
     if how == "none":
         return []
-    if how in ("full", "selective", "selective:2"):
+    if how in ("full", "offload", "selective", "selective:2"):
         return list(range(num_blocks))
     match = re.fullmatch(r"every:([1-9]\d*)", how)
     if match is None:
         raise UserError(
             "model.activation_checkpointing",
             f"{how!r} is not a choice",
-            "choose none, full, selective, selective:2, or every:N for every N-th block",
+            "choose none, full, offload, selective, selective:2, or every:N for every N-th block",
         )
     return list(range(0, num_blocks, int(match[1])))
 
@@ -89,15 +91,41 @@ def recompute_blocks(blocks: Iterable[nn.Module], how: str, *, random: bool) -> 
         # A partial rather than a closure: deepcopy copies the block that it is bound to as well.
         kept = {"selective": _every_product, "selective:2": _every_second_product}.get(how)
         block.forward = partial(_run, block.forward, kept, random)
+        if how == "offload":
+            block.forward = OnHost(block.forward)
+
+
+def offload_inputs(*blocks: nn.Module) -> None:
+    """Recompute these blocks in backward, and keep their inputs on the host until then, in place.
+
+    A block that recomputes itself already, as those of `transformers` do after ``gradient_checkpointing_enable()``,
+    runs as before. The input is the first argument of the block's forward, a tensor; the block must not write into it.
+
+    Args:
+        blocks: modules, in any order, in one call or several.
+    """
+    recompute_blocks(blocks, "offload", random=True)
+
+
+def change_forward(block: nn.Module, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a block's forward by ``change(forward)``, inside of what takes its input to the host."""
+    if isinstance(block.forward, OnHost):
+        block.forward.run = change(block.forward.run)
+    else:
+        block.forward = change(block.forward)
 
 
 def keep_random_state(blocks: Iterable[nn.Module]) -> None:
     """Make recomputed blocks draw the same random numbers in both runs, in place: for dropout that was added later."""
     for block in blocks:
-        forward = block.forward
-        if isinstance(forward, partial) and forward.func is _run:
-            inner, kept, _ = forward.args
-            block.forward = partial(_run, inner, kept, True)
+        change_forward(block, _random)
+
+
+def _random(forward: Callable[..., Any]) -> Callable[..., Any]:
+    if isinstance(forward, partial) and forward.func is _run:
+        inner, kept, _ = forward.args
+        return partial(_run, inner, kept, True)
+    return forward
 
 
 def _is_kept(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -132,9 +160,15 @@ def _every_second_product() -> Any:
 def _run(
     forward: Callable[..., Tensor], kept: Callable[[], Any] | None, random: bool, *inputs: Tensor, **named: Any
 ) -> Tensor:
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or _recomputes_itself(forward):
         return forward(*inputs, **named)
     if named:
         forward = partial(forward, **named)
     options: dict[str, Any] = {} if kept is None else {"context_fn": kept}
     return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=random, **options)
+
+
+def _recomputes_itself(forward: Callable[..., Any]) -> bool:
+    """Whether it is of a block of `transformers` after ``gradient_checkpointing_enable()``."""
+    block: Any = getattr(forward, "__self__", None)
+    return bool(getattr(block, "gradient_checkpointing", False) and block.training)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeroshard.errors import UserError, shown
 from zeroshard.lazily import loaded
+from zeroshard.models.config import check_tiles
 from zeroshard.models.hugging_face.folder import PREFIX, config_text, missing_transformers, source_of
 from zeroshard.models.quiet_import import quiet_import
 from zeroshard.models.recompute import recomputed_blocks
@@ -41,6 +42,7 @@ class HuggingFaceConfig:
         vocab_size, seq_len, n_layer, n_head, n_embd: sizes that ``config_json`` states.
         attention: one of `ATTENTION`; ``auto``: PyTorch's own (SDPA) if the model supports it, else ``eager``.
         activation_checkpointing: blocks that are recomputed, see `zeroshard.models.recompute`.
+        tiles: how feed-forward layers are cut along the sequence, see `zeroshard.models.tiles`.
         from_config: whether initial values are drawn instead of read from weights.
         trust_remote_code: whether the model's own Python files may be executed.
     """
@@ -54,6 +56,7 @@ class HuggingFaceConfig:
     n_embd: int
     attention: str = "auto"
     activation_checkpointing: str = "none"
+    tiles: str = "none"
     from_config: bool = False
     trust_remote_code: bool = False
 
@@ -62,6 +65,7 @@ class HuggingFaceConfig:
             what = f"{shown(self.attention)} is not a choice"
             raise UserError("model.attention", what, f"choose one of {', '.join(ATTENTION)}")
         recomputed_blocks(self.activation_checkpointing, self.n_layer)
+        check_tiles(self.tiles, self.activation_checkpointing)
 
     @property
     def theirs(self) -> Any:
@@ -76,7 +80,7 @@ class HuggingFaceConfig:
     @property
     def changes(self) -> dict[str, object]:
         """The overrides of this configuration: ``config_of(f"hf:{source}", changes)`` equals it."""
-        names = ("config_json", "attention", "activation_checkpointing", "from_config", "trust_remote_code")
+        names = ("config_json", "attention", "activation_checkpointing", "tiles", "from_config", "trust_remote_code")
         return {name: getattr(self, name) for name in names}
 
     def build(self, seed: int = 0, kernels: Choice = "auto") -> LanguageModel:

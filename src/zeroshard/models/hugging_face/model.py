@@ -35,6 +35,7 @@ from zeroshard.models.hugging_face.recorded_init import built_without_values
 from zeroshard.models.hugging_face.weights import FileWeights
 from zeroshard.models.quiet_import import quiet_import
 from zeroshard.models.recompute import recompute_blocks
+from zeroshard.models.tiles import tile_mlps
 
 INNER = "hf."  # prefix of `transformers`' parameter names
 # Model types whose logits are the head's product and nothing else, which `tests/train/test_hugging_face.py` checks.
@@ -89,6 +90,8 @@ class HuggingFaceModel(LanguageModel):
         self.operations = ("cross_entropy",) if self._head is None else ("linear_cross_entropy",)  # ty: ignore[invalid-attribute-access]
         self.num_multiplied_params = _num_multiplied(self.hf)
         materialize(self, device)
+        if config.tiles != "none":
+            tile_mlps(self.blocks, config.tiles)
         # Blocks may draw random numbers without a module for it: OPT's dropout, the noise of Mixtral's and PhiMoE's
         # routers. Neither modules nor the configuration say so for all of them.
         recompute_blocks(self.blocks, config.activation_checkpointing, random=True)

@@ -280,6 +280,9 @@ class TrainConfig(Config):
         if self.global_batch_size and self.grad_accum_steps > 1:
             what = f"{self.global_batch_size} already sets how many micro-batches a step has"
             raise UserError("global_batch_size", what, "give it or grad_accum_steps, not both")
+        if self.compile and self.model.tiles != "none":
+            todo = "leave one out: a compiled block is one graph, whose backward torch writes"
+            raise UserError("model.tiles", f"{self.model.tiles} with compile", todo)
         strategy = strategy_entry(self.strategy)
         check_local_steps_settings(
             self.local_steps, self.strategy, self.shard_size, ema_decay=self.ema_decay, dtype=self.dtype

@@ -12,9 +12,10 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from zeroshard.errors import UserError
+from zeroshard.models.config import check_tiles
 from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.models.presets import PRESETS
 from zeroshard.sizes import parse_bandwidth, parse_count, parse_duration, parse_size
@@ -67,9 +68,14 @@ class ModelConfig(Config):
     )
     activation_checkpointing: str = Field(
         "none",
-        description="Recompute in backward: none, full, every:N (N-th block), selective[:2] (all but products).",
+        description="Recompute in backward: none, full, offload (full, inputs on the host), every:N (N-th block), "
+        "selective[:2] (all but products).",
     )
 
+    tiles: str = Field(
+        "none",
+        description="Tiles of tokens in which a recomputed block's feed-forward layer runs: none, auto, or how many.",
+    )
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = Field(
         "auto", description="hf: who computes attention, as transformers calls it; auto: sdpa, else eager."
     )
@@ -93,13 +99,23 @@ class ModelConfig(Config):
             raise UserError(f"model.{given[0]}", what, "leave it out, or name a model as hf:FOLDER or hf:OWNER/NAME")
         return self
 
+    @field_validator("tiles", mode="before")
+    @classmethod
+    def _as_text(cls, raw: Any) -> Any:
+        return str(raw) if isinstance(raw, int) and not isinstance(raw, bool) else raw
+
+    @model_validator(mode="after")
+    def _tiles_are_of_recomputed_blocks(self) -> Self:
+        check_tiles(self.tiles, self.activation_checkpointing)
+        return self
+
     @model_validator(mode="after")
     def _recomputation_is_known(self) -> Self:
-        if not re.fullmatch(r"none|full|selective(:2)?|every:[1-9]\d*", self.activation_checkpointing):
+        if not re.fullmatch(r"none|full|offload|selective(:2)?|every:[1-9]\d*", self.activation_checkpointing):
             raise UserError(
                 "model.activation_checkpointing",
                 f"{self.activation_checkpointing!r} is not a choice",
-                "choose none, full, selective, selective:2, or every:N for every N-th block",
+                "choose none, full, offload, selective, selective:2, or every:N for every N-th block",
             )
         return self
 

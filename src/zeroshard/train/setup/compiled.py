@@ -8,11 +8,13 @@ evaluation, because weights are inputs of the graph. With ``fullgraph`` a graph 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import nn
 
 from zeroshard.errors import UserError
+from zeroshard.models.recompute import change_forward
 from zeroshard.train.config.config import CompileBackend
 
 
@@ -25,7 +27,7 @@ def compile_blocks(blocks: Iterable[nn.Module], backend: CompileBackend, device:
     if backend == "inductor":
         require_compiler(device)
     for block in blocks:
-        block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)
+        change_forward(block, partial(torch.compile, backend=backend, fullgraph=True))
 
 
 def require_compiler(device: torch.device) -> None:

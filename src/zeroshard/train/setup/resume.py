@@ -37,7 +37,7 @@ FREE = frozenset(
         *("compile", "compile_backend", "eval_interval", "eval_batches", "eval_rows", "log_interval"),
         *("checkpoint_interval", "checkpoint_async", "keep_checkpoints", "keep_every", "keep_best", "early_stop"),
         *("track.to", "track.project", "track.name", "track.group"),
-        *("data.dir", "data.path", "model.activation_checkpointing", "init_from"),
+        *("data.dir", "data.path", "model.activation_checkpointing", "model.tiles", "init_from"),
     }
 )
 REFUSED = frozenset({"optimizer", "lora.rank", "lora.alpha", "lora.targets"})
@@ -136,7 +136,7 @@ def _other_rate(saved: Mapping[str, Any], config: Mapping[str, Any]) -> list[str
 
 
 def check_model(
-    before: Mapping[str, Any], now: Mapping[str, Any], free: Sequence[str] = ("activation_checkpointing",)
+    before: Mapping[str, Any], now: Mapping[str, Any], free: Sequence[str] = ("activation_checkpointing", "tiles")
 ) -> None:
     """Raise UserError if two ``model`` tables describe different models.
 
