@@ -113,12 +113,26 @@ def dry_run(
     )
     if unset:
         _fill(zero)
-    for group in (group for unit in zero.units for group in unit.groups):
-        if isinstance(group, HostGroup):  # allocations of another thread are not recorded
-            group.update.executor.at_once = True
+    _update_at_once(zero)
     make = optimizer or (lambda zero: [zero.optimizer(torch.optim.AdamW, lr=1e-4, fused=True)])
     optimizers = make(zero)
     given = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, inputs(micro_batch))
+    return _measured(zero, comm, model, optimizers, given, num_micro, num_steps, record=record)
+
+
+def _measured(
+    zero: Zero,
+    comm: ObservedCommunicator,
+    model: nn.Module,
+    optimizers: list[Optimizer],
+    given: tuple[Any, ...],
+    num_micro: int,
+    num_steps: int,
+    *,
+    record: bool,
+) -> Measured:
+    """Take the steps, and measure each; ``given``: the arguments of a micro-batch, on the device."""
+    device = zero.units[0].groups[0].params.full.device
     recorder = None
     if record:
         recorder = AllocationRecorder(zero.holdings)
@@ -144,6 +158,13 @@ def dry_run(
         peak, by_category = recorder.peak.num_bytes, dict(recorder.peak.by_category)
     sent = [each for each in comm.records if each.label != CONTROL]
     return Measured(start, updates, peak, by_category, sent, seconds[1:])
+
+
+def _update_at_once(zero: Zero) -> None:
+    """Have what is off the device updated on this thread: allocations of another one are not recorded."""
+    for group in (group for unit in zero.units for group in unit.groups):
+        if isinstance(group, HostGroup):
+            group.update.executor.at_once = True
 
 
 def _take_step(
