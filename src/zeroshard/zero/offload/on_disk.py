@@ -11,7 +11,7 @@ memory. A class from elsewhere, which steps once on all units, steps on the view
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,17 @@ from zeroshard.zero.core.layout import view_of
 from zeroshard.zero.core.optimizer import StepOperands
 from zeroshard.zero.offload.disk import DiskStates
 
-if TYPE_CHECKING:
-    from zeroshard.zero.offload.placement import HostGroup
+
+class StoredGroup(Protocol):
+    """A group with anything in the file: `zeroshard.zero.offload.placement.HostGroup` is one."""
+
+    params: Any
+    stored: UnitOnDisk
+
+    @property
+    def shards_now(self) -> list[nn.Parameter]:
+        """The pieces, whatever updates them now."""
+        ...
 
 
 class _Kept(NamedTuple):
@@ -93,7 +102,7 @@ class UnitOnDisk:
                 state[kind] = place.view(value.shape)
                 self._kept.append(_Kept(optimizer, piece, kind, state[kind]))
 
-    def bring(self, group: HostGroup, optimizer: Any, pieces: Sequence[nn.Parameter]) -> None:
+    def bring(self, group: StoredGroup, optimizer: Any, pieces: Sequence[nn.Parameter]) -> None:
         """Show copies in a slot of what is in the file of these pieces, which are about to be updated."""
         self.keep(optimizer, pieces)
         if self not in self.file:
@@ -109,7 +118,7 @@ class UnitOnDisk:
                 state[kept.kind] = brought
                 self._brought.append((state, kept.kind, kept.shown, brought))
 
-    def take_back(self, group: HostGroup, optimizer: Any, pieces: Sequence[nn.Parameter]) -> None:
+    def take_back(self, group: StoredGroup, optimizer: Any, pieces: Sequence[nn.Parameter]) -> None:
         """Begin to write what `bring` has shown, show the file again, and move there what the step has made."""
         for state, kind, shown, brought in self._brought:
             now = state.get(kind)
@@ -142,9 +151,9 @@ class DiskOperands(StepOperands):
         in_update: tells whether the calling thread updates one unit now; else a step is on all of them.
     """
 
-    def __init__(self, optimizer: Any, homes: Mapping[nn.Parameter, HostGroup], in_update: Any) -> None:
+    def __init__(self, optimizer: Any, homes: Mapping[nn.Parameter, StoredGroup], in_update: Any) -> None:
         self._optimizer, self._homes, self._in_update = optimizer, homes, in_update
-        self._pieces: list[tuple[HostGroup, list[nn.Parameter]]] = []
+        self._pieces: list[tuple[StoredGroup, list[nn.Parameter]]] = []
         self._swapped = False
 
     def elsewhere(self, pieces: Iterable[nn.Parameter]) -> list[nn.Parameter]:
