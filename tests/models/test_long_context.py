@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from hf_models import batches, make_model
 from zeroshard.comm import run_threads
@@ -212,6 +213,18 @@ def test_one_recomputation_of_a_block_runs_no_tile():
     y.sum().backward()
     assert runs == [False] * 3 + [True] * 3
     torch.testing.assert_close(x.grad, 2 * x.sin() * x.cos())
+
+
+def test_tiles_repeat_one_matrix_product_that_recomputation_does_not(build, batch):
+    # Recomputation ends before the last product of a block, whose output backward does not need.
+    flops = []
+    for changes in ({}, {"tiles": "1"}, {"tiles": "5"}):
+        model = build(replace(DEEP, activation_checkpointing="full", **changes))
+        with FlopCounterMode(display=False) as counter:
+            model(*batch).backward()
+        flops.append(counter.get_total_flops())
+    last = 2 * batch[0].numel() * DEEP.n_embd * DEEP.ffn_width
+    assert flops[1:] == [flops[0] + DEEP.n_layer * last] * 2
 
 
 def test_one_tensor_as_the_gradient_of_two_parameters_is_counted_once_for_each():

@@ -78,7 +78,7 @@ def tiled(
 def _by_tile(function: Callable[..., Tensor], num: int, inputs: Sequence[Tensor]) -> Tensor:
     out: Tensor | None = None
     for start, end in bounds(inputs[0].shape[1], num):
-        part = function(*(each[:, start:end] for each in inputs))
+        part = function(*(each[:, start:end].detach() for each in inputs))
         if out is None:
             out = part.new_empty(part.shape[0], inputs[0].shape[1], *part.shape[2:])
         out[:, start:end] = part
@@ -166,7 +166,8 @@ class _Tiles(torch.autograd.Function):
                     for each, needs in zip(inputs, wanted, strict=False)
                 ]
                 with torch.enable_grad(), tiling.autocast():
-                    out = tiling.function(*parts)
+                    # views, since hooks on modules' inputs (of FlopCounterMode, for one) take no leaves here
+                    out = tiling.function(*(part.view_as(part) for part in parts))
                 leaves = [*(part for part in parts if part.requires_grad), *trained]
                 found = iter(torch.autograd.grad(out, leaves, grads[0][:, start:end], allow_unused=True))
                 del out
