@@ -23,6 +23,7 @@ from zeroshard.lab.predict.step import Settings, step_of
 from zeroshard.lab.predict.traffic import flows_of, messages
 from zeroshard.models import build_model
 from zeroshard.models.adapters import Lora
+from zeroshard.slab import room
 from zeroshard.zero import STAGES, MixedPrecision, Offload, Placement, ShardingStrategy, Zero
 from zeroshard.zero import precision as precision_module
 from zeroshard.zero.whole_tensors.layout import WholeLayout
@@ -88,7 +89,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "recomputed": {
         "row": (*STAGED, "3, weights kept"),
         "name": tuple(MODELS),
-        "recomputed": ("full", "selective:2", "every:3"),
+        "recomputed": ("full", "selective:2", "every:3", "offload", "offload by 3 tiles"),
         "world_size": (3,),
         "precision": ("bf16",),
         "num_micro": (2,),
@@ -160,7 +161,9 @@ def _settings():
 
 
 def _model(name, recomputed="none", num_layers=3, lora="", *, masked=False):
-    overrides = {**MODELS[name], "n_layer": num_layers, "activation_checkpointing": recomputed}
+    recomputed, _, tiles = recomputed.removesuffix(" tiles").partition(" by ")
+    recomputing = {"activation_checkpointing": recomputed, "tiles": tiles or "none"}
+    overrides = {**MODELS[name], "n_layer": num_layers, **recomputing}
     model = build_model(name, vocab_size=61, seq_len=SEQ_LEN, overrides=overrides, lora=LORA.get(lora))
     model.eos_id = 0 if masked else None  # attention inside documents costs a mask, and what each block makes of it
     return model
@@ -205,6 +208,13 @@ def _both(*, row, name="llama-tiny", world_size=3, precision="bf16", recomputed=
     return predicted, listed, measured
 
 
+def _slot_bytes(*, name="llama-tiny", recomputed="none", num_layers=3, precision="bf16", micro_batch=2, **_):
+    """Bytes of the host in which inputs of all blocks but the last one wait."""
+    compute = ALL[precision].param_dtype or torch.float32
+    num_bytes = micro_batch * SEQ_LEN * MODELS[name]["n_embd"] * compute.itemsize
+    return (num_layers - 1) * room(num_bytes) if recomputed.startswith("offload") else 0
+
+
 def _require_same(predicted, measured):
     """Collectives, resident bytes before the update, and what of the peak is training state."""
     sent = [(r.op, r.num_bytes, r.label, r.world_size) for r in measured.messages]
@@ -224,7 +234,8 @@ def test_a_step_sends_and_holds_what_was_planned(family, settings, monkeypatch):
     _require_same(predicted, measured)
     assert predicted.messages() == listed
     assert predicted.start == measured.start
-    assert abs(predicted.peak.total - measured.peak_bytes) <= PEAK_SLACK_BYTES
+    # In a plan inputs of blocks on the host are not memory of the device, which here is the host as well.
+    assert abs(predicted.peak.total + _slot_bytes(**settings) - measured.peak_bytes) <= PEAK_SLACK_BYTES
     among = {(message.op, message.world_size) for message in listed}
     if family == "wires":
         assert "all_to_all" in {op for op, _ in among}
