@@ -137,6 +137,8 @@ def test_forwards_that_are_dropped_retained_or_copied_keep_their_slots_apart(bui
     first, second = model(*batch), copy.deepcopy(model)(*batch)
     del dropped
     (first + 0 * second).backward(retain_graph=True)
+    others = [model(*(part.flip(0) for part in batch)) for _ in range(4)]  # other inputs, in all slots that are free
+    (0 * sum(others)).backward()
     first.backward()
     for name, param in model.named_parameters():
         torch.testing.assert_close(param.grad, 2 * wanted[name], msg=name)
