@@ -1,9 +1,9 @@
-"""Bytes of activations at the peak of a micro-batch, for each way to recompute: the table of docs/how-to/long-context.md.
+"""Bytes of activations at the peak of a micro-batch by each way to recompute: the table of how-to/long-context.md.
 
     python benchmarks/claims/long_context.py --layers 8 32 --seq-len 8192
 
 Tensors have no values, so any length is counted in seconds; sizes and lifetimes are those of a run on a CPU. Counted is
-all but weights, their gradients and the host's copies of inputs, per token and width C, in numbers of the compute dtype.
+all but weights, their gradients and inputs on the host, per token and width C, in numbers of the compute dtype.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def _strangers(loaded):
 def test_the_engine_imports_nothing_after_torch_and_checkpoints_import_three_packages():
     engine, everything = _run(PROGRAM)
     assert not _strangers(engine)
-    assert len(engine) <= 111
+    assert len(engine) <= 112
     assert _strangers(everything) <= {"safetensors", "xxhash", "pydantic"} | {
         *("pydantic_core", "annotated_types", "typing_inspection")  # which pydantic is made of
     }
@@ -52,7 +52,7 @@ def test_the_engine_imports_nothing_after_torch_and_checkpoints_import_three_pac
     leaves = {"errors", "lazily", "process", "regular_files", "rules", "torch_internals", "uncompiled"}
     leaves |= {"named_shards", "optimizer_classes", "unit_choice", "wire_formats"}
     assert {name.split(".")[1] for name in ours} <= {"checkpoint", "comm", "ema", "sharded_optimizer", "zero"} | leaves
-    assert len(ours) <= 127
+    assert len(ours) <= 128
 
 
 def test_the_name_alone_imports_nothing_but_the_standard_library():

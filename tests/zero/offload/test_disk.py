@@ -14,8 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+from zeroshard.comm import NullCommunicator
 from zeroshard.errors import ExitStatus, UserError, path_line
+from zeroshard.zero import Offload, Zero
 from zeroshard.zero.offload import disk
 from zeroshard.zero.offload.disk import BLOCK_BYTES, DiskStates, rank_file
 
@@ -296,3 +299,13 @@ def test_a_link_or_a_folder_at_the_path_is_refused(path):
     path.mkdir()
     with pytest.raises(IsADirectoryError):
         DiskStates(path)
+
+
+def test_an_engine_that_nobody_refers_to_gives_its_file_to_the_next(tmp_path):
+    for _ in range(3):
+        net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        zero = Zero(net, 2, comm=NullCommunicator(1), offload=Offload("disk", "disk", path=tmp_path))
+        optim = zero.optimizer(torch.optim.AdamW)
+        net(torch.ones(2, 8)).sum().backward()
+        optim.step()
+        del zero, optim, net

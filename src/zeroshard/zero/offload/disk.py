@@ -27,9 +27,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import itertools
 import mmap
 import os
+import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -47,6 +49,7 @@ from zeroshard.slab import room
 # what O_DIRECT wants of offsets, lengths and addresses on file systems of today, and a mapping of its offset
 BLOCK_BYTES = max(4096, mmap.ALLOCATIONGRANULARITY)
 PIECE_BYTES = 8 << 20  # what one thread copies at a time
+NUM_TRIES, TRY_AGAIN_S = 10, 0.05  # while a file is locked
 NUM_THREADS = 4
 NUM_SLOTS = 3  # one is updated, one is read ahead, one is written back
 
@@ -65,6 +68,17 @@ def rank_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05d}.states"
 
 
+def _made(path: Path) -> DiskStates:
+    """Make the file; an engine of this process that nobody refers to any more may have it for the end of its update."""
+    for _ in range(NUM_TRIES):
+        try:
+            return DiskStates(path)
+        except UserError:
+            gc.collect()
+            time.sleep(TRY_AGAIN_S)
+    return DiskStates(path)
+
+
 def file_of_rank(folder: Path, rank: int) -> DiskStates:
     """Make and lock a rank's file.
 
@@ -72,7 +86,7 @@ def file_of_rank(folder: Path, rank: int) -> DiskStates:
         UserError: the folder cannot be made or written, or another run uses the file.
     """
     try:
-        file = DiskStates(rank_file(folder, rank))
+        file = _made(rank_file(folder, rank))
     except OSError as error:
         what = f"{error.filename or folder}: {error.strerror or error}"
         raise UserError("offload.path", what, "name a folder on a local disk that can be written") from None
