@@ -64,6 +64,8 @@ OFFLOADS = {
     "half": Offload(fraction=0.5),
     "gradients stay": Offload(grads="device"),
     "all": Offload(weights="host"),
+    "disk": Offload("disk", "disk", path="set by the test"),
+    "half on disk": Offload("disk", "disk", fraction=0.5, path="set by the test"),
 }
 
 # What `_both` is given: of each family the values of each setting; one value stays as it is.
@@ -146,6 +148,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "prefetch": (0, 1),
         "num_micro": (2,),
     },
+    "in a file": {
+        "row": STAGED,
+        "offload": ("disk", "half on disk"),
+        "world_size": (1, 4),
+        "precision": ("fp32", "bf16"),
+        "name": ("gpt2-demo",),
+    },
     "many ranks": {"row": STAGED, "world_size": (100,), "precision": ("bf16",), "name": ("gpt2-demo",)},
 }
 
@@ -178,7 +187,7 @@ def _trace(name, micro_batch, precision, **how):
 
 def _both(*, row, name="llama-tiny", world_size=3, precision="bf16", recomputed="none", shard_size=None,
           num_micro=1, micro_batch=2, accumulate=None, prefetch=1, reproducible=None, lora="", num_layers=3,
-          masked=False, offload=""):  # fmt: skip
+          masked=False, offload="", folder=None):  # fmt: skip
     """The step that is planned for the last rank, its list of collectives, and what its run has measured."""
     how = {"recomputed": recomputed, "lora": lora, "num_layers": num_layers, "masked": masked}
     model, policy, strategy, rank = _model(name, **how), ALL[precision], ROWS[row], world_size - 1
@@ -187,7 +196,9 @@ def _both(*, row, name="llama-tiny", world_size=3, precision="bf16", recomputed=
     replicated = {**given, "num_replicas": world_size // shards}
     buffers = buffers_of(model, shards, model.units, precision=policy, reproducible=reproducible)
     trace = _trace(name, micro_batch, precision, **how)
-    settings = Settings(strategy, policy, rank=rank % shards, **replicated, offload=OFFLOADS.get(offload))
+    away = OFFLOADS.get(offload)
+    away = replace(away, path=folder) if away is not None and away.path else away
+    settings = Settings(strategy, policy, rank=rank % shards, **replicated, offload=away)
     predicted = step_of(trace, buffers, OPTIMIZER_STATES["AdamW"], settings)
     flows = flows_of(buffers) if lora else None
     listed = messages(buffers, strategy, policy, flows=flows, **replicated)
@@ -202,7 +213,7 @@ def _both(*, row, name="llama-tiny", world_size=3, precision="bf16", recomputed=
         shard_size=shard_size,
         rank=rank,
         num_steps=2,
-        offload=OFFLOADS.get(offload),
+        offload=away,
         **given,
     )
     return predicted, listed, measured
@@ -225,12 +236,12 @@ def _require_same(predicted, measured):
 
 
 @pytest.mark.parametrize(("family", "settings"), list(_settings()))
-def test_a_step_sends_and_holds_what_was_planned(family, settings, monkeypatch):
+def test_a_step_sends_and_holds_what_was_planned(family, settings, monkeypatch, tmp_path):
     if family in ("wires", "nodes", "copies"):
         monkeypatch.setattr(precision_module, "EXACT_NUMEL", 64)  # or all of so small a model would travel as it is
     if family == "adapters":
         pytest.importorskip("peft")
-    predicted, listed, measured = _both(**settings)
+    predicted, listed, measured = _both(**settings, folder=tmp_path)
     _require_same(predicted, measured)
     assert predicted.messages() == listed
     assert predicted.start == measured.start

@@ -33,8 +33,6 @@ REFUSED = {
     "--offload optimizer --offload.fraction nan": f"offload.fraction: nan {SHARE}",
     "--offload all --offload.pinned 4": "offload.pinned: '4' is not a size; write a number and a unit, as 5GB or "
     "512MiB",
-    "--offload disk": "offload.state: disk is given, and the engine keeps optimizer states in memory of the device or "
-    "of the host; use optimizer or all",
     "--offload optimizer --offload.path x": "offload.path: x is given, and offload = optimizer keeps state in memory; "
     "use --offload disk, or leave it out",
     "--offload optimizer --strategy ddp": "offload.state: optimizer is given, and ddp does not use zeroshard's engine; "
@@ -75,6 +73,8 @@ WAYS = {
     "zero0": ("zero0", {"state": "optimizer"}, {}),
     "zero1, half": ("zero1", {"state": "optimizer", "fraction": 0.5}, {"grad_accum_steps": 2}),
     "zero2": ("zero2", {"state": "all"}, {"grad_clip": 0.05}),
+    "zero1, disk": ("zero1", {"state": "disk"}, {"grad_accum_steps": 2}),
+    "zero3, disk, bfloat16": ("zero3", {"state": "disk"}, {"dtype": "bfloat16"}),
     "zero3, bfloat16": ("zero3", {"state": "all"}, {"dtype": "bfloat16"}),
     "zero3, reproducible": ("zero3", {"state": "optimizer"}, {"reproducible": 4}),
 }

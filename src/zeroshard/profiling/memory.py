@@ -137,13 +137,15 @@ class AllocationRecorder(TorchDispatchMode):
     Args:
         holdings: returns the engine's current tensors with their categories. Those that it returns at construction
             count from the beginning, and may be resized outside of any operation, as an engine's buffers are.
+        mapped: whether tensors count that show other memory than torch's: with states in a file, theirs show the file.
 
     Attributes:
         live_bytes: bytes of all storages that were seen and are not freed.
     """
 
-    def __init__(self, holdings: Holdings = tuple) -> None:
+    def __init__(self, holdings: Holdings = tuple, *, mapped: bool = True) -> None:
         super().__init__()
+        self._mapped = mapped
         self.live_bytes = self._highest = 0
         self._holdings = holdings
         self._seen: dict[int, _Seen] = {}
@@ -221,7 +223,7 @@ class AllocationRecorder(TorchDispatchMode):
 
     def _see(self, storage: UntypedStorage, phase: str) -> None:
         key = storage._cdata
-        if key in self._ignored:
+        if key in self._ignored or not (self._mapped or storage.resizable()):
             return
         if key in self._seen:
             self._resize(storage)

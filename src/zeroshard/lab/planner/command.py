@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +28,13 @@ from zeroshard.lab.planner.show import seconds, size, text
 from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.dry_run import Measured, dry_run
 from zeroshard.lab.predict.hardware import find_device, this_machine
+from zeroshard.lab.predict.memory import on_disk
 from zeroshard.lab.predict.step import Step
 from zeroshard.lab.predict.workload import DTYPES
 from zeroshard.models import LanguageModel
 from zeroshard.train.setup.assemble import local_steps, lora_of, model_overrides, offload_of
 from zeroshard.train.setup.auto import num_free_bytes
-from zeroshard.zero import STAGES
+from zeroshard.zero import STAGES, Offload
 
 
 class PlanAnswer(NamedTuple):
@@ -209,23 +213,24 @@ def compare(config: PlanConfig, planner: Planner, row: Row) -> dict[str, Any]:
     workload = local.workload
     assert isinstance(workload.model, LanguageModel)
     _require_memory(device, again.step.peak.total)
-    measured = dry_run(
-        workload.model,
-        workload.inputs,
-        world_size=planner.cluster.world_size,
-        strategy=local.strategy(stage, row.shard_size),
-        micro_batch=row.micro_batch,
-        units=workload.model.units,
-        precision=workload.precision,
-        num_micro=again.num_micro,
-        accumulate=local.accumulate,
-        prefetch=local.prefetch,
-        shard_size=shard_size,
-        reproducible=local.reproducible or None,
-        offload=local.offload_at(local.strategy(stage, row.shard_size)),
-        device=device,
-        record=device.type != "cuda",
-    )
+    with _scratch(local.offload_at(local.strategy(stage, row.shard_size)), config.offload.path) as offload:
+        measured = dry_run(
+            workload.model,
+            workload.inputs,
+            world_size=planner.cluster.world_size,
+            strategy=local.strategy(stage, row.shard_size),
+            micro_batch=row.micro_batch,
+            units=workload.model.units,
+            precision=workload.precision,
+            num_micro=again.num_micro,
+            accumulate=local.accumulate,
+            prefetch=local.prefetch,
+            shard_size=shard_size,
+            reproducible=local.reproducible or None,
+            offload=offload,
+            device=device,
+            record=device.type != "cuda",
+        )
     return {
         "row": describe(row, planner.cluster.world_size),
         "device": str(device),
@@ -235,6 +240,21 @@ def compare(config: PlanConfig, planner: Planner, row: Row) -> dict[str, Any]:
         },
         "step_s": min(measured.step_s),
     }
+
+
+@contextmanager
+def _scratch(offload: Offload | None, folder: str) -> Generator[Offload | None]:
+    """``offload`` with a new folder for the file, in ``folder`` or, if that is empty, in the system's, then removed."""
+    if offload is None or not on_disk(offload):
+        yield offload
+        return
+    try:
+        made = TemporaryDirectory(prefix="zeroshard-", dir=folder or None)
+    except OSError as error:
+        what = f"{folder or error.filename}: {error.strerror or error}"
+        raise UserError("offload.path", what, "name a folder on a local disk that can be written") from None
+    with made as path:
+        yield replace(offload, path=path)
 
 
 def _predicted_and_measured(step: Step, measured: Measured) -> dict[str, tuple[int, int]]:

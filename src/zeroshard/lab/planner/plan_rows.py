@@ -17,6 +17,7 @@ from zeroshard.lab.predict.traffic import OnLink, bytes_by_op
 from zeroshard.lab.predict.workload import Workload
 
 HOST_BINDS = 0.95  # share of a step's time from which on the host that issues its operations is the bottleneck
+DAY_S = 86_400
 Binds = Literal[
     "memory", "communication", "matrix products", "memory bandwidth", "kernel launches", "quantising", "host updates"
 ]
@@ -33,6 +34,7 @@ class Offloaded:
         ranks_per_node: ranks that share a host.
         waiting_s: seconds of a step in which it waits for updates by the host and copies over the bus.
         measured: whether the rates of both were measured.
+        file_bytes: of a rank's file, read once and written once for each step; ``waiting_s`` has no time of the disk.
     """
 
     fraction: float = 0.0
@@ -41,10 +43,16 @@ class Offloaded:
     ranks_per_node: int = 1
     waiting_s: float = 0.0
     measured: bool = False
+    file_bytes: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: with the bytes of a node."""
-        return asdict(self) | {"node_host_bytes": self.host_bytes * self.ranks_per_node}
+        on_node = {"node_host_bytes": self.host_bytes * self.ranks_per_node}
+        return asdict(self) | on_node | {"node_file_bytes": self.file_bytes * self.ranks_per_node}
+
+    def written_bytes_per_day(self, step_s: float) -> float:
+        """Bytes that the ranks of a node write to their files in a day of steps of ``step_s`` seconds."""
+        return self.file_bytes * self.ranks_per_node * DAY_S / step_s if step_s else 0.0
 
 
 @dataclass(frozen=True)
@@ -99,6 +107,10 @@ class Row:
         """The range in which four of five runs that nothing was fitted to would lie; a point if rates were measured."""
         return (self.tokens_per_s / self.spread[1], self.tokens_per_s / self.spread[0])
 
+    def _off_the_device(self) -> dict[str, Any]:
+        off = self.offloaded
+        return off.as_dict() | {"node_written_bytes_per_day": off.written_bytes_per_day(self.timing.step_s)}
+
     def as_dict(self) -> dict[str, Any]:
         """The row as a dict, for JSON."""
         return {
@@ -123,7 +135,7 @@ class Row:
                 "bytes_by_op": bytes_by_op(self.by_link),
                 "by_link": [asdict(each) for each in self.by_link],
             },
-            **({"offload": self.offloaded.as_dict()} if self.offloaded.fraction else {}),
+            **({"offload": self._off_the_device()} if self.offloaded.fraction else {}),
             **({"outer_steps": asdict(self.outer_steps)} if self.outer_steps.every > 1 else {}),
             "step_s": self.timing.step_s,
             "compute_s": self.timing.compute_s,

@@ -16,7 +16,7 @@ from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.float8 import in_float8
 from zeroshard.lab.predict.hardware import Device
-from zeroshard.lab.predict.memory import HOST
+from zeroshard.lab.predict.memory import file_parts, host_bytes, on_disk
 from zeroshard.lab.predict.offload import (
     UnitTimes,
     hidden_units,
@@ -90,7 +90,7 @@ class Planner:
         local_steps: LocalSteps | None = None,
     ) -> Row:
         """Plan one way to run; ``shard_size`` None: all ranks; ``local_steps`` None: replicas reduce at each step."""
-        if self.offload is not None and self.offload.fraction == "auto":
+        if self.offload is not None and self.offload.fraction == "auto" and not on_disk(self.offload):
             return self._row_of_fraction(self.offload, stage, micro_batch, shard_size)
         world_size = self.cluster.world_size
         shards = shard_size or world_size
@@ -169,14 +169,16 @@ class Planner:
             return Offloaded()
         times = self._unit_times(settings, buffers, micro_batch)
         trace = self.workload.trace(micro_batch, self.device.device_type)
-        resident = step.before_update
+        state, whole_state = self.workload.states
+        how = {"whole_optimizer": whole_state, "device_type": self.device.device_type}
         return Offloaded(
             offload.fraction if offload.fraction != "auto" else 1.0,
-            sum(resident[name] for name in HOST.values()),
+            host_bytes(step.before_update),
             pinned_bytes(buffers, offload, settings),
             min(self.cluster.ranks_per_node, self.cluster.world_size),
             waiting_s(times, buffers, offload, trace, self.device),
             measured=host_rates(self.device, 1).measured,
+            file_bytes=sum(file_parts(buffers, settings.strategy, settings.rank, state, offload, **how)),
         )
 
     def strategy(self, stage: int | ShardingStrategy, num_shards: int) -> ShardingStrategy:

@@ -16,7 +16,7 @@ from zeroshard.errors import UserError
 from zeroshard.lab.predict.actions import Settings
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.hardware import Device
-from zeroshard.lab.predict.memory import OPTIMIZER_STATES, ema_bytes
+from zeroshard.lab.predict.memory import OPTIMIZER_STATES, ema_bytes, on_disk
 from zeroshard.lab.predict.model_trace import trace_language_model
 from zeroshard.lab.predict.offload import hidden_units, host_rates, least_away, share_of, unit_times
 from zeroshard.lab.predict.step import step_of
@@ -35,6 +35,8 @@ def chosen_fraction(job: Job, buffers: Sequence[Buffer], settings: Settings, dev
     """Choose for ``job``, whose ``free_bytes`` are those of its device; ``device``: as measured, None: not measured."""
     assert job.offload is not None
     offload, free_bytes = job.offload, job.free_bytes
+    if on_disk(offload):
+        return Chosen(1.0, "the rates of the disk are not known")
     if device is None and job.device_type == "cuda":
         device = device_by_driver_name(torch.cuda.get_device_name())
     if device is None:

@@ -15,7 +15,7 @@ from zeroshard.lab.predict.buffers import Buffer, buffers_of
 from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.float8 import in_float8
 from zeroshard.lab.predict.hardware import Calibration, Link, read_calibration
-from zeroshard.lab.predict.memory import OPTIMIZER_STATES, ema_bytes, state_bytes
+from zeroshard.lab.predict.memory import OPTIMIZER_STATES, ema_bytes, file_parts, state_bytes
 from zeroshard.lab.predict.model_trace import trace_language_model
 from zeroshard.lab.predict.outer_steps import outer_bytes, outer_step_cost, outer_step_messages
 from zeroshard.lab.predict.step import Settings, Step, step_of
@@ -113,7 +113,10 @@ def _exact(job: Job, buffers: list[Buffer], settings: Settings) -> Planned:
         flows=None if job.model.lora is None else flows_of(buffers),
         reproducible=job.reproducible,
     )
-    return Planned(resident, _sent(job, found), outer_steps=_outer_steps(job, buffers))
+    parts = file_parts(
+        buffers, job.row, settings.rank, OPTIMIZER_STATES["AdamW"], job.offload, device_type=job.device_type
+    )
+    return Planned(resident, _sent(job, found), outer_steps=_outer_steps(job, buffers), file_bytes=sum(parts))
 
 
 def _step_s(job: Job, buffers: list[Buffer], step: Step, calibration: Calibration) -> float:

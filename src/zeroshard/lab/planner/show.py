@@ -71,7 +71,17 @@ def _off_the_device(row: Row | None) -> list[str]:
     waits = (
         f"a step waits {seconds(off.waiting_s)} for updates by the host" if off.waiting_s else "no step waits for it"
     )
-    return [f"{share}: {size(off.host_bytes)} of host memory a rank{node}{pinned}; {waits} ({whose})."]
+    found = [f"{share}: {size(off.host_bytes)} of host memory a rank{node}{pinned}; {waits} ({whose})."]
+    if off.file_bytes:
+        written = f"{off.written_bytes_per_day(row.timing.step_s) / 2**40:,.1f} TiB"
+        rate = size(2 * off.file_bytes * off.ranks_per_node / row.timing.step_s) if row.timing.step_s else "0 B"
+        on_node = size(off.file_bytes * off.ranks_per_node)
+        found.append(
+            f"On disk: {size(off.file_bytes)} a rank, {on_node} a node, all of it read and written at each step: "
+            f"{written} written a day. No time of the disk is in these seconds: where it "
+            f"reads and writes less than {rate}/s a node, the disk decides how long a step is."
+        )
+    return found
 
 
 def stage_zero_note(precision: MixedPrecision, rows: Iterable[Row]) -> list[str]:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zeroshard.comm import CONTROL, CommRecord, NullCommunicator, ObservedCommunicator
+from zeroshard.lab.predict.memory import SLOTS
 from zeroshard.lab.predict.model_trace import Inputs
 from zeroshard.profiling.memory import AllocationRecorder
 from zeroshard.zero import MixedPrecision, Offload, ShardingStrategy, Zero, loaded_later
@@ -135,7 +136,7 @@ def _measured(
     device = zero.units[0].groups[0].params.full.device
     recorder = None
     if record:
-        recorder = AllocationRecorder(zero.holdings)
+        recorder = AllocationRecorder(zero.holdings, mapped=SLOTS not in zero.memory_bytes())
         # what parameters show while their weights are hidden
         recorder.ignore(group.params.placeholder for unit in zero.units for group in unit.groups)
         recorder.follow(model, optimizers[0])
@@ -156,6 +157,8 @@ def _measured(
     if recorder is not None:
         recorder.remove()
         peak, by_category = recorder.peak.num_bytes, dict(recorder.peak.by_category)
+        if slots := updates[-1][1].get(SLOTS, 0):  # which the recorder does not see, and which are there at any time
+            peak, by_category[SLOTS] = peak + slots, slots
     sent = [each for each in comm.records if each.label != CONTROL]
     return Measured(start, updates, peak, by_category, sent, seconds[1:])
 

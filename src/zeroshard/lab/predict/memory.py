@@ -14,7 +14,8 @@ With N elements of a buffer, padded to P = W * S for W shards of S elements, and
 
 State that is off the device (`zeroshard.zero.Offload`) is counted under categories of its own, `HOST` or `DISK`. Its
 master is then a tensor of its own in any case, and at stage 3 a shard of S c stays on the device, or, streamed, on the
-host.
+host. What is in a rank's file is no memory; that through which it goes is `SLOTS`, up to three times the largest unit's
+part of the file.
 
 If an optimizer needs every tensor complete on one rank, S is the longest shard, and P may be much larger than N.
 
@@ -24,16 +25,21 @@ Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054, section 3.1: th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.zero import MixedPrecision, Offload, ShardingStrategy
 from zeroshard.zero.buffers.written_weights import bit_sums_bytes
+from zeroshard.zero.core.layout import Piece
 from zeroshard.zero.core.strategy import SHARD
+from zeroshard.zero.offload.disk import NUM_SLOTS, extent_bytes
 
 # category of a kind of state -> that of the same kind on the host
 HOST = {"params": "host_params", "master": "host_master", "grads": "host_grads", "optimizer": "host_optimizer"}
+# those of what is in a rank's file; scalars stay on the host
+DISK = {"master": "disk_master", "optimizer": "disk_optimizer"}
+SLOTS = "host_slots"
 SCALAR_BYTES = 4  # torch keeps a parameter's step count as one fp32 number
 
 
@@ -55,10 +61,14 @@ class OptimizerState:
 
     def numel(self, shape: tuple[int, ...]) -> int:
         """Elements of state, without scalars, for a parameter or piece of ``shape``."""
+        return sum(self.sizes(shape))
+
+    def sizes(self, shape: tuple[int, ...]) -> list[int]:
+        """Elements of each tensor of state, without scalars, for a parameter or piece of ``shape``."""
         numel = math.prod(shape)
         if not self.factored or len(shape) < 2:
-            return self.num_per_element * numel
-        return (self.num_per_element - 1) * numel + numel // shape[-1] + numel // shape[-2]
+            return [numel] * self.num_per_element
+        return [numel] * (self.num_per_element - 1) + [numel // shape[-1], numel // shape[-2]]
 
 
 OPTIMIZER_STATES: dict[str, OptimizerState] = {
@@ -115,7 +125,11 @@ def state_bytes(
     precision, buffers = precision or MixedPrecision(), list(buffers)
     total = {"params": 0, "grads": 0, "master": 0, "optimizer": 0}
     if offload is not None:
-        total |= dict.fromkeys(HOST.values(), 0)
+        total |= dict.fromkeys(_categories_away(offload), 0)
+        if on_disk(offload):
+            how = {"whole_optimizer": whole_optimizer, "device_type": device_type}
+            parts = file_parts(buffers, strategy, rank, optimizer, offload, **how)
+            total[SLOTS] = min(NUM_SLOTS, len(parts)) * max(parts, default=0)
     away = buffers_away(buffers, offload)
     for buffer in buffers:
         if buffer.name in away:
@@ -156,6 +170,46 @@ def buffers_away(buffers: Sequence[Buffer], offload: Offload | None) -> frozense
     return frozenset(buffer.name for buffer in buffers if buffer.trained and buffer.unit in units)
 
 
+def on_disk(offload: Offload | None) -> bool:
+    """Whether any state goes to a rank's file."""
+    return offload is not None and "disk" in (offload.optimizer, offload.master)
+
+
+def host_bytes(resident: Mapping[str, int]) -> int:
+    """Bytes in memory of the host of what left the device, of resident bytes by category."""
+    return sum(resident.get(category, 0) for category in (*HOST.values(), SLOTS))
+
+
+def file_parts(
+    buffers: Sequence[Buffer],
+    strategy: ShardingStrategy,
+    rank: int,
+    optimizer: OptimizerState,
+    offload: Offload | None,
+    *,
+    whole_optimizer: OptimizerState | None = None,
+    device_type: str = "cpu",
+) -> list[int]:
+    """Bytes of a rank's file for each buffer with state there: all are read once and written once for each step.
+
+    Args: as `state_bytes` takes them.
+    """
+    if offload is None or not on_disk(offload):
+        return []
+    away, parts = buffers_away(buffers, offload), []
+    for buffer in (buffer for buffer in buffers if buffer.name in away):
+        kept = optimizer if not buffer.layout.keeps_tensors_whole or whole_optimizer is None else whole_optimizer
+        num_bytes = 0
+        if offload.master == "disk":
+            num_bytes += extent_bytes([(_updated_numel(buffer, strategy, rank), buffer.dtype)])
+        if offload.optimizer == "disk":
+            pieces = _pieces(buffer, rank if _shards_optim(buffer, strategy) else None, "cpu")
+            sizes = [(numel, buffer.dtype) for piece in pieces for numel in kept.sizes(piece.shape)]
+            num_bytes += extent_bytes(sizes) if sizes else 0
+        parts.append(num_bytes)
+    return [num_bytes for num_bytes in parts if num_bytes]
+
+
 def watch_bytes(
     buffers: Sequence[Buffer], strategy: ShardingStrategy, precision: MixedPrecision, offload: Offload | None
 ) -> int:
@@ -177,7 +231,7 @@ def _away_bytes(
 ) -> dict[str, int]:
     """Bytes of a buffer whose state is off the device, by category."""
     layout, compute = buffer.layout, precision.compute_dtype(buffer.dtype)
-    found = dict.fromkeys(("params", "grads", *HOST.values()), 0)
+    found = dict.fromkeys(("params", "grads", *_categories_away(offload)), 0)
     if strategy.params is not SHARD or layout.world_size == 1:
         found["params"] = layout.padded_numel * compute.itemsize
     else:
@@ -185,7 +239,8 @@ def _away_bytes(
             found["params"] = _copy_bytes(buffer, precision) // strategy.secondary_shard_size
         if not _has_format(buffer, precision):
             found["host_params" if offload.weights == "host" else "params"] += layout.own_numel(rank) * compute.itemsize
-    found["host_master"] = _updated_numel(buffer, strategy, rank) * buffer.dtype.itemsize
+    masters = DISK if offload.master == "disk" else HOST
+    found[masters["master"]] = _updated_numel(buffer, strategy, rank) * buffer.dtype.itemsize
     reduced = _updated_numel(buffer, strategy, rank) * precision.reduced_dtype(buffer.dtype).itemsize
     if device_type == "cpu":  # they stay where they are, which is on the host: all but a local sum of its own
         both = _grad_bytes(buffer, strategy, rank, precision, num_reductions)
@@ -195,8 +250,18 @@ def _away_bytes(
     else:
         found["host_grads"] = reduced
     owner = rank if _shards_optim(buffer, strategy) else None
-    found["host_optimizer"] = _optimizer_bytes(buffer, owner, optimizer, "cpu")
+    found[HOST["optimizer"]] = _optimizer_bytes(buffer, owner, optimizer, "cpu")
+    if offload.optimizer == "disk":
+        scalars = len(_pieces(buffer, owner, "cpu")) * optimizer.num_scalars * SCALAR_BYTES
+        found[DISK["optimizer"]] = found[HOST["optimizer"]] - scalars
+        found[HOST["optimizer"]] = scalars
     return found
+
+
+def _categories_away(offload: Offload) -> list[str]:
+    """The categories of state that is off the device, without that through which it goes."""
+    found = [HOST[kind] for kind in HOST if kind != "master" or offload.master != "disk"]
+    return found + [DISK[kind] for kind in DISK if getattr(offload, kind) == "disk"]
 
 
 def _weight_bytes(buffer: Buffer, strategy: ShardingStrategy, rank: int, precision: MixedPrecision) -> tuple[int, int]:
@@ -290,10 +355,15 @@ def _optimizer_bytes(buffer: Buffer, rank: int | None, optimizer: OptimizerState
         )
         num_bytes = sum(optimizer.numel((slot.numel,)) for slot in slots) * buffer.dtype.itemsize
         return num_bytes + num_pieces * optimizer.num_scalars * SCALAR_BYTES
-    if rank is None and (device_type != "cpu" or layout.keeps_tensors_whole):
-        pieces = layout.tensors()
-    else:
-        ranks = range(layout.world_size) if rank is None else [rank]
-        pieces = tuple(piece for each in ranks for piece in layout.owned(each))
+    pieces = _pieces(buffer, rank, device_type)
     num_bytes = sum(optimizer.numel(piece.shape) for piece in pieces) * buffer.dtype.itemsize
     return num_bytes + len(pieces) * optimizer.num_scalars * SCALAR_BYTES
+
+
+def _pieces(buffer: Buffer, rank: int | None, device_type: str) -> Sequence[Piece]:
+    """The pieces that the optimizer of ``rank`` updates; None: of a replicated one."""
+    layout = buffer.layout
+    if rank is None and (device_type != "cpu" or layout.keeps_tensors_whole):
+        return layout.tensors()
+    ranks = range(layout.world_size) if rank is None else [rank]
+    return tuple(piece for each in ranks for piece in layout.owned(each))

@@ -31,7 +31,7 @@ from zeroshard.lab.predict.actions import (
 )
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.engine import Change, EngineAction, recorded
-from zeroshard.lab.predict.memory import HOST, OptimizerState, buffers_away, state_bytes, watch_bytes
+from zeroshard.lab.predict.memory import DISK, HOST, SLOTS, OptimizerState, buffers_away, state_bytes, watch_bytes
 from zeroshard.lab.predict.model_spans import ROOT, Event, Span, Trace
 from zeroshard.lab.predict.work import Work, dtype_name
 from zeroshard.zero.core.strategy import SHARD
@@ -92,8 +92,8 @@ def step_of(
 
 def _before_states(resident: dict[str, int]) -> dict[str, int]:
     """Resident bytes before the first step: gradients and optimizer states do not exist yet."""
-    later = {"grads", "optimizer", HOST["grads"]} & resident.keys()
-    return {name: 0 if name in later else n for name, n in resident.items() if name != HOST["optimizer"]}
+    later, never = {"grads", "optimizer", HOST["grads"], SLOTS}, {HOST["optimizer"], DISK["optimizer"]}
+    return {name: 0 if name in later else n for name, n in resident.items() if name not in never}
 
 
 class _Ledger:
@@ -109,7 +109,7 @@ class _Ledger:
         self._bytes = dict.fromkeys(CATEGORIES, 0)
         kept = ("params", "master", "optimizer")
         # of a CPU the memory of the host is that of the device
-        on_host = [HOST[kind] for kind in kept if on_cpu and HOST[kind] in resident]
+        on_host = [each for each in (*map(HOST.__getitem__, kept), SLOTS) if on_cpu and each in resident]
         for category in (*kept, *on_host):
             self._bytes[category] = resident[category]
         self._bytes["others"] = trace.input_bytes + other_bytes

@@ -24,8 +24,8 @@ class OffloadConfig(Config):
     state: Literal["none", "optimizer", "all", "disk"] = Field(
         "none",
         description="State that leaves the device. optimizer: optimizer states, fp32 master weights and reduced "
-        "gradients, to the host, which takes the updates. all: where a stage shards them (zero3) weights too. disk: a "
-        "file, which no run has yet.",
+        "gradients, to the host, which takes the updates. all: where a stage shards them (zero3) weights too. disk: "
+        "states and masters in a file, gradients on the host.",
     )
     fraction: Annotated[str, BeforeValidator(_as_text)] = Field(
         "auto",
@@ -101,9 +101,6 @@ class OffloadConfig(Config):
 
 def check_offload(offload: OffloadConfig, strategy: str, *, local_steps: bool) -> None:
     """Raise UserError if the run cannot keep state off the device."""
-    if offload.state == "disk":
-        what = "disk is given, and the engine keeps optimizer states in memory of the device or of the host"
-        raise UserError("offload.state", what, "use optimizer or all")
     if offload.on and local_steps:
         what = f"{offload.state} is given, and outer steps of local_steps.every read master weights on the device"
         raise UserError("offload.state", what, "leave one of the two out")

@@ -129,7 +129,8 @@ class Measures:
 
     @contextmanager
     def _recorded(self) -> Generator[None]:
-        recorder = AllocationRecorder(self._holdings).follow(self._strategy.model, self._strategy.optimizer)
+        recorder = AllocationRecorder(self._holdings, mapped="host_slots" not in self._strategy.memory_bytes())
+        recorder.follow(self._strategy.model, self._strategy.optimizer)
         with recorder:
             yield
         recorder.remove()

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from zeroshard.columns import columns
 from zeroshard.errors import warn
 from zeroshard.sizes import bandwidth_in_words, duration_in_words
-from zeroshard.train.records.records import StepRecord
+from zeroshard.train.records.records import StepRecord, in_memory
 
 GIB = 2**30
 GAP = "  "  # between the values of a line
@@ -118,7 +118,7 @@ def facts_of(record: StepRecord) -> list[str]:
     if record.loss_scale is not None or record.num_skipped:
         facts.append(f"skipped {record.num_skipped}")
     if record.memory_bytes:
-        facts.append(f"mem {bytes_in_words(sum(record.memory_bytes.values()))}")
+        facts.append(f"mem {bytes_in_words(in_memory(record.memory_bytes))}")
     if record.exposed_s:
         facts.append(f"comm {sum(record.exposed_s.values()) / record.step_s:.0%}")
     return facts

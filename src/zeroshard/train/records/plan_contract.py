@@ -23,8 +23,11 @@ import torch
 from zeroshard.comm import CONTROL, CommRecord
 from zeroshard.models import LanguageModel
 from zeroshard.train.links import Links
+from zeroshard.train.records.records import in_memory, is_on_disk
 from zeroshard.zero import LocalSteps, Offload, ShardingStrategy
 from zeroshard.zero.engine import Accumulate
+
+DAY_S = 86_400
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ class Planned:
     why_fraction: str = ""  # why that one, in words
     # with local steps: the collectives of each fragment's outer step
     outer_steps: Mapping[int, Sequence[Sent]] = field(default_factory=dict)
+    file_bytes: int = 0  # of the rank's file of states, read once and written once for each step
 
     def at(self, fragments: Sequence[int]) -> Sequence[Sent]:
         """Return the collectives of a step after which these fragments take an outer step, in order."""
@@ -141,11 +145,14 @@ class Contract:
     def line(self) -> str:
         """Describe the plan in one line."""
         planned = self.planned
-        held = sum(planned.memory_bytes.values())
-        parts = ", ".join(f"{name} {_mib(n)}" for name, n in planned.memory_bytes.items() if n)
+        held = in_memory(planned.memory_bytes)
+        parts = ", ".join(f"{name} {_mib(n)}" for name, n in planned.memory_bytes.items() if n and not is_on_disk(name))
         sent = [message.num_bytes for message in planned.messages if message.world_size > 1]
         line = f"{_mib(held)} resident ({parts})"
         line += f", {len(sent)} collectives of {_mib(sum(sent))} a step" if sent else ""
+        line += f", {_mib(planned.file_bytes)} in a file, written at each step" if planned.file_bytes else ""
+        if planned.file_bytes and planned.step_s:
+            line += f" (up to {planned.file_bytes * DAY_S / planned.step_s / 2**40:,.2f}TiB a day)"
         line += "" if planned.peak_bytes is None else f", peak {_mib(planned.peak_bytes)}"
         line += f", peak not predicted: {planned.why_no_peak}" if planned.why_no_peak else ""
         return line + ("" if planned.step_s is None else f", {planned.step_s * 1e3:.1f} ms a step")

@@ -42,6 +42,16 @@ class StepRecord:
     outer_step: Mapping[str, Any] = field(default_factory=dict)
 
 
+def is_on_disk(category: str) -> bool:
+    """Whether what is counted under this category of ``memory_bytes`` is in a file, and takes no memory."""
+    return category.startswith("disk_")
+
+
+def in_memory(memory_bytes: Mapping[str, int]) -> int:
+    """The bytes of ``memory_bytes`` that are in memory, of all categories together."""
+    return sum(num_bytes for category, num_bytes in memory_bytes.items() if not is_on_disk(category))
+
+
 class Observer(Protocol):
     """Interface of everything that logs a run; methods are called in the order of events, and `close` always last."""
 

@@ -108,6 +108,7 @@ def strategy_in_words(name: str, world_size: int, shard_size: int = 0, *, chosen
 _AWAY = {  # by ``offload.state``
     "optimizer": "optimizer states, master weights and gradients on the host",
     "all": "optimizer states, master weights and gradients on the host, and sharded weights",
+    "disk": "optimizer states and master weights in a file of each rank, gradients on the host",
 }
 
 

@@ -19,6 +19,7 @@ from zeroshard.parallel import strategy_entry
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.offload_settings import OffloadConfig
 from zeroshard.train.records.plan_contract import Planned, Predict
+from zeroshard.train.records.records import in_memory
 from zeroshard.train.setup.auto import HEADROOM, job_of, num_free_bytes
 
 GIB = 2**30
@@ -66,7 +67,7 @@ def settled(
         job = replace(job, offload=replace(job.offload, fraction=fraction))
     resident = predict(replace(job, calibration="", estimates=False)).memory_bytes
     on_host = resident if device.type == "cpu" else {k: n for k, n in resident.items() if k.startswith("host_")}
-    require_host_memory(comm, sum(on_host.values()), neighbours)
+    require_host_memory(comm, in_memory(on_host), neighbours)
     return config, why
 
 

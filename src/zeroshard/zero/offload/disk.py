@@ -262,9 +262,14 @@ class DiskStates:
         """
         for slot in self._slots:
             self._finish_writing(slot)
+        # The next walk's slots are made now, so that accounts are the same at any time of it.
+        largest, num_slots = max(map(self._bytes_of, self._units), default=0), min(NUM_SLOTS, len(self._units))
+        self._slots = [*self._slots, *(_Slot(_pages(largest)) for _ in range(num_slots - len(self._slots)))]
         for slot in self._slots:
             wait(slot.reading)
             slot.reading, slot.unit = [], None
+            if len(slot.memory) < largest:
+                slot.memory = _pages(largest)
         self._writing = {}
 
     def close(self) -> None:
@@ -307,24 +312,26 @@ class DiskStates:
         """The slot that has a unit, which is then the one used last."""
         slot = next((slot for slot in self._slots if slot.unit == unit), None)
         if slot is not None:
-            self._slots.remove(slot)
-            self._slots.append(slot)
+            self._use(slot)
         return slot
+
+    def _use(self, slot: _Slot) -> None:
+        """Put a slot at the end of the list: of another list, as accounts of another thread may read this one."""
+        self._slots = [*(other for other in self._slots if other is not slot), slot]
 
     def _free_slot(self, unit: Hashable) -> _Slot:
         """Give a unit a slot: a new one, or that used longest ago once nothing of it is under way."""
-        if len(self._slots) < NUM_SLOTS:
+        if len(self._slots) < min(NUM_SLOTS, len(self._units)):
             slot = _Slot(_pages(0))
         else:
             slot = self._slots[0]
             self._finish_writing(slot)  # raises before the slot is taken: what the file lacks stays there
             wait(slot.reading)  # a unit that was read ahead, and then another one was asked for
             slot.reading.clear()
-            del self._slots[0]
         if len(slot.memory) < (needed := max(map(self._bytes_of, self._units))):
             slot.memory = _pages(needed)
         slot.unit = unit
-        self._slots.append(slot)
+        self._use(slot)
         return slot
 
     def _begin_reading(self, unit: Hashable) -> _Slot:
