@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -13,6 +14,7 @@ from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.predict.hardware import find_device
 from zeroshard.lab.predict.offload import ADAM_BYTES, UnitTimes, exposed_s, hidden_units, host_rates, least_away
 from zeroshard.train.config.validate import validate
+from zeroshard.zero.offload.disk import BLOCK_BYTES
 
 
 def _units(forward, updates, down=0.0, up=0.0):
@@ -56,8 +58,7 @@ def test_rates_are_those_measured_or_else_a_nodes_shared_out_to_its_ranks():
     assert (measured.update_bytes_per_s, measured.bus_bytes_per_s, measured.measured) == (1e9, 2e9, True)
 
 
-@pytest.mark.parametrize("state", ["optimizer", "all"])
-@pytest.mark.parametrize("stage", ["0", "2", "3"])
+@pytest.mark.parametrize(("stage", "state"), [*product("023", ("optimizer", "all")), ("1", "disk"), ("3", "disk")])
 def test_a_dry_run_holds_on_the_host_what_was_planned(stage, state):
     """The plan is for a GPU, whose gradients leave; the dry run is of this machine."""
     model = {"name": "llama-tiny", "n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "vocab_size": 64}
@@ -65,11 +66,26 @@ def test_a_dry_run_holds_on_the_host_what_was_planned(stage, state):
     offload = {"state": state, "fraction": "1"}
     config = validate(PlanConfig, {"model": model, "offload": offload, **settings})
     compared = json.loads(answer_plan(config).text)["compared"]
-    for name in ("params", "host_params", "host_master", "host_grads", "host_optimizer", "messages", "message bytes"):
+    kept = ("disk_master", "disk_optimizer", "host_slots") if state == "disk" else ("host_master",)
+    for name in ("params", "host_params", "host_grads", "host_optimizer", *kept, "messages", "message bytes"):
         assert compared[name]["predicted"] == compared[name]["measured"], name
-    assert compared["host_optimizer"]["measured"] > 0
+    assert all(compared[name]["measured"] > 0 for name in ("host_optimizer", *kept))
     assert (compared["host_params"]["measured"] > 0) == (state == "all" and stage == "3")
     assert abs(compared["peak"]["predicted"] - compared["peak"]["measured"]) <= 2048
+
+
+def test_a_plan_says_what_is_in_the_file_and_what_a_day_writes_to_it():
+    model = {"name": "llama-tiny", "n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "vocab_size": 64}
+    settings = {"gpus": 2, "gpu": "h100-80gb", "seq_len": 16, "micro_batch": 2, "stage": "2", "offload": "disk"}
+    found = answer_plan(validate(PlanConfig, {"model": model, **settings})).text
+    [row] = json.loads(answer_plan(validate(PlanConfig, {"model": model, **settings, "json": True})).text)["rows"]
+    resident, off = row["resident_bytes"]["before_update"], row["offload"]
+    stored = resident["disk_master"] + resident["disk_optimizer"]
+    assert stored <= off["file_bytes"] <= stored + 3 * 3 * BLOCK_BYTES  # masters and states of three units
+    assert off["host_bytes"] == sum(n for name, n in resident.items() if name.startswith("host_"))
+    assert off["fraction"] == 1  # the rates of the disk are not known
+    assert off["node_written_bytes_per_day"] == pytest.approx(2 * off["file_bytes"] * 86_400 / row["step_s"])
+    assert f"{off['node_written_bytes_per_day'] / 2**40:,.1f} TiB written a day" in found
 
 
 @pytest.mark.parametrize(("fewest", "found"), [(0, 3), (3, 3), (4, 4), (7, 7), (8, 8), (99, 8)])

@@ -92,17 +92,35 @@ def test_a_run_has_the_bits_of_one_without_and_keeps_to_its_plan(tiny_config, wa
     ):
         assert (status, contract.difference, contract.num_checked) == (ExitStatus.OK, "", 4)
         assert contract.memory_bytes["host_optimizer"] > 0
+        on_disk = sum(n for name, n in contract.memory_bytes.items() if name.startswith("disk_"))
+        assert (on_disk > 0) == (offload["state"] == "disk")
+        assert on_disk <= contract.planned.file_bytes
         assert all(torch.equal(state[name], there[name]) for name in state)
 
 
-def test_what_is_resumed_with_all_state_on_the_device_has_the_same_bits(tiny_config):
+@pytest.mark.parametrize(("first", "then"), [("optimizer", "none"), ("disk", "none"), ("none", "disk")])
+def test_what_is_resumed_with_state_elsewhere_has_the_same_bits(tiny_config, first, then):
     config = tiny_config(eval_interval=0)
-    parts = tiny_config(eval_interval=0, offload="optimizer", out=f"{config.out}-parts")
+    parts = tiny_config(eval_interval=0, offload=first, out=f"{config.out}-parts")
     whole = run_threads(lambda comm: _trained(comm, config), 2)
     run_threads(lambda comm: _trained(comm, parts, until=3), 2)
-    rest = config.model_copy(update={"resume": "auto", "strategy": "zero3", "out": parts.out})
-    for (_, state, _), (_, then, _) in zip(whole, run_threads(lambda comm: _trained(comm, rest), 2), strict=True):
-        assert all(torch.equal(state[name], then[name]) for name in state)
+    rest = tiny_config(eval_interval=0, offload=then, resume="auto", strategy="zero3", out=parts.out)
+    for (_, state, _), (_, found, _) in zip(whole, run_threads(lambda comm: _trained(comm, rest), 2), strict=True):
+        assert all(torch.equal(state[name], found[name]) for name in state)
+
+
+def test_a_folder_that_cannot_have_the_files_is_refused_on_every_rank_before_a_step(tiny_config, tmp_path):
+    (tmp_path / "a file").touch()
+    config = tiny_config(offload={"state": "disk", "path": str(tmp_path / "a file")})
+
+    def refused(comm):
+        with pytest.raises(UserError) as said:
+            train_on(comm, config, predict=predict)
+        return str(said.value)
+
+    lines = run_threads(refused, 2)
+    what = f"{tmp_path / 'a file'}: File exists; name a folder on a local disk that can be written"
+    assert lines == [f"offload.path: {what}"] * 2
 
 
 def test_a_run_that_holds_other_bytes_than_planned_is_stopped(tiny_config):
