@@ -23,6 +23,7 @@ from zeroshard.lab.predict.step import Settings, step_of
 from zeroshard.lab.predict.traffic import flows_of, messages
 from zeroshard.models import build_model
 from zeroshard.models.adapters import Lora
+from zeroshard.optim import AdamW8bit
 from zeroshard.slab import room
 from zeroshard.zero import STAGES, MixedPrecision, Offload, Placement, ShardingStrategy, Zero
 from zeroshard.zero import precision as precision_module
@@ -66,6 +67,12 @@ OFFLOADS = {
     "all": Offload(weights="host"),
     "disk": Offload("disk", "disk", path="set by the test"),
     "half on disk": Offload("disk", "disk", fraction=0.5, path="set by the test"),
+}
+
+MADE = {  # others are made by `dry_run` itself
+    "AdamW8bit": lambda zero: [
+        zero.optimizer(AdamW8bit, [param for param in zero.model.parameters() if param.requires_grad], lr=1e-4)
+    ]
 }
 
 # What `_both` is given: of each family the values of each setting; one value stays as it is.
@@ -155,6 +162,32 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "precision": ("fp32", "bf16"),
         "name": ("gpt2-demo",),
     },
+    "8-bit states": {
+        "row": STAGED,
+        "world_size": (1, 4),
+        "optimizer": ("AdamW8bit",),
+        "name": tuple(MODELS),
+        "precision": tuple(PRECISIONS),
+        "num_micro": (1, 2),
+        "accumulate": SUMS,
+    },
+    "8-bit states, the same bits": {
+        "row": ("0", "1", "3"),
+        "world_size": (1, 2),
+        "optimizer": ("AdamW8bit",),
+        "precision": ("fp32", "bf16-reduced"),
+        "num_micro": (4,),
+        "reproducible": (4,),
+    },
+    "8-bit states, adapters": {"row": ("1", "3"), "lora": ("default", "one"), "optimizer": ("AdamW8bit",)},
+    "8-bit states off the device": {
+        "row": ("0", "2", "3"),
+        "world_size": (1, 4),
+        "optimizer": ("AdamW8bit",),
+        "offload": ("optimizer", "half", "gradients stay"),
+        "precision": ("fp32", "bf16-reduced"),
+        "name": ("gpt2-demo",),
+    },
     "many ranks": {"row": STAGED, "world_size": (100,), "precision": ("bf16",), "name": ("gpt2-demo",)},
 }
 
@@ -187,19 +220,20 @@ def _trace(name, micro_batch, precision, **how):
 
 def _both(*, row, name="llama-tiny", world_size=3, precision="bf16", recomputed="none", shard_size=None,
           num_micro=1, micro_batch=2, accumulate=None, prefetch=1, reproducible=None, lora="", num_layers=3,
-          masked=False, offload="", folder=None):  # fmt: skip
+          masked=False, offload="", folder=None, optimizer="AdamW"):  # fmt: skip
     """The step that is planned for the last rank, its list of collectives, and what its run has measured."""
     how = {"recomputed": recomputed, "lora": lora, "num_layers": num_layers, "masked": masked}
     model, policy, strategy, rank = _model(name, **how), ALL[precision], ROWS[row], world_size - 1
     shards = shard_size or world_size
     given = {"num_micro": num_micro, "accumulate": accumulate, "prefetch": prefetch, "reproducible": reproducible}
     replicated = {**given, "num_replicas": world_size // shards}
-    buffers = buffers_of(model, shards, model.units, precision=policy, reproducible=reproducible)
+    state = OPTIMIZER_STATES[optimizer]
+    buffers = buffers_of(model, shards, model.units, precision=policy, reproducible=reproducible, block=state.block)
     trace = _trace(name, micro_batch, precision, **how)
     away = OFFLOADS.get(offload)
     away = replace(away, path=folder) if away is not None and away.path else away
     settings = Settings(strategy, policy, rank=rank % shards, **replicated, offload=away)
-    predicted = step_of(trace, buffers, OPTIMIZER_STATES["AdamW"], settings)
+    predicted = step_of(trace, buffers, state, settings)
     flows = flows_of(buffers) if lora else None
     listed = messages(buffers, strategy, policy, flows=flows, **replicated)
     measured = dry_run(
@@ -214,6 +248,7 @@ def _both(*, row, name="llama-tiny", world_size=3, precision="bf16", recomputed=
         rank=rank,
         num_steps=2,
         offload=away,
+        optimizer=MADE.get(optimizer),
         **given,
     )
     return predicted, listed, measured
@@ -239,7 +274,7 @@ def _require_same(predicted, measured):
 def test_a_step_sends_and_holds_what_was_planned(family, settings, monkeypatch, tmp_path):
     if family in ("wires", "nodes", "copies"):
         monkeypatch.setattr(precision_module, "EXACT_NUMEL", 64)  # or all of so small a model would travel as it is
-    if family == "adapters":
+    if "adapters" in family:
         pytest.importorskip("peft")
     predicted, listed, measured = _both(**settings, folder=tmp_path)
     _require_same(predicted, measured)
@@ -331,6 +366,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Adam": {"fused": True},
     "SGD": {},
     "SGD with momentum": {"momentum": 0.9},
+    "AdamW8bit": {},
 }
 
 
@@ -338,7 +374,8 @@ def _stepped(comm, model, stage, optimizer="AdamW", **zero_kwargs):
     """The collectives of the third step, and the bytes that are resident before its update."""
     observed = ObservedCommunicator(comm)
     zero = Zero(model, stage, comm=observed, **zero_kwargs)
-    optim = zero.optimizer(getattr(torch.optim, optimizer.split()[0]), lr=1e-3, **OPTIMIZERS[optimizer])
+    made = AdamW8bit if optimizer == "AdamW8bit" else getattr(torch.optim, optimizer.split()[0])
+    optim = zero.optimizer(made, lr=1e-3, **OPTIMIZERS[optimizer])
     tokens, held = torch.zeros(1, 8, dtype=torch.int64), {}
     for _ in range(3):
         observed.drain()
@@ -383,7 +420,8 @@ def test_stage_zero_without_a_uniform_order_is_built_from_two_collectives():
 def test_every_optimizer_keeps_what_the_table_says(stage, optimizer):
     model = _model("gpt2-demo", num_layers=2)
     whole = model.parameters() if optimizer == "Adafactor" else ()
-    predicted = state_bytes(buffers_of(model, 3, whole=whole), STAGES[stage], 1, OPTIMIZER_STATES[optimizer])
+    state = OPTIMIZER_STATES[optimizer]
+    predicted = state_bytes(buffers_of(model, 3, whole=whole, block=state.block), STAGES[stage], 1, state)
     assert _stepped(NullCommunicator(3, 1), model, STAGES[stage], optimizer)[1] == predicted
 
 

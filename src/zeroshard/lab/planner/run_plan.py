@@ -15,7 +15,7 @@ from zeroshard.lab.predict.buffers import Buffer, buffers_of
 from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.float8 import in_float8
 from zeroshard.lab.predict.hardware import Calibration, Link, read_calibration
-from zeroshard.lab.predict.memory import OPTIMIZER_STATES, ema_bytes, file_parts, state_bytes
+from zeroshard.lab.predict.memory import OPTIMIZER_STATES, OptimizerState, ema_bytes, file_parts, state_bytes
 from zeroshard.lab.predict.model_trace import trace_language_model
 from zeroshard.lab.predict.outer_steps import outer_bytes, outer_step_cost, outer_step_messages
 from zeroshard.lab.predict.step import Settings, Step, step_of
@@ -34,15 +34,21 @@ def predict(job: Job) -> Planned:
     """Predict the resident bytes and collectives of ``job`` exactly, and estimate its peak and, on a measured device,
     the time of a step; or choose how much of the state leaves the device, which is decided before any of these.
 
-    The optimizer is the trainer's AdamW. The peak counts memory of the engine and autograd, and not communicators'.
+    The optimizer is the trainer's AdamW, in 32 or 8 bits. The peak counts memory of the engine and autograd, and not communicators'.
 
     Raises:
         UserError: the calibration file is missing or invalid, or has no link although there are several ranks.
     """
     calibration = _calibration(job) if job.calibration else None
     settings = _settings(job)
+    state = OPTIMIZER_STATES[job.optimizer]
     buffers = buffers_of(
-        job.model, job.shard_size, job.model.units, precision=settings.precision, reproducible=job.reproducible
+        job.model,
+        job.shard_size,
+        job.model.units,
+        precision=settings.precision,
+        reproducible=job.reproducible,
+        block=state.block,
     )
     if job.offload is not None and job.offload.fraction == "auto" and job.free_bytes is not None:
         found = chosen_fraction(job, buffers, settings, None if calibration is None else calibration.device)
@@ -53,7 +59,7 @@ def predict(job: Job) -> Planned:
     if not job.estimates:
         return planned
     try:
-        step = _step(job.model, buffers, job.micro_batch_size, job.seq_len, settings)
+        step = _step(job.model, buffers, job.micro_batch_size, job.seq_len, settings, state)
         step = in_float8(step, getattr(job.model.config, "vocab_size", 0)) if job.fp8 else step
     except UserError as error:  # a model that is not ours and cannot be traced
         if calibration is not None:
@@ -90,7 +96,7 @@ def _exact(job: Job, buffers: list[Buffer], settings: Settings) -> Planned:
         buffers,
         job.row,
         settings.rank,
-        OPTIMIZER_STATES["AdamW"],
+        OPTIMIZER_STATES[job.optimizer],
         settings.precision,
         num_reductions=settings.num_reductions,
         reproducible=job.reproducible is not None,
@@ -164,7 +170,8 @@ def predicted_step(
     """The time of a step of one micro-batch in fp32 with AdamW, without clipping; ``model`` needs no values."""
     buffers = buffers_of(model, world_size, model.units)
     settings = Settings(row, device_type=calibration.device.device_type, clips=False)
-    return _timing(_step(model, buffers, micro_batch_size, seq_len, settings), calibration, world_size)
+    step = _step(model, buffers, micro_batch_size, seq_len, settings, OPTIMIZER_STATES["AdamW"])
+    return _timing(step, calibration, world_size)
 
 
 def behind(measured: Link, links: Links) -> Link:
@@ -198,9 +205,16 @@ def _calibration(job: Job) -> Calibration:
     return found
 
 
-def _step(model: LanguageModel, buffers: list[Buffer], micro_batch_size: int, seq_len: int, settings: Settings) -> Step:
+def _step(
+    model: LanguageModel,
+    buffers: list[Buffer],
+    micro_batch_size: int,
+    seq_len: int,
+    settings: Settings,
+    state: OptimizerState,
+) -> Step:
     trace = trace_language_model(model, micro_batch_size, seq_len, settings.precision, device_type=settings.device_type)
-    return step_of(trace, buffers, OPTIMIZER_STATES["AdamW"], settings)
+    return step_of(trace, buffers, state, settings)
 
 
 def _timing(step: Step, calibration: Calibration, world_size: int) -> Timing:

@@ -46,6 +46,7 @@ def buffers_of(
     precision: MixedPrecision | None = None,
     replicated: bool = False,
     reproducible: int | None = None,
+    block: int = 1,
 ) -> list[Buffer]:
     """Describe the flat buffers of ``model``, root first.
 
@@ -57,6 +58,8 @@ def buffers_of(
         precision: the dtype policy; it may put some parameters of a unit into a separate buffer.
         replicated: whether several groups of ``world_size`` ranks hold the same state.
         reproducible: as `Zero` takes it.
+        block: elements of a block of trained parameters that no shard may cut, for an optimizer with 8-bit states; 1:
+            shards may end anywhere. See [Note: Blocks of a parameter] in `zeroshard.zero.buffers.flat_layout`.
     """
     policy = precision or MixedPrecision()
     root, specs = partition(model, units)
@@ -76,12 +79,13 @@ def buffers_of(
         further: list[Buffer] = []
         for index, (kind, named) in enumerate(flat.items()):
             name = f"{spec.name}#{index}" if index else spec.name
+            _, trained, _ = kind
             if named:
                 here.append(
                     Buffer(
                         spec.name,
                         name,
-                        FlatLayout.of(named, world_size, ALIGNMENT, parts),
+                        FlatLayout.of(named, world_size, ALIGNMENT, parts, block if trained else 1),
                         *kind,
                         spec.read_in_backward,
                     )

@@ -10,7 +10,8 @@ With N elements of a buffer, padded to P = W * S for W shards of S elements, and
     master      P m or S m by the `optim` column if compute has another dtype and the parameters are trained; else 0,
                 because the weights are the master
     grads       sharded S h; unsharded P g, and the reduced gradients that the optimizer reads if they are not a view
-    optimizer   state per element of the pieces that the rank owns, without padding; and scalars per piece
+    optimizer   state per element of the pieces that the rank owns, without padding; and scalars per piece; with 8-bit
+                states a scale per block of a piece, and S is a multiple of the block
 
 State that is off the device (`zeroshard.zero.Offload`) is counted under categories of its own, `HOST` or `DISK`. Its
 master is then a tensor of its own in any case, and at stage 3 a shard of S c stays on the device, or, streamed, on the
@@ -28,6 +29,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from zeroshard.kernels.adamw8bit import CHUNK
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.zero import MixedPrecision, Offload, ShardingStrategy
 from zeroshard.zero.buffers.written_weights import bit_sums_bytes
@@ -41,11 +43,13 @@ HOST = {"params": "host_params", "master": "host_master", "grads": "host_grads",
 DISK = {"master": "disk_master", "optimizer": "disk_optimizer"}
 SLOTS = "host_slots"
 SCALAR_BYTES = 4  # torch keeps a parameter's step count as one fp32 number
+WIDE_BYTES = 4  # fp32, in which 8-bit states are updated
+SCALE_BYTES = 4  # the scale of a block of 8-bit states is an fp32 number
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """The state that an optimizer keeps for a parameter, in its master's dtype.
+    """The state that an optimizer keeps for a parameter.
 
     Attributes:
         num_per_element: number of tensors as large as the parameter.
@@ -53,11 +57,40 @@ class OptimizerState:
         factored: whether, for a parameter of two dimensions or more, the last of those tensors is replaced by two
             smaller ones, without the last and without the last but one dimension (Shazeer and Stern 2018, Adafactor,
             https://arxiv.org/abs/1804.04235, section 3).
+        itemsize: bytes of each element of those tensors; 0: of the parameter's master.
+        block: consecutive elements that have a common fp32 scale in each of those tensors, and that no shard cuts; 1:
+            there are no scales.
+        by_unit: whether the engine runs the class's step unit by unit if it copies gradients to another dtype: it does
+            that for classes of `torch.optim`. Others are shown copies of all gradients at once.
     """
 
     num_per_element: int
     num_scalars: int = 0
     factored: bool = False
+    itemsize: int = 0
+    block: int = 1
+    by_unit: bool = True
+
+    def num_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
+        """Bytes of state, without scalars, for a parameter or piece of ``shape`` whose master has ``itemsize``."""
+        num_blocks = -(-math.prod(shape) // self.block) if self.block > 1 else 0
+        return self.numel(shape) * (self.itemsize or itemsize) + self.num_per_element * num_blocks * SCALE_BYTES
+
+    def chunk_bytes(self, numel: int, itemsize: int) -> int:
+        """Bytes that an update of a piece of ``numel`` elements allocates at a time; ``itemsize``: of its master.
+
+        8-bit states of a chunk are widened to fp32, with one scratch tensor, and so are weights and gradient if they
+        are narrow: `zeroshard.kernels.adamw8bit`.
+        """
+        num_wide = self.num_per_element + (1 if itemsize >= WIDE_BYTES else 3)
+        chunk = min(numel, CHUNK)
+        chunk = chunk // self.block * self.block or chunk  # a shorter block at the end has a turn of its own
+        return num_wide * WIDE_BYTES * chunk if self.block > 1 else 0
+
+    def bytes_per_element(self, itemsize: int) -> float:
+        """Bytes of state for each element of a large parameter whose master has ``itemsize``."""
+        scales = SCALE_BYTES / self.block if self.block > 1 else 0.0
+        return self.num_per_element * ((self.itemsize or itemsize) + scales)
 
     def numel(self, shape: tuple[int, ...]) -> int:
         """Elements of state, without scalars, for a parameter or piece of ``shape``."""
@@ -73,6 +106,7 @@ class OptimizerState:
 
 OPTIMIZER_STATES: dict[str, OptimizerState] = {
     "AdamW": OptimizerState(2, 1),
+    "AdamW8bit": OptimizerState(2, 1, itemsize=1, block=256, by_unit=False),  # `zeroshard.optim.AdamW8bit`
     "Adam": OptimizerState(2, 1),
     "Adamax": OptimizerState(2, 1),
     "NAdam": OptimizerState(2, 2),
@@ -85,7 +119,7 @@ OPTIMIZER_STATES: dict[str, OptimizerState] = {
     "Muon": OptimizerState(1),
     "Adafactor": OptimizerState(1, 1, factored=True),
     # Chen et al. 2023, https://arxiv.org/abs/2302.06675: only momentum.
-    "Lion": OptimizerState(1),
+    "Lion": OptimizerState(1, by_unit=False),
 }
 
 
@@ -353,10 +387,10 @@ def _optimizer_bytes(buffer: Buffer, rank: int | None, optimizer: OptimizerState
         num_pieces = sum(
             (slot.offset + slot.numel - 1) // shard_numel - slot.offset // shard_numel + 1 for slot in slots
         )
-        num_bytes = sum(optimizer.numel((slot.numel,)) for slot in slots) * buffer.dtype.itemsize
+        num_bytes = sum(optimizer.num_bytes((slot.numel,), buffer.dtype.itemsize) for slot in slots)
         return num_bytes + num_pieces * optimizer.num_scalars * SCALAR_BYTES
     pieces = _pieces(buffer, rank, device_type)
-    num_bytes = sum(optimizer.numel(piece.shape) for piece in pieces) * buffer.dtype.itemsize
+    num_bytes = sum(optimizer.num_bytes(piece.shape, buffer.dtype.itemsize) for piece in pieces)
     return num_bytes + len(pieces) * optimizer.num_scalars * SCALAR_BYTES
 
 

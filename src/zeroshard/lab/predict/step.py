@@ -74,7 +74,7 @@ def step_of(
     other_bytes = watch_bytes(buffers, settings.strategy, settings.precision, settings.offload)
     ledger = _Ledger(resident, trace, on_cpu=settings.device_type == "cpu", other_bytes=other_bytes)
     parts = [ledger.micro_batch(trace.spans, told[micro]) for micro in range(num_taken)]
-    ledger.update(_widened_bytes(buffers, settings))
+    ledger.update(_update_bytes(buffers, optimizer, settings))
     return Step(
         first=parts[0] if num_taken > 1 else [],
         middle=parts[1] if num_taken > 2 else [],
@@ -173,13 +173,29 @@ _HOOK = Work(0, 0, "float32", num_hooks=1)
 _PHASES: dict[str, Phase] = {"pre_forward": "forward", "pre_backward": "backward"}
 
 
-def _widened_bytes(buffers: Sequence[Buffer], settings: Settings) -> int:
-    """Bytes of the largest buffer's gradients copied to the master's dtype; 0 if they have it."""
-    largest = 0
-    for buffer, numel in _seen(buffers, settings):
-        if settings.precision.reduced_dtype(buffer.dtype) != buffer.dtype:
-            largest = max(largest, numel * buffer.dtype.itemsize)
-    return largest
+def _update_bytes(buffers: Sequence[Buffer], optimizer: OptimizerState, settings: Settings) -> int:
+    """Bytes that an update allocates: gradients copied to the master's dtype, and a chunk of widened states.
+
+    Gradients are copied if they have another dtype: those of one buffer at a time, or of all (`OptimizerState.by_unit`)
+    that are updated on the device.
+    """
+    if optimizer.by_unit:
+        return max(
+            (numel * b.dtype.itemsize for b, numel in _seen(buffers, settings) if _copied(b, settings)), default=0
+        )
+    copies, chunk = 0, 0
+    for buffer, _ in _seen(buffers, settings, here=settings.device_type == "cuda"):
+        layout, itemsize = buffer.layout, buffer.dtype.itemsize
+        sharded = settings.strategy.optim is SHARD and layout.world_size > 1
+        numels = [piece.numel for piece in (layout.owned(settings.rank) if sharded else layout.tensors())]
+        copies += sum(numels) * itemsize if _copied(buffer, settings) else 0
+        chunk = max(chunk, optimizer.chunk_bytes(max(numels, default=0), itemsize))
+    return copies + chunk
+
+
+def _copied(buffer: Buffer, settings: Settings) -> bool:
+    """Whether an optimizer is shown copies of its gradients, because they have another dtype than the master."""
+    return settings.precision.reduced_dtype(buffer.dtype) != buffer.dtype
 
 
 def _seen(buffers: Sequence[Buffer], settings: Settings, *, here: bool = False) -> list[tuple[Buffer, int]]:
@@ -215,7 +231,7 @@ def _update(buffers: Sequence[Buffer], optimizer: OptimizerState, settings: Sett
     # The update reads gradient, master and states, and writes all but the gradient.
     for buffer, numel in _seen(buffers, settings, here=True):
         master, reduced = buffer.dtype.itemsize, precision.reduced_dtype(buffer.dtype).itemsize
-        each = reduced + 2 * (master + optimizer.num_per_element * master)
+        each = reduced + 2 * (master + optimizer.bytes_per_element(master))
         if reduced != master:  # a wide copy is written, and read
             each += 2 * master
         yield Compute((Work(0, round(each * numel), dtype_name(buffer.dtype)),))

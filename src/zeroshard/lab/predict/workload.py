@@ -97,7 +97,7 @@ class Workload:
         dtype = next(iter(self.model.parameters())).dtype
         compute, reduce = self.precision.compute_dtype(dtype), self.precision.gradient_dtype(dtype)
         master = dtype.itemsize if compute != dtype else 0
-        return compute.itemsize + master + reduce.itemsize + self.states[0].num_per_element * dtype.itemsize
+        return compute.itemsize + master + reduce.itemsize + self.states[0].bytes_per_element(dtype.itemsize)
 
     def unread_bytes(self, micro_batch: int) -> int:
         """Bytes of a micro-batch's activations that selective recomputation keeps although backward does not read them.
@@ -145,6 +145,7 @@ class Workload:
                 params = [p for unit in inside for p in unit.parameters() if p.dim() == 2]
                 whole = params if WHOLE[self.optimizer] == "matrices" else self.model.parameters()
             how: dict[str, Any] = {"whole": whole, "replicated": replicated, "reproducible": reproducible or None}
+            how["block"] = self.states[0].block
             self._buffers[key] = buffers_of(self.model, num_shards, self.units, precision=self.precision, **how)
         return self._buffers[key]
 

@@ -57,6 +57,7 @@ class Job:
     local_steps: LocalSteps | None = None
     reproducible: int | None = None
     offload: Offload | None = None
+    optimizer: str = "AdamW"  # a key of `zeroshard.lab.predict.memory.OPTIMIZER_STATES`
     free_bytes: int | None = None  # for which a fraction of `offload` that is ``auto`` is chosen; None: it is all
     ranks_per_node: int = 1  # which share the host
 

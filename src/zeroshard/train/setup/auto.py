@@ -35,6 +35,7 @@ from zeroshard.zero import STAGES
 HIGHEST_STAGE = 3
 HEADROOM = 0.1  # share of free memory that must stay free: other processes, fragments, communicators' buffers
 GIB = 2**30
+PLANNED = {"adamw": "AdamW", "adamw8bit": "AdamW8bit"}  # the trainer's optimizers that plans know, by their names there
 
 
 def automatic_stage(
@@ -61,7 +62,7 @@ def fitting_stage(jobs: Mapping[int, Job], predict: Predict, free_bytes: int) ->
 
     Args:
         jobs: this rank's part of the run, by stage.
-        predict: predicts the peak of a step, with AdamW and activations.
+        predict: predicts the peak of a step, with the job's optimizer and activations.
         free_bytes: bytes that this rank may use.
     """
     free, step = f"{free_bytes / GIB:.2f}GiB free, {HEADROOM:.0%} to spare", ""
@@ -131,10 +132,10 @@ def contract_of(
 ) -> Contract | None:
     """Return the contract of a run, with its plan from ``predict``; None if the run cannot be planned.
 
-    Runs of our stages with AdamW can be planned, if ``predict`` is given.
+    Runs of our stages with AdamW, also in 8 bits, can be planned, if ``predict`` is given.
     """
     entry = strategy_entry(config.strategy)
-    if predict is None or not entry.planned or config.optimizer != "adamw":
+    if predict is None or not entry.planned or config.optimizer not in PLANNED:
         return None
     return Contract(predict(job_of(config, entry.stage, model, comm, device, grad_accum_steps)), config.plan.enforce)
 
@@ -176,4 +177,5 @@ def job_of(
         local_steps=local_steps(config.local_steps, len(model.units)),
         reproducible=config.reproducible or None,
         offload=offload(config, stage),
+        optimizer=PLANNED.get(config.optimizer, "AdamW"),
     )
