@@ -45,6 +45,17 @@ def test_sixteen_bytes_a_parameter():
     assert sum(wide.values()) - small == 18 * numel
 
 
+def test_ten_bytes_a_parameter_with_8_bit_states():
+    """Weights and gradients in fp32, two moments of a byte and a 64th each: 4 + 4 + 2 (1 + 4 / 256)."""
+    numel, num_units = 75 * 10**6, 75
+    state = OPTIMIZER_STATES["AdamW8bit"]
+    found = state_bytes(buffers_of(_Shapes(numel), 1, block=256), STAGES[0], 0, state, device_type="cuda")
+    num_blocks = num_units * 3907  # of a unit of 10^6
+    assert found["params"] == found["grads"] == 4 * 256 * num_blocks
+    assert found["optimizer"] == 2 * numel + 8 * num_blocks + 4 * num_units
+    assert sum(found.values()) / numel == pytest.approx(10.03, abs=0.005)
+
+
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
 def test_the_zero_paper_s_table_for_seven_and_a_half_billion_parameters_on_64_gpus(stage, gigabytes):
     """Rajbhandari et al. 2020, table 1 and figure 1, of 2 + 2 + 12 bytes.

@@ -19,6 +19,7 @@ from zeroshard.lab.predict.outer_steps import OuterStepCost
 from zeroshard.lab.predict.process_memory import NCCL_BYTES, NCCL_PAIR_BYTES
 from zeroshard.models import build_model
 from zeroshard.models.adapters import Lora
+from zeroshard.zero import Offload
 
 
 def _plan(memory_bytes=10**9, **changes):
@@ -240,6 +241,11 @@ def test_a_model_of_ours_may_be_given_itself():
         ("gpt2-demo", {"overrides": {"n_head": 3}}, r"^model.n_head: 3 does not divide n_embd 128"),
         ("gpt2-demo", {"gpu": "v100-32gb"}, r"^dtype: v100-32gb does not compute in bfloat16; choose float32, float16"),
         ("gpt2-demo", {"optimizer": "lamb"}, r"^optimizer: nothing is known of 'lamb'"),
+        (
+            "gpt2-demo",
+            {"optimizer": "adamw8bit", "offload": Offload()},
+            r"^offload: AdamW8bit updates .* optimizer adamw",
+        ),
         ("gpt2-demo", {"dtype": "int8"}, r"^dtype: 'int8' is not a choice"),
         ("gpt2-demo", {"stage": 4}, r"^stage: 4 is not a ZeRO stage"),
         ("gpt2-demo", {"world_size": 6, "shard_size": 4}, r"^shard_size: groups of 4 ranks do not .* a world of 6"),

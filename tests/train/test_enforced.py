@@ -100,3 +100,24 @@ def test_a_run_is_held_to_what_it_sends(tiny_config, num_ranks, given, other):
     for status, contract in run_threads(lambda comm: _trained(comm, elsewhere, _moving(**other)), num_ranks):
         assert status == ExitStatus.CHECK_FAILED
         assert "collective" in contract.difference
+
+
+IN_8_BITS = {
+    "unsharded": (2, {"strategy": "zero0"}),
+    "alone": (1, {"strategy": "zero1"}),
+    "bfloat16, several micro-batches": (2, {"strategy": "zero1", "dtype": "bfloat16", "grad_accum_steps": 2}),
+    "replicas, an average of the weights": (4, {"strategy": "zero2", "shard_size": 2, "ema_decay": 0.9}),
+    "copy, int8": (4, {"strategy": "zero3", "node_copy": 2, "wire": INT8}),
+    "reproducible": (2, {"strategy": "zero3", "reproducible": 4, "grad_accum_steps": 2}),
+    "local steps": (4, {"strategy": "zero3", "shard_size": 2, "local_steps": {"every": 2, "wire": "int8"}}),
+    "off the device": (2, {"strategy": "zero3", "offload": {"state": "all"}}),
+    "reduced in bfloat16": (2, {"strategy": "zero2", "dtype": "bfloat16", "reduce_dtype": "bfloat16"}),
+}
+
+
+@pytest.mark.parametrize(("num_ranks", "given"), IN_8_BITS.values(), ids=IN_8_BITS)
+def test_a_run_with_8_bit_states_is_held_to_their_bytes(tiny_config, num_ranks, given):
+    how = {"plan": {"enforce": True}, "eval_interval": 0, "max_steps": 3, "warmup_steps": 1}
+    config = tiny_config(optimizer="adamw8bit", **how, **given)
+    for status, contract in run_threads(lambda comm: _trained(comm, config, predict), num_ranks):
+        assert (status, contract.difference, contract.num_checked) == (ExitStatus.OK, "", 2)

@@ -35,6 +35,8 @@ REFUSED = {
     "512MiB",
     "--offload optimizer --offload.path x": "offload.path: x is given, and offload = optimizer keeps state in memory; "
     "use --offload disk, or leave it out",
+    "--offload optimizer --optimizer adamw8bit --plan.device d.json": "plan.device: adamw8bit updates state on the "
+    "host while the step waits, the time of which no plan predicts; leave it out, or use --optimizer adamw",
     "--offload optimizer --strategy ddp": "offload.state: optimizer is given, and ddp does not use zeroshard's engine; "
     f"leave it out, or use --strategy {OURS}",
     "--offload all --shard-size 1 --local-steps.every 2": "offload.state: all is given, and outer steps of "

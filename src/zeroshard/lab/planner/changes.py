@@ -70,7 +70,8 @@ def _changes(planner: Planner, stages: Stages, micro_batch: int | None) -> Itera
     if ours is not None and ours.config.activation_checkpointing != "full":
         thrifty, added = planner.on(workload=workload.changed({"activation_checkpointing": "full"})), "checkpointing"
         yield "activation checkpointing (--model.activation-checkpointing full)", thrifty, ""
-    if planner.offload is None and not planner.reproducible and planner.device.device_type == "cuda":
+    hides = workload.states[0].by_unit and not planner.reproducible  # the updates on the host beside the next forward
+    if planner.offload is None and hides and planner.device.device_type == "cuda":
         also = f" and activation {added}" if added else ""
         yield f"state in host memory (--offload optimizer){also}", thrifty.on(offload=Offload()), ""
     if ours is not None and ours.lora is None and workload.optimizer == "AdamW":
@@ -137,11 +138,14 @@ def fewest_gpus(planner: Planner, stages: Stages, micro_batch: int) -> int | Non
         other = planner.on(world_size=in_full_nodes(world_size), global_batch=0)
         return any(_fits(other, stage, micro_batch) for stage in reversed(stages))
 
-    if not fits(MOST_GPUS):  # a rank needs no more memory in a larger world
+    in_blocks = planner.workload.states[0].block > 1  # whose padding may need more memory in a larger world
+    if not in_blocks and not fits(MOST_GPUS):
         return None
     low, high = 0, 1
     while not fits(high):
         low, high = high, high * 2
+        if high > MOST_GPUS:
+            return None
     while high - low > 1:  # fits at `high`, not at `low`
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)

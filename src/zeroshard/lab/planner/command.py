@@ -32,9 +32,10 @@ from zeroshard.lab.predict.memory import on_disk
 from zeroshard.lab.predict.step import Step
 from zeroshard.lab.predict.workload import DTYPES
 from zeroshard.models import LanguageModel
+from zeroshard.optim import AdamW8bit
 from zeroshard.train.setup.assemble import local_steps, lora_of, model_overrides, offload_of
 from zeroshard.train.setup.auto import num_free_bytes
-from zeroshard.zero import STAGES, Offload
+from zeroshard.zero import STAGES, Offload, Zero
 
 
 class PlanAnswer(NamedTuple):
@@ -201,8 +202,10 @@ def compare(config: PlanConfig, planner: Planner, row: Row) -> dict[str, Any]:
 
     Memory and collectives are predicted for that device. Time is only measured, because the plan's is for another one.
     """
-    if planner.workload.optimizer != "AdamW":
-        raise UserError("dry_run", f"it runs AdamW, and optimizer is {config.optimizer}", "leave one of the two out")
+    runs: dict[str, Any] = {"AdamW": None, "AdamW8bit": _adamw8bit}
+    if planner.workload.optimizer not in runs:
+        what = f"it runs {' or '.join(runs)}, and optimizer is {config.optimizer}"
+        raise UserError("dry_run", what, "leave one of the two out")
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
     here: dict[str, Any] = {"gpu": this_machine(2**62, kind), "within_node": config.network}
@@ -228,6 +231,7 @@ def compare(config: PlanConfig, planner: Planner, row: Row) -> dict[str, Any]:
             shard_size=shard_size,
             reproducible=local.reproducible or None,
             offload=offload,
+            optimizer=runs[workload.optimizer],
             device=device,
             record=device.type != "cuda",
         )
@@ -255,6 +259,10 @@ def _scratch(offload: Offload | None, folder: str) -> Generator[Offload | None]:
         raise UserError("offload.path", what, "name a folder on a local disk that can be written") from None
     with made as path:
         yield replace(offload, path=path)
+
+
+def _adamw8bit(zero: Zero) -> list[torch.optim.Optimizer]:
+    return [zero.optimizer(AdamW8bit, [param for param in zero.model.parameters() if param.requires_grad], lr=1e-4)]
 
 
 def _predicted_and_measured(step: Step, measured: Measured) -> dict[str, tuple[int, int]]:

@@ -70,7 +70,9 @@ class PlanConfig(Config):
         "master", description="Type in which gradients are reduced; master: float32."
     )
     optimizer: str = Field(
-        "adamw", min_length=1, description="Optimizer, as torch names it: adamw, sgd, muon, adafactor, ..."
+        "adamw",
+        min_length=1,
+        description="Optimizer, as torch names it: adamw, sgd, muon, adafactor, ...; or adamw8bit.",
     )
     accumulate: Literal["auto", "local", "sharded"] = Field(
         "auto", description="How gradients of micro-batches accumulate; auto: the stage's default."

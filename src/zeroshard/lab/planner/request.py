@@ -238,6 +238,9 @@ class Request:
             served = ", ".join(device.matmul_flops_per_s)
             raise UserError("dtype", f"{device.name} does not compute in {workload.dtype}", f"choose {served}")
         self._require_reproducible()
+        if self.offload is not None and not workload.states[0].by_unit:
+            what = f"{workload.optimizer} updates state on the host while the step waits, which no plan predicts"
+            raise UserError("offload", what, "leave it out, or use optimizer adamw")
         if self.global_batch and self.global_batch % self.world_size:
             what = f"{self.global_batch} sequences cannot be shared out to {self.world_size} GPUs"
             raise UserError("global_batch", what, f"give a multiple of {self.world_size}")

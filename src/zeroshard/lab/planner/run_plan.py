@@ -34,7 +34,8 @@ def predict(job: Job) -> Planned:
     """Predict the resident bytes and collectives of ``job`` exactly, and estimate its peak and, on a measured device,
     the time of a step; or choose how much of the state leaves the device, which is decided before any of these.
 
-    The optimizer is the trainer's AdamW, in 32 or 8 bits. The peak counts memory of the engine and autograd, and not communicators'.
+    The optimizer is the trainer's AdamW, in 32 or 8 bits. The peak counts memory of the engine and autograd, and not
+    communicators'.
 
     Raises:
         UserError: the calibration file is missing or invalid, or has no link although there are several ranks.

@@ -49,7 +49,9 @@ def notes(plan: Plan) -> list[str]:
     worst = max((row.padding for row in plan.rows), default=1.0)
     if worst > MOSTLY_PADDING:
         what = f"buffers are up to {worst:,.0f} times as large as the parameters in them"
-        found.append(f"{plan.workload.optimizer} keeps tensors whole: over many GPUs {what}; --shard-size bounds that.")
+        block = plan.workload.states[0].block
+        keeps = f"cuts no block of {block} elements" if block > 1 else "keeps tensors whole"
+        found.append(f"{plan.workload.optimizer} {keeps}: over many GPUs {what}; --shard-size bounds that.")
     per_node = plan.cluster.ranks_per_node
     rest = plan.num_gpus % per_node
     if rest and plan.num_gpus > per_node:

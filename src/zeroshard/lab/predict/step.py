@@ -30,6 +30,7 @@ from zeroshard.lab.predict.actions import (
     Wait,
 )
 from zeroshard.lab.predict.buffers import Buffer
+from zeroshard.lab.predict.eight_bits import CHUNK, passes_of_chunk
 from zeroshard.lab.predict.engine import Change, EngineAction, recorded
 from zeroshard.lab.predict.memory import DISK, HOST, SLOTS, OptimizerState, buffers_away, state_bytes, watch_bytes
 from zeroshard.lab.predict.model_spans import ROOT, Event, Span, Trace
@@ -185,12 +186,17 @@ def _update_bytes(buffers: Sequence[Buffer], optimizer: OptimizerState, settings
         )
     copies, chunk = 0, 0
     for buffer, _ in _seen(buffers, settings, here=settings.device_type == "cuda"):
-        layout, itemsize = buffer.layout, buffer.dtype.itemsize
-        sharded = settings.strategy.optim is SHARD and layout.world_size > 1
-        numels = [piece.numel for piece in (layout.owned(settings.rank) if sharded else layout.tensors())]
+        itemsize, numels = buffer.dtype.itemsize, _updated_numels(buffer, settings)
         copies += sum(numels) * itemsize if _copied(buffer, settings) else 0
         chunk = max(chunk, optimizer.chunk_bytes(max(numels, default=0), itemsize))
     return copies + chunk
+
+
+def _updated_numels(buffer: Buffer, settings: Settings) -> list[int]:
+    """Elements of each piece of a buffer that this rank's optimizer updates; of tensors if it is replicated."""
+    layout = buffer.layout
+    sharded = settings.strategy.optim is SHARD and layout.world_size > 1
+    return [piece.numel for piece in (layout.owned(settings.rank) if sharded else layout.tensors())]
 
 
 def _copied(buffer: Buffer, settings: Settings) -> bool:
@@ -231,10 +237,16 @@ def _update(buffers: Sequence[Buffer], optimizer: OptimizerState, settings: Sett
     # The update reads gradient, master and states, and writes all but the gradient.
     for buffer, numel in _seen(buffers, settings, here=True):
         master, reduced = buffer.dtype.itemsize, precision.reduced_dtype(buffer.dtype).itemsize
-        each = reduced + 2 * (master + optimizer.bytes_per_element(master))
+        num_bytes = numel * (reduced + 2 * (master + optimizer.bytes_per_element(master)))
+        num_calls = 1
         if reduced != master:  # a wide copy is written, and read
-            each += 2 * master
-        yield Compute((Work(0, round(each * numel), dtype_name(buffer.dtype)),))
+            num_bytes += numel * 2 * master
+        if optimizer.block > 1:  # by operations on chunks, each of which is read and written several times
+            numels = _updated_numels(buffer, settings)
+            num_calls, passed = passes_of_chunk(buffer.dtype, optimizer.block)
+            num_chunks = sum(-(-n // CHUNK) for n in numels)
+            num_calls, num_bytes = max(num_calls * num_chunks, 1), passed * sum(numels)
+        yield Compute((Work(0, round(num_bytes), dtype_name(buffer.dtype), num_calls=num_calls),))
 
 
 def _control(number: int, op: str, num_bytes: int, world_size: int) -> Iterator[Action]:

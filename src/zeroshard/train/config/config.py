@@ -313,10 +313,15 @@ class TrainConfig(Config):
         if self.keep_every and (not self.keep_checkpoints or self.keep_checkpoints < 0 <= self.checkpoint_interval):
             what = f"{self.keep_every} has no effect, because keep_checkpoints = 0 keeps all checkpoints"
             raise UserError("keep_every", what, "set keep_checkpoints to the number of newest checkpoints to keep")
-        if self.plan.enforce and self.optimizer != "adamw":
-            lays_out = "has 8-bit states" if self.optimizer == "adamw8bit" else "needs unsharded matrices"
-            what = f"{self.optimizer} {lays_out}, which no plan predicts"
+        if self.plan.enforce and self.optimizer == "muon":
+            what = "muon needs unsharded matrices, which no plan predicts"
             raise UserError("plan.enforce", what, "leave it out, or use --optimizer adamw")
+        if self.plan.enforce and self.offload.state == "disk" and self.optimizer == "adamw8bit":
+            what = "no plan predicts a file of adamw8bit's states"
+            raise UserError("plan.enforce", what, "leave it out, or use --optimizer adamw")
+        if self.plan.device and self.offload.on and self.optimizer == "adamw8bit":
+            what = "adamw8bit updates state on the host while the step waits, the time of which no plan predicts"
+            raise UserError("plan.device", what, "leave it out, or use --optimizer adamw")
         if not self.overlap and strategy.over_torch:
             what = f"{self.strategy} communicates by torch.distributed, which decides itself what overlaps"
             raise UserError("overlap", what, "leave it out, or use another strategy")

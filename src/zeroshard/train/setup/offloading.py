@@ -20,7 +20,7 @@ from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.offload_settings import OffloadConfig
 from zeroshard.train.records.plan_contract import Planned, Predict
 from zeroshard.train.records.records import in_memory
-from zeroshard.train.setup.auto import HEADROOM, job_of, num_free_bytes
+from zeroshard.train.setup.auto import HEADROOM, PLANNED, job_of, num_free_bytes
 
 GIB = 2**30
 _UNIT = 1e9  # a fraction is sent as a whole number of these parts
@@ -45,12 +45,17 @@ def settled(
     """
     if not config.offload.on:
         return config, ""
-    asked = config.offload.share == "auto"
-    if predict is None or config.optimizer != "adamw":
-        return config, f"no plan predicts a step of {config.optimizer}" if asked else ""
+    asked, why = config.offload.share == "auto", ""
+    if asked and (predict is None or config.optimizer != "adamw"):
+        asked, why = False, f"no plan predicts a step of {config.optimizer}"
+    if (
+        predict is None
+        or config.optimizer not in PLANNED
+        or (config.optimizer != "adamw" and config.offload.state == "disk")
+    ):
+        return config, why
     neighbours = _neighbours(comm)
     job = job_of(config, strategy_entry(config.strategy).stage, model, comm, device, grad_accum_steps)
-    why = ""
     if asked:
         free_bytes = -largest(comm, -num_free_bytes(device, len(neighbours)))  # the smallest of all ranks
         to_choose = replace(job, free_bytes=int(free_bytes * (1 - HEADROOM)), ranks_per_node=len(neighbours))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroshard.optimizer_classes.reach import declared
 from zeroshard.zero.core.layout import ALIGNMENT
 
 NUM_ELEMENTS = 1024
@@ -74,7 +75,9 @@ def _compare(cls: Any, settings: dict[str, Any], device: torch.device, dtype: to
 
 
 def _both_paths(cls: Any, settings: dict[str, Any], device: torch.device, dtype: torch.dtype, shape: Any) -> Comparison:
-    cuts = () if len(shape) > 1 else CUTS
+    kind = declared(cls, settings)
+    cuts = CUTS if kind is None or kind.block == 1 else (kind.block, 2 * kind.block)  # pieces end where blocks do
+    cuts = () if len(shape) > 1 else tuple(cut for cut in cuts if cut < NUM_ELEMENTS)
     on_device = _steps(cls, settings, _values(dtype, shape), device, ())
     with ThreadPoolExecutor(1) as thread:  # as the executor's: with rounding modes of its own
         on_host = thread.submit(lambda: list(_steps(cls, settings, _values(dtype, shape), HOST, cuts))).result()
