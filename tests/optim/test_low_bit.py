@@ -211,3 +211,17 @@ def test_weights_gradients_and_states_take_16_10_and_7_bytes_of_a_parameter(cls,
     padding = taken["params"] + taken["grads"] - 2 * sum(numels) * dtype.itemsize
     assert 0 <= padding < 2 * 4 * 256 * dtype.itemsize * 2
     assert sum(taken.values()) - padding == per_param * sum(numels) + scales + 4 * len(numels)
+
+
+def test_chunks_of_another_size_give_the_same_bits(monkeypatch):
+    found = []
+    for chunk in (256, 1024, 1 << 22):
+        monkeypatch.setattr(adamw8bit, "CHUNK", chunk)
+        param = nn.Parameter(torch.randn(5000, generator=torch.Generator().manual_seed(1)))
+        optimizer = AdamW8bit([param], lr=1e-2)
+        for step in range(3):
+            param.grad = torch.randn(5000, generator=torch.Generator().manual_seed(step))
+            optimizer.step()
+        found.append([param.detach(), *(each for each in optimizer.state[param].values())])
+    for other in found[1:]:
+        assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(found[0], other, strict=True))

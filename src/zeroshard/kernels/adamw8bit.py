@@ -33,7 +33,13 @@ KNEE = 0.0625  # K of the companding function
 _TINY = 2.0**-126  # the smallest normal fp32: scales are at least as large, so that no quotient is 0 / 0
 _SIGNED = 127 * (1 + KNEE)
 _UNSIGNED = 256 * (1 + KNEE)
-CHUNK = 16384  # elements that are updated at a time: their fp32 values fit in the second-level cache
+CHUNK = 16384  # elements that a CPU updates at a time: their fp32 values fit in the second-level cache
+CHUNK_ON_GPU = 1 << 22  # many, because each of some 50 operations is a launch
+
+
+def chunk_numel(device_type: str) -> int:
+    """Return how many elements are updated at a time; the result does not depend on it."""
+    return CHUNK if device_type == "cpu" else CHUNK_ON_GPU
 
 
 def encode_signed(values: Tensor, codes: Tensor, scales: Tensor, scratch: Tensor) -> None:
@@ -125,7 +131,7 @@ def adamw8bit(param: Tensor, grad: Tensor, states: Codes, step: int, options: Ad
     """
     flat, grads = param.view(-1), grad.reshape(-1)
     codes = [states.m.view(-1), states.r.view(-1)]
-    chunk = max(CHUNK // block, 1) * block
+    chunk = max(chunk_numel(flat.device.type) // block, 1) * block
     for start in range(0, flat.numel(), chunk):
         stop = min(start + chunk, flat.numel())
         rows = slice(start // block, -(-stop // block))

@@ -1,7 +1,7 @@
 """What an update with 8-bit states costs: the operations of `zeroshard.kernels.adamw8bit` on a chunk, traced.
 
-The update runs operation by operation on chunks of 16,384 elements. So it moves many times the bytes of its states, and
-on a GPU it takes the time of its launches: about 50 for each chunk.
+The update runs operation by operation on chunks (`zeroshard.kernels.adamw8bit.chunk_numel`). So it moves many times the
+bytes of its states, and about 50 launches are made for each chunk.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from zeroshard.kernels.adamw import AdamWOptions
 from zeroshard.kernels.adamw8bit import CHUNK, Codes, adamw8bit
 from zeroshard.lab.predict.recorder import StorageEvents
 from zeroshard.lab.predict.work import Work, work_of
-
-__all__ = ["CHUNK", "passes_of_chunk"]
 
 
 @lru_cache

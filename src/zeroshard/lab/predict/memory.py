@@ -29,7 +29,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from zeroshard.kernels.adamw8bit import CHUNK
+from zeroshard.kernels.adamw8bit import chunk_numel
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.zero import MixedPrecision, Offload, ShardingStrategy
 from zeroshard.zero.buffers.written_weights import bit_sums_bytes
@@ -76,14 +76,15 @@ class OptimizerState:
         num_blocks = -(-math.prod(shape) // self.block) if self.block > 1 else 0
         return self.numel(shape) * (self.itemsize or itemsize) + self.num_per_element * num_blocks * SCALE_BYTES
 
-    def chunk_bytes(self, numel: int, itemsize: int) -> int:
-        """Bytes that an update of a piece of ``numel`` elements allocates at a time; ``itemsize``: of its master.
+    def chunk_bytes(self, numel: int, itemsize: int, device_type: str) -> int:
+        """Bytes that an update of a piece of ``numel`` elements allocates at a time; ``itemsize``: of its
+        master.
 
         8-bit states of a chunk are widened to fp32, with one scratch tensor, and so are weights and gradient if they
         are narrow: `zeroshard.kernels.adamw8bit`.
         """
         num_wide = self.num_per_element + (1 if itemsize >= WIDE_BYTES else 3)
-        chunk = min(numel, CHUNK)
+        chunk = min(numel, chunk_numel(device_type))
         chunk = chunk // self.block * self.block or chunk  # a shorter block at the end has a turn of its own
         return num_wide * WIDE_BYTES * chunk if self.block > 1 else 0
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from zeroshard.comm import CONTROL
+from zeroshard.kernels.adamw8bit import chunk_numel
 from zeroshard.lab.predict.actions import (
     CATEGORIES,
     Action,
@@ -30,7 +31,7 @@ from zeroshard.lab.predict.actions import (
     Wait,
 )
 from zeroshard.lab.predict.buffers import Buffer
-from zeroshard.lab.predict.eight_bits import CHUNK, passes_of_chunk
+from zeroshard.lab.predict.eight_bits import passes_of_chunk
 from zeroshard.lab.predict.engine import Change, EngineAction, recorded
 from zeroshard.lab.predict.memory import DISK, HOST, SLOTS, OptimizerState, buffers_away, state_bytes, watch_bytes
 from zeroshard.lab.predict.model_spans import ROOT, Event, Span, Trace
@@ -188,7 +189,7 @@ def _update_bytes(buffers: Sequence[Buffer], optimizer: OptimizerState, settings
     for buffer, _ in _seen(buffers, settings, here=settings.device_type == "cuda"):
         itemsize, numels = buffer.dtype.itemsize, _updated_numels(buffer, settings)
         copies += sum(numels) * itemsize if _copied(buffer, settings) else 0
-        chunk = max(chunk, optimizer.chunk_bytes(max(numels, default=0), itemsize))
+        chunk = max(chunk, optimizer.chunk_bytes(max(numels, default=0), itemsize, settings.device_type))
     return copies + chunk
 
 
@@ -244,7 +245,7 @@ def _update(buffers: Sequence[Buffer], optimizer: OptimizerState, settings: Sett
         if optimizer.block > 1:  # by operations on chunks, each of which is read and written several times
             numels = _updated_numels(buffer, settings)
             num_calls, passed = passes_of_chunk(buffer.dtype, optimizer.block)
-            num_chunks = sum(-(-n // CHUNK) for n in numels)
+            num_chunks = sum(-(-n // chunk_numel(settings.device_type)) for n in numels)
             num_calls, num_bytes = max(num_calls * num_chunks, 1), passed * sum(numels)
         yield Compute((Work(0, round(num_bytes), dtype_name(buffer.dtype), num_calls=num_calls),))
 
