@@ -54,8 +54,9 @@ def test_state_in_a_file_is_accounted_for_and_none_of_it_is_in_memory(tmp_path):
         net(torch.ones(2, 32)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert len(optimizer.state) == len(list(net.parameters()))  # and the step is complete
-    found = zero.memory_bytes()
+        assert len(optimizer.state) == len(list(net.parameters()))  # and the step is complete
+        found = zero.memory_bytes()
+        assert found["disk_optimizer"] == 8 * sum(param.numel() for param in net.parameters())
     num_params, numel = len(list(net.parameters())), sum(param.numel() for param in net.parameters())
     assert (found["disk_master"], found["disk_optimizer"]) == (4 * numel, 8 * numel)
     assert (found.get("host_master", 0), found["host_optimizer"]) == (0, 4 * num_params)
