@@ -64,6 +64,15 @@ def base_of(view: Tensor) -> Tensor | None:
     return view._base if view._is_view() else None
 
 
+# -- the compiler ---------------------------------------------------------------------------------------------------
+
+
+def breaks_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep ``function`` out of compiled graphs. `torch.compiler.disable` does it, and imports the compiler."""
+    vars(function)["_torchdynamo_disable"] = True
+    return function
+
+
 # -- tensors --------------------------------------------------------------------------------------------------------
 
 

@@ -150,13 +150,16 @@ class _Writes(nn.Module):
         return x.mul_(2).sin()
 
 
-def test_a_block_that_writes_into_its_input_is_told_so():
+def test_a_block_that_writes_into_its_input_is_told_so_and_nobody_else_is():
     blocks = [_Writes() for _ in range(3)]
     for block in blocks:
         offload_inputs(block)
-    x = torch.ones(1, 4, 8, requires_grad=True).clone()
-    with pytest.raises(RuntimeError, match="offload_inputs: a block wrote into its input"):
-        nn.Sequential(*blocks)(x)
+    y = nn.Sequential(*blocks)(torch.ones(1, 4, 8, requires_grad=True).clone())
+    others = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    offload_inputs(*others)
+    others(torch.ones(1, 4, 8)).sum().backward()
+    with pytest.raises(RuntimeError, match="offload_inputs: the input of a block was written to"):
+        y.sum().backward()
     with pytest.raises(TypeError, match="give its input first, by position"):
         blocks[0](x=torch.ones(1, requires_grad=True))
 
@@ -291,6 +294,27 @@ def test_compiled_blocks_keep_their_inputs_on_the_host_too(build, batch, backend
     compile_blocks(model.blocks, backend, torch.device("cpu"))
     assert_close(gradients(model, *batch), gradients(build(DEEP), *batch))
     assert slot_bytes() == 3 * room(INPUT_BYTES)
+
+
+@pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")
+def test_a_model_that_is_compiled_around_its_blocks_keeps_their_inputs_on_the_host(build, batch):
+    gc.collect()
+    model = build(DEEP)
+    offload_inputs(*model.blocks)
+    found = gradients(torch.compile(model, backend="aot_eager"), *batch)
+    names = {name.removeprefix("_orig_mod."): grad for name, grad in found[1].items()}
+    assert_close((found[0], names), gradients(build(DEEP), *batch))
+    assert slot_bytes() == 3 * room(INPUT_BYTES)
+
+
+def test_a_parameter_that_tiles_were_not_given_is_named():
+    linear, x = nn.Linear(8, 8), torch.ones(1, 6, 8, requires_grad=True)
+    y = tiled(linear, [linear.weight], 2, x)
+    with pytest.raises(RuntimeError, match=r"tiled: the function computes with a tensor \[8\] .* name it among params"):
+        y.sum().backward()
+    for num, given in ((0, x), (2, x[0])):
+        with pytest.raises(ValueError, match=r"tiled: . tiles of .*; give 1 tile or more, of tensors \[B, T, ...\]"):
+            tiled(linear, linear.parameters(), num, given)
 
 
 def test_a_module_that_is_not_ours_is_recomputed_with_its_input_on_the_host():

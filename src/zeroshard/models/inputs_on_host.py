@@ -32,7 +32,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from zeroshard.comm.streams import NO_STREAMS, ByDevice, Mark, Streams
 from zeroshard.kernels.launch import is_traced
 from zeroshard.slab import Slab, room
-from zeroshard.torch_internals import storage_id, version_of
+from zeroshard.torch_internals import breaks_graphs, storage_id, version_of
 
 Slot = tuple[Slab, Tensor, Mark]  # host memory, its bytes, and a mark behind their last use
 
@@ -122,7 +122,7 @@ class BlockInput:
         self._shape = x.shape
         self._strides = _dense_strides(x)
         self._has_values = x.device.type != "meta" and not isinstance(x, FakeTensor)
-        self._has_left = False
+        self._has_left = self._is_changed = False
 
     @property
     def before(self) -> BlockInput | None:
@@ -148,7 +148,7 @@ class BlockInput:
     def leave(self) -> None:
         """Free it on the device if a copy has begun; the current stream waits for that copy."""
         if self._here is not None and self._has_left:
-            self._check_unchanged(self._here)
+            self._note_changes(self._here)
             self._streams.wait(self._copied)  # [Note: No record_stream] in `zeroshard.comm.streams`
             self._here = None
 
@@ -165,15 +165,22 @@ class BlockInput:
         self._fetched = x
 
     def value(self) -> Tensor:
-        """Return it, on the device, and begin to fetch the input of the block before."""
-        if self._here is not None:
-            self._check_unchanged(self._here)
-            x = self._here
+        """Return it, on the device, and begin to fetch the input of the block before.
+
+        Raises:
+            RuntimeError: it was written to since its block began.
+        """
+        x = self._here
+        if x is not None:
+            self._note_changes(x)
         else:
             self.fetch()
             x, self._fetched = self._fetched, None
-            assert x is not None
             self._streams.wait(self._copied)
+        assert x is not None
+        if self._is_changed:
+            what = "the input of a block was written to, and the block is recomputed from it"
+            raise RuntimeError(f"offload_inputs: {what}; compute a new tensor (x = x + y, and not x += y)")
         if self.before is not None:
             self.before.fetch()
         return x
@@ -185,10 +192,9 @@ class BlockInput:
     def _on_host(self, slot: Slot) -> Tensor:
         return slot[1][: self._num_bytes].view(self._dtype).as_strided(self._shape, self._strides)
 
-    def _check_unchanged(self, x: Tensor) -> None:
-        if version_of(x) != self._version:
-            what = "a block wrote into its input, which is recomputed from"
-            raise RuntimeError(f"offload_inputs: {what}; let it compute a new tensor (x = x + y, and not x += y)")
+    def _note_changes(self, x: Tensor) -> None:
+        """Note whether it was written to; who needs it is told, since this may be in another model's forward."""
+        self._is_changed = self._is_changed or version_of(x) != self._version
 
     def __del__(self) -> None:
         if self._here is not None or self._fetched is not None:  # freed on this stream; a copy may still use it
@@ -219,6 +225,7 @@ class OnHost:
     def __init__(self, run: Callable[..., Any]) -> None:
         self.run, self._slots = run, the_slots()
 
+    @breaks_graphs  # of a compiled model around the block: hooks of saved tensors are no part of a graph
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Run the block on its input, ``inputs[0]``, and whatever else it takes."""
         if not torch.is_grad_enabled():

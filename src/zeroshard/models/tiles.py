@@ -66,7 +66,14 @@ def tiled(
         num: tiles, at most T.
         inputs: tensors [B, T, ...].
         random: whether it draws random numbers, so that backward must draw the same.
+
+    Raises:
+        ValueError: there are no tiles, or an input has no dimensions for tokens and their numbers.
+        RuntimeError: in backward, if ``function`` computes with a parameter that is not in ``params``.
     """
+    if num < 1 or any(each.dim() < 3 for each in inputs):
+        shapes = ", ".join(str(list(each.shape)) for each in inputs)
+        raise ValueError(f"tiled: {num} tiles of {shapes}; give 1 tile or more, of tensors [B, T, ...]")
     trained = [param for param in params if param.requires_grad]
     if not torch.is_grad_enabled() or not any(each.requires_grad for each in (*inputs, *trained)):
         return _by_tile(function, num, inputs)
@@ -169,6 +176,8 @@ class _Tiles(torch.autograd.Function):
                     # views, since hooks on modules' inputs (of FlopCounterMode, for one) take no leaves here
                     out = tiling.function(*(part.view_as(part) for part in parts))
                 leaves = [*(part for part in parts if part.requires_grad), *trained]
+                if start == 0:
+                    _require_given(out, leaves)
                 found = iter(torch.autograd.grad(out, leaves, grads[0][:, start:end], allow_unused=True))
                 del out
                 for whole in grads_of_inputs:
@@ -180,6 +189,21 @@ class _Tiles(torch.autograd.Function):
             None if total is None else total.to(param.dtype) for total, param in zip(sums, trained, strict=True)
         )
         return None, None, torch.empty(0), *grads_of_inputs, *of_params
+
+
+def _require_given(out: Tensor, leaves: Sequence[Tensor]) -> None:
+    """Raise RuntimeError if gradients would flow to a leaf that nobody named: it would get none, without a word."""
+    known, seen, ahead = set(map(id, leaves)), set(), [out.grad_fn]
+    while ahead:
+        node: Any = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        ahead += [following for following, _ in node.next_functions]
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in known:
+            what = f"the function computes with a tensor {list(leaf.shape)} that takes a gradient and was not given"
+            raise RuntimeError(f"tiled: {what}; name it among params")
 
 
 def _added(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
