@@ -87,6 +87,20 @@ def test_nothing_is_said_of_stage_zero_where_it_is_not_known(tmp_path):
         assert at_stage_zero(read_run(tmp_path / name), {"params": 4}) == {}
 
 
+def test_files_are_no_memory_and_state_on_the_host_has_colours_of_its_own(text_config, tmp_path):
+    offload = {"state": "disk", "path": str(tmp_path / "files")}
+    config = text_config(max_steps=2, eval_interval=0, strategy="zero2", offload=offload)
+    assert run_training(config) == 0
+    run = read_run(config.out)
+    assert run.steps[-1].memory_bytes["disk_optimizer"] > 0
+    (memory,) = (figure for figure in figures_of(gather([run.folder]))[0] if figure.name == "memory")
+    names = {series.name for series in memory.series}
+    assert {"params", "host grads", "host slots"} <= names
+    assert not any(name.startswith("disk") for name in names)
+    assert len({series.colour for series in memory.series}) == len(names)
+    assert list(memory.x.ticks.values()) == ["measured"]  # what stage 0 would hold is not known
+
+
 def test_a_run_without_times_steps_or_facts_is_reported(tmp_path):
     run = read_run(write_run(tmp_path / "old"))
     assert dict(header_of(run))["took"].endswith("in steps")

@@ -27,6 +27,7 @@ from zeroshard.lab.report.figure import (
 )
 from zeroshard.lab.report.marks import MOST_BARS, LeftOutError, only_first, rank_of_strategy, style
 from zeroshard.lab.run_folders import RunResult
+from zeroshard.train.records.records import in_memory, is_on_disk
 
 MOST_LINES = 12
 MOST_NAMED = 6  # most runs with identical losses that the caption names for one curve
@@ -44,6 +45,12 @@ CATEGORY_COLOURS = {
     "temporaries": "#8C510A",
     "comm_buffers": BLACK,
     "others": GREY,
+    # on the host, where state was sent: paler
+    "host_params": "#8FC1E0",
+    "host_grads": "#F5D08A",
+    "host_master": "#CFE8F7",
+    "host_optimizer": "#8AD3BC",
+    "host_slots": "#D4D4D4",
 }
 
 
@@ -174,7 +181,10 @@ def _peaks(shown: Sequence[Entry], scale: float) -> list[Series]:
 
 
 def held(run: RunResult) -> tuple[dict[str, int], dict[str, int]]:
-    """Resident bytes by category, measured and planned; without a plan, those of the step with the largest sum."""
+    """Resident bytes by category, measured and planned; without a plan, those of the step with the largest sum.
+
+    What is in files takes no memory, and is left out.
+    """
     planned: dict[str, int] = {}
     measured: dict[str, int] = {}
     table = plan_of(run).get("memory_bytes")
@@ -182,9 +192,12 @@ def held(run: RunResult) -> tuple[dict[str, int], dict[str, int]]:
         if isinstance(pair, Mapping):
             planned[name], measured[name] = int(pair.get("predicted") or 0), int(pair.get("measured") or 0)
     if not any(measured.values()):
-        fullest = max(run.steps, key=lambda step: sum(step.memory_bytes.values()), default=None)
+        fullest = max(run.steps, key=lambda step: in_memory(step.memory_bytes), default=None)
         measured = dict(fullest.memory_bytes) if fullest else {}
-    return {name: n for name, n in measured.items() if n}, {name: n for name, n in planned.items() if n}
+    measured, planned = (
+        {name: n for name, n in table.items() if n and not is_on_disk(name)} for table in (measured, planned)
+    )
+    return measured, planned
 
 
 def _apart_from_links(entry: Entry) -> str:

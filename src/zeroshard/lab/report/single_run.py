@@ -114,7 +114,7 @@ def at_stage_zero(run: RunResult, measured: dict[str, int]) -> dict[str, int]:
     ranks = run.setting("shard_size", 0) or world_size
     if entry is None or not entry.planned or not isinstance(ranks, int) or ranks < 2 or every != 1:
         return {}
-    if not entry.stage:
+    if not entry.stage or run.setting("offload.state", "none") != "none":  # what left is under other names
         return {}
     return {
         name: measured[name] * (ranks if entry.stage >= first else 1)
