@@ -194,8 +194,9 @@ def test_deepspeeds_settings_become_ours_and_what_is_ignored_is_said(tmp_path, c
         ({"stage": 2, "offload_param": {"device": "cpu"}}, {"offload": {"state": "optimizer"}}),
         (
             {"offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}, "offload_param": {"device": "cpu"}},
-            {"offload": {"state": "all"}},
+            {"offload": {"state": "disk", "path": "/nvme"}},
         ),
+        ({"offload_param": {"device": "nvme", "nvme_path": "/nvme"}}, {"offload": {"state": "all"}}),
         ({"offload_optimizer": {"ratio": 0.5, "buffer_count": 4}}, {}),
     ],
     ids=str,

@@ -175,8 +175,16 @@ def _offload(value: Any, theirs: Mapping[str, Any]) -> Became:
     states = "cpu" if theirs.get(f"{_ZERO}cpu_offload") is True else states
     if states == weights == "none":
         return {}, "off"
+    if states == "nvme":
+        ours = {"offload.state": "disk"}
+        return ours if weights == "none" else (ours, "changed: weights stay on the device, gradients on the host")
     ours = {"offload.state": "all" if weights != "none" and theirs.get(f"{_ZERO}stage") == 3 else "optimizer"}
-    return (ours, "changed: to memory of the host") if value == "nvme" else ours
+    return (ours, "changed: weights to memory of the host") if weights == "nvme" else ours
+
+
+def _folder(value: Any, theirs: Mapping[str, Any]) -> Became:
+    is_used = theirs.get(f"{_ZERO}offload_optimizer.device") == "nvme"
+    return {"offload.path": value} if is_used else "no optimizer state goes to a disk"
 
 
 def _share(value: Any, theirs: Mapping[str, Any]) -> Became:
@@ -193,7 +201,6 @@ def _quantized(value: Any, theirs: Mapping[str, Any], ours: Mapping[str, Any], w
 
 _CLIPPING = "1 is the default of its releases since 2026; in earlier ones 0, which is off"
 _RECOMPUTED = "changed: each block's inputs are kept; they are not shared out to ranks"
-_NO_DISK = "state is kept in memory of the host"
 _PINNED = "what crosses the bus is page-locked on a GPU"
 _NODE_SIZE = "changed: with several GPUs in a node give their number as --wire.node-size"
 KEYS: dict[str, tuple[Kind, Becomes]] = {
@@ -216,10 +223,10 @@ KEYS: dict[str, tuple[Kind, Becomes]] = {
     f"{_ZERO}cpu_offload": (SWITCH, _offload),
     f"{_ZERO}offload_optimizer.device": (_PLACE, _offload),
     f"{_ZERO}offload_optimizer.ratio": (NUMBER, _share),
-    f"{_ZERO}offload_optimizer.nvme_path": (TEXT, lambda value, _: _NO_DISK),
+    f"{_ZERO}offload_optimizer.nvme_path": (TEXT, _folder),
     f"{_ZERO}offload_optimizer.pin_memory": (SWITCH, lambda value, _: ({}, _PINNED)),
     f"{_ZERO}offload_param.device": (_PLACE, _offload),
-    f"{_ZERO}offload_param.nvme_path": (TEXT, lambda value, _: _NO_DISK),
+    f"{_ZERO}offload_param.nvme_path": (TEXT, lambda value, _: "weights do not go to a disk"),
     f"{_ZERO}offload_param.pin_memory": (SWITCH, lambda value, _: ({}, _PINNED)),
     "optimizer.type": (TEXT, _optimizer),
     f"{_OPTIM}lr": (NUMBER, _rate),
