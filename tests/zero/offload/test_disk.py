@@ -308,4 +308,5 @@ def test_an_engine_that_nobody_refers_to_gives_its_file_to_the_next(tmp_path):
         optim = zero.optimizer(torch.optim.AdamW)
         net(torch.ones(2, 8)).sum().backward()
         optim.step()
+        assert [each.name for each in tmp_path.iterdir()] == ["rank-00000.states"]
         del zero, optim, net
