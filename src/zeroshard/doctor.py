@@ -42,11 +42,7 @@ def report() -> str:
     how = "" if required else " (run from its source, not installed)"
     rows = [("zeroshard", zeroshard.__version__ + how), ("python", platform.python_version())]
     rows += [(name, _version(name)) for name in required or ("torch", "numpy")]
-    rows += [
-        ("triton", _version("triton")),
-        ("os", platform.platform()),
-        ("cpus", str(num_cpus())),
-    ]
+    rows += [("triton", _version("triton")), ("os", platform.platform()), ("cpus", str(num_cpus()))]
     memory = psutil.virtual_memory()
     rows.append(("memory", f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f} GiB"))
     rows += _devices()

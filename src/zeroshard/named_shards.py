@@ -40,21 +40,13 @@ def is_of_replica(name: str) -> bool:
 
 @dataclass(frozen=True)
 class NamedShard:
-    """A 1-D piece of a flattened tensor.
+    """A 1-D piece of a flattened tensor."""
 
-    Attributes:
-        name: the parameter's or buffer's name in ``model.state_dict()``; a tied parameter has its first name.
-        kind: one of `MODEL_KINDS`, or the optimizer's own name of a state (``"exp_avg"``, ``"step"``).
-        shape: shape of the unsharded tensor; ``()`` for a scalar state.
-        interval: ``[start, stop)`` in elements of the flattened, unsharded tensor.
-        tensor: ``[stop - start]``, any dtype; shares the engine's memory, so copy it before the next step.
-    """
-
-    name: str
-    kind: str
-    shape: tuple[int, ...]
-    interval: tuple[int, int]
-    tensor: Tensor
+    name: str  # the parameter's or buffer's name in ``model.state_dict()``; a tied parameter has its first name
+    kind: str  # one of `MODEL_KINDS`, or the optimizer's own name of a state (``"exp_avg"``, ``"step"``)
+    shape: tuple[int, ...]  # shape of the unsharded tensor; ``()`` for a scalar state
+    interval: tuple[int, int]  # ``[start, stop)`` in elements of the flattened, unsharded tensor
+    tensor: Tensor  # ``[stop - start]``, any dtype; shares the engine's memory, so copy it before the next step
 
 
 class ShardReader(Protocol):

@@ -29,16 +29,12 @@ ROW_BYTES = 16  # the size of a packed tensor is a multiple of it, so that adjac
 class BlockFormat:
     """A block format: low-precision codes, with one fp32 scale for each block of elements.
 
-    Attributes:
-        name: ``"int8"``, ``"int4"`` or ``"e4m3"``, which may be given as ``"fp8"``.
-        block: number of elements that share a scale.
-
     Raises:
         UserError: (a ValueError) there is no such format, or ``block`` is not a multiple of 16 from 16 to 4096.
     """
 
-    name: FormatName
-    block: int = BLOCK
+    name: FormatName  # ``"int8"``, ``"int4"`` or ``"e4m3"``, which may be given as ``"fp8"``
+    block: int = BLOCK  # number of elements that share a scale
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", SAME_AS.get(self.name, self.name))

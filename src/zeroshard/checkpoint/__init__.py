@@ -13,17 +13,7 @@ from zeroshard.checkpoint.api import (
 )
 from zeroshard.checkpoint.background import BackgroundSaver, Keep, Saved
 from zeroshard.checkpoint.consolidated import consolidate
-from zeroshard.checkpoint.folder import (
-    BEST,
-    Found,
-    find,
-    is_complete,
-    latest,
-    name_best,
-    prune,
-    set_aside,
-    step_name,
-)
+from zeroshard.checkpoint.folder import BEST, Found, find, is_complete, latest, name_best, prune, set_aside, step_name
 from zeroshard.checkpoint.manifest import Manifest, parsed_once
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.verify import Damage, verify

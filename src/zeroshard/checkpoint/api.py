@@ -154,15 +154,10 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoint to resume from, and the newer ones that cannot be used.
+    """The checkpoint to resume from, and the newer ones that cannot be used."""
 
-    Attributes:
-        path: the newest checkpoint that is complete and valid; None if there is none.
-        passed_over: the newer checkpoints, newest first.
-    """
-
-    path: Path | None
-    passed_over: tuple[Rejected, ...]
+    path: Path | None  # the newest checkpoint that is complete and valid; None if there is none
+    passed_over: tuple[Rejected, ...]  # the newer checkpoints, newest first
 
 
 def newest_valid(comm: Communicator, folder: str | PathLike[str]) -> Choice:

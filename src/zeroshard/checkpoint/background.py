@@ -59,28 +59,17 @@ class Keep:
 
 @dataclass(frozen=True)
 class Saved:
-    """The outcome of a save; the same on every rank except for the seconds and bytes.
+    """The outcome of a save; the same on every rank except for the seconds and bytes."""
 
-    Attributes:
-        path: the checkpoint's folder.
-        step: the number of optimizer steps done in the saved state.
-        error: why the save failed, with the rank; empty if the checkpoint is complete.
-        warning: what failed after the checkpoint was complete; empty if nothing did.
-        num_bytes: bytes that this rank writes.
-        num_copied_bytes: those of ``num_bytes`` that had to be copied before training could continue.
-        stall_s: seconds for which the save blocked this rank's training loop: copying state, and waiting for an earlier
-            save.
-        total_s: seconds from the call of `BackgroundSaver.start` until the loop learned the outcome.
-    """
-
-    path: Path
-    step: int
-    error: str = ""
-    warning: str = ""
-    num_bytes: int = 0
-    num_copied_bytes: int = 0
+    path: Path  # the checkpoint's folder
+    step: int  # the number of optimizer steps done in the saved state
+    error: str = ""  # why the save failed, with the rank; empty if the checkpoint is complete
+    warning: str = ""  # what failed after the checkpoint was complete; empty if nothing did
+    num_bytes: int = 0  # bytes that this rank writes
+    num_copied_bytes: int = 0  # those of ``num_bytes`` that had to be copied before training could continue
+    # seconds for which the save blocked this rank's training loop: copying state, and waiting for an earlier save
     stall_s: float = 0.0
-    total_s: float = 0.0
+    total_s: float = 0.0  # seconds from the call of `BackgroundSaver.start` until the loop learned the outcome
 
 
 @dataclass
@@ -197,9 +186,7 @@ class BackgroundSaver:
         num_copied = pending.copy_on_write.settle()
         saved = pending.saved
         pending.saved = replace(
-            saved,
-            num_copied_bytes=saved.num_copied_bytes + num_copied,
-            stall_s=saved.stall_s + perf_counter() - began,
+            saved, num_copied_bytes=saved.num_copied_bytes + num_copied, stall_s=saved.stall_s + perf_counter() - began
         )
 
     def poll(self) -> Saved | None:

@@ -50,23 +50,15 @@ Interval = tuple[Count, Count]  # [start, stop) in elements of the flattened uns
 
 @dataclass(frozen=True)
 class Piece:
-    """Where ``interval`` of a flattened tensor lies: under ``key`` in ``file``, one-dimensional.
-
-    Attributes:
-        interval: ``[start, stop)`` in elements of the flattened unsharded tensor.
-        file: name of a file in the checkpoint's folder.
-        key: the piece's name in the safetensors file.
-        offset: position of the piece's first byte in the file.
-        xxh128: hash of the piece's bytes, in hex; `xxh128sum` prints the same.
-    """
+    """Where ``interval`` of a flattened tensor lies: under ``key`` in ``file``, one-dimensional."""
 
     __pydantic_config__ = _EXACT
 
-    interval: Interval
-    file: Word
-    key: Word
-    offset: Count
-    xxh128: Word
+    interval: Interval  # ``[start, stop)`` in elements of the flattened unsharded tensor
+    file: Word  # name of a file in the checkpoint's folder
+    key: Word  # the piece's name in the safetensors file
+    offset: Count  # position of the piece's first byte in the file
+    xxh128: Word  # hash of the piece's bytes, in hex; `xxh128sum` prints the same
 
 
 @dataclass(frozen=True)
@@ -113,29 +105,20 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything that is known about a checkpoint without opening its files.
-
-    Attributes:
-        step: number of optimizer steps done.
-        world_size: number of ranks that wrote it.
-        files: size and header of each file, by the file's name.
-        tensors: every tensor, and where its pieces lie.
-        extra: the caller's argument of `save`; for a training run, its configuration and its position in the data.
-        versions: the versions of zeroshard, torch and Python, by name.
-        param_groups: the optimizer's param groups, with settings and names of ``params``; empty if the source reports
-            none.
-        tied: each further name of a tied tensor -> the name that it is saved under.
-    """
+    """Everything that is known about a checkpoint without opening its files."""
 
     __pydantic_config__ = _EXACT
 
-    step: Count
-    world_size: Annotated[Count, Field(ge=1)]
-    files: dict[Word, FileEntry]
-    tensors: tuple[TensorEntry, ...]
+    step: Count  # number of optimizer steps done
+    world_size: Annotated[Count, Field(ge=1)]  # number of ranks that wrote it
+    files: dict[Word, FileEntry]  # size and header of each file, by the file's name
+    tensors: tuple[TensorEntry, ...]  # every tensor, and where its pieces lie
+    # the caller's argument of `save`; for a training run, its configuration and its position in the data
     extra: Plain = field(default_factory=dict)
-    versions: dict[Word, Word] = field(default_factory=dict)
+    versions: dict[Word, Word] = field(default_factory=dict)  # the versions of zeroshard, torch and Python, by name
+    # the optimizer's param groups, with settings and names of ``params``; empty if the source reports none
     param_groups: tuple[Plain, ...] = ()
+    # each further name of a tied tensor -> the name that it is saved under
     tied: dict[Word, Word] = field(default_factory=dict)
 
     @property

@@ -24,19 +24,12 @@ CHUNK_NUMEL = 1 << 20
 
 @dataclass(frozen=True)
 class StreamedTensor:
-    """A tensor whose elements are made only when they are written.
+    """A tensor whose elements are made only when they are written."""
 
-    Attributes:
-        name: its key in the file.
-        dtype: the dtype of its elements in the file.
-        shape: shape of the complete tensor.
-        parts: makes its elements in order, as tensors of any shape and dtype.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    parts: Callable[[], Iterable[Tensor]]
+    name: str  # its key in the file
+    dtype: torch.dtype  # the dtype of its elements in the file
+    shape: tuple[int, ...]  # shape of the complete tensor
+    parts: Callable[[], Iterable[Tensor]]  # makes its elements in order, as tensors of any shape and dtype
 
     @property
     def num_bytes(self) -> int:

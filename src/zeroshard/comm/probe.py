@@ -34,17 +34,11 @@ NUM_SMALL, SMALL_S = 20, 0.2  # small operations issued one after another: this 
 
 @dataclass(frozen=True)
 class Probed:
-    """The bandwidth and latency that the links achieved.
+    """The bandwidth and latency that the links achieved."""
 
-    Attributes:
-        bytes_per_s: bandwidth of a link in each direction, while all links of the ring are busy.
-        latency_s: latency of a message over one hop.
-        seconds: how long the probe took.
-    """
-
-    bytes_per_s: float
-    latency_s: float
-    seconds: float
+    bytes_per_s: float  # bandwidth of a link in each direction, while all links of the ring are busy
+    latency_s: float  # latency of a message over one hop
+    seconds: float  # how long the probe took
 
 
 def probe(comm: Communicator, asked: Link, node_size: int = 1, *, ring_messages: bool = False) -> Probed | None:

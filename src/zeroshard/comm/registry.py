@@ -20,21 +20,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CommEntry:
-    """A row of `COMMUNICATORS`. Calling it makes the communicator; initialise torch.distributed's default group before.
+    """A row of `COMMUNICATORS`; calling it makes the communicator, once torch.distributed's default group exists."""
 
-    Attributes:
-        factory: a class or function that takes no arguments and returns a `Communicator`, or its ``module:name``. If
-            the communicator has a ``close`` method, it is called at the end of the run.
-        cpu_only: whether it moves only CPU tensors.
-        over_network: whether its bytes pass through the network: ranks of several hosts can use it, and a link that is
-            slowed in the kernel (``--link.mode netns``) slows it.
-        alone: whether it is also made in a world of one rank; if not, that rank gets a `LocalCommunicator`.
-    """
-
+    # a class or function that takes no arguments and returns a `Communicator`, or its ``module:name``. If the
+    # communicator has a ``close`` method, it is called at the end of the run.
     factory: str | Callable[[], Communicator]
-    cpu_only: bool = False
+    cpu_only: bool = False  # whether it moves only CPU tensors
+    # whether its bytes pass through the network: ranks of several hosts can use it, and a link that is slowed in the
+    # kernel (``--link.mode netns``) slows it
     over_network: bool = True
-    alone: bool = False
+    alone: bool = False  # whether it is also made in a world of one rank; if not, that rank gets a `LocalCommunicator`
 
     def __call__(self) -> Communicator:
         """Make the communicator."""

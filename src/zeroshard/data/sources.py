@@ -261,12 +261,7 @@ def has_columns(name: str, paths: Sequence[str]) -> bool:
 
 
 def open_source(
-    name: str,
-    paths: Sequence[str],
-    synthetic: SyntheticSize,
-    *,
-    column: str = "text",
-    vocab_size: int | None = None,
+    name: str, paths: Sequence[str], synthetic: SyntheticSize, *, column: str = "text", vocab_size: int | None = None
 ) -> Source:
     """Return the source called ``name``; raises UserError as `check_source` does, and if files are missing or empty.
 

@@ -49,23 +49,14 @@ MOST_EXPONENT = 709.0  # the exponential of a larger number overflows a double
 
 @dataclass(frozen=True)
 class Scores:
-    """The results of an evaluation.
+    """The results of an evaluation."""
 
-    Attributes:
-        loss: mean loss in nats per token.
-        perplexity: exponential of the loss; infinite if it overflows.
-        bits_per_byte: bits per byte of text; None if there is no tokenizer, and for fine-tuning examples.
-        num_tokens: number of predicted tokens; of fine-tuning examples only those that count in the loss.
-        num_bytes: bytes of text of these tokens; 0 if ``bits_per_byte`` is None.
-        step: step of the checkpoint; None for a Hugging Face folder.
-    """
-
-    loss: float
-    perplexity: float
-    bits_per_byte: float | None
-    num_tokens: int
-    num_bytes: int
-    step: int | None
+    loss: float  # mean loss in nats per token
+    perplexity: float  # exponential of the loss; infinite if it overflows
+    bits_per_byte: float | None  # bits per byte of text; None if there is no tokenizer, and for fine-tuning examples
+    num_tokens: int  # number of predicted tokens; of fine-tuning examples only those that count in the loss
+    num_bytes: int  # bytes of text of these tokens; 0 if ``bits_per_byte`` is None
+    step: int | None  # step of the checkpoint; None for a Hugging Face folder
 
 
 def run_eval(config: EvalConfig) -> int:

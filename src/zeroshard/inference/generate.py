@@ -306,15 +306,10 @@ def decoded(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation whose next turn is the model's answer.
+    """A conversation whose next turn is the model's answer."""
 
-    Attributes:
-        ids: token ids of the conversation, [T], int64.
-        end: the text with which the template ends an answer; empty if it has none.
-    """
-
-    ids: Tensor
-    end: str
+    ids: Tensor  # token ids of the conversation, [T], int64
+    end: str  # the text with which the template ends an answer; empty if it has none
 
 
 def chat_of(config: GenerateConfig, tokenizer: Tokenizer) -> Chat:
@@ -378,10 +373,7 @@ class WeightsOnly:
     @torch.no_grad()
     def load_named_shards(self, reader: ShardReader) -> None:
         """Copy weights and buffers from the checkpoint into the model."""
-        for kind, tensors in (
-            (self._kind, self._model.named_parameters()),
-            ("buffer", self._model.named_buffers()),
-        ):
+        for kind, tensors in ((self._kind, self._model.named_parameters()), ("buffer", self._model.named_buffers())):
             for name, tensor in tensors:
                 if kind == "buffer" and kind not in reader.kinds(name):  # a buffer that is not saved (persistent=False)
                     continue

@@ -60,12 +60,7 @@ WORTH_A_RESTART = frozenset({int(ExitStatus.FAILED), int(ExitStatus.PEER_LOST)})
 
 
 def run_elastic(
-    words: Sequence[str],
-    nproc: int,
-    rendezvous: RendezvousAddress,
-    *,
-    max_restarts: int,
-    max_stage_raises: int = 0,
+    words: Sequence[str], nproc: int, rendezvous: RendezvousAddress, *, max_restarts: int, max_stage_raises: int = 0
 ) -> Ending:
     """Run ``python -m zeroshard WORDS`` as ``nproc`` ranks on this machine, wait for them, restart them after a loss.
 

@@ -38,19 +38,12 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class NetnsNodes:
-    """Network namespaces of this machine that simulate nodes.
+    """Network namespaces of this machine that simulate nodes."""
 
-    Attributes:
-        names: names of the namespaces, by node, as ``ip netns`` lists them.
-        interface: name of the network interface, the same in each of them, through which ranks communicate.
-        address: address at which this process can be reached from all of them.
-        node_size: how many neighbouring ranks are in each.
-    """
-
-    names: tuple[str, ...]
-    interface: str
-    address: str
-    node_size: int
+    names: tuple[str, ...]  # names of the namespaces, by node, as ``ip netns`` lists them
+    interface: str  # name of the network interface, the same in each of them, through which ranks communicate
+    address: str  # address at which this process can be reached from all of them
+    node_size: int  # how many neighbouring ranks are in each
 
 
 def world_from_env(env: Mapping[str, str] | None = None) -> World | None:

@@ -26,23 +26,14 @@ UNREACHABLE_AFTER_S = 30.0  # after so long without a connection the rendezvous 
 
 @dataclass(frozen=True, slots=True)
 class RendezvousAddress:
-    """Where the machines of a world meet.
+    """Where the machines of a world meet."""
 
-    Attributes:
-        host: name or address of the machine that serves the rendezvous.
-        port: the port there.
-        min_nodes: the least number of machines with which a world is started.
-        max_nodes: the most machines in a world; further ones may come and wait.
-        own_address: address of this machine, on the network that leads to ``host``.
-        serves: whether this process should serve the rendezvous.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 0
-    min_nodes: int = 1
-    max_nodes: int = 1
-    own_address: str = "127.0.0.1"
-    serves: bool = True
+    host: str = "127.0.0.1"  # name or address of the machine that serves the rendezvous
+    port: int = 0  # the port there
+    min_nodes: int = 1  # the least number of machines with which a world is started
+    max_nodes: int = 1  # the most machines in a world; further ones may come and wait
+    own_address: str = "127.0.0.1"  # address of this machine, on the network that leads to ``host``
+    serves: bool = True  # whether this process should serve the rendezvous
 
     @property
     def endpoint(self) -> str:

@@ -40,15 +40,10 @@ _SIZES = (3, 5, 2, 7, 2, 3)  # of a stand-in's dimensions
 
 @dataclass(frozen=True)
 class Source:
-    """Where saved states come from, in the words of an error.
+    """Where saved states come from, in the words of an error."""
 
-    Attributes:
-        field: what the error is about; None: the parameter.
-        todo: what to do about it.
-    """
-
-    field: str | None
-    todo: str
+    field: str | None  # what the error is about; None: the parameter
+    todo: str  # what to do about it
 
 
 CHECKPOINT = Source(
@@ -63,19 +58,15 @@ Kept = Mapping[str, Any]  # kind -> the state of a stand-in: a tensor or a numbe
 
 @dataclass(frozen=True)
 class ParamFacts:
-    """What an optimizer knows of one parameter.
+    """What an optimizer knows of one parameter."""
 
-    Attributes:
-        name, shape, dtype, device: of the parameter, unsharded.
-        kept_whole: whether the optimizer is given the whole tensor, and not one-dimensional pieces of it.
-        block: elements of a block that no piece cuts, from the parameter's first on; a state may have one of each.
-    """
-
+    # name, shape, dtype, device: of the parameter, unsharded
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    kept_whole: bool = True
+    kept_whole: bool = True  # whether the optimizer is given the whole tensor, and not one-dimensional pieces of it
+    # elements of a block that no piece cuts, from the parameter's first on; a state may have one of each
     block: int = 1
 
 

@@ -60,20 +60,14 @@ class Reach(Enum):
 class OptimizerKind:
     """What an optimizer class may be given, with its settings.
 
-    Attributes:
-        reach: how far the gradient of one element reaches in a step.
-        reason: why, as a clause that begins with "it".
-        ndims: the numbers of dimensions, from 0 to 4, of the parameters that the class accepts.
-        block: elements of a block, if the reach is block-wise: a power of two; else 1.
-
     Raises:
         ValueError: ``block`` does not suit the reach.
     """
 
-    reach: Reach
-    reason: str
-    ndims: tuple[int, ...] = ()
-    block: int = 1
+    reach: Reach  # how far the gradient of one element reaches in a step
+    reason: str  # why, as a clause that begins with "it"
+    ndims: tuple[int, ...] = ()  # the numbers of dimensions, from 0 to 4, of the parameters that the class accepts
+    block: int = 1  # elements of a block, if the reach is block-wise: a power of two; else 1
 
     def __post_init__(self) -> None:
         if self.reach is Reach.BLOCK_WISE:

@@ -26,10 +26,7 @@ def blocks_of(interval: tuple[int, int], block: int) -> tuple[int, int]:
 
 
 def states_kept(
-    optimizer: Optimizer,
-    make: partial[Optimizer],
-    params: Mapping[str, Tensor],
-    reader: ShardReader,
+    optimizer: Optimizer, make: partial[Optimizer], params: Mapping[str, Tensor], reader: ShardReader
 ) -> dict[str, Kept]:
     """Return what an optimizer of whole ``params`` keeps of those with saved states; UserError if it keeps others.
 
@@ -47,9 +44,7 @@ def states_kept(
 
 
 def kept_by(
-    make: partial[Optimizer],
-    groups: Iterable[tuple[Mapping[str, Any], Sequence[ParamFacts]]],
-    reader: ShardReader,
+    make: partial[Optimizer], groups: Iterable[tuple[Mapping[str, Any], Sequence[ParamFacts]]], reader: ShardReader
 ) -> dict[str, Kept]:
     """As `of_groups`, of the saved states that ``reader`` has; ``groups``: each with its current settings."""
     found: list[tuple[Mapping[str, Any], Mapping[str, Any] | None, Sequence[ParamFacts]]] = []

@@ -42,56 +42,38 @@ KERNEL_S = 4e-6  # from the start of one small kernel to the start of the next
 
 @dataclass(frozen=True)
 class Device:
-    """One device, by its data sheet or as it was measured.
+    """One device, by its data sheet or as it was measured."""
 
-    Attributes:
-        name: name of the device, as `zeroshard plan --gpu` takes it.
-        memory_bytes: memory that a rank may use.
-        matmul_flops_per_s: FLOP/s of matmuls by dtype (``float32``, ``bfloat16``, ``float16``); a dtype that is missing
-            is not supported.
-        bytes_per_s: memory bandwidth, reads and writes together.
-        source: the data sheet, or how it was measured.
-        matmul_share: share of those FLOP/s that large matmuls reach; 1.0 if the FLOP/s were measured.
-        attention_share: share of those FLOP/s that fused attention kernels reach.
-        memory_share: share of ``bytes_per_s`` that operations reach.
-        kernel_s: the least time that an operation takes, however small it is.
-        link: name of the links between the devices of a node, in `zeroshard.lab.predict.hardware.LINKS`; empty:
-            unknown.
-        driver_name: words that are all in the device name which the driver reports; empty: unknown.
-        device_type: torch's device type, ``"cuda"`` or ``"cpu"``.
-        sustained: its row in `zeroshard.lab.predict.rates.SUSTAINED`, which then replaces the shares above; empty: the
-            shares apply.
-        clock_share: clock of matmuls under this board's power limit, relative to the usual limit; 1.0: the usual one.
-        conversions: by quantisation (``int8 quantise``, say), seconds for each call and for each element; see
-            `zeroshard.lab.predict.conversions`. Any other takes its bytes divided by the memory's rate.
-        gelu_s: seconds of a tanh GELU on a CPU for each element, forward or backward; 0: its bytes are the bottleneck.
-        hook_s: seconds that the engine's hooks take on a CPU for each parameter that has a gradient.
-        update_bytes_per_s: bytes that a rank's host reads and writes in a second of AdamW's update, with all ranks
-            at once; 0: not measured.
-        bus_bytes_per_s: bytes of a copy between host and device in a second, each way while the other is as busy, all
-            ranks at once; 0: not measured.
-        in_step: by which factor a CPU's operations are slower in a step than alone: caches, autograd and Python.
-    """
-
-    name: str
-    memory_bytes: int
+    name: str  # name of the device, as `zeroshard plan --gpu` takes it
+    memory_bytes: int  # memory that a rank may use
+    # FLOP/s of matmuls by dtype (``float32``, ``bfloat16``, ``float16``); a dtype that is missing is not supported
     matmul_flops_per_s: Mapping[str, float]
-    bytes_per_s: float
-    source: str
-    matmul_share: float = 1.0
-    attention_share: float = 1.0
-    memory_share: float = 1.0
-    kernel_s: float = 0.0
+    bytes_per_s: float  # memory bandwidth, reads and writes together
+    source: str  # the data sheet, or how it was measured
+    matmul_share: float = 1.0  # share of those FLOP/s that large matmuls reach; 1.0 if the FLOP/s were measured
+    attention_share: float = 1.0  # share of those FLOP/s that fused attention kernels reach
+    memory_share: float = 1.0  # share of ``bytes_per_s`` that operations reach
+    kernel_s: float = 0.0  # the least time that an operation takes, however small it is
+    # name of the links between the devices of a node, in `zeroshard.lab.predict.hardware.LINKS`; empty: unknown
     link: str = ""
-    driver_name: str = ""
-    device_type: str = "cuda"
+    driver_name: str = ""  # words that are all in the device name which the driver reports; empty: unknown
+    device_type: str = "cuda"  # torch's device type, ``"cuda"`` or ``"cpu"``
+    # its row in `zeroshard.lab.predict.rates.SUSTAINED`, which then replaces the shares above; empty: the shares apply
     sustained: str = ""
+    # clock of matmuls under this board's power limit, relative to the usual limit; 1.0: the usual one
     clock_share: float = 1.0
+    # seconds of a tanh GELU on a CPU for each element, forward or backward; 0: its bytes are the bottleneck
     gelu_s: float = 0.0
-    hook_s: float = 0.0
+    hook_s: float = 0.0  # seconds that the engine's hooks take on a CPU for each parameter that has a gradient
+    # by which factor a CPU's operations are slower in a step than alone: caches, autograd and Python
     in_step: float = 1.0
+    # bytes that a rank's host reads and writes in a second of AdamW's update, with all ranks at once; 0: not measured
     update_bytes_per_s: float = 0.0
+    # bytes of a copy between host and device in a second, each way while the other is as busy, all ranks at once; 0:
+    # not measured
     bus_bytes_per_s: float = 0.0
+    # by quantisation (``int8 quantise``, say), seconds for each call and for each element; see
+    # `zeroshard.lab.predict.conversions`. Any other takes its bytes divided by the memory's rate.
     conversions: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @property

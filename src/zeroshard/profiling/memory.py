@@ -106,19 +106,12 @@ class ThreePoints:
 
 @dataclass(frozen=True)
 class Peak:
-    """The peak: the moment at which most bytes were alive.
+    """The peak: the moment at which most bytes were alive."""
 
-    Attributes:
-        num_bytes: bytes of all categories, without the communicators' own buffers.
-        by_category: the same bytes by category, in the order of `CATEGORIES`.
-        phase: ``"forward"``, ``"backward"`` or ``"update"``.
-        operation: the operation after which the peak was seen.
-    """
-
-    num_bytes: int
-    by_category: Bytes
-    phase: str
-    operation: str
+    num_bytes: int  # bytes of all categories, without the communicators' own buffers
+    by_category: Bytes  # the same bytes by category, in the order of `CATEGORIES`
+    phase: str  # ``"forward"``, ``"backward"`` or ``"update"``
+    operation: str  # the operation after which the peak was seen
 
 
 class _Seen:

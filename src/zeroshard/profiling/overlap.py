@@ -33,15 +33,10 @@ class TimedOperation:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Seconds of communication.
+    """Seconds of communication."""
 
-    Attributes:
-        total_s: seconds in which an operation was in flight.
-        exposed_s: seconds for which computation waited for operations (exposed communication).
-    """
-
-    total_s: float
-    exposed_s: float
+    total_s: float  # seconds in which an operation was in flight
+    exposed_s: float  # seconds for which computation waited for operations (exposed communication)
 
     @property
     def hidden_s(self) -> float:

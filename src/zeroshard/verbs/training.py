@@ -68,9 +68,7 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
         return ending.status
     if world is not None and not several and config.nproc not in (0, world.world_size):
         raise UserError(
-            "nproc",
-            f"{config.nproc} ranks in a world of {world.world_size}",
-            "leave --nproc out under a launcher",
+            "nproc", f"{config.nproc} ranks in a world of {world.world_size}", "leave --nproc out under a launcher"
         )
     faulthandler.enable(2)  # a crash in C code, such as reading a truncated mapped file, at least prints a traceback
     with rank_exit.ended_with_launcher():

@@ -21,30 +21,21 @@ from zeroshard.comm.wrappers.wrapper import WrappedWork, Wrapper
 
 @dataclass
 class CommRecord:
-    """The record of one operation.
+    """The record of one operation."""
 
-    Attributes:
-        op: ``all_reduce``, ``reduce_scatter``, ``all_gather``, ``all_to_all``, ``broadcast`` or ``barrier``.
-        num_bytes: bytes of the unsharded tensor (the input of a reduce-scatter or all-to-all, the output of an
-            all-gather). A rank must send ``(W-1)/W`` of them, for an all-reduce twice that.
-        label: the caller's; see `zeroshard.comm.labelled`.
-        world_size: W, how many ranks took part.
-        issue_s: seconds that the host spent in the call that issued it.
-        wait_s: seconds that the host spent in `Work.wait`. On CUDA neither blocks the host; for how long the device's
-            computation waited is in `ObservedCommunicator.exposed`.
-        phase_label: ``label`` with the phase in which it was issued, as in `Exposed`; empty if not ``timed``.
-        issued_at_s: when the call began, by `time.perf_counter`.
-        ended_at_s: when the operation ended, by `time.perf_counter`; None until then, on CUDA, and if not ``timed``.
-    """
-
-    op: str
+    op: str  # ``all_reduce``, ``reduce_scatter``, ``all_gather``, ``all_to_all``, ``broadcast`` or ``barrier``
+    # bytes of the unsharded tensor (the input of a reduce-scatter or all-to-all, the output of an all-gather). A rank
+    # must send ``(W-1)/W`` of them, for an all-reduce twice that.
     num_bytes: int
-    label: str
-    world_size: int
-    issue_s: float = 0.0
+    label: str  # the caller's; see `zeroshard.comm.labelled`
+    world_size: int  # W, how many ranks took part
+    issue_s: float = 0.0  # seconds that the host spent in the call that issued it
+    # seconds that the host spent in `Work.wait`. On CUDA neither blocks the host; for how long the device's computation
+    # waited is in `ObservedCommunicator.exposed`.
     wait_s: float = 0.0
-    phase_label: str = ""
-    issued_at_s: float = 0.0
+    phase_label: str = ""  # ``label`` with the phase in which it was issued, as in `Exposed`; empty if not ``timed``
+    issued_at_s: float = 0.0  # when the call began, by `time.perf_counter`
+    # when the operation ended, by `time.perf_counter`; None until then, on CUDA, and if not ``timed``
     ended_at_s: float | None = None
 
     def end(self, at_s: float) -> None:

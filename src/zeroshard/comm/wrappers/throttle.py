@@ -56,18 +56,13 @@ _NS = 1e9
 class Link:
     """One direction of a link.
 
-    Attributes:
-        latency_s: seconds from one end to the other.
-        bytes_per_s: bandwidth; infinite if it is not limited.
-        burst_bytes: bytes that pass at once after a pause: the size of a traffic shaper's token bucket.
-
     Raises:
         ValueError: a negative latency or burst, or a bandwidth that is not above 0.
     """
 
-    latency_s: float = 0.0
-    bytes_per_s: float = math.inf
-    burst_bytes: int = 0
+    latency_s: float = 0.0  # seconds from one end to the other
+    bytes_per_s: float = math.inf  # bandwidth; infinite if it is not limited
+    burst_bytes: int = 0  # bytes that pass at once after a pause: the size of a traffic shaper's token bucket
 
     def __post_init__(self) -> None:
         if not self.latency_s >= 0 or math.isinf(self.latency_s):
@@ -114,19 +109,12 @@ class _Bucket:
 
 @dataclass(frozen=True)
 class _Level:
-    """The links of one kind that a ring uses: inside a node, or between nodes.
+    """The links of one kind that a ring uses: inside a node, or between nodes."""
 
-    Attributes:
-        link: their bandwidth and latency.
-        bucket: the token bucket of this rank's link.
-        num_rings: how many rings share a link.
-        exchanged: bytes that an all-to-all sends over a link, as a multiple of one rank's tensor.
-    """
-
-    link: Link
-    bucket: _Bucket
-    num_rings: int
-    exchanged: float
+    link: Link  # their bandwidth and latency
+    bucket: _Bucket  # the token bucket of this rank's link
+    num_rings: int  # how many rings share a link
+    exchanged: float  # bytes that an all-to-all sends over a link, as a multiple of one rank's tensor
 
 
 class ThrottledCommunicator(Wrapper):

@@ -102,11 +102,7 @@ def _trace(series: Series) -> dict[str, Any]:
         symbol = _SYMBOLS.get(series.marker, series.marker or "circle")
         symbols = [f"{symbol}-open" if hollow else symbol for hollow in series.hollow] or symbol
         mode = "markers" if series.mark == "points" else "lines+markers" if series.marker else "lines"
-        trace |= {
-            "type": "scatter",
-            "mode": mode,
-            "marker": {"symbol": symbols, "size": 9, "color": series.colour},
-        }
+        trace |= {"type": "scatter", "mode": mode, "marker": {"symbol": symbols, "size": 9, "color": series.colour}}
         trace["line"] = {"color": series.colour, "width": 2, "dash": "dash" if series.dashed else "solid"}
     if series.errors is not None:
         below, above = series.errors

@@ -37,10 +37,7 @@ _ABOUT = {
 
 
 def render(
-    material: ReportContents,
-    figures: Sequence[Figure],
-    missing: Sequence[str],
-    environment: Sequence[tuple[str, str]],
+    material: ReportContents, figures: Sequence[Figure], missing: Sequence[str], environment: Sequence[tuple[str, str]]
 ) -> str:
     """The page as HTML text.
 

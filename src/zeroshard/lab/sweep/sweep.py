@@ -41,12 +41,7 @@ TRAIN = (sys.executable, "-m", "zeroshard", "train")
 _GRACE_S = 5.0  # from asking a run to stop to SIGKILL
 
 
-def run_sweep(
-    sweep: SweepConfig,
-    *,
-    command: Sequence[str] = TRAIN,
-    stream: TextIO | None = None,
-) -> int:
+def run_sweep(sweep: SweepConfig, *, command: Sequence[str] = TRAIN, stream: TextIO | None = None) -> int:
     """Run the runs of ``sweep`` that are not done yet, and return the exit status: 1 if any has failed.
 
     Args:

@@ -34,31 +34,22 @@ _WHOLE_MODEL = "give the folder of a causal language model"
 
 @dataclass(frozen=True)
 class HuggingFaceConfig:
-    """Configuration of a model that `transformers` builds.
+    """Configuration of a model that `transformers` builds."""
 
-    Attributes:
-        source: local folder, or name on the hub, from which weights and tokenizer are read.
-        config_json: text of ``config.json``.
-        vocab_size, seq_len, n_layer, n_head, n_embd: sizes that ``config_json`` states.
-        attention: one of `ATTENTION`; ``auto``: PyTorch's own (SDPA) if the model supports it, else ``eager``.
-        activation_checkpointing: blocks that are recomputed, see `zeroshard.models.recompute`.
-        tiles: how feed-forward layers are cut along the sequence, see `zeroshard.models.tiles`.
-        from_config: whether initial values are drawn instead of read from weights.
-        trust_remote_code: whether the model's own Python files may be executed.
-    """
-
-    source: str
-    config_json: str
+    source: str  # local folder, or name on the hub, from which weights and tokenizer are read
+    config_json: str  # text of ``config.json``
+    # vocab_size, seq_len, n_layer, n_head, n_embd: sizes that ``config_json`` states
     vocab_size: int
     seq_len: int
     n_layer: int
     n_head: int
     n_embd: int
+    # one of `ATTENTION`; ``auto``: PyTorch's own (SDPA) if the model supports it, else ``eager``
     attention: str = "auto"
-    activation_checkpointing: str = "none"
-    tiles: str = "none"
-    from_config: bool = False
-    trust_remote_code: bool = False
+    activation_checkpointing: str = "none"  # blocks that are recomputed, see `zeroshard.models.recompute`
+    tiles: str = "none"  # how feed-forward layers are cut along the sequence, see `zeroshard.models.tiles`
+    from_config: bool = False  # whether initial values are drawn instead of read from weights
+    trust_remote_code: bool = False  # whether the model's own Python files may be executed
 
     def __post_init__(self) -> None:
         if self.attention not in ATTENTION:

@@ -54,19 +54,12 @@ _NAMES: dict[type[OurConfig], _Names] = {
 
 @dataclass(frozen=True)
 class HFWeight:
-    """One tensor, with its names and shapes in both forms.
+    """One tensor, with its names and shapes in both forms."""
 
-    Attributes:
-        name: our name; None if our model lacks the tensor, which is then zeros in `transformers`.
-        hf_name: name in `transformers`.
-        shape: our shape.
-        transposed: whether the tensor of `transformers` is the transpose of ours (2-D).
-    """
-
-    name: str | None
-    hf_name: str
-    shape: tuple[int, ...]
-    transposed: bool = False
+    name: str | None  # our name; None if our model lacks the tensor, which is then zeros in `transformers`
+    hf_name: str  # name in `transformers`
+    shape: tuple[int, ...]  # our shape
+    transposed: bool = False  # whether the tensor of `transformers` is the transpose of ours (2-D)
 
     @property
     def hf_shape(self) -> tuple[int, ...]:

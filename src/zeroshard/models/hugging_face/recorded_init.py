@@ -27,18 +27,14 @@ _BUILDING = threading.RLock()  # a constructor changes settings of the whole pro
 
 @dataclass(frozen=True)
 class Rule:
-    """How one parameter is initialized.
+    """How one parameter is initialized."""
 
-    Attributes:
-        kind: ``constant``, ``normal``, ``uniform``, ``trunc_normal``, ``given`` (a tensor), or the name of a function
-            of torch that is none of these and cannot be drawn; empty if the constructor called none.
-        numbers: parameters of the first four, in this order: value; mean, std; low, high; mean, std, low, high.
-        values: the tensor of ``given``.
-    """
-
+    # ``constant``, ``normal``, ``uniform``, ``trunc_normal``, ``given`` (a tensor), or the name of a function of torch
+    # that is none of these and cannot be drawn; empty if the constructor called none
     kind: str
+    # parameters of the first four, in this order: value; mean, std; low, high; mean, std, low, high
     numbers: tuple[float, ...] = ()
-    values: Tensor | None = None
+    values: Tensor | None = None  # the tensor of ``given``
 
     def fill(self, param: Tensor, seed: int, name: str, part: Part | None) -> None:
         """Write initial values; arguments as in `zeroshard.models.base.LanguageModel.init_parameter`.

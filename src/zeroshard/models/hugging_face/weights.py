@@ -41,21 +41,13 @@ _NO_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|\.atten
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor in a file.
+    """A tensor in a file."""
 
-    Attributes:
-        name: key of the tensor in the file.
-        path: path of the file.
-        dtype: the tensor's dtype in safetensors' notation, such as ``BF16``.
-        shape: shape of the tensor.
-        offset: position of the tensor's first byte in the file.
-    """
-
-    name: str
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
+    name: str  # key of the tensor in the file
+    path: Path  # path of the file
+    dtype: str  # the tensor's dtype in safetensors' notation, such as ``BF16``
+    shape: tuple[int, ...]  # shape of the tensor
+    offset: int  # position of the tensor's first byte in the file
 
     @property
     def numel(self) -> int:
@@ -342,19 +334,12 @@ def _in_order(target: str, by_pattern: Mapping[str, list[str]], converter: Any) 
 
 @dataclass(frozen=True)
 class FilePart:
-    """A tensor that `transformers` would write to a file, and the position of its elements in the model.
+    """A tensor that `transformers` would write to a file, and the position of its elements in the model."""
 
-    Attributes:
-        name: key of the tensor in the file.
-        shape: shape of the tensor.
-        source: name of the parameter or buffer of which the tensor is a contiguous range.
-        start: index of the range's first element in the flattened ``source``.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    source: str
-    start: int
+    name: str  # key of the tensor in the file
+    shape: tuple[int, ...]  # shape of the tensor
+    source: str  # name of the parameter or buffer of which the tensor is a contiguous range
+    start: int  # index of the range's first element in the flattened ``source``
 
 
 def file_layout(model: nn.Module) -> list[FilePart]:

@@ -173,8 +173,7 @@ class TrainConfig(Config):
     )
 
     kernels: Literal["auto", "reference", "triton"] = Field(
-        "auto",
-        description="Kernels of norms, rope, activations, loss and update. auto: Triton on a GPU, else PyTorch.",
+        "auto", description="Kernels of norms, rope, activations, loss and update. auto: Triton on a GPU, else PyTorch."
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = Field(
         "auto",

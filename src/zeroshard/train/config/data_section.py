@@ -54,8 +54,7 @@ class DataConfig(Config):
     )
     document_mask: bool = Field(False, description="Attention stays inside a document; the tokenizer must end them.")
     packing: bool = Field(
-        False,
-        description="chat, prompt: rows of seq_len tokens hold several examples; attention stays inside each.",
+        False, description="chat, prompt: rows of seq_len tokens hold several examples; attention stays inside each."
     )
     format: Literal["text", "chat", "prompt"] = Field(
         "text",

@@ -21,14 +21,7 @@ from torch import nn
 
 from zeroshard.comm import CONTROL, CommRecord, ObservedCommunicator, buffer_bytes, labelled
 from zeroshard.parallel import Strategy
-from zeroshard.profiling.memory import (
-    COMM_BUFFERS,
-    AllocationRecorder,
-    ThreePoints,
-    held_bytes,
-    in_order,
-    reconciled,
-)
+from zeroshard.profiling.memory import COMM_BUFFERS, AllocationRecorder, ThreePoints, held_bytes, in_order, reconciled
 from zeroshard.profiling.overlap import TimedOperation, overlap, under_way
 from zeroshard.profiling.trace import RankTrace, clock_offsets, merge_files
 from zeroshard.train.config.sections import ProfileConfig

@@ -58,11 +58,7 @@ class Saving:
         """Start to save the state after ``step`` steps; waits for an earlier save first."""
         run = self._run
         self._alive(PATIENCE_S)
-        extra = {
-            "config": run.config or {},
-            "position": position(run, step),
-            "data_sha256": run.corpus.sha256,
-        }
+        extra = {"config": run.config or {}, "position": position(run, step), "data_sha256": run.corpus.sha256}
         if run.scaler:
             extra["loss_scaler"] = run.scaler.state_dict()
         extra["guard"] = run.guard.state_dict()

@@ -46,13 +46,7 @@ class Watchdog:
         on_hang: called with a one-line message and whether this rank should print it; it must end the process.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        rank: int,
-        limit_s: float,
-        on_hang: Callable[[str, bool], None],
-    ) -> None:
+    def __init__(self, folder: Path, rank: int, limit_s: float, on_hang: Callable[[str, bool], None]) -> None:
         self._path = folder / "stacks" / f"rank-{rank:05d}.txt"
         self._rank, self._limit_s, self._on_hang = rank, limit_s, on_hang
         self._alive: tuple[float, float] | None = None  # (time of the last progress, seconds allowed until the next)
