@@ -1,0 +1,203 @@
+"""What a choice costs in loss: the same model, data and tokens under each, with several seeds.
+
+    python benchmarks/study/losses.py remedies --text tinyshakespeare.txt --out runs/remedies --figure losses.png
+    python benchmarks/study/losses.py states   --text tinyshakespeare.txt --out runs/states
+
+*remedies*: what makes runs faster on slow links. *states*: optimizer states of fewer bytes, in training and in
+fine-tuning of a model that was trained before on the interpreter's standard library.
+
+10.8 M parameters, 2,000 steps of 4 sequences of 64 tokens, three seeds: some four minutes a run on 2 cores. Runs
+stay in ``--out``: what is complete is not made again, and what was interrupted goes on from its last checkpoint, so the
+command may be given as often as one likes. A run's loss is the validation loss at its end, with local steps that of the
+weights which all replicas have in common. Replicas begin apart from step 0, or *together*: the first fifth of the steps
+is the run of the first row, which then goes on from its checkpoint with local steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from zeroshard.columns import columns
+from zeroshard.lab.report import png
+from zeroshard.lab.report.figure import CYCLE, MARKERS, Axis, Figure, Series
+
+MODEL = ["--model.n-layer", "6", "--model.n-head", "6", "--model.n-embd", "384", "--seq-len", "64"]
+ROWS = 4  # sequences of a step, all ranks together
+TOGETHER = 0.2  # of the steps, those before the first local one, where replicas begin together
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A row of the table.
+
+    Attributes:
+        num_ranks, flags: of its run.
+        together: its first steps are those of the first row.
+        tuned: it begins with the weights of a model that was trained on another text, and makes a quarter of the steps.
+    """
+
+    num_ranks: int
+    flags: tuple[str, ...]
+    together: bool = False
+    tuned: bool = False
+
+
+def _wire(weights: str, grads: str) -> Choice:
+    return Choice(2, ("--strategy", "zero2", "--wire.weights", weights, "--wire.grads", grads))
+
+
+def _replicas(count: int, every: int, *more: str, together: bool = False) -> Choice:
+    flags = ("--strategy", "zero1", "--shard-size", "1", "--local-steps.every", str(every), *more)
+    return Choice(count, flags, together)
+
+
+AVERAGED = ("--local-steps.outer-lr", "1", "--local-steps.outer-momentum", "0")
+SHORT = ("--local-steps.outer-lr", "0.7", "--local-steps.outer-momentum", "0.5")
+# The mean of more replicas, each with fewer rows, has less noise and is shorter: it bears more.
+OF_FOUR = ("--local-steps.outer-lr", "0.7", "--local-steps.outer-momentum", "0.7")
+REMEDIES = {
+    "fp32": Choice(2, ("--strategy", "zero2")),
+    "int8": _wire("int8", "int8"),
+    "int8-int4": _wire("int8", "int4"),
+    "replicas2-every32": _replicas(2, 32),
+    "replicas4-every32": _replicas(4, 32),
+    "replicas2-every32-averaged": _replicas(2, 32, *AVERAGED),
+    "replicas4-every32-averaged": _replicas(4, 32, *AVERAGED),
+    "replicas2-every32-momentum": _replicas(2, 32, *SHORT),
+    "replicas2-every32-together": _replicas(2, 32, *SHORT, together=True),
+    "replicas4-every32-together": _replicas(4, 32, *OF_FOUR, together=True),
+    "replicas4-every32-together-momentum5": _replicas(4, 32, *SHORT, together=True),
+    "int4": _wire("int4", "int4"),
+    "replicas2-every32-int4": _replicas(2, 32, "--local-steps.wire", "int4"),
+}
+
+
+def _tuned(*flags: str, lr: str = "1e-4") -> Choice:
+    return Choice(1, (*flags, "--lr", lr), tuned=True)
+
+
+STATES = {
+    "adamw": Choice(1, ("--optimizer", "adamw")),
+    "adamw8bit": Choice(1, ("--optimizer", "adamw8bit")),
+    "tuned-adamw": _tuned("--optimizer", "adamw"),
+    "tuned-adamw8bit": _tuned("--optimizer", "adamw8bit"),
+    "lora-adamw": _tuned("--optimizer", "adamw", "--lora", "8", lr="1e-3"),
+    "lora-adamw8bit": _tuned("--optimizer", "adamw8bit", "--lora", "8", lr="1e-3"),
+}
+STUDIES = {"remedies": REMEDIES, "states": STATES}
+
+
+def first_of(choices: dict[str, Choice], name: str) -> str:
+    """The row that a row is held against: the first of its own prefix before a hyphen, if it is tuned."""
+    if not choices[name].tuned:
+        return next(iter(choices))
+    return next(each for each in choices if each.split("-")[0] == name.split("-")[0])
+
+
+def trained(choices: dict[str, Choice], text: str, folder: Path, name: str, seed: int, steps: int) -> dict[str, Any]:
+    """The losses of a run, which is made, or gone on with, if it is not complete yet."""
+    choice, out = choices[name], folder / f"{name}-seed{seed}"
+    on_text = ["--data", "text", "--data.path", text, "--data.dir", str(folder / "data")]
+    parts = [(choice, steps)]
+    if choice.together:
+        parts.insert(0, (choices[first_of(choices, name)], round(TOGETHER * steps)))
+    if choice.tuned:
+        before = folder / f"pretrained-seed{seed}"
+        library = ["--data", "python-stdlib", "--data.dir", str(folder / "library")]
+        _train(library, before, Choice(1, ()), seed, steps, steps)
+        on_text += ["--init-from", str(before)]
+        parts = [(choice, steps // 4)]
+    for each, last in parts:
+        _train(on_text, out, each, seed, last, last if choice.tuned else steps)
+    return {"choice": name, "seed": seed, "val_loss": _evals(out)[-1][1], "curve": _evals(out)}
+
+
+def _train(data: list[str], out: Path, choice: Choice, seed: int, last: int, steps: int) -> None:
+    """Train to step ``last`` by the schedule of a run of ``steps``, unless that has been done."""
+    evals = _evals(out)
+    if evals and evals[-1][0] >= last:
+        return
+    words = [*data, "--out", str(out), *MODEL]
+    words += ["--max-steps", str(last), "--decay-steps", str(steps), "--warmup-steps", str(steps // 20)]
+    words += ["--seed", str(seed), "--nproc", str(choice.num_ranks), "--global-batch-size", str(ROWS)]
+    words += ["--micro-batch-size", str(ROWS // choice.num_ranks), "--eval-interval", str(steps // 10)]
+    words += ["--eval-rows", "128", "--checkpoint-interval", str(max(steps // 8, 1)), "--keep-checkpoints", "1"]
+    words += ["--resume", "auto", "--comm", "shm", *choice.flags]
+    done = subprocess.run([sys.executable, "-m", "zeroshard", "train", *words], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+
+
+def _evals(out: Path) -> list[tuple[int, float]]:
+    """Validation losses by step, those of a resumed run once."""
+    log = out / "metrics.jsonl"
+    events = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    return sorted({each["step"]: each["loss"] for each in events if each["event"] == "eval"}.items())
+
+
+def table(choices: dict[str, Choice], found: list[dict[str, Any]]) -> str:
+    """A row for each choice: its mean over the seeds that the first has too, and how far it is from the first's."""
+    losses = {(each["choice"], each["seed"]): each["val_loss"] for each in found}
+    rows = [("choice", "seeds", "val loss", "against", "", "by seed")]
+    for name in dict.fromkeys(each["choice"] for each in found):
+        first = first_of(choices, name)
+        seeds = [seed for each, seed in losses if each == name and (first, seed) in losses]
+        if not seeds:
+            continue
+        ratios = [losses[name, seed] / losses[first, seed] - 1 for seed in seeds]
+        mean, mean_of_first = (fmean(losses[each, seed] for seed in seeds) for each in (name, first))
+        by_seed = " ".join(f"{ratio:+.2%}" for ratio in ratios)
+        rows.append((name, str(len(seeds)), f"{mean:.4f}", first, f"{mean / mean_of_first - 1:+.2%}", by_seed))
+    return "\n".join(columns(rows, right=(1, 2, 4)))
+
+
+def figure(study: str, found: list[dict[str, Any]]) -> Figure:
+    """Validation loss by step of each choice, the mean over its seeds."""
+    series = []
+    for index, choice in enumerate(dict.fromkeys(each["choice"] for each in found)):
+        curves = [dict(each["curve"]) for each in found if each["choice"] == choice]
+        steps = sorted(set.intersection(*map(set, curves)) - {0})
+        means = tuple(fmean(curve[step] for curve in curves) for step in steps)
+        name = f"{choice}, {len(curves)} seed{'s' if len(curves) > 1 else ''}"
+        colour, marker = CYCLE[index % len(CYCLE)], MARKERS[index % len(MARKERS)]
+        series.append(Series(name, "line", colour, tuple(map(float, steps)), means, marker=marker))
+    titles = {"remedies": "under remedies of slow links", "states": "with optimizer states of fewer bytes"}
+    title = f"Validation loss {titles[study]}, 10.8 M parameters"
+    return Figure(f"{study}-losses", title, Axis("step"), Axis("validation loss"), tuple(series), height=1.8)
+
+
+def main() -> None:
+    """Make what is missing, seed by seed, and print the table after each run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", choices=list(STUDIES))
+    parser.add_argument("--text", required=True, help="file to train on")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these rows; all, if not given")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--figure", type=Path, help="draw curves of validation losses here, a PNG")
+    arguments = parser.parse_args()
+    choices = STUDIES[arguments.study]
+    names = arguments.only or list(choices)
+    if unknown := [name for name in names if name not in choices]:
+        parser.error(f"--only: {unknown[0]!r} is no row; rows: {', '.join(choices)}")
+    found = []
+    for seed in arguments.seeds:
+        for name in names:
+            found.append(trained(choices, arguments.text, arguments.out, name, seed, arguments.steps))
+            (arguments.out / "losses.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+            print(f"seed {seed}  {name}  {found[-1]['val_loss']:.4f}", file=sys.stderr, flush=True)
+    print(table(choices, found))
+    if arguments.figure is not None:
+        png.draw(figure(arguments.study, found), arguments.figure)
+
+
+if __name__ == "__main__":
+    main()
