@@ -81,9 +81,3 @@ def test_nan_is_never_the_best():
     assert not best.exhausted
     assert [best.record(step, 5.0) for step in (3, 4)] == [False, False]
     assert best.exhausted
-
-
-@pytest.mark.parametrize("field", ["keep_best", "early_stop"])
-def test_the_best_of_one_evaluation_is_refused(field, tiny_config):
-    with pytest.raises(ValueError, match=rf"{field}: there is one evaluation, at the end; set eval_interval"):
-        tiny_config(eval_interval=0, **{field: 1})

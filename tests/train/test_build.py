@@ -53,12 +53,6 @@ def test_what_the_engine_and_the_optimizer_are_told_reaches_them(tiny_config):
     assert [run.learning_rate(step) for step in range(9)] == [1.0] * 7 + [0.5, 0.0]
 
 
-@pytest.mark.parametrize(("field", "value"), [("prefetch", 2), ("accumulate", "local"), ("reduce_dtype", "bfloat16")])
-def test_what_our_engine_alone_can_be_told_is_refused_for_others(field, value, tiny_config):
-    with pytest.raises(ValueError, match=rf"{field}: ddp does not use zeroshard's engine.*use --strategy zero0"):
-        tiny_config(strategy="ddp", **{field: value})
-
-
 def test_tf32_is_refused_where_there_is_none(tiny_config):
     assert _refusal(tiny_config(tf32=True)) == "tf32: the device is cpu, and GPUs alone have TF32; leave it out"
 

@@ -134,18 +134,8 @@ def test_each_validation_set_is_logged_by_its_name(chat_config, tmp_path):
 
 
 REFUSALS = [
-    (["--data.val-path", "a=rows.jsonl", "a=other.jsonl"], "data.val_path: two sets have the name a"),
-    (["--data.val-path", "rows.jsonl"], "data.val_path: 'rows.jsonl' is no NAME=FILE"),
     (["--data.format", "chat"], "data.template: the tokenizer bytes has no chat template"),
     (["--data.format", "chat", "--data.template", "no.jinja"], "data.template: no.jinja cannot be read"),
-    (["--data.format", "chat", "--data.template", "chatml", "--data.streaming"], "data.streaming: is given"),
-    (["--data.format", "chat", "--data.template", "chatml", "--data.document-mask"], "data.document_mask: is given"),
-    (["--data.format", "prompt", "--data.max-tokens", "9"], "data.max_tokens: is given, and data.format is prompt"),
-    (["--data.template", "chatml"], "data.template: is given, and data.format is text; .* --data.format chat"),
-    (["--data.format", "chat", "--data.prompt", "x"], "data.prompt: is given, and data.format is chat"),
-    (["--data.packing"], "data.packing: is given, and data.format is text"),
-    (["--data.packing"], "data.packing: is given, and data.format is text; .* --data.format chat or prompt"),
-    (["--data.format", "talk"], "data.format: 'talk' is not a choice"),
     (["--data.format", "chat", "--data.template", "chatml", "--data.messages", "talk"], "no column 'talk'"),
     (["--data.format", "prompt"], "has no column 'prompt'"),
     (["--data.format", "chat", "--data.template", "chatml", "--seq-len", "2"], "has a target within 2 tokens"),

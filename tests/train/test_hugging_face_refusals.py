@@ -128,7 +128,6 @@ def rewritten(model, name, tensor):
         ("hf:{model}", ("--model.n-layer", "1"), "add --model.from-config"),
         ("hf:{model}", ("--model.attention", "flash_attention_2"), "cannot"),
         ("hf:{model}", ("--seq-len", "1000"), "is above the 64"),
-        ("gpt2-demo", ("--model.from-config",), "is no model of transformers"),
         ("hf:{model}", ("--data", "python-stdlib", "--data.tokenizer", "bytes"), "gives other ids"),
         ("hf:{model}", ("--data", "python-stdlib", "--data.tokenizer", "bpe:300"), "gives other ids"),
         ("hf:{bare}", ("--data", "python-stdlib"), "has no tokenizer.json"),

@@ -8,7 +8,6 @@ import torch
 
 import forked
 from tiny_runs import events_of, summary_of
-from zeroshard.cli import main
 from zeroshard.comm import Link, LocalCommunicator, NullCommunicator, ThrottledCommunicator
 from zeroshard.errors import UserError
 from zeroshard.launch.environment import World
@@ -17,7 +16,6 @@ from zeroshard.train.config.sections import LinkConfig
 from zeroshard.train.links import Links
 
 CPU = torch.device("cpu")
-SIMULATED = ["--link.mode", "simulated", "--link.bandwidth", "1Gbit/s"]
 
 
 def test_quantities_become_bytes_and_seconds_here_and_nowhere_else():
@@ -25,35 +23,6 @@ def test_quantities_become_bytes_and_seconds_here_and_nowhere_else():
     assert (found.between.bytes_per_s, found.between.burst_bytes) == (125e6, 65536)
     assert found.between.latency_s == pytest.approx(5e-5)
     assert Links.of(LinkConfig(mode="simulated", latency="1ms")).between == Link(1e-3, math.inf)
-
-
-@pytest.mark.parametrize(
-    ("flags", "line"),
-    [
-        (["--link.bandwidth", "1Gbit/s"], "link.bandwidth: is given, and no link is slowed; add --link.mode"),
-        (["--link.node-size", "2"], "link.node_size: is given, and no link is slowed"),
-        (["--link.mode", "simulated"], "link.mode: simulated has no bandwidth or latency; add --link.bandwidth"),
-        (["--link.mode", "simulated", "--link.bandwidth", "1000"], "link.bandwidth: '1000' is not a bandwidth"),
-        (["--link.mode", "simulated", "--link.bandwidth", "1Gb/s"], "link.bandwidth: '1Gb/s' is not a bandwidth"),
-        (["--link.mode", "simulated", "--link.latency", "50"], "link.latency: '50' is not a duration"),
-        (["--link.mode", "netns", "--link.latency", "1ms"], "link.bandwidth: netns shapes a bandwidth; give one"),
-        ([*SIMULATED, "--strategy", "ddp"], "link.mode: simulated slows only zeroshard's communicators, and ddp"),
-        ([*SIMULATED, "--strategy", "fsdp2"], "link.mode: simulated slows only zeroshard's communicators, and fsdp2"),
-        ([*SIMULATED, "--nproc", "3", "--link.node-size", "2"], "link.node_size: groups of 2 do not partition 3 ranks"),
-        (["--link.mode", "netns", "--link.bandwidth", "1Gbit/s"], "nproc: netns joins nodes, and no ranks of 1"),
-        (
-            ["--link.mode", "netns", "--link.bandwidth", "1Gbit/s", "--nproc", "2", "--comm", "shm"],
-            "comm: shm passes no network that netns could slow",
-        ),
-        (
-            ["--link.mode", "netns", "--link.bandwidth", "1Gbit/s", "--nproc", "2", "--max-restarts", "1"],
-            "max_restarts: 1 restarts ranks",
-        ),
-    ],
-)
-def test_a_link_that_cannot_be_is_refused_in_a_line(flags, line, capsys):
-    assert main(["train", *flags]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {line}")
 
 
 def test_a_simulated_link_wraps_the_communicator(monkeypatch):

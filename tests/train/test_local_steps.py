@@ -109,29 +109,6 @@ def test_a_replica_that_diverges_ends_the_run_in_a_line(tiny_config, capsys):
     assert "error: local_steps: after step 2 the difference of fragment 0 has norm" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"local_steps": {"every": 0}}, r"local_steps.every: 0 is below 1; give 1 or more"),
-        ({"local_steps": {"every": "x"}}, r"local_steps.every: 'x' is not a whole number"),
-        ({"local_steps": {"every": 8}}, r"local_steps.every: 8 needs several replicas, and without a shard_size all"),
-        ({"local_steps": {"outer_lr": 0.5}}, r"local_steps.outer_lr: 0.5 is given, and local_steps.every is 1"),
-        ({"local_steps": {"every": 8, "outer_lr": 0}, "shard_size": 1}, r"local_steps.outer_lr: 0 is not above 0"),
-        ({"local_steps": {"every": 8, "outer_momentum": 1}, "shard_size": 1}, r"local_steps.outer_momentum: 1 is not"),
-        ({"local_steps": {"every": 4, "fragments": 5}, "shard_size": 1}, r"local_steps.fragments: 5 fragments cannot"),
-        ({"local_steps": {"every": 4, "wire": "int7"}, "shard_size": 1}, r"local_steps.wire: 'int7' is not a choice"),
-        ({"local_steps": {"every": 4}, "shard_size": 1, "strategy": "ddp"}, r"local_steps.every: ddp cannot take"),
-        ({"local_steps": {"every": 4}, "shard_size": 1, "strategy": "auto"}, r"local_steps.every: auto cannot take"),
-        ({"local_steps": {"every": 4}, "shard_size": 1, "ema_decay": 0.9}, r"ema_decay: 0.9 averages the weights of"),
-        ({"local_steps": {"every": 4}, "shard_size": 1, "dtype": "float16"}, r"dtype: float16 needs one loss scale"),
-        ({"shard_size": 1, "strategy": "zero0"}, r"shard_size: zero0 does not shard with zeroshard's engine"),
-    ],
-)
-def test_local_steps_that_make_no_sense_are_refused(given, words):
-    with pytest.raises(UserError, match=words):
-        validate(TrainConfig, given)
-
-
 def test_a_world_of_one_replica_and_more_fragments_than_units_are_refused(tiny_config):
     config = tiny_config(shard_size=2, local_steps={"every": 4})
     with pytest.raises(UserError, match=r"local_steps.every: 4 needs several replicas, and 2 ranks of shard_size 2"):

@@ -23,36 +23,9 @@ from zeroshard.train.config.validate import validate
 from zeroshard.zero import Offload
 from zeroshard.zero.offload.placement import HostGroup
 
-OURS = "zero0, zero1, zero2, zero3"
-SHARE = "is no share of the elements; give auto, or a number above 0 and up to 1, or leave out --offload"
-REFUSED = {
-    "--offload cloud": "offload.state: 'cloud' is not a choice; choose one of none, optimizer, all, disk",
-    "--offload.fraction 0.5": "offload.fraction: 0.5 is given, and offload is none: no state leaves the device; add "
-    "--offload optimizer, or leave it out",
-    "--offload optimizer --offload.fraction 0": f"offload.fraction: 0 {SHARE}",
-    "--offload optimizer --offload.fraction nan": f"offload.fraction: nan {SHARE}",
-    "--offload all --offload.pinned 4": "offload.pinned: '4' is not a size; write a number and a unit, as 5GB or "
-    "512MiB",
-    "--offload optimizer --offload.path x": "offload.path: x is given, and offload = optimizer keeps state in memory; "
-    "use --offload disk, or leave it out",
-    "--offload optimizer --optimizer adamw8bit --plan.device d.json": "plan.device: adamw8bit updates state on the "
-    "host while the step waits, the time of which no plan predicts; leave it out, or use --optimizer adamw",
-    "--offload optimizer --strategy ddp": "offload.state: optimizer is given, and ddp does not use zeroshard's engine; "
-    f"leave it out, or use --strategy {OURS}",
-    "--offload all --shard-size 1 --local-steps.every 2": "offload.state: all is given, and outer steps of "
-    "local_steps.every read master weights on the device; leave one of the two out",
-}
-
 
 def _config(words):
     return validate(TrainConfig, merge({}, read_flags(words.split(), flags_of(TrainConfig, SHORTHANDS))))
-
-
-@pytest.mark.parametrize("words", REFUSED)
-def test_what_cannot_be_kept_off_the_device_is_refused_in_one_line(words):
-    with pytest.raises(UserError) as said:
-        _config(words)
-    assert str(said.value) == REFUSED[words]
 
 
 def test_flags_and_a_file_say_the_same():

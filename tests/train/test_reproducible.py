@@ -101,30 +101,6 @@ def test_a_batch_that_micro_batches_cannot_share_is_refused():
         accumulation_steps(config, 2)
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"reproducible": 6}, "reproducible: 6 is no power of two; give the most ranks that you will use, as 8"),
-        ({"reproducible": 8, "strategy": "ddp"}, "ddp adds gradients up in an order that depends on the number"),
-        ({"reproducible": 8, "strategy": "zero2", "wire": {"grads": "int8"}}, "wire.grads rounds what each rank sends"),
-        ({"reproducible": 8, "strategy": "zero2", "shard_size": 2}, "shard_size adds up over two levels"),
-        ({"reproducible": 8, "accumulate": "local"}, "accumulate adds up on each rank first"),
-        (
-            {"reproducible": 8, "strategy": "zero2", "shard_size": 2, "local_steps": {"every": 4}},
-            "local_steps lets replicas take steps of their own",
-        ),
-        (
-            {"reproducible": 4, "nnodes": "2:3", "nproc": 2, "rdzv_endpoint": "a:1"},
-            "reproducible: 4 micro-batches cannot be shared out evenly to 6 ranks; use 1, 2, 4 ranks",
-        ),
-    ],
-)
-def test_what_rounds_in_between_is_refused(given, said):
-    with pytest.raises((UserError, ValueError)) as caught:
-        TrainConfig.model_validate(given)
-    assert said in str(caught.value)
-
-
 def test_ranks_that_cannot_share_the_micro_batches_are_refused():
     config = TrainConfig(reproducible=4, micro_batch_size=2)
     with pytest.raises(UserError, match=r"reproducible: 4 micro-batches cannot be shared .* to 3 ranks; use 1, 2"):

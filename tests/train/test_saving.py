@@ -14,9 +14,6 @@ from zeroshard import checkpoint
 from zeroshard.checkpoint import api
 from zeroshard.checkpoint.diff import differences
 from zeroshard.comm import LocalCommunicator, run_threads
-from zeroshard.errors import UserError
-from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.validate import validate
 from zeroshard.train.loop import loop
 from zeroshard.train.loop.watchdog import PATIENCE_S
 
@@ -138,9 +135,3 @@ def test_which_checkpoints_a_run_leaves(tiny_config, settings, steps):
     status, run = train_on(LocalCommunicator(), config)
     assert status == 0
     assert sorted(found.step for found in checkpoint.find(run.folder / "checkpoints")) == steps
-
-
-def test_by_default_checkpoints_are_written_at_evaluations():
-    assert (TrainConfig().checkpoint_interval, TrainConfig().keep_checkpoints) == (-1, -1)
-    with pytest.raises(UserError, match="keep_every: 2 has no effect"):
-        validate(TrainConfig, {"keep_every": 2, "checkpoint_interval": 1})

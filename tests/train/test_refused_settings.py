@@ -1,0 +1,134 @@
+"""Settings that are wrong, alone or together: each is refused in one line that names field, fault and remedy."""
+
+import pytest
+
+from zeroshard.errors import UserError
+from zeroshard.flags import flags_of, read_flags
+from zeroshard.train.config.config import TrainConfig, merge
+from zeroshard.train.config.sections import SHORTHANDS
+from zeroshard.train.config.validate import validate
+
+# Flags, and how the line begins that refuses them.
+REFUSED = """
+--lr -1 | lr: -1 is not above 0; give a number above 0
+--lr nan | lr: nan is not a finite number; give a finite number
+--lr fast | lr: 'fast' is not a number; give a number
+--seq-len 5.5 | seq_len: '5.5' is not a whole number; give a whole number
+--seq-len 0 | seq_len: 0 is below 1; give 1 or more
+--beta1 1 | beta1: 1 is not below 1; give a number below 1
+--port 70000 | port: 70000 is above 65535; give 65535 or less
+--compile=perhaps | compile: 'perhaps' is neither true nor false; give true or false
+--model= | model.name: is empty; give a name
+--model.n-embd 100 --model.n-head 3 | model.n_head: 3 heads do not divide a width of 100; choose n_head so that n_embd
+--model.n-head 6 --model.n-kv-head 4 | model.n_kv_head: 4 key heads do not divide 6 heads; choose n_kv_head so that
+--warmup-steps 20 --max-steps 10 | warmup_steps: 20 is above max_steps = 10; lower it
+--decay-steps 5 | decay_steps: 5 is below warmup_steps = 20; raise it, or leave it out: max_steps
+--lr 1e-4 --min-lr 1e-3 | min_lr: 0.001 is above lr = 0.0001; lower it, or raise lr
+--global-batch-size 8 --grad-accum-steps 2 | global_batch_size: 8 already sets how many micro-batches a step has; give
+--strategy zero9 | strategy: 'zero9' is not a choice; choose one of auto, zero0, zero1, zero2, zero3, ddp,
+--strategy zero0 --shard-size 2 | shard_size: zero0 does not shard with zeroshard's engine; leave it out, or use
+--strategy zero2 --no-reshard-after-forward | reshard_after_forward: zero2 keeps unsharded weights all the time; leave
+--strategy fsdp2 --no-overlap | overlap: fsdp2 communicates by torch.distributed, which decides itself what overlaps;
+--strategy ddp --prefetch 2 | prefetch: ddp does not use zeroshard's engine, and only that has this setting; leave it
+--strategy ddp --accumulate local | accumulate: ddp does not use zeroshard's engine, and only that has this setting;
+--strategy ddp --reduce-dtype bfloat16 | reduce_dtype: ddp does not use zeroshard's engine, and only that has this
+--strategy ddp --dtype fp8 | dtype: fp8 is for our engine's stages, and ddp is not one; leave it out, or use
+--strategy ddp --plan.enforce | plan.enforce: ddp has no plan to be held to; leave it out, or use --strategy zero0,
+--eval-interval 0 --keep-best | keep_best: there is one evaluation, at the end; set eval_interval, or leave it out
+--eval-interval 0 --early-stop 1 | early_stop: there is one evaluation, at the end; set eval_interval, or leave it out
+--eval-rows 0 | eval_rows: 0 sequences give no validation loss; give 1 or more, or leave it out: 160
+--keep-every 2 --checkpoint-interval 1 | keep_every: 2 has no effect, because keep_checkpoints = 0 keeps all
+--track tensorboard --track.group widths | track.group: wandb and trackio alone have such; add --track wandb, or leave
+--track wandbb | track.to: 'wandbb' is not a tracker; choose of tensorboard, wandb, trackio
+--nnodes 2:4 --rdzv-endpoint a:1 --nproc 2 --micro-batch-size 2 --global-batch-size 16 | global_batch_size: 16 is no
+--nnodes 2:4 --rdzv-endpoint a:1 --nproc 2 --shard-size 4 | shard_size: groups of 4 ranks do not partition a world of
+--model.activation-checkpointing every:0 | model.activation_checkpointing: 'every:0' is not a choice; choose none,
+--local-steps.every 0 | local_steps.every: 0 is below 1; give 1 or more
+--local-steps.every 8 | local_steps.every: 8 needs several replicas, and without a shard_size all ranks form one; give
+--local-steps.outer-lr 0.5 | local_steps.outer_lr: 0.5 is given, and local_steps.every is 1: replicas take no local
+--shard-size 1 --local-steps.every 8 --local-steps.outer-lr 0 | local_steps.outer_lr: 0 is not above 0; give a number
+--shard-size 1 --local-steps.every 8 --local-steps.outer-momentum 1 | local_steps.outer_momentum: 1 is not below 1;
+--shard-size 1 --local-steps.every 4 --local-steps.fragments 5 | local_steps.fragments: 5 fragments cannot synchronise
+--shard-size 1 --local-steps.every 4 --local-steps.wire int7 | local_steps.wire: 'int7' is not a choice; choose one of
+--shard-size 1 --local-steps.every 4 --strategy ddp | local_steps.every: ddp cannot take local steps: it does not use
+--shard-size 1 --local-steps.every 4 --strategy auto | local_steps.every: auto cannot take local steps: what fits is
+--shard-size 1 --local-steps.every 4 --ema-decay 0.9 | ema_decay: 0.9 averages the weights of each step, which
+--shard-size 1 --local-steps.every 4 --dtype float16 | dtype: float16 needs one loss scale on all ranks at each step,
+--strategy ddp --wire.grads int8 | wire.grads: int8 is given, and ddp does not use zeroshard's engine; leave it out,
+--strategy zero0 --wire.grads int8 | wire.grads: int8 is given, and stage 0 has no wire format: no rank owns a shard
+--strategy auto --wire.grads int8 | wire.grads: int8 is given, and auto may choose stage 0, which has no wire formats;
+--wire.grads int8 --wire.block 100 | wire.block: blocks of 100 elements do not pack; give a multiple of 16 from 16 to
+--wire.grads bfloat16 --wire.block 64 | wire.block: 64 is given, and no wire format has blocks; add --wire.grads int8,
+--wire.node-size 2 | wire.node_size: 2 is given, and gradients have no wire format; add --wire.grads int8, or leave it
+--wire.grads int8 --wire.node-size 1 | wire.node_size: 1 GPU has nothing to add up; give the GPUs of a node, or leave
+--wire.grads int8 --wire.node-size -1 | wire.node_size: -1 is below 0; give 0 or more
+--shard-size 2 --nproc 4 --wire.grads int8 --wire.node-size 2 | wire.node_size: 2 is given, and with shard_size = 2
+--strategy zero2 --node-copy 2 | node_copy: 2 is given, and zero2 has no sharded weights to gather again; leave it
+--strategy zero3 --node-copy 2 --no-reshard-after-forward | node_copy: 2 is given, and weights that stay unsharded for
+--reproducible 6 | reproducible: 6 is no power of two; give the most ranks that you will use, as 8
+--reproducible 8 --strategy ddp | reproducible: ddp adds gradients up in an order that depends on the number of ranks;
+--reproducible 8 --wire.grads int8 | reproducible: 8 is given, and wire.grads rounds what each rank sends; leave one
+--reproducible 8 --shard-size 2 | reproducible: 8 is given, and shard_size adds up over two levels of ranks, with a
+--reproducible 8 --accumulate local | reproducible: 8 is given, and accumulate adds up on each rank first, with a
+--reproducible 8 --shard-size 2 --local-steps.every 4 | reproducible: 8 is given, and local_steps lets replicas take
+--reproducible 4 --nnodes 2:3 --nproc 2 --rdzv-endpoint a:1 | reproducible: 4 micro-batches cannot be shared out
+--offload cloud | offload.state: 'cloud' is not a choice; choose one of none, optimizer, all, disk
+--offload.fraction 0.5 | offload.fraction: 0.5 is given, and offload is none: no state leaves the device; add
+--offload optimizer --offload.fraction nan | offload.fraction: nan is no share of the elements; give auto, or a number
+--offload all --offload.pinned 4 | offload.pinned: '4' is not a size; write a number and a unit, as 5GB or 512MiB
+--offload optimizer --offload.path x | offload.path: x is given, and offload = optimizer keeps state in memory; use
+--offload optimizer --optimizer adamw8bit --plan.device d.json | plan.device: adamw8bit updates state on the host
+--offload optimizer --strategy ddp | offload.state: optimizer is given, and ddp does not use zeroshard's engine; leave
+--offload all --shard-size 1 --local-steps.every 2 | offload.state: all is given, and outer steps of local_steps.every
+--link.bandwidth 1Gbit/s | link.bandwidth: is given, and no link is slowed; add --link.mode simulated or netns
+--link.node-size 2 | link.node_size: is given, and no link is slowed; add --link.mode simulated or netns
+--link.mode simulated | link.mode: simulated has no bandwidth or latency; add --link.bandwidth 1Gbit/s, or a latency
+--link.mode simulated --link.bandwidth 1000 | link.bandwidth: '1000' is not a bandwidth; write a number and a unit, as
+--link.mode simulated --link.bandwidth 1Gb/s | link.bandwidth: '1Gb/s' is not a bandwidth; write a number and a unit,
+--link.mode simulated --link.latency 50 | link.latency: '50' is not a duration; write a number and a unit, as 5us or
+--link.mode simulated --link.bandwidth 1Gbit/s --strategy ddp | link.mode: simulated slows only zeroshard's
+--link.mode simulated --link.bandwidth 1Gbit/s --nproc 3 --link.node-size 2 | link.node_size: groups of 2 do not
+--link.mode netns --link.latency 1ms | link.bandwidth: netns shapes a bandwidth; give one, as 1Gbit/s
+--link.mode netns --link.bandwidth 1Gbit/s | nproc: netns joins nodes, and no ranks of 1 to a node are fewer than two;
+--link.mode netns --link.bandwidth 1Gbit/s --nproc 2 --comm shm | comm: shm passes no network that netns could slow;
+--link.mode netns --link.bandwidth 1Gbit/s --nproc 2 --max-restarts 1 | max_restarts: 1 restarts ranks, and inside
+--data.val-path a=rows.jsonl a=other.jsonl | data.val_path: two sets have the name a; give each its own
+--data.val-path rows.jsonl | data.val_path: 'rows.jsonl' is no NAME=FILE; write each as code=code.jsonl
+--data.format chat --data.streaming | data.streaming: is given, and data.format is chat; leave it out, or add
+--data.format chat --data.document-mask | data.document_mask: is given, and data.format is chat; leave it out, or add
+--data.format prompt --data.max-tokens 9 | data.max_tokens: is given, and data.format is prompt; leave it out, or add
+--data.template chatml | data.template: is given, and data.format is text; leave it out, or add --data.format chat
+--data.format chat --data.prompt x | data.prompt: is given, and data.format is chat; leave it out, or add
+--data.packing | data.packing: is given, and data.format is text; leave it out, or add --data.format chat or prompt
+--data.format talk | data.format: 'talk' is not a choice; choose one of text, chat, prompt
+--data text --data.mix a.jsonl | data.mix: 'a.jsonl' is no PATH=WEIGHT; write each as maths.jsonl=0.3
+--data text --data.mix a.jsonl=-1 b.jsonl=2 | data.mix: a.jsonl has the weight -1; give a number of 0 or more
+--data text --data.mix a.jsonl=nan | data.mix: a.jsonl has the weight nan; give a number of 0 or more
+--data text --data.mix a.jsonl=0 b.jsonl=0 | data.mix: the weights sum to 0; give at least one source a weight above 0
+--data text --data.mix a.jsonl=1 a.jsonl=2 | data.mix: a.jsonl is given twice; give each source once
+--data text --data.mix a.jsonl=1 --data.path b.jsonl | data.path: is given with data.mix, and the sources are those of
+--data text --data.path a.jsonl=0.3 b.jsonl=0.7 | data.path: there is no a.jsonl=0.3; give sources with weights by
+--data text --data.mix a.jsonl=1 --data.streaming | data.streaming: is given with data.mix, and a stream is not mixed;
+--data text --data.mix a.jsonl=1 --data.max-tokens 9 | data.max_tokens: is given with data.mix, and the weights say
+--data text --data.mix a.jsonl=1 --data.tokenizer bpe:300 | data.tokenizer: bpe:300 would be another one for each
+--data python-stdlib --data.mix a.jsonl=1 | data.mix: mixes files, and the source is python-stdlib; add --data text,
+--lora.rank -1 | lora.rank: -1 is below 0; give 0 or more
+--lora many | lora.rank: 'many' is not a whole number; give a whole number
+--lora.alpha 8 | lora.alpha: is given, and lora.rank is 0; add --lora.rank 16, or leave it out
+--lora 4 --lora.dropout 1 | lora.dropout: 1 is not below 1; give a number below 1
+--lora 4 --optimizer muon | optimizer: muon is made for whole matrices, and lora.rank = 4 trains narrow ones; use adamw
+--lora.r 4 | --lora.r: there is no such flag; here it is --lora.rank
+--lora-alpha 4 | --lora-alpha: there is no such flag; here it is --lora.alpha
+--lora.target-modules q_proj | --lora.target-modules: there is no such flag; here it is --lora.targets
+--model gpt2-demo --model.from-config | model.from_config: is given, and gpt2-demo is no model of transformers; leave
+"""
+
+
+@pytest.mark.parametrize("row", REFUSED.strip().splitlines())
+def test_a_setting_that_cannot_be_is_refused_in_one_line(row):
+    words, line = row.split(" | ")
+    with pytest.raises(UserError) as said:
+        validate(TrainConfig, merge({}, read_flags(words.split(), flags_of(TrainConfig, SHORTHANDS))))
+    assert str(said.value).startswith(line)
+    assert said.value.todo
+    assert "\n" not in str(said.value)
