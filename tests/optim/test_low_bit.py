@@ -8,7 +8,7 @@ from zero.transport.test_reproducible import assert_same, train
 from zeroshard.comm import NullCommunicator
 from zeroshard.kernels import adamw8bit
 from zeroshard.kernels.adamw8bit import decode_signed, decode_unsigned, encode_signed, encode_unsigned, joined, split
-from zeroshard.optim import AdamW8bit, FlashAdamW
+from zeroshard.optim import AdamW8bit, FlashAdamW, MuonAdamW8bit, fp32_state_dict
 from zeroshard.zero import FlatLayout, Zero
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=True)
@@ -121,15 +121,32 @@ def test_states_are_loaded_as_they_were_and_those_of_adamw_are_encoded(monkeypat
         for kind, value in optimizer.state[param].items():
             assert other.state[copy][kind].dtype == value.dtype
             assert torch.equal(other.state[copy][kind], value)
+
+
+def test_states_pass_between_adamw_and_adamw8bit_and_settings_with_them():
+    torch.manual_seed(0)
     plain, ours = nn.Parameter(torch.ones(300)), nn.Parameter(torch.ones(300))
-    adamw, low = torch.optim.AdamW([plain], 0.1), AdamW8bit([ours], 0.1)
+    adamw, low = torch.optim.AdamW([plain], 0.1), AdamW8bit([ours], 0.2, block=64)
     plain.grad = torch.randn(300)
     adamw.step()
-    low.load_state_dict({**low.state_dict(), "state": adamw.state_dict()["state"]})
-    state, out = low.state[ours], torch.empty(1, 256)
-    decode_signed(state["exp_avg_codes"][None, :256], state["exp_avg_scales"][:1], out, torch.empty(1, 256))
-    assert torch.allclose(out[0], adamw.state[plain]["exp_avg"][:256], rtol=0.1, atol=1e-3)
-    assert int(state["step"]) == 1
+    low.load_state_dict(adamw.state_dict())
+    assert low.param_groups[0]["lr"] == 0.1
+    assert low.param_groups[0]["block"] == 64
+    state, kept = low.state[ours], adamw.state[plain]
+    assert {kind: tuple(value.shape) for kind, value in state.items()} == {
+        "step": (),
+        **dict.fromkeys(("exp_avg_codes", "exp_avg_sq_codes"), (300,)),
+        **dict.fromkeys(("exp_avg_scales", "exp_avg_sq_scales"), (5,)),
+    }
+    again = torch.optim.AdamW([nn.Parameter(torch.ones(300))])
+    again.load_state_dict(fp32_state_dict(low.state_dict()))
+    (found,) = again.state.values()
+    assert again.param_groups[0].keys() == adamw.param_groups[0].keys()
+    assert int(found["step"]) == 1
+    assert torch.allclose(found["exp_avg"], kept["exp_avg"], rtol=0.07, atol=1e-3)
+    assert torch.allclose(found["exp_avg_sq"], kept["exp_avg_sq"], rtol=0.07, atol=1e-6)
+    with pytest.raises(ValueError, match=r"state_dict: its states are momentum_buffer; AdamW8bit keeps exp_avg_codes"):
+        low.load_state_dict({**low.state_dict(), "state": {0: {"momentum_buffer": torch.ones(300)}}})
 
 
 @pytest.mark.parametrize(
@@ -160,11 +177,11 @@ def alone():
     return {(cls, dtype): train(1, 0, cls, dtype=dtype) for cls, dtype in CLASSES}
 
 
-CLASSES = [(AdamW8bit, torch.float32), (FlashAdamW, torch.bfloat16)]
+CLASSES = [(AdamW8bit, torch.float32), (FlashAdamW, torch.bfloat16), (MuonAdamW8bit, torch.float32)]
 
 
 @pytest.mark.parametrize(("cls", "dtype"), CLASSES)
-@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_weights_and_states_have_the_same_bits_at_each_stage_and_number_of_ranks(alone, world_size, stage, cls, dtype):
     assert_same(train(world_size, stage, cls, dtype=dtype), alone[cls, dtype])

@@ -66,7 +66,7 @@ def test_the_blocks_matrices_are_muon_s():
 @pytest.mark.parametrize("products", ["bfloat16", "fp32"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_it_steps_as_torch_s_two_do_side_by_side(fused, products, monkeypatch):
-    monkeypatch.setattr(muon, "_multiplies_bfloat16", lambda device: products == "bfloat16")
+    monkeypatch.setattr(muon, "multiplies_bfloat16", lambda device: products == "bfloat16")
     if products == "fp32":
         monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # torch's own iteration, in fp32
     net, other = _net(), _net()
@@ -80,7 +80,7 @@ def test_it_steps_as_torch_s_two_do_side_by_side(fused, products, monkeypatch):
 
 
 def test_in_fp32_the_options_of_a_group_are_torch_s(monkeypatch):
-    monkeypatch.setattr(muon, "_multiplies_bfloat16", lambda device: False)
+    monkeypatch.setattr(muon, "multiplies_bfloat16", lambda device: False)
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
     options = {"adjust_lr_fn": "original", "nesterov": False, "ns_steps": 3, "weight_decay": 0.3}
     net, other = _net(), _net()
@@ -122,7 +122,7 @@ def test_what_is_no_matrix_is_refused():
 
 @pytest.mark.parametrize("products", ["bfloat16", "fp32"])
 def test_complex_matrices_are_refused_whatever_the_products(products, monkeypatch):
-    monkeypatch.setattr(muon, "_multiplies_bfloat16", lambda device: products == "bfloat16")
+    monkeypatch.setattr(muon, "multiplies_bfloat16", lambda device: products == "bfloat16")
     matrix = nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))
     matrix.grad = torch.ones_like(matrix)
     with pytest.raises(RuntimeError, match="complex parameters"):

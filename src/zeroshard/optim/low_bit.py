@@ -22,10 +22,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zeroshard.kernels import state_codes
 from zeroshard.kernels.adamw import AdamWOptions
-from zeroshard.kernels.adamw8bit import Codes, adamw8bit, encode_signed, encode_unsigned
+from zeroshard.kernels.adamw8bit import Codes, adamw8bit
 from zeroshard.optimizer_classes.reach import ALL_NDIMS, OptimizerKind, Reach
 
+CORRECTION = "correction"  # the state that has 8 further bits of a weight in bf16
+ADAMW_STATES = frozenset({"step", "exp_avg_codes", "exp_avg_scales", "exp_avg_sq_codes", "exp_avg_sq_scales"})
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -61,8 +64,7 @@ class AdamW8bit(Optimizer):
         weight_decay: float = 1e-2,
         block: int = 256,
     ) -> None:
-        if not isinstance(block, int) or block & (block - 1) or not 16 <= block <= 4096:
-            raise ValueError(f"block: {block!r} is no power of two from 16 to 4096")
+        check_block(block)
         AdamWOptions(lr, *betas, eps, weight_decay)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "block": block})
 
@@ -111,22 +113,10 @@ class AdamW8bit(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states of this class, or of `torch.optim.AdamW`, whose moments are encoded."""
-        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
-        super().load_state_dict(state_dict)
-        blocks = [group["block"] for group in self.param_groups for _ in group["params"]]
-        params = chain.from_iterable(group["params"] for group in self.param_groups)
-        for key, param, block in zip(saved, params, blocks, strict=True):
-            if given := state_dict["state"].get(key):
-                # torch's method has converted all states to the parameter's dtype.
-                codes = given if "exp_avg_codes" in given else encoded(given, block)
-                self.state[param] = {
-                    kind: value.to(param.device)
-                    if isinstance(value, Tensor) and kind != "step"
-                    else torch.as_tensor(value)
-                    for kind, value in codes.items()
-                }
-                if self._corrected(param):
-                    self.state[param].setdefault("correction", torch.zeros_like(param, dtype=torch.int8))
+        load_codes(self, state_dict, lambda group: ADAMW_STATES)
+        for param in chain.from_iterable(group["params"] for group in self.param_groups):
+            if self._corrected(param) and self.state.get(param):
+                self.state[param].setdefault("correction", torch.zeros_like(param, dtype=torch.int8))
 
 
 class FlashAdamW(AdamW8bit):
@@ -146,22 +136,54 @@ def _codes(state: Mapping[str, Any]) -> Codes:
     return Codes(*(state[kind] for kind in kinds), state.get("correction"))
 
 
-def encoded(state: Mapping[str, Any], block: int) -> dict[str, Any]:
-    """Return AdamW's ``exp_avg``, ``exp_avg_sq`` and ``step`` as states of `AdamW8bit`; ValueError for other states."""
-    if not {"exp_avg", "exp_avg_sq", "step"} <= state.keys():
-        raise ValueError(f"state_dict: its states are {', '.join(sorted(state))}; give those of AdamW or AdamW8bit")
-    found: dict[str, Any] = {"step": torch.as_tensor(state["step"]).clone()}
-    roots = state["exp_avg_sq"].float().sqrt()
-    moments = ("exp_avg", state["exp_avg"], encode_signed), ("exp_avg_sq", roots, encode_unsigned)
-    for kind, values, encode in moments:
-        numel, num_blocks = values.numel(), -(-values.numel() // block)
-        padded = torch.zeros(num_blocks * block, device=values.device)
-        padded[:numel] = values.reshape(-1)
-        codes, scales = (
-            torch.empty(num_blocks, block, dtype=torch.int8, device=values.device),
-            padded.new_empty(num_blocks),
-        )
-        rows = padded.view(num_blocks, block)
-        encode(rows, codes, scales, torch.empty_like(rows))
-        found |= {f"{kind}_codes": codes.view(-1)[:numel].view(values.shape).clone(), f"{kind}_scales": scales}
-    return found
+def check_block(block: int) -> int:
+    """Return ``block``; ValueError unless it is a power of two from 16 to 4096."""
+    if not isinstance(block, int) or block & (block - 1) or not 16 <= block <= 4096:
+        raise ValueError(f"block: {block!r} is no power of two from 16 to 4096")
+    return block
+
+
+def load_codes(
+    optimizer: Optimizer, state_dict: dict[str, Any], kinds_of: Callable[[Mapping[str, Any]], frozenset[str]]
+) -> None:
+    """Do as ``optimizer.load_state_dict(state_dict)`` for a class that keeps codes; states in fp32 are encoded.
+
+    Args:
+        optimizer: the optimizer; a setting that the saved groups lack, such as ``block``, keeps its value.
+        state_dict: of the class itself, or of the class with states in fp32.
+        kinds_of: names the states that the class keeps for parameters of a param group.
+
+    Raises:
+        ValueError: states of another class.
+    """
+    saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+    before = optimizer.param_groups
+    Optimizer.load_state_dict(optimizer, state_dict)
+    for group, old in zip(optimizer.param_groups, before, strict=True):
+        group |= {name: value for name, value in old.items() if name not in group}
+    members = [(param, group) for group in optimizer.param_groups for param in group["params"]]
+    for key, (param, group) in zip(saved, members, strict=True):
+        if given := state_dict["state"].get(key):  # torch's method has converted all states to the parameter's dtype
+            states, kinds = state_codes.as_codes(given, group["block"]), kinds_of(group)
+            if not kinds <= states.keys():
+                name, keeps = type(optimizer).__name__, ", ".join(sorted(kinds))
+                raise ValueError(f"state_dict: its states are {', '.join(sorted(given))}; {name} keeps {keeps}")
+            optimizer.state[param] = {
+                kind: value.to(param.device) if isinstance(value, Tensor) and kind != "step" else torch.as_tensor(value)
+                for kind, value in states.items()
+            }
+
+
+def fp32_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict of `AdamW8bit`, `FlashAdamW` or `Muon8bit` as `torch.optim.AdamW` or `Muon` loads it.
+
+    Codes are decoded. FlashAdamW's corrections are parts of weights, and are left out: a checkpoint of `zeroshard.save`
+    that is loaded into a model in fp32 keeps them.
+
+    Args:
+        state_dict: as ``optimizer.state_dict()`` or ``zero.optim_state_dict()`` returns it; it is not changed.
+    """
+    states = {key: state_codes.as_values(state) for key, state in state_dict["state"].items()}
+    without = [{key: value for key, value in group.items() if key != "block"} for group in state_dict["param_groups"]]
+    kept = {key: {kind: value for kind, value in each.items() if kind != CORRECTION} for key, each in states.items()}
+    return {**state_dict, "state": kept, "param_groups": without}

@@ -13,7 +13,7 @@ update rules, while schedule, loss scaler and checkpoint expect one optimizer. B
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from math import sqrt
 from typing import Any
 
@@ -23,7 +23,8 @@ from torch.optim import AdamW, Muon, Optimizer
 
 from zeroshard.optim.groups import decay_groups
 
-_MARK = "matrices"
+MATRICES = "matrices"  # the setting of a param group that says whose rule it goes by
+_STAND_IN = [nn.Parameter(torch.empty(1, 1))]
 
 
 class MuonAdamW(Optimizer):
@@ -56,17 +57,20 @@ class MuonAdamW(Optimizer):
         *,
         fused: bool = False,
     ) -> None:
-        matrix, vector = [nn.Parameter(torch.empty(1, 1))], [nn.Parameter(torch.empty(1))]
-        muon = Muon(matrix, lr, weight_decay, momentum, adjust_lr_fn="match_rms_adamw")
-        adamw = AdamW(vector, lr, betas, eps, weight_decay, fused=fused)
-        self._rules: dict[bool, Muon | AdamW] = {True: muon, False: adamw}
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, _MARK: False})
+        muon = Muon(_STAND_IN, lr, weight_decay, momentum, adjust_lr_fn="match_rms_adamw")
+        self._take_rules(params, muon, AdamW(_STAND_IN, lr, betas, eps, weight_decay, fused=fused))
+
+    def _take_rules(self, params: Iterable[Any], muon: Optimizer, adamw: Optimizer) -> None:
+        """Step by ``muon`` and ``adamw``, whose own parameters are stand-ins, on param groups of ``params``."""
+        self._rules = {True: muon, False: adamw}
+        common = {name: muon.defaults[name] for name in ("lr", "weight_decay")}
+        Optimizer.__init__(self, params, {**common, MATRICES: False})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group and complete it by its rule's defaults; the rule is Muon if it has ``"matrices": True``."""
-        rule = self._rules[bool(param_group.get(_MARK, False))]
+        rule = self._rules[bool(param_group.get(MATRICES, False))]
         super().add_param_group({**rule.defaults, **self.defaults, **param_group})
-        if isinstance(rule, Muon):
+        if self.param_groups[-1][MATRICES]:
             for param in self.param_groups[-1]["params"]:
                 if param.ndim != 2:
                     self.param_groups.pop()
@@ -80,17 +84,17 @@ class MuonAdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for matrices, rule in self._rules.items():
-            groups = [group for group in self.param_groups if group[_MARK] is matrices]
-            devices = {param.device for group in groups for param in group["params"]} if matrices else set()
-            if all(_multiplies_bfloat16(device) for device in devices):
+            groups = [group for group in self.param_groups if group[MATRICES] is matrices]
+            devices = {param.device for group in groups for param in group["params"]}
+            if isinstance(rule, Muon) and not all(multiplies_bfloat16(device) for device in devices):
+                _step_in_fp32(groups, self.state)
+            else:
                 rule.state, rule.param_groups = self.state, groups
                 rule.step()
-            else:
-                _step_in_fp32(groups, self.state)
         return loss
 
 
-def _multiplies_bfloat16(device: torch.device) -> bool:
+def multiplies_bfloat16(device: torch.device) -> bool:
     """Whether matrix products in bfloat16 are fast on ``device``: on a CPU, whether oneDNN has kernels for them."""
     if device.type != "cpu":
         return True
@@ -100,7 +104,7 @@ def _multiplies_bfloat16(device: torch.device) -> bool:
 def _step_in_fp32(groups: Iterable[dict[str, Any]], state: MutableMapping[Tensor, Any]) -> None:
     """Step as `torch.optim.Muon` does, with matrix products in fp32: [Note: Products in fp32]."""
     for group in groups:
-        lr, momentum = float(group["lr"]), group["momentum"]
+        momentum = group["momentum"]
         for param in (param for param in group["params"] if param.grad is not None):
             if param.is_complex() or param.grad.is_sparse:
                 raise RuntimeError("Muon takes no complex parameters and no sparse gradients; give these to AdamW")
@@ -108,18 +112,22 @@ def _step_in_fp32(groups: Iterable[dict[str, Any]], state: MutableMapping[Tensor
                 state[param]["momentum_buffer"] = torch.zeros_like(param.grad)
             buffer = state[param]["momentum_buffer"].lerp_(param.grad, 1 - momentum)
             update = param.grad.lerp(buffer, momentum) if group["nesterov"] else buffer
-            update = _orthogonalised(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
-            rows, columns = param.shape
-            matches_adamw = group["adjust_lr_fn"] == "match_rms_adamw"
-            scale = 0.2 * sqrt(max(rows, columns)) if matches_adamw else sqrt(max(1, rows / columns))
-            param.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr * scale)
+            take_update(param, update, group, torch.float32)
+
+
+def take_update(param: Tensor, update: Tensor, group: Mapping[str, Any], dtype: torch.dtype) -> None:
+    """Decay ``param [rows, columns]`` and subtract ``update``, orthogonalised by products in ``dtype``, scaled."""
+    update = _orthogonalised(update.to(dtype), group["ns_coefficients"], group["ns_steps"], group["eps"])
+    rows, columns = param.shape
+    matches_adamw, lr = group["adjust_lr_fn"] == "match_rms_adamw", float(group["lr"])
+    scale = 0.2 * sqrt(max(rows, columns)) if matches_adamw else sqrt(max(1, rows / columns))
+    param.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr * scale)
 
 
 def _orthogonalised(matrix: Tensor, coefficients: tuple[float, float, float], num_steps: int, eps: float) -> Tensor:
-    """Return ``matrix`` with all singular values near 1, by the Newton-Schulz iteration of Jordan et al., in fp32."""
+    """Return ``matrix`` with all singular values near 1, by the Newton-Schulz iteration of Jordan et al."""
     a, b, c = coefficients
-    x = matrix.float()
-    x = x.T if matrix.size(0) > matrix.size(1) else x
+    x = matrix.T if matrix.size(0) > matrix.size(1) else matrix
     x = x / x.norm().clamp(min=eps)
     for _ in range(num_steps):
         gram = x @ x.T
@@ -143,7 +151,7 @@ def muon_groups(
     prefixes = tuple(f"{name}." for name in blocks)
     named = list(named_params)
     inner = [pair for pair in named if pair[0].startswith(prefixes) and pair[1].ndim == 2]
-    matrices = [{**group, _MARK: True} for group in decay_groups(inner, weight_decay)] if inner else []
+    matrices = [{**group, MATRICES: True} for group in decay_groups(inner, weight_decay)] if inner else []
     taken = {id(param) for _, param in inner}
     rest = [pair for pair in named if id(pair[1]) not in taken]
-    return [*matrices, *({**group, _MARK: False} for group in decay_groups(rest, weight_decay))]
+    return [*matrices, *({**group, MATRICES: False} for group in decay_groups(rest, weight_decay))]

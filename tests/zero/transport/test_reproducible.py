@@ -11,6 +11,7 @@ from torch import nn
 import zeroshard
 from zeroshard import MixedPrecision, Zero
 from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
+from zeroshard.optim import MuonAdamW, muon_groups
 from zeroshard.zero import LocalSteps
 from zeroshard.zero.transport.exact_sums import ExactGradientSum
 
@@ -65,6 +66,15 @@ TOLD = {
 }
 
 
+def updated(model, optimizer_cls):
+    """What an optimizer is given of a model: matrices, groups, or None for all parameters."""
+    if optimizer_cls is torch.optim.Muon:
+        return [param for param in model.parameters() if param.ndim == 2]
+    if issubclass(optimizer_cls, MuonAdamW):
+        return muon_groups(model.named_parameters(), 0.1, ["blocks"])
+    return None
+
+
 def train(
     world_size,
     stage,
@@ -92,8 +102,7 @@ def train(
     def on_rank(comm):
         model = copy.deepcopy(start)  # threads share one generator
         zero = Zero(model, stage, model.blocks, comm, precision, reproducible=MICRO_BATCHES)
-        params = [p for p in model.parameters() if p.ndim == 2] if optimizer_cls is torch.optim.Muon else None
-        optimizer = zero.optimizer(optimizer_cls, params, lr=0.05)
+        optimizer = zero.optimizer(optimizer_cls, updated(model, optimizer_cls), lr=0.05)
         ema = zero.ema(0.9)
         first = zeroshard.load(resumed, zero)["step"] if resumed else 0
         losses, norms = {}, {}
