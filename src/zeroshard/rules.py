@@ -45,6 +45,47 @@ def check_groups(field: str, size: int, num_ranks: int, sizes: Sequence[int] | N
         )
 
 
+def check_sequence_parallel(field: str, size: int, world_size: int) -> None:
+    """Check that ``world_size`` ranks divide into groups of ``size``, which share a sequence each."""
+    sizes = [each for each in range(1, world_size + 1) if world_size % each == 0]
+    if isinstance(size, bool) or size not in sizes:
+        what = f"groups of {size} ranks that share a sequence do not partition a world of {world_size}"
+        raise UserError(field, what, f"choose one of {', '.join(map(str, sizes))}")
+
+
+def check_replicas_share(field: str, size: int, shard_size: int) -> None:
+    """Check that the ``size`` ranks that share a sequence belong to one replica of ``shard_size`` ranks."""
+    if shard_size % size:
+        what = f"{size} ranks share a sequence, and a replica that takes local steps has {shard_size} (shard_size)"
+        raise UserError(field, what, "choose a divisor of shard_size")
+
+
+def check_heads(field: str, size: int, num_heads: int) -> None:
+    """Check that ``size`` ranks divide the query heads of an attention layer evenly."""
+    if num_heads % size:
+        sizes = [each for each in range(1, num_heads + 1) if num_heads % each == 0]
+        what = f"{size} ranks do not divide {num_heads} query heads"
+        raise UserError(field, what, f"choose one of {', '.join(map(str, sizes))}")
+
+
+def check_even_parts(field: str, size: int) -> None:
+    """Check that reproducible sums can divide by the number of parts of a sequence: a power of two."""
+    if size & (size - 1):
+        what = f"{size} is no power of two, and reproducible divides by the number of parts of a sequence"
+        raise UserError(field, what, "give 2, 4, 8 or so, or leave reproducible out")
+
+
+def check_cut(field: str, seq_len: int, size: int) -> None:
+    """Check that a sequence can be cut into ``size`` parts of one length."""
+    if seq_len < size:
+        what = f"{seq_len} tokens are fewer than the {size} ranks that share them (sequence_parallel)"
+        raise UserError(field, what, f"give {size} or more, or lower sequence_parallel")
+    if seq_len % size:
+        near = seq_len - seq_len % size
+        what = f"{seq_len} tokens cannot be cut into {size} equal parts (sequence_parallel)"
+        raise UserError(field, what, f"give {near} or {near + size}, or change sequence_parallel")
+
+
 def check_node_sums(field: str, size: int | None, shard_size: int | None) -> None:
     """Check that gradients are not added up in nodes of ``size`` and in groups of ``shard_size`` ranks, too."""
     if size and shard_size:

@@ -292,6 +292,13 @@ def parts_talk_among_themselves(comm):
             assert pair.world_size == (1 if part.rank == len(ranks) - 1 else len(ranks) - 1)
             broadcast_sends_from_any_rank(pair)
     assert split(comm, [range(size)]) is comm
+    alone = split(comm, [range(size)], anew=True)
+    assert alone is not comm
+    everyone, few = torch.ones(9), torch.ones(9)
+    works = [alone.all_reduce(few), comm.all_reduce(everyone)]  # each in its own order
+    for work in reversed(works):
+        work.wait()
+    all_to_all_is_everybodys_part_for_this_rank(alone)
 
 
 def groups_that_do_not_share_out_the_world_are_refused(comm):

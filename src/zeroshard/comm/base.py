@@ -221,7 +221,7 @@ def all_to_all(comm: Communicator, output: Tensor, input: Tensor) -> Work:
     return own(output, input)
 
 
-def split(comm: Communicator, groups: Groups) -> Communicator:
+def split(comm: Communicator, groups: Groups, *, anew: bool = False) -> Communicator:
     """The part of ``comm`` that this rank is in. Collective.
 
     Operations of a part are independent of those of ``comm`` and of other parts. It is closed with ``comm``.
@@ -229,6 +229,7 @@ def split(comm: Communicator, groups: Groups) -> Communicator:
     Args:
         comm: the whole world.
         groups: the ranks of each part, in ascending order; together each rank once. The same on every rank.
+        anew: whether a single part is a communicator of its own too; else it is ``comm`` itself.
 
     Raises:
         ValueError: ``groups`` are something else, or this kind of communicator has no parts.
@@ -237,7 +238,7 @@ def split(comm: Communicator, groups: Groups) -> Communicator:
         raise ValueError(f"groups: {groups} are not lists of ascending ranks; name at least one rank in each")
     if sorted(rank for ranks in groups for rank in ranks) != list(range(comm.world_size)):
         raise ValueError(f"groups: {groups} do not share out a world of {comm.world_size}; name each rank once")
-    if len(groups) == 1:
+    if len(groups) == 1 and not anew:
         return comm
     own: Callable[[Groups], Communicator] | None = getattr(comm, "split", None)
     if own is None:

@@ -14,8 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from zeroshard import rules
 from zeroshard.errors import UserError
 
+IGNORED = -100  # target of a position without one: the default ignore_index of torch's cross_entropy
 # Tokens, targets, weight; and positions if rows are packed.
 EvalBatch = tuple[Tensor, Tensor, int, *tuple[Tensor, ...]]
 
@@ -23,6 +25,17 @@ EvalBatch = tuple[Tensor, Tensor, int, *tuple[Tensor, ...]]
 def as_arguments(positions: Sequence[Tensor]) -> dict[str, Tensor]:
     """Return the model's keyword arguments other than tokens and targets, from a batch's tensors after those two."""
     return {"positions_BT": positions[0]} if positions else {}
+
+
+def part_of(rows: Tensor, part: int, num_parts: int) -> Tensor:
+    """Return part number ``part`` of rows [B, T, ...] that are cut into ``num_parts`` along T.
+
+    Raises:
+        UserError: the parts would not be equally long.
+    """
+    rules.check_cut("seq_len", rows.shape[1], num_parts)
+    length = rows.shape[1] // num_parts
+    return rows[:, part * length : (part + 1) * length]
 
 
 class Batches(Protocol):

@@ -7,6 +7,9 @@ position ``step * G + j`` of the shuffled rows (`zeroshard.data.order`). Rank ``
 
 so worlds of different sizes that agree on ``G`` train on the same rows at the same step.
 
+Where ``sequence_parallel`` neighbouring ranks share each row, each such group takes the place of a rank above, and each
+of its ranks gets its part of the rows: tokens, targets and positions are cut alike.
+
 [Note: The mean over what counts]
     A step's loss is the mean over all counted targets, of all ranks and micro-batches together, as one process with the
     complete global batch would compute it. But a model's loss is the mean over one micro-batch, and micro-batches of
@@ -17,12 +20,16 @@ so worlds of different sizes that agree on ``G`` train on the same rows at the s
     before the usual mean over micro-batches and ranks. Every rank can compute which rows all ranks read, so this needs
     no collective. Each row has at least one target, so no loss is a mean over zero targets. Other targets are -100.
 
+    If ranks share rows, a micro-batch's targets are those of a rank's parts. A part may have none: then it gets one, so
+    that its loss is a number, and the weight 0.
+
 Shapes: B = micro_batch_size, T = seq_len.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -30,7 +37,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from zeroshard.data import order
-from zeroshard.data.base import EvalBatch, Rows, TextRows
+from zeroshard.data.base import IGNORED, EvalBatch, Rows, TextRows, part_of
 from zeroshard.errors import UserError
 
 RowsAt = Callable[[NDArray[np.int64]], NDArray[np.int64]]
@@ -46,6 +53,7 @@ class RowBatches:
         rank, world_size: the ranks among which the rows of a step are divided.
         seed: seed of the shuffle.
         rows_at: returns the rows at training positions; None: a shuffle of ``rows`` by ``seed``.
+        sequence_parallel: neighbouring ranks that share each row.
 
     Raises:
         ValueError: a size below 1, a rank outside its world, or no row.
@@ -60,22 +68,24 @@ class RowBatches:
         world_size: int = 1,
         seed: int = 0,
         rows_at: RowsAt | None = None,
+        sequence_parallel: int = 1,
     ) -> None:
         sizes = {"micro_batch_size": micro_batch_size, "grad_accum_steps": grad_accum_steps}
         _check_sizes(rank, world_size, num_rows=rows.num_rows, **sizes)
         self.rows, self._rows_at = rows, rows_at or partial(order.rows, seed, num_rows=rows.num_rows)
         self.micro_batch_size, self.grad_accum_steps = micro_batch_size, grad_accum_steps
-        self.rank, self.world_size = rank, world_size
+        self.cut = Cut.of(rank, sequence_parallel)
+        self.rank, self.world_size = rank // sequence_parallel, world_size // sequence_parallel
 
     @property
     def num_micro_batches(self) -> int:
-        """Number of micro-batches of all ranks in a step."""
+        """Number of micro-batches of all ranks in a step, in whole rows."""
         return self.grad_accum_steps * self.world_size
 
     def __call__(self, step: int, micro_step: int) -> tuple[Tensor, ...]:
         """Return a batch as `zeroshard.data.Batches` does; ValueError if ``micro_step`` is out of range."""
         self._check(micro_step)
-        return self.rows.read(self._rows(step, micro_step))
+        return self.cut(self.rows.read(self._rows(step, micro_step)))
 
     def weight(self, step: int, micro_step: int) -> float:
         """Return the factor for this rank's loss: [Note: The mean over what counts]."""
@@ -83,8 +93,9 @@ class RowBatches:
         positions = np.arange(first, first + self.num_micro_batches * self.micro_batch_size)
         total = self.rows.targets_in(self._rows_at(positions)).sum()
         self._check(micro_step)
-        own = self.rows.targets_in(self._rows(step, micro_step)).sum()
-        return float(own * self.num_micro_batches / total)
+        rows = self._rows(step, micro_step)
+        own = self.cut.num_targets(self.rows, rows)
+        return float(own * self.num_micro_batches * self.cut.num_parts / total)
 
     def _check(self, micro_step: int) -> None:
         if not 0 <= micro_step < self.grad_accum_steps:
@@ -117,6 +128,7 @@ class EvalBatches:
         rows: the rows to read.
         micro_batch_size, max_rows, rank, world_size: as above.
         chosen: the rows to evaluate on; None: ``max_rows``, spread evenly over all rows.
+        sequence_parallel: neighbouring ranks that share each row.
 
     Raises:
         ValueError: a size below 1, a rank outside its world, or no row.
@@ -130,10 +142,12 @@ class EvalBatches:
         rank: int = 0,
         world_size: int = 1,
         chosen: NDArray[np.int64] | None = None,
+        sequence_parallel: int = 1,
     ) -> None:
         sizes = {"micro_batch_size": micro_batch_size, "max_rows": max_rows, "num_rows": rows.num_rows}
         _check_sizes(rank, world_size, **sizes)
-        self.rows, self.rank, self.world_size = rows, rank, world_size
+        self.rows, self.cut = rows, Cut.of(rank, sequence_parallel)
+        self.rank, self.world_size = rank // sequence_parallel, world_size // sequence_parallel
         if chosen is None:
             num_rows = min(max_rows, rows.num_rows)
             chosen = np.arange(num_rows, dtype=np.int64) * rows.num_rows // num_rows
@@ -155,9 +169,38 @@ class EvalBatches:
             batch = turn * self.world_size + self.rank
             first = min(batch, self.num_batches - 1) * self.micro_batch_size
             rows = self._rows[first : first + self.micro_batch_size]
-            tokens_BT, targets_BT, *positions = self.rows.read(rows)
-            weight = rows.size if isinstance(self.rows, TextRows) else int(self.rows.targets_in(rows).sum())
+            tokens_BT, targets_BT, *positions = self.cut(self.rows.read(rows))
+            weight = rows.size if isinstance(self.rows, TextRows) else self.cut.num_targets(self.rows, rows)
             yield tokens_BT, targets_BT, weight if batch < self.num_batches else 0, *positions
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which part of each row a rank has."""
+
+    part: int  # its number, from 0
+    num_parts: int  # ranks that share each row; 1: a rank has whole rows
+
+    @classmethod
+    def of(cls, rank: int, sequence_parallel: int) -> Cut:
+        """Return the part of rank number ``rank``, where ``sequence_parallel`` neighbouring ranks share each row."""
+        return cls(rank % sequence_parallel, sequence_parallel)
+
+    def __call__(self, whole: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return this part of tokens, targets and what else there is, [B, T] each: [B, T / num_parts], contiguous."""
+        if self.num_parts == 1:
+            return whole
+        tokens, targets, *others = (part_of(each, self.part, self.num_parts).contiguous() for each in whole)
+        if not bool((targets != IGNORED).any()):
+            targets[0, 0] = 0  # [Note: The mean over what counts]
+        return tokens, targets, *others
+
+    def num_targets(self, rows: Rows, chosen: NDArray[np.int64]) -> int:
+        """Return how many targets of this part of the ``chosen`` rows count."""
+        if self.num_parts == 1:
+            return int(rows.targets_in(chosen).sum())
+        targets_BT = part_of(rows.read(chosen)[1], self.part, self.num_parts)
+        return int((targets_BT != IGNORED).sum())
 
 
 def require_rows(rows: Rows, wanted: int, *, split: str = "train") -> None:

@@ -34,6 +34,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from zeroshard.data import order
+from zeroshard.data.batches import Cut
 from zeroshard.data.lanes import Gather, Ids, Lanes, Place, Places, StreamedText
 from zeroshard.data.tokens import TokenDataset
 from zeroshard.errors import UserError
@@ -91,7 +92,7 @@ class StreamBatches:
     """Training batches of one rank, read as they are needed; implements `zeroshard.data.Batches`.
 
     With a ``gather`` all ranks must ask for the same steps in the same order, as a training loop does, because the
-    first call for a step may be a collective.
+    first call for a step may be a collective. ``sequence_parallel`` neighbouring ranks share each row.
 
     Raises:
         ValueError: a size below 1, or a rank outside its world.
@@ -108,12 +109,14 @@ class StreamBatches:
         world_size: int = 1,
         seed: int = 0,
         gather: Gather | None = None,
+        sequence_parallel: int = 1,
     ) -> None:
         if min(seq_len, micro_batch_size, grad_accum_steps, world_size) < 1 or not 0 <= rank < world_size:
             raise ValueError(f"sizes must be at least 1 and rank in [0, world_size), got rank {rank} of {world_size}")
         self._text, self._seq_len, self._seed = text, seq_len, seed
         self._micro_batch_size, self._grad_accum_steps = micro_batch_size, grad_accum_steps
-        self._rank, self._world_size = rank, world_size
+        self._cut = Cut.of(rank, sequence_parallel)
+        self._rank, self._world_size = rank // sequence_parallel, world_size // sequence_parallel
         self._lanes = Lanes(text, "train", seed, rank, world_size, gather)
         self._origin = self._next = self._start()
         self._turns: list[_Turn] = []  # consecutive turns, up to `_next`
@@ -141,7 +144,8 @@ class StreamBatches:
                 shuffled = order.rows(seed, places, turn.end_row - turn.begin.first_row)
                 window[inside] = turn.tokens.gather(shuffled * self._seq_len, self._seq_len + 1)
         both = torch.from_numpy(window)
-        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+        tokens_BT, targets_BT = self._cut((both[:, :-1].contiguous(), both[:, 1:].contiguous()))
+        return tokens_BT, targets_BT
 
     def position(self, step: int) -> dict[str, Any]:
         """Return, as JSON values, where the rows of ``step`` begin; the argument of `restore_position`."""

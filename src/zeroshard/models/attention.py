@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zeroshard.kernels.launch import is_traced
+from zeroshard.models.sequence_parallel import SequenceParallel
 
 _FIRST_WITH_FLASH = (8, 0)  # compute capability: Ampere
 _WIDEST_FLASH = 192  # for wider heads, flash attention has a backward pass on some devices only
@@ -38,6 +39,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, dropo
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout, enable_gqa=grouped
     )
+
+
+def attend_in(
+    sequence: SequenceParallel | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, dropout: float = 0.0
+) -> Tensor:
+    """Return `attend` as [B, T, H, D]; with a ``sequence`` of this rank's tokens, and the mask of whole sequences."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, mask, dropout=dropout).transpose(1, 2)
+
+    return attention(q, k, v) if sequence is None else sequence.around(attention, q, k, v)
 
 
 def _by_flash(q: Tensor, mask: Tensor | None) -> bool:

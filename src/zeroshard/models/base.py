@@ -27,6 +27,7 @@ from zeroshard.models.adapters import Lora, base_name, is_adapter, starts_at_zer
 from zeroshard.models.cache import KVCache
 from zeroshard.models.config import ModelConfig
 from zeroshard.models.recompute import recomputed_blocks
+from zeroshard.models.sequence_parallel import SequenceParallel
 
 IGNORED_TARGET = -100  # a target that adds nothing to the loss, as in torch's cross_entropy
 
@@ -78,6 +79,7 @@ class LanguageModel(nn.Module, ABC):
         lora_config: `peft`'s configuration of the adapters.
         num_frozen_multiplied_params: number of the ``num_multiplied_params`` that are not trained.
         architecture: name of the model's architecture in `transformers`; empty: it has none there.
+        sequence: the ranks that share each sequence, see `share_sequences`; None: each rank has whole ones.
     """
 
     blocks: nn.ModuleList
@@ -97,6 +99,7 @@ class LanguageModel(nn.Module, ABC):
     lora_config: Any = None
     num_frozen_multiplied_params: int = 0
     architecture: str = ""
+    sequence: SequenceParallel | None = None
 
     @property
     def lora_root(self) -> nn.Module:
@@ -133,6 +136,35 @@ class LanguageModel(nn.Module, ABC):
     def has_fused_blocks(self) -> bool:
         """Whether blocks use operations with kernels: more than the losses."""
         return not set(self.operations) <= {"cross_entropy", "linear_cross_entropy"}
+
+    @property
+    def shared_sequence(self) -> SequenceParallel | None:
+        """The ranks that share the sequences of a forward now; None: this rank has whole ones."""
+        return None if self.sequence is None or self.sequence.is_paused else self.sequence
+
+    def share_sequences(self, sequence: SequenceParallel) -> None:
+        """Share each sequence among ranks: from now on ``forward`` takes this rank's part of each row.
+
+        Tokens, targets and positions are cut alike, see `SequenceParallel.cut`. The loss is the mean over the part's
+        own targets. With a cache every rank computes whole rows.
+
+        Raises:
+            UserError: the ranks do not divide the heads, or the model's attention cannot be divided.
+        """
+        if self.balances_experts:
+            what = f"the loss of a {type(self).__name__} balances experts over all tokens of a batch"
+            raise UserError("sequence_parallel", what, "set output_router_logits to false in its config.json")
+        self.attach_sequence(sequence)
+        self.sequence = sequence
+
+    def attach_sequence(self, sequence: SequenceParallel) -> None:
+        """Have attention look at whole sequences: by `SequenceParallel.around`. A model that does not is refused.
+
+        Raises:
+            UserError: as `share_sequences`.
+        """
+        what = f"{type(self).__name__} does not say how its attention sees sequences that ranks share"
+        raise UserError("sequence_parallel", what, "give it a method attach_sequence(sequence), or leave it out")
 
     def require_positions(self, setting: str) -> None:
         """Raise UserError, which names ``setting``, if the model cannot keep documents apart by their positions."""

@@ -25,6 +25,7 @@ from zeroshard.models.config import ModelConfig, check_divides, check_most, chec
 from zeroshard.models.document_masks import mask_of, positions_and_mask
 from zeroshard.models.head import Head, head_loss, with_embedding_and_head
 from zeroshard.models.recompute import recompute_blocks, recomputed_blocks
+from zeroshard.models.sequence_parallel import SequenceParallel
 
 INIT_STD = 0.02
 
@@ -104,7 +105,7 @@ class Decoder(LanguageModel, Generic[C]):
 
         Args:
             tokens_BT: token ids [B, T].
-            num_seen: number of tokens before them, in a cache.
+            num_seen: number of tokens before them, in a cache or on ranks that share the sequence.
             positions_BT: position of each token in its document; None: counted from ``num_seen``.
         """
 
@@ -130,19 +131,33 @@ class Decoder(LanguageModel, Generic[C]):
         positions_BT: Tensor | None = None,
     ) -> Tensor:
         """Return the loss if targets are given, else logits; see :meth:`LanguageModel.forward`."""
-        masks: tuple[Tensor, ...] = ()
+        sequence = self.shared_sequence if cache is None else None
+        num_seen = 0 if cache is None else cache.num_tokens
+        if sequence is not None:
+            num_seen = sequence.first(tokens_BT.shape[1])
+        masks: tuple[Tensor, ...] = ()  # of whole sequences
         if positions_BT is not None:
-            masks = (mask_of(positions_BT),)
+            masks = (mask_of(positions_BT if sequence is None else sequence.gather(positions_BT)),)
         elif self.eos_id is not None and cache is None:
-            positions_BT, mask = positions_and_mask(tokens_BT, self.eos_id)
+            whole_BT = tokens_BT if sequence is None else sequence.gather(tokens_BT)
+            positions_BT, mask = positions_and_mask(whole_BT, self.eos_id)
             masks = (mask,)
-        x, *beside = self.embed(tokens_BT, 0 if cache is None else cache.num_tokens, positions_BT)
+            if sequence is not None:
+                (positions_BT,) = sequence.cut(positions_BT)
+        x, *beside = self.embed(tokens_BT, num_seen, positions_BT)
         for layer, block in enumerate(self.blocks):
             x = block(x, *beside, *masks) if cache is None else block(x, *beside, None, cache.layers[layer])
         x = self.final_norm(x)
         if targets_BT is None:
             return self.lm_head(x)  # [B, T, V]
         return head_loss(self.lm_head, x, targets_BT, self.kernels, **self.loss_options)
+
+    def attach_sequence(self, sequence: SequenceParallel) -> None:
+        """Give each block's attention the ranks."""
+        sequence.require_heads(self._config.n_head)
+        for module in self.blocks.modules():
+            if hasattr(type(module), "sequence"):
+                module.sequence = sequence  # ty: ignore[invalid-assignment]
 
     def init_parameter(self, name: str, param: Tensor, seed: int | None = None, part: Part | None = None) -> None:
         """Write GPT-2's initial values, by name; see :meth:`LanguageModel.init_parameter`.

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 
 from zeroshard.errors import UserError, shown
 from zeroshard.kernels import Choice, LayerNorm
-from zeroshard.models.attention import attend
+from zeroshard.models.attention import attend_in
 from zeroshard.models.cache import LayerCache
 from zeroshard.models.decoder import Decoder, check_sizes
 from zeroshard.models.head import Head
+from zeroshard.models.sequence_parallel import SequenceParallel
 from zeroshard.models.tiles import Tiler
 
 ACTIVATIONS = {"gelu_tanh": "tanh", "gelu": "none"}  # with torch's name of the approximation
@@ -82,7 +83,13 @@ class GPT2Config:
 
 
 class Attention(nn.Module):
-    """Causal self-attention, all heads in one product: softmax(q k^T / sqrt(D)) v."""
+    """Causal self-attention, all heads in one product: softmax(q k^T / sqrt(D)) v.
+
+    Attributes:
+        sequence: the ranks that share each sequence; None: this rank has whole ones.
+    """
+
+    sequence: SequenceParallel | None = None
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
@@ -99,10 +106,12 @@ class Attention(nn.Module):
         B, T, _ = x.shape  # (8, 1024, 768)
         qkv = self.c_attn(x).view(B, T, 3 * self.n_head, self.head_dim)  # (8, 1024, 36, 64)
         q, k, v = qkv.transpose(1, 2).chunk(3, dim=1)  # each [B, H, T, D]: (8, 12, 1024, 64)
+        sequence = self.sequence
         if cache is not None:
+            sequence = None
             k, v, mask = cache.extend(k, v)
         dropout = self.dropout if self.training else 0.0
-        return attend(q, k, v, mask, dropout=dropout).transpose(1, 2)  # (8, 1024, 12, 64)
+        return attend_in(sequence, q, k, v, mask, dropout=dropout)  # (8, 1024, 12, 64)
 
 
 class MLP(nn.Module):

@@ -22,11 +22,12 @@ from torch import Tensor, nn
 
 from zeroshard.errors import UserError
 from zeroshard.kernels import Choice, RMSNorm, rope, swiglu
-from zeroshard.models.attention import attend
+from zeroshard.models.attention import attend_in
 from zeroshard.models.cache import LayerCache
 from zeroshard.models.config import check_divides, check_most
 from zeroshard.models.decoder import Decoder, check_sizes
 from zeroshard.models.head import Head
+from zeroshard.models.sequence_parallel import SequenceParallel
 from zeroshard.models.tiles import Tiler
 
 FFN_MULTIPLE = 256
@@ -123,7 +124,13 @@ def rope_tables(
 
 
 class Attention(nn.Module):
-    """Causal self-attention; groups of query heads share a key and value head (GQA, arXiv:2305.13245)."""
+    """Causal self-attention; groups of query heads share a key and value head (GQA, arXiv:2305.13245).
+
+    Attributes:
+        sequence: the ranks that share each sequence; None: this rank has whole ones.
+    """
+
+    sequence: SequenceParallel | None = None
 
     def __init__(self, config: LlamaConfig, kernels: Choice) -> None:
         super().__init__()
@@ -146,9 +153,11 @@ class Attention(nn.Module):
         k = self.k_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, K, T, D]: (8, 6, 2048, 64)
         v = self.v_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, K, T, D]: (8, 6, 2048, 64)
         q, k = rope(q, k, cos, sin, kernels=self.kernels)
+        sequence = self.sequence
         if cache is not None:
+            sequence = None
             k, v, mask = cache.extend(k, v)
-        return attend(q, k, v, mask).transpose(1, 2)  # (8, 2048, 18, 64)
+        return attend_in(sequence, q, k, v, mask)  # (8, 2048, 18, 64)
 
 
 class MLP(nn.Module):

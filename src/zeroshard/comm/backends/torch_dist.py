@@ -272,11 +272,16 @@ class TorchCommunicator:
         dist.barrier(self.group)
 
     def split(self, groups: Groups) -> TorchCommunicator:
-        """A process group for each group of ranks, which lives as long as torch's default group."""
+        """A process group for each group of ranks, which lives as long as torch's default group.
+
+        All ranks of a group that only its members created stay in it: torch would name a second one like the first.
+        """
         named = dist.get_process_group_ranks(self.group)
         index, _ = own_group(groups, self.rank)
         # The default group can create groups with all ranks taking part; members of another group create theirs alone.
         is_world = self.group is dist.group.WORLD
+        if len(groups) == 1 and not is_world:
+            return TorchCommunicator(self.group, host_messages=self._host_messages)
         made: list[Any] = [
             dist.new_group(
                 [named[rank] for rank in ranks],

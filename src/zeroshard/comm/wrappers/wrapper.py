@@ -126,5 +126,5 @@ class Wrapper:
     def split(self, groups: Groups) -> Self:
         """Split the inner communicator, and wrap the part in a shallow copy of this wrapper."""
         part = copy.copy(self)
-        part.inner = split(self.inner, groups)
+        part.inner = split(self.inner, groups, anew=True)
         return part

@@ -17,14 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from zeroshard.data.base import Rows, TextRows, require_enough
+from zeroshard.data.base import IGNORED, Rows, TextRows, require_enough
 from zeroshard.data.examples.packing import pack
 from zeroshard.data.examples.store import Examples, require_plain
 from zeroshard.data.meta import read_meta
 from zeroshard.data.tokens import TokenDataset
 from zeroshard.errors import UserError
-
-IGNORED = -100  # the default ignore_index of torch's cross_entropy
 
 
 @dataclass(frozen=True)

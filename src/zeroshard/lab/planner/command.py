@@ -159,6 +159,7 @@ def chosen_row(config: PlanConfig, found: Plan) -> Row:
 
 
 _ALIKE = (
+    "sequence_parallel",
     *("network", "gpus_per_node", "dtype", "optimizer", "prefetch", "reshard_after_forward", "kernels", "attention"),
     *("document_mask", "headroom", "autocast"),
 )
@@ -231,6 +232,7 @@ def compare(config: PlanConfig, planner: Planner, row: Row) -> dict[str, Any]:
             shard_size=shard_size,
             reproducible=local.reproducible or None,
             offload=offload,
+            sequence_parallel=workload.sequence_parallel,
             optimizer=runs[workload.optimizer],
             device=device,
             record=device.type != "cuda",

@@ -49,6 +49,11 @@ class PlanConfig(Config):
     )
 
     seq_len: int = Field(0, ge=0, description="Tokens of a sequence; 0: the longest of the model.")
+    sequence_parallel: int = Field(
+        1,
+        ge=1,
+        description="Consecutive GPUs that share each sequence: of tokens, and in attention of heads, a part each.",
+    )
     global_batch: int = Field(
         0, ge=0, description="Sequences of a step over all GPUs, by accumulation; 0: one micro-batch of each."
     )
@@ -133,6 +138,9 @@ class PlanConfig(Config):
         if self.reproducible and self.ask in ("fewest-gpus", "remedy"):
             what = f"{self.ask} looks at ways to run that have other bits"
             raise UserError("reproducible", what, "leave one of the two out")
+        if self.sequence_parallel > 1 and self.ask in ("fewest-gpus", "remedy"):
+            what = f"{self.ask} looks at other numbers of GPUs" if self.ask == "fewest-gpus" else "remedy regroups GPUs"
+            raise UserError("sequence_parallel", what, "leave one of the two out")
         if self.within_node:
             find_link(self.within_node, "within_node")
         return self

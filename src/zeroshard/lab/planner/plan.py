@@ -49,6 +49,7 @@ def plan(
     num_gpus = given.get("world_size", 1)
     if local_steps is not None:
         rules.check_local_steps("local_steps.every", local_steps.every, shard_size, num_gpus)
+        rules.check_replicas_share("sequence_parallel", given.get("sequence_parallel", 1), shard_size or num_gpus)
     planner = planner_for(model, **given)
     world_size = planner.cluster.world_size
     stages = _stages(stage, shard_size, world_size, local_steps)
@@ -163,7 +164,10 @@ def micro_batches(planner: Planner, given: int | None) -> list[int]:
         if given < 1:
             raise UserError("micro_batch", f"{given} is below 1", "give 1 or more sequences")
         if not planner.num_micro(given):
-            what = f"{planner.global_batch} is no multiple of {given} (micro_batch) x {planner.cluster.world_size} GPUs"
+            share = planner.workload.sequence_parallel
+            named = "GPUs" if share == 1 else f"groups of {share} GPUs"
+            groups = planner.cluster.world_size // share
+            what = f"{planner.global_batch} is no multiple of {given} (micro_batch) x {groups} {named}"
             raise UserError("global_batch", what, "change one of the three")
         return [given]
     return [size for size in MICRO_BATCHES if planner.num_micro(size)]

@@ -55,7 +55,7 @@ class Planner:
         software: the kernels that compute.
         fp8: whether blocks compute matrix products in 8 bits.
         node_copy: ranks of a node that share a second copy of stage 3's weights; 0: there is none.
-        reproducible: as `zeroshard.Zero` takes it; 0: None.
+        reproducible: as `zeroshard.Zero` takes it, of parts of rows where ranks share them; 0: None.
         offload: which state leaves the device; None: none does. At stages that do not shard weights these stay. If its
             fraction is ``auto``, a row has that which nothing waits for, or more if it does not fit otherwise.
     """
@@ -79,7 +79,7 @@ class Planner:
         least = self.reproducible // self.cluster.world_size if self.reproducible else 1  # fewest; others are multiples
         if not self.global_batch:
             return least
-        at_once = micro_batch * self.cluster.world_size
+        at_once = micro_batch * (self.cluster.world_size // self.workload.sequence_parallel)
         return self.global_batch // at_once if self.global_batch % (at_once * least) == 0 else 0
 
     def row(
@@ -200,12 +200,13 @@ class Planner:
         workload = self.workload
         config = getattr(workload.model, "config", None)
         what = Process(
-            num_logits=micro_batch * workload.seq_len * workload.vocab_size,
+            num_logits=micro_batch * workload.tokens_of_rank * workload.vocab_size,
             group_sizes=(
                 num_shards,
                 self.cluster.world_size // num_shards,
                 *{strategy.secondary_shard_size or 0, node_size},
                 num_shards // node_size if node_size else 0,
+                workload.sequence_parallel,
             ),
             own_loss=workload.kernels != "reference",
             shards_grads=strategy.grads is SHARD and num_shards > 1,
@@ -226,7 +227,7 @@ class Planner:
         )
         step = step_of(trace, buffers, state, settings, whole_state)
         if self.software.loss == "plain" and self.device.is_measured_gpu and workload.kernels != "reference":
-            step = _with_plain_loss(step, micro_batch * workload.seq_len * workload.vocab_size, workload.dtype)
+            step = _with_plain_loss(step, micro_batch * workload.tokens_of_rank * workload.vocab_size, workload.dtype)
         return in_float8(step, workload.vocab_size) if self.fp8 else step
 
     def _settings(
@@ -307,6 +308,6 @@ def planner_for(model: str | nn.Module, **given: Unpack[Given]) -> Planner:
         asked.software_of(workload.model),
         asked.fp8,
         asked.node_copy or 0,
-        asked.reproducible or 0,
+        (asked.reproducible or 0) * asked.sequence_parallel,
         asked.offload,
     )

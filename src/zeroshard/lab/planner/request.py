@@ -42,6 +42,7 @@ class Given(TypedDict, total=False):
             of `zeroshard.Zero`; None: there is none. Stages with unsharded weights ignore it.
         global_batch: rows of a step over all ranks, by gradient accumulation; None: one micro-batch per rank.
         seq_len: tokens of a sequence; None: the longest that the model is made for.
+        sequence_parallel: consecutive GPUs that share each sequence of one of our language models.
         dtype: dtype of forward and backward; master weights and states keep the model's. ``fp8``: matrix products of
             blocks in 8 bits, everything else in bfloat16.
         reduce_dtype: dtype in which gradients are reduced; None: that of the master weights.
@@ -75,6 +76,7 @@ class Given(TypedDict, total=False):
     reproducible: int | None
     global_batch: int | None
     seq_len: int | None
+    sequence_parallel: int
     dtype: str
     reduce_dtype: str | None
     wire: Mapping[str, Any]
@@ -114,6 +116,7 @@ class Request:
     reproducible: int | None = None
     global_batch: int | None = None
     seq_len: int | None = None
+    sequence_parallel: int = 1
     dtype: str = "bfloat16"
     reduce_dtype: str | None = None
     wire: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
@@ -140,6 +143,8 @@ class Request:
         _require_count("global_batch", 1 if self.global_batch is None else self.global_batch, 1)
         _require_count("seq_len", 1 if self.seq_len is None else self.seq_len, 1)
         _require_count("prefetch", self.prefetch, 0)
+        _require_count("sequence_parallel", self.sequence_parallel, 1)
+        rules.check_sequence_parallel("sequence_parallel", self.sequence_parallel, self.world_size)
         if not 0 <= self.headroom < 1:
             raise UserError("headroom", f"{self.headroom} is no share of the memory", "give a number in [0, 1)")
 
@@ -190,7 +195,7 @@ class Request:
         if isinstance(model, str):
             how: dict[str, Any] = {"kernels": self.who_computes, "document_mask": self.document_mask}
             built, seq_len = preset(model, self.overrides, seq_len=self.seq_len, lora=self.lora, **how)
-            units, inputs = built.units, tokens_and_targets(seq_len)
+            units, inputs = built.units, tokens_and_targets(seq_len // self.sequence_parallel)
             name, ours, kernels = model, True, self.who_computes
         else:
             _require_trainable(model)
@@ -205,15 +210,16 @@ class Request:
                 model.check_seq_len(seq_len)
                 units = model.units if units is None else units
                 ours = inputs is None and units in (model.units, list(model.blocks))
-                inputs, kernels = inputs or tokens_and_targets(seq_len), model.kernels
+                inputs, kernels = inputs or tokens_and_targets(seq_len // self.sequence_parallel), model.kernels
             elif inputs is None:
                 what = f"a {name} is no language model of ours"
                 todo = "give inputs=lambda rows: (tensor, ...), the arguments of one micro-batch"
                 raise UserError("inputs", what, todo)
-        optimizer = known_optimizer(self.optimizer)
-        return Workload(
-            built, name, units, inputs, seq_len, precision, optimizer, kernels, ours=ours, autocast=autocast
-        )
+        optimizer, share = known_optimizer(self.optimizer), self.sequence_parallel
+        if share > 1:
+            _require_shared(built, share, seq_len)
+        how = {"ours": ours, "autocast": autocast, "sequence_parallel": share}
+        return Workload(built, name, units, inputs, seq_len, precision, optimizer, kernels, **how)
 
     def cluster(self, found: Calibration) -> Cluster:
         """The ranks and their links.
@@ -241,15 +247,18 @@ class Request:
         if self.offload is not None and not workload.states[0].by_unit:
             what = f"{workload.optimizer} updates state on the host while the step waits, which no plan predicts"
             raise UserError("offload", what, "leave it out, or use optimizer adamw")
-        if self.global_batch and self.global_batch % self.world_size:
-            what = f"{self.global_batch} sequences cannot be shared out to {self.world_size} GPUs"
-            raise UserError("global_batch", what, f"give a multiple of {self.world_size}")
+        groups = self.world_size // self.sequence_parallel
+        if self.global_batch and self.global_batch % groups:
+            named = "GPUs" if self.sequence_parallel == 1 else f"groups of {self.sequence_parallel} GPUs"
+            what = f"{self.global_batch} sequences cannot be shared out to {groups} {named}"
+            raise UserError("global_batch", what, f"give a multiple of {groups}")
 
     def _require_reproducible(self) -> None:
         """Raise UserError if the GPUs cannot share the micro-batches evenly, or something else rounds partial sums."""
         if self.reproducible is None:
             return
-        rules.check_reproducible("reproducible", self.reproducible, self.world_size)
+        rules.check_reproducible("reproducible", self.reproducible, self.world_size // self.sequence_parallel)
+        rules.check_even_parts("sequence_parallel", self.sequence_parallel)
         wire = "wire.weights" if self.wire.get("gather") else "wire.grads" if self.wire.get("reduce") else ""
         beside = {"local_steps": False, "shard_size": None, "accumulate": self.accumulate}
         rules.check_same_bits("reproducible", self.reproducible, wire=wire, **beside)
@@ -265,6 +274,15 @@ class Request:
 def _require_count(name: str, value: int, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UserError(name, f"{value!r} is not a whole number of at least {least}", f"give {least} or more")
+
+
+def _require_shared(model: nn.Module, sequence_parallel: int, seq_len: int) -> None:
+    """Raise UserError if ranks cannot share the sequences of ``model``."""
+    if not isinstance(model, LanguageModel):
+        what = f"{sequence_parallel} GPUs share sequences, and a {type(model).__name__} is no language model of ours"
+        raise UserError("sequence_parallel", what, "leave it out")
+    rules.check_heads("sequence_parallel", sequence_parallel, model.config.n_head)
+    rules.check_cut("seq_len", seq_len, sequence_parallel)
 
 
 _INSTEAD = {  # settings that change presets only: what to do instead if the user gives a module

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,9 +45,8 @@ def chosen_fraction(job: Job, buffers: Sequence[Buffer], settings: Settings, dev
         )
     state = OPTIMIZER_STATES["AdamW"]
     try:
-        trace = trace_language_model(
-            job.model, job.micro_batch_size, job.seq_len, settings.precision, device_type=settings.device_type
-        )
+        how: dict[str, Any] = {"device_type": settings.device_type, "sequence_parallel": job.sequence_parallel}
+        trace = trace_language_model(job.model, job.micro_batch_size, job.seq_len, settings.precision, **how)
     except UserError as error:  # a model that is not ours and cannot be traced
         return Chosen(1.0, f"the step cannot be predicted ({error.what})")
     rates = host_rates(device, job.ranks_per_node)

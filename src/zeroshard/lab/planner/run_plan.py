@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -22,6 +23,7 @@ from zeroshard.lab.predict.step import Settings, Step, step_of
 from zeroshard.lab.predict.timeline import Timing, simulate
 from zeroshard.lab.predict.traffic import flows_of, messages
 from zeroshard.models import LanguageModel
+from zeroshard.models.sequence_parallel import LABEL
 from zeroshard.train.links import Links
 from zeroshard.train.records.plan_contract import Job, Planned, Sent
 from zeroshard.zero import MixedPrecision, ShardingStrategy
@@ -60,7 +62,8 @@ def predict(job: Job) -> Planned:
     if not job.estimates:
         return planned
     try:
-        step = _step(job.model, buffers, job.micro_batch_size, job.seq_len, settings, state)
+        share = job.sequence_parallel
+        step = _step(job.model, buffers, job.micro_batch_size, job.seq_len, settings, state, sequence_parallel=share)
         step = in_float8(step, getattr(job.model.config, "vocab_size", 0)) if job.fp8 else step
     except UserError as error:  # a model that is not ours and cannot be traced
         if calibration is not None:
@@ -68,7 +71,8 @@ def predict(job: Job) -> Planned:
         return replace(planned, why_no_peak=error.what)
     beside = planned.memory_bytes.get("ema", 0) + planned.memory_bytes.get("outer", 0)
     step_s = None if calibration is None else _step_s(job, buffers, step, calibration)
-    return replace(planned, peak_bytes=step.peak.total + beside, step_s=step_s)
+    exchanges = _sent(job, (message for message in step.messages() if f"{message.buffer}/{message.phase}" == LABEL))
+    return replace(planned, peak_bytes=step.peak.total + beside, step_s=step_s, exchanges=exchanges)
 
 
 def _settings(job: Job) -> Settings:
@@ -213,8 +217,11 @@ def _step(
     seq_len: int,
     settings: Settings,
     state: OptimizerState,
+    *,
+    sequence_parallel: int = 1,
 ) -> Step:
-    trace = trace_language_model(model, micro_batch_size, seq_len, settings.precision, device_type=settings.device_type)
+    how: dict[str, Any] = {"device_type": settings.device_type, "sequence_parallel": sequence_parallel}
+    trace = trace_language_model(model, micro_batch_size, seq_len, settings.precision, **how)
     return step_of(trace, buffers, state, settings)
 
 

@@ -29,10 +29,10 @@ Accumulate = Literal["local", "sharded"]
 class Message:
     """One collective."""
 
-    op: str  # ``all_reduce``, ``reduce_scatter`` or ``all_gather``
+    op: str  # ``all_reduce``, ``reduce_scatter``, ``all_gather`` or ``all_to_all``
     num_bytes: int  # bytes of the unsharded buffer, as `zeroshard.comm.CommRecord` counts them
-    buffer: str  # the flat buffer's name
-    phase: str  # ``"weights"`` or ``"grads"``
+    buffer: str  # the flat buffer's name; ``attention`` of ranks that share sequences
+    phase: str  # ``"weights"`` or ``"grads"``; ``sequence``
     world_size: int  # number of ranks that take part
 
 
@@ -48,6 +48,7 @@ class Issue:
     """Starts a collective, which reads the results of the computation before it; ``number`` identifies it.
 
     ``replicas``: whether it runs among the ranks that hold the same shard, or that have the same place in each node.
+    ``sequence``: whether it runs among the ranks that share a sequence.
     ``control``: whether it is a control message of a few bytes.
     ``work``: what a GPU computes first on the collective's own stream, which overlaps with other computation.
     """
@@ -57,6 +58,12 @@ class Issue:
     replicas: bool = False
     control: bool = False
     work: tuple[Work, ...] = ()
+    sequence: bool = False
+
+    @property
+    def group(self) -> str:
+        """Whose communicator it belongs to: collectives of one run one after the other."""
+        return "replicas" if self.replicas else "sequence" if self.sequence else "shards"
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zeroshard.comm import CONTROL, CommRecord, NullCommunicator, ObservedCommunicator
 from zeroshard.lab.predict.memory import SLOTS
 from zeroshard.lab.predict.model_trace import Inputs
+from zeroshard.models import LanguageModel, SequenceParallel
 from zeroshard.profiling.memory import AllocationRecorder
 from zeroshard.zero import MixedPrecision, Offload, ShardingStrategy, Zero, loaded_later
 from zeroshard.zero.engine import Accumulate
@@ -70,6 +71,7 @@ def dry_run(
     shard_size: int | None = None,
     reproducible: int | None = None,
     offload: Offload | None = None,
+    sequence_parallel: int = 1,
     rank: int = 0,
     device: torch.device | str = "cpu",
     num_steps: int = NUM_STEPS + 1,
@@ -82,6 +84,7 @@ def dry_run(
         inputs: makes the arguments of a micro-batch.
         world_size, rank: size of the simulated world, and this process's rank in it.
         strategy, units, precision, accumulate, prefetch, shard_size, reproducible, offload: as `zeroshard.Zero`.
+        sequence_parallel: ranks that share each row of a `LanguageModel`; ``inputs`` makes a rank's part.
         micro_batch, num_micro: rows of a micro-batch, and micro-batches of a step.
         optimizer: makes the optimizers; None: fused `torch.optim.AdamW` over all parameters.
         device: where the rank runs.
@@ -97,6 +100,9 @@ def dry_run(
             f"num_steps: {num_steps} steps; give at least {NUM_STEPS}, as the first one is not like the rest"
         )
     comm = ObservedCommunicator(NullCommunicator(world_size, rank))
+    if sequence_parallel > 1:
+        assert isinstance(model, LanguageModel)
+        model.share_sequences(SequenceParallel.of(comm, sequence_parallel))
     unset = any(param.is_meta for param in model.parameters())
     zero = Zero(
         model,

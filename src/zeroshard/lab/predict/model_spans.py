@@ -24,18 +24,22 @@ EventName = Literal[
     "grad",
     "post_backward",
     "backward_over",
+    "exchange",
 ]
 
 
 @dataclass(frozen=True)
 class Event:
-    """An event that a hook reports to the engine."""
+    """An event that a hook reports to the engine; or ``exchange``, which an engine does not hear of."""
 
-    # which event. ``recompute``: forward is recomputed inside backward; ``grad``: a parameter's gradient is ready.
+    # which event. ``recompute``: forward is recomputed inside backward; ``grad``: a parameter's gradient is ready;
+    # ``exchange``: the model waits for an all-to-all of `zeroshard.models.SequenceParallel`.
     name: EventName
     unit: int = ROOT  # the unit's place in the order of execution; `ROOT` for the root unit
     param: str = ""  # for ``grad``, the parameter's name within the unit
     grads_flow: bool = False  # for ``post_forward``, whether the backward of this call will be reported
+    num_bytes: int = 0  # for ``exchange``, the bytes of its input
+    num_ranks: int = 1  # for ``exchange``, the ranks that share a sequence
     keep_unsharded: bool = False  # for ``post_forward``, whether no hook will report when the weights are needed again
 
 

@@ -27,6 +27,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from zeroshard.comm import NullCommunicator
+from zeroshard.comm.base import DONE
+from zeroshard.comm.base import Work as Handle
 from zeroshard.errors import UserError
 from zeroshard.kernels.launch import traced
 from zeroshard.kernels.linear_cross_entropy import all_logits
@@ -36,7 +39,7 @@ from zeroshard.lab.predict.on_meta import fuse_dropout, on_meta, serves
 from zeroshard.lab.predict.recorder import StorageEvents
 from zeroshard.lab.predict.scratch import scratch_bytes
 from zeroshard.lab.predict.work import Work, bytes_read, dtype_name, work_of, work_of_projected_loss
-from zeroshard.models import LanguageModel, build_model
+from zeroshard.models import LanguageModel, SequenceParallel, build_model
 from zeroshard.models.adapters import Lora, is_adapter
 from zeroshard.models.presets import nearest_preset
 from zeroshard.torch_internals import in_backward
@@ -60,6 +63,7 @@ def trace_language_model(
     device_type: str = "cpu",
     autocast: torch.dtype | None = None,
     blocks_alone: bool = False,
+    sequence_parallel: int = 1,
 ) -> Trace:
     """Trace one of our models, of any depth; see [Note: Alike blocks] in `zeroshard.lab.predict.model_spans`.
 
@@ -73,17 +77,20 @@ def trace_language_model(
             memory.
         autocast: the dtype that `torch.autocast` casts to in forward; None: it is not used.
         blocks_alone: whether embedding and head stay in the root unit; False: the model's own ``units``.
+        sequence_parallel: ranks that share each row; a rank has ``seq_len / sequence_parallel`` tokens of it.
     """
     units = list(model.blocks) if blocks_alone else model.units
     if not _is_as_built(model):
-        inputs = tokens_and_targets(seq_len)
-        return trace_model(model, micro_batch, units, inputs, precision, device_type=device_type, autocast=autocast)
+        inputs = tokens_and_targets(seq_len // sequence_parallel)
+        how: dict[str, Any] = {"device_type": device_type, "autocast": autocast}
+        return trace_model(model, micro_batch, units, inputs, precision, sequence_parallel=sequence_parallel, **how)
     dtype = next(param.dtype for param in model.parameters())
     if precision.param_dtype is None and dtype != torch.float32:  # 16-bit weights without fp32 master weights
         precision = replace(precision, param_dtype=dtype)
     name, changes = nearest_preset(cast("Any", model.config))
     built = (name, tuple(sorted(changes.items())), model.kernels, model.lora, model.eos_id)
-    of_depth = partial(_traced, *built, micro_batch, seq_len, precision, device_type, autocast, blocks_alone)
+    batch = micro_batch, seq_len, sequence_parallel
+    of_depth = partial(_traced, *built, *batch, precision, device_type, autocast, blocks_alone)
     num_blocks, period = len(model.blocks), _period(model.config.activation_checkpointing)
     few = 2 * period + 2
     few += (num_blocks - few) % period
@@ -117,6 +124,7 @@ def _traced(
     eos_id: int | None,
     micro_batch: int,
     seq_len: int,
+    sequence_parallel: int,
     precision: MixedPrecision,
     device_type: str,
     autocast: torch.dtype | None,
@@ -126,9 +134,11 @@ def _traced(
     with torch.device("meta"):
         model = build_model(name, overrides={**dict(changes), "n_layer": depth}, kernels=kernels, lora=lora)
     model.eos_id = eos_id  # the document mask, and the tensors that each block's attention makes of it
-    inputs, units = tokens_and_targets(seq_len), list(model.blocks) if blocks_alone else model.units
+    inputs = tokens_and_targets(seq_len // sequence_parallel)
+    units = list(model.blocks) if blocks_alone else model.units
     without_values = on_meta() if autocast is None and serves(model, precision, device_type) else _fakes()
-    return _trace(without_values, model, micro_batch, units, inputs, precision, device_type, autocast)
+    how = device_type, autocast, sequence_parallel
+    return _trace(without_values, model, micro_batch, units, inputs, precision, *how)
 
 
 def tokens_and_targets(seq_len: int) -> Inputs:
@@ -150,6 +160,7 @@ def trace_model(
     *,
     device_type: str = "cpu",
     autocast: torch.dtype | None = None,
+    sequence_parallel: int = 1,
 ) -> Trace:
     """Trace any module; its outputs that take gradients are summed to a loss.
 
@@ -160,11 +171,13 @@ def trace_model(
         inputs: makes the model's arguments.
         precision: the dtype policy.
         device_type, autocast: as for `trace_language_model`.
+        sequence_parallel: ranks that share each row of a `LanguageModel`; ``inputs`` makes a rank's part.
 
     Raises:
         UserError: no output takes gradients, or forward depends on values or has an operation without shape inference.
     """
-    return _trace(_fakes(), model, micro_batch, units, inputs, precision, device_type, autocast)
+    how = device_type, autocast, sequence_parallel
+    return _trace(_fakes(), model, micro_batch, units, inputs, precision, *how)
 
 
 @contextmanager
@@ -191,6 +204,7 @@ def _trace(
     precision: MixedPrecision,
     device_type: str,
     autocast: torch.dtype | None,
+    sequence_parallel: int,
 ) -> Trace:
     with without_values:
         fake, chosen = _fake(model, units, precision)
@@ -199,6 +213,9 @@ def _trace(
         root, specs = partition(fake, chosen)
         compiled = list(fake.blocks) if device_type == "compiled" and isinstance(fake, LanguageModel) else []
         log = _Log([root, *specs], compiled, on_gpu=device_type != "cpu")
+        if sequence_parallel > 1:
+            assert isinstance(fake, LanguageModel)
+            fake.share_sequences(SequenceParallel(_Sharing(sequence_parallel, log)))
         given = inputs(micro_batch)
         if precision.param_dtype is not None and precision.cast_forward_inputs:
             given = tree_map(lambda x: _cast(x, precision.param_dtype), given)
@@ -266,6 +283,22 @@ def _kernels_of(device_type: str, log: _Log) -> Generator[None]:
         yield
 
 
+class _Sharing(NullCommunicator):
+    """Ranks that share sequences, without peers; it records their all-to-alls and moves nothing."""
+
+    def __init__(self, world_size: int, log: _Log) -> None:
+        super().__init__(world_size)
+        self._log = log
+
+    def all_to_all(self, output: Tensor, input: Tensor) -> Handle:
+        """Record it."""
+        return self._log.exchange(input.nbytes, self.world_size)
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Handle:
+        """Return at once: it is a control message."""
+        return DONE
+
+
 class _Unit:
     """A stand-in for the engine's `Unit`, with what `zeroshard.zero.runtime.module_hooks.ModuleHooks` needs of it."""
 
@@ -324,6 +357,11 @@ class _Log:
         self._entries.append(found)
         if self._region is not None:
             self._region.append(found)
+
+    def exchange(self, num_bytes: int, num_ranks: int) -> Handle:
+        """Record an all-to-all, for which the model waits."""
+        self._entries.append(Event("exchange", num_bytes=num_bytes, num_ranks=num_ranks))
+        return DONE
 
     def launched(self, name: str, args: tuple[Any, ...]) -> None:
         """Record one of our kernels: it reads and writes each of its tensors once, except for the projected loss."""

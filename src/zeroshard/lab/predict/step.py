@@ -36,6 +36,7 @@ from zeroshard.lab.predict.engine import Change, EngineAction, recorded
 from zeroshard.lab.predict.memory import DISK, HOST, SLOTS, OptimizerState, buffers_away, state_bytes, watch_bytes
 from zeroshard.lab.predict.model_spans import ROOT, Event, Span, Trace
 from zeroshard.lab.predict.work import Work, dtype_name
+from zeroshard.models.sequence_parallel import LABEL
 from zeroshard.zero.core.strategy import SHARD
 
 __all__ = ["Settings", "Step", "step_of"]
@@ -127,9 +128,13 @@ class _Ledger:
         actions: list[Action] = []
         for span, done in zip(spans, told, strict=True):
             event = span.event
-            self._place = "root" if event.unit == ROOT else self._units[event.unit]
+            if event.name != "exchange":
+                self._place = "root" if event.unit == ROOT else self._units[event.unit]
             self._phase = _PHASES.get(event.name, self._phase)
             actions += self._tell(done)
+            if event.name == "exchange":
+                message = Message("all_to_all", event.num_bytes, *LABEL.split("/"), event.num_ranks)
+                actions += [Issue(_EXCHANGE, message, sequence=True), Wait(_EXCHANGE)]
             highest = self._live + span.peak_kept + span.peak_temporary
             if highest > self.peak.total:
                 self.peak = self._moment(span.peak_kept, span.peak_temporary)
@@ -170,6 +175,7 @@ class _Ledger:
         return Moment(found, f"{self._phase} of {self._place}")
 
 
+_EXCHANGE = -1  # the number of each: none begins before the one before it is over
 _LOSS_IS_THERE = Event("pre_backward", ROOT)
 _HOOK = Work(0, 0, "float32", num_hooks=1)
 _PHASES: dict[str, Phase] = {"pre_forward": "forward", "pre_backward": "backward"}

@@ -135,7 +135,7 @@ class _Clock:
         self._now = 0.0
         self._compute_s = self._comm_s = self._exposed_s = self._wire_s = 0.0
         self._bound: defaultdict[str, float] = defaultdict(float)
-        self._streams: dict[bool, deque[_Running]] = {False: deque(), True: deque()}  # by `Issue.replicas`
+        self._streams: dict[str, deque[_Running]] = {}  # by `Issue.group`
         self._running: dict[int, _Running] = {}
         self._known: dict[int, tuple[tuple[Work, ...], float, Mapping[str, float]]] = {}
 
@@ -221,7 +221,7 @@ class _Clock:
         self._wire_s += wire_s
         running = _Running(action, cost.seconds + wire_s, slowing_s + wire_s)
         self._running[action.number] = running
-        self._streams[action.replicas].append(running)
+        self._streams.setdefault(action.group, deque()).append(running)
         self._comm_s += cost.seconds
 
     def _beside_s(self, cost: CollectiveCost) -> float:
@@ -232,7 +232,7 @@ class _Clock:
         running = self._running.pop(action.number, None)
         if running is None:
             return  # a collective of one rank
-        stream = self._streams[running.issue.replicas]
+        stream = self._streams[running.issue.group]
         if running in stream:
             before = list(stream)[: stream.index(running) + 1]
             held = sum(each.left * each.seconds for each in before)

@@ -36,6 +36,7 @@ class Workload:
         units: as `zeroshard.Zero` takes them.
         inputs: makes the arguments of a micro-batch.
         seq_len: tokens of a row; 1 if the model is no language model.
+        sequence_parallel: ranks that share each row, a rank with a part of its tokens; 1: a rank has whole rows.
         precision: the dtype policy.
         optimizer: a key of `zeroshard.lab.predict.memory.OPTIMIZER_STATES`.
         kernels: the choice of kernels, as our models take it.
@@ -54,6 +55,7 @@ class Workload:
     kernels: Choice = "auto"
     ours: bool = False
     autocast: torch.dtype | None = None
+    sequence_parallel: int = 1
     _traces: dict[tuple[int, str], Trace] = field(default_factory=dict)
     _buffers: dict[tuple[int, bool, int, MixedPrecision], list[Buffer]] = field(default_factory=dict)
 
@@ -73,6 +75,11 @@ class Workload:
         if isinstance(self.model, LanguageModel):
             return self.model.num_flops_per_token(self.seq_len)
         return 6 * self.num_trained_params
+
+    @property
+    def tokens_of_rank(self) -> int:
+        """Tokens of a row that a rank has."""
+        return self.seq_len // self.sequence_parallel
 
     @property
     def vocab_size(self) -> int:
@@ -111,7 +118,7 @@ class Workload:
         if kept != "selective" and not (kept == "selective:2" and keeps_last):
             return 0
         itemsize = getattr(torch, self.dtype).itemsize
-        return micro_batch * self.seq_len * config.n_embd * itemsize * config.n_layer
+        return micro_batch * self.tokens_of_rank * config.n_embd * itemsize * config.n_layer
 
     def trace(self, micro_batch: int, device_type: str = "cpu", *, compiled: bool = False) -> Trace:
         """The trace of one micro-batch; ``compiled``: torch.compile compiles the blocks.
@@ -125,6 +132,7 @@ class Workload:
         if key not in self._traces:
             model, precision = self.model, self.precision
             how: dict[str, Any] = {"device_type": as_on, "autocast": self.autocast}
+            how["sequence_parallel"] = self.sequence_parallel
             if isinstance(model, LanguageModel) and self.ours:
                 how["blocks_alone"] = self.units != model.units
                 self._traces[key] = trace_language_model(model, micro_batch, self.seq_len, precision, **how)
@@ -173,7 +181,7 @@ class Workload:
             document_mask=self.model.eos_id is not None,
             lora=self.model.lora if lora is None else lora,
         )
-        rows = tokens_and_targets(length)
+        rows = tokens_and_targets(length // self.sequence_parallel)
         return replace(self, model=model, units=model.units, inputs=rows, seq_len=length, _traces={}, _buffers={})
 
 

@@ -78,6 +78,12 @@ class TrainConfig(Config):
         description="zero3: consecutive ranks (a node's) that shard a second copy of the weights, from which backward "
         "gathers; 0: none.",
     )
+    sequence_parallel: int = Field(
+        1,
+        ge=1,
+        description="Consecutive ranks that share each sequence: a rank has a part of its tokens, and in attention a "
+        "part of its heads (Ulysses). A step has as many sequences as with that many fewer ranks.",
+    )
     reshard_after_forward: bool = Field(
         True,
         description="Free the unsharded weights between forward and backward; "
@@ -230,14 +236,17 @@ class TrainConfig(Config):
         """Check every world size that ``nnodes`` (MIN:MAX) allows: an elastic run may lose or gain machines."""
         least, most = parse_nnodes(self.nnodes)
         for world in (nodes * max(1, self.nproc) for nodes in range(least, most + 1) if most > 1):
+            rules.check_sequence_parallel("sequence_parallel", self.sequence_parallel, world)
+            groups = world // self.sequence_parallel
             if self.reproducible:
-                rules.check_reproducible("reproducible", self.reproducible, world)
-            if self.global_batch_size % (self.micro_batch_size * world):
+                rules.check_reproducible("reproducible", self.reproducible, groups)
+            if self.global_batch_size % (self.micro_batch_size * groups):
+                named = "ranks" if self.sequence_parallel == 1 else f"groups of {self.sequence_parallel} ranks"
                 what = (
-                    f"{self.global_batch_size} is no multiple of {self.micro_batch_size} (micro_batch_size) x {world}"
+                    f"{self.global_batch_size} is no multiple of {self.micro_batch_size} (micro_batch_size) x {groups}"
                 )
                 todo = "change one of them, nproc or nnodes"
-                raise UserError("global_batch_size", f"{what} ranks, which nnodes = {self.nnodes} allows", todo)
+                raise UserError("global_batch_size", f"{what} {named}, which nnodes = {self.nnodes} allows", todo)
             if self.shard_size:
                 rules.check_shard_size(self.shard_size, world)
         return self
@@ -289,7 +298,11 @@ class TrainConfig(Config):
         check_wire(self.wire, self.strategy)
         check_offload(self.offload, self.strategy, local_steps=self.local_steps.on)
         rules.check_node_sums("wire.node_size", self.wire.node_size, self.shard_size)
+        rules.check_cut("seq_len", self.seq_len, self.sequence_parallel)
+        if self.local_steps.on:
+            rules.check_replicas_share("sequence_parallel", self.sequence_parallel, self.shard_size)
         if self.reproducible:
+            rules.check_even_parts("sequence_parallel", self.sequence_parallel)
             rules.check_reproducible("reproducible", self.reproducible)
             wire = f"wire.{self.wire.given}" if self.wire.given else ""
             beside = {"shard_size": self.shard_size, "accumulate": self.accumulate, "local_steps": self.local_steps.on}

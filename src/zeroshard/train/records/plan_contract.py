@@ -22,6 +22,7 @@ import torch
 
 from zeroshard.comm import CONTROL, CommRecord
 from zeroshard.models import LanguageModel
+from zeroshard.models.sequence_parallel import LABEL as EXCHANGED
 from zeroshard.train.links import Links
 from zeroshard.train.records.records import in_memory, is_on_disk
 from zeroshard.zero import LocalSteps, Offload, ShardingStrategy
@@ -56,6 +57,7 @@ class Job:
     prefetch: int = 1
     local_steps: LocalSteps | None = None
     reproducible: int | None = None
+    sequence_parallel: int = 1  # ranks that share each sequence; ``seq_len`` is that of the whole one
     offload: Offload | None = None
     optimizer: str = "AdamW"  # a key of `zeroshard.lab.predict.memory.OPTIMIZER_STATES`
     free_bytes: int | None = None  # for which a fraction of `offload` that is ``auto`` is chosen; None: it is all
@@ -87,6 +89,8 @@ class Planned:
     why_fraction: str = ""  # why that one, in words
     # with local steps: the collectives of each fragment's outer step
     outer_steps: Mapping[int, Sequence[Sent]] = field(default_factory=dict)
+    # of ranks that share sequences, the all-to-alls of a step in order; None: they are not predicted for this rank
+    exchanges: Sequence[Sent] | None = None
     file_bytes: int = 0  # of the rank's file of states, read once and written once for each step
 
     def at(self, fragments: Sequence[int]) -> Sequence[Sent]:
@@ -129,12 +133,17 @@ class Contract:
         if not (follows and taken):
             return
         self.memory_bytes = dict(memory_bytes)
-        self.messages = [Sent(r.op, r.num_bytes, r.label, r.world_size) for r in records if r.label != CONTROL]
-        self.expected = self.planned.at(fragments)
+        sent = [Sent(r.op, r.num_bytes, r.label, r.world_size) for r in records if r.label != CONTROL]
+        # all-to-alls inside of attention come between the engine's collectives, which have an order of their own
+        exchanged = [each for each in sent if each.label == EXCHANGED]
+        self.messages, self.expected = [each for each in sent if each.label != EXCHANGED], self.planned.at(fragments)
         self.num_checked += 1
         found = memory_difference(self.planned.memory_bytes, self.memory_bytes) or message_difference(
             self.expected, self.messages
         )
+        if self.planned.exchanges is not None:
+            found = found or message_difference(self.planned.exchanges, exchanged)
+            self.messages, self.expected = [*self.messages, *exchanged], [*self.expected, *self.planned.exchanges]
         self.num_broken += bool(found)
         if found and not self.difference:
             self.difference = f"step {step}: {found}"
@@ -148,7 +157,8 @@ class Contract:
         planned = self.planned
         held = in_memory(planned.memory_bytes)
         parts = ", ".join(f"{name} {_mib(n)}" for name, n in planned.memory_bytes.items() if n and not is_on_disk(name))
-        sent = [message.num_bytes for message in planned.messages if message.world_size > 1]
+        planned_messages = (*planned.messages, *(planned.exchanges or ()))
+        sent = [message.num_bytes for message in planned_messages if message.world_size > 1]
         line = f"{_mib(held)} resident ({parts})"
         line += f", {len(sent)} collectives of {_mib(sum(sent))} a step" if sent else ""
         line += f", {_mib(planned.file_bytes)} in a file, written at each step" if planned.file_bytes else ""
@@ -162,7 +172,7 @@ class Contract:
         """Return predicted and measured values side by side, for ``summary.json``; None if a value is not known."""
         planned = self.planned
         categories = [*planned.memory_bytes, *(self.memory_bytes.keys() - planned.memory_bytes.keys())]
-        expected = planned.messages if self.expected is None else self.expected
+        expected = [*planned.messages, *(planned.exchanges or ())] if self.expected is None else self.expected
         ops = sorted({message.op for message in (*expected, *self.messages)})
         measured = self.num_checked > 0
         return {

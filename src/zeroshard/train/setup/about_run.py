@@ -46,7 +46,11 @@ def about_run(run: Run, config: TrainConfig, model: LanguageModel) -> dict[str, 
     micro_batches = "1 micro-batch" if accum == 1 else f"{accum:,} micro-batches"
     resumed = f", resumed after step {run.first_step:,}" if run.first_step else ""
     sizes = {"world_size": comm.world_size, "shard_size": config.shard_size, "every": every}
-    alike = f", with the same bits on any number up to {config.reproducible}" if config.reproducible else ""
+    share = config.sequence_parallel
+    alike = f", with the same bits on any number up to {config.reproducible * share}" if config.reproducible else ""
+    groups = (
+        _ranks(comm.world_size) if share == 1 else f"{comm.world_size // share:,} x {_ranks(share)} that share them"
+    )
     size = f"{corpus.num_tokens:,} tokens to train on" if corpus.num_tokens else "streamed"
     rows = f", {corpus.said}" if corpus.said else ""
     dtype = config.dtype
@@ -64,7 +68,7 @@ def about_run(run: Run, config: TrainConfig, model: LanguageModel) -> dict[str, 
         "comm": communicator_in_words(comm, config.strategy),
         "model": f"{config.model.name}, {num_params:,} parameters{adapters}",
         "data": f"{config.data.source}, {size}, tokenizer {config.data.tokenizer} of {corpus.vocab_size:,} ids{rows}",
-        "batch": f"{config.micro_batch_size:,} sequences x {micro_batches} x {_ranks(comm.world_size)} x "
+        "batch": f"{config.micro_batch_size:,} sequences x {micro_batches} x {groups} x "
         f"{config.seq_len:,} tokens = {run.tokens_per_step:,} tokens a step",
         "compute": f"{dtype} on {run.device}{', compiled' if config.compile else ''}, {config.optimizer} with lr "
         f"{config.lr:g}, torch {torch.__version__}",

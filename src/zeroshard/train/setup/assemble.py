@@ -21,6 +21,7 @@ from zeroshard.models import (
     InitialValues,
     LanguageModel,
     LlamaConfig,
+    SequenceParallel,
     build_model,
     materialize,
     nearest_preset,
@@ -46,7 +47,9 @@ FP8 = "fp8"  # value of ``dtype``: matrix products of blocks in 8 bits, everythi
 
 def check_model(config: TrainConfig) -> None:
     """Raise UserError if the model's settings are wrong or ``seq_len`` is too long for it; builds nothing."""
-    longest = model_config(config.model.name, overrides=model_overrides(config.model)).seq_len
+    sizes = model_config(config.model.name, overrides=model_overrides(config.model))
+    longest = sizes.seq_len
+    rules.check_heads("sequence_parallel", config.sequence_parallel, sizes.n_head)
     if config.seq_len > longest:
         what = f"{config.seq_len} is above the {longest} of {config.model.name}"
         raise UserError("seq_len", what, f"use {longest} or less, or a model with longer sequences")
@@ -67,12 +70,14 @@ def check_float8(config: TrainConfig) -> None:
 def check_shard_size(config: TrainConfig, world_size: int) -> None:
     """Raise UserError if ``world_size`` does not fit a setting that groups ranks.
 
-    These are ``shard_size``, ``reproducible``, ``node_copy``, ``wire.node_size`` and ``local_steps``.
+    These are ``sequence_parallel``, ``shard_size``, ``reproducible``, ``node_copy``, ``wire.node_size`` and
+    ``local_steps``.
     """
+    rules.check_sequence_parallel("sequence_parallel", config.sequence_parallel, world_size)
     if config.shard_size:
         rules.check_shard_size(config.shard_size, world_size)
     if config.reproducible:
-        rules.check_reproducible("reproducible", config.reproducible, world_size)
+        rules.check_reproducible("reproducible", config.reproducible, world_size // config.sequence_parallel)
     if config.node_copy:
         rules.check_groups("node_copy", config.node_copy, config.shard_size or world_size)
     if config.wire.node_size:
@@ -171,8 +176,10 @@ def sharded(
         model.require_positions(attention_boundary_setting(config))
     if config.dtype == FP8:
         use_float8(model)
+    if config.sequence_parallel > 1:
+        model.share_sequences(SequenceParallel.of(comm, config.sequence_parallel))
     if config.compile:
-        compile_blocks(model.blocks, config.compile_backend, device)
+        compile_blocks(model.blocks, config.compile_backend, device, fullgraph=config.sequence_parallel == 1)
 
     agree_on(comm, model_facts(model))
     optimizer_cls, optimizer_kwargs = _optimizer(config)
@@ -195,7 +202,7 @@ def sharded(
         wire=wire(config),
         secondary_shard_size=config.node_copy or None,
         local_steps=local_steps(config.local_steps, len(model.units)),
-        reproducible=config.reproducible or None,
+        reproducible=config.reproducible * config.sequence_parallel or None,
         offload=offload(config, strategy_entry(config.strategy).stage),
     )
     return model, build_strategy(config.strategy, setup)

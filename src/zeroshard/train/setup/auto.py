@@ -177,7 +177,8 @@ def job_of(
         estimates=comm.rank == 0,  # only rank 0 reports estimates
         links=Links.of(config.link),
         local_steps=local_steps(config.local_steps, len(model.units)),
-        reproducible=config.reproducible or None,
+        reproducible=config.reproducible * config.sequence_parallel or None,
+        sequence_parallel=config.sequence_parallel,
         offload=offload(config, stage),
         optimizer=PLANNED.get(config.optimizer, "AdamW"),
     )

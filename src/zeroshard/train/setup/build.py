@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -161,8 +161,9 @@ def _build_in(
         load_initial_weights(config.init_from, model, strategy, comm)
     setting = attention_boundary_setting(config)
     if setting and resume_from is None and not model.keeps_examples_apart:
-        sizes = corpus.vocab_size, config.micro_batch_size, config.seq_len
-        require_apart(strategy.model, setting, *sizes, device)
+        sizes = corpus.vocab_size, config.micro_batch_size, config.seq_len // config.sequence_parallel
+        with nullcontext() if model.sequence is None else model.sequence.paused():
+            require_apart(strategy.model, setting, *sizes, device)
         observed.exposed.take_seconds()  # the check's own waits are not the run's
     scaler = None
     if config.dtype == "float16":
@@ -176,7 +177,7 @@ def _build_in(
         observers=(),
         folder=folder,
         device=device,
-        tokens_per_step=config.micro_batch_size * schedule.grad_accum_steps * comm.world_size * config.seq_len,
+        tokens_per_step=_rows_at_once(config, comm.world_size) * schedule.grad_accum_steps * config.seq_len,
         scaler=scaler,
         guard=StepGuard(config.optim.max_not_finite),
         best=BestLoss(config.early_stop),
@@ -314,28 +315,35 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
     return device
 
 
+def _rows_at_once(config: TrainConfig, world_size: int) -> int:
+    """Sequences of all ranks in one forward pass."""
+    return config.micro_batch_size * (world_size // config.sequence_parallel)
+
+
 def accumulation_steps(config: TrainConfig, world_size: int) -> int:
     """Return the number of micro-batches of each rank in a step.
 
     Raises:
         UserError: ``global_batch_size`` is set and does not divide into micro-batches for all ranks.
     """
-    micro, rows = config.micro_batch_size, config.global_batch_size
+    micro, rows, size = config.micro_batch_size, config.global_batch_size, config.sequence_parallel
+    groups = world_size // size  # of ranks that share sequences
     if config.reproducible:  # the number of sequences in a step does not depend on the number of ranks
         at_once = micro * config.reproducible
         if rows % at_once:
             what = f"{rows} is no multiple of {micro} (micro_batch_size) x {config.reproducible} (reproducible)"
             raise UserError("global_batch_size", what, "change one of the three")
-        return (rows or at_once * config.grad_accum_steps) // (micro * world_size)
+        return (rows or at_once * config.grad_accum_steps) // (micro * groups)
     if not rows:
         return config.grad_accum_steps
-    if rows < world_size:
-        what = f"{rows} sequences cannot feed {world_size} ranks"
-        raise UserError("global_batch_size", what, f"use at least {world_size}, or fewer ranks")
-    if rows % (micro * world_size):
-        what = f"{rows} is no multiple of {micro} (micro_batch_size) x {world_size} ranks"
+    named = f"{groups} ranks" if size == 1 else f"{groups} groups of {size} ranks that share sequences"
+    if rows < groups:
+        what = f"{rows} sequences cannot feed {named}"
+        raise UserError("global_batch_size", what, f"use at least {groups}, or fewer ranks")
+    if rows % (micro * groups):
+        what = f"{rows} is no multiple of {micro} (micro_batch_size) x {named}"
         raise UserError("global_batch_size", what, "change one of the three")
-    return rows // (micro * world_size)
+    return rows // (micro * groups)
 
 
 def _shapes(config: TrainConfig, vocab_size: int, eos_id: int | None) -> LanguageModel:

@@ -3,6 +3,7 @@
 A block's ``forward`` is compiled, not its ``__call__``. So a strategy's hooks on the block (unshard, reshard) run
 eagerly outside the graph, which contains only the model. All blocks share one graph for training and one for
 evaluation, because weights are inputs of the graph. With ``fullgraph`` a graph break is an error instead of a slow run.
+If ranks share sequences, attention is not compiled: a block is the graph before it and the graph after it.
 """
 
 from __future__ import annotations
@@ -18,8 +19,12 @@ from zeroshard.models.recompute import change_forward
 from zeroshard.train.config.config import CompileBackend
 
 
-def compile_blocks(blocks: Iterable[nn.Module], backend: CompileBackend, device: torch.device) -> None:
+def compile_blocks(
+    blocks: Iterable[nn.Module], backend: CompileBackend, device: torch.device, *, fullgraph: bool = True
+) -> None:
     """Replace each block's ``forward`` by one that is compiled at its first call.
+
+    ``fullgraph``: whether a block must be one graph.
 
     Raises:
         UserError: ``inductor`` lacks a compiler that it needs for its kernels.
@@ -27,7 +32,7 @@ def compile_blocks(blocks: Iterable[nn.Module], backend: CompileBackend, device:
     if backend == "inductor":
         require_compiler(device)
     for block in blocks:
-        change_forward(block, partial(torch.compile, backend=backend, fullgraph=True))
+        change_forward(block, partial(torch.compile, backend=backend, fullgraph=fullgraph))
 
 
 def require_compiler(device: torch.device) -> None:

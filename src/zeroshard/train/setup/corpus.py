@@ -46,7 +46,8 @@ def _prepared(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
     data, sources = config.data, sources_of(config.data)
     counts_all = data.format == "text" and not data.mix  # every target of every row
     folders, metas = _prepared_alike(sources, comm)
-    batch = config.micro_batch_size * grad_accum_steps * comm.world_size  # rows of all ranks in a step
+    groups = comm.world_size // config.sequence_parallel
+    batch = config.micro_batch_size * grad_accum_steps * groups  # rows of all ranks in a step
     least = {"train": batch if counts_all else 1, "val": 1}
     named = list(zip(sources, folders, strict=True))
     options = {"packed": data.packing, "of_examples": data.format != "text"}
@@ -65,7 +66,7 @@ def _prepared(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
         for said in (rows.said(split) for rows in of_split if isinstance(rows, ExampleRows)):
             if comm.rank == 0 and said:
                 print(said, file=sys.stderr, flush=True)
-    ranks, size = {"rank": comm.rank, "world_size": comm.world_size}, config.micro_batch_size
+    ranks, size = _ranks(config, comm), config.micro_batch_size
     batches = RowBatches(train, size, grad_accum_steps, seed=config.seed, rows_at=mixture, **ranks)
     chosen = Mixture(val, weights, config.seed).evenly(config.eval_rows) if isinstance(val, JoinedRows) else None
     rows_per_step = batches.num_micro_batches * size
@@ -93,6 +94,11 @@ def _prepared(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
         facts=told[1],
         tokens_by_source=tokens_by_source,
     )
+
+
+def _ranks(config: TrainConfig, comm: Communicator) -> dict[str, Any]:
+    """Return the arguments by which batches know their ranks."""
+    return {"rank": comm.rank, "world_size": comm.world_size, "sequence_parallel": config.sequence_parallel}
 
 
 def _prepared_alike(sources: Sequence[Source], comm: Communicator) -> tuple[list[Path], list[DataMeta]]:
@@ -150,7 +156,7 @@ def _named_evals(config: TrainConfig, folder: Path, comm: Communicator) -> dict[
         own = read_meta(where)
         agree_on(comm, {f"{name}: {fact}": value for fact, value in data_facts(own).items()})
         rows = rows_of_folder(where, "train", config.seq_len, named=name, packed=data.packing)
-        found[name] = EvalBatches(rows, size, most, comm.rank, comm.world_size)
+        found[name] = EvalBatches(rows, size, most, **_ranks(config, comm))
     return found
 
 
@@ -177,7 +183,7 @@ def _streamed(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
     require_enough(val, config.seq_len, 1, split="val")
     shapes = {"seq_len": config.seq_len, "micro_batch_size": config.micro_batch_size}
     order = {"grad_accum_steps": grad_accum_steps, "seed": config.seed}
-    batches = StreamBatches(text, **shapes, **order, **ranks, gather=gather)
+    batches = StreamBatches(text, **shapes, **order, **_ranks(config, comm), gather=gather)
     rules = {"source": data.source, "val_fraction": data.val_fraction, "split": text.holdout.rule}
     corpus_sha256 = tables.fingerprint().sha256
 
@@ -188,7 +194,7 @@ def _streamed(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
     return Corpus(
         batches=batches,
         eval_batches=EvalBatches(
-            TextRows(val, config.seq_len), config.micro_batch_size, num_rows, comm.rank, comm.world_size
+            TextRows(val, config.seq_len), config.micro_batch_size, num_rows, **_ranks(config, comm)
         ),
         vocab_size=tokenizer.vocab_size,
         eos_id=tokenizer.eos_id,

@@ -32,7 +32,7 @@ FREE = frozenset(
         *("strategy", "shard_size", "reshard_after_forward", "node_copy", "comm", "nproc", "nnodes", "device"),
         *("out", "resume"),
         *("port", "rdzv_endpoint", "max_restarts", "step_timeout_s"),
-        *("micro_batch_size", "grad_accum_steps", "global_batch_size", "kernels", "fused"),
+        *("sequence_parallel", "micro_batch_size", "grad_accum_steps", "global_batch_size", "kernels", "fused"),
         *("accumulate", "prefetch", "offload.state", "offload.fraction", "offload.pinned", "offload.path"),
         *("compile", "compile_backend", "eval_interval", "eval_batches", "eval_rows", "log_interval"),
         *("checkpoint_interval", "checkpoint_async", "keep_checkpoints", "keep_every", "keep_best", "early_stop"),
