@@ -29,6 +29,7 @@ ATTACHED = {
     "local_steps": [],  # an argument of `Zero` that attaches itself
     "reach_probe": [],  # found late, for a class of optimizers of which nothing is known
     "sharded_optimizer": [],
+    "state_formats": [],  # found late, for states in another format
     "zero/compat": [
         ("zero/engine.py", "from zeroshard.zero.compat.module_methods import ModulePatches\n", ""),
         ("zero/engine.py", "        self._handles.append(ModulePatches(model, self._runtime, self._optimizers))\n", ""),

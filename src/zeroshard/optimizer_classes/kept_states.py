@@ -54,6 +54,7 @@ CHECKPOINT = Source(
 STATE_DICT = Source("state_dict", "give the state, as zero.optim_state_dict() returns it, of the same class")
 
 Kept = Mapping[str, Any]  # kind -> the state of a stand-in: a tensor or a number
+KeptAs = Callable[[Kept], Kept]
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class ParamFacts:
     kept_whole: bool = True  # whether the optimizer is given the whole tensor, and not one-dimensional pieces of it
     # elements of a block that no piece cuts, from the parameter's first on; a state may have one of each
     block: int = 1
+    # makes of the class's states what is kept of them between steps; None: the same. Both may be loaded
+    kept_as: KeptAs | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,10 @@ class _Trial:
 
     always: frozenset[str]
     ever: Kept
+
+    def kept(self, kept_as: KeptAs) -> _Trial:
+        """The same as they are kept between steps."""
+        return _Trial(frozenset(kept_as({kind: self.ever[kind] for kind in self.always})), kept_as(self.ever))
 
 
 class KeptStates:
@@ -124,11 +131,15 @@ class KeptStates:
         small = _SIZES[: len(param.shape)] if param.kept_whole else _SIZES[:1]
         shapes = [small, param.shape] if param.kept_whole and small != param.shape else [small]
         error: UserError | None = None
-        for shape in shapes:  # some classes keep other states for large tensors
-            trial = self._trial(shape, param.dtype, param.device)
-            error = self._mismatch(param, saved, shape, trial)
-            if error is None:
-                return {} if trial is None else trial.ever
+        for kept_as in dict.fromkeys((None, param.kept_as)):
+            for shape in shapes:  # some classes keep other states for large tensors
+                trial = self._trial(shape, param.dtype, param.device)
+                if trial is not None and kept_as is not None:
+                    trial = trial.kept(kept_as)
+                found = self._mismatch(param, saved, shape, trial)
+                if found is None:
+                    return {} if trial is None else trial.ever
+                error = error or found
         assert error is not None
         raise error
 

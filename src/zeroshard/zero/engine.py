@@ -188,8 +188,9 @@ class Zero(Engine):
         Args:
             optimizer_cls: the class.
             params: parameters of the model, named or not, or group dicts of them; None: all.
-            state_format: how states are kept between steps: "fp32", or "bf16" for element-wise classes of torch,
-                whose step then runs unit by unit in fp32 (`zeroshard.zero.optimizers.state_formats`).
+            state_format: how states are kept between steps: "fp32" (as the class makes them), "bf16", or "int8" in
+                blocks, for element-wise classes of torch, whose step then runs unit by unit in fp32: see
+                `zeroshard.state_formats.formats`.
             **kwargs: the class's arguments, ``fused`` and ``foreach`` included.
 
         Raises:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import wraps
+from itertools import chain
 from types import FunctionType
 from typing import Any
 
@@ -142,5 +143,6 @@ def load_pieces(piecewise: PiecewiseOptimizer, state_dict: dict[str, Any]) -> No
             type(optimizer).load_state_dict(optimizer, state_dict)
     finally:
         _tell_where_states_are(piecewise)  # torch has put in another dict
-    piecewise.operands.loaded()  # the class has widened states to the weights' dtype
+    if piecewise.operands.formatted is not None:
+        piecewise.operands.formatted.loaded(chain.from_iterable(piecewise.pieces))
     piecewise.has_state = True

@@ -11,10 +11,11 @@ from copy import copy
 from itertools import chain
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from zeroshard.zero.buffers.unit import FlatGroup
-from zeroshard.zero.core.optimizer import StepOperands, pieces_in
+from zeroshard.zero.core.optimizer import State, StepOperands, pieces_in
 
 Lists = list[list[nn.Parameter]]  # pieces, for each param group
 
@@ -37,6 +38,32 @@ class LaterUpdates(Protocol):
 
     def states(self, content: Any) -> Any:
         """Return an optimizer's states, which from now on wait for updates when they are read."""
+        ...
+
+
+class StateFormat(Protocol):
+    """How states are kept between steps: `zeroshard.state_formats.formats.StateFormat` is one."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        ...
+
+    def blocks(
+        self, optimizer_cls: type, settings: Mapping[str, Any], params: Mapping[nn.Parameter, torch.dtype]
+    ) -> dict[nn.Parameter, int]:
+        """Those of a group's parameters that may not be cut anywhere, with the elements of a block of each."""
+        ...
+
+
+class StatesInFormat(Protocol):
+    """States that another format keeps between steps: `zeroshard.state_formats.operands.FormattedStates` are."""
+
+    def loaded(self, pieces: Iterable[nn.Parameter]) -> None:
+        """Have the states of these pieces, which were just loaded, in the format."""
+
+    def kept(self, state: Mapping[str, Any]) -> State:
+        """Return a state that the class has made, of any tensor, as it is kept."""
         ...
 
 
@@ -72,11 +99,11 @@ class Together(StepOperands):
 
     Attributes:
         later: updates pieces after ``step()`` has returned; None: nothing does.
-        state_format: how states are kept between steps.
+        formatted: the member that keeps states in another format between steps; None: they stay as they are.
     """
 
     later: LaterUpdates | None = None
-    state_format = "fp32"
+    formatted: StatesInFormat | None = None
 
     def __init__(self, *members: StepOperands) -> None:
         self.members = list(members)
@@ -94,12 +121,6 @@ class Together(StepOperands):
         """Wait as `wait` does, and until gradients are final."""
         if self.later is not None:
             self.later.complete_grads()
-
-    def loaded(self) -> None:
-        """Have the members that keep states in a format of theirs put loaded states into it."""
-        for member in self.members:
-            if (loaded := getattr(member, "loaded", None)) is not None:
-                loaded()
 
     def elsewhere(self, pieces: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Those of which any member must bring operands."""

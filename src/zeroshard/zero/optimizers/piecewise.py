@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from inspect import signature
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from zeroshard.optimizer_classes.reach import no_class
 from zeroshard.zero.buffers.flat_layout import WHOLE
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.core.optimizer import PieceOptimizer, pieces_in
-from zeroshard.zero.optimizers.operands import Together, WidenedGrads
+from zeroshard.zero.optimizers.operands import StateFormat, Together, WidenedGrads
 from zeroshard.zero.optimizers.sharded_params import ShardedParams
 from zeroshard.zero.whole_tensors.requirements import needed_blocks
 
@@ -57,6 +57,7 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
     Attributes:
         operands: where its steps find masters, gradients and states.
         make: makes another one, of the same class and settings, over the param groups that it is given.
+        state_format: how its states are kept between steps; None: as the class makes them.
         holds_pieces: whether its param groups hold the pieces now, as they do while the class's own code runs.
         has_state: whether it has stepped, or state was loaded into it: the same on every rank.
         sharded: the engine's parameters, of which it claims some.
@@ -72,6 +73,7 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
         kwargs: dict[str, Any],
         sharded: ShardedParams,
         listener: StepListener,
+        state_format: StateFormat | None = None,
     ) -> None:
         if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
             raise TypeError(no_class(optimizer_cls))
@@ -81,10 +83,10 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
         if not given:
             raise ValueError("params: the optimizer got an empty list; give it at least one parameter")
         groups: list[dict[str, Any]] = given if isinstance(given[0], dict) else [{"params": given}]
-        self.make = partial(optimizer_cls, **kwargs)
+        self.make, self.state_format = partial(optimizer_cls, **kwargs), state_format
         with sharded.all_or_none():
             claimed = [{**group, "params": sharded.claim(group)} for group in groups]
-            blocks = {param: n for group in claimed for param, n in needed_blocks(optimizer_cls, kwargs, group).items()}
+            blocks = {param: n for group in claimed for param, n in self._blocks(group, sharded).items()}
             if blocks:
                 # Build the class once before anything is laid out anew: it may refuse parameters by their shape.
                 self.make([{**group, "params": _stand_ins(group["params"])} for group in claimed])
@@ -92,6 +94,15 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
             super().__init__(optimizer_cls, claimed, sharded.homes, **kwargs)
         self._attach(sharded, listener, has_state=False)
         self.show_params()
+
+    def _blocks(self, group: Mapping[str, Any], sharded: ShardedParams) -> dict[nn.Parameter, int]:
+        """As `needed_blocks`: what the class needs, or the format of its states."""
+        optimizer_cls, settings = cast("type[Optimizer]", self.make.func), self.make.keywords
+        blocks = needed_blocks(optimizer_cls, settings, group)
+        if self.state_format is not None:
+            dtypes = {param: sharded.homes[param][0].params.dtype for param in group["params"]}
+            blocks |= self.state_format.blocks(optimizer_cls, {**settings, **group}, dtypes)
+        return blocks
 
     def _attach(self, sharded: ShardedParams, listener: StepListener, *, has_state: bool) -> None:
         self.sharded, self.listener, self.operands = sharded, listener, Together(WidenedGrads())
@@ -113,6 +124,7 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
         accepted = signature(type(optimizer)).parameters
         kwargs = {key: value for key, value in optimizer.defaults.items() if key in accepted}
         self.optimizer, self.homes, self.make = optimizer, sharded.homes, partial(type(optimizer), **kwargs)
+        self.state_format = None
         self._attach(sharded, listener, has_state=bool(optimizer.state))
         with sharded.all_or_none():
             self.by_group = [sharded.claim(group) for group in optimizer.param_groups]
@@ -146,7 +158,9 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
     def _facts(self, group: FlatGroup, slot: int) -> ParamFacts:
         place, params = group.params.layout.slots[slot], group.params
         whole, block = group.keeps_tensors_whole, params.layout.block
-        return ParamFacts(place.name, place.shape, params.dtype, params.master.device, whole, block)
+        formatted = self.operands.formatted
+        kept = None if formatted is None else formatted.kept
+        return ParamFacts(place.name, place.shape, params.dtype, params.master.device, whole, block, kept)
 
     # -- the engine's part in steps ---------------------------------------------------------------------------
 
@@ -227,7 +241,7 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
         with self.sharded.all_or_none():
             chosen = self.sharded.claim(given)
             claimed = {**given, "params": chosen}
-            blocks = needed_blocks(type(self.optimizer), self.make.keywords, claimed)
+            blocks = self._blocks(claimed, self.sharded)
             if blocks:
                 self.make([{**given, "params": _stand_ins(chosen)}])
                 self.listener.keep_blocks(blocks)

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroshard.lazily import loaded
 from zeroshard.named_shards import NamedShard, ShardReader
 from zeroshard.optimizer_classes.description import described
 from zeroshard.zero.buffers.flat_layout import WHOLE
@@ -20,7 +21,6 @@ from zeroshard.zero.optimizers.methods import install_methods
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 from zeroshard.zero.optimizers.sharded_params import ShardedParams
 from zeroshard.zero.optimizers.state_dict import Stateful, cut_states
-from zeroshard.zero.optimizers.state_formats import NarrowStates, require_format
 from zeroshard.zero.rank_groups import RankGroups
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.state import relayout, training_state
@@ -59,11 +59,12 @@ class EngineOptimizers:
         self, optimizer_cls: type[Optimizer], params: Iterable[Any], kwargs: dict[str, Any], state_format: str
     ) -> Optimizer:
         """See `Zero.optimizer`."""
-        require_format(optimizer_cls, state_format)
-        piecewise = PiecewiseOptimizer(optimizer_cls, params, kwargs, self._params, self)
+        form = None
         if state_format != "fp32":
-            piecewise.operands.members.append(NarrowStates(piecewise))
-            piecewise.operands.state_format = state_format
+            form = loaded("zeroshard.state_formats.formats", "format_of")(optimizer_cls, state_format)
+        piecewise = PiecewiseOptimizer(optimizer_cls, params, kwargs, self._params, self, form)
+        if form is not None:
+            loaded("zeroshard.state_formats.operands", "attach")(piecewise, form)
         self._know(piecewise, states_are_cut=True)
         return piecewise.optimizer
 
@@ -98,7 +99,7 @@ class EngineOptimizers:
         lines = list[str]()
         for known in self.piecewise:
             lines += described(known.optimizer, map(len, known.by_group))
-            lines += [f"states in {known.operands.state_format}"]
+            lines += [f"states in {'fp32' if known.state_format is None else known.state_format.name}"]
         return lines
 
     def kept_tensors(self) -> dict[str, Sequence[tuple[str, Tensor]]]:

@@ -1,0 +1,162 @@
+"""Optimizer states in fewer bits, rounded up or down at random: bfloat16, or 8-bit codes with a scale for each block.
+
+[Note: Slow moments]
+    A state that changes by less than half of its format's spacing would never change if it were rounded to the nearest
+    number. AdamW's second moment, with beta2 = 0.999, moves by at most 2^-10 of itself a step where gradients shrink;
+    half a spacing of bfloat16 is 2^-9, of an 8-bit code 2^-6 or more. So states are rounded up or down at random, and
+    the mean is right (Zamirai et al. 2020, https://arxiv.org/abs/2010.06192). With gradients of half a block's
+    elements a tenth as large from a step on, AdamW's root of v in 8 bits is right within 3 % on average after 5,000
+    steps; rounded to the nearest it is 2.7 times too large.
+
+The noise of an element is a hash of its place in the parameter, modulo `PERIOD`, and of the parameter's own count of
+steps; each parameter begins elsewhere in that period. So it is the same at each stage and number of ranks and after a
+resume, and it is computed once for each step, not once for each parameter. An element meets independent noise in
+each step, and so do its neighbours.
+
+The codes are those of `zeroshard.kernels.adamw8bit`, which rounds to the nearest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zeroshard.kernels.adamw8bit import KNEE, decode_signed, decode_unsigned
+
+PERIOD = 1 << 14  # elements: the noise of a step fits in a processor's cache; a multiple of every block
+NEAREST = 1 << 15  # the noise that rounds to the nearest number
+_CHUNK_ON_GPU = 1 << 24
+_TINY = 2.0**-126  # the smallest normal fp32, as in `adamw8bit`
+_SIGNED, _UNSIGNED = 127 * (1 + KNEE), 256 * (1 + KNEE)
+
+
+class Noise(NamedTuple):
+    """Of the elements of one piece in one step."""
+
+    words: Tensor  # int32 [>= begin + PERIOD], each from 0 to 65535
+    begin: int  # of the first element
+
+
+@lru_cache(maxsize=8)
+def nearest(device: torch.device) -> Noise:
+    """The noise with which all values are rounded to the nearest number."""
+    return Noise(torch.full((PERIOD,), NEAREST, dtype=torch.int32, device=device), 0)
+
+
+def noise(step: Tensor | float, device: torch.device, offset: int, which: int) -> Noise:
+    """The noise of a step.
+
+    Args:
+        step: the parameter's count of steps.
+        device: where it is needed.
+        offset: the place of the first element, counted from where the parameter begins in the period.
+        which: 0 or 1: one of two independent ones.
+    """
+    on_device = isinstance(step, Tensor) and step.device.type != "cpu"  # whose value the host does not know
+    words = _words(step, device) if on_device else _words_of(int(step), device)
+    return Noise(words[which], offset % PERIOD)
+
+
+@lru_cache(maxsize=4)  # of a few parameters that have other counts of steps
+def _words_of(step: int, device: torch.device) -> Tensor:
+    return _words(step, device)
+
+
+def _words(step: Tensor | int, device: torch.device) -> Tensor:
+    """Hashes of places and a step, int32 [2, 2 * PERIOD]: a period twice, so that it may begin anywhere."""
+    step = step.to(torch.int64) if isinstance(step, Tensor) else step
+    word = torch.arange(PERIOD, dtype=torch.int32, device=device).mul_(_signed(0x9E3779B1))  # products keep 32 bits
+    word.add_(_signed(step * 0x85EBCA77))
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):  # Wellons 2018, "Prospecting for hash functions"
+        word.bitwise_xor_(_shifted(word, shift)).mul_(factor)
+    word.bitwise_xor_(_shifted(word, 15))
+    return torch.stack([word, word >> 16]).bitwise_and_(0xFFFF).repeat(1, 2)
+
+
+def _shifted(word: Tensor, shift: int) -> Tensor:
+    """The bits of ``word``, moved to the right; torch repeats the sign in their place."""
+    return (word >> shift).bitwise_and_((1 << (32 - shift)) - 1)
+
+
+def _signed(word: Tensor | int) -> Tensor | int:
+    """The low 32 bits of an int, or of an int64 tensor, as a signed number."""
+    return ((word + 2**31) & 0xFFFFFFFF) - 2**31
+
+
+def _parts(numel: int, block: int, device: torch.device) -> Iterator[tuple[slice, tuple[int, int, int], int]]:
+    """Divide a piece into parts that are computed at once.
+
+    Yields the elements of each, their shape ``(periods, blocks, block)``, and their first block. What the shape does
+    not divide follows as a shorter period, then as a shorter block.
+    """
+    chunk = _CHUNK_ON_GPU if device.type != "cpu" else PERIOD * 2 * torch.get_num_threads()  # torch's share of a thread
+    periods, in_blocks = numel // PERIOD * PERIOD, numel // block * block
+    for start in range(0, periods, chunk):
+        stop = min(start + chunk, periods)
+        yield slice(start, stop), ((stop - start) // PERIOD, PERIOD // block, block), start // block
+    if in_blocks > periods:
+        yield slice(periods, in_blocks), (1, (in_blocks - periods) // block, block), periods // block
+    if numel > in_blocks:
+        yield slice(in_blocks, numel), (1, 1, numel - in_blocks), in_blocks // block
+
+
+def _row(of: Noise, part: slice, shape: tuple[int, int, int]) -> Tensor:
+    begin = of.begin + part.start % PERIOD
+    return of.words[begin : begin + shape[1] * shape[2]].view(shape[1:])
+
+
+@torch.no_grad()
+def round_to_bf16(values: Tensor, rounded: Tensor, of: Noise) -> None:
+    """Round ``values`` (fp32, contiguous) into ``rounded`` (bf16, as many); NaN and Inf stay so."""
+    flat, target = values.view(-1), rounded.view(-1)
+    for part, shape, _ in _parts(flat.numel(), PERIOD, flat.device):
+        own = flat[part].view(shape)
+        bits = torch.add(own.view(torch.int32), _row(of, part, shape)).bitwise_and_(-65536)
+        found = bits.view(torch.float32)
+        # The bits of a NaN may overflow. A sum tells, sooner than a look at each element; a GPU's host would wait.
+        if own.device.type != "cpu" or not math.isfinite(float(own.sum())):
+            found = torch.where(own.isfinite(), found, own)
+        target[part].view(shape).copy_(found)
+
+
+@torch.no_grad()
+def encode(values: Tensor, codes: Tensor, scales: Tensor, of: Noise, block: int, *, signed: bool) -> None:
+    """Encode ``values`` (fp32, contiguous; at least 0 unless ``signed``) as 8-bit codes.
+
+    Args:
+        values: of any shape; they are overwritten.
+        codes: int8, as many.
+        scales: fp32, one for each block of so many elements and for a shorter one at the end.
+        of: the noise.
+        block: elements of a block, a power of two up to `PERIOD`.
+        signed: which of the two codes.
+    """
+    flat, target = values.view(-1), codes.view(-1)
+    for part, shape, first in _parts(flat.numel(), block, flat.device):
+        own, row = flat[part].view(shape), _row(of, part, shape)
+        magnitudes = own.abs() if signed else own
+        scale = scales[first : first + shape[0] * shape[1]].view(shape[:2])
+        torch.amax(magnitudes, 2, out=scale)
+        scale.mul_(KNEE).clamp_(min=_TINY)
+        levels = torch.div(own, magnitudes + scale[..., None], out=own).mul_(_SIGNED if signed else _UNSIGNED)
+        levels.add_(row, alpha=2.0**-16).floor_()
+        levels = levels.clamp_(-127, 127) if signed else levels.sub_(129).clamp_(-128, 127)
+        target[part].view(shape).copy_(levels)
+
+
+@torch.no_grad()
+def decode(codes: Tensor, scales: Tensor, block: int, *, signed: bool) -> Tensor:
+    """Decode what `encode` encoded: fp32, in the shape of ``codes``."""
+    values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+    flat, source = values.view(-1), codes.view(-1)
+    for part, (periods, blocks, width), first in _parts(flat.numel(), block, flat.device):
+        rows = (periods * blocks, width)
+        own, scratch = flat[part].view(rows), torch.empty(rows, dtype=torch.float32, device=codes.device)
+        decode_each = decode_signed if signed else decode_unsigned
+        decode_each(source[part].view(rows), scales[first : first + rows[0]], own, scratch)
+    return values

@@ -1,0 +1,153 @@
+"""The table of state formats, and the table that says which states of torch's classes may be kept in one.
+
+The class computes in its parameters' dtype as ever: states are decoded for a step and encoded after it.
+
+| format | a state ``exp_avg`` is kept as                                         | bytes an element |
+|--------|------------------------------------------------------------------------|------------------|
+| fp32   | ``exp_avg``                                                            | 4                |
+| bf16   | ``exp_avg`` (bfloat16)                                                 | 2                |
+| int8   | ``exp_avg_codes`` (int8), ``exp_avg_scales`` (fp32, one for each block) | 1 + 4 / 256      |
+
+Blocks are counted from each parameter's first element, and `zeroshard.Zero` cuts parameters only where a block ends.
+What is kept in fewer bits is rounded at random: [Note: Slow moments] in `random_rounding`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+
+from zeroshard.kernels.random_rounding import Noise, decode, encode, round_to_bf16
+from zeroshard.optimizer_classes.reach import OF_TORCH, Reach
+
+BLOCK = 256
+
+
+class Moment(Enum):
+    """What a state is, and so which 8-bit code it has; one without a sign never becomes zero."""
+
+    SIGNED = "a mean of gradients or updates"
+    SQUARE = "a mean or sum of squares, kept as its root"
+    MAGNITUDE = "a bound of absolute values"
+
+
+_ADAM = {"exp_avg": Moment.SIGNED, "exp_avg_sq": Moment.SQUARE, "max_exp_avg_sq": Moment.SQUARE}
+MOMENTS: dict[type[Optimizer], dict[str, Moment]] = {
+    **dict.fromkeys((optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam), _ADAM),
+    optim.Adamax: {"exp_avg": Moment.SIGNED, "exp_inf": Moment.MAGNITUDE},
+    optim.SGD: {"momentum_buffer": Moment.SIGNED},
+    optim.RMSprop: {"square_avg": Moment.SQUARE, "momentum_buffer": Moment.SIGNED},
+    optim.Adagrad: {"sum": Moment.SQUARE},
+    optim.Adadelta: {"square_avg": Moment.SQUARE, "acc_delta": Moment.SQUARE},
+}
+"""The states of each class that are as large as the parameter."""
+
+MOST_MOMENTUM = 0.9
+"""SGD counts no steps, so its states are rounded to the nearest code. A momentum that decays more slowly than by half a
+spacing of the codes would not decay."""
+
+
+@dataclass(frozen=True)
+class StateFormat:
+    """How a state is kept between steps."""
+
+    name: str
+    kept: Mapping[str, torch.dtype]  # the tensors of a state: what follows its name, and their dtypes
+    encode: Callable[[Tensor, list[Tensor], Moment, Noise], None]  # fp32 values, overwritten, into these tensors
+    decode: Callable[[list[Tensor], Moment], Tensor]  # fp32
+    block: int = 1  # elements that no piece of a parameter cuts; tensors named ``..._scales`` have one of each
+    as_small: tuple[torch.dtype, ...] = ()  # dtypes of parameters whose states need as few bytes: they stay
+
+    def made(self, like: Tensor) -> list[Tensor]:
+        """Return uninitialised tensors for a state of this shape."""
+        num_blocks = -(-like.numel() // self.block)
+        shapes = ((num_blocks,) if name == "_scales" else like.shape for name in self.kept)
+        pairs = zip(shapes, self.kept.values(), strict=True)
+        return [torch.empty(shape, dtype=dtype, device=like.device) for shape, dtype in pairs]
+
+    def blocks(
+        self, optimizer_cls: type, settings: Mapping[str, Any], params: Mapping[nn.Parameter, torch.dtype]
+    ) -> dict[nn.Parameter, int]:
+        """Those of a param group's parameters that may not be cut anywhere, with the elements of a block of each.
+
+        Raises:
+            ValueError: with these settings, or for parameters of these dtypes, states cannot be kept so.
+        """
+        if why := self._obstacle(optimizer_cls, settings, set(params.values())):
+            raise ValueError(f"state_format: {optimizer_cls.__name__} cannot keep its states in {self.name}: {why}")
+        return dict.fromkeys(params, self.block) if self.block > 1 else {}
+
+    def _obstacle(self, optimizer_cls: type, settings: Mapping[str, Any], dtypes: set[torch.dtype]) -> str:
+        others = dtypes - {torch.float32, *self.as_small}
+        momentum = settings.get("momentum", 0)
+        if others:
+            return f"a parameter is {sorted(map(str, others))[0]}, and it is for states of torch.float32; use 'fp32'"
+        if settings.get("centered"):
+            return "centered=True subtracts two of them, and what rounding leaves may be negative; use 'fp32'"
+        if optimizer_cls is optim.SGD and self.block > 1 and momentum > MOST_MOMENTUM:
+            return f"momentum={momentum} decays by less than a spacing of their codes; use 'bf16', or at most 0.9"
+        return ""
+
+    def num_bytes(self, numel: int) -> int:
+        """Bytes of a state of so many elements."""
+        return sum(
+            (-(-numel // self.block) if name == "_scales" else numel) * dtype.itemsize
+            for name, dtype in self.kept.items()
+        )
+
+
+def _encode_int8(values: Tensor, kept: list[Tensor], moment: Moment, of: Noise) -> None:
+    if moment is Moment.SQUARE:
+        values.sqrt_()
+    encode(values, *kept, of, BLOCK, signed=moment is Moment.SIGNED)
+
+
+def _decode_int8(kept: list[Tensor], moment: Moment) -> Tensor:
+    values = decode(*kept, BLOCK, signed=moment is Moment.SIGNED)
+    return values.mul_(values) if moment is Moment.SQUARE else values
+
+
+_BF16 = StateFormat(
+    "bf16",
+    {"": torch.bfloat16},
+    lambda values, kept, _, of: round_to_bf16(values, *kept, of),
+    lambda kept, _: kept[0].float(),
+    as_small=(torch.bfloat16, torch.float16),
+)
+_INT8 = StateFormat(
+    "int8",
+    {"_codes": torch.int8, "_scales": torch.float32},
+    _encode_int8,
+    _decode_int8,
+    BLOCK,
+)
+FORMATS: dict[str, StateFormat | None] = {"fp32": None, "bf16": _BF16, "int8": _INT8}
+
+
+def format_of(optimizer_cls: type[Optimizer], name: str) -> StateFormat | None:
+    """Return the format of this name, a key of `FORMATS`; None: states stay as the class makes them.
+
+    Raises:
+        ValueError: there is no such format, or the class cannot keep its states in it.
+    """
+    if name not in FORMATS:
+        *others, last = map(repr, FORMATS)
+        raise ValueError(f"state_format: {name!r} is no format; use {', '.join(others)} or {last}")
+    found = FORMATS[name]
+    if found is not None and optimizer_cls not in MOMENTS:
+        kind = OF_TORCH.get(optimizer_cls)
+        if kind is None:
+            why = "it is no class of torch.optim, so it may count its steps, and cannot be run unit by unit"
+        elif kind.reach is not Reach.ELEMENT_WISE:
+            why = kind.reason
+        else:  # an average of weights (ASGD), and signs with step sizes (Rprop)
+            why = "its states are no moments of gradients"
+        name_of_class = getattr(optimizer_cls, "__name__", repr(optimizer_cls))
+        raise ValueError(f"state_format: {name_of_class} cannot keep its states in {name}: {why}; use 'fp32'")
+    return found
