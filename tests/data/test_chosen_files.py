@@ -46,36 +46,6 @@ def test_lines_are_rows_whatever_the_case_of_the_suffix(tmp_path, name):
         assert texts_of(opened(path, column="body")) == [row["body"] for row in ROWS]
 
 
-def test_tables_beside_texts_and_a_column_that_nothing_has_are_refused(tmp_path):
-    text, table = write(tmp_path / "a.txt", "plain\n"), write(tmp_path / "b.JSONL", LINES)
-    with pytest.raises(UserError, match=r"b\.JSONL has a text in each row and .*a\.txt has not; mix them"):
-        opened(text, table)
-    with pytest.raises(UserError, match=r"data\.column: 'body' is asked for, and .*a\.txt has no columns"):
-        opened(write(tmp_path / "a.txt", "plain\n"), column="body")
-    with pytest.raises(UserError, match=r"data\.column: 'body' is asked for, and the source python-docs has no"):
-        open_source("python-docs", (), SyntheticSize(256, 100, 0), column="body")
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "what"),
-    [
-        ("a.json", '{\n  "text": "one object"\n}', r"cannot be read .*rename a file that has no rows to \.txt"),
-        ("a.json", '{"data": [{"text": "inside"}]}', "has no key 'text'"),
-        ("a.json", '["a", "b"]', r"row 1 of .* cannot be read \(a str is not an object\)"),
-        ("a.json", '[{"text": "a"}, {"text": "b"', r"a\.json cannot be read \(.*; write it again, or as lines"),
-        ("a.json", '[{"text": "a"}]\n[{"text": "b"}]', r"a\.json cannot be read \(Extra data"),
-        ("a.json", "[" * 100_000, "nested too deeply"),
-        ("a.csv", "text,label\nhello,1\n", r"has columns, and those of \.csv are not read; .*name it \.txt"),
-        ("a.TSV", "text\tlabel\n", r"has columns"),
-        ("a.txt.gz", "plain", "is compressed; unpack it"),
-        ("a.jsonl.bz2", "BZh9", "is compressed; unpack it"),
-    ],
-)
-def test_what_is_neither_rows_nor_text_is_refused(tmp_path, name, content, what):
-    with pytest.raises(UserError, match=what):
-        texts_of(opened(write(tmp_path / name, content)))
-
-
 def test_a_folder_says_what_it_leaves_out(tmp_path):
     for name in ("notes.txt", "b.csv", "c.CSV", "image", "settings.json"):
         write(tmp_path / "in" / name, "{}")

@@ -30,23 +30,6 @@ def test_chunks_end_at_line_ends(tmp_path):
     assert all(chunk.endswith("\n") for chunk in chunks)
 
 
-@pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize(
-    ("content", "what"),
-    [
-        (b"a" * 20 + b"\xff", "invalid start byte at offset 20"),
-        (b"a" * 15 + b"\xc3(", "invalid continuation byte at offset 15"),
-        (b"a" * 40 + b"\xf0\x9f", "unexpected end of data at offset 40"),
-        (b"a" * 33 + b"\0b", "a NUL byte at offset 33"),
-    ],
-)
-def test_binary_content_is_named_with_file_and_offset(tmp_path, content, what):
-    path = write(tmp_path / "a.txt", content)
-    with pytest.raises(UserError) as caught:
-        list(read_chunks(path))
-    assert str(caught.value) == (f"data.path: {path} is not UTF-8 text: {what}; convert it to UTF-8 or leave it out")
-
-
 def test_the_fingerprint_knows_where_one_file_ends(tmp_path):
     one = [write(tmp_path / "1.txt", "ab"), write(tmp_path / "2.txt", "c")]
     other = [write(tmp_path / "3.txt", "a"), write(tmp_path / "4.txt", "bc")]

@@ -172,38 +172,10 @@ def test_synthetic_tokens_validate_on_the_end_of_the_walk(tmp_path):
     assert ids(folder, "train").max() > 65_535
 
 
-def test_no_validation_is_a_choice_but_never_an_accident(one_file, tmp_path):
+def test_no_validation_is_a_choice(one_file, tmp_path):
     folder = prepare(DataSpec("text", one_file.paths, val_fraction=0.0), tmp_path / "all")
     assert text(folder, "train") == TEXT
     assert TokenDataset.open(folder, "val").num_tokens == 0
-    (tmp_path / "tiny.txt").write_text("a")
-    with pytest.raises(UserError, match="no tokens are left to train on"):
-        prepare(DataSpec("text", (str(tmp_path / "tiny.txt"),)), tmp_path / "tiny")
-    with pytest.raises(UserError, match=r"0\.001 of this source is less than one token"):
-        prepare(DataSpec("synthetic", num_tokens=10, val_fraction=0.001), tmp_path / "few")
-
-
-@pytest.mark.parametrize("fraction", [-0.1, 1.0, 5.0, math.nan, math.inf])
-def test_a_bad_val_fraction_is_refused(fraction):
-    with pytest.raises(UserError, match=r"data\.val_fraction: .* is not in \[0, 1\); give a share such as 0\.1"):
-        DataSpec(val_fraction=fraction)
-
-
-@pytest.mark.parametrize(
-    ("fields", "field"),
-    [
-        ({"source": "python-stdlb"}, "data.source"),
-        ({"tokenizer": "gpt-2"}, "data.tokenizer"),
-        ({"max_tokens": -1}, "data.max_tokens"),
-        ({"source": "synthetic", "vocab_size": 0}, "data.vocab_size"),
-        ({"source": "synthetic", "num_tokens": 0}, "data.num_tokens"),
-        ({"source": "text"}, "data.path"),
-    ],
-)
-def test_a_bad_spec_names_its_field_before_any_file_is_read(fields, field):
-    with pytest.raises(UserError) as caught:
-        DataSpec(**fields)
-    assert caught.value.field == field
 
 
 def test_the_default_folder_is_named_after_the_spec():
@@ -238,11 +210,3 @@ def test_memory_stays_flat_as_the_corpus_grows(tmp_path, monkeypatch):
     folder = prepare(DataSpec("text", (str(tmp_path / "big.txt"),)), tmp_path / "data")
     assert 0 < longest[0] <= 3 * 4096
     assert json.loads((folder / "meta.json").read_text())["source"]["num_bytes"] == 20 * len(TEXT)
-
-
-@pytest.mark.parametrize("kind", ["gz", "zst"])
-def test_a_damaged_archive_is_named(tmp_path, kind):
-    path = tmp_path / f"a.jsonl.{kind}"
-    path.write_text("hi")
-    with pytest.raises(UserError, match=rf"a\.jsonl\.{kind} failed .*damaged.* fetch or write it again"):
-        prepare(DataSpec("text", (str(path),)), tmp_path / "data")

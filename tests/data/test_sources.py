@@ -14,7 +14,6 @@ from zeroshard.data.sources import (
     SyntheticSize,
     SyntheticTokens,
     TinyShakespeare,
-    check_source,
     open_source,
     python_stdlib,
 )
@@ -49,22 +48,6 @@ def tree(tmp_path):
 
 def test_a_folder_gives_its_text_files_in_sorted_order(tree):
     assert text_of(opened(tree)) == ["a", "b", "c"]
-
-
-@pytest.mark.parametrize(
-    ("path", "what"),
-    [
-        ("gone.txt", "gone.txt does not exist; check the path"),
-        ("*.gone", "does not exist"),
-        ("sub/empty.py", "empty.py is empty; leave it out"),
-        ("bare", "bare holds no file with text"),
-    ],
-)
-def test_what_cannot_be_read_is_named(tree, path, what):
-    (tree / "bare").mkdir()
-    with pytest.raises(UserError, match=what) as caught:
-        opened(f"{tree}/{path}")
-    assert caught.value.field == "data.path"
 
 
 def test_changed_content_changes_the_fingerprint_whatever_size_and_date_say(tree):
@@ -164,30 +147,6 @@ def test_synthetic_tokens_go_on_across_blocks(monkeypatch):
     whole = np.concatenate(list(SyntheticTokens(256, 3000, 0).blocks()))
     monkeypatch.setattr(SyntheticTokens, "_BLOCK_TOKENS", 700)
     assert np.concatenate(list(SyntheticTokens(256, 3000, 0).blocks())).tolist() == whole.tolist()
-
-
-def test_an_unknown_source_is_answered_with_the_nearest():
-    with pytest.raises(UserError) as caught:
-        check_source("tinyshakespear", ())
-    assert str(caught.value) == (
-        "data.source: 'tinyshakespear' is unknown; did you mean 'tinyshakespeare'? "
-        "choose one of python-stdlib, python-docs, text, tinyshakespeare, synthetic, bin, fineweb-edu, openwebtext, "
-        "OWNER/NAME of the Hugging Face hub, or module:name"
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "paths", "what"),
-    [
-        ("text", (), "needs at least one path; pass --data.path FILE"),
-        ("python-stdlib", ("a.txt",), "reads no files, got a.txt; use --data text"),
-        ("synthetic", ("a.txt",), "reads no files"),
-        ("tinyshakespeare", ("a", "b"), "is one file, got several"),
-    ],
-)
-def test_paths_must_suit_the_source(name, paths, what):
-    with pytest.raises(UserError, match=what):
-        open_source(name, paths, SyntheticSize(256, 100, 0))
 
 
 def test_help_topics_are_documents_of_english_that_stay_the_same():

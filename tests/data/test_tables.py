@@ -57,30 +57,6 @@ def test_a_column_that_is_not_there_is_refused_and_the_others_named(tmp_path):
         list(made.tables_of(path).parts())
     with pytest.raises(UserError, match=r"data\.column: 'id' of .* is int64, not text"):
         list(made.tables_of(path, column="id").parts())
-    path = made.write_table(tmp_path / "a.jsonl", ["one"], column="content")
-    with pytest.raises(UserError, match=r"data\.path: the line at byte 0 of .* has no key 'text'"):
-        made.read_all(made.tables_of(path))
-
-
-@pytest.mark.parametrize(
-    ("line", "what"),
-    [
-        ("{", "cannot be read"),
-        ("[" * 100_000, "nested too deeply"),
-        ('{"text": 1}', "text is int, not a string"),
-        ('{"text": "\\ud800"}', "surrogates"),
-    ],
-)
-def test_a_line_that_is_no_text_is_named_by_its_place(tmp_path, line, what):
-    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
-    with pytest.raises(UserError, match=rf"the line at byte 17 of .*a\.jsonl cannot be read \(.*{what}|{what}"):
-        made.read_all(made.tables_of(tmp_path / "a.jsonl"))
-
-
-def test_a_file_that_is_no_parquet_is_refused(tmp_path):
-    (tmp_path / "a.parquet").write_bytes(b"nothing of the kind")
-    with pytest.raises(UserError, match=r"data\.path: .*a\.parquet is no parquet file"):
-        list(made.tables_of(tmp_path / "a.parquet").parts())
 
 
 @pytest.mark.parametrize("kind", made.KINDS)
