@@ -627,10 +627,6 @@ def test_parameters_that_cannot_be_used_are_refused_in_words():
             alone(given)
     with pytest.raises(ValueError, match=r"^bucket_bytes must be at least 1, got 0"):
         alone([param], bucket_bytes=0)
-    with pytest.raises(
-        ValueError, match=r"^offload: a ShardedOptimizer updates on the device; give it to zeroshard.Zero"
-    ):
-        alone([param], offload="host")
     with pytest.raises(ValueError, match="comm: process_group is given too"):
         ShardedOptimizer([param], O.SGD, process_group=object(), comm=LocalCommunicator())
     with pytest.raises(ValueError, match="Invalid learning rate"):

@@ -25,7 +25,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -36,11 +36,23 @@ from zeroshard.comm import CONTROL, Communicator, labelled
 from zeroshard.comm.agree import agreement, both_ends, digest_of, require_same
 from zeroshard.comm.backends.torch_dist import communicator
 from zeroshard.comm.tensor_broadcast import PendingBroadcasts, gather_to
+from zeroshard.lazily import loaded
 from zeroshard.optimizer_classes.description import described
 from zeroshard.optimizer_classes.kept_states import require_numbered
-from zeroshard.sharded_optimizer.acceptance import PER_RANK, check_class, check_param, check_reach, describe
+from zeroshard.sharded_optimizer.acceptance import (
+    PER_RANK,
+    check_class,
+    check_offload,
+    check_param,
+    check_reach,
+    describe,
+)
 from zeroshard.sharded_optimizer.ownership import Bucket, assign, pack
 from zeroshard.torch_internals import hooks_of
+from zeroshard.zero.offload.settings import Offload
+
+if TYPE_CHECKING:
+    from zeroshard.sharded_optimizer.away import StatesAway
 
 BUCKET_BYTES = 16 << 20
 
@@ -66,13 +78,15 @@ class ShardedOptimizer(Optimizer):
         bucket_bytes: parameters smaller than this are packed into broadcasts of at most so many bytes. Of these
             `MAX_PENDING_BROADCASTS` are in flight, which is all the memory that a step takes. A larger parameter is
             broadcast alone and in place (through a copy if it is not contiguous).
+        offload: keep states on the host or on disk, and update there: ``Offload(grads="device")``. There are no master
+            weights, so ``master`` is without effect. `step` waits for the updates.
         **kwargs: for ``optimizer_cls``; ``fused`` and ``foreach`` too.
 
     Raises:
         TypeError: ``optimizer_cls`` is no optimizer class; ``params`` is a tensor or a set.
         ValueError: an optimizer that needs all parameters at once (named, with the reason), or is differentiable; no
             parameters; one that is sharded already, sparse, or on the meta device; ranks whose parameters differ;
-            ``offload``, which `zeroshard.Zero` takes.
+            ``offload`` of gradients or weights, or with ``capturable``.
     """
 
     def __init__(
@@ -83,6 +97,7 @@ class ShardedOptimizer(Optimizer):
         *,
         comm: Communicator | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        offload: Offload | None = None,
         **kwargs: Any,
     ) -> None:
         check_class(optimizer_cls, kwargs)
@@ -90,15 +105,14 @@ class ShardedOptimizer(Optimizer):
             raise ValueError(
                 "optimizer_cls: a ShardedOptimizer cannot be sharded again; give the optimizer's own class"
             )
-        if "offload" in kwargs:
-            raise ValueError(
-                "offload: a ShardedOptimizer updates on the device; give it to zeroshard.Zero, with stage=1"
-            )
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
         if comm is not None and process_group is not None:
             raise ValueError("comm: process_group is given too, and both name the ranks; give one of the two")
+        if offload is not None:
+            check_offload(offload, kwargs)
         self.comm, self.bucket_bytes = communicator(comm, process_group), bucket_bytes
+        self._away: StatesAway | None = None
         self.optim: Optimizer
         self._owners: dict[Tensor, int] = {}
         self._loads = [0] * self.comm.world_size
@@ -107,12 +121,22 @@ class ShardedOptimizer(Optimizer):
         self._consolidated_to: int | None = None
         with agreement(self.comm) as told:
             super().__init__(params, {})
+            if offload is not None:
+                self._away = loaded("zeroshard.sharded_optimizer.away", "StatesAway")(
+                    offload, self.comm.rank, bucket_bytes
+                )
             added, self._kwargs = self._assign(self.param_groups, told), kwargs
             check_reach(optimizer_cls, kwargs, self.param_groups)
             self.optim = optimizer_cls([self._own_part(group) for group in self.param_groups], **kwargs)
             self._take_options()
             told += self._settings()
         self._start_from_rank_0(added)
+        self._place(added)
+
+    def _place(self, added: list[Tensor]) -> None:
+        """Have the states of new parameters where ``offload`` says."""
+        if self._away is not None:
+            self._away.take([param for param in added if self._owners[param] == self.comm.rank])
 
     # -- groups -----------------------------------------------------------------------------------------------
 
@@ -149,6 +173,7 @@ class ShardedOptimizer(Optimizer):
             raise
         self._state_has_changed()
         self._start_from_rank_0(added)
+        self._place(added)
 
     def _assign(self, groups: list[dict[str, Any]], told: list[str]) -> list[Tensor]:
         """Assign owners to the parameters of new groups; return these parameters, and describe them in the list."""
@@ -213,10 +238,10 @@ class ShardedOptimizer(Optimizer):
         self._state_has_changed()
         self._give_options()
         if closure:  # as in torch's ZeroRedundancyOptimizer: any false value means no closure
-            loss = self.optim.step(closure=torch.enable_grad()(closure), **kwargs)
+            loss = self._update_at_once(kwargs, torch.enable_grad()(closure))
         buckets = self._buckets()
         params = list(self._owners)
-        mine = [bucket for bucket in buckets if bucket.owner == self.comm.rank]
+        mine = [{params[i] for i in bucket.members} for bucket in buckets if bucket.owner == self.comm.rank]
         updates = iter(()) if closure else self._update_in_parts(mine, kwargs)
         pending = PendingBroadcasts(self.comm, "optimizer/weights")
         for bucket in buckets:
@@ -254,18 +279,41 @@ class ShardedOptimizer(Optimizer):
         """Whether the class is torch's own: these skip parameters without gradients, and count steps per parameter."""
         return type(self.optim).__module__.startswith("torch.optim.")
 
-    def _update_in_parts(self, mine: list[Bucket], kwargs: dict[str, Any]) -> Iterator[None]:
+    def _update_at_once(self, kwargs: dict[str, Any], closure: Callable[[], Any] | None = None) -> Any:
+        """Update all of this rank's parameters in one step of the class; return its result."""
+        if self._away is None:
+            return self.optim.step(closure=closure, **kwargs) if closure else self.optim.step(**kwargs)
+        with self._away.walk(self.optim, []), self._away.all_at_once(self.optim) as copy_grads:
+            if closure is None:
+                copy_grads()
+                return self.optim.step(**kwargs)
+
+            def computed() -> Any:
+                loss = closure()
+                copy_grads()
+                return loss
+
+            return self.optim.step(closure=computed, **kwargs)
+
+    def _update_in_parts(self, mine: list[set[Tensor]], kwargs: dict[str, Any]) -> Iterator[None]:
         """At each `next`, update this rank's next bucket, or all its parameters at once: [Note: Update in parts]."""
         hooked = hooks_of(self.optim, "step_pre") or hooks_of(self.optim, "step_post")
-        if self.comm.world_size == 1 or hooked or not self._of_torch:
-            self.optim.step(**kwargs)
+        whole = self.comm.world_size == 1 and self._away is None
+        if whole or hooked or not self._of_torch:
+            self._update_at_once(kwargs)
             yield
-            return
-        params = list(self._owners)
-        for bucket in mine:
-            with _only({params[i] for i in bucket.members}, self.optim.param_groups):
-                self.optim.step(**kwargs)
-            yield
+        elif self._away is None:
+            for members in mine:
+                with _only(members, self.optim.param_groups):
+                    self.optim.step(**kwargs)
+                yield
+        else:
+            parts = mine if self.comm.world_size > 1 else [set(part) for part in self._away.parts]
+            with self._away.walk(self.optim, parts):
+                for members in parts:
+                    with _only(members, self.optim.param_groups), self._away.brought(self.optim, members):
+                        self.optim.step(**kwargs)
+                    yield
 
     # -- state ------------------------------------------------------------------------------------------------
 
@@ -341,7 +389,11 @@ class ShardedOptimizer(Optimizer):
             for key, state in state_dict["state"].items()
             if owners.get(key, self.comm.rank) == self.comm.rank
         }
-        self.optim.load_state_dict({"state": deepcopy(own), "param_groups": own_groups})
+        content = {"state": deepcopy(own), "param_groups": own_groups}
+        if self._away is None:
+            self.optim.load_state_dict(content)
+        else:
+            self._away.load(self.optim, content)
         self._take_options()
         self._state_has_changed()
         for hook in hooks_of(self, "load_state_dict_post").values():

@@ -76,7 +76,7 @@ def _train(monkeypatch, stage, offload, world_size=4, bfloat16=True, num_micro=1
     monkeypatch.setattr(streams.ByDevice, "__getitem__", lambda self, key: made)
     monkeypatch.setattr(collective_order, "maxima", lambda comm, values: list(values))
     monkeypatch.setattr(collective_order.CollectiveOrder, "agree_on_units", lambda self, units, ran: units)
-    monkeypatch.setattr(hazards, "_tensors", _tensors)
+    monkeypatch.setattr(hazards, "_tensors", tensors)
     monkeypatch.setattr(placement, "Executor", AtOnce)
     monkeypatch.setattr(host_params, "bit_sums", lambda values: torch.zeros(1))
     monkeypatch.setattr(torch, "equal", lambda a, b: True)
@@ -106,7 +106,7 @@ def _train(monkeypatch, stage, offload, world_size=4, bfloat16=True, num_micro=1
                 optim.zero_grad()
 
 
-def _tensors(value):
+def tensors(value):
     plain = (torch.Tensor, torch.nn.Parameter, FakeTensor)
     leaves = torch.utils._pytree.tree_leaves(value)
     return [leaf for leaf in leaves if type(leaf) in plain and leaf.layout == torch.strided]

@@ -38,7 +38,7 @@ class _Kept(NamedTuple):
     """A state that has a place in the file."""
 
     optimizer: Any
-    piece: nn.Parameter
+    piece: Tensor
     kind: str
     shown: Tensor
 
@@ -69,7 +69,7 @@ class UnitOnDisk:
         """Wait until views of the file show what the last update has written."""
         self.file.wait(self)
 
-    def keep(self, optimizer: Any, pieces: Iterable[nn.Parameter]) -> None:
+    def keep(self, optimizer: Any, pieces: Iterable[Tensor]) -> None:
         """Move the states of these pieces that are in memory to the file."""
         if not self.states:
             return
@@ -89,7 +89,7 @@ class UnitOnDisk:
         without = []
         for piece, state, kind, value in fresh:
             shown = (self._kept[index].shown for index in vacant)
-            found = next((i for i, s in enumerate(shown) if (s.shape, s.dtype) == (value.shape, value.dtype)), None)
+            found = next((i for i, s in enumerate(shown) if _form(s) == _form(value)), None)
             if found is None:
                 without.append((piece, state, kind, value))
                 continue
@@ -97,28 +97,29 @@ class UnitOnDisk:
             state[kind] = self._kept[index].shown.copy_(value)
             self._kept[index] = _Kept(optimizer, piece, kind, state[kind])
         if without:
-            places = self.file.add(self, [value.detach().reshape(-1) for _, _, _, value in without])
+            places = self.file.add(self, [_flat(value) for _, _, _, value in without])
             for (piece, state, kind, value), place in zip(without, places, strict=True):
-                state[kind] = place.view(value.shape)
+                state[kind] = shaped_like(place, value)
                 self._kept.append(_Kept(optimizer, piece, kind, state[kind]))
 
-    def bring(self, group: StoredGroup, optimizer: Any, pieces: Sequence[nn.Parameter]) -> None:
+    def bring(self, group: StoredGroup | None, optimizer: Any, pieces: Sequence[Tensor]) -> None:
         """Show copies in a slot of what is in the file of these pieces, which are about to be updated."""
         self.keep(optimizer, pieces)
         if self not in self.file:
             return
         copies, stepped = iter(self.file.read(self)), set(pieces)
         if self.masters:
+            assert group is not None
             self._master = next(copies)
             for piece, own in zip(group.params.pieces, group.shards_now, strict=True):
                 own.data = view_of(self._master, piece.offset - group.params.master_offset, piece.shape)
         for kept, copied in zip(self._kept, copies, strict=True):
             if kept.optimizer is optimizer and kept.piece in stepped and not kept.is_vacant:
-                state, brought = optimizer.state[kept.piece], copied.view(kept.shown.shape)
+                state, brought = optimizer.state[kept.piece], shaped_like(copied, kept.shown)
                 state[kept.kind] = brought
                 self._brought.append((state, kept.kind, kept.shown, brought))
 
-    def take_back(self, group: StoredGroup, optimizer: Any, pieces: Sequence[nn.Parameter]) -> None:
+    def take_back(self, group: StoredGroup | None, optimizer: Any, pieces: Sequence[Tensor]) -> None:
         """Begin to write what `bring` has shown, show the file again, and move there what the step has made."""
         for state, kind, shown, brought in self._brought:
             now = state.get(kind)
@@ -130,6 +131,7 @@ class UnitOnDisk:
         self._brought = []
         if self in self.file:
             if self.masters:
+                assert group is not None
                 group.params.take_update(self._master)
                 del self._master
                 for piece, own in zip(group.params.pieces, group.shards_now, strict=True):
@@ -139,7 +141,31 @@ class UnitOnDisk:
 
 
 def _fits(value: Tensor) -> bool:
-    return value.device.type == "cpu" and value.is_contiguous() and value.layout == torch.strided
+    return value.device.type == "cpu" and value.layout == torch.strided and _is_dense(value)
+
+
+def _is_dense(value: Tensor) -> bool:
+    """Whether a strided tensor's elements lie one after another, in whichever order of its dimensions."""
+    behind = 1
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size != 1 and stride != behind:
+            return False
+        behind *= size
+    return True
+
+
+def _form(value: Tensor) -> tuple[Any, ...]:
+    return value.shape, value.stride(), value.dtype
+
+
+def _flat(value: Tensor) -> Tensor:
+    """The elements of a dense tensor in the order in which they lie in memory, ``[numel]``."""
+    return value.detach().as_strided((value.numel(),), (1,))
+
+
+def shaped_like(flat: Tensor, like: Tensor) -> Tensor:
+    """View ``flat [numel]`` in the shape of ``like``, and in its order in memory if that is dense."""
+    return flat.as_strided(like.shape, like.stride()) if _is_dense(like) else flat.view(like.shape)
 
 
 class DiskOperands(StepOperands):
