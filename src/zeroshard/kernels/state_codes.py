@@ -17,6 +17,7 @@ from torch import Tensor
 from zeroshard.kernels.adamw8bit import decode_signed, decode_unsigned, encode_signed, encode_unsigned
 
 CODES, SCALES = "_codes", "_scales"  # a state that is called exp_avg in fp32 is exp_avg_codes and exp_avg_scales
+CORRECTION = "correction"  # the state that has 8 further bits of a weight in bf16
 ROOT_CODED = {"momentum_buffer": False, "exp_avg": False, "exp_avg_sq": True}
 """The states that have codes, each with whether those are of its root, which has no sign."""
 

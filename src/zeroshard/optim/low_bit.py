@@ -27,7 +27,6 @@ from zeroshard.kernels.adamw import AdamWOptions
 from zeroshard.kernels.adamw8bit import Codes, adamw8bit
 from zeroshard.optimizer_classes.reach import ALL_NDIMS, OptimizerKind, Reach
 
-CORRECTION = "correction"  # the state that has 8 further bits of a weight in bf16
 ADAMW_STATES = frozenset({"step", "exp_avg_codes", "exp_avg_scales", "exp_avg_sq_codes", "exp_avg_sq_scales"})
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -123,7 +122,7 @@ class FlashAdamW(AdamW8bit):
     """`AdamW8bit` that keeps, of a parameter in bf16, 8 further bits as a state: ``correction`` (int8).
 
     So a model in bf16 (``model.to(torch.bfloat16)`` before it is wrapped) needs no fp32 master weights: updates are
-    computed on 24 bits, and only what is smaller than 2^-17 of a weight is lost. Parameters of other dtypes are updated
+    computed on 24 bits, and only what is smaller than 2^-16 of a weight is lost. Parameters of other dtypes are updated
     as by `AdamW8bit`. Arguments and errors are the same.
     """
 
@@ -184,6 +183,7 @@ def fp32_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         state_dict: as ``optimizer.state_dict()`` or ``zero.optim_state_dict()`` returns it; it is not changed.
     """
     states = {key: state_codes.as_values(state) for key, state in state_dict["state"].items()}
-    without = [{key: value for key, value in group.items() if key != "block"} for group in state_dict["param_groups"]]
-    kept = {key: {kind: value for kind, value in each.items() if kind != CORRECTION} for key, each in states.items()}
-    return {**state_dict, "state": kept, "param_groups": without}
+    for state in states.values():
+        state.pop(state_codes.CORRECTION, None)
+    groups = [{key: value for key, value in group.items() if key != "block"} for group in state_dict["param_groups"]]
+    return {**state_dict, "state": states, "param_groups": groups}

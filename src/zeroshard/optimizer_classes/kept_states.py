@@ -143,6 +143,12 @@ class KeptStates:
         assert error is not None
         raise error
 
+    def kinds(self, param: ParamFacts) -> frozenset[str]:
+        """Return the states that the optimizer keeps for ``param``; empty if the class cannot be tried."""
+        trial = self._trial(_SIZES[: len(param.shape)], param.dtype, param.device) if param.kept_whole else None
+        trial = trial or self._trial(_SIZES[:1], param.dtype, param.device)
+        return frozenset() if trial is None else frozenset(trial.ever)
+
     def require_none(self, params: Iterable[ParamFacts]) -> None:
         """Raise UserError if the class keeps states, and none were saved because another class was."""
         first = next(iter(params), None)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from zeroshard.named_shards import MODEL_KINDS, ShardReader, after_restoring, read_whole, saved_dtype, saved_settings
 from zeroshard.optimizer_classes.kept_states import Kept, ParamFacts, SavedState, alike, is_by_block, of_groups
 
+CODES = "_codes"  # a state that is called exp_avg in fp32 is exp_avg_codes in 8 bits, and exp_avg_scales
 SCALAR_STATES = frozenset({"step", "eta", "mu", "mu_product"})  # torch keeps one number of each for a parameter
 
 
@@ -23,6 +24,12 @@ def blocks_of(interval: tuple[int, int], block: int) -> tuple[int, int]:
     """``[start, stop)`` of the blocks of a parameter that an interval of it covers; it begins where a block does."""
     assert interval[0] % block == 0, f"an interval begins at {interval[0]}, inside a block of {block}"
     return interval[0] // block, -(-interval[1] // block)
+
+
+def may_need_conversion(make: partial[Optimizer], kinds: Iterable[str]) -> bool:
+    """Whether saved kinds of state may have another form than the class keeps: `zeroshard.state_conversion` knows."""
+    of_torch = getattr(make.func, "__module__", "").startswith("torch.optim")  # these classes keep no codes
+    return any(kind.endswith(CODES) or not of_torch for kind in kinds if kind not in MODEL_KINDS)
 
 
 def states_kept(
@@ -36,11 +43,15 @@ def states_kept(
         params: all parameters that it updates, by name.
         reader: reads the saved states.
     """
+    return kept_by(make, grouped_facts(optimizer, params), reader)
+
+
+def grouped_facts(optimizer: Optimizer, params: Mapping[str, Tensor]) -> list[tuple[dict[str, Any], list[ParamFacts]]]:
+    """Return the param groups of an optimizer of whole ``params``, each with what it knows of its parameters."""
     facts = {
         id(param): ParamFacts(name, tuple(param.shape), param.dtype, param.device) for name, param in params.items()
     }
-    groups = [[facts[id(param)] for param in group["params"]] for group in optimizer.param_groups]
-    return kept_by(make, zip(optimizer.param_groups, groups, strict=True), reader)
+    return [(group, [facts[id(param)] for param in group["params"]]) for group in optimizer.param_groups]
 
 
 def kept_by(

@@ -33,8 +33,9 @@ from zeroshard.named_shards import (
     restore_groups,
     tied_names,
 )
-from zeroshard.optimizer_classes.saved_states import read_states, states_kept
+from zeroshard.optimizer_classes.saved_states import grouped_facts, read_states, states_kept
 from zeroshard.parallel.base import Setup
+from zeroshard.state_conversion import as_kept
 
 
 class DdpStrategy:
@@ -159,7 +160,9 @@ class DdpStrategy:
             require_shape(reader, name, kind, tuple(tensor.shape))
             if kind == "param" and EMA in reader.kinds(name):
                 require_shape(reader, name, EMA, tuple(tensor.shape))
-        kept = states_kept(self.optimizer, self._make, dict(self.module.named_parameters()), reader)
+        params = dict(self.module.named_parameters())
+        reader = as_kept(self._make, grouped_facts(self.optimizer, params), reader, say=self.comm.rank == 0)
+        kept = states_kept(self.optimizer, self._make, params, reader)
         with torch.no_grad():
             for name, kind, tensor in self._tensors():
                 tensor.copy_(read_whole(reader, name, kind, tuple(tensor.shape)))
@@ -167,10 +170,10 @@ class DdpStrategy:
             named = self.module.named_parameters()
             load_average(self.ema, named, reader, lambda n: read_whole(reader, n, EMA, tuple(reader.kinds(n)[EMA])))
         optimizer, names = self._local_optimizer, {id(param): name for name, param in self.module.named_parameters()}
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        members = [param for group in optimizer.param_groups for param in group["params"]]
         state = {
             index: read_states(reader, name, kept[name], tuple(param.shape), None)
-            for index, param in enumerate(params)
+            for index, param in enumerate(members)
             if (name := names[id(param)]) in kept
         }
         # torch's own load_state_dict casts each state and moves it to the right device

@@ -38,9 +38,10 @@ from zeroshard.named_shards import (
     tied_names,
 )
 from zeroshard.optimizer_classes.kept_states import alike
-from zeroshard.optimizer_classes.saved_states import states_kept
+from zeroshard.optimizer_classes.saved_states import grouped_facts, states_kept
 from zeroshard.parallel.base import Setup
 from zeroshard.parallel.ddp import is_grouped, load_average, require_group
+from zeroshard.state_conversion import as_kept
 from zeroshard.zero.buffers.initial import loaded_later
 from zeroshard.zero.buffers.partition import DrawsParts
 
@@ -199,6 +200,7 @@ class Fsdp2:
         for name, param in self._params.items():
             for kind in ("param", EMA) if EMA in reader.kinds(name) else ("param",):
                 require_shape(reader, name, kind, tuple(param.shape))
+        reader = as_kept(self._make, grouped_facts(self.optimizer, self._params), reader, say=self.comm.rank == 0)
         kept = states_kept(self.optimizer, self._make, self._params, reader)
         states: dict[DTensor, dict[str, Any]] = {}
         with torch.no_grad():

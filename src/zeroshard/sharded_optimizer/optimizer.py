@@ -38,7 +38,7 @@ from zeroshard.comm.backends.torch_dist import communicator
 from zeroshard.comm.tensor_broadcast import PendingBroadcasts, gather_to
 from zeroshard.lazily import loaded
 from zeroshard.optimizer_classes.description import described
-from zeroshard.optimizer_classes.kept_states import require_numbered
+from zeroshard.optimizer_classes.kept_states import ParamFacts, require_numbered
 from zeroshard.sharded_optimizer.acceptance import (
     PER_RANK,
     check_class,
@@ -48,6 +48,7 @@ from zeroshard.sharded_optimizer.acceptance import (
     describe,
 )
 from zeroshard.sharded_optimizer.ownership import Bucket, assign, pack
+from zeroshard.state_conversion import state_dict_as_kept
 from zeroshard.torch_internals import hooks_of
 from zeroshard.zero.offload.settings import Offload
 
@@ -375,7 +376,13 @@ class ShardedOptimizer(Optimizer):
         here, there = ([len(group["params"]) for group in groups] for groups in (self.param_groups, saved_groups))
         if here != there:
             raise ValueError(f"state_dict: its groups are of {there} parameters, this optimizer's of {here}")
-        require_numbered(partial(type(self.optim), **self._kwargs), self.param_groups, state_dict)
+        make = partial(type(self.optim), **self._kwargs)
+        pairs = zip(self.param_groups, saved_groups, strict=True)
+        numbered = [pair for own, saved in pairs for pair in zip(saved["params"], own["params"], strict=True)]
+        facts = {n: ParamFacts(f"parameter {n}", tuple(p.shape), p.dtype, p.device) for n, p in numbered}
+        state_dict = state_dict_as_kept(make, self.param_groups, state_dict, facts)
+        saved_groups = state_dict["param_groups"]
+        require_numbered(make, self.param_groups, state_dict)
         owners: dict[Any, int] = {}  # by the saved number
         own_groups = []
         for group, saved in zip(self.param_groups, saved_groups, strict=True):

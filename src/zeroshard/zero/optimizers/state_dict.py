@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from zeroshard.comm import Communicator
 from zeroshard.comm.agree import send_bytes
 from zeroshard.comm.tensor_broadcast import PendingBroadcasts
+from zeroshard.lazily import loaded
 from zeroshard.optimizer_classes.kept_states import is_by_block, require_kept
-from zeroshard.optimizer_classes.saved_states import SCALAR_STATES, blocks_of
+from zeroshard.optimizer_classes.saved_states import SCALAR_STATES, blocks_of, may_need_conversion
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.core.layout import Piece, Slot
 from zeroshard.zero.core.optimizer import State, pieces_in
@@ -154,6 +155,12 @@ def cut_into_pieces(piecewise: PiecewiseOptimizer, state_dict: Mapping[str, Any]
     sizes = [[len(group["params"]) for group in saved_groups], [len(chosen) for chosen in piecewise.by_group]]
     if sizes[0] != sizes[1]:
         raise ValueError(f"state_dict: its groups are of {sizes[0]} parameters, this optimizer's of {sizes[1]}")
+    if any(may_need_conversion(piecewise.make, state) for state in state_dict["state"].values()):
+        by_name = {fact.name: fact for facts in piecewise.facts() for fact in facts}
+        facts = {key: by_name[piecewise.sharded.name(param)] for param, key in _pairs(piecewise, saved_groups)}
+        as_kept = loaded("zeroshard.state_conversion", "state_dict_as_kept")  # by its address: few dicts are converted
+        state_dict = as_kept(piecewise.make, piecewise.optimizer.param_groups, state_dict, facts)
+        saved_groups = state_dict["param_groups"]
     saved = {
         param: state_dict["state"][key] for param, key in _pairs(piecewise, saved_groups) if key in state_dict["state"]
     }

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroshard.lazily import loaded
 from zeroshard.named_shards import (
     MODEL_KINDS,
     ROUNDING,
@@ -25,7 +26,7 @@ from zeroshard.named_shards import (
     require_shape,
 )
 from zeroshard.optimizer_classes.kept_states import Kept, is_by_block
-from zeroshard.optimizer_classes.saved_states import SCALAR_STATES, blocks_of, kept_by, read_states
+from zeroshard.optimizer_classes.saved_states import SCALAR_STATES, blocks_of, kept_by, may_need_conversion, read_states
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.optimizers.adoption import has_owner
 from zeroshard.zero.optimizers.methods import load_pieces
@@ -89,7 +90,12 @@ def load_named_shards(
     _require_shapes(model, runtime, reader)
     kept: dict[str, Kept] = {}
     for optimizer in optimizers:
-        groups = zip(optimizer.optimizer.param_groups, optimizer.facts(), strict=True)
+        groups = list(zip(optimizer.optimizer.param_groups, optimizer.facts(), strict=True))
+        names = (param.name for _, params in groups for param in params)
+        if any(may_need_conversion(optimizer.make, reader.kinds(name)) for name in names):
+            # By its address: few loads convert states, and what converts them knows the codes of kernels.
+            as_kept = loaded("zeroshard.state_conversion", "as_kept")
+            reader = as_kept(optimizer.make, groups, reader, say=runtime.rank_groups.world.rank == 0)
         kept.update(kept_by(optimizer.make, groups, reader))
     with torch.no_grad():
         for group in runtime.groups():

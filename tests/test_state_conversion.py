@@ -1,0 +1,161 @@
+"""Checkpoints and state dicts pass between optimizers in fp32 and in 8 bits, at any stage and number of ranks."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard
+from zeroshard import Zero
+from zeroshard.comm import NullCommunicator, run_threads
+from zeroshard.errors import UserError
+from zeroshard.kernels.adamw8bit import joined
+from zeroshard.kernels.state_codes import as_codes, as_values, block_of, num_blocks
+from zeroshard.optim import AdamW8bit, FlashAdamW, MuonAdamW, MuonAdamW8bit, muon_groups
+
+BF16, FP32 = torch.bfloat16, torch.float32
+PAIRS = [
+    (torch.optim.AdamW, FP32, AdamW8bit, FP32),
+    (torch.optim.AdamW, FP32, FlashAdamW, BF16),
+    (AdamW8bit, FP32, FlashAdamW, BF16),
+    (MuonAdamW, FP32, MuonAdamW8bit, FP32),
+]
+BOTH_WAYS = [*PAIRS, *((there, to, here, of) for here, of, there, to in PAIRS)]
+SHAPES = (31, 40), (40, 33), (33, 5)
+
+
+def net(dtype):
+    """Parameters whose pieces end inside blocks of 256, where nothing keeps them from it."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(*shape) for shape in SHAPES]
+    return nn.ModuleDict({"blocks": nn.ModuleList(layers[:2]), "head": layers[2]}).to(dtype)
+
+
+def trained(zero, model, cls, steps):
+    """An optimizer of ``model`` after some steps of gradients that do not depend on the number of ranks."""
+    groups = muon_groups(model.named_parameters(), 0.1, ["blocks"]) if issubclass(cls, MuonAdamW) else None
+    optimizer = zero.optimizer(cls, groups, lr=0.01)
+    for step in range(steps):
+        rows = torch.randn(4, 31, generator=torch.Generator().manual_seed(step)).to(next(model.parameters()).dtype)
+        x = rows
+        for layer in (*model["blocks"], model["head"]):
+            x = layer(x).tanh()
+        x.float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def run(world_size, stage, cls, dtype, *, steps=0, path="", load="", state_dict=None):
+    """The weights and the state of an optimizer that is saved to ``path``, or loaded."""
+    start = net(dtype)
+
+    def on_rank(comm):
+        model = copy.deepcopy(start)
+        zero = Zero(model, stage, [*model["blocks"]], comm)
+        optimizer = trained(zero, model, cls, steps)
+        if load:
+            zeroshard.load(load, zero)
+        if state_dict is not None:
+            optimizer.load_state_dict(state_dict)
+        if path:
+            zeroshard.save(path, zero, step=steps)
+        return zero.state_dict(), zero.optim_state_dict()
+
+    return run_threads(on_rank, world_size)[0]
+
+
+def assert_states_converted(before, after):
+    """``after`` are a parameter's states ``before``, in another form; corrections are compared with the weights."""
+    in_codes = any(kind.endswith("_codes") for kind in after)
+    expected = as_codes(before, 256) if in_codes else as_values(before)
+    assert expected.keys() - {"correction"} == after.keys() - {"correction"}
+    for kind in after.keys() - {"correction"}:
+        assert torch.equal(after[kind], torch.as_tensor(expected[kind])), kind
+
+
+@pytest.mark.parametrize(("cls", "dtype", "other", "to"), BOTH_WAYS)
+def test_a_checkpoint_is_loaded_into_the_other_class_at_another_stage_and_world_size(
+    tmp_path, caplog, cls, dtype, other, to
+):
+    path = str(tmp_path / "saved")
+    weights, saved = run(4, 3, cls, dtype, steps=3, path=path)
+    with caplog.at_level(logging.WARNING, "zeroshard.checkpoint"):
+        found, loaded = run(2, 1, other, to, load=path)
+    (line,) = caplog.messages
+    assert line.startswith(f"load: states are converted to those of {other.__name__}: ")
+    assert len(saved["state"]) == len(loaded["state"]) == 6
+    numbers = dict(zip(order(net(FP32), cls), saved["state"], strict=True))
+    for name, weight in weights.items():
+        before, after = saved["state"][numbers[name]], loaded["state"][numbers[name]]
+        assert_states_converted(before, after)
+        assert ("correction" in after) == (other is FlashAdamW)
+        exact = joined(weight, before["correction"]) if "correction" in before else weight.float()
+        kept = joined(found[name], after["correction"]) if "correction" in after else found[name].float()
+        assert (exact - kept).abs().max() <= exact.abs().max() * 2.0**-15
+        assert to is BF16 or torch.equal(exact, kept)
+
+
+def order(model, cls):
+    """Names of a model's parameters in the order of an optimizer's groups."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    if not issubclass(cls, MuonAdamW):
+        return list(names.values())
+    groups = muon_groups(model.named_parameters(), 0.1, ["blocks"])
+    return [names[id(param)] for group in groups for param in group["params"]]
+
+
+@pytest.mark.parametrize(("cls", "dtype", "other", "to"), BOTH_WAYS)
+def test_a_full_state_dict_is_loaded_into_the_other_class(cls, dtype, other, to):
+    _, saved = run(2, 2, cls, dtype, steps=2)
+    _, loaded = run(4, 3, other, to, state_dict=saved)
+    assert loaded["param_groups"][0]["lr"] == 0.01
+    assert ("block" in loaded["param_groups"][0]) == (other.__name__ not in ("AdamW", "MuonAdamW"))
+    for state, own in zip(saved["state"].values(), loaded["state"].values(), strict=True):
+        assert_states_converted(state, own)
+        assert not own.get("correction", torch.zeros(1)).any()
+
+
+def test_a_checkpoint_in_8_bits_is_read_as_it_is_by_its_own_class(tmp_path, caplog):
+    path = str(tmp_path / "saved")
+    weights, saved = run(4, 3, FlashAdamW, BF16, steps=2, path=path)
+    found, loaded = run(2, 2, FlashAdamW, BF16, load=path)
+    assert not caplog.messages
+    assert all(torch.equal(found[name], weight) for name, weight in weights.items())
+    for state, own in zip(saved["state"].values(), loaded["state"].values(), strict=True):
+        assert all(torch.equal(own[kind], value) for kind, value in state.items())
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.RMSprop])
+def test_states_of_another_rule_are_refused_in_one_line(tmp_path, cls):
+    path = str(tmp_path / "saved")
+    run(1, 0, AdamW8bit, FP32, steps=1, path=path)
+    with pytest.raises(UserError, match=f"{cls.__name__} keeps .*saved are .*exp_avg_codes.*states of another"):
+        run(1, 0, cls, FP32, load=path)
+
+
+@pytest.mark.parametrize("numel", [1, 2, 15, 16, 17, 255, 256, 257, 1000, 4096, 5000])
+def test_the_number_of_scales_tells_the_elements_of_a_block(numel):
+    for block in (2**exponent for exponent in range(4, 13)):
+        found = block_of(numel, num_blocks(numel, block))
+        assert found == block or (num_blocks(numel, block) == 1 and found >= numel)
+
+
+def test_an_average_of_weights_in_bf16_is_loaded_beside_weights_in_fp32(tmp_path):
+    path = str(tmp_path / "saved")
+    model = net(BF16)
+    zero = Zero(model, 3, [*model["blocks"]], NullCommunicator(1))
+    trained(zero, model, FlashAdamW, 1)
+    average = zero.ema(0.5)
+    average.update()
+    zeroshard.save(path, zero, step=1)
+    other = net(FP32)
+    again = Zero(other, 3, [*other["blocks"]], NullCommunicator(1))
+    again.optimizer(torch.optim.AdamW)
+    found = again.ema(0.5)
+    zeroshard.load(path, again)
+    with average.weights(), found.weights():
+        kept = again.state_dict()
+        assert all(torch.equal(kept[name].bfloat16(), value) for name, value in zero.state_dict().items())
