@@ -6,13 +6,11 @@ import pytest
 import torch
 
 from zeroshard.errors import UserError
-from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.planner.plan import plan
 from zeroshard.lab.planner.planner import planner_for
 from zeroshard.lab.planner.remedy import ENOUGH, remedies
 from zeroshard.lab.predict.conversions import CONVERSIONS
 from zeroshard.lab.predict.outer_steps import outer_step_messages
-from zeroshard.train.config.validate import validate
 from zeroshard.zero import LocalSteps
 
 SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 64}
@@ -113,16 +111,3 @@ def test_a_plan_may_have_local_steps(planner):
         plan("gpt2-demo", **given, local_steps=LocalSteps(32))
     with pytest.raises(UserError, match="nothing fits on 8 x a100-80gb"):
         remedies(replace(planner, headroom=0.9999999), (0, 1, 2, 3))
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"local_steps": {"every": 8}}, r"local_steps.every: 8 needs several replicas, and without a shard_size all"),
-        ({"local_steps": {"every": 8}, "shard_size": 4, "ask": "remedy"}, r"ask: answers of steps alone"),
-        ({"local_steps": {"every": 8}, "shard_size": 4, "dry_run": True}, r"dry_run: answers of steps alone"),
-    ],
-)
-def test_questions_that_make_no_sense_are_refused(given, words):
-    with pytest.raises(UserError, match=words):
-        validate(PlanConfig, given)
