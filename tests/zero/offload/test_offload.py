@@ -6,7 +6,7 @@ import gc
 import os
 import threading
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -152,6 +152,8 @@ PLACES = {
     "weights too": Offload(weights="host"),
     "disk": Offload("disk", "disk", path="offload"),
     "states on disk": Offload("disk", "host", fraction=0.6, path="offload"),
+    "all on disk": Offload("disk", "disk", "disk", "disk", path="offload"),
+    "grads on disk": Offload(grads="disk", fraction=0.5, path="offload"),
 }
 _plain = {}
 
@@ -171,8 +173,8 @@ def test_the_bits_are_those_without_offloading(
     monkeypatch.chdir(tmp_path)
     case = Case(world_size, stage, optimizer, bfloat16, accumulation, around)
     offload = PLACES[place]
-    if offload.weights == "host" and (stage < 3 or around == "restage"):
-        offload = PLACES["all"]
+    if offload.weights != "device" and (stage < 3 or around == "restage"):
+        offload = replace(offload, weights="device")
     if case not in _plain:
         _plain[case] = case.run(None)
     monkeypatch.setattr(placement, "Executor", EXECUTORS[executor])
@@ -271,7 +273,7 @@ def _meeting(comm, stage, what, offload):
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("place", ["host", "disk"])
+@pytest.mark.parametrize("place", ["host", "disk", "all on disk"])
 @pytest.mark.parametrize("executor", ["late", "thread"])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("what", MEETS)
@@ -281,11 +283,12 @@ def test_what_an_engine_can_do_it_does_with_state_away(what, stage, executor, pl
         stage = 1
     if "secondary_shard_size" in settings:
         stage = 3
+    rest = "disk" if place == "all on disk" else "host"
     offload = Offload(
-        *(place, place),
-        grads="device" if "reproducible" in settings else "host",
-        weights="host" if stage == 3 else "device",
-        path=tmp_path if place == "disk" else None,
+        *[place.removeprefix("all on ")] * 2,
+        grads="device" if "reproducible" in settings else rest,
+        weights=rest if stage == 3 else "device",
+        path=tmp_path if "disk" in place else None,
     )
     expected = run_threads(lambda comm: _meeting(comm, stage, what, None), 4, timeout_s=120)
     monkeypatch.setattr(placement, "Executor", EXECUTORS[executor])
@@ -325,7 +328,14 @@ def test_what_was_saved_is_loaded_with_and_without_offloading(tmp_path):
 
 REFUSED = {
     "offload.optimizer: 'lap' is no place for it; choose device, host, disk": {"optimizer": "lap"},
-    "offload.grads: 'disk' is no place for it; choose device, host": {"grads": "disk"},
+    "offload.grads: 'lap' is no place for it; choose device, host, disk": {"grads": "lap"},
+    "offload.grads: 'disk' with master='device'; set optimizer and master to 'disk'": {
+        "optimizer": "device",
+        "master": "device",
+        "grads": "disk",
+        "path": "/tmp",
+    },
+    "offload.weights: 'disk' with master='host'; set master to 'disk'": {"weights": "disk"},
     "offload.optimizer: 'device' with master='host': the update needs both": {"optimizer": "device"},
     "offload.master: 'device' with optimizer='host': the update needs both": {"master": "device"},
     "offload.grads: 'host' with master='device'": {"optimizer": "device", "master": "device"},

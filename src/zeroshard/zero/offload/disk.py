@@ -1,8 +1,8 @@
 """Optimizer states and master weights in a file: read and written a unit at a time, while another unit is updated.
 
-Each rank has one file. A unit's tensors lie in it in one or more extents (its master weights, and the states that its
-first step made), which begin at a multiple of `BLOCK_BYTES` and never move; in memory there are three slots, each for
-all extents of a unit:
+Each rank has one file. A unit's tensors lie in it in one or more extents (its master weights, its reduced gradients,
+and the states that its first step made), which begin at a multiple of `BLOCK_BYTES` and never move; in memory there are
+three slots, each for all extents of a unit:
 
     file    | unit 0 | unit 1 | unit 2 | unit 3 | ...
     slots         writing back  updated   read ahead
@@ -115,6 +115,7 @@ class _Extent(NamedTuple):
     num_bytes: int
     spec: Spec
     pages: weakref.ref[mmap.mmap]
+    is_input: bool  # read with the unit, and not written back with it
 
 
 @dataclass(eq=False)
@@ -157,6 +158,7 @@ class DiskStates:
         self._next: dict[Hashable, Hashable] = {}  # the unit that is read after each
         self._slots: list[_Slot] = []  # the one used longest ago first
         self._writing: dict[Hashable, list[Future[None]]] = {}
+        self._arriving: weakref.WeakKeyDictionary[Any, list[Future[None]]] = weakref.WeakKeyDictionary()  # inputs
         self._free: list[tuple[int, int]] = []  # `(start, bytes)` of extents that nothing shows any more
         self.num_bytes = self.bytes_read = self.bytes_written = 0
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -194,8 +196,47 @@ class DiskStates:
             UserError: the disk does not have the room.
             OSError: an earlier write failed.
         """
+        extent, pages = self._add(unit, tuple((tensor.numel(), tensor.dtype) for tensor in tensors), is_input=False)
+        places = list(_tensors(pages, extent.spec, 0))
+        for place, tensor in zip(places, tensors, strict=True):
+            place.copy_(tensor)
+        pages.flush()
+        self._drop_pages(extent)
+        return places
+
+    def add_input(self, unit: Hashable, numel: int, dtype: torch.dtype) -> Tensor:
+        """Give a unit one tensor, ``[numel]``, that `read` returns too, and that `write_input` alone writes.
+
+        Returns it there, and raises, as `add`.
+        """
+        _, pages = self._add(unit, ((numel, dtype),), is_input=True)
+        return torch.frombuffer(pages, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
+
+    def write_input(self, unit: Hashable, values: memoryview, after: Callable[[], None] | None) -> list[Future[None]]:
+        """Begin to write a unit's input; any thread may call it, while no walk is about to read the unit.
+
+        Args:
+            unit: its last tensor of `add_input` is written.
+            values: all bytes of its extent, in pages of their own; they may change once what is returned is over.
+            after: waits until they are there; None: they are.
+        """
+        extent = next(extent for extent in reversed(self._units[unit]) if extent.is_input)
+        cuts = range(0, extent.num_bytes, PIECE_BYTES)
+        parts = [(values[at : min(at + PIECE_BYTES, extent.num_bytes)], extent.start + at) for at in cuts]
+        pieces = [self._threads.submit(_write_after, after, self._file, self.path, *part) for part in parts]
+        self._arriving[unit] = pieces
+        self.bytes_written += extent.num_bytes
+        return pieces
+
+    @property
+    def input_bytes(self) -> list[int]:
+        """The bytes of each unit's inputs in the file, of those that have any."""
+        units = [sum(each.num_bytes for each in extents if each.is_input) for extents in list(self._units.values())]
+        return [num_bytes for num_bytes in units if num_bytes]
+
+    def _add(self, unit: Hashable, spec: Spec, *, is_input: bool) -> tuple[_Extent, mmap.mmap]:
+        """Give a unit a further extent, and show it."""
         self._give_up(unit)
-        spec = tuple((tensor.numel(), tensor.dtype) for tensor in tensors)
         num_bytes = extent_bytes(spec)
         start = self._place(num_bytes)
         try:
@@ -203,14 +244,9 @@ class DiskStates:
         except OSError as error:
             raise _named(error, self.path) from None
         weakref.finalize(pages, self._free.append, (start, num_bytes)).atexit = False
-        places = list(_tensors(pages, spec, 0))
-        for place, tensor in zip(places, tensors, strict=True):
-            place.copy_(tensor)
-        extent = _Extent(start, num_bytes, spec, weakref.ref(pages))
-        pages.flush()
-        self._drop_pages(extent)
+        extent = _Extent(start, num_bytes, spec, weakref.ref(pages), is_input)
         self._units.setdefault(unit, []).append(extent)
-        return places
+        return extent, pages
 
     def expect(self, units: Sequence[Hashable]) -> None:
         """Begin a walk: these units will be read, in this order. Pages that were touched since the last are dropped."""
@@ -243,7 +279,12 @@ class DiskStates:
         slot.is_dirty = True
         slot.writing = self._begin(slot, _write)
         self._writing[unit] = slot.writing
-        self.bytes_written += self._bytes_of(unit)
+        self.bytes_written += sum(extent.num_bytes for extent in self._units[unit] if not extent.is_input)
+
+    def forget_pages(self, unit: Hashable) -> None:
+        """Let the kernel have the memory of what was read through views of a unit; any thread may call it."""
+        for extent in self._units[unit]:
+            self._drop_pages(extent)
 
     def wait(self, unit: Hashable) -> None:
         """Wait until the unit's last write is over; any thread may call it.
@@ -335,6 +376,8 @@ class DiskStates:
         return slot
 
     def _begin_reading(self, unit: Hashable) -> _Slot:
+        for piece in self._arriving.pop(unit, ()):
+            piece.result()  # raises before a slot is taken
         slot = self._free_slot(unit)
         slot.reading = self._begin(slot, _read)
         self.bytes_read += self._bytes_of(unit)
@@ -343,7 +386,7 @@ class DiskStates:
     def _begin(self, slot: _Slot, copy: Callable[[int, Path, memoryview, int], None]) -> list[Future[None]]:
         view, parts = memoryview(slot.memory), list[tuple[memoryview, int]]()
         for extent in self._units[slot.unit]:
-            cuts = range(0, extent.num_bytes, PIECE_BYTES)
+            cuts = range(0, 0 if extent.is_input and copy is _write else extent.num_bytes, PIECE_BYTES)
             parts += [(view[at : min(at + PIECE_BYTES, extent.num_bytes)], extent.start + at) for at in cuts]
             view = view[extent.num_bytes :]
         return [self._threads.submit(copy, self._file, self.path, part, at) for part, at in parts]
@@ -456,6 +499,12 @@ def _write(file: int, path: Path, data: memoryview, at: int) -> None:
         except OSError as error:
             raise _named(error, path) from None
         data, at = data[done:], at + done
+
+
+def _write_after(after: Callable[[], None] | None, file: int, path: Path, data: memoryview, at: int) -> None:
+    if after is not None:
+        after()
+    _write(file, path, data, at)
 
 
 def _named(error: OSError, path: Path) -> OSError:

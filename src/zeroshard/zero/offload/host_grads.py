@@ -3,6 +3,9 @@
 On a GPU each reduction's result is copied down, after the partial norms of its shards are computed on the device in the
 order that they always have. Clipping multiplies nothing at once: the factor is applied by the update, on its thread, or
 by whoever asks for `reduced` before. Either way each element is rounded once, as without offloading.
+
+Gradients whose place is the rank's file (``grads="disk"``) go there as they arrive, on any device, also after their
+norms. `reduced` is then a view of the file, and what arrives in addition is added up in memory and written again.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from zeroshard.zero.buffers.flat_grads import FlatGrads
 from zeroshard.zero.core.gradients import norm_of
 from zeroshard.zero.core.layout import Piece, view_of
 from zeroshard.zero.offload.executor import Update
+from zeroshard.zero.offload.on_disk import UnitOnDisk
 from zeroshard.zero.offload.staging import Staging
 
 HOST = torch.device("cpu")
@@ -31,9 +35,18 @@ class HostGrads(FlatGrads):
         update: of the group: what it reads is not changed before it is over.
         at_once: whether each reduction's result goes to the host; else what is there at the end of a backward does.
         staging: says what may be page-locked, and keeps what is being copied down.
+        stored: what the group has in the rank's file, if anything.
     """
 
-    def __init__(self, *args: Any, update: Update, at_once: bool, staging: Staging, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        update: Update,
+        at_once: bool,
+        staging: Staging,
+        stored: UnitOnDisk | None,
+        **kwargs: Any,
+    ) -> None:
         self.update, self._at_once, self._staging = update, at_once, staging
         self._reduced: Tensor | None = None
         self._factor: tuple[Tensor, Mark] | None = None  # by which `_reduced` is still to be multiplied
@@ -41,6 +54,8 @@ class HostGrads(FlatGrads):
         self._partials: tuple[int, Tensor] | None = None  # version of `_reduced`, and its shards' 2-norms
         self._memory: Tensor | None = None  # page-locked, of the size of `_reduced`
         super().__init__(*args, **kwargs)
+        numel = self._own_slice.stop - self._own_slice.start
+        self._stored = stored if stored is not None and stored.place_grads(numel, self.reduced_dtype) else None
 
     @property
     def reduced(self) -> Tensor | None:  # an attribute of `Gradients`, which waits here
@@ -50,7 +65,7 @@ class HostGrads(FlatGrads):
             if self._landing is not None:
                 self._landing.synchronize()
                 self._landing = None
-            self.take_factor()()
+            self._apply_factor()
             self._partials = None  # who asks may write, and no version counts what is written through `param.grad`
         return self._reduced
 
@@ -77,18 +92,39 @@ class HostGrads(FlatGrads):
             self._factor = self._staging.number(factor)
 
     def take_factor(self) -> Callable[[], None]:
-        """Return what applies the factor that is left, as the update does; nobody else will."""
-        factor, self._factor, reduced, landing = self._factor, None, self._reduced, self._landing
+        """Return what applies the factor that is left, as the update does; nobody else will.
+
+        An update of gradients in the file multiplies its copy of them. So the factor stays, for who asks later.
+        """
+        factor, reduced, landing, stored = self._factor, self._reduced, self._landing, self._stored
+        if stored is None:
+            self._factor = None
 
         def apply() -> None:
             number, known = factor if factor is not None else (None, None)
             for mark in (landing, known):
                 if mark is not None:
                     mark.synchronize()
-            if number is not None and reduced is not None:
+            if number is None or reduced is None:
+                return
+            if stored is None:
                 reduced.mul_(number.to(reduced.device))
+            else:
+                stored.factor = number
 
         return apply
+
+    def _apply_factor(self) -> None:
+        """Multiply by the factor that is left, once it and the gradients are there."""
+        if self._stored is None:
+            self.take_factor()()
+            return
+        factor, self._factor = self._factor, None
+        if factor is not None and self._reduced is not None:
+            number, known = factor
+            if known is not None:
+                known.synchronize()
+            self._reduced.mul_(number.to(self._reduced.device))
 
     def norms(self, norm_type: float) -> Tensor:
         """``[len(shards)]``: the p-norm of each of the `shards`, computed on the device.
@@ -116,7 +152,7 @@ class HostGrads(FlatGrads):
         return super()._target(local)
 
     def _keep(self, arrived: Tensor) -> None:
-        if self.device == HOST:
+        if self.device == HOST and self._stored is None:
             super()._keep(arrived)
         elif self._reduced is None:
             self._reduced = arrived.to(self.reduced_dtype)
@@ -127,15 +163,32 @@ class HostGrads(FlatGrads):
         elif arrived is not self._reduced:
             reduced = self.reduced
             assert reduced is not None
-            reduced.add_(arrived.to(reduced.device))
+            arrived = arrived.to(reduced.device)
+            if self._stored is None:
+                reduced.add_(arrived)
+            else:
+                self._reduced = torch.add(reduced, arrived).to(reduced.dtype)
+                self.land()
 
     def land(self) -> None:
-        """Begin to copy what is on the device to the host."""
-        there = self._reduced
-        if there is None or there.device == HOST:
+        """Begin to copy what is on the device to the host, or what is in memory to the file."""
+        there, stored = self._reduced, self._stored
+        if there is None or (there.device == HOST if stored is None else there is stored.grads):
             return
         self.update.wait()
         partials = torch.stack([norm_of(shard, 2.0) for shard in self.shards_of(there)])
+        if stored is not None:
+            self._landing = stored.send_grads(there)
+            self._reduced = stored.grads
+        else:
+            self._copy_down(there)
+        assert self._reduced is not None
+        self._partials = (self._reduced._version, partials) if there.device == self.device else None
+        if self.keep_local and not self.pending:
+            self._local, self._views = None, []
+
+    def _copy_down(self, there: Tensor) -> None:
+        """Begin to copy ``there``, on the device, to memory of the host."""
         if self._memory is None or self._memory.numel() != there.numel():
             num_bytes = room(there.nbytes)
             slab = Slab(num_bytes, device=self.device, pinned=self._staging.pins(num_bytes))
@@ -146,9 +199,6 @@ class HostGrads(FlatGrads):
             self._landing = streams.mark()
         self._staging.leaves(there, self._landing)
         self._reduced = self._memory
-        self._partials = self._memory._version, partials
-        if self.keep_local and not self.pending:
-            self._local, self._views = None, []
 
     def shards_of(self, reduced: Tensor) -> list[Tensor]:
         """As `shards`, of this tensor."""

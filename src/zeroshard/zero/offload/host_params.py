@@ -2,8 +2,9 @@
 
 master    fp32, on the host; the update changes it there
   | cast on the host, one copy up after each step
-shard     compute dtype: of stage 3, on the device, or (``weights="host"``) on the host and copied for each gather;
-          of other stages, this rank's slice of the unsharded weights itself
+shard     compute dtype: of stage 3, on the device, or (``weights="host"``) on the host and copied for each gather,
+          or (``weights="disk"``) nowhere: each gather casts the master, which is in a file; of other stages, this
+          rank's slice of the unsharded weights itself
   | all-gather
 full      unsharded weights, on the device
 """
@@ -77,6 +78,11 @@ class HostParams(FlatParams):
         if self.full.device == HOST:
             self.transport.take_update(self.full if self.full.untyped_storage().nbytes() else None, master)
 
+    def _gather(self) -> None:
+        super()._gather()
+        if self._stored is not None:  # from which the master may have been read
+            self._stored.read_through()
+
     def wait_for_unshard(self) -> None:
         """Wait for the gather in flight, and remember what the weights then are."""
         arrives = self.gather_in_flight
@@ -110,11 +116,11 @@ class HostTransport(WeightTransport):
     Args:
         inner: that transport.
         facts: of the buffer.
-        streamed: whether, at stage 3, the shard in the compute dtype stays on the host too.
+        place: of the shard in the compute dtype at stage 3: ``"device"``, ``"host"`` or ``"disk"``.
         staging: page-locked memory for what is copied up.
     """
 
-    def __init__(self, inner: WeightTransport, facts: BufferFacts, *, streamed: bool, staging: Staging) -> None:
+    def __init__(self, inner: WeightTransport, facts: BufferFacts, *, place: str, staging: Staging) -> None:
         super().__init__(inner.comm, inner.layout)
         self._inner, self._staging = inner, staging
         self.form, self.in_flight, self.resident = inner.form, inner.in_flight, inner.resident
@@ -123,16 +129,16 @@ class HostTransport(WeightTransport):
         self._sent_at: Mark = None  # behind the last copy up of a shard that stays on the host
         self._is_cast = False  # whether the update has left its result where the next gather needs it
         self._shards_optim = inner.comm.world_size > 1 and facts.strategy.optim is SHARD
-        if facts.strategy.params is SHARD and inner.comm.world_size > 1 and inner.form is None:
+        if facts.strategy.params is SHARD and inner.comm.world_size > 1 and inner.form is None and place != "disk":
             dtype, numel = facts.precision.compute_dtype(facts.dtype), self._own.stop - self._own.start
-            if streamed:
+            if place == "host":
                 slab = Slab(
                     room(numel * dtype.itemsize), device=facts.device, pinned=staging.pins(numel * dtype.itemsize)
                 )
                 self.on_host = [slab.take(numel, dtype)]
             else:
                 self.resident = [*inner.resident, torch.empty(numel, dtype=dtype, device=facts.device)]
-            self._shard = self.on_host[0] if streamed else self.resident[-1]
+            self._shard = self.on_host[0] if place == "host" else self.resident[-1]
 
     def prepare(self, full: Tensor, master: Tensor, *, changed: bool) -> None:
         """Bring the shard to the device, if that is older than the master, and have it made ready there."""

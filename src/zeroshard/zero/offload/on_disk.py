@@ -1,4 +1,4 @@
-"""Units whose master weights or optimizer states are in the rank's file; a step has one of them in memory at a time.
+"""Units whose state is in the rank's file: master weights, optimizer states, gradients; a step has one in memory.
 
     between steps   pieces and ``optimizer.state`` show views of the file: [Note: Views of the file] in `disk`
     an update       `DiskOperands.bring` shows copies in a slot, `take_back` writes them and shows the file again
@@ -6,6 +6,9 @@
 So whatever reads or writes state outside of a step works as with state in memory. States are made by a class's first
 step, or by a load, as ordinary tensors: `UnitOnDisk.keep` moves them to the file. Numbers (a step count) stay in
 memory. A class from elsewhere, which steps once on all units, steps on the views.
+
+Reduced gradients are written when they arrive, and only read by the update, so a clip factor multiplies the copy that
+the update has. It stays to be applied to the file, if anybody asks for the gradients later (`HostGrads`).
 """
 
 from __future__ import annotations
@@ -20,12 +23,14 @@ from zeroshard.torch_internals import storage_id
 from zeroshard.zero.core.layout import view_of
 from zeroshard.zero.core.optimizer import StepOperands
 from zeroshard.zero.offload.disk import DiskStates
+from zeroshard.zero.offload.grad_slots import GradSlots, Landing
 
 
 class StoredGroup(Protocol):
     """A group with anything in the file: `zeroshard.zero.offload.placement.HostGroup` is one."""
 
     params: Any
+    grads: Any
     stored: UnitOnDisk
 
     @property
@@ -54,16 +59,39 @@ class UnitOnDisk:
     Args:
         file: the rank's.
         masters, states: which of the two are kept there.
+        slots: memory through which reduced gradients go there; None: they do not.
+
+    Attributes:
+        grads: the reduced gradients in the file, ``[own_numel]``; None: they are not there.
+        factor: by which an update multiplies them, 0-dim; None: by nothing.
     """
 
-    def __init__(self, file: DiskStates, *, masters: bool, states: bool) -> None:
-        self.file, self.masters, self.states = file, masters, states
+    def __init__(self, file: DiskStates, *, masters: bool, states: bool, slots: GradSlots | None = None) -> None:
+        self.file, self.masters, self.states, self._slots = file, masters, states, slots
+        self.grads: Tensor | None = None
+        self.factor: Tensor | None = None
+        self._own_grads: list[tuple[nn.Parameter, Tensor]] = []  # what pieces show outside of the update
         self._kept: list[_Kept] = []
         self._brought: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
 
     def take_master(self, values: Tensor) -> Tensor:
         """Return ``values [numel]`` in the file; nothing else is there yet."""
         return self.file.add(self, [values])[0]
+
+    def place_grads(self, numel: int, dtype: torch.dtype) -> bool:
+        """Give reduced gradients a place in the file, if they are to be there; return whether they are."""
+        if self._slots is not None:
+            self.grads = self.file.add_input(self, numel, dtype)
+        return self.grads is not None
+
+    def send_grads(self, values: Tensor) -> Landing:
+        """Begin to write reduced gradients, on any device, to the file."""
+        assert self._slots is not None
+        return self._slots.send(self, values)
+
+    def read_through(self) -> None:
+        """Let go of the memory of what was read through views of the file."""
+        self.file.forget_pages(self)
 
     def wait(self) -> None:
         """Wait until views of the file show what the last update has written."""
@@ -113,6 +141,14 @@ class UnitOnDisk:
             self._master = next(copies)
             for piece, own in zip(group.params.pieces, group.shards_now, strict=True):
                 own.data = view_of(self._master, piece.offset - group.params.master_offset, piece.shape)
+        if self.grads is not None:
+            grads = next(copies)
+            if self.factor is not None:
+                grads.mul_(self.factor)
+            for piece, own in zip(group.params.pieces, group.shards_now, strict=True):
+                if own in stepped and own.grad is not None:
+                    self._own_grads.append((own, own.grad))
+                    own.grad = view_of(grads, piece.offset - group.grads.offset, piece.shape)
         for kept, copied in zip(self._kept, copies, strict=True):
             if kept.optimizer is optimizer and kept.piece in stepped and not kept.is_vacant:
                 state, brought = optimizer.state[kept.piece], shaped_like(copied, kept.shown)
@@ -129,6 +165,9 @@ class UnitOnDisk:
             if now is brought:
                 state[kind] = shown
         self._brought = []
+        for own, shown in self._own_grads:
+            own.grad = shown
+        self._own_grads, self.factor = [], None
         if self in self.file:
             if self.masters:
                 assert group is not None

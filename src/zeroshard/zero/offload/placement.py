@@ -26,6 +26,7 @@ from zeroshard.zero.core.units import Named
 from zeroshard.zero.core.weights import WeightTransport
 from zeroshard.zero.offload.disk import DiskStates
 from zeroshard.zero.offload.executor import Executor, Job, Update
+from zeroshard.zero.offload.grad_slots import GradSlots
 from zeroshard.zero.offload.host_grads import HostGrads
 from zeroshard.zero.offload.host_params import HostParams, HostTransport
 from zeroshard.zero.offload.on_disk import DiskOperands, UnitOnDisk
@@ -51,7 +52,7 @@ class HostGroup(FlatGroup):
     def __init__(self, name: str, *args: Any, members: HostMembers, **kwargs: Any) -> None:
         self._at, self.update = members, Update(name, members.executor)
         places, file = members.settings, members.file
-        on_disk = {"masters": places.master == "disk", "states": places.optimizer == "disk"}
+        on_disk = {"masters": places.master == "disk", "states": places.optimizer == "disk", "slots": members.slots}
         self.stored: UnitOnDisk = None if file is None else UnitOnDisk(file, **on_disk)  # ty: ignore[invalid-assignment] -- of a group without, nobody asks
         super().__init__(name, *args, members=members, **kwargs)
 
@@ -59,13 +60,13 @@ class HostGroup(FlatGroup):
         self, facts: BufferFacts, params: Named, init: Init | None, transport: WeightTransport, *, frozen: bool
     ) -> FlatParams:
         settings, at = (facts.strategy, facts.rank_groups, facts.precision, init, facts.layout), self._at
-        host = HostTransport(transport, facts, streamed=at.settings.weights == "host", staging=at.staging)
+        host = HostTransport(transport, facts, place=at.settings.weights, staging=at.staging)
         own = {"update": self.update, "stored": self.stored}
         return HostParams(facts.name, params, *settings, frozen=frozen, transport=host, **own)
 
     def _gradients(self, facts: BufferFacts, reducer: StatefulReducer) -> FlatGrads:
-        settings, at_once = (facts.layout, facts.strategy, facts.rank_groups), self._at.settings.grads == "host"
-        own = {"update": self.update, "at_once": at_once, "staging": self._at.staging}
+        settings, at_once = (facts.layout, facts.strategy, facts.rank_groups), self._at.settings.grads != "device"
+        own = {"update": self.update, "at_once": at_once, "staging": self._at.staging, "stored": self.stored}
         return HostGrads(facts.name, *settings, **gradient_settings(facts), reducer=reducer, **own)
 
     @property
@@ -78,11 +79,9 @@ class HostGroup(FlatGroup):
 
     def category(self, kind: str, value: Tensor | None = None) -> str:
         """As of a `FlatGroup`: of what is in a file, ``disk_...``."""
-        settings = self._at.settings
-        in_file = settings.optimizer if kind == "optimizer" and value is not None and value.dim() else settings.master
-        is_stored = in_file == "disk" and (
-            kind == "master" or (kind == "optimizer" and value is not None and value.dim())
-        )
+        is_stored = getattr(self._at.settings, kind) == "disk"
+        if kind == "optimizer":  # numbers stay in memory
+            is_stored = is_stored and value is not None and value.dim() > 0
         return f"disk_{kind}" if is_stored else super().category(kind, value)
 
     @property
@@ -114,10 +113,16 @@ class HostMembers(Members):
     """The members of a unit whose state is away: ``others``' ones, in groups of their own if they are trained."""
 
     def __init__(
-        self, others: Members, settings: Offload, executor: Executor, staging: Staging, file: DiskStates | None
+        self,
+        others: Members,
+        settings: Offload,
+        executor: Executor,
+        staging: Staging,
+        file: DiskStates | None,
+        slots: GradSlots | None,
     ) -> None:
         self._others, self.settings, self.executor, self.staging = others, settings, executor, staging
-        self.file = file
+        self.file, self.slots = file, slots
 
     def transport(self, buffer: BufferFacts) -> WeightTransport:
         """That of the others."""
@@ -139,6 +144,7 @@ class Placement(Observer):
 
     def __init__(self, settings: Offload, file: DiskStates | None = None) -> None:
         self.settings, self.executor, self.staging = settings, Executor(), Staging(settings.pinned_bytes)
+        self._grad_slots = None if file is None or settings.grads != "disk" else GradSlots(file, self.staging)
         self.file, self._file_is_written = file, Update("after which the file is complete", self.executor)
         self._stored: dict[nn.Parameter, HostGroup] = {}  # pieces with anything in the file
         self._runtime: Runtime | None = None
@@ -146,7 +152,7 @@ class Placement(Observer):
     def members(self, numels: Sequence[int], others: Members) -> list[Members]:
         """For units in the order of the forward, by their numbers of elements: each one's members."""
         num_away = self.settings.units_away(numels)
-        own = HostMembers(others, self.settings, self.executor, self.staging, self.file)
+        own = HostMembers(others, self.settings, self.executor, self.staging, self.file, self._grad_slots)
         return [others] * (len(numels) - num_away) + [own] * num_away
 
     def attach(self, runtime: Runtime, observers: list[Observer]) -> None:
@@ -159,12 +165,12 @@ class Placement(Observer):
         runtime.complete_step = self.executor.drain
         runtime.gathers_in_turn = any(True for _ in self._groups())
         on_gpu = any(group.params.full.is_cuda for group in self._groups())
-        runtime.grads_leave = on_gpu and self.settings.grads == "host"
+        runtime.grads_leave = self.settings.grads == "disk" or (on_gpu and self.settings.grads == "host")
         runtime.apply_num_ahead()
         self.staging.streams = runtime.streams_of(self._groups())
         observers.append(self)
         if self.file is not None:
-            observers.append(Slots(self.file))
+            observers.append(Slots(self.file, self._grad_slots))
 
     def _groups(self) -> Iterator[HostGroup]:
         assert self._runtime is not None
@@ -245,13 +251,14 @@ class Slots(Observer):
 
     category = "host_slots"
 
-    def __init__(self, file: DiskStates) -> None:
-        self._file = file
+    def __init__(self, file: DiskStates, of_grads: GradSlots | None) -> None:
+        self._file, self._of_grads = file, of_grads
 
     @property
     def tensors(self) -> Sequence[tuple[str, Tensor]]:
         """One tensor for each slot."""
-        return [("", torch.frombuffer(slot, dtype=torch.uint8)) for slot in self._file.slots]
+        found = [torch.frombuffer(slot, dtype=torch.uint8) for slot in self._file.slots]
+        return [("", slot) for slot in (*found, *(self._of_grads.memory if self._of_grads is not None else ()))]
 
 
 def _twin(optimizer: Optimizer) -> Any:

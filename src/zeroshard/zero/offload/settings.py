@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 PLACES = {
     "optimizer": ("device", "host", "disk"),
     "master": ("device", "host", "disk"),
-    "grads": ("device", "host"),
-    "weights": ("device", "host"),
+    "grads": ("device", "host", "disk"),
+    "weights": ("device", "host", "disk"),
 }
 
 
@@ -34,8 +34,9 @@ class Offload:
     Attributes:
         optimizer, master: optimizer states and master weights: ``"device"``, ``"host"`` or ``"disk"``. Both leave the
             device, or none does.
-        grads: reduced gradients, until the optimizer steps: ``"device"`` or ``"host"``.
-        weights: at stage 3, this rank's shard of the weights in the compute dtype: ``"device"`` or ``"host"``.
+        grads: reduced gradients, until the optimizer steps: ``"device"``, ``"host"`` or ``"disk"``.
+        weights: at stage 3, this rank's shard of the weights in the compute dtype: ``"device"``, ``"host"``, or
+            ``"disk"``: there is none, as each gather reads the master weights in the file.
         fraction: the share of the rank's elements whose state leaves, as whole units, the last of the forward first:
             those that are used first stay, because their update has the least time. ``"auto"``: all; the trainer
             puts the planner's number in its place.
@@ -48,8 +49,8 @@ class Offload:
 
     optimizer: Literal["device", "host", "disk"] = "host"
     master: Literal["device", "host", "disk"] = "host"
-    grads: Literal["device", "host"] = "host"
-    weights: Literal["device", "host"] = "device"
+    grads: Literal["device", "host", "disk"] = "host"
+    weights: Literal["device", "host", "disk"] = "device"
     fraction: float | Literal["auto"] = "auto"
     pinned: int | str | None = None
     path: str | PathLike[str] | None = None
@@ -65,15 +66,20 @@ class Offload:
             what = f"'device' with {other}={getattr(self, other)!r}: the update needs both in one place"
             raise ValueError(f"offload.{stays}: {what}; set both to 'device', or neither")
         for field in ("grads", "weights"):
-            if self.master == "device" and getattr(self, field) == "host":
-                raise ValueError(f"offload.{field}: 'host' with master='device'; set optimizer and master to 'host'")
+            place = getattr(self, field)
+            if self.master == "device" and place != "device":
+                raise ValueError(
+                    f"offload.{field}: {place!r} with master='device'; set optimizer and master to {place!r}"
+                )
+        if self.weights == "disk" and self.master != "disk":
+            raise ValueError(f"offload.weights: 'disk' with master={self.master!r}; set master to 'disk'")
         if self.fraction != "auto":
             number = isinstance(self.fraction, int | float) and not isinstance(self.fraction, bool)
             if not number or not isfinite(self.fraction) or not 0 <= self.fraction <= 1:
                 raise ValueError(
                     f"offload.fraction: {self.fraction!r} is no share; give a number from 0 to 1, or 'auto'"
                 )
-        on_disk = "disk" in (self.optimizer, self.master)
+        on_disk = "disk" in (self.optimizer, self.master, self.grads)
         if on_disk and self.path is None:
             raise ValueError("offload.path: state goes to a disk, and no folder is given; name one on a fast disk")
         if self.path is not None and not on_disk:
@@ -108,14 +114,16 @@ class Offload:
         """
         if self.master == "device":
             return None
-        if self.weights == "host" and strategy.params.value != "shard":
-            raise ValueError(f"offload.weights: 'host' at {strategy.name}, which keeps whole weights; give stage=3")
+        if self.weights != "device" and strategy.params.value != "shard":
+            what = f"{self.weights!r} at {strategy.name}, which keeps whole weights"
+            raise ValueError(f"offload.weights: {what}; give stage=3")
         if local_steps:
             raise ValueError(
                 f"offload.master: {self.master!r} with local_steps, whose outer steps use it; leave one out"
             )
-        if self.grads == "host" and reproducible:
-            raise ValueError("offload.grads: 'host' with reproducible, whose exact sums stay; give grads='device'")
+        if self.grads != "device" and reproducible:
+            what = f"{self.grads!r} with reproducible, whose exact sums stay"
+            raise ValueError(f"offload.grads: {what}; give grads='device'")
         file = None
         if self.path is not None:
             file = loaded("zeroshard.zero.offload.disk", "file_of_rank")(Path(self.path), rank)
