@@ -197,6 +197,10 @@ def test_deepspeeds_settings_become_ours_and_what_is_ignored_is_said(tmp_path, c
             {"offload": {"state": "disk", "path": "/nvme"}},
         ),
         ({"offload_param": {"device": "nvme", "nvme_path": "/nvme"}}, {"offload": {"state": "all"}}),
+        (
+            {"offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme", "nvme_path": "/nvme"}},
+            {"offload": {"state": "disk-all", "path": "/nvme"}},
+        ),
         ({"offload_optimizer": {"ratio": 0.5, "buffer_count": 4}}, {}),
     ],
     ids=str,

@@ -176,6 +176,8 @@ def _offload(value: Any, theirs: Mapping[str, Any]) -> Became:
     if states == weights == "none":
         return {}, "off"
     if states == "nvme":
+        if weights == "nvme" and theirs.get(f"{_ZERO}stage") == 3:
+            return {"offload.state": "disk-all"}, "changed: gradients go to the file too"
         ours = {"offload.state": "disk"}
         return ours if weights == "none" else (ours, "changed: weights stay on the device, gradients on the host")
     ours = {"offload.state": "all" if weights != "none" and theirs.get(f"{_ZERO}stage") == 3 else "optimizer"}
@@ -185,6 +187,14 @@ def _offload(value: Any, theirs: Mapping[str, Any]) -> Became:
 def _folder(value: Any, theirs: Mapping[str, Any]) -> Became:
     is_used = theirs.get(f"{_ZERO}offload_optimizer.device") == "nvme"
     return {"offload.path": value} if is_used else "no optimizer state goes to a disk"
+
+
+def _weights_folder(value: Any, theirs: Mapping[str, Any]) -> Became:
+    if theirs.get(f"{_ZERO}offload_optimizer.device") != "nvme" or theirs.get(f"{_ZERO}stage") != 3:
+        return "weights do not go to a disk"
+    if theirs.get(f"{_ZERO}offload_optimizer.nvme_path", value) != value:
+        return "one file of each rank has weights and states: see offload_optimizer.nvme_path"
+    return {"offload.path": value}
 
 
 def _share(value: Any, theirs: Mapping[str, Any]) -> Became:
@@ -226,7 +236,7 @@ KEYS: dict[str, tuple[Kind, Becomes]] = {
     f"{_ZERO}offload_optimizer.nvme_path": (TEXT, _folder),
     f"{_ZERO}offload_optimizer.pin_memory": (SWITCH, lambda value, _: ({}, _PINNED)),
     f"{_ZERO}offload_param.device": (_PLACE, _offload),
-    f"{_ZERO}offload_param.nvme_path": (TEXT, lambda value, _: "weights do not go to a disk"),
+    f"{_ZERO}offload_param.nvme_path": (TEXT, _weights_folder),
     f"{_ZERO}offload_param.pin_memory": (SWITCH, lambda value, _: ({}, _PINNED)),
     "optimizer.type": (TEXT, _optimizer),
     f"{_OPTIM}lr": (NUMBER, _rate),

@@ -170,7 +170,7 @@ class Planner:
         times = self._unit_times(settings, buffers, micro_batch)
         trace = self.workload.trace(micro_batch, self.device.device_type)
         state, whole_state = self.workload.states
-        how = {"whole_optimizer": whole_state, "device_type": self.device.device_type}
+        how = {"whole_optimizer": whole_state, "precision": settings.precision}
         return Offloaded(
             offload.fraction if offload.fraction != "auto" else 1.0,
             host_bytes(step.before_update),

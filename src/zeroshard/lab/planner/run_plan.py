@@ -125,7 +125,7 @@ def _exact(job: Job, buffers: list[Buffer], settings: Settings) -> Planned:
         reproducible=job.reproducible,
     )
     parts = file_parts(
-        buffers, job.row, settings.rank, OPTIMIZER_STATES["AdamW"], job.offload, device_type=job.device_type
+        buffers, job.row, settings.rank, OPTIMIZER_STATES["AdamW"], job.offload, precision=settings.precision
     )
     return Planned(resident, _sent(job, found), outer_steps=_outer_steps(job, buffers), file_bytes=sum(parts))
 

@@ -261,7 +261,8 @@ class _Engine:
         groups: dict[str, list[FlatGroup]] = {name: [] for name in ("root", *names)}
         self._grads: dict[str, tuple[FlatGroup, int, Tensor]] = {}
         offload = settings.offload
-        goes_down = offload is not None and offload.grads == "host" and settings.device_type == "cuda"
+        on_gpu, place = settings.device_type == "cuda", "device" if offload is None else offload.grads
+        goes_down = place == "disk" or (place == "host" and on_gpu)
         away, leaving = buffers_away(buffers, offload) if goes_down else (), []
         for buffer in buffers:
             assert buffer.unit in groups, f"a unit that the trace does not know: {buffer.unit}"
@@ -351,9 +352,9 @@ _IN_BACKWARD = ("pre_backward", "grad", "backward_over")
 
 
 class _LeavingGrads(FlatGrads):
-    """Gradients that go to the host as they are reduced.
+    """Gradients that go to the host, or from memory of a CPU to a file, as they are reduced.
 
-    ``leaving`` is what is being copied, of all groups: its memory is free when the next one is reduced.
+    ``leaving`` is what is being copied from a GPU, of all groups: its memory is free when the next one is reduced.
     """
 
     def __init__(self, *args: Any, leaving: list[Tensor], **kwargs: Any) -> None:
@@ -361,7 +362,7 @@ class _LeavingGrads(FlatGrads):
         self._leaving = leaving
 
     def _keep(self, arrived: Tensor) -> None:
-        self._leaving[:] = [arrived]
+        self._leaving[:] = [arrived] if isinstance(self._streams, _Beside) else []
         if self.keep_local and not self.pending:
             self._local, self._views = None, []
 

@@ -15,8 +15,8 @@ With N elements of a buffer, padded to P = W * S for W shards of S elements, and
 
 State that is off the device (`zeroshard.zero.Offload`) is counted under categories of its own, `HOST` or `DISK`. Its
 master is then a tensor of its own in any case, and at stage 3 a shard of S c stays on the device, or, streamed, on the
-host. What is in a rank's file is no memory; that through which it goes is `SLOTS`, up to three times the largest unit's
-part of the file.
+host; ``weights="disk"`` has none. What is in a rank's file is no memory; that through which it goes is `SLOTS`: up to
+three times the largest unit's part of the file, and up to twice its gradients there.
 
 If an optimizer needs every tensor complete on one rank, S is the longest shard, and P may be much larger than N.
 
@@ -36,11 +36,12 @@ from zeroshard.zero.buffers.written_weights import bit_sums_bytes
 from zeroshard.zero.core.layout import Piece
 from zeroshard.zero.core.strategy import SHARD
 from zeroshard.zero.offload.disk import NUM_SLOTS, extent_bytes
+from zeroshard.zero.offload.grad_slots import NUM_GRAD_SLOTS
 
 # category of a kind of state -> that of the same kind on the host
 HOST = {"params": "host_params", "master": "host_master", "grads": "host_grads", "optimizer": "host_optimizer"}
 # those of what is in a rank's file; scalars stay on the host
-DISK = {"master": "disk_master", "optimizer": "disk_optimizer"}
+DISK = {"master": "disk_master", "grads": "disk_grads", "optimizer": "disk_optimizer"}
 SLOTS = "host_slots"
 SCALAR_BYTES = 4  # torch keeps a parameter's step count as one fp32 number
 WIDE_BYTES = 4  # fp32, in which 8-bit states are updated
@@ -158,14 +159,17 @@ def state_bytes(
         offload: which state is off the device; None: none is.
     """
     precision, buffers = precision or MixedPrecision(), list(buffers)
+    away = buffers_away(buffers, offload)
     total = {"params": 0, "grads": 0, "master": 0, "optimizer": 0}
     if offload is not None:
         total |= dict.fromkeys(_categories_away(offload), 0)
         if on_disk(offload):
-            how = {"whole_optimizer": whole_optimizer, "device_type": device_type}
-            parts = file_parts(buffers, strategy, rank, optimizer, offload, **how)
+            parts = file_parts(
+                buffers, strategy, rank, optimizer, offload, precision=precision, whole_optimizer=whole_optimizer
+            )
             total[SLOTS] = min(NUM_SLOTS, len(parts)) * max(parts, default=0)
-    away = buffers_away(buffers, offload)
+            grads = [_grads_in_file(b, strategy, rank, precision, offload) for b in buffers if b.name in away]
+            total[SLOTS] += min(NUM_GRAD_SLOTS, len(grads)) * max(grads, default=0)
     for buffer in buffers:
         if buffer.name in away:
             assert offload is not None
@@ -207,7 +211,7 @@ def buffers_away(buffers: Sequence[Buffer], offload: Offload | None) -> frozense
 
 def on_disk(offload: Offload | None) -> bool:
     """Whether any state goes to a rank's file."""
-    return offload is not None and "disk" in (offload.optimizer, offload.master)
+    return offload is not None and "disk" in (offload.optimizer, offload.master, offload.grads)
 
 
 def host_bytes(resident: Mapping[str, int]) -> int:
@@ -222,8 +226,8 @@ def file_parts(
     optimizer: OptimizerState,
     offload: Offload | None,
     *,
+    precision: MixedPrecision,
     whole_optimizer: OptimizerState | None = None,
-    device_type: str = "cpu",
 ) -> list[int]:
     """Bytes of a rank's file for each buffer with state there: all are read once and written once for each step.
 
@@ -241,8 +245,17 @@ def file_parts(
             pieces = _pieces(buffer, rank if _shards_optim(buffer, strategy) else None, "cpu")
             sizes = [(numel, buffer.dtype) for piece in pieces for numel in kept.sizes(piece.shape)]
             num_bytes += extent_bytes(sizes) if sizes else 0
+        num_bytes += _grads_in_file(buffer, strategy, rank, precision, offload)
         parts.append(num_bytes)
     return [num_bytes for num_bytes in parts if num_bytes]
+
+
+def _grads_in_file(
+    buffer: Buffer, strategy: ShardingStrategy, rank: int, precision: MixedPrecision, offload: Offload
+) -> int:
+    if offload.grads != "disk":
+        return 0
+    return extent_bytes([(_updated_numel(buffer, strategy, rank), precision.reduced_dtype(buffer.dtype))])
 
 
 def watch_bytes(
@@ -272,12 +285,14 @@ def _away_bytes(
     else:
         if strategy.secondary_shard_size is not None:
             found["params"] = _copy_bytes(buffer, precision) // strategy.secondary_shard_size
-        if not _has_format(buffer, precision):
+        if not _has_format(buffer, precision) and offload.weights != "disk":
             found["host_params" if offload.weights == "host" else "params"] += layout.own_numel(rank) * compute.itemsize
     masters = DISK if offload.master == "disk" else HOST
     found[masters["master"]] = _updated_numel(buffer, strategy, rank) * buffer.dtype.itemsize
     reduced = _updated_numel(buffer, strategy, rank) * precision.reduced_dtype(buffer.dtype).itemsize
-    if device_type == "cpu":  # they stay where they are, which is on the host: all but a local sum of its own
+    if offload.grads == "disk":
+        found["disk_grads"] = reduced
+    elif device_type == "cpu":  # they stay where they are, which is on the host: all but a local sum of its own
         both = _grad_bytes(buffer, strategy, rank, precision, num_reductions)
         local = layout.padded_numel * precision.gradient_dtype(buffer.dtype).itemsize
         found["grads"] = local if both == local + reduced and not _shards_grads(buffer, strategy) else 0

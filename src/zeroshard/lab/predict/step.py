@@ -95,7 +95,7 @@ def step_of(
 
 def _before_states(resident: dict[str, int]) -> dict[str, int]:
     """Resident bytes before the first step: gradients and optimizer states do not exist yet."""
-    later, never = {"grads", "optimizer", HOST["grads"], SLOTS}, {HOST["optimizer"], DISK["optimizer"]}
+    later, never = {"grads", "optimizer", HOST["grads"], DISK["grads"], SLOTS}, {HOST["optimizer"], DISK["optimizer"]}
     return {name: 0 if name in later else n for name, n in resident.items() if name not in never}
 
 

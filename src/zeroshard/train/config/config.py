@@ -328,7 +328,7 @@ class TrainConfig(Config):
         if self.plan.enforce and self.optimizer == "muon":
             what = "muon needs unsharded matrices, which no plan predicts"
             raise UserError("plan.enforce", what, "leave it out, or use --optimizer adamw")
-        if self.plan.enforce and self.offload.state == "disk" and self.optimizer == "adamw8bit":
+        if self.plan.enforce and self.offload.on_disk and self.optimizer == "adamw8bit":
             what = "no plan predicts a file of adamw8bit's states"
             raise UserError("plan.enforce", what, "leave it out, or use --optimizer adamw")
         if self.plan.device and self.offload.on and self.optimizer == "adamw8bit":

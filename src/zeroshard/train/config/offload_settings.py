@@ -21,11 +21,11 @@ def _as_text(value: Any) -> Any:
 class OffloadConfig(Config):
     """Training state off the device: in memory of the host, or in a file, where the optimizer updates it there."""
 
-    state: Literal["none", "optimizer", "all", "disk"] = Field(
+    state: Literal["none", "optimizer", "all", "disk", "disk-all"] = Field(
         "none",
         description="State that leaves the device. optimizer: optimizer states, fp32 master weights and reduced "
         "gradients, to the host, which takes the updates. all: where a stage shards them (zero3) weights too. disk: "
-        "states and masters in a file, gradients on the host.",
+        "states and masters in a file, gradients on the host. disk-all: gradients there too, and at zero3 weights.",
     )
     fraction: Annotated[str, BeforeValidator(_as_text)] = Field(
         "auto",
@@ -36,13 +36,19 @@ class OffloadConfig(Config):
         "", description="Most page-locked host memory of a rank on a GPU, as 4GiB; empty: all that crosses the bus."
     )
     path: str = Field(
-        "", description="disk: folder on a fast disk with a file for each rank, removed at the end; empty: OUT/offload."
+        "",
+        description="disk, disk-all: folder on a fast disk for each rank's file; empty: OUT/offload.",
     )
 
     @property
     def on(self) -> bool:
         """Whether any state leaves the device."""
         return self.state != "none"
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether any state goes to a file of each rank."""
+        return self.state in ("disk", "disk-all")
 
     @property
     def share(self) -> float | Literal["auto"]:
@@ -56,7 +62,7 @@ class OffloadConfig(Config):
 
     def folder(self, out: Path) -> Path | None:
         """The folder of the ranks' files, in the run folder ``out`` if none was given; None: nothing goes to a disk."""
-        if self.state != "disk":
+        if not self.on_disk:
             return None
         return Path(self.path) if self.path else out / "offload"
 
@@ -65,11 +71,11 @@ class OffloadConfig(Config):
 
         ``exact_sums``: whether sums of gradients are exact (``reproducible``), and stay where they are added up.
         """
-        weights = "host" if self.state == "all" and shards_weights else "device"
         if not self.on:
             return dict.fromkeys(("optimizer", "master", "grads", "weights"), "device")
-        kept = "disk" if self.state == "disk" else "host"
-        grads = "device" if exact_sums else "host"
+        kept, rest = "disk" if self.on_disk else "host", "disk" if self.state == "disk-all" else "host"
+        weights = rest if self.state in ("all", "disk-all") and shards_weights else "device"
+        grads = "device" if exact_sums else rest
         return {"optimizer": kept, "master": kept, "grads": grads, "weights": weights}
 
     @model_validator(mode="before")
@@ -84,7 +90,7 @@ class OffloadConfig(Config):
         if given and not self.on:
             what = f"{getattr(self, given[0])} is given, and offload is none: no state leaves the device"
             raise UserError(f"offload.{given[0]}", what, "add --offload optimizer, or leave it out")
-        if self.path and self.state != "disk":
+        if self.path and not self.on_disk:
             what = f"{self.path} is given, and offload = {self.state} keeps state in memory"
             raise UserError("offload.path", what, "use --offload disk, or leave it out")
         try:

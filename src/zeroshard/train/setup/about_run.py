@@ -113,6 +113,7 @@ _AWAY = {  # by ``offload.state``
     "optimizer": "optimizer states, master weights and gradients on the host",
     "all": "optimizer states, master weights and gradients on the host, and sharded weights",
     "disk": "optimizer states and master weights in a file of each rank, gradients on the host",
+    "disk-all": "optimizer states, master weights and gradients in a file of each rank, and sharded weights",
 }
 
 

@@ -137,7 +137,7 @@ def contract_of(
     entry = strategy_entry(config.strategy)
     if predict is None or not entry.planned or config.optimizer not in PLANNED:
         return None
-    if config.optimizer == "adamw8bit" and config.offload.state == "disk":  # the file's bytes of codes are not planned
+    if config.optimizer == "adamw8bit" and config.offload.on_disk:  # the file's bytes of codes are not planned
         return None
     return Contract(predict(job_of(config, entry.stage, model, comm, device, grad_accum_steps)), config.plan.enforce)
 

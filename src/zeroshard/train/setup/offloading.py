@@ -48,11 +48,7 @@ def settled(
     asked, why = config.offload.share == "auto", ""
     if asked and (predict is None or config.optimizer != "adamw"):
         asked, why = False, f"no plan predicts a step of {config.optimizer}"
-    if (
-        predict is None
-        or config.optimizer not in PLANNED
-        or (config.optimizer != "adamw" and config.offload.state == "disk")
-    ):
+    if predict is None or config.optimizer not in PLANNED or (config.optimizer != "adamw" and config.offload.on_disk):
         return config, why
     neighbours = _neighbours(comm)
     job = job_of(config, strategy_entry(config.strategy).stage, model, comm, device, grad_accum_steps)

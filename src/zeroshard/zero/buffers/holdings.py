@@ -6,7 +6,7 @@ a few units come on top, if these are sharded:
     params, master, grads, optimizer, ema    state that outlives its use
     outer                                    with local steps: global weights and momentum
     host_params, host_master, host_grads, host_optimizer    of units whose state is off the device
-    disk_master, disk_optimizer, host_slots                 in the rank's file, and the memory through which it goes
+    disk_master, disk_grads, disk_optimizer, host_slots     in the rank's file, and the memory through which it goes
     unit_buffers                             unsharded weights of a unit in use, unsharded gradients not yet reduced
     prefetch                                 unsharded weights whose gather is in flight
 """
