@@ -67,6 +67,7 @@ OFFLOADS = {
     "all": Offload(weights="host"),
     "disk": Offload("disk", "disk", path="set by the test"),
     "half on disk": Offload("disk", "disk", fraction=0.5, path="set by the test"),
+    "gradients on disk": Offload("disk", "disk", "disk", path="set by the test"),
 }
 
 MADE = {  # others are made by `dry_run` itself
@@ -157,7 +158,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "in a file": {
         "row": STAGED,
-        "offload": ("disk", "half on disk"),
+        "offload": ("disk", "half on disk", "gradients on disk"),
         "world_size": (1, 4),
         "precision": ("fp32", "bf16"),
         "name": ("gpt2-demo",),

@@ -58,7 +58,9 @@ def test_rates_are_those_measured_or_else_a_nodes_shared_out_to_its_ranks():
     assert (measured.update_bytes_per_s, measured.bus_bytes_per_s, measured.measured) == (1e9, 2e9, True)
 
 
-@pytest.mark.parametrize(("stage", "state"), [*product("023", ("optimizer", "all")), ("1", "disk"), ("3", "disk")])
+@pytest.mark.parametrize(
+    ("stage", "state"), [*product("023", ("optimizer", "all")), *product("13", ("disk", "disk-all"))]
+)
 def test_a_dry_run_holds_on_the_host_what_was_planned(stage, state):
     """The plan is for a GPU, whose gradients leave; the dry run is of this machine."""
     model = {"name": "llama-tiny", "n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "vocab_size": 64}
@@ -66,8 +68,9 @@ def test_a_dry_run_holds_on_the_host_what_was_planned(stage, state):
     offload = {"state": state, "fraction": "1"}
     config = validate(PlanConfig, {"model": model, "offload": offload, **settings})
     compared = json.loads(answer_plan(config).text)["compared"]
-    kept = ("disk_master", "disk_optimizer", "host_slots") if state == "disk" else ("host_master",)
-    for name in ("params", "host_params", "host_grads", "host_optimizer", *kept, "messages", "message bytes"):
+    kept = ("disk_master", "disk_optimizer", "host_slots") if "disk" in state else ("host_master",)
+    kept += ("disk_grads",) if state == "disk-all" else ("host_grads",)
+    for name in ("params", "host_params", "host_optimizer", *kept, "messages", "message bytes"):
         assert compared[name]["predicted"] == compared[name]["measured"], name
     assert all(compared[name]["measured"] > 0 for name in ("host_optimizer", *kept))
     assert (compared["host_params"]["measured"] > 0) == (state == "all" and stage == "3")

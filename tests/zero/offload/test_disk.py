@@ -21,6 +21,8 @@ from zeroshard.errors import ExitStatus, UserError, path_line
 from zeroshard.zero import Offload, Zero
 from zeroshard.zero.offload import disk
 from zeroshard.zero.offload.disk import BLOCK_BYTES, DiskStates, rank_file
+from zeroshard.zero.offload.grad_slots import GradSlots
+from zeroshard.zero.offload.staging import Staging
 
 SPEC = [(5, torch.float32), (1000, torch.float32), (7, torch.bfloat16), (0, torch.float32)]
 
@@ -310,3 +312,70 @@ def test_an_engine_that_nobody_refers_to_gives_its_file_to_the_next(tmp_path):
         optim.step()
         assert [each.name for each in tmp_path.iterdir()] == ["rank-00000.states"]
         del zero, optim, net
+
+
+def test_a_unit_is_read_once_its_input_is_there(path, monkeypatch):
+    """Gradients are read ahead of their unit's update, so the read itself waits for them."""
+    states, begin, read = DiskStates(path), threading.Event(), []
+    units = [Unit(number) for number in range(2)]
+    values = [tensors(unit.number, [(3000, torch.float32)]) for unit in units]
+    shown = [states.add_input(unit, 1000, torch.bfloat16) for unit in units]
+    masters = [states.add(unit, value) for unit, value in zip(units, values, strict=True)]
+    slots = GradSlots(states, Staging(None))
+    given = [torch.full((1000,), 1.0 + unit.number, dtype=torch.bfloat16) for unit in units]
+    write = disk._write
+
+    def slowly(*args):
+        assert begin.wait(60)
+        write(*args)
+
+    monkeypatch.setattr(disk, "_write", slowly)
+    for unit, grads in zip(units, given, strict=True):
+        slots.send(unit, grads)
+    states.expect(units)
+    walk = threading.Thread(target=lambda: read.extend(states.read(unit)[0].clone() for unit in units))
+    walk.start()
+    walk.join(0.2)
+    assert not read
+    begin.set()
+    walk.join(60)
+    assert same(read, given)
+    states.settle()
+    before = states.bytes_written
+    for unit in units:
+        inputs, master = states.read(unit)
+        inputs.zero_()  # a clip factor changes the copy alone
+        master.add_(1)
+        states.write(unit)
+    states.settle()
+    assert same(shown, given)
+    assert all(torch.equal(there, value[0] + 1) for [there], value in zip(masters, values, strict=True))
+    assert states.bytes_written - before == 2 * disk.extent_bytes([(3000, torch.float32)])
+
+
+def test_a_slot_of_gradients_is_filled_again_once_its_write_is_over(path, monkeypatch):
+    states, write = DiskStates(path), disk._write
+    units = [Unit(number) for number in range(5)]
+    shown = [states.add_input(unit, 1000 + unit.number, torch.float32) for unit in units]
+    slots = GradSlots(states, Staging(None))
+    given = [torch.full((1000 + unit.number,), 1.0 + unit.number) for unit in units]
+    monkeypatch.setattr(disk, "_write", lambda *args: (time.sleep(0.02), write(*args)))
+    landings = [slots.send(unit, grads) for unit, grads in zip(units, given, strict=True)]
+    assert len(slots.memory) == 2
+    for landing in landings:
+        landing.synchronize()
+    assert same(shown, given)
+
+
+def test_gradients_that_cannot_be_written_are_an_error_with_the_name_of_the_file(path, monkeypatch):
+    states, unit = DiskStates(path), Unit(0)
+    states.add_input(unit, 1000, torch.float32)
+
+    def full(*_args):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(disk.os, "pwritev", full)
+    landing = GradSlots(states, Staging(None)).send(unit, torch.ones(1000))
+    with pytest.raises(OSError, match="Input/output error") as error:
+        landing.synchronize()
+    assert error.value.filename == str(path)

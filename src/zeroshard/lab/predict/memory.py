@@ -310,7 +310,7 @@ def _away_bytes(
 
 def _categories_away(offload: Offload) -> list[str]:
     """The categories of state that is off the device, without that through which it goes."""
-    found = [HOST[kind] for kind in HOST if kind != "master" or offload.master != "disk"]
+    found = [HOST[kind] for kind in HOST if kind in ("params", "optimizer") or getattr(offload, kind) != "disk"]
     return found + [DISK[kind] for kind in DISK if getattr(offload, kind) == "disk"]
 
 
