@@ -72,7 +72,7 @@ REFUSED = """
 --reproducible 8 --accumulate local | reproducible: 8 is given, and accumulate adds up on each rank first, with a
 --reproducible 8 --shard-size 2 --local-steps.every 4 | reproducible: 8 is given, and local_steps lets replicas take
 --reproducible 4 --nnodes 2:3 --nproc 2 --rdzv-endpoint a:1 | reproducible: 4 micro-batches cannot be shared out
---offload cloud | offload.state: 'cloud' is not a choice; choose one of none, optimizer, all, disk
+--offload cloud | offload.state: 'cloud' is not a choice; choose one of none, optimizer, all, disk, disk-all
 --offload.fraction 0.5 | offload.fraction: 0.5 is given, and offload is none: no state leaves the device; add
 --offload optimizer --offload.fraction nan | offload.fraction: nan is no share of the elements; give auto, or a number
 --offload all --offload.pinned 4 | offload.pinned: '4' is not a size; write a number and a unit, as 5GB or 512MiB
