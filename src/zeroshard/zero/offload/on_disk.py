@@ -142,6 +142,7 @@ class UnitOnDisk:
             for piece, own in zip(group.params.pieces, group.shards_now, strict=True):
                 own.data = view_of(self._master, piece.offset - group.params.master_offset, piece.shape)
         if self.grads is not None:
+            assert group is not None
             grads = next(copies)
             if self.factor is not None:
                 grads.mul_(self.factor)
